@@ -33,8 +33,9 @@ test: $(READY) ## run the tests
 harness: $(READY) ## run the programs that JAX ships for its own tests sharded, and print a table by group
 	$(BIN)/python -m tests.harness --workers 2
 
-random: $(READY) ## run random programs on random meshes against one device
-	$(BIN)/python -m pytest -n 2 tests/random_check.py
+random: $(READY) ## run more random programs than the tests do: 2000 others, or AUTOSHARD_EXAMPLES and AUTOSHARD_SEED
+	AUTOSHARD_EXAMPLES=$${AUTOSHARD_EXAMPLES:-2000} AUTOSHARD_SEED=$${AUTOSHARD_SEED:-1} \
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_random_programs.py
 
 lint: $(READY) ## check style
 	$(BIN)/ruff check .

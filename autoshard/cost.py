@@ -118,6 +118,11 @@ class Costing:
             for c in made_here:
                 transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh) * node.times
                 collectives.append(replace(c, count=node.times, source=node.source))
+        for v, leaf in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
+            if v and leaf.pin is not None and leaf.pin != specs[v]:  # what it stands for is pinned elsewhere too
+                for c in steps(specs[v], leaf.pin, values[v].shape, values[v].bits, self.mesh):
+                    transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh)
+                    collectives.append(replace(c, source=leaf.path))
         return Cost(compute + transfers, compute, tuple(collectives))
 
 

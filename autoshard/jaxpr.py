@@ -210,10 +210,11 @@ def program(traced: Any) -> Jaxpr:
     return normalize(jaxpr.replace(constvars=[*jaxpr.constvars, *before], consts=[*jaxpr.consts, *outer], invars=own))
 
 
-def constrain(var: Var, result: Var, sharding: NamedSharding, like: JaxprEqn) -> JaxprEqn:
+def constrain(var: Var, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
     """The equation ``result = with_sharding_constraint(var, sharding)``, attributed to ``like``'s source."""
     template = _constraint(sharding, len(aval(var).shape))
-    return template.replace(invars=[var], outvars=[result], source_info=like.source_info)
+    source = template.source_info if like is None else like.source_info
+    return template.replace(invars=[var], outvars=[result], source_info=source)
 
 
 def splice(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> list[JaxprEqn]:

@@ -56,12 +56,13 @@ ROW_MAJOR = frozenset({"fft"})
 """Operations that XLA's compiler for CPU (JAX 0.12) may lay out otherwise and then refuses."""
 
 
-def pins(graph: Graph, layout: Layout, costing: Costing) -> tuple[Pin, ...]:
-    """The intermediates to constrain so that the partitioner follows ``layout``.
+def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]) -> tuple[Pin, ...]:
+    """The intermediates to constrain so that the partitioner follows ``layout`` and leaves results as ``outputs``.
 
     They are: what the user pinned inside the step; results of products, and whatever a transfer brings to its
-    place; operands that an equation needs otherwise than they lie; what a loop carries; and all around operations that
-    XLA must not split on its own.
+    place; operands that an equation needs otherwise than they lie; what a loop carries; all around operations that
+    XLA must not split on its own; and the stops of a result on the way to where it is wanted, under the numbers that
+    follow those of the nodes.
     """
     found: dict[tuple[int, int | None], Pin] = {}
     ends = set(graph.inputs)
@@ -97,6 +98,11 @@ def pins(graph: Graph, layout: Layout, costing: Costing) -> tuple[Pin, ...]:
                 pin(v, spec, n, f"kept so after {node.kind.op}")
             elif node.tie:
                 pin(v, spec, n, f"carried by {node.kind.op}")
+    for o, (v, want) in enumerate(zip(graph.outputs, outputs, strict=True)):
+        value, leaf, n = graph.values[v], graph.program.outputs[o], len(graph.nodes) + o
+        if via := stops(layout.specs[v], want, value, graph.program.mesh) if v else ():
+            why = f"brought there from {layout.specs[v]}"
+            found[v, n] = Pin(v, want, "result", leaf.path, value.shape, why, n, via)
     return tuple(found.values())
 
 
@@ -131,8 +137,10 @@ def constrained(graph: Graph, plan: Plan, mesh: Mesh) -> jx.Jaxpr:
     results = {v: s for (v, n), s in shardings.items() if n is None}
     operands = {(v, n): s for (v, n), s in shardings.items() if n is not None}
     local = {i.node: (graph.nodes[i.node].kind.rule, i) for i in plan.islands}
-    numbers = {graph.nodes[n].results: n for n in (*(n for _, n in operands), *local)}
-    return _Lowering(graph.ids, results, operands, numbers, local, mesh).jaxpr(graph.program.jaxpr)
+    inner = (n for _, n in operands if n < len(graph.nodes))
+    numbers = {graph.nodes[n].results: n for n in (*inner, *local)}
+    ends = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
+    return _Lowering(graph.ids, results, operands, numbers, local, mesh).jaxpr(graph.program.jaxpr, ends)
 
 
 class _Lowering:
@@ -150,7 +158,8 @@ class _Lowering:
         self.ids, self.results, self.operands, self.numbers = ids, results, operands, numbers
         self.local, self.mesh = local, mesh
 
-    def jaxpr(self, jaxpr: jx.Jaxpr) -> jx.Jaxpr:
+    def jaxpr(self, jaxpr: jx.Jaxpr, ends: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
+        """``jaxpr`` constrained; ``ends`` are the places that each of its results is brought to in turn."""
         eqns: list[jx.JaxprEqn] = []
         now: dict[jx.Var, jx.Var] = {}
 
@@ -176,7 +185,11 @@ class _Lowering:
             eqns += self._island(eqn, invars, node) if node in self.local else self._itself(eqn, invars)
             for var in eqn.outvars:
                 settle(var, eqn, node)
-        outvars = [a if isinstance(a, jx.Literal) else now.get(a, a) for a in jaxpr.outvars]
+        last = jaxpr.eqns[-1] if jaxpr.eqns else None
+        outvars = [
+            a if isinstance(a, jx.Literal) else self._through(now.get(a, a), shardings, last, eqns)
+            for a, shardings in zip(jaxpr.outvars, ends or [()] * len(jaxpr.outvars), strict=True)
+        ]
         return jaxpr.replace(eqns=eqns, outvars=outvars)
 
     def _island(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal], node: int | None) -> list[jx.JaxprEqn]:
@@ -240,7 +253,7 @@ class _Lowering:
         return self._through(current, shardings, eqn, eqns)
 
     def _through(
-        self, var: jx.Var, shardings: Sequence[NamedSharding], like: jx.JaxprEqn, eqns: list[jx.JaxprEqn]
+        self, var: jx.Var, shardings: Sequence[NamedSharding], like: jx.JaxprEqn | None, eqns: list[jx.JaxprEqn]
     ) -> jx.Var:
         """``var`` brought to each of ``shardings`` in turn."""
         for sharding in shardings:

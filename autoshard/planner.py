@@ -74,7 +74,7 @@ def describe(graph: Graph, best: Candidate, s: Search, wish: Wish) -> Plan:
         strategy=wish.strategy,
         inputs=inputs,
         outputs=tuple(outputs),
-        intermediates=pins(graph, layout, s.costing),
+        intermediates=pins(graph, layout, s.costing, [p.spec for p in outputs]),
         islands=islands(graph, layout, s.costing),
         cost=best.cost,
         memory=best.memory,

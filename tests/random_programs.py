@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from tests.random_ops import OPS, SIZES, Shape, annotated, spec
+from tests.random_draws import SIZES, Shape, annotated, spec
+from tests.random_ops import OPS
 
 LARGEST = 2048
 """Most elements of a value."""
