@@ -45,6 +45,31 @@ VIEWS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """How one kind of node runs with given axes on its factors."""
+
+    needs: tuple[Spec, ...]
+    """What it asks of each operand."""
+    gives: tuple[Spec, ...]
+    """What its results then are, partial terms included."""
+    compute: float
+    """Seconds on one device, once."""
+    inside: tuple[Collective, ...] = ()
+    """Collectives of the local form, when the node runs in it."""
+    axes: Axes = ()
+    """Axes that split the local factor."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether it can be had: a local form's results are never partial."""
+        return not (self.axes and any(s.partial for s in self.gives))
+
+    def seconds(self, mesh: LogicalMesh) -> float:
+        """Compute and collectives of the local form, once; what the operands and results need is not in it."""
+        return self.compute + sum(collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in self.inside)
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """How one kind of node runs under given specs."""
 
@@ -129,16 +154,16 @@ class Costing:
 def cheapest(kind: Kind, specs: tuple[Spec, ...], mesh: LogicalMesh) -> Run:
     """The cheapest way to run a node whose operands and results have ``specs``."""
     state = [s.dims for s in specs]
-    found = [_held(kind, factor_axes(kind, state, mesh.shape, first), mesh) for first in (None, *range(len(specs)))]
+    found = [held(kind, factor_axes(kind, state, mesh.shape, first), mesh) for first in (None, *range(len(specs)))]
     ways = {tuple(sorted(w.items())) for w in found}
     ways |= {tuple(sorted(w.items())) for chosen in found for w in _lent(kind, specs, chosen, mesh)}
     if kind.rule.local is not None:  # gathering what the local form would split
         ways |= {tuple((f, a) for f, a in w if kind.rule.kind(f) != "local") for w in ways}
-    runs = (_way(kind, specs, dict(w), mesh) for w in sorted(ways))
-    return min((r for r in runs if not (r.axes and any(s.partial for s in r.gives))), key=lambda r: r.seconds)
+    found = (way(kind, dict(w), mesh) for w in sorted(ways))
+    return min((_run(kind, specs, w, mesh) for w in found if w.possible), key=lambda r: r.seconds)
 
 
-def _held(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
+def held(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
     """``chosen`` without the factors that some dimension cannot hold: those behind one that is not split entirely."""
     sizes, kept = dict(kind.sizes), dict(chosen)
     compound = [dim for _, _, dim in kind.places if len(dim) > 1]
@@ -159,14 +184,14 @@ def _lent(
     for f, size in kind.sizes if idle else ():
         axes = (*chosen.get(f, ()), *idle)
         if kind.rule.kind(f) == "parallel" and size % mesh.axes_size(axes) == 0:
-            lent = _held(kind, {**chosen, f: axes}, mesh)
+            lent = held(kind, {**chosen, f: axes}, mesh)
             if f in lent:
                 yield lent
 
 
-def _way(kind: Kind, specs: tuple[Spec, ...], chosen: dict[str, Axes], mesh: LogicalMesh) -> Run:
+def way(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> Way:
+    """How a node runs whose factors have the axes ``chosen``."""
     sizes, kinds, shape = dict(kind.sizes), dict(kind.rule.kinds), mesh.shape
-    operands = len(kind.rule.operands)
 
     def spec(dims: Sequence[Sequence[str]]) -> Spec:
         return Spec(tuple(project(d, chosen, sizes, shape) for d in dims))
@@ -174,15 +199,25 @@ def _way(kind: Kind, specs: tuple[Spec, ...], chosen: dict[str, Axes], mesh: Log
     needs = tuple(map(spec, kind.rule.operands))
     partial = tuple((a, kinds[f]) for f, axes in chosen.items() if kinds.get(f) in REDUCED for a in axes)
     gives = tuple(Spec(s.dims, tuple(sorted(partial))) for s in map(spec, kind.rule.results))
-    compute = _compute(kind, needs, gives, chosen, mesh)
-    moves = [*zip(specs, needs, strict=False), *zip(gives, specs[operands:], strict=True)]
+    inside = _inside(kind, needs, gives, chosen, mesh)
+    axes = next((axes for f, axes in chosen.items() if kinds.get(f) == "local"), ())
+    return Way(needs, gives, _compute(kind, needs, gives, chosen, mesh), inside, axes)
+
+
+def _run(kind: Kind, specs: tuple[Spec, ...], w: Way, mesh: LogicalMesh) -> Run:
+    moves = [*zip(specs, w.needs, strict=False), *zip(w.gives, specs[len(w.needs) :], strict=True)]
     transfers = sum(
         seconds(src, dst, kind.shapes[i], kind.bits[i], mesh) for i, (src, dst) in enumerate(moves) if src != dst
     )
-    inside = _inside(kind, needs, gives, chosen, mesh)
-    own = sum(collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in inside)
-    axes = next((axes for f, axes in chosen.items() if kinds.get(f) == "local"), ())
-    return Run(needs, gives, compute, compute + transfers + own, inside, axes, _is_island(kind, specs, axes))
+    return Run(
+        w.needs,
+        w.gives,
+        w.compute,
+        w.seconds(mesh) + transfers,
+        w.inside,
+        w.axes,
+        _is_island(kind, specs, w.axes),
+    )
 
 
 def _is_island(kind: Kind, specs: Sequence[Spec], axes: Axes) -> bool:
@@ -220,6 +255,8 @@ def _compute(
         math.prod(n) * bits / 8 / s.shards(mesh.shape)
         for n, bits, s in zip(kind.shapes, kind.bits, (*needs, *gives), strict=True)
     ]
+    if kind.tie:  # what goes into or out of a loop is a slice of what is stacked there; else nothing moves
+        return min(local) / hardware.bandwidth if len({len(n) for n in kind.shapes}) > 1 else 0.0
     if not kind.flops:  # fused with its neighbours: what it writes counts, what it reads was counted there
         return sum(local[len(needs) :]) / hardware.bandwidth
     parts = math.prod(mesh.axes_size(a) for a in chosen.values())

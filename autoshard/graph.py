@@ -58,6 +58,8 @@ class Kind:
     """(position among operands and results, dimension, factors), largest value first."""
     flops: float
     """Floating-point operations of the whole operation, where they are what costs; else 0."""
+    tie: bool = False
+    """Whether it stands for a value that goes into, out of or round a region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,10 @@ class Node:
     """How often it runs; 0 of a tie that says of two values that they should lie alike, and moves nothing."""
     source: str = ""
     phase: str = PLAIN
-    tie: bool = False
+
+    @property
+    def tie(self) -> bool:
+        return self.kind.tie
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -229,8 +234,8 @@ class _Builder:
             self.pin(result, spec, source)
         avals = [jx.aval(v) for v in eqn.outvars]
         shapes, bits = tuple(tuple(a.shape) for a in avals), tuple(map(_bits, avals))
-        kind = _kind(name, whole("", (), avals), shapes, bits, "", 0.0, source)  # they come into being as they lie
-        self.nodes.append(Node(kind, (), results, times, source, phase, tie=True))
+        kind = _kind(name, whole("", (), avals), shapes, bits, "", 0.0, source, tie=True)  # they come into being so
+        self.nodes.append(Node(kind, (), results, times, source, phase))
         text = f"{name} is taken as it is; its compute and collectives are not costed"
         self.diagnostics.append(Diagnostic(source, text))
 
@@ -313,9 +318,9 @@ class _Builder:
         rule = _lifted(len(va.shape), len(vb.shape)) if lifted else _identity(len(va.shape))
         key = ("tie", name, va.shape, vb.shape, va.bits, vb.dtype)
         kind = self.kinds.get(key) or self.kinds.setdefault(
-            key, _kind(name, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source)
+            key, _kind(name, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source, tie=True)
         )
-        self.nodes.append(Node(kind, (a,), (b,), times, source, phase, tie=True))
+        self.nodes.append(Node(kind, (a,), (b,), times, source, phase))
 
 
 def _kind(
@@ -326,6 +331,8 @@ def _kind(
     dtype: str,
     flops: float,
     source: str,
+    *,
+    tie: bool = False,
 ) -> Kind:
     try:
         if [len(d) for d in (*rule.operands, *rule.results)] != [len(s) for s in shapes]:
@@ -336,7 +343,7 @@ def _kind(
     order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
     dims = (*rule.operands, *rule.results)
     places = tuple((i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
-    return Kind(op, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops)
+    return Kind(op, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops, tie)
 
 
 @functools.cache

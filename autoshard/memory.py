@@ -7,9 +7,10 @@ and pointwise results read once) takes no room. A loop's body counts once, its s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from autoshard.cost import VIEWS
 from autoshard.dims import roles
@@ -39,23 +40,51 @@ class Memory:
 
 def memory(graph: Graph, layout: Layout) -> Memory:
     """Bytes per device of one call under ``layout``."""
-    mesh = graph.program.mesh.shape
-    size = [0 if not v.shape else math.ceil(v.bytes / layout.specs[i].shards(mesh)) for i, v in enumerate(graph.values)]
-    role = roles(graph)
-    by_role = [sum(size[graph.inputs[i]] for i in part) for part in (role.parameters, role.optimizer, role.batch)]
-    held, gradients, residuals = lifetimes(graph, size)
-    base = sum(by_role)
-    peak = base + held
-    kept = sum(size[v] for v in residuals)
-    grads = sum(size[v] for v in gradients)
-    return Memory(by_role[0], by_role[1], by_role[2], grads, kept, max(0, held - kept), peak)
+    return Lives(graph).memory(layout)
 
 
-def lifetimes(graph: Graph, size: Sequence[int]) -> tuple[int, set[int], set[int]]:
-    """Most bytes of intermediate values alive at once, the gradients, and the residuals."""
+class Lives:
+    """From when to when each value of a graph takes room; under any layout."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.mesh = graph, graph.program.mesh.shape
+        self.bytes = np.array([v.bytes if v.shape else 0 for v in graph.values])
+        self.values, self.first, self.last, self.gradients, self.residuals = _lives(graph)
+
+    def sizes(self, layout: Layout) -> npt.NDArray[np.int64]:
+        """Bytes per device of every value; scalars count as nothing."""
+        known: dict[int, int] = {}
+        shards = [known.get(id(s)) or known.setdefault(id(s), s.shards(self.mesh)) for s in layout.specs]
+        return -(-self.bytes // np.array(shards))
+
+    def over_time(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes of values in between that are alive while each node runs."""
+        change = np.zeros(len(self.graph.nodes) + 2, dtype=np.int64)
+        np.add.at(change, self.first, sizes[self.values])
+        np.subtract.at(change, self.last + 1, sizes[self.values])
+        return np.cumsum(change)
+
+    def alive(self, node: int) -> list[int]:
+        """The values in between that are alive while ``node`` runs."""
+        return [int(v) for v in self.values[(self.first <= node) & (node <= self.last)]]
+
+    def memory(self, layout: Layout) -> Memory:
+        """Bytes per device of one call under ``layout``."""
+        size = self.sizes(layout)
+        role = roles(self.graph)
+        state = [
+            int(sum(size[self.graph.inputs[i]] for i in part)) for part in (role.parameters, role.optimizer, role.batch)
+        ]
+        held = int(self.over_time(size).max())
+        kept = int(size[self.residuals].sum())
+        grads = int(size[self.gradients].sum())
+        return Memory(*state, grads, kept, max(0, held - kept), sum(state) + held)
+
+
+def _lives(graph: Graph) -> tuple[npt.NDArray[np.int64], ...]:
+    """The values in between that take room, the nodes that make them and read them last; gradients; residuals."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
-    maker_phase: dict[int, str] = {}
     readers: dict[int, int] = {}
     inputs = set(graph.inputs)
     gradients: set[int] = set()
@@ -74,7 +103,7 @@ def lifetimes(graph: Graph, size: Sequence[int]) -> tuple[int, set[int], set[int
             r = root(v)
             last[r] = n
             readers[v] = readers.get(v, 0) + 1
-            phase = maker_phase.get(r)
+            phase = graph.nodes[made[r]].phase if r in made else None
             if phase == FORWARD and node.phase == BACKWARD:
                 residuals.add(r)
             elif phase == BACKWARD and node.phase == PLAIN and graph.values[r].shape:
@@ -88,27 +117,20 @@ def lifetimes(graph: Graph, size: Sequence[int]) -> tuple[int, set[int], set[int
                 alias[v] = node.operands[0]
                 continue
             made[v] = n
-            maker_phase[v] = node.phase
     for v in graph.outputs:
         last[root(v)] = len(graph.nodes)
     donated = {v for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if leaf.donated}
     reused = {root(graph.outputs[o]) for i, o in graph.program.carries if graph.inputs[i] in donated}
-    change = [0] * (len(graph.nodes) + 2)
-    for v, n in made.items():
-        if v in reused or _fused(graph, n, v, readers):
-            continue
-        change[n] += size[v]
-        change[max(last.get(v, n), n) + 1] -= size[v]
-    alive = peak = 0
-    for delta in change:
-        alive += delta
-        peak = max(peak, alive)
-    return peak, gradients, residuals - inputs
+    room = {v: n for v, n in made.items() if v not in reused and not _fused(graph, n, readers.get(v, 0))}
+
+    ends = {v: max(last.get(v, n), n) for v, n in room.items()}
+    parts = (room, room.values(), ends.values(), sorted(gradients), sorted(residuals & set(room)))
+    return tuple(np.fromiter(part, dtype=np.int64) for part in parts)
 
 
-def _fused(graph: Graph, n: int, v: int, readers: dict[int, int]) -> bool:
+def _fused(graph: Graph, n: int, readers: int) -> bool:
     node = graph.nodes[n]
     if node.kind.op in VIEWS:
         return True
     pointwise = not node.kind.flops and not node.kind.rule.kinds and not node.tie and not node.kind.rule.reason
-    return pointwise and readers.get(v, 0) <= 1
+    return pointwise and readers <= 1
