@@ -86,7 +86,7 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
                 pin(v, need, n, f"kept so for {node.kind.op}", operand=True)
         for v, give in zip(node.results, run.gives, strict=True):
             spec = layout.specs[v]
-            if guarded and not run.island and give != spec:
+            if not run.island and (give != spec if guarded else node.kind.flops and give.dims != spec.dims):
                 pin(v, Spec(give.dims), n, f"made so by {node.kind.op}", operand=True)
             if v in graph.pins:
                 pin(v, spec, n, "pinned in the step", before=give)
