@@ -173,13 +173,13 @@ def report(outcomes: Sequence[Outcome], command: str, seconds: float) -> str:
         [
             "# The programs that JAX ships, sharded",
             "",
-            f"`{command}` on {datetime.now(UTC):%Y-%m-%d}: {made}; eight CPU devices, {seconds:.0f} seconds of processor "
-            "time.",
+            f"`{command}` on {datetime.now(UTC):%Y-%m-%d}: {made}; eight CPU devices, {seconds:.0f} seconds of "
+            "processor time.",
             "",
             f"Each program runs on {len(MESHES)} meshes, {' and '.join(str(tuple(m.values())) for m in MESHES)}. "
-            "*equal*: the results of plain `jax.jit`, in structure, type, shape and entries. Of these, *sharded*: arrays "
-            "were pinned, and the executable and its results hold every one of them in parts; *whole*: no array can be "
-            "split, why stands below. *off*: the largest difference, as a share of the result's largest entry; "
+            "*equal*: the results of plain `jax.jit`, in structure, type, shape and entries. Of these, *sharded*: "
+            "arrays were pinned, and the executable and its results hold every one of them in parts; *whole*: no array "
+            "can be split, why stands below. *off*: the largest difference, as a share of the result's largest entry; "
             f"{TOLERANCE:g} is allowed in float32, four steps of the resolution of narrower types, none of integers. "
             "*skipped*: plain JAX on CPU does not run it.",
             "",
