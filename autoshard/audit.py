@@ -10,7 +10,6 @@ small ones freely.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -18,6 +17,7 @@ from typing import Protocol
 from autoshard.collective import Collective
 from autoshard.hlo import collectives
 from autoshard.mesh import LogicalMesh
+from autoshard.units import size_text
 
 TOLERANCE = 0.05
 """The share of a row's bytes that may differ."""
@@ -235,12 +235,6 @@ def _combined(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) ->
         if axes is not None and _near(_total(a), _total(b)) and after < before:
             found.append(Explanation(f"{before} {kind}s combined into {after}", axes, _total(a)))
     return found
-
-
-def size_text(size: float) -> str:
-    """``size`` bytes for a person: ``1.5 MiB``."""
-    power = min(4, int(math.log2(max(1.0, abs(size))) // 10))
-    return f"{size:.0f} B" if power == 0 else f"{size / 1024**power:.1f} {' KMGT'[power]}iB"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

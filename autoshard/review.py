@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoshard.audit import size_text
+from autoshard.units import size_text
 from autoshard.collective import collective_seconds
 from autoshard.families import Family, bytes_each, told
 

@@ -21,6 +21,7 @@ from autoshard.graph import Graph
 from autoshard.memory import Memory, memory
 from autoshard.propagate import Layout, propagate
 from autoshard.spec import Axes, Spec, replicated
+from autoshard.units import size_text
 
 PRESETS = ("auto", "dp", "fsdp", "fsdp_tp", "replicated", "tp", "zero1", "zero2", "zero3")
 EXHAUSTIVE = 512
@@ -288,8 +289,8 @@ def _too_large(s: Search, strategy: str) -> str:
     parts = sorted(smallest.memory.items()[:-1], key=lambda p: -p[1])
     more = "" if strategy == "auto" else f" strategy 'auto' may find a smaller one than {strategy!r};"
     return (
-        f"none of {len(s.tried)} layouts fits {s.budget / 2**20:,.2f} MiB a device: the least that would is "
-        f"{smallest.memory.peak / 2**20:,.2f} MiB, of which {parts[0][0]} take {parts[0][1] / 2**20:,.2f} and "
-        f"{parts[1][0]} {parts[1][1] / 2**20:,.2f};{more} raise memory_budget, add devices, or pass "
+        f"none of {len(s.tried)} layouts fits {size_text(s.budget, 2)} a device: the least that would is "
+        f"{size_text(smallest.memory.peak, 2)}, of which {parts[0][0]} take {size_text(parts[0][1], 2)} and "
+        f"{parts[1][0]} {size_text(parts[1][1], 2)};{more} raise memory_budget, add devices, or pass "
         "passes=['recompute:full']"
     )

@@ -1,0 +1,11 @@
+"""units: quantities as a person reads them."""
+
+from __future__ import annotations
+
+import math
+
+
+def size_text(size: float, digits: int = 1) -> str:
+    """``size`` bytes for a person, in the unit that leaves a digit before the point: ``12 B``, ``1.5 MiB``."""
+    power = min(4, int(math.log2(max(1.0, abs(size))) // 10))
+    return f"{size:.0f} B" if power == 0 else f"{size / 1024**power:.{digits}f} {' KMGT'[power]}iB"
