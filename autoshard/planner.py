@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.dims import DimClass
-from autoshard.errors import PlanError
 from autoshard.graph import Graph, build
 from autoshard.jaxpr import dtype_name
 from autoshard.lower import islands, pins
@@ -107,23 +106,6 @@ def fingerprint(graph: Graph) -> str:
         )
         digest.update(f"{text} {n.operands} {n.results} {n.times}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def check_fits(plan: Plan, program: Program) -> None:
-    """Raises `PlanError` when ``plan`` was made for other arguments or another mesh; names the first difference."""
-    if (plan.mesh.axis_names, plan.mesh.axis_sizes) != (program.mesh.axis_names, program.mesh.axis_sizes):
-        raise PlanError(f"the plan is for the mesh {plan.mesh}, the step runs on {program.mesh}: plan anew for it")
-    if len(plan.inputs) != len(program.inputs):
-        raise PlanError(
-            f"the plan is for {len(plan.inputs)} argument arrays, the step has {len(program.inputs)}: "
-            "it was made for another step"
-        )
-    for place, leaf in zip(plan.inputs, program.inputs, strict=True):
-        if place.shape != leaf.aval.shape or place.dtype != dtype_name(leaf.aval.dtype) or place.path != leaf.path:
-            raise PlanError(
-                f"the plan is for {place.path}: {place.dtype}{list(place.shape)}, the step is called with {leaf.path}: "
-                f"{leaf.aval.dtype}{list(leaf.aval.shape)}; plan anew for these shapes"
-            )
 
 
 def _why(leaf: Leaf, v: int, layout: Layout) -> str:

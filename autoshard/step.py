@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard import stateful
+from autoshard.adopt import adopt
 from autoshard.config import MeshLike, mesh_config, resolve_mesh
 from autoshard.entry import Entry, aval
-from autoshard.errors import ArgumentError, ConfigError, OtherShapesError, PlanError, nearest
-from autoshard.graph import Graph, build
+from autoshard.errors import ArgumentError, ConfigError, OtherShapesError, nearest
+from autoshard.graph import Graph
 from autoshard.mesh import LogicalMesh
 from autoshard.plan import Plan
-from autoshard.planner import Wish, check_fits, fingerprint, make
+from autoshard.planner import Wish, make
 from autoshard.program import Leaf, Program
 from autoshard.rewrite import Pass, Pipeline
 from autoshard.rule import RuleTable
@@ -161,26 +162,15 @@ class Step:
             )
             program = _with_config_pins(program, options.mesh)
             program, reports = Pipeline(options.passes).run(program)
+            wish = replace(options.wish, passes=tuple(map(str, reports)))
             if options.plan is not None:
-                return self._planned_before(options.plan, program, avals, *form)
-            made = make(program, options.table, replace(options.wish, passes=tuple(map(str, reports))))
+                plan, graph = adopt(options.plan, program, options.table, wish)
+                return Entry(program, graph, plan, avals, *form)
+            made = make(program, options.table, wish)
             if best is None or made[0].cost.seconds < best[0].cost.seconds:
                 best = made
         assert best is not None
         return Entry(best[1].program, best[1], best[0], avals, *form)
-
-    def _planned_before(
-        self, plan: Plan, program: Program, avals: tuple[Any, ...], static: tuple[tuple[int, Any], ...], flat: bool
-    ) -> Entry:
-        check_fits(plan, program)
-        graph = build(program, self._options.table, strict=self._options.wish.strict)
-        if fingerprint(graph) != plan.fingerprint:
-            raise PlanError(
-                f"the plan is for another program than {program.name}: the shapes agree, the operations do not "
-                f"(fingerprint {plan.fingerprint}, now {fingerprint(graph)}); plan anew"
-            )
-        plan = replace(plan, in_tree=program.in_tree, out_tree=program.out_tree)
-        return Entry(program, graph, plan, avals, static, flat)
 
     def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same call with as few keywords as it can be written with: one program for all its forms."""

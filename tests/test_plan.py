@@ -230,7 +230,7 @@ def test_refused_for_other_shapes(plan):
 
 def test_refused_for_another_program(plan):
     with pytest.raises(PlanError, match="another program than other_step"):
-        autoshard.jit(other_step, strategy=plan).plan(shapes(), X)
+        jitted(other_step, strategy=plan).plan(shapes(), X)
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "model": 4}, {"model": 2, "data": 4}])
