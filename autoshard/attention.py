@@ -71,6 +71,9 @@ class Form:
     """Dtype in which the softmax meets the values."""
     result: str
     precision: Any = None
+    """That of the products of queries and keys."""
+    mixing: Any = None
+    """That of the products with values."""
     cotangent: str = ""
     grads: tuple[str, str, str] = ("", "", "")
     """How the backward part's results lie."""
@@ -90,9 +93,6 @@ class Form:
     def width(self) -> str:
         """The width of a value."""
         return "".join(c for c in self.value if c not in self.rows + self.col)
-
-    def einsum(self, text: str, *operands: Any, dtype: Any = None) -> Any:
-        return jnp.einsum(text, *operands, precision=self.precision, preferred_element_type=dtype)
 
     def sizes(self, query: Any, key: Any, value: Any) -> dict[str, int]:
         """Size of each letter."""
@@ -115,7 +115,8 @@ def logits(form: Form, query: Any, key: Any, extras: Sequence[Any], row: Any = 0
     Args:
       row, col: the positions at which the block's queries and keys begin. Extras that depend on keys hold all of them.
     """
-    s = form.einsum(f"{form.query},{form.key}->{form.rows}{form.col}", query, key, dtype=form.scores)
+    text = f"{form.query},{form.key}->{form.rows}{form.col}"
+    s = jnp.einsum(text, query, key, precision=form.precision, preferred_element_type=form.scores)
     s = s.astype(form.wide)
     for step in form.steps:
         if step.kind == "scale":
@@ -159,7 +160,8 @@ def attend(query: Any, key: Any, value: Any, *extras: Any, form: Form, flops: fl
     total = jnp.sum(e, -1)
     weights = (e / total[..., None]).astype(form.weights)
     text = f"{form.rows}{form.col},{form.value}->{form.out}"
-    return form.einsum(text, weights, value, dtype=form.result), peak, total
+    out = jnp.einsum(text, weights, value, precision=form.mixing, preferred_element_type=form.result)
+    return out, peak, total
 
 
 def gradients(
@@ -183,8 +185,8 @@ def gradients(
 
 def inwards(form: Form, out: Any, cotangent: Any) -> Any:
     """Of each row, the cotangent's part along what came out: [*rows]."""
-    wide = form.wide
-    return form.einsum(f"{form.out},{form.cotangent}->{form.rows}", out.astype(wide), cotangent.astype(wide))
+    sides = (out.astype(form.wide), cotangent.astype(form.wide))
+    return jnp.einsum(f"{form.out},{form.cotangent}->{form.rows}", *sides, precision="highest")
 
 
 def block_gradients(
@@ -201,19 +203,23 @@ def block_gradients(
     col: Any = 0,
 ) -> tuple[Any, Any, Any]:
     """What one block adds to the cotangents of query, key and value, which lie as these do; in the wide dtype."""
-    wide, cells = form.wide, form.rows + form.col
+    cells = form.rows + form.col
+    scored, mixed = (
+        functools.partial(jnp.einsum, precision=p, preferred_element_type=form.wide)
+        for p in (form.precision, form.mixing)
+    )
     s = logits(form, query, key, extras, row, col)
     p = jnp.exp(s - peak[..., None]) / total[..., None]
-    dv = form.einsum(f"{cells},{form.cotangent}->{form.value}", p.astype(form.weights), cotangent, dtype=wide)
-    dp = form.einsum(f"{form.cotangent},{form.value}->{cells}", cotangent, value, dtype=wide)
+    dv = mixed(f"{cells},{form.cotangent}->{form.value}", p.astype(form.weights), cotangent)
+    dp = mixed(f"{form.cotangent},{form.value}->{cells}", cotangent, value)
     ds = p * (dp - inner[..., None])
     for step in reversed(form.steps):
         if step.kind == "scale":
             ds = ds * step.number
         elif step.masks:
             ds = jnp.where(_kept(form, step, extras, s, row, col), ds, 0)
-    dq = form.einsum(f"{cells},{form.key}->{form.query}", ds.astype(key.dtype), key, dtype=wide)
-    dk = form.einsum(f"{cells},{form.query}->{form.key}", ds.astype(query.dtype), query, dtype=wide)
+    dq = scored(f"{cells},{form.key}->{form.query}", ds.astype(key.dtype), key)
+    dk = scored(f"{cells},{form.query}->{form.key}", ds.astype(query.dtype), query)
     return dq, dk, dv
 
 

@@ -223,7 +223,21 @@ def _windowed(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
             yield Explanation(f"{kind} as a ring of collective-permutes", axes, round(planned))
 
 
-_REWRITES: tuple[Callable[[_Ledger, LogicalMesh], Iterator[Explanation]], ...] = (_merged, _scattered, _windowed)
+def _partly(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
+    """Of permutes over several axes, some whose pairs all lie along fewer: as those of the last hops of a chain."""
+    for wide, axes in itertools.permutations(ledger.axes(), 2):
+        if set(axes) < set(wide):
+            units = ledger.settle({("collective-permute", axes): 1.0}, {("collective-permute", wide): 1.0})
+            if units:
+                yield Explanation("collective-permute along fewer axes than it is planned over", axes, round(units))
+
+
+_REWRITES: tuple[Callable[[_Ledger, LogicalMesh], Iterator[Explanation]], ...] = (
+    _partly,
+    _merged,
+    _scattered,
+    _windowed,
+)
 """In this order: axes are put right first, so that the later ones compare like with like."""
 
 

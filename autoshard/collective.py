@@ -26,6 +26,9 @@ class Collective:
     all-to-all         the operand (as large as the result), the own part included
     collective-permute the operand (as large as the result)
     ================== ===========================================================
+
+    It is what a device that takes part in full sends or receives, and so what the run lasts by. What crosses the wire
+    in all is `sent`.
     """
 
     kind: str
@@ -40,11 +43,19 @@ class Collective:
     """Name of the HLO computation that holds it, or empty when planned."""
     exact: bool = True
     """False when an enclosing loop's trip count is not known, so that ``count`` is a lower bound."""
+    share: float = 1.0
+    """Of a collective-permute, the share of the devices that send to another one."""
 
     @property
     def total(self) -> int:
         """Bytes per device over all runs."""
         return self.bytes * self.count
+
+    def sent(self, mesh: LogicalMesh) -> float:
+        """Bytes that leave a device of ``mesh`` over all runs, on average, with reductions and gathers run as rings."""
+        n = mesh.size if self.axes is None else mesh.axes_size(self.axes)
+        rounds = {"all-reduce": 2 * (n - 1) / n, "collective-permute": self.share}.get(self.kind, (n - 1) / n)
+        return self.total * rounds
 
     def __str__(self) -> str:
         axes = "unknown groups" if self.axes is None else "+".join(self.axes) or "no axis"

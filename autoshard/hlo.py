@@ -71,6 +71,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                     source=module.source(instruction) or module.caller_source(computation.name),
                     computation=computation.name,
                     exact=exact,
+                    share=_senders(instruction.attributes) / mesh.size if kind == "collective-permute" else 1.0,
                 )
             )
     return tuple(found)
@@ -81,6 +82,12 @@ def _wraps(instruction: Instruction, module: Module) -> bool:
     return instruction.opcode.endswith("-start") and any(
         name in module.computations for key, name in called(instruction) if key == "calls"
     )
+
+
+def _senders(attributes: str) -> int:
+    """How many devices a collective-permute sends from, to others."""
+    pairs = _PAIRS.search(attributes)
+    return len({pair[0] for pair in _lists(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
 
 
 def _repeats(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:

@@ -74,6 +74,8 @@ class Site:
     value: tuple[jx.Var, str] | None = None
     cotangent: tuple[jx.Var, str] | None = None
     weights: str = ""
+    mixing: list[Any] = field(default_factory=list[Any])
+    """The precision of the products with values, once one is known."""
     roles: dict[str, Role] = field(default_factory=dict[str, Role])
     reason: str = ""
     where: str = ""
@@ -143,6 +145,7 @@ class Site:
             self.weights,
             result,
             self.eqn.params["precision"],
+            self.mixing[0] if self.mixing else None,
         )
         if len(self.roles) == (forward is not None):
             return form
@@ -479,7 +482,7 @@ class Reader:
         if eqn is None or eqn.primitive.name != "dot_general":
             raise PassError(_STRANGE)
         (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-        if len(left) != 1 or not _like(eqn, site.eqn) or not all(isinstance(a, jx.Var) for a in eqn.invars):
+        if len(left) != 1 or not _like(eqn, site.mixing) or not all(isinstance(a, jx.Var) for a in eqn.invars):
             raise PassError("the cotangent's product with the values is none that is known")
         sides: list[list[str | None]] = [[None] * len(jx.aval(a).shape) for a in eqn.invars]
         order = [(0, d) for d in left_batch]
@@ -494,6 +497,7 @@ class Reader:
         if (site.col in texts[0]) == (site.col in texts[1]):
             raise PassError("the cotangent's product with the values is none that is known")
         v = 0 if site.col in texts[0] else 1
+        site.mixing = [eqn.params["precision"]]
         self.known(site, "value", eqn.invars[v], texts[v])
         self.known(site, "cotangent", eqn.invars[1 - v], texts[1 - v])
         return letters
@@ -515,7 +519,9 @@ class Reader:
         site, shape = m.site, jx.aval(eqn.invars[n]).shape
         if given[1 - n] is not None or m.stage != POLYNOMIAL or not isinstance(other, jx.Var):
             raise PassError("a product of scores")
-        if None in m.letters or set(m.letters) != set(site.cells) or not _like(eqn, site.eqn):
+        weights, scores = m.terms == WEIGHTS, is_cotangent(m.terms, site.steps or ())
+        precision = [site.eqn.params["precision"]] if scores else site.mixing
+        if None in m.letters or set(m.letters) != set(site.cells) or not _like(eqn, precision):
             raise PassError(f"a product of what lies as {list(shape)}, or of another precision")
         contracted, batch = eqn.params["dimension_numbers"]
         theirs: list[str | None] = [None] * len(jx.aval(other).shape)
@@ -525,7 +531,6 @@ class Reader:
         over = {m.letters[d] for d in contracted[n]}
         if len(free) != 1:
             raise PassError("it meets something with more or fewer than one width")
-        weights, scores = m.terms == WEIGHTS, is_cotangent(m.terms, site.steps or ())
         if not weights and not scores:
             raise PassError("neither softmax nor its cotangent is what enters the product")
         theirs[free[0]] = site.width if weights else site.within
@@ -537,6 +542,7 @@ class Reader:
             if role == "out" and over != {site.col}:
                 raise PassError("its weights are summed over more than the keys")
             self.known(site, what, other, letters)
+            site.mixing = [eqn.params["precision"]]
             site.weights = site.weights or str(jx.aval(eqn.invars[n]).dtype)
         else:
             role, (var, own) = ("dq", site.key) if site.col in over else ("dk", site.query)
@@ -564,8 +570,9 @@ def _product(
     return found + [c for d, c in enumerate(sides[1]) if d not in (*right, *right_batch)]
 
 
-def _like(eqn: jx.JaxprEqn, other: jx.JaxprEqn) -> bool:
-    return _free(eqn) and eqn.params["precision"] == other.params["precision"]
+def _like(eqn: jx.JaxprEqn, precision: Sequence[Any]) -> bool:
+    """Whether a product is of that ``precision``, where one is known."""
+    return _free(eqn) and precision in ([], [eqn.params["precision"]])
 
 
 def _free(eqn: jx.JaxprEqn) -> bool:

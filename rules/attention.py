@@ -1,34 +1,29 @@
-"""Attention: batch and heads pass; a sequence that queries and keys share is split in a ring.
+"""Attention: batch and heads pass; a sequence that queries and keys share is split, and its parts meet.
 
-Each part keeps its queries, and blocks of keys and values go round (ring attention, arXiv:2310.01889): after parts - 1
-hops every query has met every key. Softmax is taken as the blocks come, with the largest score so far and the sum of
-the exponentials below it, in float32 at least. In the backward part the cotangents of a block travel with it, one
-hop behind, and come home with the last.
+How they meet is what sends least: the whole sequence traded for fewer heads (`autoshard.rules.forms_exchange`), or
+blocks that travel (`autoshard.rules.forms_ring`), of keys and values, or in the backward part of queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jax import lax
+import jax
 from jax import numpy as jnp
 from jax.extend.core import Primitive
 
-from autoshard.attention import (
-    Form,
-    attention_backward_p,
-    attention_p,
-    block_gradients,
-    inwards,
-    logits,
-    settled,
-)
+from autoshard.attention import Form, attend, attention_backward_p, attention_p, gradients
 from autoshard.rule import Aval, Local, Rule, RuleFn
 from autoshard.rules.family import Label, build
-from autoshard.rules.forms_blocks import permute
+from autoshard.rules.forms_exchange import attend_whole, gradients_whole, shared
+from autoshard.rules.forms_ring import attend_round, gradients_round, moves_round, reach
 
 SEQUENCE = "sequence"
+Moves = tuple[tuple[str, int], ...]
 
 
 def attention(query: Aval, key: Aval, value: Aval, *extras: Aval, form: Form, **_: Any) -> Rule:
@@ -36,7 +31,7 @@ def attention(query: Aval, key: Aval, value: Aval, *extras: Aval, form: Form, **
     passing = set(form.rows)
     sides = [*_operands(form, query, key, passing), *_extras(form, query, key, passing)]
     results = [_labels(x, form, query, key, passing) for x in (form.out, form.rows, form.rows)]
-    return _rule(sides, results, Local(lambda axes, *xs: _attend(form, axes, *xs), _moves))
+    return _rule(sides, results, _local(form, attend, _forward, (query, key, value)))
 
 
 def attention_backward(query: Aval, key: Aval, value: Aval, *rest: Aval, form: Form, **_: Any) -> Rule:
@@ -45,17 +40,87 @@ def attention_backward(query: Aval, key: Aval, value: Aval, *rest: Aval, form: F
     own = [_labels(x, form, query, key, passing) for x in (form.out, form.rows, form.rows, form.cotangent)]
     sides = [*_operands(form, query, key, passing), *own, *_extras(form, query, key, passing)]
     results = [_labels(x, form, query, key, passing) for x in form.grads]
-    wide = jnp.dtype(form.wide).itemsize
-
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        there = [(n, n // x.dtype.itemsize * wide) for n, x in zip(sizes[1:3], (key, value), strict=True)]
-        return tuple(("collective-permute", n) for pair in there for n in pair) * (parts - 1)
-
-    return _rule(sides, results, Local(lambda axes, *xs: _gradients(form, axes, *xs), moves))
+    return _rule(sides, results, _local(form, gradients, _backward, (query, key, value)))
 
 
-def _moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    return (("collective-permute", sizes[1]), ("collective-permute", sizes[2])) * (parts - 1)
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a part runs, ``fun(axes, *operands)``, and the collectives in it."""
+
+    fun: Callable[..., Any]
+    moves: Moves
+
+    def sent(self, parts: int) -> float:
+        """Bytes that leave the part that sends most."""
+        return sum(n if kind == "collective-permute" else n * (parts - 1) / parts for kind, n in self.moves)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One of the parts that a sequence is split in."""
+
+    parts: int
+    sizes: Sequence[int]
+    """Bytes of each operand, and then of each result."""
+    wide: Sequence[int]
+    """Bytes of query, key and value in the dtype of sums."""
+    keys: int
+    """How many."""
+    heads: int
+    """How many there are to trade: the product of all dimensions that are like heads."""
+
+    @property
+    def trades(self) -> bool:
+        return self.heads >= self.parts and self.heads % self.parts == 0
+
+    def traded(self, *sizes: int) -> Moves:
+        return tuple(("all-to-all", n) for n in sizes)
+
+
+Ways = Callable[[Form, Split], Iterator[Way]]
+
+
+def _forward(form: Form, split: Split) -> Iterator[Way]:
+    far, (q, k, v) = reach(form, split.parts, split.keys), split.sizes[:3]
+    moves = moves_round(form, far, split.parts, (k, v), (), split.wide[2] // split.keys)
+    yield Way(functools.partial(attend_round, form, far), moves)
+    if split.trades:
+        made = split.sizes[-3:] if form.cotangent else split.sizes[-3:-2]  # nobody else asks for peak and total
+        yield Way(functools.partial(attend_whole, form), split.traded(q, k, v, *made))
+
+
+def _backward(form: Form, split: Split) -> Iterator[Way]:
+    far, (q, k, v, _, row, _, ct) = reach(form, split.parts, split.keys), split.sizes[:7]
+    dq, dk, dv = split.wide
+    travelling = [("keys", (k, v), (dk, dv))]
+    if not any(form.row in x for x in form.extras):  # a mask of queries would travel with them
+        travelling.append(("queries", (q, 3 * row, ct), (dq,)))
+    for what, there, back in travelling:
+        moves = moves_round(form, far, split.parts, there, back, dv // split.keys)
+        yield Way(functools.partial(gradients_round, form, far, what), moves)
+    if split.trades:
+        yield Way(functools.partial(gradients_whole, form), split.traded(q, k, v, ct, row, row, row, *split.sizes[-3:]))
+
+
+def _local(form: Form, plain: Callable[..., Any], ways: Ways, whole: Sequence[Aval]) -> Local:
+    """The form that takes the way that sends least. ``whole`` are query, key and value before they are split."""
+    lengths, wide = form.sizes(*whole), jnp.dtype(form.wide).itemsize
+    traded = math.prod([lengths[c] for c in shared(form)])
+    keys = max(1, math.prod(whole[1].shape) * whole[1].dtype.itemsize)
+
+    def least(parts: int, sizes: Sequence[int]) -> Way:
+        # Beside their length, keys are split by what they share with queries and values alone.
+        heads = traded * parts * sizes[1] // keys
+        stretched = [n // x.dtype.itemsize * wide for n, x in zip(sizes, whole, strict=False)]
+        split = Split(parts, sizes, stretched, max(1, lengths[form.col] // parts), heads)
+        return min(ways(form, split), key=lambda way: way.sent(parts))
+
+    def fun(axes: tuple[str, ...], *operands: Any) -> Any:
+        results = jax.eval_shape(functools.partial(plain, form=form), *operands)
+        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
+        return least(jax.lax.axis_size(axes), sizes).fun(axes, *operands)
+
+    return Local(fun, lambda parts, sizes: least(parts, sizes).moves)
 
 
 def _labels(letters: str, form: Form, query: Aval, key: Aval, passing: set[str]) -> list[Label]:
@@ -76,70 +141,6 @@ def _extras(form: Form, query: Aval, key: Aval, passing: set[str]) -> list[list[
 def _rule(operands: list[list[Label]], results: list[list[Label]], local: Local) -> Rule:
     shared = any(SEQUENCE in side for side in operands)
     return build(operands, results, {SEQUENCE: "local"} if shared else {}, local=local if shared else None)
-
-
-def _next(x: Any, axes: tuple[str, ...]) -> Any:
-    parts = lax.axis_size(axes)
-    return permute(x, axes, [(i, (i + 1) % parts) for i in range(parts)])
-
-
-def _attend(form: Form, axes: tuple[str, ...], query: Any, key: Any, value: Any, *extras: Any) -> tuple[Any, ...]:
-    parts, me, wide = lax.axis_size(axes), lax.axis_index(axes), form.wide
-    rows, cols = query.shape[form.query.index(form.row)], key.shape[form.key.index(form.col)]
-    sizes, cells = form.sizes(query, key, value), form.rows + form.col
-
-    def meet(found: Any, k: Any, v: Any, source: Any) -> Any:
-        mixed, peak, total = found
-        s = logits(form, query, k, extras, me * rows, source * cols)
-        highest = jnp.maximum(peak, jnp.max(s, -1))
-        base = jnp.where(highest == -jnp.inf, 0, highest)  # of nothing but masked scores: their exponentials are 0
-        e, before = jnp.exp(s - base[..., None]), jnp.exp(peak - base)
-        text = f"{cells},{form.value}->{form.rows}{form.width}"
-        added = form.einsum(text, e.astype(form.weights), v, dtype=wide)
-        return mixed * before[..., None] + added, highest, total * before + jnp.sum(e, -1)
-
-    def hop(carry: Any, turn: Any) -> Any:
-        k, v, found = carry
-        k, v = _next(k, axes), _next(v, axes)
-        return (k, v, meet(found, k, v, (me - turn) % parts)), None
-
-    shape = tuple(sizes[c] for c in form.rows)
-    start = (jnp.zeros((*shape, sizes[form.width]), wide), jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide))
-    carry = (key, value, meet(start, key, value, me))
-    (_, _, (mixed, peak, total)), _ = lax.scan(hop, carry, jnp.arange(1, parts, dtype="int32"))
-    order = [(form.rows + form.width).index(c) for c in form.out]
-    return jnp.transpose(mixed / total[..., None], order).astype(form.result), peak, total
-
-
-def _gradients(
-    form: Form,
-    axes: tuple[str, ...],
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    peak: Any,
-    total: Any,
-    cotangent: Any,
-    *extras: Any,
-) -> tuple[Any, ...]:
-    parts, me = lax.axis_size(axes), lax.axis_index(axes)
-    rows, cols = query.shape[form.query.index(form.row)], key.shape[form.key.index(form.col)]
-    inner = inwards(form, out, cotangent)
-
-    def meet(k: Any, v: Any, source: Any) -> tuple[Any, Any, Any]:
-        return block_gradients(form, query, k, v, peak, total, cotangent, inner, extras, me * rows, source * cols)
-
-    def hop(carry: Any, turn: Any) -> Any:
-        k, v, dq, dk, dv = carry
-        k, v = _next(k, axes), _next(v, axes)
-        q_more, k_more, v_more = meet(k, v, (me - turn) % parts)
-        return (k, v, dq + q_more, _next(dk + k_more, axes), _next(dv + v_more, axes)), None
-
-    dq, dk, dv = meet(key, value, me)
-    carry = (key, value, dq, jnp.zeros_like(dk), jnp.zeros_like(dv))
-    (_, _, dq, k_others, v_others), _ = lax.scan(hop, carry, jnp.arange(1, parts, dtype="int32"))
-    return settled(form, (dq, dk + k_others, dv + v_others))
 
 
 TABLE: dict[Primitive, RuleFn] = {attention_p: attention, attention_backward_p: attention_backward}

@@ -338,6 +338,26 @@ def op(kind: str, axes: str | None, size: int, count: int = 1, source: str = "")
 AR, AG, RS, CP = "all-reduce", "all-gather", "reduce-scatter", "collective-permute"
 
 
+@pytest.mark.parametrize(("kind", "sent"), [(AG, 700), (AR, 1400), (RS, 700), ("all-to-all", 700), (CP, 800)])
+def test_what_leaves_a_device_in_all(kind: str, sent: float) -> None:
+    assert op(kind, "xy", 400, 2).sent(MESH) == sent
+    assert op(kind, None, 400, 2).sent(MESH) == sent
+
+
+@pytest.mark.parametrize(
+    ("pairs", "share"), [([(i, i + 1) for i in range(3)], 3 / 4), ([(0, 0), (1, 3)], 1 / 4), ([(3, 0)], 1 / 4)]
+)
+def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]], share: float) -> None:
+    def fun(a: Any) -> Any:
+        return jax.lax.ppermute(a, "y", pairs)
+
+    mapped = jax.shard_map(fun, mesh=MESH.concrete(), in_specs=P("x", "y"), out_specs=P("x", "y"))
+    text = jax.jit(mapped).lower(jnp.ones((2, 8), "float32")).compile().as_text()
+    (found,) = collectives(text, MESH)
+    assert (found.kind, found.axes, found.bytes, found.share) == (CP, ("y",), 8, share)
+    assert found.sent(MESH) == 8 * share
+
+
 @pytest.mark.parametrize(
     ("planned", "found", "names"),
     [
@@ -354,6 +374,8 @@ AR, AG, RS, CP = "all-reduce", "all-gather", "reduce-scatter", "collective-permu
         ([op(RS, "y", 800), op(AG, "y", 800)], [op(AR, "y", 800)],
          ["all-reduce in place of reduce-scatter + all-gather"]),
         ([op(AG, "y", 800)], [op(CP, "y", 200, 3)], ["all-gather as a ring of collective-permutes"]),
+        ([op(CP, "xy", 100, 7)], [op(CP, "xy", 100, 4), op(CP, "y", 100, 3)],
+         ["collective-permute along fewer axes than it is planned over"]),
     ],
 )  # fmt: skip
 def test_what_compilers_are_known_to_do_is_explained(
@@ -376,6 +398,7 @@ def test_what_compilers_are_known_to_do_is_explained(
         ([op(RS, "y", 800)], [op(AR, "y", 1600)], ["differs by", "explained"]),
         ([op("all-to-all", "y", 800)], [op(AG, "y", 3200)], ["unplanned", "missing"]),
         ([op(AG, "y", 800)], [op(CP, "y", 200, 2)], ["missing", "unplanned"]),
+        ([op(CP, "x", 800)], [op(CP, "xy", 800)], ["missing", "unplanned"]),
     ],
 )
 def test_other_differences_stand(planned: list[Collective], found: list[Collective], verdicts: list[str]) -> None:

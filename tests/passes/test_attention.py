@@ -1,9 +1,7 @@
-"""Attention: found exactly or left alone; the same numbers in a ring, which gathers nothing and holds less."""
+"""Attention as a pass: found exactly, forward and backward, or left alone with the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,149 +9,33 @@ import numpy as np
 import pytest
 from jax import lax
 from jax import numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.attention import attention_backward_p, attention_p
-from autoshard.audit import audit
-from autoshard.hlo import collectives
-from autoshard.mesh import Link, LogicalMesh
 from autoshard.passes import KNOWN, Attention
-from autoshard.rewrite import Pipeline, parse
+from autoshard.rewrite import parse
 from autoshard.rules import OWN
-from tests.programs import CHIP, program
-
-HASTY = replace(CHIP, links={"link": Link("link", 1e3, 0.0)}, overhead=0.0, flops={"float32": 1e6, "bfloat16": 1e6})
-"""Bytes and operations are dear, so that the ring pays at any size."""
-B, S, H, K, W = 4, 16, 4, 2, 8
-
-
-def mesh(**axes: int) -> LogicalMesh:
-    return LogicalMesh(tuple(axes), tuple(axes.values()), HASTY)
-
-
-LAYOUTS = {
-    "sequence": (mesh(s=8), P(None, "s")),
-    "sequence and batch": (mesh(b=2, s=4), P("b", "s")),
-    "sequence and heads": (mesh(h=2, s=4), P(None, "s", "h")),
-    "two axes": (mesh(x=2, y=4), P(None, ("x", "y"))),
-    "two axes in another order": (mesh(x=2, y=4), P(None, ("y", "x"))),
-    "batch and two axes": (mesh(x=2, b=2, y=2), P("b", ("y", "x"))),
-    "nothing": (mesh(s=8), P()),
-}
-
-
-def normal(seed: int, *shape: int, dtype: Any = "float32") -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
-
-
-def operands(dtype: Any = "float32", heads: int = H, seq: int = S) -> tuple[Any, ...]:
-    return (
-        normal(0, B, seq, H, W, dtype=dtype),
-        normal(1, B, seq, heads, W, dtype=dtype),
-        normal(2, B, seq, heads, W, dtype=dtype),
-    )
-
-
-def scores(q, k):
-    return jnp.einsum("bqhe,bkhe->bhqk", q, k) / np.sqrt(W)
-
-
-def mix(p, v):
-    return jnp.einsum("bhqk,bkhe->bqhe", p, v)
-
-
-def causal(s):
-    return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e9)
-
-
-PADDED = np.arange(S) < np.array([S, S - 3, 5, 0])[:, None]
-"""Which keys there are, by sequence; of the last none, which makes its softmax even."""
-BIAS = normal(9, H, S, S)
-
-
-def by_hand(q, k, v):
-    e = jnp.exp((s := causal(scores(q, k))) - lax.stop_gradient(s.max(-1, keepdims=True)))
-    return mix(e / e.sum(-1, keepdims=True), v)
-
-
-def grouped(q, k, v):
-    q = q.reshape(*q.shape[:2], K, H // K, W)
-    at = jnp.arange(q.shape[1])
-    s = jnp.einsum("bqkge,btke->bkgqt", q, k, preferred_element_type=jnp.float32) * W**-0.5
-    p = jax.nn.softmax(jnp.where(at[:, None] >= at, s, jnp.finfo(s.dtype).min), -1).astype(v.dtype)
-    return jnp.einsum("bkgqt,btke->bqkge", p, v).reshape(*q.shape[:2], H, W)
-
-
-def windowed(q, k, v):
-    i, j = (lax.broadcasted_iota("int32", (S, S), d) for d in (0, 1))
-    return mix(jax.nn.softmax(jnp.where((j <= i) & (i - j < 5), scores(q, k), -jnp.inf), -1), v)
-
-
-FORMS: dict[str, tuple[Callable[..., Any], int, str]] = {
-    "full": (lambda q, k, v: mix(jax.nn.softmax(scores(q, k), -1), v), H, "scale"),
-    "causal": (lambda q, k, v: mix(jax.nn.softmax(causal(scores(q, k)), -1), v), H, "scale band"),
-    "by hand": (by_hand, H, "scale band"),
-    "upside down": (
-        lambda q, k, v: jnp.swapaxes(
-            jnp.einsum("bkhe,bhkq->bhqe", v, jax.nn.softmax(jnp.einsum("bkhe,bqhe->bhkq", k, q), 2)), 1, 2
-        ),
-        H,
-        "",
-    ),
-    "padded": (
-        lambda q, k, v: mix(jax.nn.softmax(jnp.where(PADDED[:, None, None], scores(q, k), -1e9), -1), v),
-        H,
-        "scale keep",
-    ),
-    "padded and causal": (
-        lambda q, k, v: mix(jax.nn.softmax(jnp.where(PADDED[:, None, None], causal(scores(q, k)), -1e9), -1), v),
-        H,
-        "scale band keep",
-    ),
-    "masked out": (
-        lambda q, k, v: mix(jax.nn.softmax(jnp.where(~PADDED[:, None, None], -1e30, scores(q, k)), -1), v),
-        H,
-        "scale keep",
-    ),
-    "biased": (lambda q, k, v: mix(jax.nn.softmax(scores(q, k) + BIAS, -1), v), H, "scale bias"),
-    "window": (windowed, H, "scale band"),
-    "groups": (grouped, K, "scale band"),
-    "jax.nn": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), H, "scale band"),
-    "jax.nn groups": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), K, "scale band"),
-    "jax.nn mask and bias": (
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, BIAS[None], PADDED[:, None, None]),
-        H,
-        "scale bias keep",
-    ),
-    "one key head": (
-        lambda q, k, v: jnp.einsum(
-            "bhqk,bke->bqhe", jax.nn.softmax(jnp.einsum("bqhe,bke->bhqk", q, k[:, :, 0]), -1), v[:, :, 0]
-        ),
-        H,
-        "",
-    ),
-    "one sequence": (lambda q, k, v: jax.nn.softmax(q[0, :, 0] @ k[0, :, 0].T, -1) @ v[0, :, 0], H, ""),
-}
-every_form = pytest.mark.parametrize("name", FORMS)
-
-
-def trained(fun):
-    """The value and gradients, with a cotangent that is no constant."""
-
-    def loss(*args):
-        out = fun(*args)
-        return (jnp.sin(out.astype(jnp.promote_types(out.dtype, "float32"))) * 3).sum(), out
-
-    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-
-
-def rewritten(fun, args, passes=("attention",)):
-    """The program after the passes, and the attention's report."""
-    done, reports = Pipeline(parse(passes, KNOWN)).run(program(fun, args, mesh(s=8)))
-    return done, next(r.change for r in reports if r.name == "attention")
+from tests.attentions import (
+    BIAS,
+    FORMS,
+    LAYOUTS,
+    B,
+    H,
+    S,
+    W,
+    causal,
+    close,
+    every_form,
+    mesh,
+    mix,
+    normal,
+    operands,
+    rewritten,
+    scores,
+    trained,
+)
 
 
 def found(done) -> tuple[list[Any], list[Any]]:
@@ -176,12 +58,6 @@ def run(done, args):
     return jax.tree.unflatten(done.out_tree, jax.jit(jx.as_fun(done.jaxpr))(*jax.tree.leaves(args)))
 
 
-def close(got, want, rtol=2e-5):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = (np.asarray(a, np.promote_types(a.dtype, "float32")) for a in (x, y))
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1.0, np.abs(y).max()))
-
-
 @every_form
 def test_forward_and_backward_are_found_and_mean_the_same(name):
     fun, heads, steps = FORMS[name]
@@ -201,89 +77,6 @@ def test_forward_alone_is_found(name):
     done, report = rewritten(fun, args)
     assert report == "1 forward and 0 backward made one operation each"
     close(run(done, args), jax.jit(fun)(*args))
-
-
-def ringed(fun, args, layout, dtype=None, **options):
-    on, spec = layout
-    shardings = {"in_shardings": (spec,) * len(args), "out_shardings": ((P(), spec), (spec,) * 3)}
-    return autoshard.jit(trained(fun), mesh=on, strategy="replicated", passes=["attention"], **shardings, **options)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["full", "causal", "padded", "biased", "jax.nn groups"])
-def test_numbers_on_a_split_sequence(name, layout):
-    fun, heads, _ = FORMS[name]
-    args = operands(heads=heads)
-    step = ringed(fun, args, LAYOUTS[layout])
-    plan = step.plan(*args)
-    assert len(plan.islands) == (0 if layout == "nothing" else 2)
-    close(step(*args), jax.jit(trained(fun))(*args))
-    assert audit(step.lower(*args).compile(), plan).clean
-
-
-@every_form
-def test_numbers_of_every_form_in_a_ring(name):
-    fun, heads, _ = FORMS[name]
-    args, (on, spec) = operands(heads=heads), LAYOUTS["sequence"]
-    step = autoshard.jit(trained(fun), mesh=on, strategy="replicated", passes=["attention"], in_shardings=(spec,) * 3)
-    assert [i.axes for i in step.plan(*args).islands] == [("s",)] * 2
-    close(step(*args), jax.jit(trained(fun))(*args))
-
-
-@pytest.mark.parametrize("name", ["causal", "padded", "one key head", "window"])
-def test_numbers_in_double_and_half_precision(name):
-    fun, heads, _ = FORMS[name]
-    with jax.enable_x64(True):
-        args = operands("float64", heads)
-        step = ringed(fun, args, LAYOUTS["sequence and batch"])
-        assert len(step.plan(*args).islands) == 2
-        close(step(*args), jax.jit(trained(fun))(*args), rtol=1e-12)
-    half = tuple(jnp.asarray(a, "bfloat16") for a in operands(heads=heads))
-    step = ringed(fun, half, LAYOUTS["sequence and batch"])
-    assert len(step.plan(*half).islands) == 2
-    close(step(*half), jax.jit(trained(fun))(*half), rtol=3e-2)
-
-
-def test_rows_without_any_key_are_nan_as_they_are_without_the_pass_and_blocks_without_are_not():
-    def fun(q, k, v):
-        return mix(jax.nn.softmax(jnp.where(PADDED[:, None, None], scores(q, k), -jnp.inf), -1), v)
-
-    args = operands()
-    step = ringed(fun, args, LAYOUTS["sequence"])
-    assert len(step.plan(*args).islands) == 2
-    (_, got), _ = step(*args)
-    (_, want), _ = jax.jit(trained(fun))(*args)
-    assert np.isnan(want[3]).all()
-    assert not np.isnan(want[:3]).any()
-    close(got, want)
-
-
-def wire(cs) -> float:
-    """Bytes that each of eight devices sends, with every collective as a ring."""
-    share = {"all-gather": 7 / 8, "all-reduce": 14 / 8, "reduce-scatter": 7 / 8, "collective-permute": 1.0}
-    return sum(c.total * share[c.kind] for c in cs)
-
-
-@pytest.mark.parametrize("name", ["full", "causal", "jax.nn groups"])
-def test_nothing_is_gathered_no_more_travels_and_less_is_held_than_by_xla_alone(name):
-    fun, heads, _ = FORMS[name]
-    args, (on, spec) = operands(heads=heads, seq=512), LAYOUTS["sequence"]
-    step = ringed(fun, args, (on, spec))
-    plan, ours = step.plan(*args), step.lower(*args).compile()
-    there = NamedSharding(on.concrete(), spec)
-    total = NamedSharding(on.concrete(), P())
-    alone = jax.jit(trained(fun), in_shardings=(there,) * 3, out_shardings=((total, there), (there,) * 3))
-    alone = alone.lower(*args).compile()
-    sent = [collectives(c.as_text(), on) for c in (ours, alone)]
-    temporary = [c.memory_analysis().temp_size_in_bytes for c in (ours, alone)]
-    table = "\n".join(
-        f"{who}: {wire(cs):,.0f} bytes sent, {size:,} held: {', '.join(map(str, cs))}"
-        for who, cs, size in zip(("ours", "xla"), sent, temporary, strict=True)
-    )
-    assert audit(ours, plan).clean
-    assert {c.kind for c in sent[0] if c.bytes > 8} == {"collective-permute"}, table
-    assert wire(sent[0]) <= wire(sent[1]), table
-    assert temporary[0] < temporary[1] / 4, table
 
 
 def layer(h, w):
@@ -509,33 +302,6 @@ def test_cross_attention_splits_its_queries_and_keeps_its_keys_whole():
     rule = OWN[attention_p](*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args), form=form)
     assert rule.kinds == ()
     assert rule.operands[1][1] == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "forward", "backward"),
-    [
-        (
-            "causal",
-            "abc., abc., abc. -> ac.b, acb, acb {b: local}",
-            "abc., abc., abc., ac.b, acb, acb, ac.b -> acb., acb., ac.b {b: local}",
-        ),
-        (  # groups pass forwards, and are summed over backwards
-            "groups",
-            "abcd., abc., abc. -> ac.db, acbd, acbd {b: local}",
-            "abc.., abc., abc., ac..b, acb., acb., ac..b -> acb.., acb., ac.b {b: local}",
-        ),
-        (  # a mask of keys is whole wherever keys are split
-            "padded",
-            "abc., abc., abc., a... -> ac.b, acb, acb {b: local}",
-            "abc., abc., abc., ac.b, acb, acb, ac.b, a... -> acb., acb., ac.b {b: local}",
-        ),
-    ],
-)
-def test_the_rules(name, forward, backward):
-    fun, heads, _ = FORMS[name]
-    done, _ = rewritten(trained(fun), operands(heads=heads))
-    texts = [str(OWN[e.primitive](*map(jx.aval, e.invars), **e.params)) for e in done.jaxpr.eqns if e.primitive in OWN]
-    assert texts == [forward, backward]
 
 
 def test_the_primitives_differentiate_and_batch():

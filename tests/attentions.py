@@ -1,0 +1,158 @@
+"""Attentions in the forms in which models write them, and what the tests of their pass and rule have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from autoshard.mesh import Link, LogicalMesh
+from autoshard.passes import KNOWN
+from autoshard.rewrite import Pipeline, parse
+from tests.programs import CHIP, program
+
+HASTY = replace(CHIP, links={"link": Link("link", 1e3, 0.0)}, overhead=0.0, flops={"float32": 1e6, "bfloat16": 1e6})
+"""Bytes and operations are dear, so that the ring pays at any size."""
+B, S, H, K, W = 4, 16, 4, 2, 8
+
+
+def mesh(**axes: int) -> LogicalMesh:
+    return LogicalMesh(tuple(axes), tuple(axes.values()), HASTY)
+
+
+LAYOUTS = {
+    "sequence": (mesh(s=8), P(None, "s")),
+    "sequence and batch": (mesh(b=2, s=4), P("b", "s")),
+    "sequence and heads": (mesh(h=2, s=4), P(None, "s", "h")),
+    "two axes": (mesh(x=2, y=4), P(None, ("x", "y"))),
+    "two axes in another order": (mesh(x=2, y=4), P(None, ("y", "x"))),
+    "batch and two axes": (mesh(x=2, b=2, y=2), P("b", ("y", "x"))),
+    "nothing": (mesh(s=8), P()),
+}
+
+
+def normal(seed: int, *shape: int, dtype: Any = "float32") -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def operands(dtype: Any = "float32", heads: int = H, seq: int = S, batch: int = B) -> tuple[Any, ...]:
+    """Query, key and value, of as many heads as each has."""
+    return tuple(normal(i, batch, seq, n, W, dtype=dtype) for i, n in enumerate((H, heads, heads)))
+
+
+def scores(q, k):
+    return jnp.einsum("bqhe,bkhe->bhqk", q, k) / np.sqrt(W)
+
+
+def mix(p, v):
+    return jnp.einsum("bhqk,bkhe->bqhe", p, v)
+
+
+def causal(s):
+    return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e9)
+
+
+PADDED = np.arange(S) < np.array([S, S - 3, 5, 0])[:, None]
+"""Which keys there are, by sequence; of the last none, which makes its softmax even."""
+BIAS = normal(9, H, S, S)
+
+
+def padding(q):
+    """The mask of keys for the batch of ``q``, from the last sequence on."""
+    return PADDED[-q.shape[0] :, None, None]
+
+
+def by_hand(q, k, v):
+    e = jnp.exp((s := causal(scores(q, k))) - lax.stop_gradient(s.max(-1, keepdims=True)))
+    return mix(e / e.sum(-1, keepdims=True), v)
+
+
+def grouped(q, k, v):
+    q = q.reshape(*q.shape[:2], K, H // K, W)
+    at = jnp.arange(q.shape[1])
+    s = jnp.einsum("bqkge,btke->bkgqt", q, k, preferred_element_type=jnp.float32) * W**-0.5
+    p = jax.nn.softmax(jnp.where(at[:, None] >= at, s, jnp.finfo(s.dtype).min), -1).astype(v.dtype)
+    return jnp.einsum("bkgqt,btke->bqkge", p, v).reshape(*q.shape[:2], H, W)
+
+
+def windowed(q, k, v):
+    n = q.shape[1]
+    i, j = (lax.broadcasted_iota("int32", (n, n), d) for d in (0, 1))
+    return mix(jax.nn.softmax(jnp.where((j <= i) & (i - j < 5), scores(q, k), -jnp.inf), -1), v)
+
+
+FORMS: dict[str, tuple[Callable[..., Any], int, str]] = {
+    "full": (lambda q, k, v: mix(jax.nn.softmax(scores(q, k), -1), v), H, "scale"),
+    "causal": (lambda q, k, v: mix(jax.nn.softmax(causal(scores(q, k)), -1), v), H, "scale band"),
+    "by hand": (by_hand, H, "scale band"),
+    "upside down": (
+        lambda q, k, v: jnp.swapaxes(
+            jnp.einsum("bkhe,bhkq->bhqe", v, jax.nn.softmax(jnp.einsum("bkhe,bqhe->bhkq", k, q), 2)), 1, 2
+        ),
+        H,
+        "",
+    ),
+    "padded": (
+        lambda q, k, v: mix(jax.nn.softmax(jnp.where(padding(q), scores(q, k), -1e9), -1), v),
+        H,
+        "scale keep",
+    ),
+    "padded and causal": (
+        lambda q, k, v: mix(jax.nn.softmax(jnp.where(padding(q), causal(scores(q, k)), -1e9), -1), v),
+        H,
+        "scale band keep",
+    ),
+    "masked out": (
+        lambda q, k, v: mix(jax.nn.softmax(jnp.where(~padding(q), -1e30, scores(q, k)), -1), v),
+        H,
+        "scale keep",
+    ),
+    "biased": (lambda q, k, v: mix(jax.nn.softmax(scores(q, k) + BIAS, -1), v), H, "scale bias"),
+    "window": (windowed, H, "scale band"),
+    "groups": (grouped, K, "scale band"),
+    "jax.nn": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), H, "scale band"),
+    "jax.nn groups": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), K, "scale band"),
+    "jax.nn mask and bias": (
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, BIAS[None], padding(q)),
+        H,
+        "scale bias keep",
+    ),
+    "one key head": (
+        lambda q, k, v: jnp.einsum(
+            "bhqk,bke->bqhe", jax.nn.softmax(jnp.einsum("bqhe,bke->bhqk", q, k[:, :, 0]), -1), v[:, :, 0]
+        ),
+        H,
+        "",
+    ),
+    "one sequence": (lambda q, k, v: jax.nn.softmax(q[0, :, 0] @ k[0, :, 0].T, -1) @ v[0, :, 0], H, ""),
+}
+every_form = pytest.mark.parametrize("name", FORMS)
+
+
+def trained(fun):
+    """The value and gradients, with a cotangent that is no constant."""
+
+    def loss(*args):
+        out = fun(*args)
+        return (jnp.sin(out.astype(jnp.promote_types(out.dtype, "float32"))) * 3).sum(), out
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+
+
+def rewritten(fun, args, passes=("attention",)):
+    """The program after the passes, and the attention's report."""
+    done, reports = Pipeline(parse(passes, KNOWN)).run(program(fun, args, mesh(s=8)))
+    return done, next(r.change for r in reports if r.name == "attention")
+
+
+def close(got, want, rtol=2e-5):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = (np.asarray(a, np.promote_types(a.dtype, "float32")) for a in (x, y))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1.0, np.abs(y).max()))

@@ -1,0 +1,238 @@
+"""Attention over a sequence in parts: the numbers of one device, what was planned, fewer bytes than XLA sends."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard import jaxpr as jx
+from autoshard.attention import Form, Step
+from autoshard.audit import audit
+from autoshard.hlo import collectives
+from autoshard.rules import OWN
+from autoshard.rules.forms_ring import reach, unseen
+from tests.attentions import (
+    FORMS,
+    LAYOUTS,
+    PADDED,
+    H,
+    K,
+    close,
+    every_form,
+    mix,
+    operands,
+    rewritten,
+    scores,
+    trained,
+)
+
+
+def ringed(fun, layout):
+    on, spec = layout
+    shardings = {"in_shardings": (spec,) * 3, "out_shardings": ((P(), spec), (spec,) * 3)}
+    return autoshard.jit(trained(fun), mesh=on, strategy="replicated", passes=["attention"], **shardings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["full", "causal", "padded", "biased", "jax.nn groups"])
+def test_numbers_on_a_split_sequence(name, layout):
+    fun, heads, _ = FORMS[name]
+    args = operands(heads=heads)
+    step = ringed(fun, LAYOUTS[layout])
+    plan = step.plan(*args)
+    assert len(plan.islands) == (0 if layout == "nothing" else 2)
+    close(step(*args), jax.jit(trained(fun))(*args))
+    assert audit(step.lower(*args).compile(), plan).clean
+
+
+@every_form
+def test_numbers_of_every_form_in_a_ring(name):
+    fun, heads, _ = FORMS[name]
+    args, (on, spec) = operands(heads=heads), LAYOUTS["sequence"]
+    step = autoshard.jit(trained(fun), mesh=on, strategy="replicated", passes=["attention"], in_shardings=(spec,) * 3)
+    assert [i.axes for i in step.plan(*args).islands] == [("s",)] * 2
+    close(step(*args), jax.jit(trained(fun))(*args))
+
+
+@pytest.mark.parametrize("name", ["causal", "padded", "one key head", "window"])
+def test_numbers_in_double_and_half_precision(name):
+    fun, heads, _ = FORMS[name]
+    with jax.enable_x64(True):
+        args = operands("float64", heads)
+        step = ringed(fun, LAYOUTS["sequence and batch"])
+        assert len(step.plan(*args).islands) == 2
+        close(step(*args), jax.jit(trained(fun))(*args), rtol=1e-12)
+    half = tuple(jnp.asarray(a, "bfloat16") for a in operands(heads=heads))
+    step = ringed(fun, LAYOUTS["sequence and batch"])
+    assert len(step.plan(*half).islands) == 2
+    close(step(*half), jax.jit(trained(fun))(*half), rtol=3e-2)
+
+
+def test_rows_without_any_key_are_nan_as_they_are_without_the_pass_and_blocks_without_are_not():
+    def fun(q, k, v):
+        return mix(jax.nn.softmax(jnp.where(PADDED[:, None, None], scores(q, k), -jnp.inf), -1), v)
+
+    args = operands()
+    step = ringed(fun, LAYOUTS["sequence"])
+    assert len(step.plan(*args).islands) == 2
+    (_, got), _ = step(*args)
+    (_, want), _ = jax.jit(trained(fun))(*args)
+    assert np.isnan(want[3]).all()
+    assert not np.isnan(want[:3]).any()
+    close(got, want)
+
+
+# form, heads of keys, sequences in the batch, whether gradients are taken, and what carries the keys or the heads
+WIRE = {
+    "full": ("full", H, 4, False, "all-to-all"),
+    "full, trained": ("full", H, 4, True, "all-to-all"),
+    "full, few heads, trained": ("full", H, 1, True, "collective-permute"),
+    "causal": ("causal", H, 4, False, "all-to-all"),
+    "causal, trained": ("causal", H, 4, True, "all-to-all"),
+    "causal, few heads": ("causal", H, 1, False, "collective-permute"),
+    "causal, few heads, trained": ("causal", H, 1, True, "collective-permute"),
+    "groups": ("jax.nn groups", K, 4, False, "all-to-all"),
+    "groups, trained": ("jax.nn groups", K, 4, True, "all-to-all"),
+    "groups, few heads, trained": ("groups", K, 1, True, "collective-permute"),
+    "window": ("window", H, 4, False, "collective-permute"),
+    "window, trained": ("window", H, 4, True, "collective-permute"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "heads", "batch", "gradients", "kind"), WIRE.values(), ids=WIRE)
+def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batch, gradients, kind, dtype):
+    fun, on, spec = FORMS[name][0], *LAYOUTS["sequence"]
+    args = tuple(jnp.asarray(a, dtype) for a in operands(heads=heads, seq=512, batch=batch))
+    fun, out = (trained(fun), ((P(), spec), (spec,) * 3)) if gradients else (fun, spec)
+    step = autoshard.jit(
+        fun, mesh=on, strategy="replicated", passes=["attention"], in_shardings=(spec,) * 3, out_shardings=out
+    )
+    plan, ours = step.plan(*args), step.lower(*args).compile()
+    placed = jax.tree.map(
+        lambda p: NamedSharding(on.concrete(), p), ((spec,) * 3, out), is_leaf=lambda p: isinstance(p, P)
+    )
+    alone = jax.jit(fun, in_shardings=placed[0], out_shardings=placed[1]).lower(*args).compile()
+    found = [collectives(c.as_text(), on) for c in (ours, alone)]
+    sent = [sum(c.sent(on) for c in cs) for cs in found]
+    held = [c.memory_analysis().temp_size_in_bytes for c in (ours, alone)]
+    table = "\n".join(
+        f"{who}: {n:,.0f} bytes sent, {size:,} held: {', '.join(map(str, cs))}"
+        for who, n, size, cs in zip(("ours", "xla"), sent, held, found, strict=True)
+    )
+    assert sent[0] < sent[1], table
+    assert held[0] < held[1] / 2, table
+    assert kind in {c.kind for c in found[0]}, table
+    if dtype == "float32":  # a CPU has no collectives in half precision: XLA sends twice the bytes there, for both
+        assert audit(ours, plan).clean, str(audit(ours, plan))
+    close(step(*args), jax.jit(fun)(*args), rtol=2e-5 if dtype == "float32" else 3e-2)
+
+
+@pytest.mark.parametrize("layout", ["sequence", "sequence and heads", "two axes", "two axes in another order"])
+@pytest.mark.parametrize("name", ["full", "causal", "padded", "padded and causal", "window", "groups", "one key head"])
+def test_numbers_where_there_are_too_few_heads_to_trade(name, layout):
+    """Three sequences, and heads that are few or split themselves: blocks travel, in rings and in chains."""
+    fun, heads, _ = FORMS[name]
+    args = operands(heads=heads, batch=3)
+    step = ringed(fun, LAYOUTS[layout])
+    plan, compiled = step.plan(*args), step.lower(*args).compile()
+    assert len(plan.islands) == 2
+    assert "collective-permute" in {c.kind for c in collectives(compiled.as_text(), plan.mesh)}
+    assert audit(compiled, plan).clean, str(audit(compiled, plan))
+    close(step(*args), jax.jit(trained(fun))(*args))
+
+
+@pytest.mark.parametrize("batch", [3, 4])
+@pytest.mark.parametrize("name", ["causal", "padded and causal", "window"])
+def test_derivatives_of_the_step_to_the_second_order(name, batch):
+    fun, heads, _ = FORMS[name]
+    on, spec = LAYOUTS["sequence"]
+    with jax.enable_x64(True):
+        args = operands("float64", heads, batch=batch)
+        step = autoshard.jit(fun, mesh=on, strategy="replicated", passes=["attention"], in_shardings=(spec,) * 3)
+        assert len(step.plan(*args).islands) == 1
+
+        def twice(fun):
+            first = jax.grad(lambda *a: jnp.sin(fun(*a)).sum(), (0, 1, 2))
+            return jax.jit(lambda a: (first(*a), jax.jvp(first, a, a)[1]))(args)
+
+        close(twice(step), twice(fun), rtol=1e-10)
+
+
+def form(*steps):
+    return Form("bqhe", "bkhe", "bkhe", "bqhe", "bhq", "q", "k", steps, (), *("float32",) * 4)
+
+
+def band(number, low=None, high=None):
+    return Step("band", number, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("steps", "score"),
+    [
+        ([band(-1e9, high=0)], -1e9),
+        ([band(-np.inf, high=0), Step("bias", operand=0)], -np.inf),
+        ([Step("bias", operand=0), band(-1e9, high=0), Step("scale", 2.0), Step("shift", 1.0)], -2e9 + 1),
+        ([band(-1e9, high=0), Step("keep", -1e9, 0)], -1e9),
+        ([Step("keep", -1e30, 0), band(-1e9, high=0)], -1e9),
+        ([band(-1e9, high=0), Step("keep", -1e30, 0)], None),
+        ([band(-1e9, high=0), Step("bias", operand=0)], None),
+        ([band(-1e9, high=0), band(-1e30, low=-3)], None),
+        ([band(-np.inf, high=0), Step("scale", -1.0)], None),
+        ([band(-np.inf, high=0), Step("scale", 0.0)], None),
+    ],
+)
+def test_the_score_of_what_is_out_of_sight(steps, score):
+    assert unseen(form(*steps)) == score
+    if score is None:
+        assert reach(form(*steps), 8, 4).ring
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+@pytest.mark.parametrize("low", [None, -40, -9, -4, -3, 0, 2, 6])
+@pytest.mark.parametrize("high", [None, -5, -1, 0, 1, 4, 5, 40])
+def test_the_parts_that_must_meet(length, low, high):
+    if low is not None and high is not None:
+        low, high = sorted((low, high))
+    parts = 8
+    ahead = np.arange(parts * length) - np.arange(parts * length)[:, None]
+    seen = (ahead >= (-np.inf if low is None else low)) & (ahead <= (np.inf if high is None else high))
+    rows, cols = np.nonzero(seen.reshape(parts, length, parts, length).any((1, 3)))
+    far = reach(form(band(-np.inf, low, high)), parts, length)
+    if far.ring:
+        assert (rows - cols).max() == (cols - rows).max() == parts - 1
+    else:
+        assert far.before == max(0, *(rows - cols), 0)
+        assert far.behind == max(0, *(cols - rows), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        (
+            "causal",
+            "abc., abc., abc. -> ac.b, acb, acb {b: local}",
+            "abc., abc., abc., ac.b, acb, acb, ac.b -> acb., acb., ac.b {b: local}",
+        ),
+        (  # groups pass forwards, and are summed over backwards
+            "groups",
+            "abcd., abc., abc. -> ac.db, acbd, acbd {b: local}",
+            "abc.., abc., abc., ac..b, acb., acb., ac..b -> acb.., acb., ac.b {b: local}",
+        ),
+        (  # a mask of keys is whole wherever keys are split
+            "padded",
+            "abc., abc., abc., a... -> ac.b, acb, acb {b: local}",
+            "abc., abc., abc., ac.b, acb, acb, ac.b, a... -> acb., acb., ac.b {b: local}",
+        ),
+    ],
+)
+def test_the_rules(name, forward, backward):
+    fun, heads, _ = FORMS[name]
+    done, _ = rewritten(trained(fun), operands(heads=heads))
+    texts = [str(OWN[e.primitive](*map(jx.aval, e.invars), **e.params)) for e in done.jaxpr.eqns if e.primitive in OWN]
+    assert texts == [forward, backward]
