@@ -1,0 +1,163 @@
+"""nested: programs nested in equations, and how their values meet those outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax._src import core as _core
+from jax._src import flattree as _ft
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import primitives as _prims
+
+from autoshard.jaxpr.value import Atom
+
+INLINED = frozenset({_prims.jit_p, _prims.closed_call_p, _prims.call_p})
+"""Calls that mean nothing but their body."""
+_ONE_BODY = {
+    _prims.remat_p: "jaxpr",
+    _prims.custom_jvp_call_p: "call_jaxpr",
+    _prims.custom_vjp_call_p: "call_jaxpr",
+}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A value crossing a region's border. ``lifted``: outside it has one more leading dimension."""
+
+    outside: int
+    inside: int
+    lifted: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """One program nested in an equation, and how its values meet those outside."""
+
+    body: Jaxpr
+    times: int
+    """How often the body runs each time the equation does; 1 when that is not known."""
+    known: bool
+    entries: tuple[Wire, ...]
+    """Equation operand -> body input."""
+    exits: tuple[Wire, ...]
+    """Equation result <- body output."""
+    loops: tuple[tuple[int, int], ...] = ()
+    """Body output -> body input of the next turn."""
+
+
+def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
+    """The programs nested in a control-flow or call equation; empty for any other."""
+    p = eqn.params
+    if eqn.primitive is _prims.scan_p:
+        consts, carry, xs = (len(group) for group in p["ft_in"].unpack())
+        n, body = consts + carry, p["jaxpr"]
+        entries = tuple(Wire(i, i, i >= n) for i in range(n + xs))
+        exits = tuple(Wire(i, i, i >= carry) for i in range(len(body.outvars)))
+        return (Region(body, p["length"], True, entries, exits, tuple((i, consts + i) for i in range(carry))),)
+    if eqn.primitive is _prims.while_p:
+        nc, nb = p["cond_nconsts"], p["body_nconsts"]
+        carry = len(eqn.invars) - nc - nb
+        cond = tuple(Wire(i if i < nc else i + nb, i) for i in range(nc + carry))
+        body = tuple(Wire(nc + i, i) for i in range(nb + carry))
+        return (
+            Region(p["cond_jaxpr"], 1, False, cond, ()),
+            Region(
+                p["body_jaxpr"],
+                1,
+                False,
+                body,
+                tuple(Wire(i, i) for i in range(carry)),
+                tuple((i, nb + i) for i in range(carry)),
+            ),
+        )
+    if eqn.primitive is _prims.cond_p:
+        return tuple(
+            Region(
+                b,
+                1,
+                True,
+                tuple(Wire(i + 1, i) for i in range(len(b.invars))),
+                tuple(Wire(i, i) for i in range(len(b.outvars))),
+            )
+            for b in p["branches"]
+        )
+    if eqn.primitive is _prims.linear_solve_p:  # the body is how it is solved; the rest is for its derivatives
+        lengths = p["const_lengths"]
+        first, consts = lengths.matvec + lengths.vecmat, lengths.solve
+        operands = [*range(first, first + consts), *range(sum(lengths), len(eqn.invars))]
+        return (
+            Region(
+                p["jaxprs"].solve,
+                1,
+                True,
+                tuple(Wire(o, i) for i, o in enumerate(operands)),
+                tuple(Wire(i, i) for i in range(len(eqn.outvars))),
+            ),
+        )
+    if eqn.primitive in _ONE_BODY:
+        body = p[_ONE_BODY[eqn.primitive]]
+        return (
+            Region(
+                body,
+                1,
+                True,
+                tuple(Wire(i, i) for i in range(len(body.invars))),
+                tuple(Wire(i, i) for i in range(len(body.outvars))),
+            ),
+        )
+    return ()
+
+
+def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
+    """``eqn`` with the bodies of its regions replaced, in the order of `regions`."""
+    p = eqn.params
+    if eqn.primitive is _prims.scan_p:
+        return eqn.replace(params=dict(p, jaxpr=bodies[0]))
+    if eqn.primitive is _prims.while_p:
+        return eqn.replace(params=dict(p, cond_jaxpr=bodies[0], body_jaxpr=bodies[1]))
+    if eqn.primitive is _prims.cond_p:
+        return eqn.replace(params=dict(p, branches=tuple(bodies)))
+    if eqn.primitive is _prims.linear_solve_p:
+        return eqn.replace(params=dict(p, jaxprs=p["jaxprs"]._replace(solve=bodies[0])))
+    return eqn.replace(params=dict(p, **{_ONE_BODY[eqn.primitive]: bodies[0]}))
+
+
+def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """Every jaxpr among the equation's parameters, also of equations that are no region."""
+    return iter(_core.jaxprs_in_params(eqn.params))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """How a scan's operands and results fall into groups. Body inputs and outputs stand in the same order."""
+
+    consts: int
+    carry: int
+    xs: int
+    length: int
+    loops: bool
+    """Whether anything is left to loop over: False when it is unrolled whole or runs at most once."""
+
+
+def scan(eqn: JaxprEqn) -> Scan | None:
+    """The groups of a scan, or None where ``eqn`` is something else or reads or writes mutable arrays."""
+    if eqn.primitive is not _prims.scan_p or any(hasattr(e, "input_index") for e in eqn.effects):
+        return None
+    p = eqn.params
+    consts, carry, xs = (len(group) for group in p["ft_in"].unpack())
+    return Scan(consts, carry, xs, p["length"], loops=p["length"] > max(1, int(p["unroll"])))
+
+
+def with_scan(
+    eqn: JaxprEqn, body: Jaxpr, groups: tuple[int, int, int], operands: Sequence[Atom], results: Sequence[Var]
+) -> JaxprEqn:
+    """The scan ``eqn`` with another body and wiring; ``groups``: how many operands are consts, carry and xs."""
+    consts, carry, xs = map(_ft.nones, groups)
+    params = dict(
+        eqn.params,
+        jaxpr=body,
+        ft_in=_ft.pack((consts, carry, xs)),
+        ft_out=_ft.pack((carry, _ft.nones(len(results) - groups[1]))),
+    )
+    return eqn.replace(invars=list(operands), outvars=list(results), params=params)

@@ -1,0 +1,40 @@
+"""origin: where in the user's code an equation comes from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from typing import Any
+
+from jax._src import source_info_util as _source
+from jax.extend.core import JaxprEqn
+
+LIBRARIES = tuple(
+    os.path.join(base, name) + os.sep
+    for base in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    for name in ("jax", "flax", "optax", "chex", "autoshard")
+) + (os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,)
+
+
+@functools.lru_cache(maxsize=65536)
+def line(traceback: Any) -> str:
+    """``file:line`` of the user's code in a traceback; "" if there is none."""
+    frames = list(_source.user_frames(traceback)) if traceback is not None else []
+    chosen = next((f for f in frames if not f.file_name.startswith(LIBRARIES)), frames[0] if frames else None)
+    return f"{chosen.file_name}:{chosen.start_line}" if chosen else ""
+
+
+def source(eqn: JaxprEqn) -> str:
+    """``file:line`` of the user's code that made the equation, beneath JAX, Flax and Optax; "" if unknown."""
+    return line(eqn.source_info.traceback)
+
+
+def backward(eqn: JaxprEqn) -> bool:
+    """Whether the equation comes from the transposition of a differentiated function."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def differentiated(eqn: JaxprEqn) -> bool:
+    """Whether the equation lies inside a differentiated function, forward or backward."""
+    return "jvp(" in str(eqn.source_info.name_stack)

@@ -1,0 +1,116 @@
+"""rewrite: equations made, replaced and run again elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _pe
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+from autoshard.jaxpr.nested import regions, with_bodies
+from autoshard.jaxpr.normal import normalize
+from autoshard.jaxpr.value import Atom, aval
+
+
+def constrain(var: Var, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
+    """The equation ``result = with_sharding_constraint(var, sharding)``, attributed to ``like``'s source."""
+    template = _constraint(sharding, len(aval(var).shape))
+    source = template.source_info if like is None else like.source_info
+    return template.replace(invars=[var], outvars=[result], source_info=source)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constraint(sharding: NamedSharding, rank: int) -> JaxprEqn:
+    def fun(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    size = sharding.mesh.size
+    return jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,) * rank, "float32")).eqns[0]
+
+
+def splice(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> list[JaxprEqn]:
+    """The equations that compute ``fun`` of ``invars`` in place of ``eqn``, attributed to its source.
+
+    Raises:
+      TypeError: the results are not those of ``eqn``.
+    """
+    traced = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
+    made = normalize(traced)
+    if [(aval(v).shape, aval(v).dtype) for v in made.outvars] != [(aval(v).shape, aval(v).dtype) for v in eqn.outvars]:
+        raise TypeError(f"the local form of {eqn.primitive.name} gives {made.out_avals}, not {eqn.outvars}")
+    results = {v: w for v, w in zip(made.outvars, eqn.outvars, strict=True) if isinstance(v, Var)}
+    operands: dict[Var, Atom] = dict(zip(made.invars, invars, strict=True))
+    operands |= {v: Literal(c, v.aval) for v, c in zip(made.constvars, made.consts, strict=True)}
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else operands.get(atom, results.get(atom, atom))
+
+    return [
+        e.replace(
+            invars=[read(a) for a in e.invars],
+            outvars=[results.get(v, v) for v in e.outvars],
+            source_info=eqn.source_info,
+        )
+        for e in made.eqns
+    ]
+
+
+def as_fun(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """``jaxpr`` as a function of its flat inputs; its constants are its own."""
+    return jaxpr_as_fun(jaxpr)
+
+
+def dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """``jaxpr`` without the equations that no output and no effect needs; its inputs stay."""
+    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def check(jaxpr: Jaxpr) -> None:
+    """Raises when ``jaxpr`` is not well formed (types, scopes, effects)."""
+    _core.check_jaxpr(jaxpr)
+
+
+def with_code(
+    jaxpr: Jaxpr,
+    eqns: Sequence[JaxprEqn],
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Atom] | None = None,
+) -> Jaxpr:
+    """``jaxpr`` with other equations, and other inputs and outputs where given; its constants stay."""
+    return jaxpr.replace(
+        eqns=list(eqns),
+        invars=jaxpr.invars if invars is None else list(invars),
+        outvars=jaxpr.outvars if outvars is None else list(outvars),
+    )
+
+
+def again(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = None) -> JaxprEqn:
+    """``eqn`` on other operands, with results and bodies of its own; counted to the phase of ``like``."""
+    bodies = [normalize(r.body) for r in regions(eqn)]
+    copy = with_bodies(eqn, bodies) if bodies else eqn
+    stack = eqn.source_info.name_stack
+    if like is not None:
+        stack = like.source_info.name_stack.extend("recompute") + stack
+    return copy.replace(
+        invars=list(operands),
+        outvars=[Var(v.aval) for v in eqn.outvars],
+        source_info=eqn.source_info.replace(name_stack=stack),
+    )
+
+
+def barrier(operands: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
+    """An optimization barrier: results equal to ``operands`` that no compiler may identify with them."""
+    return _barrier().replace(
+        invars=list(operands), outvars=[Var(v.aval) for v in operands], source_info=like.source_info
+    )
+
+
+@functools.cache
+def _barrier() -> JaxprEqn:
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0]

@@ -1,0 +1,92 @@
+"""value: abstract values of variables and arrays, and dtypes as sizes and names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax.extend.core import Literal, Var
+
+Atom = Var | Literal
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether ``x`` stands for a value that is being traced."""
+    return isinstance(x, _core.Tracer)
+
+
+def aval(atom: Atom) -> Any:
+    """The abstract value of ``atom``. JAX types it by a base class that has neither shape nor dtype."""
+    return atom.aval
+
+
+def is_shaped(atom: Atom) -> bool:
+    """Whether ``atom`` has a shape and a dtype: no token, no reference."""
+    return isinstance(atom.aval, _core.ShapedArray)
+
+
+def typeof(x: Any) -> Any:
+    """The abstract value of ``x``, an array or a number.
+
+    Raises:
+      TypeError: ``x`` is neither; a reference to an array is none.
+    """
+    found = jax.typeof(x)
+    if not isinstance(found, _core.ShapedArray):
+        raise TypeError(f"{type(x).__name__} is no array")
+    return found
+
+
+def is_array(var: Var) -> bool:
+    """Whether ``var`` is an array of plain numbers: no token, reference or key."""
+    dtype = getattr(var.aval, "dtype", None)
+    return is_shaped(var) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def fresh(var: Var) -> Var:
+    """A new variable for a value like ``var``."""
+    return Var(var.aval)
+
+
+def lift(var: Var, length: int) -> Var:
+    """A new variable for ``length`` values like ``var``, stacked along a new leading dimension."""
+    return Var(_core.unmapped_aval(length, 0, var.aval))
+
+
+def aval_bytes(aval: Any) -> int:
+    """Size of a value in bytes; 0 for what is no array, such as a token."""
+    return -(-math.prod(aval.shape) * dtype_bits(aval.dtype) // 8) if hasattr(aval, "dtype") else 0
+
+
+def dtype_bits(dtype: Any) -> int:
+    """Bits that one element takes; sub-byte types count as what they are."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=dtype._impl.name)))
+        return key.size * key.dtype.itemsize * 8
+    if dtype == bool:
+        return 8
+    info = jax.numpy.iinfo if jax.dtypes.issubdtype(dtype, jax.numpy.integer) else jax.numpy.finfo
+    if jax.dtypes.issubdtype(dtype, jax.numpy.complexfloating):
+        return dtype.itemsize * 8
+    try:
+        return int(info(dtype).bits)
+    except ValueError:
+        return dtype.itemsize * 8
+
+
+def dtype_name(dtype: Any) -> str:
+    """Name of a dtype that `dtype_named` reads back; of keys it holds the generator: ``key<threefry2x32>``."""
+    return f"key<{dtype._impl.name}>" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype)
+
+
+def dtype_named(name: str) -> Any:
+    """The inverse of `dtype_name`.
+
+    Raises:
+      ValueError, TypeError: there is no such dtype or generator.
+    """
+    if name.startswith("key<"):
+        return jax.eval_shape(lambda: jax.random.key(0, impl=name[4:-1])).dtype
+    return jax.numpy.dtype(name)
