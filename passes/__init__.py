@@ -1,4 +1,4 @@
-"""Passes over programs, one a file."""
+"""Passes over programs, one a file or a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""terms: polynomials in what a softmax and its gradient are made of; see `autoshard.softmax` for the letters."""
+"""terms: polynomials in what a softmax and its gradient are made of; `reader` says what the letters are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attention: softmax attention becomes one operation, forward and backward, that a plan can run as a ring.
 
-For a user, ``passes=["attention"]`` is what calling a ring-attention library would be, without touching the model. What
-counts as attention is found in `autoshard.softmax`; the operations are in `autoshard.attention`. Where the sequence is
-not split they are the composition that they replace, up to how it is rounded.
+For a user, ``passes=["attention"]`` is what calling a library for attention over split sequences would be, without
+touching the model. What counts as attention is found in `reader`; the operations are in `autoshard.attention`. Where
+the sequence is not split they are the composition that they replace, up to how it is rounded.
 
 The backward part is found where it lies beside its forward part, or makes the scores again itself: under
 `jax.checkpoint`, or after the pass ``recompute:full``. The layers of a scan that hold their weights for another loop
@@ -20,10 +20,11 @@ import jax
 
 from autoshard import jaxpr as jx
 from autoshard.attention import Form, attention_backward_p, attention_p
-from autoshard.facts import Above
+from autoshard.passes.attention.facts import Above
+from autoshard.passes.attention.reader import Reader
+from autoshard.passes.attention.site import Site
 from autoshard.program import Program
 from autoshard.rewrite import Pass
-from autoshard.softmax import Reader, Site
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _refused(jaxpr: jx.Jaxpr, above: Above | None = None) -> Iterator[Site]:
     yield from reader.refused()
     for eqn in jaxpr.eqns:
         for region in jx.regions(eqn):
-            yield from _refused(region.body, reader.facts.inside(eqn, region))
+            yield from _refused(region.body, reader.known.facts.inside(eqn, region))
 
 
 def _rewritten(jaxpr: jx.Jaxpr, above: Above | None = None) -> jx.Jaxpr:
@@ -88,7 +89,7 @@ def _rewritten(jaxpr: jx.Jaxpr, above: Above | None = None) -> jx.Jaxpr:
 def _inside(eqn: jx.JaxprEqn, reader: Reader) -> jx.JaxprEqn:
     regions = jx.regions(eqn)
     old = [r.body for r in regions]
-    new = [_rewritten(r.body, reader.facts.inside(eqn, r)) for r in regions]
+    new = [_rewritten(r.body, reader.known.facts.inside(eqn, r)) for r in regions]
     return jx.with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
 
 
