@@ -140,31 +140,39 @@ def drop(stored, path):
     del stored[path[-1]]
 
 
+STATE = ["in_tree", 0, "tuple", 0, "tuple", 0, "dict"]
 WRONG = {
     "unknown key": (put, ["colour"], "blue", "colour"),
     "unknown key inside": (put, ["cost", "colour"], "blue", "cost.colour"),
     "unknown key in a list": (put, ["inputs", 0, "colour"], "blue", "inputs"),
     "missing key": (drop, ["mesh"], "'mesh'"),
     "missing key inside": (drop, ["memory", "peak"], "peak"),
-    "missing paths": (drop, ["in_paths"], "'in_paths'"),
-    "later version": (put, ["autoshard_plan"], 2, "version 2"),
+    "missing structure": (drop, ["in_tree"], "'in_tree'"),
+    "another version": (put, ["autoshard_plan"], 3, "version 3"),
     "number as text": (put, ["memory", "peak"], "1", "peak"),
     "text as number": (put, ["name"], 3, "name"),
     "null for a list": (put, ["inputs"], None, "inputs"),
     "text for a spec": (put, ["inputs", 0, "spec"], "[data]", "spec"),
     "axes as text": (put, ["mesh", "axis_sizes"], ["4", "2"], "axis_sizes"),
     "fraction for a count": (put, ["memory", "peak"], 1.5, "peak"),
-    "path cut off": (put, ["in_paths"], [], "in_paths"),
-    "path of junk": (put, ["in_paths", 0], [["__import__", "os"]], "in_paths"),
-    "path of the wrong kind": (put, ["out_paths"], "result", "out_paths"),
-    "no paths for leaves": (put, ["out_paths", 0], [], "out_paths"),
-    "paths that swap": (put, ["in_paths", 0, 3, 1], "up", "in_paths"),
-    "sequence of a billion": (put, ["in_paths", 2, 3, 1], 10**9, "in_paths"),
-    "name for a number": (put, ["in_paths", 2, 3, 1], "0", "in_paths"),
-    "unhashable step": (put, ["in_paths", 2, 3, 1], ["0"], "in_paths"),
+    "structure cut off": (put, ["in_tree"], [], "in_tree: a list of one"),
+    "structure of junk": (put, ["in_tree", 0], {"__import__": "os"}, "in_tree: .*__import__.* is no structure"),
+    "structure of text": (put, ["out_tree"], "result", "out_tree: a list of one"),
+    "leaves without values": (put, ["out_tree", 0], {"tuple": []}, "out_tree: it has 0 leaves, and there are 6"),
+    "no call": (put, ["in_tree", 0], {"list": ["leaf"] * 6}, "in_tree: it is not positional arguments"),
+    "names of others": (put, [*STATE, 0, 1, "dict", 0, 0], "across", r"in_tree: \['mom.*'across'\] stands where"),
+    "names out of order": (put, [*STATE, 0, 1, "dict", 0, 0], "vp", "in_tree: its keys are not in the order"),
+    "keys that do not sort": (put, [*STATE, 0, 1, "dict", 0, 0], 3, "in_tree: its keys are not in the order"),
+    "key of a list": (put, [*STATE, 0, 1, "dict", 0, 0], ["down"], "in_tree: .* is no structure"),
+    "container unknown": (put, [*STATE, 1, 1], {"set": ["leaf"]}, "in_tree: {'set': .* is no structure"),
+    "part of no kind": (put, [*STATE, 1, 1], {"class": "C", "parts": [["call", "x", "leaf"]]}, "is no structure"),
+    "class that is no name": (put, [*STATE, 1, 1], {"class": 3, "parts": []}, "is no structure"),
     "axes without sizes": (put, ["mesh", "axis_sizes"], [8], "mesh: .*axes"),
     "axis that the mesh lacks": (put, ["inputs", 0, "spec", "dims", 0], ["modle"], "'modle'"),
     "spec of another rank": (put, ["inputs", 0, "spec", "dims"], [["data"]], r"1 entries, the shape is \[64, 16\]"),
+    "axis on two dimensions": (put, ["inputs", 0, "spec", "dims"], [["data"], ["data"]], "mesh axis 'data' twice"),
+    "axis twice on one": (put, ["outputs", 0, "spec", "dims", 0], ["data", "data"], "mesh axis 'data' twice"),
+    "size that does not divide": (put, ["inputs", 0, "shape"], [63, 16], r"\[63, 16\] has size 63, .* into 8 parts"),
     "no dtype": (put, ["inputs", 0, "dtype"], "float33", "'float33' is no dtype"),
 }
 
@@ -192,7 +200,7 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"{}", "no plan"),
         (b"null", "no plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 1}', "lacks"),
+        (b'{"autoshard_plan": 2}', "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):
@@ -273,6 +281,30 @@ def test_init_names_the_first_array_that_differs(plan):
         plan.init(lambda key: {k: v for k, v in make_state(key).items() if k != "weights"}, jax.random.key(0))
 
 
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda s: {**s, "turns": {"n": s["turns"][0]}}, r"takes state\['turns'\]\[0\], .* makes \['turns'\]\['n'\]"),
+        (lambda s: {**s, "turns": list(s["turns"])}, r"\['turns'\] is a list, not a tuple"),
+        (lambda s: {**s, "extra": None}, r"the whole has .*\['extra'\].*, not \['momentum'\], "),
+        (lambda s: OrderedDict(sorted(s.items())), "the whole is a OrderedDict, not a dict"),
+        (
+            lambda s: {**s, "weights": Pair(s["weights"]["down"], (), s["weights"]["up"])},
+            r"makes \['weights'\].up",
+        ),
+    ],
+)
+def test_init_refuses_another_structure_of_the_same_shapes(plan, change, names):
+    with pytest.raises(ArgumentError, match=names):
+        plan.init(lambda key: change(make_state(key)), jax.random.key(0))
+
+
+def test_init_of_no_argument(plan):
+    with pytest.raises(ArgumentError, match="argnum=5, and train_step takes 2 arguments"):
+        plan.init(make_state, jax.random.key(0), argnum=5)
+    assert plan.init(lambda: jnp.ones(X.shape, X.dtype), argnum=-1).sharding.spec == plan.in_specs[1]
+
+
 def test_put_places_arguments(plan):
     state, x = plan.put(make_state(jax.random.key(0)), batch())
     assert jax.tree.map(lambda a: a.sharding.spec, (state, x)) == plan.in_specs
@@ -282,15 +314,18 @@ def test_put_places_arguments(plan):
 
 
 def test_put_refuses(plan):
-    with pytest.raises(ArgumentError, match=r"x has shape \[64, 16\].*\[32, 16\]"):
+    with pytest.raises(ArgumentError, match=r"x of train_step is float32\[32, 16\], it was given \[64, 16\]"):
         plan.put(make_state(jax.random.key(0)), np.zeros((64, 16), np.float32))
     with pytest.raises(ArgumentError, match="structures differ"):
         plan.put({"weights": 1.0})
-    with pytest.raises(ArgumentError, match="3 arrays were given for 5"):
+    with pytest.raises(ArgumentError, match=r"another structure: .* \['turns'\] is a list, not a tuple"):
+        plan.put({**make_state(jax.random.key(0)), "turns": [0]})
+    with pytest.raises(ArgumentError, match="takes 2 arguments, 3 were given"):
+        plan.put(make_state(jax.random.key(0)), batch(), batch())
+    with pytest.raises(ArgumentError, match="takes 5 arrays, it was given 3"):
         plan.put({k: v for k, v in make_state(jax.random.key(0)).items() if k != "weights"})
-    with pytest.raises(
-        ArgumentError, match=r"\['down'\]\['old'\] was given where the plan has state\['momentum'\]\['down'\]"
-    ):
+    names = r"takes state\['momentum'\]\['down'\], it was given \['momentum'\]\['down'\]\['old'\] there"
+    with pytest.raises(ArgumentError, match=names):
         plan.put({"momentum": {"down": {"old": 1.0}}})
 
 
@@ -316,8 +351,9 @@ def test_a_loaded_plan_keeps_the_order_of_named_fields(tmp_path):
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert jax.tree.leaves(loaded.in_specs) == jax.tree.leaves(plan.in_specs)
-    assert loaded.in_specs[0]["z"]["up"] == plan.in_specs[0]["z"].up
-    assert loaded.in_specs[0]["z"]["up"] != loaded.in_specs[0]["z"]["down"]
+    assert loaded.in_specs[0]["z"].up == plan.in_specs[0]["z"].up == loaded.in_specs[0]["z"][0]
+    assert loaded.in_specs[0]["z"].up != loaded.in_specs[0]["z"].down
+    assert loaded.in_specs[0]["z"].nothing == ()
     state = loaded.init(make, jax.random.key(0))
     assert type(state) is OrderedDict
     assert type(state["z"]) is Pair
@@ -328,6 +364,7 @@ def test_a_loaded_plan_keeps_the_order_of_named_fields(tmp_path):
 def test_a_plan_needs_no_devices():
     far = jitted(mesh={"data": 16, "model": 16}, strategy="tp").plan(shapes(256), X)
     assert far.mesh.size == 256
+    assert Plan.from_json(far.to_json()) == far
     assert far.explain().startswith("Plan of train_step on the mesh (data=16, model=16)")
     with pytest.raises(autoshard.errors.MeshError, match="256 devices and this machine has 8"):
         _ = far.in_shardings

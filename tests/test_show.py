@@ -23,6 +23,7 @@ from autoshard.plan import Alternative, Pin, Place, Plan
 from autoshard.review import TRANSFERS, near, review, time_text
 from autoshard.show import WIDTH, explain, html
 from autoshard.spec import Spec, replicated
+from autoshard.units import size_text
 
 CHIP = Hardware("toy", {"float32": 1e12}, 2.0**30, 1e11, {"wire": Link("wire", 1e9, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("data", "model"), (4, 2), CHIP)
@@ -192,7 +193,7 @@ def test_says_all_that_a_plan_holds(real):
     for entry in (real.name, real.strategy, str(real.mesh), real.fingerprint, *real.passes):
         assert entry in flat(text)
     for what, size in real.memory.items():
-        assert re.search(rf"^  {what} +{re.escape(autoshard.audit.size_text(size))} ", text, re.MULTILINE)
+        assert re.search(rf"^  {what} +{re.escape(size_text(size))} ", text, re.MULTILINE)
     for c in real.cost.collectives:
         assert re.search(
             rf" {c.kind} +{re.escape('+'.join(c.axes))} .*{re.escape(near(c.source) or 'unknown')}$", text, re.MULTILINE
