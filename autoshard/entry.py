@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +12,22 @@ from typing import Any
 import jax
 
 from autoshard import jaxpr as jx
-from autoshard.errors import OtherShapesError, PlacementWarning
+from autoshard.errors import PlacementWarning
 from autoshard.graph import Graph
 from autoshard.lower import constrained
 from autoshard.plan import Plan
 from autoshard.program import Program
+from autoshard.signature import Aval, aval
 
-Aval = tuple[tuple[int, ...], Any, bool]
-"""Shape, dtype and weak type."""
+_HERE = os.path.dirname(__file__) + os.sep
 
 
 @dataclass(eq=False)
 class Entry:
-    """A step planned, for one set of shapes and one form of call.
+    """A step planned, for one set of shapes.
 
-    It is traced and compiled once, however the arguments come later: on the host, on one device, or as planned.
-    `jitted` is the quick way to that executable for arguments that come as they did when it was compiled, and
-    raises `OtherShapesError` for all others; `call` takes any that no device holds elsewhere.
+    It is traced and compiled once, as a function of flat arguments, in whatever form the step is called and however
+    the arguments come: on the host, on one device, or as planned.
     """
 
     program: Program
@@ -35,14 +35,6 @@ class Entry:
     plan: Plan
     avals: tuple[Aval, ...]
     """Of each flat argument."""
-    static: tuple[tuple[int, Any], ...] = ()
-    """Static arguments by position."""
-    flat: bool = False
-    """Called with keywords, which `jax.jit` does not take beside shardings: so with flat arguments."""
-    refused: bool = False
-    """Whether `jitted` has met arguments that came otherwise."""
-    _lowered: jax.stages.Lowered | None = None
-    _lowering: bool = False
 
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:
@@ -52,37 +44,12 @@ class Entry:
     @functools.cached_property
     def closes(self) -> bool:
         """Whether the program holds values of a trace around the step."""
-        return any(map(jx.is_tracer, self.program.jaxpr.consts))
+        return jx.any_tracer(self.program.jaxpr.consts)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """The constrained program on flat arguments, while `jax.jit` traces it."""
-        if tuple(map(aval, leaves)) != self.avals:
-            raise OtherShapesError
+        assert tuple(map(aval, leaves)) == self.avals
         return self.program.out_tree.unflatten(jx.as_fun(self.jaxpr)(*leaves))
-
-    @functools.cached_property
-    def jitted(self) -> Any:
-        """The `jax.jit` object that takes arguments in the form of the call, static ones too."""
-
-        def step(*given: Any) -> Any:
-            if not self._lowering:
-                self.refused = True
-                raise OtherShapesError
-            return self.run(jax.tree.leaves([a for i, a in enumerate(given) if i not in static]))
-
-        static = dict(self.static)
-        step.__name__ = self.program.name
-        args = self._form(self.program.inputs)
-        donated = [i for i, arg in enumerate(args) if i not in static and all(x.donated for x in jax.tree.leaves(arg))]
-        shardings = self.plan.flat_in_shardings if self.flat else self.plan.in_shardings
-        return jax.jit(
-            step,
-            in_shardings=tuple(shardings),
-            out_shardings=self.plan.out_shardings,
-            static_argnums=[] if self.flat else list(static),
-            donate_argnums=donated,
-            compiler_options=dict(self.plan.compiler_options) or None,
-        )
 
     @functools.cached_property
     def inner(self) -> Any:
@@ -98,46 +65,51 @@ class Entry:
         donated = [i for i, leaf in enumerate(self.program.inputs) if leaf.donated]
         return jax.jit(step, donate_argnums=donated, compiler_options=dict(self.plan.compiler_options) or None)
 
-    @property
-    def is_lowered(self) -> bool:
-        return self._lowered is not None
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The step lowered, of flat arguments."""
+        return self._lower(range(len(self.avals)))
 
-    def lowered(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
-        """The step lowered; ``leaves`` tell at the first call which arguments come from the host."""
-        if self._lowered is not None:
-            return self._lowered
+    def lowered_as(self, tree: Any, order: Sequence[int]) -> jax.stages.Lowered:
+        """The step lowered for calls whose ``(args, kwargs)`` have the structure ``tree``.
 
-        def abstract(leaf: Any, like: Aval, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-            placed = sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
-            return jax.ShapeDtypeStruct(like[0], like[1], sharding=placed, weak_type=like[2])
+        Args:
+          order: where among the leaves of such a call each flat argument of the program stands.
+        """
+        as_is = list(order) == list(range(len(self.avals)))
+        return jx.in_form(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
 
-        shapes = list(map(abstract, leaves, self.avals, self.plan.flat_in_shardings))
-        jitted = self.jitted
-        self._lowering = True
-        try:
-            self._lowered = lowered = jitted.lower(*self._form(shapes))
-        finally:
-            self._lowering = False
-        return lowered
+    def _lower(self, order: Sequence[int]) -> jax.stages.Lowered:
+        places = [order.index(i) for i in range(len(self.avals))]  # the program's argument at each place of the call
+
+        def step(*given: Any) -> Any:
+            return jax.tree.leaves(self.run([given[i] for i in order]))
+
+        step.__name__ = self.program.name
+        mesh = self.plan.jax_mesh
+        jitted = jax.jit(
+            step,
+            in_shardings=tuple(self.plan.flat_in_shardings[i] for i in places),
+            out_shardings=self.plan.flat_out_shardings,
+            donate_argnums=[n for n, i in enumerate(places) if self.program.inputs[i].donated],
+            compiler_options=dict(self.plan.compiler_options) or None,
+        )
+        shapes = [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in map(self.avals.__getitem__, places)]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # rather than one that the caller has set
+            return jitted.lower(*shapes)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The executable. The step must have been lowered."""
-        assert self._lowered is not None
-        return self._lowered.compile()
+        """The executable, of flat arguments."""
+        return self.lowered.compile()
 
-    def call(self, leaves: Sequence[Any]) -> Any:
-        """Runs the executable on flat arguments that lie as planned or in no particular place."""
-        return self.compiled(*(leaves if self.flat else self.program.in_tree.unflatten(leaves)[0]))
+    def call(self, leaves: Sequence[Any], out_tree: Any) -> tuple[Any, jx.Shortcut]:
+        """Runs the executable on flat arguments that lie as planned or in no particular place.
 
-    def _form(self, leaves: Sequence[Any]) -> list[Any]:
-        """Flat arguments as `jitted` takes them."""
-        if self.flat:
-            return list(leaves)
-        args = list(self.program.in_tree.unflatten(leaves)[0])
-        for i, value in self.static:  # in rising order
-            args.insert(i, value)
-        return args
+        Returns:
+          The result in the form of ``out_tree``, and the shortcut to the next call with such arguments.
+        """
+        return jx.run(self.compiled, leaves, out_tree, self.program.jaxpr.effects)
 
     def place_all(self, leaves: Sequence[Any]) -> list[Any]:
         """Copies of ``leaves``, placed as planned."""
@@ -157,23 +129,10 @@ class Entry:
                         f"{path} was on {_where(leaf.sharding)}, the plan wants {want.spec}: moved at this call, and "
                         "silently at later ones; plan.put(...) places arguments beforehand",
                         PlacementWarning,
-                        stacklevel=4,
+                        skip_file_prefixes=(_HERE,),
                     )
                 placed[i] = jax.device_put(leaf, want)
         return placed
-
-
-def aval(x: Any) -> Aval:
-    """Shape, dtype and weak type of an argument, as `jax.jit` takes it (wide types narrowed where x64 is off).
-
-    Raises:
-      TypeError: ``x`` is no array.
-    """
-    if isinstance(x, jax.ShapeDtypeStruct):
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-        return tuple(x.shape), dtype, bool(x.weak_type)
-    x = x if isinstance(x, jax.Array) else jx.typeof(x)
-    return tuple(x.shape), x.dtype, bool(getattr(x, "weak_type", False))  # arrays of keys have none
 
 
 def _where(sharding: jax.sharding.Sharding) -> str:

@@ -54,10 +54,6 @@ class PassError(AutoshardError):
     """A pass that is unknown, wrongly configured, or produced an invalid program."""
 
 
-class OtherShapesError(AutoshardError):
-    """A planned step met arguments that its plan is not for. Caught by the step itself, which plans anew."""
-
-
 class PlacementWarning(UserWarning):
     """An argument arrived on other devices than planned and had to be moved."""
 

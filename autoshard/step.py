@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard import stateful
-from autoshard.adopt import adopt
-from autoshard.config import MeshLike, mesh_config, resolve_mesh
-from autoshard.entry import Entry, aval
-from autoshard.errors import ArgumentError, ConfigError, OtherShapesError, nearest
-from autoshard.graph import Graph
-from autoshard.mesh import LogicalMesh
+from autoshard.entry import Entry
 from autoshard.plan import Plan
-from autoshard.planner import Wish, make
-from autoshard.program import Leaf, Program
-from autoshard.rewrite import Pass, Pipeline
-from autoshard.rule import RuleTable
-from autoshard.spec import check
-from autoshard.trace import trace
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `jit`, checked and in one form."""
-
-    mesh: MeshLike
-    plan: Plan | None
-    wish: Wish
-    passes: tuple[Pass, ...]
-    table: RuleTable
-    in_shardings: Any
-    out_shardings: Any
-    static_nums: tuple[int, ...]
-    static_names: tuple[str, ...]
-    donate_nums: tuple[int, ...]
-    donate_names: tuple[str, ...]
-
-    def without_first(self) -> Options:
-        """For the same function with its first argument bound."""
-
-        def shifted(nums: Sequence[int]) -> tuple[int, ...]:
-            return tuple(n - 1 for n in nums if n > 0)
-
-        return replace(self, static_nums=shifted(self.static_nums), donate_nums=shifted(self.donate_nums))
+from autoshard.prepare import Options, prepare
+from autoshard.signature import Call, aval, signature
+from autoshard.traced import Traced, traced
 
 
 class Step:
-    """A function that is planned for the shapes it is called with. Made by `autoshard.jit`."""
+    """A function that is planned for the shapes it is called with. Made by `autoshard.jit`.
+
+    A call goes to JAX's own dispatch, which knows the calls that it has seen by their arguments' structure, shapes and
+    places, by the values of static ones and by JAX's settings. What it has not seen comes back to `_miss`. Modules are
+    taken apart before and put together after, for a step of their states.
+    """
 
     def __init__(self, fun: Callable[..., Any], options: Options) -> None:
         self._fun, self._options = fun, options
@@ -66,51 +35,51 @@ class Step:
             donate_argnums=options.donate_nums,
             donate_argnames=options.donate_names,
         )
+        self._signature = signature(fun, options.static_nums, options.static_names)
+        self._fast = jx.dispatcher(fun, self._miss, options.static_nums, options.static_names)
+        self._hot: Callable[..., Any] = self._first
         self._entries: dict[Any, Entry] = {}
-        self._hot: Callable[..., Any] = _unplanned
         self._warned: set[str] = set()
-        self._pures: dict[Any, Step] = {}
-        self._name: str = getattr(fun, "__name__", "step")
-        self._positional = _positional(fun)
+        self._pures: list[Step] = []
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step: the results of ``jax.jit(fun)``."""
         if kwargs:
-            args, kwargs = self._by_position(args, kwargs)
+            args, kwargs = self._signature.by_position(args, kwargs)
         try:
             return self._hot(*args, **kwargs)
-        except (OtherShapesError, ValueError, TypeError):
-            pass  # other shapes, or arguments elsewhere than planned; outside of the handler errors stand alone
-        return self._cold(args, kwargs)
+        except ValueError:  # JAX's dispatch says so of a static argument without a hash, but not which
+            self._signature.check_static(args, kwargs)
+            raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else _bound(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Needs only the mesh's description."""
-        step, args, kwargs = self._pure(args, kwargs)
-        return step._entry(args, kwargs).plan
+        return self.entry(*args, **kwargs).plan
 
-    def trace(self, *args: Any, **kwargs: Any) -> Program:
-        """The program that is planned for these arguments, after the passes."""
-        step, args, kwargs = self._pure(args, kwargs)
-        return step._entry(args, kwargs).program
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """The program that is planned for these arguments, after the passes, with what `jax.stages.Traced` offers."""
+        step, called = self._pure(args, kwargs)
+        return traced(step._entry(*called).program, functools.partial(self.lower, *step._abstract(*called)))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers for these arguments, as planned. ``.compile()`` gives what `jax.stages` offers."""
-        step, args, kwargs = self._pure(args, kwargs)
-        return step._entry(args, kwargs).lowered(jax.tree.leaves(step._dynamic(args, kwargs)))
+        step, called = self._pure(args, kwargs)
+        form = (args, kwargs) if step is self else called
+        return step._entry(*called).lowered_as(*step._signature.order(*form))
 
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
         """What was planned for these arguments, made now if need be."""
-        step, args, kwargs = self._pure(args, kwargs)
-        return step._entry(args, kwargs)
+        step, called = self._pure(args, kwargs)
+        return step._entry(*called)
 
-    def dynamic(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def dynamic(self, *args: Any, **kwargs: Any) -> Call:
         """The arguments that the program takes: static ones left out, NNX modules as their states."""
-        step, args, kwargs = self._pure(args, kwargs)
-        return step._dynamic(args, kwargs)
+        step, called = self._pure(args, kwargs)
+        return step._signature.dynamic(*called)
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The function under plain `jax.jit` on one device, donating nothing: what the step is held against."""
@@ -118,137 +87,76 @@ class Step:
             *args, **kwargs
         )
 
-    def _cold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step, states, _ = self._pure(args, kwargs)
-        if step is not self:
-            return stateful.finish(step._fun, args, step(*states, **kwargs))
-        entry = self._entry(args, kwargs)
-        leaves = jax.tree.leaves(self._dynamic(args, kwargs))
-        placed = entry.place(leaves, self._warned)
-        if entry.closes or any(map(jx.is_tracer, leaves)):
-            return entry.inner(*placed)
-        entry.lowered(leaves)
-        result = entry.call(placed)
-        only = len(self._entries) == 1 and not (entry.flat or entry.refused)
-        self._hot = entry.jitted if only else self._by_shape
-        return result
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        self._hot = self._mutating if stateful.has_modules((args, kwargs)) else self._fast
+        return self._hot(*args, **kwargs)
 
-    def _by_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The hot path once there are several sets of shapes, or arguments come now from here, now from there."""
-        entry = self._entries.get(self._key(args, kwargs))
-        if entry is None or not entry.is_lowered:
-            raise OtherShapesError
-        return entry.call(jax.tree.leaves(self._dynamic(args, kwargs)))
+    def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, jx.Shortcut]:
+        """A call that JAX's dispatch has not seen: its result, and how to do it again."""
+        pure = self._fun if isinstance(self._fun, stateful.Pure) else None
+        if pure is not None:
+            args, kwargs = pure.with_states(args, kwargs)
+        elif stateful.has_modules((args, kwargs)):
+            self._hot = self._mutating
+            return self._mutating(*args, **kwargs), None
+        entry = self._entry(args, kwargs)
+        leaves = jax.tree.leaves(self._signature.dynamic(args, kwargs))
+        placed = entry.place(leaves, self._warned)
+        if entry.closes or jx.any_tracer(leaves):
+            result = entry.inner(*placed)
+            return (result if pure is None else pure.with_values(result)), None
+        out_tree = entry.program.out_tree
+        if pure is not None:
+            out_tree = jax.tree.structure(pure.with_values(out_tree.unflatten(range(out_tree.num_leaves))))
+        result, shortcut = entry.call(placed, out_tree)
+        as_given = all(a is b for a, b in zip(leaves, placed, strict=True))
+        return result, shortcut if as_given else None
+
+    def _mutating(self, *args: Any, **kwargs: Any) -> Any:
+        """A call with NNX modules among the arguments."""
+        if jax.config.jax_disable_jit:
+            return self._fun(*args, **kwargs)
+        if not stateful.has_modules((args, kwargs)):
+            return self._fast(*args, **kwargs)
+        parts = stateful.split(args, kwargs)
+        step, pure = self._step_of(parts)
+        return pure.call(step._fast, args, kwargs, parts)
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        key = self._key(args, kwargs)
+        key = self._signature.key(args, kwargs)
         found = self._entries.get(key)
         if found is None:
-            found = self._make(args, kwargs)
+            avals = tuple(map(aval, jax.tree.leaves(self._signature.dynamic(args, kwargs))))
+            found = prepare(self._jitted, *self._abstract(args, kwargs), avals, self._options)
             if not found.closes:  # what closes over a trace is good for that trace only
                 self._entries[key] = found
         return found
 
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        options = self._options
-        avals = tuple(map(aval, jax.tree.leaves(self._dynamic(args, kwargs))))
-        form = tuple((i, a) for i, a in enumerate(args) if i in options.static_nums), bool(kwargs)
-        args, kwargs = self._abstract(args, kwargs, avals)
-        best: tuple[Plan, Graph] | None = None
-        given = options.plan.mesh if options.plan is not None and options.mesh is None else options.mesh
-        for mesh in _meshes(given):
-            program = trace(
-                self._jitted, args, kwargs, mesh, in_shardings=options.in_shardings, out_shardings=options.out_shardings
-            )
-            program = _with_config_pins(program, options.mesh)
-            program, reports = Pipeline(options.passes).run(program)
-            wish = replace(options.wish, passes=tuple(map(str, reports)))
-            if options.plan is not None:
-                plan, graph = adopt(options.plan, program, options.table, wish)
-                return Entry(program, graph, plan, avals, *form)
-            made = make(program, options.table, wish)
-            if best is None or made[0].cost.seconds < best[0].cost.seconds:
-                best = made
-        assert best is not None
-        return Entry(best[1].program, best[1], best[0], avals, *form)
-
-    def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with as few keywords as it can be written with: one program for all its forms."""
-        if not kwargs or len(args) < self._positional[0]:
-            return args, kwargs
-        kwargs, given = dict(kwargs), list(args)
-        for name in self._positional[1][len(args) :]:
-            if name not in kwargs:
-                break
-            given.append(kwargs.pop(name))
-        return tuple(given), kwargs
-
-    def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        options = self._options
-        return (
-            tuple(a for i, a in enumerate(args) if i not in options.static_nums),
-            {k: v for k, v in kwargs.items() if k not in options.static_names},
-        )
-
-    def _abstract(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], avals: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments without their values or where they lie; static ones as they are."""
+        avals = map(aval, jax.tree.leaves(self._signature.dynamic(args, kwargs)))
         shapes = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
-        dynamic, named = jax.tree.structure(self._dynamic(args, kwargs)).unflatten(shapes)
-        rest = iter(dynamic)
-        given = tuple(a if i in self._options.static_nums else next(rest) for i, a in enumerate(args))
-        return given, {**kwargs, **named}
+        return self._signature.with_leaves(args, kwargs, shapes)
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = self._options
-        leaves, tree = jax.tree.flatten(self._dynamic(args, kwargs))
-        static = tuple((i, type(a), a) for i, a in enumerate(args) if i in options.static_nums)
-        named = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in options.static_names)
-        try:
-            key = tree, tuple(map(aval, leaves)), static, named
-            hash(key)
-        except TypeError:
-            raise ArgumentError(self._unfit(args, kwargs)) from None
-        return key
-
-    def _unfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What to say of an argument that is no array, or of a static one that has no hash."""
-        names = self._positional[1]
-        for where, value in (*enumerate(args), *kwargs.items()):
-            name = where if isinstance(where, str) else names[where] if where < len(names) else f"args[{where}]"
-            if where in self._options.static_nums or where in self._options.static_names:
-                if not _passes(hash, value):
-                    return (
-                        f"{self._name}: the static argument {name} is a {type(value).__name__}, which has no hash; "
-                        "pass something immutable, such as a tuple or a frozen dataclass"
-                    )
-                continue
-            for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-                if not _passes(aval, leaf):
-                    return (
-                        f"{self._name}: {name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which is no "
-                        "array; name it in static_argnums or static_argnames if it is a setting, or take it out "
-                        "of the pytree"
-                    )
-        return f"{self._name}: the structure of an argument has no hash"
-
-    def _pure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, tuple[Any, ...], dict[str, Any]]:
+    def _pure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, Call]:
         """The step that takes the states of the NNX modules among the arguments, and those; itself without any."""
-        if isinstance(self._fun, stateful.Pure):
-            return self, args, kwargs
-        args, kwargs = self._by_position(args, kwargs)
-        if stateful.has_modules(kwargs):
-            raise ArgumentError(f"{self._name}: an NNX module is passed to a keyword-only argument; make it positional")
-        if not stateful.has_modules(args):
-            return self, args, kwargs
-        parts = stateful.split(args)
-        found = self._pures.get(parts.structure)
-        if found is None:
-            outs = self._options.out_shardings
-            options = replace(self._options, out_shardings=(*(None,) * len(parts.where), outs))
-            found = self._pures[parts.structure] = Step(stateful.Pure(self._fun, replace(parts, states=())), options)
-        return found, parts.states, kwargs
+        args, kwargs = self._signature.by_position(args, kwargs)
+        if isinstance(self._fun, stateful.Pure) or not stateful.has_modules((args, kwargs)):
+            return self, (args, kwargs)
+        parts = stateful.split(args, kwargs)
+        return self._step_of(parts)[0], (parts.states, dict(parts.named))
+
+    def _step_of(self, parts: stateful.Parts) -> tuple[Step, stateful.Pure]:
+        """The step of the states of modules so taken apart; the one used last stands first."""
+        for step in self._pures:
+            if isinstance(step._fun, stateful.Pure) and step._fun.fits(parts):
+                if step is not self._pures[0]:
+                    self._pures = [step, *(s for s in self._pures if s is not step)]
+                return step, step._fun
+        pure = stateful.pure(self._fun, parts)
+        outs = (*(None,) * len(parts.where), self._options.out_shardings)
+        self._pures = [Step(pure, replace(self._options, out_shardings=outs)), *self._pures]
+        return self._pures[0], pure
 
 
 class _Bound:
@@ -264,7 +172,7 @@ class _Bound:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         return self._step.plan(self._instance, *args, **kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Program:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         return self._step.trace(self._instance, *args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -283,58 +191,3 @@ def _bound(step: Step, instance: Any) -> Any:
     if id(instance) not in bound:
         bound[id(instance)] = Step(functools.partial(step._fun, instance), options.without_first())
     return bound[id(instance)]
-
-
-def _unplanned(*_: Any, **__: Any) -> Any:
-    raise OtherShapesError
-
-
-def _positional(fun: Callable[..., Any]) -> tuple[int, list[str]]:
-    """The names of the arguments of ``fun`` that can be given by position, and how many of them only so."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        return 0, []
-    only = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    return len(only), [*only, *(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)]
-
-
-def _passes(test: Callable[[Any], Any], value: Any) -> bool:
-    try:
-        test(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _meshes(mesh: MeshLike) -> list[LogicalMesh]:
-    """The meshes to weigh: the one given, or every factoring of the local devices into ``data`` and ``model``."""
-    if mesh is not None:
-        return [resolve_mesh(mesh)]
-    n = jax.device_count()
-    shapes = [{"data": n}] + [{"data": n // m, "model": m} for m in range(2, n) if n % m == 0]
-    return [resolve_mesh(s) for s in shapes]
-
-
-def _with_config_pins(program: Program, mesh: MeshLike) -> Program:
-    """``program`` with the pins of a mesh config, by argument-path glob; a pin given in the call wins."""
-    config = mesh_config(mesh)
-    inputs = list(program.inputs)
-    for pattern, spec in (config.specs() if config else {}).items():
-        hits = [i for i, leaf in enumerate(inputs) if fnmatch.fnmatchcase(leaf.path, _literal(pattern))]
-        if not hits:
-            raise ConfigError(
-                f"the mesh's pin {pattern!r} matches no argument of {program.name}"
-                f"{nearest(pattern, [leaf.path for leaf in inputs])}"
-            )
-        inputs = [_pinned(leaf, spec, program.mesh) if i in hits else leaf for i, leaf in enumerate(inputs)]
-    return replace(program, inputs=tuple(inputs))
-
-
-def _literal(pattern: str) -> str:
-    """A glob in which brackets stand for themselves: paths are full of them."""
-    return pattern.replace("[", "[[]")
-
-
-def _pinned(leaf: Leaf, spec: PartitionSpec, mesh: LogicalMesh) -> Leaf:
-    return leaf if leaf.pin is not None else replace(leaf, pin=check(spec, leaf.aval.shape, mesh.shape, leaf.path))

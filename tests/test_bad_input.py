@@ -337,4 +337,3 @@ def test_an_error_at_the_top_of_a_program_ends_with_its_message(tmp_path: pathli
     assert done.returncode == 1
     assert re.search(r"SpecError: x: spec P\('dat',\) names mesh axis 'dat'.*did you mean 'data'\?", done.stderr)
     assert "During handling of the above" not in done.stderr
-    assert "OtherShapesError" not in done.stderr

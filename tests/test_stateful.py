@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import ArgumentError
 
 MESH = {"data": 4, "model": 2}
 jit = functools.partial(autoshard.jit, mesh=MESH)
@@ -181,8 +180,29 @@ def test_modules_by_keyword():
     for i in range(2):
         nnx.jit(train)(*want, batch(i))
     same_state(got, want)
-    with pytest.raises(ArgumentError, match="keyword-only"):
-        jit(lambda *, model: model(batch()["x"]))(model=got[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnames": ("model", "optimizer")}])
+def test_modules_of_keyword_only_arguments(options: dict[str, Any]):
+    def keyword_only(scale: Any, *, optimizer: Any, model: Any, batch: Any) -> Any:
+        return scale * train(model, optimizer, batch)
+
+    step, got, want = jit(keyword_only, **options), make(), make()
+    for i in range(3):
+        loss = step(2.0, model=got[0], batch=batch(i), optimizer=got[1])
+        np.testing.assert_allclose(loss, 2 * nnx.jit(train)(*want, batch(i)), rtol=1e-5)
+    same_state(got, want)
+    plan = step.plan(2.0, model=got[0], optimizer=got[1], batch=batch())
+    donated = {leaf.path.split("[")[0] for leaf in plan.inputs if leaf.donated}
+    assert donated == set(options.get("donate_argnames", ()))
+
+
+def test_a_step_that_takes_modules_now_and_then():
+    step, model, x = jit(lambda f, x: f(x)), make()[0], batch()["x"]
+    double = jax.tree_util.Partial(lambda x: x * 2)
+    model.eval()
+    for f in (double, model, double, model):
+        np.testing.assert_allclose(step(f, x), f(x), rtol=1e-5, atol=1e-6)
 
 
 def test_static_arguments_beside_modules():

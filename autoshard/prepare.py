@@ -1,0 +1,147 @@
+"""prepare: from the abstract arguments of a call to the step planned for them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.adopt import adopt
+from autoshard.config import MeshLike, mesh_config, resolve_mesh
+from autoshard.entry import Entry
+from autoshard.errors import AutoshardError, ConfigError, SpecError, nearest
+from autoshard.graph import Graph
+from autoshard.mesh import LogicalMesh
+from autoshard.plan import Plan
+from autoshard.planner import Wish, make
+from autoshard.program import Leaf, Program
+from autoshard.rewrite import Pass, Pipeline
+from autoshard.rule import RuleTable
+from autoshard.signature import Aval
+from autoshard.spec import check
+from autoshard.trace import trace
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `jit`, checked and in one form."""
+
+    mesh: MeshLike
+    plan: Plan | None
+    wish: Wish
+    passes: tuple[Pass, ...]
+    table: RuleTable
+    in_shardings: Any
+    out_shardings: Any
+    static_nums: tuple[int, ...]
+    static_names: tuple[str, ...]
+    donate_nums: tuple[int, ...]
+    donate_names: tuple[str, ...]
+
+    def without_first(self) -> Options:
+        """For the same function with its first argument bound."""
+
+        def shifted(nums: Sequence[int]) -> tuple[int, ...]:
+            return tuple(n - 1 for n in nums if n > 0)
+
+        return replace(self, static_nums=shifted(self.static_nums), donate_nums=shifted(self.donate_nums))
+
+
+def prepare(
+    jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], avals: tuple[Aval, ...], options: Options
+) -> Entry:
+    """Traces and plans ``jitted`` (a `jax.jit` object) for a call.
+
+    Args:
+      args, kwargs: `jax.ShapeDtypeStruct`s, and static arguments as they are.
+      avals: of the flat arguments.
+
+    Raises:
+      AutoshardError, and whatever the function raises while it is traced.
+    """
+
+    def traced(mesh: LogicalMesh) -> tuple[Program, Wish]:
+        pins = options.in_shardings, options.out_shardings
+        program = trace(jitted, args, kwargs, mesh, in_shardings=pins[0], out_shardings=pins[1])
+        program, reports = Pipeline(options.passes).run(_with_config_pins(program, options.mesh))
+        return program, replace(options.wish, passes=tuple(map(str, reports)))
+
+    def planned(mesh: LogicalMesh) -> tuple[Plan, Graph]:
+        program, wish = traced(mesh)
+        return make(program, options.table, wish)
+
+    if options.plan is not None:
+        program, wish = traced(options.plan.mesh if options.mesh is None else resolve_mesh(options.mesh))
+        plan, graph = adopt(options.plan, program, options.table, wish)
+    elif options.mesh is not None:
+        plan, graph = planned(resolve_mesh(options.mesh))
+    else:
+        name = getattr(jitted, "__name__", "step")
+        plan, graph = _cheapest(planned, _candidates((options.in_shardings, options.out_shardings)), name)
+    return Entry(graph.program, graph, plan, avals)
+
+
+def _candidates(pins: Any) -> list[LogicalMesh]:
+    """The meshes to weigh where none is given.
+
+    That of the shardings given, if one names any, or every factoring of the devices into ``data`` and ``model``.
+    """
+    leaves = jax.tree.leaves(pins, is_leaf=lambda x: isinstance(x, NamedSharding))
+    named = dict.fromkeys(p.mesh for p in leaves if isinstance(p, NamedSharding))
+    if len({tuple(mesh.shape.items()) for mesh in named}) > 1:
+        raise SpecError(f"the shardings given are over {' and '.join(str(dict(m.shape)) for m in named)}: choose one")
+    if named:
+        return [resolve_mesh(next(iter(named)))]
+    n = jax.device_count()
+    shapes = [{"data": n}] + [{"data": n // m, "model": m} for m in range(2, n) if n % m == 0]
+    return [resolve_mesh(s) for s in shapes]
+
+
+def _cheapest[T: tuple[Plan, Any]](planned: Callable[[LogicalMesh], T], meshes: Sequence[LogicalMesh], name: str) -> T:
+    """What is ``planned`` for the mesh that it is fastest on; meshes that do not serve what was asked are left out.
+
+    Raises:
+      AutoshardError: no mesh serves; of the kind of the first refusal, and the refusal itself where all are alike.
+    """
+    made: list[T] = []
+    refused: dict[str, Exception] = {}
+    for mesh in meshes:
+        try:
+            made.append(planned(mesh))
+        except (AutoshardError, ValueError) as e:  # JAX has ValueError for a spec of an axis that the mesh lacks
+            refused[str(mesh)] = e
+    if made:
+        return min(made, key=lambda m: m[0].cost.seconds)
+    first = next(iter(refused.values()))
+    if len({(type(e), str(e)) for e in refused.values()}) == 1 or not isinstance(first, AutoshardError):
+        raise first
+    reasons = "; ".join(f"{mesh}: {e}" for mesh, e in refused.items())
+    raise type(first)(f"{name}: no mesh of these devices serves what was asked; give one as mesh=. {reasons}")
+
+
+def _with_config_pins(program: Program, mesh: MeshLike) -> Program:
+    """``program`` with the pins of a mesh config, by argument-path glob; a pin given in the call wins."""
+    config = mesh_config(mesh)
+    inputs = list(program.inputs)
+    for pattern, spec in (config.specs() if config else {}).items():
+        hits = [i for i, leaf in enumerate(inputs) if fnmatch.fnmatchcase(leaf.path, _literal(pattern))]
+        if not hits:
+            raise ConfigError(
+                f"the mesh's pin {pattern!r} matches no argument of {program.name}"
+                f"{nearest(pattern, [leaf.path for leaf in inputs])}"
+            )
+        inputs = [_pinned(leaf, spec, program.mesh) if i in hits else leaf for i, leaf in enumerate(inputs)]
+    return replace(program, inputs=tuple(inputs))
+
+
+def _literal(pattern: str) -> str:
+    """A glob in which brackets stand for themselves: paths are full of them."""
+    return pattern.replace("[", "[[]")
+
+
+def _pinned(leaf: Leaf, spec: PartitionSpec, mesh: LogicalMesh) -> Leaf:
+    return leaf if leaf.pin is not None else replace(leaf, pin=check(spec, leaf.aval.shape, mesh.shape, leaf.path))
