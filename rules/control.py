@@ -10,7 +10,6 @@ STRUCTURAL: dict[str, str] = {
     "eval_jaxpr": "inlined",
     "jit": "inlined",
     "remat2": "its body is partitioned",
-    "reshard": "a pin",
     "scan": "the body is partitioned, the carry alike each turn",
     "shard_map": "partitioned by its user",
     "sharding_constraint": "a pin",

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from autoshard.rule import Aval, Rule, RuleFn
+from autoshard.rule import Aval, Rule, RuleFn, whole
 from autoshard.rules.family import ANY, build, elementwise, is_complex, is_float, is_integer, rows, table, together
 from autoshard.spec import KINDS
 
@@ -45,6 +45,13 @@ def integer_pow(x: Aval, *, y: int, **_: Any) -> Rule:
     """Odd positive powers increase."""
     increasing = f"{MULTIPLICATIVE}, {INCREASING}" if y > 0 and y % 2 else MULTIPLICATIVE
     return pointwise(increasing, MULTIPLICATIVE if y >= 0 else "")(x)
+
+
+def reshard(x: Aval, *, dst_sharding: Any, **_: Any) -> Rule:
+    """JAX puts one into derivatives that are traced on a mesh, to a place on no mesh: it says nothing."""
+    if dst_sharding.mesh.empty:
+        return elementwise((x,), lets=ANY)
+    return whole("it says how its operand lies on another mesh", [x], [x])
 
 
 def convert_element_type(x: Aval, *, new_dtype: Any, **_: Any) -> Rule:
@@ -173,6 +180,7 @@ RULES: dict[str, RuleFn] = {
     "reduce_precision": pointwise(INCREASING),
     "regularized_incomplete_beta": pointwise(),
     "rem": pointwise(),
+    "reshard": reshard,
     "round": pointwise(INCREASING),
     "rsqrt": pointwise(),
     "select_n": select_n,

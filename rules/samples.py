@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.lax import linalg
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxpr import primitive
 
@@ -93,7 +94,7 @@ def bind(name: str, **params: Any) -> Callable[..., Any]:
 UNARY = {
     "real": "acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 "
     "expm1 floor integer_pow lgamma log log1p log2 logistic neg one_minus_square reduce_precision round rsqrt "
-    "sign sin sinh sqrt square tan tanh abs copy name stop_gradient",
+    "sign sin sinh sqrt square tan tanh abs copy name reshard stop_gradient",
     "integer": "population_count clz not",
 }
 BINARY = {
@@ -165,6 +166,7 @@ def _put(*xs: Any) -> Any:
     return jax.device_put(xs)
 
 
+NOWHERE = NamedSharding(AbstractMesh((), ()), PartitionSpec(None, None))
 UNIT = ("acos", "asin", "atanh", "erf_inv")
 CONVERSIONS = (
     ("float32", "float64"),
@@ -194,6 +196,7 @@ def _public(op: str) -> Callable[..., Any]:
         "or": lax.bitwise_or,
         "xor": lax.bitwise_xor,
         "reduce_precision": partial(lax.reduce_precision, exponent_bits=5, mantissa_bits=4),
+        "reshard": bind("reshard", dst_sharding=NOWHERE, concrete_mesh=None),
         "round": lax.round,
     }
     bare = (

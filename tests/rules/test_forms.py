@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax import numpy as jnp
@@ -37,6 +38,7 @@ def whole(*shape: int, most: int = 3, dtype: Any = "int32") -> np.ndarray:
 
 
 ROWS = real(64, 2048)
+TABLE, TOKENS = real(8192, 64), abs(whole(1024, most=8000))
 # function, operands, their specs, and the specs of the results: the same for both compilers
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...], Any]] = {
     "cumsum": (partial(lax.cumsum, axis=1), (ROWS,), (COLUMNS,), COLUMNS),
@@ -60,6 +62,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...], Any]]
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), (ROWS, -ROWS), (COLUMNS, COLUMNS), COLUMNS),
     "split": (lambda x: tuple(jnp.split(x, 2, 1)), (ROWS,), (COLUMNS,), (COLUMNS, COLUMNS)),
     "tile": (partial(lax.tile, reps=(1, 3)), (ROWS,), (COLUMNS,), COLUMNS),
+    "embedding, then split by width": (lambda t, i: t[i], (TABLE, TOKENS), (P("x"), P()), COLUMNS),
+    "embedding's gradient, wherever it falls": (
+        jax.grad(lambda t, i, u: (jnp.sin(t[i]) * u).sum()),
+        (TABLE, TOKENS, real(1024, 64)),
+        (P("x"), P("x"), P("x")),
+        None,
+    ),
 }
 
 
@@ -67,7 +76,7 @@ def step(fun: Callable[..., Any], specs: Any, on: LogicalMesh, results: Any = No
     return autoshard.jit(fun, mesh=on, strategy="replicated", in_shardings=specs, out_shardings=results)
 
 
-def compared(fun: Callable[..., Any], args: Any, specs: Any, results: Any) -> tuple[Audit, list[int], str]:
+def compared(fun: Callable[..., Any], args: Any, specs: Any, results: Any) -> tuple[Audit, list[float], str]:
     """The audit of our program, the bytes that it and XLA's own move, and what they are."""
     ours = step(fun, specs, EIGHT, results)
     plan = ours.plan(*args)
@@ -81,7 +90,7 @@ def compared(fun: Callable[..., Any], args: Any, specs: Any, results: Any) -> tu
     alone = jax.jit(fun, in_shardings=placed[0], out_shardings=placed[1]).lower(*args).compile()
     sent = [collectives(c.as_text(), plan.mesh) for c in (compiled, alone)]
     table = "\n".join(f"{who}: {', '.join(map(str, cs))}" for who, cs in zip(("ours", "xla"), sent, strict=True))
-    return audit(compiled, plan), [sum(c.total for c in cs) for cs in sent], table
+    return audit(compiled, plan), [sum(c.sent(plan.mesh) for c in cs) for cs in sent], table
 
 
 @pytest.mark.parametrize(("fun", "args", "specs", "results"), CASES.values(), ids=CASES)
@@ -93,6 +102,27 @@ def test_fewer_bytes_travel_than_xla_alone_sends(fun, args, specs, results):
 
 
 X, ROW = P("x"), real(64 * 4096)
+LABELS = abs(whole(64, most=1000))
+
+
+def by_hand(x: Any, labels: Any) -> Any:
+    """The mean of log-sum-exp less label pick."""
+    return (jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, labels[:, None], -1)[:, 0]).mean()
+
+
+def by_softmax(x: Any, labels: Any) -> Any:
+    return -jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], -1).mean()
+
+
+def by_one_hot(x: Any, labels: Any) -> Any:
+    return -(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x)).sum(-1).mean()
+
+
+def by_optax(x: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
+
+
+ENTROPIES = (by_hand, by_softmax, by_one_hot, by_optax)
 NATIVE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...], Any]] = {
     "sort": (partial(lax.sort, dimension=1), (ROWS,), (COLUMNS,), COLUMNS),
     "top_k of each row": (lambda x: tuple(lax.top_k(x, 3)), (ROWS,), (X,), (X, X)),
@@ -105,6 +135,9 @@ NATIVE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...], Any]
         (real(1024, 16), abs(whole(64, most=1000)), real(64, 16)), (X, P(), P()), X),
     "one cache entry": (partial(lax.dynamic_update_slice_in_dim, axis=1), (ROWS, real(64, 1), START),
                         (COLUMNS, P(), P()), COLUMNS),
+    **{f"cross-entropy {f.__name__}": (f, (ROWS, LABELS), (COLUMNS, P()), P()) for f in ENTROPIES},
+    **{f"cross-entropy {f.__name__}, and its gradient":
+       (jax.value_and_grad(f), (ROWS, LABELS), (COLUMNS, P()), (P(), COLUMNS)) for f in ENTROPIES},
 }  # fmt: skip
 
 
