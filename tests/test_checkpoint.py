@@ -21,7 +21,8 @@ from flax import nnx, struct
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard import checkpoint
+import autoshard
+from autoshard import checkpoint, writing
 from autoshard.errors import CheckpointError
 
 MESHES = [(2, 4), (8, 1), (1, 8), (1, 1), (2, 2)]
@@ -324,6 +325,105 @@ def test_a_sharding_that_does_not_divide_is_named(tmp_path: Path) -> None:
         checkpoint.restore(tmp_path, plan=plan, like={})
 
 
+def adam_step(state: Any, x: Any) -> Any:
+    grads = jax.grad(lambda p: ((jnp.tanh(x @ p["w"]) + p["b"]) ** 2).mean())(state["params"])
+    updates, opt = optax.adamw(1e-2).update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "seen": [state["seen"][0] + 1]}
+
+
+def adam_state() -> Any:
+    params = {"w": jnp.arange(256.0).reshape(16, 16) / 256, "b": jnp.ones(16)}
+    return {"params": params, "opt": optax.adamw(1e-2).init(params), "seen": [jnp.zeros((), jnp.int32)]}
+
+
+def test_a_loaded_plan_restores_a_state_of_named_tuples_on_another_mesh(tmp_path: Path) -> None:
+    x = np.ones((16, 16), np.float32)
+    plans = [
+        autoshard.jit(adam_step, mesh=mesh, strategy="fsdp").plan(adam_state(), x)
+        for mesh in ({"data": 4, "model": 2}, {"data": 2})
+    ]
+    loaded = [autoshard.Plan.from_json(json.loads(json.dumps(plan.to_json()))) for plan in plans]
+    state = loaded[0].put(adam_step(adam_state(), x))
+    checkpoint.save(tmp_path, 1, state, plan=loaded[0])
+    back = checkpoint.restore(tmp_path, plan=loaded[1]).state
+    assert jax.tree.map(lambda a: a.sharding, back) == loaded[1].in_shardings[0]
+    assert back["opt"][0].mu["w"].sharding.device_set == set(jax.devices()[:2])
+    assert_equal(back["opt"][0].nu, state["opt"][0].nu)
+    assert type(back["seen"]) is list
+    again = jax.tree.unflatten(jax.tree.structure(adam_state()), jax.tree.leaves(back))
+    assert_equal(again, state)
+    assert_equal(checkpoint.restore(tmp_path, plan=plans[1]).state, state)
+    step = autoshard.jit(adam_step, strategy=loaded[1])
+    np.testing.assert_allclose(step(again, x)["params"]["w"], adam_step(state, x)["params"]["w"], rtol=1e-5)
+
+
+def test_attributes_and_keys_of_one_name_are_one(tmp_path: Path) -> None:
+    state = {"s": Struct(jnp.ones(3)), "m": Moments(jnp.zeros(2), 5), "odd'key": jnp.ones(1), "l": [1, 2]}
+    checkpoint.save(tmp_path, 1, state)
+    like = {"s": {"w": jnp.zeros(3)}, "m": {"mean": jnp.ones(2), "var": 0}, "odd'key": jnp.zeros(1), "l": {0: 0, 1: 0}}
+    back = checkpoint.restore(tmp_path, like=like).state
+    assert_equal(back, {**state, "s": {"w": jnp.ones(3)}, "m": {"mean": jnp.zeros(2), "var": 5}, "l": {0: 1, 1: 2}})
+    with pytest.raises(CheckpointError, match=r"state\['s'\]\['v'\] .* is not in the checkpoint"):
+        checkpoint.restore(tmp_path, like={**like, "s": {"v": jnp.zeros(3)}})
+
+
+class Tied(nnx.Module):
+    """Two layers with one kernel, and dropout."""
+
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.a, self.b = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        self.b.kernel = self.a.kernel
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.b(self.drop(self.a(x)))
+
+
+def test_a_module_is_saved_as_its_plan_has_it(tmp_path: Path) -> None:
+    def update(model: Tied, x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+        return loss
+
+    x = jnp.ones((8, 8))
+    plans = [autoshard.jit(update, mesh=mesh, strategy="fsdp").plan(Tied(0), x) for mesh in ({"data": 8}, {"data": 2})]
+    checkpoint.save(tmp_path, 1, Tied(0), plan=plans[0])
+    other = Tied(1)
+    for plan in (plans[1], autoshard.Plan.from_json(plans[1].to_json())):
+        back = checkpoint.restore(tmp_path, plan=plan).state
+        assert jax.tree.map(lambda a: a.sharding, back) == plan.in_shardings[0]
+        assert jax.tree.leaves(back)[1].sharding.num_devices == 2
+    nnx.update(other, checkpoint.restore(tmp_path, plan=plans[1]).state)
+    assert_equal(nnx.state(other), nnx.state(Tied(0)))
+    assert other.b.kernel is other.a.kernel
+
+
+def test_a_state_that_is_not_the_plans_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    target, plan = tmp_path / "new", plan_for(small(), mesh_of((8,)), P())
+    for state, why in (
+        ({"z": np.ones(3)}, r"state\['z'\] \(float64\[3\]\) is not in the plan"),
+        (small() | {"w": jnp.ones((8, 4))}, r"state\['w'\] is float32\[8,8\] in the plan and float32\[8,4\] here"),
+        ({"w": small()["w"]}, r"argument 0 of the plan: state\['b'\] \(float32\[8\]\) is in the plan and not here"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            checkpoint.save(target, 1, state, plan=plan)
+    with pytest.raises(CheckpointError, match="takes no argument"):
+        checkpoint.save(target, 1, small(), plan=FakePlan((), ()))
+    assert not target.exists()
+
+
+def test_a_step_is_a_whole_number(tmp_path: Path) -> None:
+    for step in ("3", 1.0, None):
+        with pytest.raises(CheckpointError, match=f"step {step!r} is a {type(step).__name__}; steps are whole numbers"):
+            checkpoint.save(tmp_path / "new", step, small())  # type: ignore[arg-type]
+    checkpoint.save(tmp_path, np.int64(3), small())  # type: ignore[arg-type]
+    assert checkpoint.restore(tmp_path, np.int32(3)).step == 3  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="step '3' is a str"):
+        checkpoint.restore(tmp_path, "3")  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
+
+
 def largest(path: Path) -> Path:
     return max((p for p in (path / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
@@ -387,7 +487,7 @@ def test_a_failed_write_is_raised_once_and_loses_nothing(tmp_path: Path, monkeyp
 
     checkpoint.save(tmp_path, 1, small(1), wait=True)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "file_sizes", full)
+        patch.setattr(writing, "file_sizes", full)
         saving = checkpoint.save(tmp_path, 2, small(2))
         with pytest.raises(CheckpointError, match="step 2 could not be written to .*: no space left"):
             checkpoint.finish(tmp_path)
@@ -410,7 +510,8 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, jax.numpy as jnp
-from autoshard import checkpoint
+import autoshard
+from autoshard import checkpoint, writing
 where, then = sys.argv[1:]
 state = {f"w{i}": jnp.full((512, 512), float(i)) for i in range(40)}
 checkpoint.save(where, 1, state, wait=True)
