@@ -11,15 +11,15 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.errors import SpecError
+from autoshard.errors import ArgumentError, SpecError
 from autoshard.rule import Aval
 
 annotate_p = Primitive("annotate")
 
 
-def annotate[T](x: T, spec: PartitionSpec) -> T:
+def annotate[T](x: T, spec: PartitionSpec | NamedSharding) -> T:
     """Pins every array in ``x`` to ``spec`` when the step is planned; the values do not change.
 
     The pin is hard: planning never overrules it, and an impossible one is a `SpecError` when the step is
@@ -27,22 +27,40 @@ def annotate[T](x: T, spec: PartitionSpec) -> T:
 
     Args:
       x: an array or a pytree of arrays inside a traced step.
-      spec: mesh axes per dimension, as for `jax.lax.with_sharding_constraint`.
+      spec: mesh axes per dimension, as for `jax.lax.with_sharding_constraint`. Of a `NamedSharding` the spec is taken.
 
     Raises:
-      SpecError: ``spec`` has more entries than an array has dimensions.
+      ArgumentError: ``spec`` is neither.
+      SpecError: ``spec`` has more entries than an array has dimensions, or is over another mesh than the step's.
     """
+    entries = _entries(spec)
 
     def pin(leaf: Any) -> Any:
-        if len(spec) > jax.numpy.ndim(leaf):
+        if len(entries) > jax.numpy.ndim(leaf):
             shape = jax.numpy.shape(leaf)
             raise SpecError(
-                f"annotate: {spec} has {len(spec)} entries, and the array has {len(shape)} dimensions {shape}; the "
-                f"longest spec that fits is {PartitionSpec(*spec[: len(shape)])}"
+                f"annotate: {entries} has {len(entries)} entries, and the array has {len(shape)} dimensions {shape}; "
+                f"the longest spec that fits is {PartitionSpec(*entries[: len(shape)])}"
             )
-        return annotate_p.bind(leaf, spec=spec)
+        return annotate_p.bind(leaf, spec=entries)
 
     return jax.tree.map(pin, x)
+
+
+def _entries(spec: Any) -> PartitionSpec:
+    if isinstance(spec, PartitionSpec):
+        return spec
+    if not isinstance(spec, NamedSharding):
+        hint = f"; for one axis write P({spec!r})" if isinstance(spec, str) else ""
+        hint = "; P() lays every dimension whole" if spec is None else hint
+        raise ArgumentError(f"annotate takes a PartitionSpec or a NamedSharding, and this is {spec!r}{hint}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and dict(mesh.shape) != dict(spec.mesh.shape):
+        raise SpecError(
+            f"annotate: {spec.spec} is over the mesh {dict(spec.mesh.shape)}, and the step runs on "
+            f"{dict(mesh.shape)}; give the spec alone, {spec.spec}, if its axes are meant"
+        )
+    return spec.spec
 
 
 def _identity(x: Any, *, spec: PartitionSpec) -> Any:

@@ -191,7 +191,7 @@ _registered: dict[registry.Key, RuleFn] = {}
 
 def _table(rules: Mapping[Primitive | str, AnyRule] | None) -> RuleTable:
     """The step's own rules over those registered, and these over those that ship."""
-    own = [_entry(op, rule, None, None) for op, rule in (rules or {}).items()]
+    own = [_entry(op, rule, None, None) for op, rule in registry.pairs(rules)]
     return registry.Rules({k: fn for entry in own for k, fn in entry.items()}, (_registered, TABLE, OWN))
 
 

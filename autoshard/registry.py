@@ -74,6 +74,19 @@ def key(of: Key | Callable[..., Any]) -> Key:
     return of if colon else jx.primitive(of) or of
 
 
+def pairs(rules: Any) -> list[tuple[Key | Callable[..., Any], AnyRule]]:
+    """``rules``, as a step takes them, as operations and their rules.
+
+    Raises:
+      RuleError: it is no mapping.
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        raise RuleError(
+            f"rules is a mapping from operations to their rules, such as {{'sin': 'ij -> ij'}}; not {rules!r}"
+        )
+    return list((rules or {}).items())
+
+
 def rule_fn(rule: AnyRule, local: Local | Callable[..., Any] | None = None) -> RuleFn:
     """``rule`` as a function of the operation's abstract values and parameters.
 

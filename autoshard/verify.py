@@ -54,7 +54,7 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verifica
     Arguments are copied, so nothing is donated and no module is changed. Floating-point results agree when no
     entry is off by more than ``rtol`` (narrow types: four steps of their resolution) of the result's largest entry, for
     float addition is not associative, and an optimizer that divides by small gradients enlarges that; all others must
-    be equal. NaNs agree with NaNs.
+    be equal, typed PRNG keys word by word. NaNs agree with NaNs.
 
     Args:
       step: what `autoshard.jit` returned.
@@ -92,7 +92,7 @@ def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[An
 
 def compare(path: str, expected: Any, got: Any, rtol: float) -> Difference:
     """How far ``got`` is from ``expected``, as `verify` judges it."""
-    a, b = np.asarray(expected), np.asarray(got)
+    a, b = np.asarray(_words(expected)), np.asarray(_words(got))
     if a.dtype.kind not in "fcV" or a.size == 0:
         wrong = float(np.sum(a != b)) if a.size else 0.0
         return Difference(path, wrong, wrong, 0.0)
@@ -124,6 +124,12 @@ def _first_divergence(
                 f"{d.absolute:.3g} ({d.relative:.3g} of its largest entry)"
             )
     return "No equation differs once every intermediate is kept: the difference comes with fusion or scheduling"
+
+
+def _words(x: Any) -> Any:
+    """The words of typed PRNG keys; anything else as it is."""
+    keys = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if keys else x
 
 
 def _host(x: Any) -> Any:

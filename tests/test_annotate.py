@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import annotate
-from autoshard.errors import SpecError
+from autoshard.errors import ArgumentError, SpecError
 
 jit = functools.partial(autoshard.jit, mesh={"data": 4, "model": 2})
 W, X = np.eye(8, dtype=np.float32) * 0.5 + 0.1, np.arange(64, dtype=np.float32).reshape(8, 8) / 64
@@ -129,6 +130,29 @@ def test_impossible_pins(spec: P, message: str | None):
     else:
         with pytest.raises(SpecError, match=message):
             step(X)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("data", r"takes a PartitionSpec or a NamedSharding, and this is 'data'; for one axis write P\('data'\)"),
+        (None, r"this is None; P\(\) lays every dimension whole"),
+        (("data", None), r"this is \('data', None\)$"),
+    ],
+)
+def test_what_is_no_spec(spec: Any, message: str):
+    with pytest.raises(ArgumentError, match=message):
+        annotate(X, spec)
+
+
+def test_a_named_sharding_gives_its_spec():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P(None, "model"))
+    step = agrees(lambda x: annotate(x * 2, sharding) + 1, X)
+    assert pinned(step, X) == {"[_, model]"}
+    np.testing.assert_array_equal(annotate(X, sharding), X)
+    with pytest.raises(SpecError, match=r"over the mesh \{'data': 4, 'model': 2\}, and the step runs on \{'data': 8\}"):
+        autoshard.jit(lambda x: annotate(x * 2, sharding), mesh={"data": 8})(X)
 
 
 def test_a_dimension_that_does_not_divide():

@@ -271,6 +271,12 @@ def test_a_function_with_a_rule_is_not_looked_into(register: Any) -> None:
     np.testing.assert_allclose(grads(x, w), jnp.asarray(w), rtol=1e-6)  # its own derivative is kept
 
 
+@pytest.mark.parametrize("rules", [[3], "sin", {"sin"}])
+def test_rules_that_are_no_mapping(rules: Any) -> None:
+    with pytest.raises(RuleError, match=r"rules is a mapping from operations to their rules, such as .*; not "):
+        autoshard.jit(lambda x: x, mesh=MESH, rules=rules)
+
+
 def test_a_rule_of_this_step_alone() -> None:
     x, w = real(8, 16), real(8, 16)
     plan = autoshard.jit(scaled, mesh=MESH, rules={"scaled": ".., .. -> .."}).plan(x, w)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import autoshard
 from autoshard.errors import VerificationError
+from autoshard.verify import compare
 from tests.programs import mlp_step
 
 
@@ -68,6 +69,30 @@ def test_a_module_is_not_changed() -> None:
     before = np.asarray(net.bn.mean[...])
     autoshard.verify(autoshard.jit(lambda m, x: m(x).sum(), mesh={"a": 8}), net, jnp.arange(64.0).reshape(8, 8))
     assert np.array_equal(before, np.asarray(net.bn.mean[...]))
+
+
+def test_typed_keys_are_compared_by_their_words() -> None:
+    step = autoshard.jit(lambda k, x: (jax.random.split(k)[0], jax.random.split(k, 8), x), mesh={"data": 4, "model": 2})
+    report = autoshard.verify(step, jax.random.key(0), jnp.ones((16, 16)))
+    assert [d.relative for d in report.results] == [0, 0, 0]
+    keys = jax.random.split(jax.random.key(0), 4)
+    assert compare("keys", keys, keys, 1e-4).equal
+    assert compare("keys", keys, keys.at[2].set(jax.random.key(9)), 1e-4).absolute == 2
+    assert compare("none", keys[:0], keys[:0], 1e-4).equal
+
+
+def test_a_module_with_dropout_verifies() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.layer, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.drop(self.layer(x))
+
+    step = autoshard.jit(lambda m, x: m(x).sum(), mesh={"a": 8}, strategy="dp")
+    paths = [d.path for d in autoshard.verify(step, Net(), jnp.ones((8, 8))).results]
+    assert any("['key']" in path for path in paths)
 
 
 def test_something_else_than_a_step_is_refused() -> None:
