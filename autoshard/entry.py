@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PlacementWarning
@@ -58,9 +59,14 @@ class Entry:
         It takes them as they lie: a tracer does not tell where its values are, and cannot be moved beforehand.
         """
 
-        def step(*leaves: Any) -> Any:
+        def planned(*leaves: Any) -> Any:
             placed = jax.lax.with_sharding_constraint(list(leaves), self.plan.flat_in_shardings)
             return jax.lax.with_sharding_constraint(self.run(placed), self.plan.out_shardings)
+
+        def step(*leaves: Any) -> Any:
+            if self._results_around() is None:
+                return planned(*leaves)
+            return jax.sharding.auto_axes(planned, out_sharding=self.plan.out_specs)(*leaves)
 
         donated = [i for i, leaf in enumerate(self.program.inputs) if leaf.donated]
         return jax.jit(step, donate_argnums=donated, compiler_options=dict(self.plan.compiler_options) or None)
@@ -109,7 +115,18 @@ class Entry:
         Returns:
           The result in the form of ``out_tree``, and the shortcut to the next call with such arguments.
         """
-        return jx.run(self.compiled, leaves, out_tree, self.program.jaxpr.effects)
+        return jx.run(self.compiled, leaves, out_tree, self.program.jaxpr.effects, self._results_around())
+
+    def _results_around(self) -> list[NamedSharding] | None:
+        """Where results lie, on the mesh that the caller has set, if that is the plan's with Explicit axes.
+
+        What the caller then does with them is checked by their types, and those name that mesh.
+        """
+        around, mesh = jax.sharding.get_abstract_mesh(), self.plan.jax_mesh
+        if dict(around.shape) != dict(mesh.shape) or set(around.axis_types) <= {AxisType.Auto}:
+            return None
+        typed = Mesh(mesh.devices, mesh.axis_names, axis_types=around.axis_types)
+        return [NamedSharding(typed, s.spec) for s in self.plan.flat_out_shardings]
 
     def place_all(self, leaves: Sequence[Any]) -> list[Any]:
         """Copies of ``leaves``, placed as planned."""

@@ -63,7 +63,8 @@ class Step:
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The program that is planned for these arguments, after the passes, with what `jax.stages.Traced` offers."""
         step, called = self._pure(args, kwargs)
-        return traced(step._entry(*called).program, functools.partial(self.lower, *step._abstract(*called)))
+        given, named = step._abstract(*called)
+        return traced(step._entry(*called).program, functools.partial(step.lower, *given, **named))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers for these arguments, as planned. ``.compile()`` gives what `jax.stages` offers."""
@@ -102,7 +103,7 @@ class Step:
         entry = self._entry(args, kwargs)
         leaves = jax.tree.leaves(self._signature.dynamic(args, kwargs))
         placed = entry.place(leaves, self._warned)
-        if entry.closes or jx.any_tracer(leaves):
+        if jx.tracing():
             result = entry.inner(*placed)
             return (result if pure is None else pure.with_values(result)), None
         out_tree = entry.program.out_tree

@@ -9,10 +9,16 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import jaxpr as jx
-from autoshard.errors import ArgumentError, SpecError
+from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.mesh import LogicalMesh
 from autoshard.program import Leaf, Program
 from autoshard.spec import Spec, check
+
+_EXPLICIT = (
+    "the step names a mesh with Explicit axes, and in a planned step all axes are Auto. In jax.shard_map, leave mesh= "
+    "out: it is the step's; or give jax.make_mesh axis_types=(jax.sharding.AxisType.Auto, ...). In place of "
+    "jax.reshard there is autoshard.annotate. JAX says: "
+)
 
 
 def trace(
@@ -32,9 +38,15 @@ def trace(
     Raises:
       SpecError: a pin that does not fit its value or the mesh.
       ArgumentError: a prefix whose structure does not match.
+      MeshError: the function works with Explicit mesh axes.
     """
-    with jax.sharding.use_abstract_mesh(mesh.abstract()):
-        traced = jitted.trace(*args, **kwargs)
+    with jax.sharding.use_abstract_mesh(mesh.abstract()), jax.disable_jit(False):
+        try:
+            traced = jitted.trace(*args, **kwargs)
+        except ValueError as e:
+            if "axis_types=(Explicit" in str(e) or "AxisType.Auto" in str(e):
+                raise MeshError(_EXPLICIT + str(e)) from e
+            raise
     info = traced.args_info
     flat_info, in_tree = jax.tree.flatten(info)
     names = _in_names(traced.jaxpr.debug_info.arg_names, info)

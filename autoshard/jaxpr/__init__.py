@@ -64,6 +64,7 @@ from autoshard.jaxpr.stages import (
     kept_arguments,
     run,
     trace_context,
+    tracing,
 )
 from autoshard.jaxpr.value import (
     Atom,
@@ -138,6 +139,7 @@ __all__ = [
     "splice",
     "subjaxprs",
     "trace_context",
+    "tracing",
     "typeof",
     "with_bodies",
     "with_code",

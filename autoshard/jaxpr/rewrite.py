@@ -30,7 +30,8 @@ def _constraint(sharding: NamedSharding, rank: int) -> JaxprEqn:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     size = sharding.mesh.size
-    return jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,) * rank, "float32")).eqns[0]
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # rather than one that the caller has set
+        return jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,) * rank, "float32")).eqns[0]
 
 
 def splice(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> list[JaxprEqn]:

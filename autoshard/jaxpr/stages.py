@@ -7,15 +7,19 @@ from typing import Any
 
 import jax
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import pjit as _pjit
 from jax._src import tree_util as _tree_util
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
+from jax.sharding import NamedSharding
 
 from autoshard.jaxpr.value import is_tracer
 
 Shortcut = Any
 """What JAX's dispatch needs to run an executable again without Python; None where there is no such way."""
+
+_OWN = {"abstract_mesh_context_manager", "jax_disable_jit", "mesh_context_manager"}
 
 
 def kept_arguments(lowered: jax.stages.Lowered) -> tuple[int, ...]:
@@ -30,17 +34,31 @@ def in_form(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any) -> jax.sta
 
 
 def trace_context() -> tuple[Any, ...]:
-    """The settings that `jax.jit` keys its traces by, except for the mesh: autoshard traces under its own."""
+    """The settings that `jax.jit` keys its traces by, except for those that autoshard gives its own value."""
     names, values = _config.trace_context_names(), _config.trace_context()
-    return tuple(v for n, v in zip(names, values, strict=True) if "mesh_context" not in n)
+    return tuple(v for n, v in zip(names, values, strict=True) if n not in _OWN)
 
 
-def run(compiled: jax.stages.Compiled, leaves: Sequence[Any], out_tree: Any, effects: Any) -> tuple[Any, Shortcut]:
-    """Runs an executable of flat arguments: its result in the form of ``out_tree``, and the shortcut to the next."""
+def run(
+    compiled: jax.stages.Compiled,
+    leaves: Sequence[Any],
+    out_tree: Any,
+    effects: Any,
+    shardings: Sequence[NamedSharding] | None = None,
+) -> tuple[Any, Shortcut]:
+    """Runs an executable of flat arguments: its result in the form of ``out_tree``, and the shortcut to the next.
+
+    ``shardings``, where given, are of the results on a mesh with other axis types; they stay where they are.
+    """
     executable: Any = compiled._executable
     consts = executable.shard_const_args(compiled._params.const_args)
     flat = executable.call(*consts, *leaves)
+    if shardings is not None:
+        flat = jax.device_put(flat, list(shardings))
     shortcut = _pjit._get_fastpath_data(executable, out_tree, list(leaves), flat, effects, [], None, consts)
+    if shardings is not None and shortcut is not None:
+        plain = not any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in flat)
+        shortcut = shortcut._replace(out_shardings=list(shardings)) if plain else None
     return out_tree.unflatten(flat), shortcut
 
 
@@ -73,6 +91,11 @@ def dispatcher(
         _tree_util.dispatch_registry,
         _pxla.cc_shard_arg,
     )
+
+
+def tracing() -> bool:
+    """Whether something is being traced: what is called now becomes part of that."""
+    return not _core.trace_state_clean()
 
 
 def any_tracer(leaves: Sequence[Any]) -> bool:

@@ -1,0 +1,160 @@
+"""The ordinary call is JAX's own: Python sees a call once for each way in which it comes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import autoshard
+from autoshard.entry import Entry
+from autoshard.errors import ArgumentError, PlacementWarning
+
+jit = functools.partial(autoshard.jit, mesh={"data": 4, "model": 2})
+STATE = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    """The calls that went by way of Python, as they happen."""
+    seen: list[Entry] = []
+    original = Entry.call
+
+    def call(self: Entry, *args: Any) -> Any:
+        seen.append(self)
+        return original(self, *args)
+
+    monkeypatch.setattr(Entry, "call", call)
+    return seen
+
+
+def update(state: Any, batch: Any) -> Any:
+    return {k: v + batch.sum() for k, v in state.items()}, batch * 2
+
+
+def test_placed_and_host_arguments_of_two_sizes_in_turn(slow: list[Entry]):
+    step = jit(update)
+    ways: list[Any] = []
+    for size in (16, 8):
+        host = np.ones((size, 4), np.float32)
+        state, placed = step.plan(STATE, host).put(STATE, host)
+        ways += [(state, host), (state, placed)]
+    for _ in range(3):
+        for state, batch in ways:
+            after, doubled = step(state, batch)
+            np.testing.assert_array_equal(after["w"], np.asarray(state["w"]) + batch.sum())
+            assert doubled.shape == batch.shape
+    assert len(slow) == len(ways)
+    assert len(set(slow)) == 2
+
+
+def test_keywords_and_static_values(slow: list[Entry]):
+    def fun(x: Any, n: int, *, z: Any, a: Any, m: int = 1) -> Any:
+        return (x - z * a) * n + m
+
+    step, x = jit(fun, static_argnames=("n", "m")), jnp.arange(8.0)
+    for _ in range(3):
+        for n, m in ((2, 1), (3, 1), (2, 5)):
+            np.testing.assert_array_equal(step(x, n, z=x * 2, a=x, m=m), (x - 2 * x * x) * n + m)
+            np.testing.assert_array_equal(step(n=n, a=x, x=x, m=m, z=x * 2), (x - 2 * x * x) * n + m)
+    assert len(slow) == 3
+
+
+def test_modules(slow: list[Entry]):
+    model, step = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jit(lambda model, x: model(x), strategy="dp")
+    x = np.ones((8, 4), np.float32)
+    for _ in range(4):
+        np.testing.assert_allclose(step(model, x), model(x), rtol=1e-6)
+    assert len(slow) <= 2  # on one device at first, then as planned
+
+
+def test_a_wrongly_placed_argument_does_not_slow_the_others(slow: list[Entry]):
+    step, x = jit(lambda x: x + 1), jnp.arange(8.0)
+    far = jax.device_put(x, jax.devices()[3])
+    with pytest.warns(PlacementWarning) as caught:
+        step(far)
+    assert [w.filename for w in caught] == [__file__]
+    for _ in range(3):
+        np.testing.assert_array_equal(step(far), x + 1)
+        np.testing.assert_array_equal(step(x), x + 1)
+    assert len(slow) == 1 + 3 + 1
+
+
+def test_a_call_inside_a_trace_leaves_the_outer_calls_alone(slow: list[Entry]):
+    step, x = jit(lambda x: x * 2), jnp.arange(8.0)
+    for _ in range(3):
+        np.testing.assert_array_equal(jax.jit(lambda y: step(y) + step(x))(x), 4 * x)
+        np.testing.assert_array_equal(step(x), 2 * x)
+    assert len(slow) <= 2
+
+
+def test_settings_of_jax_are_part_of_the_program():
+    runs: list[int] = []
+
+    def fun(x: Any) -> Any:
+        runs.append(1)
+        return x @ x
+
+    step, x = jit(fun), np.ones((8, 8), np.float32)
+    step(x)
+    for _ in range(2):
+        with jax.default_matmul_precision("highest"):
+            step(x)
+            assert "HIGHEST" in step.lower(x).as_text()
+        assert "HIGHEST" not in step.lower(x).as_text()
+        step(x)
+    assert len(runs) == 2
+    with jax.enable_x64(True):
+        assert step(x.astype(np.float64)).dtype == np.float64
+    assert step(x.astype(np.float64)).dtype == np.float32
+
+
+def test_compiling_switched_off():
+    seen: list[Any] = []
+
+    def fun(model: Any, x: Any) -> Any:
+        seen.append(x)
+        return model(x) if callable(model) else x @ model
+
+    x, model = np.ones((8, 4), np.float32), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    step = jit(fun)
+    for first in (np.ones((4, 2), np.float32), model):
+        want = fun(first, x)
+        step(first, x)
+        seen.clear()
+        with jax.disable_jit():
+            np.testing.assert_allclose(step(first, x), want)
+            assert seen[0] is x
+            assert step.plan(first, x) == jit(fun).plan(first, x)
+
+
+def test_caches_of_jax_cleared():
+    step, x = jit(lambda x: x * 3), jnp.arange(8.0)
+    for _ in range(2):
+        np.testing.assert_array_equal(step(x), 3 * x)
+        jax.clear_caches()
+
+
+def test_a_static_argument_without_a_hash_is_named():
+    step = jit(lambda x, n: x * n[0], static_argnums=1)
+    with pytest.raises(ArgumentError, match="the static argument n is a list, which has no hash"):
+        step(np.ones(8), [2])
+    np.testing.assert_array_equal(step(np.ones(8), (2,)), 2)
+    with pytest.raises(ArgumentError, match="the static argument n is a list, which has no hash"):
+        step(np.ones(8), [2])
+
+
+def test_a_step_dies_with_its_last_name():
+    step = jit(lambda x: x * 2)
+    step(jnp.arange(8.0))
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None
