@@ -7,7 +7,6 @@ change a value. An equation that the plan runs in its local form becomes an isla
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,113 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.annotate import annotate_p
-from autoshard.cost import Costing
-from autoshard.graph import Graph, Value
-from autoshard.mesh import LogicalMesh
-from autoshard.plan import Island, Pin, Plan
-from autoshard.propagate import Layout
-from autoshard.reshard import path
+from autoshard.graph import Graph
+from autoshard.plan import Island, Plan
 from autoshard.rule import Rule
 from autoshard.spec import Spec
 
-GUARDED = frozenset(
-    {
-        "conv_general_dilated",
-        "dynamic_update_slice",
-        "fft",
-        "gather",
-        "pad",
-        "reduce",
-        "reduce_and",
-        "reduce_or",
-        "reduce_window",
-        "reduce_xor",
-        "scatter",
-        "scatter-add",
-        "scatter-max",
-        "scatter-min",
-        "scatter-mul",
-        "scatter-sub",
-        "select_and_gather_add",
-    }
-)
-"""Operations that XLA (JAX 0.12) gives wrong numbers for, or dies of, where it splits them on its own: what they read
-and make is pinned whether or not it lies so already."""
-
 ROW_MAJOR = frozenset({"fft"})
 """Operations that XLA's compiler for CPU (JAX 0.12) may lay out otherwise and then refuses."""
-
-
-def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]) -> tuple[Pin, ...]:
-    """The intermediates to constrain so that the partitioner follows ``layout`` and leaves results as ``outputs``.
-
-    They are: what the user pinned inside the step; results of products, and whatever a transfer brings to its
-    place; operands that an equation needs otherwise than they lie; what a loop carries; all around operations that
-    XLA must not split on its own; and the stops of a result on the way to where it is wanted, under the numbers that
-    follow those of the nodes.
-    """
-    found: dict[tuple[int, int | None], Pin] = {}
-    ends = set(graph.inputs)
-
-    def pin(value: int, spec: Spec, n: int, why: str, *, operand: bool = False, before: Spec | None = None) -> None:
-        node, v = graph.nodes[n], graph.values[value]
-        if v.shape and v.bits and (operand or value not in ends):
-            key = (value, n if operand else None)
-            via = stops(before, spec, v, graph.program.mesh) if before is not None else ()
-            found.setdefault(key, Pin(value, spec, node.kind.op, node.source, v.shape, why, key[1], via))
-
-    for n, node in enumerate(graph.nodes):
-        if node.tie and not node.times:
-            continue
-        run, guarded = costing.run(n, layout.specs), node.kind.op in GUARDED
-        for v, need in zip(node.operands, run.needs, strict=True):
-            if need != layout.specs[v] and not node.tie and node.results:
-                lies = layout.specs[v]
-                pin(v, need, n, f"needed so by {node.kind.op}, lies as {lies}", operand=True, before=lies)
-            elif guarded and v and not run.island:
-                pin(v, need, n, f"kept so for {node.kind.op}", operand=True)
-        for v, give in zip(node.results, run.gives, strict=True):
-            spec = layout.specs[v]
-            if not run.island and (give != spec if guarded else node.kind.flops and give.dims != spec.dims):
-                pin(v, Spec(give.dims), n, f"made so by {node.kind.op}", operand=True)
-            if v in graph.pins:
-                pin(v, spec, n, "pinned in the step", before=give)
-            elif give != spec:
-                pin(v, spec, n, f"brought there from {give}", before=give)
-            elif node.kind.flops:
-                pin(v, spec, n, "result of a product")
-            elif guarded and not run.island:
-                pin(v, spec, n, f"kept so after {node.kind.op}")
-            elif node.tie:
-                pin(v, spec, n, f"carried by {node.kind.op}")
-    for o, (v, want) in enumerate(zip(graph.outputs, outputs, strict=True)):
-        value, leaf, n = graph.values[v], graph.program.outputs[o], len(graph.nodes) + o
-        if via := stops(layout.specs[v], want, value, graph.program.mesh) if v else ():
-            why = f"brought there from {layout.specs[v]}"
-            found[v, n] = Pin(v, want, "result", leaf.path, value.shape, why, n, via)
-    return tuple(found.values())
-
-
-def stops(before: Spec, after: Spec, value: Value, mesh: LogicalMesh) -> tuple[Spec, ...]:
-    """The specs on the way between two, where axes move whose sizes do not divide one another: XLA (JAX 0.12) dies of
-    several such moves at once."""
-    moved = {a for d, e in zip(before.dims, after.dims, strict=True) if d != e for a in (*d, *e)}
-    sizes = sorted({mesh.shape[a] for a in moved if mesh.shape[a] > 1})
-    if all(large % small == 0 for small, large in itertools.pairwise(sizes)):
-        return ()
-    moves = path(before, after, value.shape, value.bits, mesh)
-    way = dict.fromkeys(Spec(m.spec.dims) for m in moves)
-    return tuple(s for s in way if s.dims not in (before.dims, after.dims))
-
-
-def islands(graph: Graph, layout: Layout, costing: Costing) -> tuple[Island, ...]:
-    """The equations that run in their local form under ``layout``."""
-    runs = ((n, node, costing.run(n, layout.specs)) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
-    return tuple(
-        Island(n, r.axes, r.needs, r.gives, node.kind.op, node.source)
-        for n, node, r in runs
-        if r.island and node.results
-    )
 
 
 def constrained(graph: Graph, plan: Plan, mesh: Mesh) -> jx.Jaxpr:
@@ -137,10 +36,11 @@ def constrained(graph: Graph, plan: Plan, mesh: Mesh) -> jx.Jaxpr:
     results = {v: s for (v, n), s in shardings.items() if n is None}
     operands = {(v, n): s for (v, n), s in shardings.items() if n is not None}
     local = {i.node: (graph.nodes[i.node].kind.rule, i) for i in plan.islands}
-    inner = (n for _, n in operands if n < len(graph.nodes))
+    inner = {n for _, n in operands if n < len(graph.nodes)}
     numbers = {graph.nodes[n].results: n for n in (*inner, *local)}
     ends = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
-    return _Lowering(graph.ids, results, operands, numbers, local, mesh).jaxpr(graph.program.jaxpr, ends)
+    borders = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in inner and graph.nodes[n].tie}
+    return _Lowering(graph.ids, results, operands, numbers, borders, local, mesh).jaxpr(graph.program.jaxpr, ends)
 
 
 class _Lowering:
@@ -152,11 +52,12 @@ class _Lowering:
         results: Mapping[int, Sequence[NamedSharding]],
         operands: Mapping[tuple[int, int], Sequence[NamedSharding]],
         numbers: Mapping[tuple[int, ...], int],
+        borders: Mapping[tuple[int, ...], Sequence[NamedSharding]],
         local: Mapping[int, tuple[Rule, Island]],
         mesh: Mesh,
     ) -> None:
         self.ids, self.results, self.operands, self.numbers = ids, results, operands, numbers
-        self.local, self.mesh = local, mesh
+        self.borders, self.local, self.mesh = borders, local, mesh
 
     def jaxpr(self, jaxpr: jx.Jaxpr, ends: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
         """``jaxpr`` constrained; ``ends`` are the places that each of its results is brought to in turn."""
@@ -178,7 +79,11 @@ class _Lowering:
             invars = [a if isinstance(a, jx.Literal) else self._operand(a, node, eqn, now, eqns) for a in eqn.invars]
             regions = jx.regions(eqn)
             if regions and not self._sealed(regions):
-                eqn = jx.with_bodies(eqn, [self.jaxpr(r.body) for r in regions])
+                ways = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.entries]
+                for i, a, b in ways:
+                    if a is invars[i] and not isinstance(a, jx.Literal):
+                        invars[i] = self._through(a, self._border(eqn.invars[i], b), eqn, eqns)
+                eqn = jx.with_bodies(eqn, [self.jaxpr(r.body, self._ends(eqn, r)) for r in regions])
             if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
                 self._pinned(eqn, invars[0], now, eqns)
                 continue
@@ -244,6 +149,17 @@ class _Lowering:
         variables = (v for r in regions for v in (*r.body.invars, *(o for e in r.body.eqns for o in e.outvars)))
         first = next(variables, None)
         return first is not None and first not in self.ids
+
+    def _ends(self, eqn: jx.JaxprEqn, region: jx.Region) -> list[Sequence[NamedSharding]]:
+        """The places that each result of a body is brought to in turn, for the next turn or to leave."""
+        ends: list[Sequence[NamedSharding]] = [()] * len(region.body.outvars)
+        out = [(w.inside, eqn.outvars[w.outside]) for w in region.exits]
+        for end, to in (*out, *((end, region.body.invars[start]) for end, start in region.loops)):
+            ends[end] = self._border(region.body.outvars[end], to) or ends[end]
+        return ends
+
+    def _border(self, before: jx.Var | jx.Literal, after: jx.Var) -> Sequence[NamedSharding]:
+        return () if isinstance(before, jx.Literal) else self.borders.get((self.ids[before], self.ids[after]), ())
 
     def _operand(
         self, var: jx.Var, node: int | None, eqn: jx.JaxprEqn, now: Mapping[jx.Var, jx.Var], eqns: list[jx.JaxprEqn]

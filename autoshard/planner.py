@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.dims import DimClass
 from autoshard.graph import Graph, build
 from autoshard.jaxpr import dtype_name
-from autoshard.lower import islands, pins
+from autoshard.pins import islands, pins
 from autoshard.plan import Alternative, Place, Plan
 from autoshard.program import Leaf, Program, abstract
 from autoshard.propagate import Layout

@@ -106,6 +106,12 @@ FOUND = {
         (((6, 6, 2), "f"),), (Call("annotate", (0,), (P(None, "a"),)),), (2, 3), out_pins=(P(("a", "b")),)
     ),
     "a transform that one device refuses": Recipe((((2, 2), "f"),), (Call("fft", (0,)), Call("solve", (1,))), (2,)),
+    "what goes round a loop, wanted elsewhere": Recipe(
+        (((6, 8, 1), "f"),),
+        (Call("annotate", (0,), (P(("b", "a")),)), Call("counted loop", (1,))),
+        (3, 2),
+        out_pins=(P("a", "b"),),
+    ),
 }
 
 

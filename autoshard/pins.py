@@ -1,0 +1,134 @@
+"""pins: the intermediates of a layout that are constrained, and the equations that run in their local form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from autoshard.cost import Costing
+from autoshard.graph import Graph, Value
+from autoshard.mesh import LogicalMesh
+from autoshard.plan import Island, Pin
+from autoshard.propagate import Layout
+from autoshard.reshard import path
+from autoshard.spec import Spec
+
+GUARDED = frozenset(
+    {
+        "conv_general_dilated",
+        "dynamic_update_slice",
+        "fft",
+        "gather",
+        "pad",
+        "reduce",
+        "reduce_and",
+        "reduce_or",
+        "reduce_window",
+        "reduce_xor",
+        "scatter",
+        "scatter-add",
+        "scatter-max",
+        "scatter-min",
+        "scatter-mul",
+        "scatter-sub",
+        "select_and_gather_add",
+    }
+)
+"""Operations that XLA (JAX 0.12) gives wrong numbers for, or dies of, where it splits them on its own: what they read
+and make is pinned whether or not it lies so already."""
+
+
+def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]) -> tuple[Pin, ...]:
+    """The intermediates to constrain so that the partitioner follows ``layout`` and leaves results as ``outputs``.
+
+    They are: what the user pinned inside the step; results of products, and whatever a transfer brings to its
+    place; operands that an equation needs otherwise than they lie; what a loop carries; all around operations that
+    XLA must not split on its own, or all, where the sizes of the mesh's axes do not divide one another; and the stops
+    of a value on the way into or out of a region, and of a result, under the numbers that follow those of the nodes.
+    """
+    found: dict[tuple[int, int | None], Pin] = {}
+    ends, every = set(graph.inputs), not nested(graph.program.mesh.axis_sizes)
+
+    def pin(value: int, spec: Spec, n: int, why: str, *, operand: bool = False, before: Spec | None = None) -> None:
+        node, v = graph.nodes[n], graph.values[value]
+        if v.shape and v.bits and (operand or value not in ends):
+            key = (value, n if operand else None)
+            via = stops(before, spec, v, graph.program.mesh) if before is not None else ()
+            found.setdefault(key, Pin(value, spec, node.kind.op, node.source, v.shape, why, key[1], via))
+
+    begins, entries = dict[int, int](), set[int]()
+    for n, node in enumerate(graph.nodes):
+        if node.tie and not node.times:
+            continue
+        run, guarded = costing.run(n, layout.specs), (node.kind.op in GUARDED or every) and not node.tie
+        for v, need in zip(node.operands, run.needs, strict=True):
+            if node.tie:
+                lies, inside = layout.specs[v], entered(layout.specs[node.results[0]], need.rank)
+                if stops(lies, inside, graph.values[v], graph.program.mesh):
+                    pin(v, inside, n, f"brought there from {lies}", operand=True, before=lies)
+            elif need != layout.specs[v] and node.results:
+                lies = layout.specs[v]
+                pin(v, need, n, f"needed so by {node.kind.op}, lies as {lies}", operand=True, before=lies)
+            elif guarded and v and not run.island:
+                pin(v, need, n, f"kept so for {node.kind.op}", operand=True)
+        for v, give in zip(node.results, run.gives, strict=True):
+            spec = layout.specs[v]
+            before = give
+            if node.tie and node.operands:  # a loop's results lie as what it begins with
+                (inside,) = node.operands
+                if v < inside and v in entries:
+                    begins[inside] = v
+                elif v > inside:
+                    entries.add(v)
+                before = entered(layout.specs[begins.get(inside, inside)], spec.rank)
+            if not run.island and (give != spec if guarded else node.kind.flops and give.dims != spec.dims):
+                pin(v, Spec(give.dims), n, f"made so by {node.kind.op}", operand=True)
+            if v in graph.pins:
+                pin(v, spec, n, "pinned in the step", before=before)
+            elif give != spec:
+                pin(v, spec, n, f"brought there from {give}", before=give)
+            elif node.kind.flops:
+                pin(v, spec, n, "result of a product")
+            elif guarded and not run.island:
+                pin(v, spec, n, f"kept so after {node.kind.op}")
+            elif node.tie:
+                pin(v, spec, n, f"carried by {node.kind.op}", before=before)
+    for o, (v, want) in enumerate(zip(graph.outputs, outputs, strict=True)):
+        value, leaf, n = graph.values[v], graph.program.outputs[o], len(graph.nodes) + o
+        if via := stops(layout.specs[v], want, value, graph.program.mesh) if v else ():
+            why = f"brought there from {layout.specs[v]}"
+            found[v, n] = Pin(v, want, "result", leaf.path, value.shape, why, n, via)
+    return tuple(found.values())
+
+
+def stops(before: Spec, after: Spec, value: Value, mesh: LogicalMesh) -> tuple[Spec, ...]:
+    """The specs on the way between two, where axes move whose sizes do not divide one another: XLA (JAX 0.12) dies of
+    several such moves at once."""
+    moved = {a for d, e in zip(before.dims, after.dims, strict=True) if d != e for a in (*d, *e)}
+    if nested([mesh.shape[a] for a in moved]):
+        return ()
+    moves = path(before, after, value.shape, value.bits, mesh)
+    way = dict.fromkeys(Spec(m.spec.dims) for m in moves)
+    return tuple(s for s in way if s.dims not in (before.dims, after.dims))
+
+
+def nested(sizes: Iterable[int]) -> bool:
+    """Whether each of ``sizes`` divides the next larger one."""
+    return all(large % small == 0 for small, large in itertools.pairwise(sorted(n for n in sizes if n > 1)))
+
+
+def entered(outside: Spec, rank: int) -> Spec:
+    """How a value lies on the other side of a region's border, where it gains or loses a first dimension."""
+    return Spec(
+        outside.dims[outside.rank - rank :] if outside.rank > rank else ((),) * (rank - outside.rank) + outside.dims
+    )
+
+
+def islands(graph: Graph, layout: Layout, costing: Costing) -> tuple[Island, ...]:
+    """The equations that run in their local form under ``layout``."""
+    runs = ((n, node, costing.run(n, layout.specs)) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
+    return tuple(
+        Island(n, r.axes, r.needs, r.gives, node.kind.op, node.source)
+        for n, node, r in runs
+        if r.island and node.results
+    )
