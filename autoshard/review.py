@@ -5,47 +5,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoshard.units import size_text
 from autoshard.collective import collective_seconds
 from autoshard.families import Family, bytes_each, told
+from autoshard.sections import Section, Table, count, near
+from autoshard.units import size_text, time_text
 
 if TYPE_CHECKING:
     from autoshard.plan import Alternative, Pin, Place, Plan
 
 TRANSFERS, PINS = 24, 12
 """Rows that a table of these has at most; what is left out is summed up beneath."""
-_LIBRARY = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-_CELL = re.compile(r".*[/\\](?:ipykernel_\d+[/\\]\d+\.py|<ipython-input[^>]*>)$")
-_IN_TEXT = re.compile(r"(?<![\w.])/[^\s:,;()]+(?=:\d)")
+
+
+_REDUCES = ("all-reduce",)
 _REPLACES = ", which it replaces"
 _BRINGS = ("brought there", "needed so", "pinned")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a head; ``numbers`` are the columns set flush right."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numbers: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Section:
-    """A title, some sentences, a table, and remarks beneath it."""
-
-    title: str
-    words: tuple[str, ...] = ()
-    table: Table | None = None
-    remarks: tuple[str, ...] = ()
 
 
 def review(plan: Plan) -> Iterator[Section]:
@@ -64,19 +43,6 @@ def review(plan: Plan) -> Iterator[Section]:
         () if plan.diagnostics else ("None: nothing was kept whole and no wish was dropped.",),
         remarks=tuple(map(near, plan.diagnostics)),
     )
-
-
-def time_text(seconds: float) -> str:
-    """``seconds`` for a person: ``1.5 ms``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(seconds) * factor >= 0.9995:
-            return f"{seconds * factor:.{2 if abs(seconds) * factor < 9.995 else 1}f} {unit}"
-    return f"{seconds * 1e9:.1f} ns" if seconds else "0 s"
-
-
-def near(text: str) -> str:
-    """``text`` with its source paths as seen from the working directory, from the library, or as a notebook's cell."""
-    return _IN_TEXT.sub(lambda m: _file(m[0]), text)
 
 
 def _heading(plan: Plan) -> Section:
@@ -122,35 +88,62 @@ def _dimensions(plan: Plan) -> Section:
 
 
 def _state(plan: Plan) -> Section:
-    axes = "+".join(plan.storage)
-    parts = f"in {plan.mesh.axes_size(plan.storage)} parts over {axes}"
-    if not plan.memory.parameters and not plan.memory.optimizer and not any(p.donated for p in plan.inputs):
-        text = "The step carries no state from call to call."
-    elif not plan.zero or not plan.storage:
-        text = "Parameters and optimizer state are split as their dimensions are and no further: replicas hold copies."
-    elif plan.zero == 3:
-        text = (
-            f"Parameters and optimizer state are stored {parts} (ZeRO-3, or FSDP): what an operation needs whole is "
-            "gathered for it, and gradients are scattered after."
+    replaced = _replaced(plan)
+    state = [p for p in plan.inputs if p.donated or p.path in replaced]
+    if not state:
+        return Section("State", ("The step carries no state from call to call.",))
+    kinds: dict[tuple[str, ...], list[Place]] = {}
+    for p in state:
+        kinds.setdefault(tuple(a for a in plan.mesh.axis_names if a in p.spec.axes), []).append(p)
+    once = dict.fromkeys(plan.mesh.axis_names, 1)
+    order = sorted(kinds, key=lambda axes: (-bytes_each(kinds[axes], once), axes))
+    rows = [
+        (
+            "+".join(axes) or "none, whole",
+            str(plan.mesh.axes_size(axes)),
+            str(len(kinds[axes])),
+            size_text(bytes_each(kinds[axes], once)),
+            size_text(bytes_each(kinds[axes], plan.mesh.shape)),
         )
-    else:
-        text = (
-            f"Optimizer state lies {parts} (ZeRO-{plan.zero}): each replica keeps the parameters, updates its part of "
-            "them, and gathers the rest."
-        )
-    return Section("State", (text,))
+        for axes in order
+    ]
+    whole, part = (size_text(bytes_each(state, sizes)) for sizes in (once, plan.mesh.shape))
+    words = f"What is carried from call to call: {count(len(state), 'array')}, {whole}, of which a device holds {part}."
+    table = Table(("split over", "parts", "arrays", "in all", "a device"), tuple(rows), frozenset({1, 2, 3, 4}))
+    split = {a for axes in kinds for a in axes if plan.mesh.shape[a] > 1}
+    return Section("State", (words,), table, (_moved(plan, split),) if split else ())
+
+
+def _moved(plan: Plan, axes: set[str]) -> str:
+    """What moves between the devices along ``axes`` but the terms of sums."""
+    found = [c for c in plan.cost.collectives if c.kind not in _REDUCES and axes & set(c.axes or ())]
+    if not found:
+        return "Nothing is gathered along these axes: operations work on the parts as they lie."
+    runs = Counter[str]()
+    for c in found:
+        runs[c.kind] += c.count
+    what = " and ".join(count(n, kind) for kind, n in runs.most_common())
+    return (
+        f"Along these axes a call runs {what}, {size_text(sum(c.total for c in found))} a device: what an operation "
+        "needs otherwise than it lies is brought there for it. Cost has each."
+    )
+
+
+def _replaced(plan: Plan) -> set[str]:
+    """The paths of the arguments that a result replaces."""
+    return {p.why.removeprefix("as ").removesuffix(_REPLACES) for p in plan.outputs if p.why.endswith(_REPLACES)}
 
 
 def _arguments(plan: Plan) -> Section:
     total = size_text(bytes_each(plan.inputs, plan.mesh.shape))
     donated = _roots(p for p in plan.inputs if p.donated)
     words = [
-        f"{_count(len(plan.inputs), 'array')}, {total} on each device. A spec has the mesh axes that split each "
+        f"{count(len(plan.inputs), 'array')}, {total} on each device. A spec has the mesh axes that split each "
         "dimension, _ where none does."
     ]
     if donated:
         words.append(f"Donated, so that results take their room: {', '.join(donated)}.")
-    replaced = {p.why.removeprefix("as ").removesuffix(_REPLACES) for p in plan.outputs if p.why.endswith(_REPLACES)}
+    replaced = _replaced(plan)
     twice = [p for p in plan.inputs if p.path in replaced and not p.donated]
     size = size_text(bytes_each(twice, plan.mesh.shape))
     remark = f"Replaced by a result and not donated, so that {size} are there twice: {', '.join(_roots(twice))}."
@@ -168,7 +161,7 @@ def _results(plan: Plan) -> Section:
     words: list[str] = []
     if carried:
         each = "replaces its argument and lies as it does" if carried == 1 else "replace arguments and lie as those do"
-        words.append(f"{_count(carried, 'array')} {each}.")
+        words.append(f"{count(carried, 'array')} {each}.")
     if not plan.outputs:
         words.append("The step returns nothing.")
     return Section("Results", tuple(words), _places(others, plan) if others else None)
@@ -228,7 +221,7 @@ def _cost(plan: Plan) -> Section:
         f"{time_text(cost.seconds)} a call: {time_text(cost.compute)} of compute, then {time_text(cost.transfers)} "
         f"({share}) of transfers: {sum(alike.values())} of them, {sent} a device."
     )
-    remarks = (f"{_count(len(rest), 'smaller row')} left out, {less}.",) if rest else ()
+    remarks = (f"{count(len(rest), 'smaller row')} left out, {less}.",) if rest else ()
     head = ("in all", "collective", "over", "each", "runs", "for")
     return Section("Cost", (words,), Table(head, tuple(rows), frozenset({0, 3, 4})), remarks)
 
@@ -256,7 +249,7 @@ def _pins(plan: Plan) -> Section:
     if not pins:
         return Section("Pinned inside the step", ("Nothing: arguments and results settle it.",))
     first = Counter(_reason(p) for p in pins)
-    words = f"{_count(len(pins), 'value')}: {', '.join(f'{n} {reason}' for reason, n in first.most_common())}."
+    words = f"{count(len(pins), 'value')}: {', '.join(f'{n} {reason}' for reason, n in first.most_common())}."
     shown = Counter((p.op, p.shape, str(p.spec), p.why, near(p.source)) for p in pins if p.why.startswith(_BRINGS))
     order = sorted(shown, key=lambda k: (not k[3].startswith("pinned"), k[4], k))
     rows = [
@@ -279,16 +272,3 @@ def _reason(pin: Pin) -> str:
         "pinned": "pinned by the step itself",
     }
     return next((text for start, text in kinds.items() if pin.why.startswith(start)), pin.why or "for no stated reason")
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
-def _file(path: str) -> str:
-    if _CELL.match(path):
-        return "cell"
-    if _LIBRARY.match(path):
-        return _LIBRARY.sub("", path)
-    here = Path(os.path.realpath(os.curdir))
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from autoshard.review import Table, review
+from autoshard.review import review
+from autoshard.sections import Table
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan

@@ -1,0 +1,50 @@
+"""sections: what a review is made of, and how it names files and counts."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_LIBRARY = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+_CELL = re.compile(r".*[/\\](?:ipykernel_\d+[/\\]\d+\.py|<ipython-input[^>]*>)$")
+_IN_TEXT = re.compile(r"(?<![\w.])/[^\s:,;()]+(?=:\d)")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head; ``numbers`` are the columns set flush right."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, some sentences, a table, and remarks beneath it."""
+
+    title: str
+    words: tuple[str, ...] = ()
+    table: Table | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def near(text: str) -> str:
+    """``text`` with its source paths as seen from the working directory, from the library, or as a notebook's cell."""
+    return _IN_TEXT.sub(lambda m: _file(m[0]), text)
+
+
+def count(n: int, what: str) -> str:
+    """``n`` and the noun, in the plural where that is due."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _file(path: str) -> str:
+    if _CELL.match(path):
+        return "cell"
+    if _LIBRARY.match(path):
+        return _LIBRARY.sub("", path)
+    here = Path(os.path.realpath(os.curdir))
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
