@@ -104,8 +104,11 @@ WIRE = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "heads", "batch", "gradients", "kind"), WIRE.values(), ids=WIRE)
+@pytest.mark.parametrize(
+    ("name", "heads", "batch", "gradients", "kind", "dtype"),
+    [(*case, dtype) for case in WIRE.values() for dtype in ("float32", "bfloat16")[: 1 + case[3]]],
+    ids=[f"{name}, {dtype}" for name, case in WIRE.items() for dtype in ("float32", "bfloat16")[: 1 + case[3]]],
+)
 def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batch, gradients, kind, dtype):
     fun, on, spec = FORMS[name][0], *LAYOUTS["sequence"]
     args = tuple(jnp.asarray(a, dtype) for a in operands(heads=heads, seq=512, batch=batch))
@@ -133,7 +136,7 @@ def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batc
     close(step(*args), jax.jit(fun)(*args), rtol=2e-5 if dtype == "float32" else 3e-2)
 
 
-@pytest.mark.parametrize("layout", ["sequence", "sequence and heads", "two axes", "two axes in another order"])
+@pytest.mark.parametrize("layout", ["sequence", "sequence and heads", "two axes in another order"])
 @pytest.mark.parametrize("name", ["full", "causal", "padded", "padded and causal", "window", "groups", "one key head"])
 def test_numbers_where_there_are_too_few_heads_to_trade(name, layout):
     """Three sequences, and heads that are few or split themselves: blocks travel, in rings and in chains."""
