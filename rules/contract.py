@@ -131,7 +131,8 @@ def conv_general_dilated(
 
     Groups, of features or of the batch, are a factor of their own, major in the dimensions they divide. XLA (JAX 0.12)
     is left the edges alone: with features split beside an image it gives wrong numbers, as it does with input
-    features split under groups of the batch, which are therefore whole, and so are edges there.
+    features split under groups of the batch, which are therefore whole, and so are edges there; groups that it splits
+    itself over one of several mesh axes corrupt its memory.
     """
     (n, c, *space), (o, i, *kernel), (out_n, out_o, *out_space) = dimension_numbers
     groups = max(feature_group_count, batch_group_count)
@@ -162,8 +163,8 @@ def conv_general_dilated(
             sizes,
         )
     windows = any(left[at] is not None and rhs.shape[k] > 1 for at, k in zip(space, kernel, strict=True))
-    own = windows or batch_group_count > 1
-    if own and groups > 1 and max(sizes["in"], batch_group_count) > 1:  # a part of each group is not a part of all
+    own = windows or groups > 1
+    if groups > 1 and max(sizes["in"], batch_group_count) > 1:  # a part of each group is not a part of all
         kinds |= {"in": "whole", "batch": "whole"} if batch_group_count > 1 else {"in": "whole"}
     if batch_group_count > 1:
         kinds = {f: "whole" if kind == "halo" else kind for f, kind in kinds.items()}

@@ -112,6 +112,12 @@ FOUND = {
         (3, 2),
         out_pins=(P("a", "b"),),
     ),
+    "groups of features without a window": Recipe(
+        (((1, 2, 1, 24), "f"),),
+        (Call("convolution", (0,), (1, 1, 96, 24)),),
+        (2, 4),
+        out_pins=(P(None, None, None, "b"),),
+    ),
 }
 
 
