@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard import jaxpr as jx
 from autoshard.adopt import adopt
 from autoshard.config import MeshLike, mesh_config, resolve_mesh
 from autoshard.entry import Entry
@@ -22,7 +23,7 @@ from autoshard.program import Leaf, Program
 from autoshard.rewrite import Pass, Pipeline
 from autoshard.rule import RuleTable
 from autoshard.signature import Aval
-from autoshard.spec import check
+from autoshard.spec import Spec, check
 from autoshard.trace import trace
 
 
@@ -51,14 +52,35 @@ class Options:
         return replace(self, static_nums=shifted(self.static_nums), donate_nums=shifted(self.donate_nums))
 
 
+@dataclass(frozen=True)
+class Carried:
+    """How a step's first plan lays out what the step carries from call to call."""
+
+    mesh: LogicalMesh
+    specs: Mapping[tuple[str, tuple[int, ...], str], Spec]
+    """By argument path, shape and dtype."""
+
+
+def carried(entry: Entry) -> Carried:
+    """What ``entry``, the first of a step, lays down for those after it."""
+    places = [entry.plan.inputs[i] for i, _ in entry.program.carries]
+    return Carried(entry.plan.mesh, {(p.path, p.shape, p.dtype): p.spec for p in places})
+
+
 def prepare(
-    jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], avals: tuple[Aval, ...], options: Options
+    jitted: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    avals: tuple[Aval, ...],
+    options: Options,
+    first: Carried | None = None,
 ) -> Entry:
     """Traces and plans ``jitted`` (a `jax.jit` object) for a call.
 
     Args:
       args, kwargs: `jax.ShapeDtypeStruct`s, and static arguments as they are.
       avals: of the flat arguments.
+      first: what the step carries is laid out so where that is possible, lest it be moved whenever the shapes change.
 
     Raises:
       AutoshardError, and whatever the function raises while it is traced.
@@ -74,15 +96,47 @@ def prepare(
         program, wish = traced(mesh)
         return make(program, options.table, wish)
 
+    def freely() -> tuple[Plan, Graph]:
+        if options.mesh is not None:
+            return planned(resolve_mesh(options.mesh))
+        name = getattr(jitted, "__name__", "step")
+        return _cheapest(planned, _candidates((options.in_shardings, options.out_shardings)), name)
+
     if options.plan is not None:
         program, wish = traced(options.plan.mesh if options.mesh is None else resolve_mesh(options.mesh))
         plan, graph = adopt(options.plan, program, options.table, wish)
-    elif options.mesh is not None:
-        plan, graph = planned(resolve_mesh(options.mesh))
+    elif first is not None and first.specs and options.wish.strategy == "auto":
+        plan, graph = _as_first(traced, options.table, freely, first)
     else:
-        name = getattr(jitted, "__name__", "step")
-        plan, graph = _cheapest(planned, _candidates((options.in_shardings, options.out_shardings)), name)
+        plan, graph = freely()
     return Entry(graph.program, graph, plan, avals)
+
+
+def _as_first(
+    traced: Callable[[LogicalMesh], tuple[Program, Wish]],
+    table: RuleTable,
+    freely: Callable[[], tuple[Plan, Graph]],
+    first: Carried,
+) -> tuple[Plan, Graph]:
+    """A plan that lays out what the step carries as its first plan does; another, that says so, where none can be."""
+    try:
+        program, wish = traced(first.mesh)
+        keys = [(leaf.path, leaf.aval.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
+        bound = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
+        pinned = [replace(leaf, pin=bound.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
+        plan, graph = make(replace(program, inputs=tuple(pinned)), table, wish)
+    except (AutoshardError, ValueError) as e:
+        why = str(e)
+    else:
+        inputs = [replace(p, why="as in the first plan") if i in bound else p for i, p in enumerate(plan.inputs)]
+        return replace(plan, inputs=tuple(inputs)), graph
+    plan, graph = freely()
+    lay = [(p, first.specs.get((p.path, p.shape, p.dtype))) for p in plan.inputs]
+    moved = [p.path for p, spec in lay if spec is not None and (first.mesh, spec) != (plan.mesh, p.spec)]
+    said = (
+        f"{', '.join(moved)}: laid out otherwise than in the first plan of the step, which does not serve here: {why}"
+    )
+    return replace(plan, diagnostics=(*plan.diagnostics, said)) if moved else plan, graph
 
 
 def _candidates(pins: Any) -> list[LogicalMesh]:

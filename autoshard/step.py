@@ -13,7 +13,7 @@ from autoshard import jaxpr as jx
 from autoshard import stateful
 from autoshard.entry import Entry
 from autoshard.plan import Plan
-from autoshard.prepare import Options, prepare
+from autoshard.prepare import Carried, Options, carried, prepare
 from autoshard.signature import Call, aval, signature
 from autoshard.traced import Traced, traced
 
@@ -26,8 +26,9 @@ class Step:
     taken apart before and put together after, for a step of their states.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fun: Callable[..., Any], options: Options, shared: list[Carried] | None = None) -> None:
         self._fun, self._options = fun, options
+        self._carried: list[Carried] = [] if shared is None else shared
         self._jitted = jax.jit(
             fun,
             static_argnums=options.static_nums,
@@ -128,9 +129,12 @@ class Step:
         found = self._entries.get(key)
         if found is None:
             avals = tuple(map(aval, jax.tree.leaves(self._signature.dynamic(args, kwargs))))
-            found = prepare(self._jitted, *self._abstract(args, kwargs), avals, self._options)
+            first = self._carried[0] if self._carried else None
+            found = prepare(self._jitted, *self._abstract(args, kwargs), avals, self._options, first)
             if not found.closes:  # what closes over a trace is good for that trace only
                 self._entries[key] = found
+                if not self._carried and carried(found).specs:
+                    self._carried.append(carried(found))
         return found
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -156,7 +160,7 @@ class Step:
                 return step, step._fun
         pure = stateful.pure(self._fun, parts)
         outs = (*(None,) * len(parts.where), self._options.out_shardings)
-        self._pures = [Step(pure, replace(self._options, out_shardings=outs)), *self._pures]
+        self._pures = [Step(pure, replace(self._options, out_shardings=outs), self._carried), *self._pures]
         return self._pures[0], pure
 
 

@@ -58,3 +58,55 @@ def test_an_error_of_the_function_is_raised_as_it_is():
     with pytest.raises(ValueError, match="^of the function") as caught:
         autoshard.jit(fun).plan(X)
     assert caught.value.__context__ is None
+
+
+# --- what a step carries lies alike in all its plans ------------------------------------------------------------
+
+
+def carrying(state: Any, batch: Any) -> Any:
+    """Wants its state split one way for some sizes of the batch, and another way for others."""
+    spec = {16: P("data"), 32: P(None, "model")}.get(batch.shape[0], P())
+    return {"w": autoshard.annotate(state["w"], spec) + batch.sum()}
+
+
+MESH = {"data": 4, "model": 2}
+STATE = {"w": np.ones((512, 512), np.float32)}
+
+
+def rows(count: int) -> Any:
+    return np.ones((count, 64), np.float32)
+
+
+def test_the_first_plan_lays_down_where_the_state_lies():
+    freely = [
+        autoshard.jit(carrying, mesh=MESH, donate_argnums=0).plan(STATE, rows(n)).in_specs[0]["w"] for n in (16, 32)
+    ]
+    assert freely[0] != freely[1]
+    step, state = autoshard.jit(carrying, mesh=MESH, donate_argnums=0), STATE
+    for n in (16, 32, 8, 16):
+        state = step(state, rows(n))  # a move would be a warning, and warnings are errors here
+    plans = [step.plan(STATE, rows(n)) for n in (16, 32, 8)]
+    assert len({str((p.in_specs[0]["w"], p.out_specs["w"])) for p in plans}) == 1
+    assert [p.inputs[0].why == "as in the first plan" for p in plans] == [False, True, True]
+    np.testing.assert_allclose(state["w"], 1 + (16 + 32 + 8 + 16) * 64)
+
+
+def test_another_state_and_given_pins_are_not_bound():
+    step = autoshard.jit(carrying, mesh=MESH, donate_argnums=0)
+    step.plan(STATE, rows(16))
+    other = {"w": np.ones((256, 512), np.float32)}
+    assert step.plan(other, rows(32)) == autoshard.jit(carrying, mesh=MESH, donate_argnums=0).plan(other, rows(32))
+    pinned = autoshard.jit(carrying, mesh=MESH, donate_argnums=0, in_shardings=(P("model", "data"), None))
+    for n in (16, 32):
+        assert pinned.plan(STATE, rows(n)).inputs[0].why == "pinned"
+
+
+def test_a_state_that_cannot_lie_as_at_first_says_so():
+    step = autoshard.jit(carrying, donate_argnums=0)
+    first = step.plan(STATE, rows(16))
+    assert step.plan(STATE, rows(8)).mesh == first.mesh
+    assert "model" not in first.mesh.shape
+    second = step.plan(STATE, rows(32))
+    assert "model" in second.mesh.shape
+    assert any(d.startswith("state['w']: laid out otherwise than in the first") for d in second.diagnostics)
+    np.testing.assert_allclose(step(STATE, rows(32))["w"], 1 + 32 * 64)
