@@ -158,7 +158,7 @@ def check(recipe: Recipe) -> None:
 def on_one_device(recipe: Recipe, args: list[np.ndarray]) -> tuple[Any, ...]:
     """At once, or, where XLA's compiler for CPU lays out a transform as it then refuses to, one operation at a time."""
     try:
-        return jax.jit(recipe.__call__, compiler_options=QUICK)(*args)
+        return jax.block_until_ready(jax.jit(recipe.__call__, compiler_options=QUICK)(*args))
     except jax.errors.JaxRuntimeError as e:
         if "fft_thunk" not in str(e):
             raise
