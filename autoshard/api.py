@@ -17,11 +17,11 @@ from autoshard.passes import KNOWN
 from autoshard.plan import Plan
 from autoshard.planner import Wish
 from autoshard.prepare import Options
+from autoshard.presets import PRESETS
 from autoshard.registry import AnyRule
 from autoshard.rewrite import Pass, parse
 from autoshard.rule import Local, RuleFn, RuleTable
 from autoshard.rules import OWN, STRUCTURAL, TABLE
-from autoshard.search import PRESETS
 from autoshard.step import Step
 from autoshard.strict import parse_bytes
 

@@ -108,15 +108,19 @@ class Costing:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.mesh = graph, graph.program.mesh
-        self.runs: dict[tuple[Kind, tuple[Spec, ...]], Run] = {}
+        self.runs: dict[tuple[Kind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None], Run] = {}
 
-    def run(self, node: int, specs: Sequence[Spec]) -> Run:
-        """How node number ``node`` runs under the layout ``specs``."""
-        kind = self.graph.nodes[node].kind
-        key = kind, tuple(specs[v] for v in self.graph.nodes[node].values)
+    def run(self, node: int, layout: Layout) -> Run:
+        """How node number ``node`` runs under ``layout``."""
+        kind, specs = self.graph.nodes[node].kind, layout.specs
+        key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.ways.get(node)
         found = self.runs.get(key)
         if found is None:
-            found = self.runs[key] = cheapest(kind, key[1], self.mesh)
+            found = self.runs[key] = (
+                cheapest(kind, key[1], self.mesh)
+                if key[2] is None
+                else _run(kind, key[1], way(kind, dict(key[2]), self.mesh), self.mesh)
+            )
         return found
 
     def cost(self, layout: Layout) -> Cost:
@@ -128,7 +132,7 @@ class Costing:
         for i, node in enumerate(self.graph.nodes):
             if not node.times:
                 continue
-            run = self.run(i, specs)
+            run = self.run(i, layout)
             compute += run.compute * node.times
             moves = [
                 (v, specs[v], need)

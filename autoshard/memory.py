@@ -72,13 +72,14 @@ class Lives:
         """Bytes per device of one call under ``layout``."""
         size = self.sizes(layout)
         role = roles(self.graph)
-        state = [
+        parameters, optimizer, inputs = (
             int(sum(size[self.graph.inputs[i]] for i in part)) for part in (role.parameters, role.optimizer, role.batch)
-        ]
+        )
         held = int(self.over_time(size).max())
         kept = int(size[self.residuals].sum())
         grads = int(size[self.gradients].sum())
-        return Memory(*state, grads, kept, max(0, held - kept), sum(state) + held)
+        peak = parameters + optimizer + inputs + held
+        return Memory(parameters, optimizer, inputs, grads, kept, max(0, held - kept), peak)
 
 
 def _lives(graph: Graph) -> tuple[npt.NDArray[np.int64], ...]:

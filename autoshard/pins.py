@@ -60,7 +60,7 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
     for n, node in enumerate(graph.nodes):
         if node.tie and not node.times:
             continue
-        run, guarded = costing.run(n, layout.specs), (node.kind.op in GUARDED or every) and not node.tie
+        run, guarded = costing.run(n, layout), (node.kind.op in GUARDED or every) and not node.tie
         for v, need in zip(node.operands, run.needs, strict=True):
             if node.tie:
                 lies, inside = layout.specs[v], entered(layout.specs[node.results[0]], need.rank)
@@ -126,7 +126,7 @@ def entered(outside: Spec, rank: int) -> Spec:
 
 def islands(graph: Graph, layout: Layout, costing: Costing) -> tuple[Island, ...]:
     """The equations that run in their local form under ``layout``."""
-    runs = ((n, node, costing.run(n, layout.specs)) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
+    runs = ((n, node, costing.run(n, layout)) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
     return tuple(
         Island(n, r.axes, r.needs, r.gives, node.kind.op, node.source)
         for n, node, r in runs

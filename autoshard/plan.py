@@ -53,6 +53,8 @@ class Plan:
     passes: tuple[str, ...] = ()
     memory_budget: float | None = None
     considered: int = 1
+    bound: float = 0.0
+    """Seconds below which no layout of the space can go, as far as was proven; 0 where nothing was."""
     compiler_options: tuple[tuple[str, Any], ...] = ()
     in_tree: TreeDef | None = field(default=None, compare=False, repr=False)
     out_tree: TreeDef | None = field(default=None, compare=False, repr=False)

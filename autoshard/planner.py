@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.candidates import Candidate, Search
 from autoshard.dims import DimClass
 from autoshard.graph import Graph, build
 from autoshard.jaxpr import dtype_name
@@ -16,7 +17,7 @@ from autoshard.plan import Alternative, Place, Plan
 from autoshard.program import Leaf, Program, abstract
 from autoshard.propagate import Layout
 from autoshard.rule import RuleTable
-from autoshard.search import Candidate, Search, search
+from autoshard.search import search
 from autoshard.spec import Spec, replicated
 
 
@@ -86,6 +87,7 @@ def describe(graph: Graph, best: Candidate, s: Search, wish: Wish) -> Plan:
         passes=wish.passes,
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
+        bound=s.bound,
         compiler_options=wish.compiler_options,
         in_tree=program.in_tree,
         out_tree=program.out_tree,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoshard.graph import Graph, Kind
 from autoshard.spec import Axes, Spec, replicated
@@ -33,6 +33,8 @@ class Layout:
     """For a split dimension (value, dimension): the pin, or the equation that passed the split on."""
     dropped: tuple[tuple[int, Spec, str], ...] = ()
     """Seeds that could not be taken as they were: value, seed, reason."""
+    ways: Mapping[int, tuple[tuple[str, Axes], ...]] = field(default_factory=dict[int, tuple[tuple[str, Axes], ...]])
+    """For nodes of which it was decided: the axes of their factors. Any other runs the cheapest way under its specs."""
 
 
 def propagate(graph: Graph, levels: Sequence[Mapping[int, Spec]], hard: Mapping[int, Spec] | None = None) -> Layout:
@@ -82,7 +84,7 @@ def factor_axes(
     return chosen
 
 
-def project(dim: Sequence[str], chosen: Factors, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Axes:
+def project(dim: Sequence[str], chosen: Mapping[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Axes:
     """The axes of a dimension made of the factors ``dim``, when its factors have the ``chosen`` axes."""
     axes: Axes = ()
     for f in dim:

@@ -48,6 +48,9 @@ def review(plan: Plan) -> Iterator[Section]:
 def _heading(plan: Plan) -> Section:
     sure = f"the best of {plan.considered} layouts" if plan.considered > 1 else "the only layout considered"
     where = f"each of {plan.mesh.size} devices" if plan.mesh.size > 1 else "one device"
+    if plan.bound:
+        gap = max(0.0, 1 - plan.bound / plan.cost.seconds)
+        sure += f", proven to be within {gap:.1%} of the best" if gap >= 0.0005 else ", proven to be the best"
     words = [
         f"One call is predicted to take {time_text(plan.cost.seconds)}, and {size_text(plan.memory.peak)} on {where}."
     ]

@@ -1,151 +1,35 @@
-"""search: which dimension classes are split over which mesh axes, under a memory budget.
+"""search: the layout to lower, under a memory budget.
 
-A candidate is a *choice*: for each dimension class the axes that split it, and over which axes the state is
-stored in parts (ZeRO). Each is propagated through the whole program and priced there, so a candidate's cost
-is that of the very layout that would be lowered. When the choices are few all of them are tried;
-otherwise the best of every preset's choices is improved one class at a time until no single change helps.
-A layout over the budget loses against any that fits. Deterministic: counts bound the work, never clocks.
+"auto" takes the layout that `solve` finds in the program's `space`, where every group of values has its own spec. Where
+that is not proven the best, what the presets would do is tried beside it, and all of what is left open where that is
+little. A layout over the budget loses against any that fits. Deterministic: counts bound the work, never clocks.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from autoshard.cost import Cost, Costing
-from autoshard.dims import DimClass, Roles, classes, roles
-from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError, nearest
+from autoshard.candidates import Candidate, Choice, Search
+from autoshard.errors import ArgumentError, MemoryBudgetError, PlanError, nearest
 from autoshard.graph import Graph
-from autoshard.memory import Memory, memory
-from autoshard.propagate import Layout, propagate
-from autoshard.spec import Axes, Spec, replicated
+from autoshard.presets import PRESETS, preset
+from autoshard.propagate import propagate
+from autoshard.solve import solve
+from autoshard.space import build
+from autoshard.spec import Axes, Spec
 from autoshard.units import size_text
 
-PRESETS = ("auto", "dp", "fsdp", "fsdp_tp", "replicated", "tp", "zero1", "zero2", "zero3")
 EXHAUSTIVE = 512
 """Most candidates that are tried one by one."""
-CLASSES = 10
-"""Classes considered, heaviest first; lighter ones follow by propagation."""
-ROUNDS = 4
+AXES = 3
+"""Most mesh axes for which the space is solved."""
+MOMENTS = 5
+"""Most moments of a step whose memory is held within the budget while solving."""
 POLISH = 40_000
-"""Most nodes times candidates for which arguments are tried one by one."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the search decides. ``split[i]`` are the axes of class i; the state lies in parts over ``storage``."""
-
-    split: tuple[Axes, ...]
-    storage: Axes = ()
-    zero: int = 0
-    """0: state whole on each replica; 1, 2: optimizer state in parts; 3: parameters too."""
-    inputs: tuple[tuple[int, Spec], ...] = ()
-    """Arguments set one by one, by flat position."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A choice with its layout, priced."""
-
-    choice: Choice
-    layout: Layout
-    cost: Cost
-    memory: Memory
-
-    def key(self, budget: float) -> tuple[float, ...]:
-        """Sorts the best first: fitting before not, then by seconds, then by memory."""
-        over = max(0.0, self.memory.peak - budget)
-        return (over, self.cost.seconds, self.memory.peak)
-
-
-@dataclass
-class Search:
-    """One program's space, and the candidates priced so far."""
-
-    graph: Graph
-    budget: float
-    classes: tuple[DimClass, ...] = ()
-    costing: Costing = field(init=False)
-    tried: dict[Choice, Candidate] = field(default_factory=dict[Choice, Candidate])
-    layouts: dict[tuple[Spec, ...], tuple[Cost, Memory]] = field(
-        default_factory=dict[tuple[Spec, ...], tuple[Cost, Memory]]
-    )
-
-    def __post_init__(self) -> None:
-        self.costing = Costing(self.graph)
-        self.classes = classes(self.graph)[:CLASSES]
-        self.axes = tuple(a for a, n in self.graph.program.mesh.shape.items() if n > 1)
-        self.roles: Roles = roles(self.graph)
-
-    def price(self, choice: Choice) -> Candidate:
-        """Propagates and prices ``choice``."""
-        found = self.tried.get(choice)
-        if found is None:
-            layout = propagate(self.graph, *self._seeds(choice))
-            priced = self.layouts.get(layout.specs)
-            if priced is None:
-                priced = self.layouts[layout.specs] = (self.costing.cost(layout), memory(self.graph, layout))
-            found = self.tried[choice] = Candidate(choice, layout, *priced)
-        return found
-
-    def best(self, choices: Iterable[Choice]) -> Candidate:
-        """The best of ``choices``; the first of equals."""
-        return min(map(self.price, choices), key=lambda c: c.key(self.budget))
-
-    def _seeds(self, choice: Choice) -> tuple[list[dict[int, Spec]], dict[int, Spec]]:
-        values, mesh = self.graph.values, self.graph.program.mesh
-        first: dict[int, Spec] = {}
-        for c, axes in zip(self.classes, choice.split, strict=True):
-            for v, d in c.inputs if axes else ():
-                spec = first.get(v, replicated(len(values[v].shape)))
-                if not set(axes) & set(spec.axes):
-                    first[v] = spec.with_dim(d, axes)
-        hard = {self.graph.inputs[i]: spec for i, spec in choice.inputs}
-        outs = dict(self.graph.program.carries)
-        second: dict[int, Spec] = {}
-        for i in sorted(self.roles.parameters | self.roles.optimizer):
-            v = self.graph.inputs[i]
-            spec = first.get(v, replicated(len(values[v].shape)))
-            stored = v not in self.graph.pins and choice.zero and (choice.zero == 3 or i in self.roles.optimizer)
-            if stored:
-                spec = stored_in_parts(spec, values[v].shape, choice.storage, mesh.shape)
-                second[v] = second[self.graph.outputs[outs[i]]] = spec
-            elif choice.zero and v not in hard:
-                hard[v] = hard[self.graph.outputs[outs[i]]] = spec
-        hard.pop(0, None)
-        second.pop(0, None)
-        for i, o in self.graph.program.carries:
-            v, out = self.graph.inputs[i], self.graph.outputs[o]
-            if v in hard and out not in self.graph.pins and out:
-                hard[out] = hard[v]
-        return [first, second], {v: s for v, s in hard.items() if v not in self.graph.pins}
-
-    def space(self) -> list[list[Axes]]:
-        """For each class, the axes that may split it."""
-        options = [p for n in range(len(self.axes) + 1) for p in itertools.combinations(self.axes, n)]
-        sizes = self.graph.program.mesh
-        return [[o for o in options if c.size % sizes.axes_size(o) == 0] for c in self.classes]
-
-
-def stored_in_parts(spec: Spec, shape: Sequence[int], axes: Axes, sizes: Mapping[str, int]) -> Spec:
-    """``spec`` split further over ``axes``: all on one dimension if one divides, else each where it can.
-
-    The locally largest dimension that fits is taken, so that a transfer is one collective.
-    """
-    axes = tuple(a for a in axes if a not in spec.axes)
-    if not axes:
-        return spec
-    local = [n // math.prod(sizes[a] for a in d) for n, d in zip(shape, spec.dims, strict=True)]
-    parts = math.prod(sizes[a] for a in axes)
-    fits = [d for d, n in enumerate(local) if n % parts == 0 and n > 1]
-    if fits:
-        d = max(fits, key=lambda d: (local[d], d))
-        return spec.with_dim(d, spec.dims[d] + axes)
-    for axis in axes if len(axes) > 1 else ():
-        spec = stored_in_parts(spec, shape, (axis,), sizes)
-    return spec
+"""Most nodes times candidates that are tried one by one in a large program."""
 
 
 def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tuple[Candidate, Search]:
@@ -160,59 +44,24 @@ def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tu
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
     s = Search(graph, budget)
     found = s.best(_auto(s) if strategy == "auto" else preset(s, strategy))
-    if strategy == "auto":
+    if strategy == "auto" and not s.proven(found):
         found = s.best(_by_input(s, found))
     if found.memory.peak > budget:
         raise MemoryBudgetError(_too_large(s, strategy))
     return found, s
 
 
-def preset(s: Search, strategy: str) -> Iterator[Choice]:
-    """The choices that a preset leaves open."""
-    axes = s.axes
-    none = Choice(((),) * len(s.classes))
-    if strategy == "replicated" or not axes:
-        yield none
-    elif strategy in ("dp", "zero1", "zero2", "zero3", "fsdp"):
-        zero = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}[strategy]
-        yield Choice(_batch(s, axes, strategy), axes if zero else (), zero)
-    elif strategy == "tp":
-        yield from _improve(s, none, [c for c in range(len(s.classes)) if s.classes[c].name != "batch"], axes)
-    elif len(axes) == 1:
-        yield from preset(s, "fsdp")
-    else:
-        base = Choice(_batch(s, axes[:1], strategy), axes[:1], 3)
-        rest = [c for c in range(len(s.classes)) if not base.split[c]]
-        yield from _improve(s, base, rest, axes[1:])
-
-
-def _batch(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
-    """The batch split over ``axes``: every class named so."""
-    split: list[Axes] = [() for _ in s.classes]
-    sizes = s.graph.program.mesh
-    found = [i for i, c in enumerate(s.classes) if c.name.split("'")[0] == "batch"]
-    for i in found:
-        c = s.classes[i]
-        if c.size % sizes.axes_size(axes):
-            v, d = next((v, d) for v, d in c.inputs)
-            value = s.graph.values[v]
-            parts = sizes.axes_size(axes)
-            raise SpecError(
-                f"strategy {strategy!r} splits the batch over {'+'.join(axes)} in {parts} parts, but dimension {d} of "
-                f"{value.name} has size {value.shape[d]} (and {c.size} is what all that goes with it has in common); "
-                f"pad the batch to {-(-value.shape[d] // parts) * parts}, or use strategy 'auto'"
-            )
-        split[i] = axes
-    return tuple(split)
-
-
 def _auto(s: Search) -> Iterator[Choice]:
+    proven = False
+    for choice in _solved(s):
+        proven = proven or s.proven(s.price(choice))
+        yield choice
     space = s.space()
     subsets = [a for n in range(1, len(s.axes) + 1) for a in itertools.combinations(s.axes, n)]
     zeros = [(0, ()), *((z, a) for z in (2, 3) for a in subsets)]
     if not s.roles.parameters and not s.roles.optimizer:
         zeros = zeros[:1]
-    if math.prod(map(len, space)) * len(zeros) <= EXHAUSTIVE:
+    if not proven and math.prod(map(len, space)) * len(zeros) <= EXHAUSTIVE:
         for split in itertools.product(*space):
             for zero, storage in zeros:
                 yield Choice(tuple(split), storage, zero)
@@ -222,9 +71,46 @@ def _auto(s: Search) -> Iterator[Choice]:
     for axes in subsets:
         split = tuple(axes if i in batch and axes in space[i] else () for i in range(len(s.classes)))
         starts += [Choice(split), Choice(split, axes, 2), Choice(split, axes, 3)]
-    ranked = sorted(starts, key=lambda c: s.price(c).key(s.budget))
-    for start in ranked[:3]:
-        yield from _improve(s, start, range(len(s.classes)), s.axes, zeros)
+    if len(s.graph.nodes) * len(starts) <= POLISH:
+        yield from starts
+
+
+def _solved(s: Search) -> Iterator[Choice]:
+    """What solving the program's space finds: the best without the budget, then with it until it is kept.
+
+    Memory is least known where it peaks, and that moves with the layout; so each answer that is over the budget adds
+    the moment of its own peak to the problem.
+    """
+    graph, sizes = s.graph, s.graph.program.mesh
+    if not 0 < len(s.axes) <= AXES:
+        return
+    space = build(graph)
+    problem = space.problem
+    for k in range(1, MOMENTS + 1):
+        try:
+            found = solve(problem)
+        except PlanError:
+            return
+        s.bound = max(s.bound, found.bound)
+        specs = space.specs(found.choice)
+        open_ = {v: specs[v] for v in graph.open if v in specs}
+        given = {v: x for v, x in specs.items() if v not in graph.pins}
+        layout = replace(propagate(graph, [open_], given), ways=space.ways(found.choice))
+        split = tuple(_mostly(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
+        choice = Choice(split, solved=k)
+        peak = s.add(choice, layout).memory.peak
+        yield choice
+        if peak <= s.budget:
+            return
+        moment = int(s.lives.over_time(s.lives.sizes(layout)).argmax())
+        alive = {v: graph.values[v].bytes for v in (*graph.inputs, *s.lives.alive(moment))}
+        problem = replace(problem, rows=(*problem.rows, space.row(alive, s.budget, sizes)))
+
+
+def _mostly(found: Iterable[Axes]) -> Axes:
+    """The commonest; the longest of equally common ones."""
+    have = list(found)
+    return max(have, key=lambda a: (have.count(a), len(a)), default=())
 
 
 def _by_input(s: Search, best: Candidate) -> Iterator[Choice]:
@@ -241,7 +127,7 @@ def _by_input(s: Search, best: Candidate) -> Iterator[Choice]:
     if len(s.graph.nodes) * sum(map(len, options.values())) > POLISH:
         return
     for i, specs in options.items():
-        tries = [replace(best.choice, inputs=(*best.choice.inputs, (i, spec))) for spec in specs]
+        tries = [replace(best.choice, inputs=(*best.choice.inputs, (i, spec)), solved=0) for spec in specs]
         yield from tries
         best = min([best, *map(s.price, tries)], key=lambda c: c.key(s.budget))
 
@@ -261,27 +147,6 @@ def _specs(s: Search, i: int) -> list[Spec]:
         if all(n % sizes.axes_size(d) == 0 and (n > 1 or not d) for n, d in zip(shape, dims, strict=True)):
             specs.append(Spec(dims))
     return specs
-
-
-def _improve(
-    s: Search, start: Choice, free: Iterable[int], axes: Axes, zeros: Sequence[tuple[int, Axes]] = ()
-) -> Iterator[Choice]:
-    """Changes one class, or the storage, at a time for the better until nothing helps; yields what it tried."""
-    space, best = s.space(), s.price(start)
-    yield start
-    for _ in range(ROUNDS):
-        before = best
-        for i in free:
-            options = [o for o in space[i] if set(o) <= set(axes)]
-            split = best.choice.split
-            tries = [replace(best.choice, split=(*split[:i], o, *split[i + 1 :])) for o in options]
-            yield from tries
-            best = min([best, *map(s.price, tries)], key=lambda c: c.key(s.budget))
-        tries = [replace(best.choice, zero=z, storage=a) for z, a in zeros]
-        yield from tries
-        best = min([best, *map(s.price, tries)], key=lambda c: c.key(s.budget))
-        if best is before:
-            return
 
 
 def _too_large(s: Search, strategy: str) -> str:

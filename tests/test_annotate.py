@@ -93,7 +93,7 @@ def test_vmap_leaves_the_new_dimension_open():
     xs = np.stack([X] * 4)
     step = agrees(fun, W, xs)
     assert pinned(step, W, xs) == {"[_, model, _]"}
-    step = jit(fun, in_shardings=(None, P("data")))
+    step = jit(fun, strategy="replicated", in_shardings=(None, P("data")))
     np.testing.assert_allclose(step(W, xs), jax.jit(fun)(W, xs), rtol=1e-5)
     assert pinned(step, W, xs) == {"[data, model, _]"}
 
@@ -165,6 +165,6 @@ def test_jaxs_own_constraint_is_read_alike():
         return jax.vmap(lambda x: jax.lax.with_sharding_constraint(x @ w, P("model")))(xs).sum()
 
     xs = np.stack([X] * 4)
-    step = jit(fun, in_shardings=(None, P("data")))
+    step = jit(fun, strategy="replicated", in_shardings=(None, P("data")))
     np.testing.assert_allclose(step(W, xs), jnp.einsum("bij,jk->", xs, W), rtol=1e-5)
     assert pinned(step, W, xs) == {"[data, model, _]"}

@@ -141,7 +141,7 @@ def test_every_reduction_of_a_kernel_is_combined(register: Any, kind: str, expec
 
     register(reduce_kernel, f"ab -> a {{b: {kind}}}", local=lambda _, x: call(x))
     x = real(8, 16)
-    plan, text, _ = planned(call, x, in_shardings=(P("a", "b"),), out_shardings=P("a"))
+    plan, text, _ = planned(call, x, in_shardings=(P("a", "b"),), out_shardings=P("a"), strategy="replicated")
     assert plan.islands[0].gives[0].partial == (("b", kind),)
     assert "all-" in text
     np.testing.assert_allclose(autoshard.jit(call, mesh=MESH)(x), expected(x, 1), rtol=1e-5)
@@ -257,7 +257,7 @@ def test_a_function_with_a_rule_is_not_looked_into(register: Any) -> None:
     def fun(x: Any, w: Any) -> Any:
         return scaled(x, w) + 1
 
-    options = {"in_shardings": (P("a", "b"), P("a", "b"))}
+    options = {"in_shardings": (P("a", "b"), P("a", "b")), "strategy": "replicated"}
     x, w = real(8, 16), real(8, 16)
     assert axes(planned(fun, x, w, **options)[0])[-1] == (("a",), ("b",))
     register(scaled, "ab, ab -> ab {b: whole}", example=(x, w))
@@ -448,4 +448,7 @@ def test_a_rule_that_ships_can_be_overruled(register: Any) -> None:
     register("tanh", ". -> .")
     assert axes(autoshard.jit(jnp.tanh, mesh=MESH).plan(real(16))) == [((),), ((),)]
     register(primitive("tanh"), "a -> a")
-    assert axes(autoshard.jit(jnp.tanh, mesh=MESH, in_shardings=P("a")).plan(real(16))) == [(("a",),), (("a",),)]
+    assert axes(autoshard.jit(jnp.tanh, mesh=MESH, strategy="replicated", in_shardings=P("a")).plan(real(16))) == [
+        (("a",),),
+        (("a",),),
+    ]

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from autoshard.candidates import Search, stored_in_parts
 from autoshard.cost import Costing
 from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.graph import Graph
 from autoshard.propagate import propagate
-from autoshard.search import Search, _specs, search, stored_in_parts
+from autoshard.search import _specs, search
 from autoshard.spec import Spec
 from tests.programs import graph, mesh, mlp_args, mlp_step
 

@@ -1,0 +1,300 @@
+"""solve: the best choice of a `Problem`, and a bound that no choice can go below.
+
+Without budgets, variables are eliminated one after the other, the cheapest first: what touches a variable becomes one
+table over its neighbours, in which each entry is the best that the variable can do. That is exact, and quick where a
+problem is a long chain with a few things beside it, as programs are. Where a table would become too large, what touches
+the variable is split, and each part takes its own best (mini-buckets): the sum is then a bound from below, and the
+choice read off it is improved one variable at a time.
+
+Budgets are priced (Lagrange): the price of a byte rises until the choice fits, and the best dual value is the bound.
+`exactly` hands a problem to HiGHS as it stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.optimize
+import scipy.sparse
+
+from autoshard.errors import PlanError
+from autoshard.problem import Array, Choice, Problem, restricted
+
+LARGEST = 1 << 21
+"""Most entries of a table in elimination."""
+SMALL = 4000
+"""Most entries of all tables for which budgets are kept exactly."""
+SWEEPS = 16
+"""Most rounds of improving one variable at a time."""
+EXACT = 1e-9
+"""Costs that differ by less are the same."""
+HALVINGS = 8
+"""How often the gap between a price that is too low and one that is not is halved."""
+DEAREST = 1e6
+"""The highest price of a whole budget, in costs of the best choice without it."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A choice, its cost, and a lower bound on the cost of every choice that keeps the budgets."""
+
+    choice: Choice
+    cost: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal the choice can be, as a fraction of its cost; 0: it is optimal."""
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Factor:
+    """A table over some variables."""
+
+    over: tuple[int, ...]
+    table: Array
+
+    def at(self, i: int, chosen: Sequence[int]) -> Array:
+        """The entries for every option of ``i``, the others as chosen."""
+        return self.table[tuple(slice(None) if j == i else chosen[j] for j in self.over)]
+
+
+def solve(problem: Problem, small: int = SMALL) -> Solution:
+    """A choice that keeps the budgets: the best where its pairs' tables have at most ``small`` entries or pricing the
+    budgets happens to find it, else one near it.
+
+    Raises:
+      PlanError: no choice keeps them, or none that was tried.
+    """
+    best = eliminate(problem)
+    found = best.choice if problem.fits(best.choice) else None
+    if found is None and sum(t.size for t in problem.pairs.values()) <= small:
+        return exactly(problem)
+    prices, choice = [0.0] * len(problem.rows), best.choice
+
+    def tried(prices: Sequence[float], near: Choice) -> Choice:
+        nonlocal found
+        priced = problem.priced(prices)
+        choice = improve(priced, near) if problem.kin else eliminate(priced).choice
+        if problem.fits(choice) and (found is None or problem.cost(choice) < problem.cost(found)):
+            found = choice
+        return choice
+
+    while found is None:
+        over = [row.load(choice) / max(row.limit, 1.0) for row in problem.rows]
+        r = int(np.argmax(over))
+        row, low = problem.rows[r], prices[r]
+        if low:  # priced already, and another budget's price has undone it
+            break
+        high = best.cost / max(row.limit, 1.0) / 64
+        while row.load(choice) > row.limit and high < DEAREST * best.cost / max(row.limit, 1.0):
+            low, high = high, 4 * high
+            prices[r] = high
+            choice = tried(prices, choice)
+        if row.load(choice) > row.limit:
+            break
+        for _ in range(HALVINGS):  # the cheapest price that keeps it
+            prices[r] = (low * high) ** 0.5
+            near = tried(prices, choice)
+            if row.load(near) > row.limit:
+                low = prices[r]
+            else:
+                high, choice = prices[r], near
+        prices[r] = high
+    if found is None:
+        raise PlanError("no choice was found that keeps the budgets")
+    bound = best.bound
+    if any(prices):
+        found = _tightened(problem, found)
+        dual = eliminate(problem.priced(prices)).bound
+        bound = max(bound, dual - sum(p * r.limit for p, r in zip(prices, problem.rows, strict=True)))
+    return Solution(found, problem.cost(found), min(bound, problem.cost(found)))
+
+
+def eliminate(problem: Problem, largest: int = LARGEST) -> Solution:
+    """The best choice, budgets aside; its gap is 0 unless a table would have more than ``largest`` entries."""
+    sizes = [len(u) for u in problem.unary]
+    number = itertools.count()
+    factors: dict[int, _Factor] = {}
+    touching: list[set[int]] = [set() for _ in sizes]
+    bound = 0.0
+
+    def add(over: tuple[int, ...], table: Array) -> None:
+        nonlocal bound
+        if not over:
+            bound += float(table)
+            return
+        factors[n := next(number)] = _Factor(over, table)
+        for i in over:
+            touching[i].add(n)
+
+    for i, costs in enumerate(problem.unary):
+        add((i,), costs)
+    for pair, table in problem.pairs.items():
+        add(pair, table)
+
+    def near(i: int) -> set[int]:
+        return {j for n in touching[i] for j in factors[n].over} - {i}
+
+    def effort(i: int) -> int:
+        return math.prod(sizes[j] for j in (*near(i), i))
+
+    efforts = {i: effort(i) for i in range(len(sizes))}
+    order: list[tuple[int, list[_Factor]]] = []
+    while efforts:
+        i = min(efforts, key=lambda k: (efforts[k], k))
+        del efforts[i]
+        others = near(i)
+        bucket = [factors.pop(n) for n in sorted(touching[i])]
+        for part in _parts(bucket, sizes, largest):
+            scope = (*sorted({j for f in part for j in f.over} - {i}), i)
+            total = np.zeros([sizes[j] for j in scope])
+            for f in part:
+                total += _spread(f, scope)
+            add(scope[:-1], total.min(axis=-1))
+        order.append((i, bucket))
+        for j in others:
+            touching[j] = {n for n in touching[j] if n in factors}
+            efforts[j] = effort(j)
+    choice = [0] * len(sizes)
+    for i, bucket in reversed(order):
+        choice[i] = int(np.argmin(sum(f.at(i, choice) for f in bucket)))
+    cost = problem.cost(choice)
+    if problem.kin and cost > bound + EXACT * abs(bound):
+        starts = [improve(problem, c) for c in (choice, [0] * len(sizes))]
+        choice = min(starts, key=problem.cost)
+        cost = problem.cost(choice)
+    return Solution(tuple(choice), cost, min(bound, cost))
+
+
+def _parts(bucket: Sequence[_Factor], sizes: Sequence[int], largest: int) -> list[list[_Factor]]:
+    """The factors in as few groups as keep each group's table within ``largest`` entries, widest first."""
+    parts: list[list[_Factor]] = []
+    scopes: list[set[int]] = []
+    for f in sorted(bucket, key=lambda f: -f.table.size):
+        for part, scope in zip(parts, scopes, strict=True):
+            if math.prod(sizes[j] for j in scope.union(f.over)) <= largest:
+                part.append(f)
+                scope.update(f.over)
+                break
+        else:
+            parts.append([f])
+            scopes.append(set(f.over))
+    return parts
+
+
+def _spread(factor: _Factor, scope: tuple[int, ...]) -> Array:
+    """The factor's table, its axes where ``scope`` has them and of one entry elsewhere."""
+    place = {j: k for k, j in enumerate(scope)}
+    order = sorted(range(len(factor.over)), key=lambda k: place[factor.over[k]])
+    table = factor.table.transpose(order)
+    shape = [1] * len(scope)
+    for k, n in zip(order, table.shape, strict=True):
+        shape[place[factor.over[k]]] = n
+    return table.reshape(shape)
+
+
+def improve(problem: Problem, choice: Sequence[int]) -> Choice:
+    """Looks for better choices near ``choice``: all variables at once among kindred options, each in its turn."""
+    best = tuple(choice)
+    for _ in range(SWEEPS):
+        before = best
+        for labels in problem.kin:
+            options = [np.flatnonzero(l == l[c]) for l, c in zip(labels, best, strict=True)]
+            near = eliminate(restricted(problem, options))
+            best = tuple(int(o[c]) for o, c in zip(options, near.choice, strict=True))
+        if problem.cost(best) >= problem.cost(before):
+            return before
+    return best
+
+
+def _tightened(problem: Problem, choice: Choice) -> Choice:
+    """Uses what the budgets leave: changes one variable at a time for the better, as long as they are kept."""
+    found = list(choice)
+    spent = [row.load(found) for row in problem.rows]
+    beside = _beside(problem)
+    for _ in range(SWEEPS):
+        before = tuple(found)
+        for i, costs in enumerate(problem.unary):
+            now = found[i]
+            total = costs + sum((f.at(i, found) for f in beside[i]), np.zeros(len(costs)))
+            for r, row in enumerate(problem.rows):
+                load = row.loads.get(i)
+                if load is not None:
+                    total = np.where(spent[r] + load - load[now] > row.limit, math.inf, total)
+            best = int(np.argmin(total))
+            if total[best] < total[now]:
+                found[i] = best
+                spent = [row.load(found) for row in problem.rows]
+        if tuple(found) == before:
+            break
+    return tuple(found)
+
+
+def _beside(problem: Problem) -> list[list[_Factor]]:
+    """For each variable, the pairs that it is in."""
+    beside: list[list[_Factor]] = [[] for _ in problem.unary]
+    for pair, table in problem.pairs.items():
+        for i in pair:
+            beside[i].append(_Factor(pair, table))
+    return beside
+
+
+def exactly(problem: Problem, seconds: float = math.inf) -> Solution:
+    """The best choice that keeps the budgets, by HiGHS, with the bound that it proved.
+
+    Raises:
+      PlanError: no choice keeps the budgets, or none was found in ``seconds``.
+    """
+    at, columns = [], 0
+    for u in problem.unary:
+        at.append(columns)
+        columns += len(u)
+    whole = columns
+    cost = [np.concatenate(problem.unary)]
+    entries: list[tuple[int, int, float]] = []
+    lower: list[float] = []
+    upper: list[float] = []
+
+    def row(terms: list[tuple[int, float]], low: float, high: float) -> None:
+        entries.extend((len(lower), c, x) for c, x in terms)
+        lower.append(low)
+        upper.append(high)
+
+    for i, u in enumerate(problem.unary):
+        row([(at[i] + k, 1.0) for k in range(len(u))], 1, 1)
+    for (i, j), table in problem.pairs.items():
+        n, m = table.shape
+        for k in range(n):  # what a pair does is what each of the two does
+            row([(columns + k * m + l, 1.0) for l in range(m)] + [(at[i] + k, -1.0)], 0, 0)
+        for l in range(m):
+            row([(columns + k * m + l, 1.0) for k in range(n)] + [(at[j] + l, -1.0)], 0, 0)
+        cost.append(table.ravel())
+        columns += n * m
+    for budget in problem.rows:
+        row([(at[i] + k, x) for i, load in budget.loads.items() for k, x in enumerate(load)], -math.inf, budget.limit)
+    c = np.concatenate(cost)
+    never = ~np.isfinite(c)
+    r, k, x = zip(*entries, strict=True)
+    matrix = scipy.sparse.csr_array((x, (r, k)), shape=(len(lower), columns))
+    most: Any = np.where(never, 0.0, 1.0)
+    low: Any = np.array(lower)
+    high: Any = np.array(upper)
+    scale = np.abs(c[~never]).max() or 1.0
+    result = scipy.optimize.milp(
+        np.where(never, 0.0, c) / scale,
+        integrality=np.arange(columns) < whole,
+        bounds=scipy.optimize.Bounds(0, most),
+        constraints=scipy.optimize.LinearConstraint(matrix, low, high),
+        options={"mip_rel_gap": 0.0, **({"time_limit": seconds} if math.isfinite(seconds) else {})},
+    )
+    if result.x is None:
+        raise PlanError(f"no choice keeps the budgets: {result.message}")
+    choice = tuple(int(np.argmax(result.x[a : a + len(u)])) for a, u in zip(at, problem.unary, strict=True))
+    return Solution(choice, problem.cost(choice), float(result.mip_dual_bound) * scale)
