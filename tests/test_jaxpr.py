@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard import jaxpr as jx
 
 
@@ -136,3 +138,52 @@ def test_products_count_their_operations() -> None:
     assert jx.contraction_flops(product) == 2 * 3 * 4 * 5
     conv = traced(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), (2, 3, 8, 8), (5, 3, 3, 3)).eqns[-1]
     assert jx.contraction_flops(conv) == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+
+
+def whole_write(x: Any) -> Any:
+    ref = jax.new_ref(x)
+    ref[...] = x + 1
+    return ref[...]
+
+
+def written_in_a_loop(x: Any) -> Any:
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[2:4] = x[2:4] * 2
+
+    def body(i: Any, carry: Any) -> Any:
+        ref[0] = ref[0] + x[i]
+        return carry
+
+    jax.lax.fori_loop(0, 3, body, 0)
+    return jax.freeze(ref)
+
+
+@pytest.mark.parametrize("fun", [whole_write, written_in_a_loop])
+@pytest.mark.parametrize("passes", [(), None])
+def test_arrays_written_in_place_are_values_that_follow_one_another(fun: Any, passes: Any) -> None:
+    x = jnp.arange(64.0).reshape(8, 8)
+    step = autoshard.jit(fun, mesh={"a": 2, "b": 4}, in_shardings=P("a", "b"), passes=passes)
+    np.testing.assert_array_equal(step(x), jax.jit(fun)(x))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [lambda x: jnp.select([x > 0, x > -1], [x, 2 * x]), lambda x: jnp.median(x, axis=1), lambda x: jnp.nanmean(x, 1)],
+    ids=["select", "median", "nanmean"],
+)
+def test_what_jax_reshards_to_no_place_on_a_mesh_that_decides_itself_stays_where_it_is(fun: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    step = autoshard.jit(fun, mesh={"d": 8}, strategy="dp", in_shardings=P("d"))
+    plan = step.plan(x)
+    assert (plan.diagnostics, plan.cost.collectives) == ((), ())
+    assert "all-gather" not in step.lower(x).compile().as_text()
+    np.testing.assert_allclose(step(x), jax.jit(fun)(x), rtol=1e-6)
+
+
+def test_a_sum_by_segments_combines_sums_alone() -> None:
+    x, i = jnp.ones((16, 4)), jnp.arange(16, dtype=jnp.int32) % 3
+    step = autoshard.jit(
+        lambda x, i: jax.ops.segment_sum(x, i, 4), mesh={"d": 8}, strategy="dp", in_shardings=(P("d"), P("d"))
+    )
+    assert [c.kind for c in step.plan(x, i).cost.collectives] == ["all-reduce"]
+    np.testing.assert_array_equal(step(x, i), jax.ops.segment_sum(x, i, 4))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax._src import core as _core
+from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType
 
 from autoshard.jaxpr.nested import INLINED, regions, with_bodies
 from autoshard.jaxpr.origin import LIBRARIES, line
@@ -43,6 +46,9 @@ class _Normalizer:
 
         for eqn in jaxpr.eqns:
             operands = [read(a) for a in eqn.invars]
+            if _says_nothing(eqn):
+                env.update(zip(eqn.outvars, operands, strict=True))
+                continue
             if eqn.primitive in INLINED:
                 body = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
                 inner: list[JaxprEqn] = []
@@ -54,6 +60,15 @@ class _Normalizer:
             copy = with_bodies(eqn, bodies) if bodies else eqn
             eqns.append(copy.replace(invars=operands, outvars=[self._bind(env, v) for v in eqn.outvars]))
         return [read(a) for a in jaxpr.outvars]
+
+
+def _says_nothing(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` is a reshard that JAX puts in where it traces on a mesh of Auto axes: to no mesh, or to that one,
+    where only a program's constraints say how a value lies."""
+    if eqn.primitive.name != "reshard":
+        return False
+    mesh = eqn.params["dst_sharding"].mesh
+    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def _called(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
@@ -71,7 +86,10 @@ def _called(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
 
 
 def program(traced: Any) -> Jaxpr:
-    """The jaxpr of a `jax.stages.Traced`, normalized. Values of a surrounding trace are among its constants."""
+    """The jaxpr of a `jax.stages.Traced`, normalized: values of a surrounding trace are among its constants, and arrays
+    that it makes and writes to in place are values that follow one another, as JAX has them compiled."""
     jaxpr, outer = traced.jaxpr, traced._consts[: traced._num_consts]
+    if any(isinstance(e, _core.InternalMutableArrayEffect) for e in jaxpr.effects):
+        jaxpr = discharge_state(jaxpr)
     before, own = jaxpr.invars[: len(outer)], jaxpr.invars[len(outer) :]
     return normalize(jaxpr.replace(constvars=[*jaxpr.constvars, *before], consts=[*jaxpr.consts, *outer], invars=own))
