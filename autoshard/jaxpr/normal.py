@@ -63,12 +63,12 @@ class _Normalizer:
 
 
 def _says_nothing(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` is a reshard that JAX puts in where it traces on a mesh of Auto axes: to no mesh, or to that one,
-    where only a program's constraints say how a value lies."""
+    """Whether ``eqn`` is a reshard that JAX puts in where it traces on a mesh of Auto axes, to a place on that mesh:
+    there, only a program's constraints say how a value lies. (One to no mesh at all has its rule.)"""
     if eqn.primitive.name != "reshard":
         return False
     mesh = eqn.params["dst_sharding"].mesh
-    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def _called(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
