@@ -8,10 +8,10 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test harness random lint format types notebook bench clean
+.PHONY: help setup demo test test-targets harness random lint format types notebook bench clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: $(READY) ## make .venv with the pinned versions
 
@@ -29,6 +29,20 @@ demo: $(READY) ## train a small language model on a sharded mesh, stop, resume o
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What its plugins for accelerators share no process with: in an environment of their own.
+TARGETS := .venv-targets
+
+$(TARGETS)/ready: pyproject.toml constraints.txt
+	@python=$$(.ci/find-python) && \
+	"$$python" -m venv --clear $(TARGETS) && \
+	$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools && \
+	$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--no-build-isolation -e '.[tpu]' pytest hypothesis && \
+	touch $@
+
+test-targets: $(TARGETS)/ready ## compile for TPUs, which need not be here, and read what their compiler says
+	$(TARGETS)/bin/python -m pytest tests/targets tests/test_target.py
 
 harness: $(READY) ## run the programs that JAX ships for its own tests sharded, and print a table by group
 	$(BIN)/python -m tests.harness --workers 2
@@ -55,5 +69,5 @@ bench: $(READY) ## run the benchmarks
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 clean: ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov
+	rm -rf $(VENV) $(TARGETS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -68,11 +68,16 @@ def _check_arguments(plan: Plan, program: Program) -> None:
         )
 
 
+def passes_of(passes: Iterable[str]) -> tuple[str, ...]:
+    """Of passes and what they did, the passes."""
+    return tuple(text.split(": ", 1)[0] for text in passes)
+
+
 def _check_program(plan: Plan, graph: Graph, wish: Wish) -> None:
     program, now = graph.program, fingerprint(graph)
     if now == plan.fingerprint:
         return
-    ran = [[text.split(": ", 1)[0] for text in texts] for texts in (plan.passes, wish.passes)]
+    ran = [list(passes_of(texts)) for texts in (plan.passes, wish.passes)]
     if ran[0] != ran[1]:
         raise PlanError(
             f"the plan was made with passes={ran[0]}, and {program.name} runs with passes={ran[1]}: give the same, or "

@@ -18,6 +18,7 @@ from autoshard.plan import Plan
 from autoshard.planner import Wish
 from autoshard.prepare import Options
 from autoshard.presets import PRESETS
+from autoshard.ranks import check
 from autoshard.registry import AnyRule
 from autoshard.rewrite import Pass, parse
 from autoshard.rule import Local, RuleFn, RuleTable
@@ -25,6 +26,9 @@ from autoshard.rules import OWN, STRUCTURAL, TABLE
 from autoshard.step import Step
 from autoshard.strict import parse_bytes
 
+DEFAULT = ("dead_code", "one_hot", "sums")
+LIGHTER = tuple(("dead_code", "one_hot", f"recompute:{policy}", "sums") for policy in ("dots_saveable", "full"))
+"""What else is weighed where nothing fits in memory and the user named no passes."""
 Names = str | Sequence[str] | None
 Nums = int | Sequence[int] | None
 
@@ -59,7 +63,8 @@ def jit(
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects.
-        None means dead code alone.
+        None means ``["dead_code", "one_hot", "sums"]``; and where nothing fits in memory so, the faster that fits of
+        ``"recompute:dots_saveable"`` and ``"recompute:full"`` beside them, of which the plan tells.
       rules: rules of this step alone, as `register_rule` takes them, by primitive, name of a primitive, or name of a
         kernel or function; they go before all others.
       strict: an operation that has to be kept whole is an error rather than a diagnostic.
@@ -89,7 +94,8 @@ def jit(
             strict=strict,
             compiler_options=compiler_options,
         )
-    chosen = parse(("dead_code",) if passes is None else passes, KNOWN)
+    chosen = parse(DEFAULT if passes is None else passes, KNOWN)
+    lighter = tuple(parse(names, KNOWN) for names in LIGHTER if passes is None)
     config = mesh_config(mesh)
     try:
         budget = parse_bytes(memory_budget) if memory_budget is not None else config.memory_budget if config else None
@@ -113,6 +119,7 @@ def jit(
             strategy if isinstance(strategy, Plan) else None,
             wish,
             chosen,
+            lighter,
             _table(rules),
             in_shardings,
             out_shardings,
@@ -157,9 +164,9 @@ def register_rule(
 
     Args:
       op: a primitive or its name; a Pallas kernel by the name given to `pallas_call` or by its function's; a foreign
-        function by its target; a `custom_partitioning`, `custom_vjp` or `custom_jvp` function or its name, whose body
-        is then not looked into. Where one name has several meanings: ``"pallas_call:flash"``, ``"ffi_call:flash"``,
-        ``"custom_vjp_call:flash"``.
+        function by its target; a `custom_partitioning`, `custom_vjp` or `custom_jvp` function, a `HiPrim` class of
+        `jax.experimental.hijax`, or the name of one (``"SearchSorted"``), whose body is then not looked into. Where one
+        name has several meanings: ``"pallas_call:flash"``, ``"ffi_call:flash"``, ``"custom_vjp_call:flash"``.
       rule: a `Rule`, its text (``"bsd, de -> bse {d: sum}"``), a function from the operation's abstract values and
         parameters to a `Rule`, or Shardy's: the text of `custom_partitioning` (``"i j, j k -> i k"``, one word a
         factor), that text and its options as a pair, an `SdyShardingRule`, or the attribute that Shardy prints.
@@ -167,10 +174,12 @@ def register_rule(
         that declares them. XLA splits primitives, and functions by their body; it cannot split a kernel, which
         therefore needs this. A foreign function is called on its parts as it stands.
       example: arrays or `jax.ShapeDtypeStruct`s, the operation's operands and, where known, after them its results: a
-        rule that does not fit them is refused at once, instead of where the operation is first met.
+        rule that does not fit them is refused at once. Without it, so is one whose ranks are not those that the
+        primitive, the function, or ``local`` over no axes gives for operands such as the rule is for, if it can be
+        asked; else where the operation is first met.
 
     Raises:
-      RuleError: no such kind of operation, a text that is no rule, or one that does not fit the example.
+      RuleError: no such kind of operation, a text that is no rule, or one that does not fit the operation.
     """
     _registered.update(_entry(op, rule, local, example))
 
@@ -198,8 +207,9 @@ def _table(rules: Mapping[Primitive | str, AnyRule] | None) -> RuleTable:
 def _entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[registry.Key, RuleFn]:
     key = registry.key(op)
     if isinstance(key, Primitive) and key.name in STRUCTURAL:
-        raise RuleError(f"{key.name} takes no rule ({STRUCTURAL[key.name]}); give one to a function by its name")
+        raise RuleError(
+            f"{key.name} takes no rule ({STRUCTURAL[key.name]}); give one to a function or operation by its name"
+        )
     fn = registry.rule_fn(rule, local)
-    if example is not None:
-        registry.check(op, fn, example)
+    check(key if isinstance(key, Primitive) else op, fn, local, example)
     return {key: fn}

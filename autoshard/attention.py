@@ -8,23 +8,14 @@ blocks round a ring. Under differentiation and batching the primitives dissolve 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-attention_p = Primitive("attention")
-"""(query, key, value, *extras) -> (mixed values, peak, total): the last two of each row of scores, the largest and
-the sum of the exponentials of what the others fall short of it. (Their logarithmic sum alone would lose the second
-where the first is as large as a mask's fill.)"""
-attention_backward_p = Primitive("attention_backward")
-"""(query, key, value, mixed values, peak, total, their cotangent, *extras) -> cotangents of query, key, value."""
-attention_p.multiple_results = attention_backward_p.multiple_results = True
+from autoshard.primitive import define
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,20 +237,9 @@ def _backward_shapes(query: Any, key: Any, value: Any, *rest: Any, form: Form, f
     )
 
 
-def _define(primitive: Primitive, plain: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        return jax.jvp(functools.partial(plain, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
-
-    def batch(operands: Any, dims: Any, **params: Any) -> Any:
-        out = jax.vmap(functools.partial(plain, **params), list(dims))(*operands)
-        return out, (0,) * len(out)
-
-    primitive.def_impl(plain)
-    primitive.def_abstract_eval(shapes)
-    ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(plain, multiple_results=True))
-
-
-_define(attention_p, attend, _shapes)
-_define(attention_backward_p, gradients, _backward_shapes)
+attention_p = define("attention", attend, _shapes)
+"""(query, key, value, *extras) -> (mixed values, peak, total): the last two of each row of scores, the largest and
+the sum of the exponentials of what the others fall short of it. (Their logarithmic sum alone would lose the second
+where the first is as large as a mask's fill.)"""
+attention_backward_p = define("attention_backward", gradients, _backward_shapes)
+"""(query, key, value, mixed values, peak, total, their cotangent, *extras) -> cotangents of query, key, value."""

@@ -20,7 +20,7 @@ from autoshard.memory import Lives, Memory
 from autoshard.propagate import Layout, propagate
 from autoshard.spec import Axes, Spec, replicated
 
-PROVEN = 1e-6
+PROVEN = 2e-6
 """A cost that is above its bound by no more than this fraction is at it."""
 CLASSES = 10
 """Classes considered, heaviest first; lighter ones follow by propagation."""
@@ -73,8 +73,13 @@ class Search:
     def __post_init__(self) -> None:
         self.costing, self.lives = Costing(self.graph), Lives(self.graph)
         self.classes = classes(self.graph)[:CLASSES]
-        self.axes = tuple(a for a, n in self.graph.program.mesh.shape.items() if n > 1)
+        self.axes = self.graph.program.mesh.split_axes
         self.roles: Roles = roles(self.graph)
+
+    @property
+    def batch(self) -> list[int]:
+        """The classes that the batch is of."""
+        return [i for i, c in enumerate(self.classes) if c.name.split("'")[0] == "batch"]
 
     def price(self, choice: Choice) -> Candidate:
         """Propagates and prices ``choice``."""

@@ -18,6 +18,7 @@ from autoshard.strict import Bytes as Bytes
 from autoshard.strict import Config as Config
 from autoshard.strict import load_yaml as load_yaml
 from autoshard.strict import parse_bytes as parse_bytes
+from autoshard.target import Target
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None
 
@@ -49,12 +50,20 @@ class HardwareConfig(Config):
     """The first is the one that an axis runs over unless the mesh says otherwise."""
     overhead: float = Field(default=0.0, ge=0)
     """Seconds that one kernel costs however small it is."""
+    operand_bits: int = Field(default=64, ge=1)
+    """Most bits of an operand that a matrix product looks at, at JAX's default precision."""
+    tile: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (1, 1)
+    """Rows and columns of the tiles that arrays are stored by, where the chip has such."""
+    clock: float = Field(default=0.0, ge=0)
+    """Cycles/s in which the chip's compiler estimates; left out where it does not."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as planning uses it."""
         links = {key: Link(key, link.bandwidth, link.latency) for key, link in self.links.items()}
         flops: dict[str, float] = {**self.flops}
-        return Hardware(name, flops, self.memory, self.bandwidth, links, self.overhead)
+        return Hardware(
+            name, flops, self.memory, self.bandwidth, links, self.overhead, self.operand_bits, self.tile, self.clock
+        )
 
 
 def load_hardware(name: str) -> Hardware:
@@ -108,6 +117,10 @@ class MeshConfig(Config):
     """Size of each axis, in order; one may be -1, and takes the devices that the others leave."""
     devices: StrictInt | None = Field(default=None, ge=1)
     """How many devices the axes must make up; None means all that JAX shows."""
+    tpu: str | None = None
+    """A slice of TPUs to compile for, here or not: chip and sides, ``v5e:4x4``. It gives devices and hardware."""
+    slices: StrictInt = Field(default=1, ge=1, validate_default=True)
+    """How many such slices there are, one after the other along the first axis."""
     hardware: str | None = None
     """A name in `configs/hardware/` or a path; None means the chip that this process runs on."""
     links: dict[str, str] = Field(default_factory=dict)
@@ -134,6 +147,31 @@ class MeshConfig(Config):
         if devices is not None and "axes" in info.data:
             fill(info.data["axes"], devices)
         return devices
+
+    @field_validator("tpu")
+    @classmethod
+    def _slice(cls, tpu: str | None) -> str | None:
+        try:
+            return None if tpu is None else Target(tpu).topology
+        except MeshError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("slices")
+    @classmethod
+    def _sliced(cls, slices: int, info: ValidationInfo) -> int:
+        tpu, axes, devices = (info.data.get(key) for key in ("tpu", "axes", "devices"))
+        if tpu is None:
+            if slices > 1:
+                raise ValueError("slices are of TPUs; say which with tpu:")
+            return slices
+        size = Target(tpu, slices).size
+        if devices is not None and devices != size:
+            raise ValueError(f"{Target(tpu, slices)} has {size} devices, not {devices}; leave `devices` out")
+        if axes is not None:
+            first = next(iter(fill(axes, size).values()))
+            if first % slices:
+                raise ValueError(f"{slices} slices do not divide the first axis, of size {first}")
+        return slices
 
     @field_validator("hardware")
     @classmethod
@@ -174,19 +212,27 @@ class MeshConfig(Config):
           ConfigError: no hardware table fits this process, or the table lacks a link.
           MeshError: the axis of size -1 cannot take the devices that are left.
         """
-        hardware = load_hardware(self.hardware) if self.hardware else hardware_of(jax.devices()[0].device_kind)
+        target = Target(self.tpu, self.slices) if self.tpu else None
+        table = self.hardware or (target.chip.hardware if target else None)
+        hardware = load_hardware(table) if table else hardware_of(jax.devices()[0].device_kind)
+        if self.slices > 1:  # the first axis crosses from one to the next
+            chosen = {next(iter(self.axes)): "dcn", **self.links}
+        else:
+            chosen = self.links
         try:
-            _check_links(self.links.values(), hardware)
+            _check_links(chosen.values(), hardware)
         except ValueError as error:
             raise ConfigError(f"links: {error}") from None
-        count = self.devices if self.devices is not None or -1 not in self.axes.values() else jax.device_count()
+        count = target.size if target else self.devices
+        if count is None and -1 in self.axes.values():
+            count = jax.device_count()
         try:
             axes = fill(self.axes, count)
         except ValueError as error:
             raise MeshError(str(error)) from None
         first = next(iter(hardware.links))
-        links = tuple(self.links.get(name, first) for name in axes) if self.links else ()
-        return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links)
+        links = tuple(chosen.get(name, first) for name in axes) if chosen else ()
+        return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, target=target)
 
 
 def fill(axes: Mapping[str, int], devices: int | None) -> dict[str, int]:

@@ -42,6 +42,9 @@ VIEWS = frozenset(
     }
 )
 """Operations that XLA folds into their users."""
+SPREAD = frozenset({"broadcast_in_dim", "iota"})
+"""Operations whose results are the same everywhere but for the position, when they read scalars alone."""
+Positions = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +57,19 @@ class Way:
     """What its results then are, partial terms included."""
     compute: float
     """Seconds on one device, once."""
-    inside: tuple[Collective, ...] = ()
-    """Collectives of the local form, when the node runs in it."""
+    inside: tuple[Collective, ...] | None = ()
+    """Collectives of the local form, when the node runs in it; None where it does not serve so many parts."""
     axes: Axes = ()
     """Axes that split the local factor."""
 
     @property
     def possible(self) -> bool:
         """Whether it can be had: a local form's results are never partial."""
-        return not (self.axes and any(s.partial for s in self.gives))
+        return self.inside is not None and not (self.axes and any(s.partial for s in self.gives))
 
     def seconds(self, mesh: LogicalMesh) -> float:
         """Compute and collectives of the local form, once; what the operands and results need is not in it."""
-        return self.compute + sum(collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in self.inside)
+        return self.compute + sum(collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in self.inside or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +111,26 @@ class Costing:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.mesh = graph, graph.program.mesh
-        self.runs: dict[tuple[Kind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None], Run] = {}
+        self.runs: dict[tuple[Kind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, Positions], Run] = {}
+        self.anew = {
+            v
+            for n in graph.nodes
+            if n.kind.op in SPREAD and not any(map(len, n.kind.shapes[: len(n.operands)]))
+            for v in n.results
+        }
+        """Values that the partitioner makes again wherever they are read otherwise than they lie."""
 
     def run(self, node: int, layout: Layout) -> Run:
         """How node number ``node`` runs under ``layout``."""
         kind, specs = self.graph.nodes[node].kind, layout.specs
-        key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.ways.get(node)
+        anew = tuple([i for i, v in enumerate(self.graph.nodes[node].operands) if v in self.anew])
+        key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.ways.get(node), anew
         found = self.runs.get(key)
         if found is None:
             found = self.runs[key] = (
-                cheapest(kind, key[1], self.mesh)
+                cheapest(kind, key[1], self.mesh, anew)
                 if key[2] is None
-                else _run(kind, key[1], way(kind, dict(key[2]), self.mesh), self.mesh)
+                else _run(kind, key[1], way(kind, dict(key[2]), self.mesh), self.mesh, anew)
             )
         return found
 
@@ -137,7 +148,7 @@ class Costing:
             moves = [
                 (v, specs[v], need)
                 for v, need in zip(node.operands, run.needs, strict=True)
-                if need != specs[v] and (v, need) not in made
+                if need != specs[v] and (v, need) not in made and v not in self.anew
             ]
             made.update((v, need) for v, _, need in moves)
             moves += [(v, give, specs[v]) for v, give in zip(node.results, run.gives, strict=True) if give != specs[v]]
@@ -155,16 +166,47 @@ class Costing:
         return Cost(compute + transfers, compute, tuple(collectives))
 
 
-def cheapest(kind: Kind, specs: tuple[Spec, ...], mesh: LogicalMesh) -> Run:
-    """The cheapest way to run a node whose operands and results have ``specs``."""
+def cheapest(kind: Kind, specs: tuple[Spec, ...], mesh: LogicalMesh, anew: Positions = ()) -> Run:
+    """The cheapest way to run a node whose operands and results have ``specs``; to move operands ``anew`` is free.
+
+    What would be reduced is gathered, or lent, only where less is sent so, too: of small values a gather is a little
+    faster than a reduction, but many small reductions can be made at once.
+    """
     state = [s.dims for s in specs]
     found = [held(kind, factor_axes(kind, state, mesh.shape, first), mesh) for first in (None, *range(len(specs)))]
+    best = _best(kind, specs, found, mesh, anew)
+    if not any(k in REDUCED for _, k in kind.rule.kinds):
+        return best
+    reduced = [f for f, k in kind.rule.kinds if k in REDUCED]
+    without = [({f}, chosen) for chosen in found for f in chosen] + [(set(reduced), chosen) for chosen in found]
+    other = _best(kind, specs, [{f: a for f, a in c.items() if f not in out} for out, c in without], mesh, anew)
+    faster = other.seconds < best.seconds
+    return other if faster and _sent(kind, specs, other, mesh, anew) <= _sent(kind, specs, best, mesh, anew) else best
+
+
+def _best(
+    kind: Kind, specs: tuple[Spec, ...], found: Sequence[Mapping[str, Axes]], mesh: LogicalMesh, anew: Positions
+) -> Run:
+    """The cheapest of these ways, and of those in which axes are lent or a local form is not used."""
     ways = {tuple(sorted(w.items())) for w in found}
     ways |= {tuple(sorted(w.items())) for chosen in found for w in _lent(kind, specs, chosen, mesh)}
     if kind.rule.local is not None:  # gathering what the local form would split
         ways |= {tuple((f, a) for f, a in w if kind.rule.kind(f) != "local") for w in ways}
-    found = (way(kind, dict(w), mesh) for w in sorted(ways))
-    return min((_run(kind, specs, w, mesh) for w in found if w.possible), key=lambda r: r.seconds)
+    runs = (way(kind, dict(w), mesh) for w in sorted(ways))
+    return min((_run(kind, specs, w, mesh, anew) for w in runs if w.possible), key=lambda r: r.seconds)
+
+
+def _moves(specs: tuple[Spec, ...], run: Run | Way, anew: Positions) -> list[tuple[int, Spec, Spec]]:
+    """Which values of a node are moved, and from where to where."""
+    ends = [*zip(specs, run.needs, strict=False), *zip(run.gives, specs[len(run.needs) :], strict=True)]
+    return [(i, a, b) for i, (a, b) in enumerate(ends) if a != b and i not in anew]
+
+
+def _sent(kind: Kind, specs: tuple[Spec, ...], run: Run, mesh: LogicalMesh, anew: Positions) -> float:
+    """Bytes that leave a device."""
+    moves = _moves(specs, run, anew)
+    made = [c for i, a, b in moves for c in steps(a, b, kind.shapes[i], kind.bits[i], mesh)]
+    return sum(c.sent(mesh) for c in (*made, *run.inside))
 
 
 def held(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
@@ -208,36 +250,35 @@ def way(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> Way:
     return Way(needs, gives, _compute(kind, needs, gives, chosen, mesh), inside, axes)
 
 
-def _run(kind: Kind, specs: tuple[Spec, ...], w: Way, mesh: LogicalMesh) -> Run:
-    moves = [*zip(specs, w.needs, strict=False), *zip(w.gives, specs[len(w.needs) :], strict=True)]
-    transfers = sum(
-        seconds(src, dst, kind.shapes[i], kind.bits[i], mesh) for i, (src, dst) in enumerate(moves) if src != dst
-    )
+def _run(kind: Kind, specs: tuple[Spec, ...], w: Way, mesh: LogicalMesh, anew: Positions = ()) -> Run:
+    transfers = sum(seconds(a, b, kind.shapes[i], kind.bits[i], mesh) for i, a, b in _moves(specs, w, anew))
     return Run(
         w.needs,
         w.gives,
         w.compute,
         w.seconds(mesh) + transfers,
-        w.inside,
+        w.inside or (),
         w.axes,
-        _is_island(kind, specs, w.axes),
+        _is_island(kind, specs, w),
     )
 
 
-def _is_island(kind: Kind, specs: Sequence[Spec], axes: Axes) -> bool:
+def _is_island(kind: Kind, specs: Sequence[Spec], w: Way) -> bool:
     """Whether the local form is due: where its factor is split; edges are exchanged; or, with neither, always."""
     if kind.rule.local is None:
         return False
+    if kind.rule.local.due == "partial":
+        return any(s.partial for s in w.gives)
     kinds = dict(kind.rule.kinds)
     if "halo" in kinds.values():
         return any(specs[i].dims[d] for i, d, dim in kind.places if kinds.get(dim[0]) == "halo")
-    return bool(axes) or kind.rule.local.always or "local" not in kinds.values()
+    return bool(w.axes) or kind.rule.local.due == "always" or "local" not in kinds.values()
 
 
 def _inside(
     kind: Kind, needs: Sequence[Spec], gives: Sequence[Spec], chosen: Mapping[str, Axes], mesh: LogicalMesh
-) -> tuple[Collective, ...]:
-    """The collectives of the local form, when a local factor is split."""
+) -> tuple[Collective, ...] | None:
+    """The collectives of the local form, when a local factor is split; None where it cannot be split so."""
     axes = next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
     if not axes or kind.rule.local is None:
         return ()
@@ -246,7 +287,8 @@ def _inside(
         for n, bits, s in zip(kind.shapes, kind.bits, (*needs, *gives), strict=True)
     ]
     order = tuple(a for a in mesh.axis_names if a in axes)
-    return tuple(Collective(k, order, b) for k, b in kind.rule.local.moves(mesh.axes_size(axes), sizes))
+    moves = kind.rule.local.moves(mesh.axes_size(axes), sizes)
+    return None if moves is None else tuple(Collective(k, order, b) for k, b in moves)
 
 
 def _compute(

@@ -53,6 +53,8 @@ class Island:
     """Mesh axes that split its local factor."""
     needs: tuple[Spec, ...]
     gives: tuple[Spec, ...]
+    leaves: tuple[Spec, ...]
+    """How its results lie once their terms are put together: as given, or scattered on the way."""
     op: str
     source: str
 

@@ -6,12 +6,15 @@ mean by "batch", "heads" or "vocab": the vocabulary in which a layout is chosen 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from autoshard.graph import BACKWARD, FORWARD, Graph
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse.csgraph
+
+from autoshard.graph import BACKWARD, FORWARD, Graph, Kind
 
 
 @dataclass(frozen=True)
@@ -58,50 +61,61 @@ def roles(graph: Graph) -> Roles:
 
 def classes(graph: Graph) -> tuple[DimClass, ...]:
     """The dimension classes that an argument's dimension belongs to, heaviest first."""
-    start: list[int] = []
-    total = 0
-    for value in graph.values:
-        start.append(total)
-        total += len(value.shape)
-    parent = list(range(total))
-
-    def find(x: int) -> int:
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    for node in graph.nodes:
-        seen: dict[str, int] = {}
-        kinds = dict(node.kind.rule.kinds)
-        for i, d, dim in node.kind.places:
-            if kinds.get(dim[0]) == "whole":
-                continue
-            here = find(start[node.values[i]] + d)
-            there = find(seen.setdefault(dim[0], here))
-            parent[max(here, there)] = min(here, there)
-    members: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for v, value in enumerate(graph.values):
-        for d, n in enumerate(value.shape):
-            if n > 1:
-                members[find(start[v] + d)].append((v, d))
-    args = set(graph.inputs)
+    values = graph.values
+    ranks = np.array([len(v.shape) for v in values])
+    start = np.cumsum(ranks) - ranks
+    owner = np.repeat(np.arange(len(values)), ranks)
+    sizes = np.fromiter((n for v in values for n in v.shape), dtype=np.int64, count=len(owner))
+    label = _together(graph, start, len(owner))
+    large = np.flatnonzero(sizes > 1)
+    order = large[np.argsort(label[large], kind="stable")]
+    args, batch = set(graph.inputs), {graph.inputs[i] for i in roles(graph).batch}
+    wanted = np.isin(owner, list(args))
     found: list[DimClass] = []
-    for group in members.values():
-        inputs = tuple(m for m in group if m[0] in args)
+    for group in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
+        inputs = tuple((int(owner[k]), int(k - start[owner[k]])) for k in group[wanted[group]])
         if inputs:
-            values = [v for v, _ in group]
-            size = math.gcd(*(graph.values[v].shape[d] for v, d in group))
-            weight = float(sum(graph.values[v].bytes for v in set(values)))
-            twice = len(set(values)) < len(values)
-            found.append(DimClass(_name(graph, inputs), size, inputs, len(group), weight, twice))
+            held = np.unique(owner[group])
+            size = int(np.gcd.reduce(sizes[group]))
+            weight = float(sum(values[v].bytes for v in held))
+            name = _name(graph, inputs, batch)
+            found.append(DimClass(name, size, inputs, len(group), weight, len(held) < len(group)))
     return _distinct(sorted(found, key=lambda c: (-c.weight, c.inputs)))
 
 
-def _name(graph: Graph, inputs: tuple[tuple[int, int], ...]) -> str:
-    batch = roles(graph).batch
-    place = {v: i for i, v in enumerate(graph.inputs)}
-    if any(place[v] in batch and d == 0 for v, d in inputs):
+def of_batch(graph: Graph) -> frozenset[tuple[int, int]]:
+    """Every (value, dimension) that belongs with the first dimension of an argument that is no state."""
+    ranks = np.array([len(v.shape) for v in graph.values])
+    start = np.cumsum(ranks) - ranks
+    owner = np.repeat(np.arange(len(ranks)), ranks)
+    label = _together(graph, start, len(owner))
+    firsts = [start[graph.inputs[i]] for i in roles(graph).batch if graph.values[graph.inputs[i]].shape]
+    found = np.flatnonzero(np.isin(label, label[firsts]))
+    return frozenset((int(owner[k]), int(k - start[owner[k]])) for k in found)
+
+
+def _together(graph: Graph, start: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
+    """For every dimension of every value the number of its class; ``start`` is where those of each value begin."""
+    alike: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)
+    for node in graph.nodes:
+        alike[node.kind].append(node.values)
+    ends: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    for kind, found in alike.items():
+        first, kinds = dict[str, tuple[int, int]](), dict(kind.rule.kinds)
+        at = start[np.array(found)]
+        for i, d, (f, *_) in kind.places:
+            if kinds.get(f) != "whole":
+                j, e = first.setdefault(f, (i, d))
+                ends.append((at[:, j] + e, at[:, i] + d))
+    if not ends:
+        return np.arange(total)
+    rows, columns = (np.concatenate(side) for side in zip(*ends, strict=True))
+    matrix = scipy.sparse.coo_array((np.ones(len(rows)), (rows, columns)), shape=(total, total))
+    return scipy.sparse.csgraph.connected_components(matrix, directed=False)[1]
+
+
+def _name(graph: Graph, inputs: tuple[tuple[int, int], ...], batch: set[int]) -> str:
+    if any(v in batch and d == 0 for v, d in inputs):
         return "batch"
     v, d = max(inputs, key=lambda m: (graph.values[m[0]].bytes, -m[0]))
     words = re.findall(r"[A-Za-z_]\w*", graph.values[v].name)

@@ -83,7 +83,11 @@ class Entry:
           order: where among the leaves of such a call each flat argument of the program stands.
         """
         as_is = list(order) == list(range(len(self.avals)))
-        return jx.in_form(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
+        lowered = jx.in_form(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
+        return lowered if self.plan.mesh.here else jx.Elsewhere(lowered, self._refuse)
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        self.plan.mesh.check_here(self.program.name)
 
     def _lower(self, order: Sequence[int]) -> jax.stages.Lowered:
         places = [order.index(i) for i in range(len(self.avals))]  # the program's argument at each place of the call

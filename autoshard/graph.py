@@ -73,14 +73,15 @@ class Node:
     """How often it runs; 0 of a tie that says of two values that they should lie alike, and moves nothing."""
     source: str = ""
     phase: str = PLAIN
+    values: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The operands, then the results."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.operands + self.results)
 
     @property
     def tie(self) -> bool:
         return self.kind.tie
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        return self.operands + self.results
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,19 +178,16 @@ class _Sets:
     def dim(self, v: int, d: int) -> int:
         return _find(self.atom, self.start[v] + d)
 
-    def unite(self, u: int, v: int, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Puts ``u`` and ``v`` together, dimension with dimension; False where two of one would become one."""
+    def unite(self, u: int, v: int, pairs: Iterable[tuple[int, int]]) -> None:
+        """Puts ``u`` and ``v`` together, dimension with dimension, unless two of one would become one."""
         a, b = sorted((self.root(u), self.root(v)))
         same = {self.dim(u, d): self.dim(v, e) for d, e in pairs}
-        if a == b:
-            return all(x == y for x, y in same.items())
-        if len(set(same.values())) < len(same):
-            return False
+        if a == b or len(set(same.values())) < len(same):
+            return
         self.value[b] = a
         for x, y in same.items():
             self.atom[max(x, y)] = min(x, y)
         self.atoms[a] = list(dict.fromkeys(_find(self.atom, x) for x in (*self.atoms[a], *self.atoms.pop(b))))
-        return True
 
 
 def _find(parent: list[int], x: int) -> int:

@@ -113,7 +113,9 @@ class _Lowering:
         }
         if edges == set(sizes):
             return [eqn.replace(invars=invars)]
-        needs, gives = (tuple(_without(s, edges).partition_spec() for s in specs) for _, specs in ways)
+        needs, leaves = (
+            tuple(_without(s, edges).partition_spec() for s in side) for side in (island.needs, island.leaves)
+        )
         itself = jx.on_part(
             eqn,
             [
@@ -125,10 +127,10 @@ class _Lowering:
         def part(*operands: Any) -> tuple[Any, ...]:
             out = itself(*operands) if form.fun is None else form.fun(island.axes, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
-            return tuple(_combined(x, s) for x, s in zip(results, island.gives, strict=True))
+            return tuple(_combined(x, a, b) for x, a, b in zip(results, island.gives, island.leaves, strict=True))
 
         whole = jax.shard_map(
-            part, mesh=self.mesh, in_specs=needs, out_specs=gives, check_vma=False, axis_names=set(sizes) - edges
+            part, mesh=self.mesh, in_specs=needs, out_specs=leaves, check_vma=False, axis_names=set(sizes) - edges
         )
         return jx.splice(whole, eqn, invars)
 
@@ -195,14 +197,20 @@ def _without(spec: Spec, axes: Collection[str]) -> Spec:
     return Spec(tuple(tuple(a for a in d if a not in axes) for d in spec.dims), spec.partial)
 
 
-def _combined(x: Any, spec: Spec) -> Any:
-    """The terms of a part's result, put together over the axes along which it is partial."""
-    for axis, kind in spec.partial:
+def _combined(x: Any, given: Spec, left: Spec) -> Any:
+    """The terms of a part's result, put together over the axes along which it is partial, and scattered as ``left``."""
+    terms = dict(given.partial)
+    for d, axes in enumerate(left.dims):
+        for axis in axes:
+            if terms.pop(axis, None):
+                x = jax.lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
+    for kind in dict.fromkeys(terms.values()):
+        axes = tuple(a for a, k in terms.items() if k == kind)
         if kind in _REDUCERS:
-            x = _REDUCERS[kind](x, axis)
+            x = _REDUCERS[kind](x, axes)
         else:  # no collective does it
-            terms = jax.lax.all_gather(x, axis)
-            x = jnp.prod(terms, axis=0, dtype=x.dtype) if kind == "prod" else _BITS[kind].reduce(terms, axis=0)
+            parts = jax.lax.all_gather(x, axes)
+            x = jnp.prod(parts, axis=0, dtype=x.dtype) if kind == "prod" else _BITS[kind].reduce(parts, axis=0)
     return x
 
 

@@ -7,6 +7,7 @@ not here; `LogicalMesh.concrete` finds the devices when the step is to run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
+from autoshard.target import Target, arranged, is_here
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Hardware:
     links: Mapping[str, Link]
     overhead: float = 0.0
     """Seconds that one kernel costs however small it is."""
+    operand_bits: int = 64
+    """Most bits of an operand that a matrix product looks at."""
+    tile: tuple[int, int] = (1, 1)
+    """Rows and columns that arrays are stored by."""
+    clock: float = 0.0
+    """Cycles/s, in which its compiler estimates; 0 where none does."""
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a matrix product of ``dtype``; the slowest listed when it is not listed."""
@@ -59,6 +67,8 @@ class LogicalMesh:
     """The link that each axis runs over, by name in ``hardware.links``; empty means its first."""
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     """Devices in row-major axis order, when the caller chose them."""
+    target: Target | None = None
+    """What to compile for, where that is not simply the devices of this process."""
 
     def __post_init__(self) -> None:
         if len(set(self.axis_names)) != len(self.axis_names):
@@ -69,7 +79,7 @@ class LogicalMesh:
             if size < 1:
                 raise MeshError(f"mesh axis {name!r} has size {size}; sizes are 1 or more")
 
-    @property
+    @functools.cached_property
     def shape(self) -> dict[str, int]:
         """Axis sizes by name, in mesh order."""
         return dict(zip(self.axis_names, self.axis_sizes, strict=True))
@@ -78,6 +88,11 @@ class LogicalMesh:
     def size(self) -> int:
         """Number of devices."""
         return math.prod(self.axis_sizes)
+
+    @functools.cached_property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes of more than one device, in mesh order."""
+        return tuple(a for a, n in self.shape.items() if n > 1)
 
     def axes_size(self, axes: tuple[str, ...]) -> int:
         """Product of the sizes of ``axes``."""
@@ -92,21 +107,37 @@ class LogicalMesh:
         chosen = [links[self.axis_links[self.axis_names.index(a)]] for a in axes]
         return min(chosen, key=lambda l: l.bandwidth) if chosen else next(iter(links.values()))
 
+    @property
+    def here(self) -> bool:
+        """Whether it is no target, or one whose devices this process sees."""
+        return self.target is None or is_here(self.target)
+
+    def check_here(self, what: str) -> None:
+        """Raises `MeshError` where ``what`` cannot run, for lack of the target's devices."""
+        if not self.here:
+            raise MeshError(
+                f"{what}: the devices of {self.target} are not here; a step for them can be planned, lowered and "
+                "compiled on this machine, and runs on one that has them"
+            )
+
     def abstract(self) -> AbstractMesh:
         """The same axes as a `jax.sharding.AbstractMesh` (Auto axes), of this machine's devices if there are enough.
 
         It is then the mesh that a `jax.shard_map` in the step names.
         """
-        if len(self.devices or jax.devices()) >= self.size:
+        if self.here and len(self.devices or jax.devices()) >= self.size:
             return self.concrete().abstract_mesh
         return AbstractMesh(self.axis_sizes, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
 
     def concrete(self) -> Mesh:
-        """A `jax.sharding.Mesh` over real devices.
+        """A `jax.sharding.Mesh` over this machine's devices, or over those that stand for the target.
 
         Raises:
-          MeshError: this machine has fewer devices than the mesh.
+          MeshError: this machine has fewer devices than the mesh, or cannot compile for its target.
         """
+        types = (AxisType.Auto,) * len(self.axis_names)
+        if self.target is not None:
+            return Mesh(arranged(self.target, self.axis_sizes), self.axis_names, axis_types=types)
         devices = self.devices if self.devices is not None else tuple(jax.devices())
         if len(devices) < self.size:
             raise MeshError(
@@ -114,7 +145,6 @@ class LogicalMesh:
                 f"({devices[0].platform}); plan and compile for it as it is, or run on a mesh of at most "
                 f"{len(devices)} devices. On CPU, JAX_NUM_CPU_DEVICES={self.size} makes virtual ones."
             )
-        types = (AxisType.Auto,) * len(self.axis_names)
         if self.devices is None and self.size == len(devices):
             return jax.make_mesh(self.axis_sizes, self.axis_names, axis_types=types)
         grid = np.asarray(devices[: self.size], dtype=object).reshape(self.axis_sizes)
@@ -126,4 +156,4 @@ class LogicalMesh:
 
     def __str__(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in self.shape.items())
-        return f"({axes}) of {self.hardware.name}"
+        return f"({axes}) of {self.target or self.hardware.name}"

@@ -57,6 +57,7 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
             found.setdefault(key, Pin(value, spec, node.kind.op, node.source, v.shape, why, key[1], via))
 
     begins, entries = dict[int, int](), set[int]()
+    computed = {v for n in graph.nodes if any(graph.values[u].shape for u in n.operands) for v in n.results}
     for n, node in enumerate(graph.nodes):
         if node.tie and not node.times:
             continue
@@ -69,10 +70,13 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
             elif need != layout.specs[v] and node.results:
                 lies = layout.specs[v]
                 pin(v, need, n, f"needed so by {node.kind.op}, lies as {lies}", operand=True, before=lies)
+                if v in computed:  # what is made of nothing is made where it is read
+                    pin(v, lies, n, f"lies so before {node.kind.op}")
             elif guarded and v and not run.island:
                 pin(v, need, n, f"kept so for {node.kind.op}", operand=True)
         for v, give in zip(node.results, run.gives, strict=True):
             spec = layout.specs[v]
+            give = scattered(give, spec) if run.island else give
             before = give
             if node.tie and node.operands:  # a loop's results lie as what it begins with
                 (inside,) = node.operands
@@ -128,7 +132,23 @@ def islands(graph: Graph, layout: Layout, costing: Costing) -> tuple[Island, ...
     """The equations that run in their local form under ``layout``."""
     runs = ((n, node, costing.run(n, layout)) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
     return tuple(
-        Island(n, r.axes, r.needs, r.gives, node.kind.op, node.source)
+        Island(n, r.axes, r.needs, r.gives, _left(r.gives, node.results, layout), node.kind.op, node.source)
         for n, node, r in runs
         if r.island and node.results
     )
+
+
+def _left(gives: Sequence[Spec], results: Sequence[int], layout: Layout) -> tuple[Spec, ...]:
+    """What results become in the island that gives them: sums are scattered where an axis they are partial along is
+    the next to split a dimension."""
+    return tuple(scattered(give, layout.specs[v]) for give, v in zip(gives, results, strict=True))
+
+
+def scattered(give: Spec, wanted: Spec) -> Spec:
+    """``give`` with its terms put together, on the way to ``wanted``."""
+    made = Spec(give.dims)
+    for axis, kind in give.partial:
+        for d, have in enumerate(made.dims):
+            if kind == "sum" and wanted.dims[d][: len(have) + 1] == (*have, axis):
+                made = made.with_dim(d, (*have, axis))
+    return made

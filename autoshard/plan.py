@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import record, show, stateful
+from autoshard.compare import compare
 from autoshard.cost import Cost
 from autoshard.decisions import Alternative, Island, Pin, Place
 from autoshard.errors import ArgumentError, PlanError
@@ -22,6 +23,9 @@ from autoshard.memory import Memory
 from autoshard.mesh import LogicalMesh
 from autoshard.program import TreeDef
 from autoshard.structure import describe, difference
+
+if TYPE_CHECKING:
+    from autoshard.study import Study
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Plan:
     compiler_options: tuple[tuple[str, Any], ...] = ()
     in_tree: TreeDef | None = field(default=None, compare=False, repr=False)
     out_tree: TreeDef | None = field(default=None, compare=False, repr=False)
+    study: Any = field(default=None, compare=False, repr=False)
+    """The `study.Study` of the step, to ask further questions; a plan that was loaded has none."""
 
     def __eq__(self, other: object) -> bool:
         """Whether the same was decided for the same arguments; a plan that was loaded equals the one saved."""
@@ -122,6 +128,7 @@ class Plan:
           ArgumentError: the step has no such argument, or the result is not what it takes there: names the first
             array or container that differs.
         """
+        self.mesh.check_here(f"init for {self.name}")
         avals = self.in_avals
         if not -len(avals) <= argnum < len(avals):
             raise ArgumentError(f"init: argnum={argnum}, and {self.name} takes {_count(len(avals), 'argument')}")
@@ -150,6 +157,7 @@ class Plan:
         Raises:
           ArgumentError: they differ from the plan's in structure or shape; names the first that does.
         """
+        self.mesh.check_here(f"put for {self.name}")
         avals = self.in_avals
         if len(args) > len(avals):
             raise ArgumentError(f"put: {self.name} takes {_count(len(avals), 'argument')}, {len(args)} were given")
@@ -181,6 +189,38 @@ class Plan:
     def explain(self) -> str:
         """The plan as a colleague would review it, in plain text: what is split, what it costs, why others lost."""
         return show.explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What changes from this plan to ``other``, another of the same step: specs, and by source line what it costs.
+
+        Raises:
+          PlanError: they are of different steps.
+        """
+        return show.text(compare(self, other))
+
+    def what_if(self, pins: Mapping[str, PartitionSpec]) -> Plan:
+        """The plan that would be made with further pins, by argument path or glob; `diff` tells them apart.
+
+        Raises:
+          PlanError: this plan was loaded, and knows its step no more.
+          ConfigError, SpecError: a pin that matches no argument, or does not fit it.
+          MemoryBudgetError: nothing fits so.
+        """
+        return self._study("what_if").what_if(pins)
+
+    def why(self, path: str) -> str:
+        """Why the argument ``path`` lies as it does: with what it goes, and what every other way would cost.
+
+        Raises:
+          PlanError: this plan was loaded, and knows its step no more.
+          SpecError: no argument is called so.
+        """
+        return show.text(self._study("why").why(self, path))
+
+    def _study(self, asked: str) -> Study:
+        if self.study is None:
+            raise PlanError(f"{asked}: a plan that was loaded knows its step no more; ask the one that the step makes")
+        return self.study
 
     def _repr_html_(self) -> str:
         return show.html(self)

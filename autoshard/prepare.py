@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from autoshard import jaxpr as jx
-from autoshard.adopt import adopt
+from autoshard.adopt import adopt, passes_of
 from autoshard.config import MeshLike, mesh_config, resolve_mesh
 from autoshard.entry import Entry
-from autoshard.errors import AutoshardError, ConfigError, SpecError, nearest
+from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
 from autoshard.graph import Graph
 from autoshard.mesh import LogicalMesh
 from autoshard.plan import Plan
 from autoshard.planner import Wish, make
-from autoshard.program import Leaf, Program
+from autoshard.program import Program
 from autoshard.rewrite import Pass, Pipeline
 from autoshard.rule import RuleTable
 from autoshard.signature import Aval
-from autoshard.spec import Spec, check
+from autoshard.spec import Spec
+from autoshard.study import Study, pinned
 from autoshard.trace import trace
 
 
@@ -35,6 +37,8 @@ class Options:
     plan: Plan | None
     wish: Wish
     passes: tuple[Pass, ...]
+    lighter: tuple[tuple[Pass, ...], ...]
+    """Passes to take in place of them where nothing fits in memory; none where the user chose the passes."""
     table: RuleTable
     in_shardings: Any
     out_shardings: Any
@@ -67,6 +71,20 @@ def carried(entry: Entry) -> Carried:
     return Carried(entry.plan.mesh, {(p.path, p.shape, p.dtype): p.spec for p in places})
 
 
+@contextlib.contextmanager
+def _uncollected() -> Generator[None]:
+    """No search for reference cycles meanwhile: tracing and planning make millions of objects, nearly all of which
+    stay, and going through them again and again takes a quarter of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_uncollected()
 def prepare(
     jitted: Any,
     args: Sequence[Any],
@@ -86,15 +104,14 @@ def prepare(
       AutoshardError, and whatever the function raises while it is traced.
     """
 
-    def traced(mesh: LogicalMesh) -> tuple[Program, Wish]:
+    def traced(mesh: LogicalMesh) -> Program:
         pins = options.in_shardings, options.out_shardings
         program = trace(jitted, args, kwargs, mesh, in_shardings=pins[0], out_shardings=pins[1])
-        program, reports = Pipeline(options.passes).run(_with_config_pins(program, options.mesh))
-        return program, replace(options.wish, passes=tuple(map(str, reports)))
+        config = mesh_config(options.mesh)
+        return pinned(program, config.specs() if config else {}, "the mesh's pin")
 
     def planned(mesh: LogicalMesh) -> tuple[Plan, Graph]:
-        program, wish = traced(mesh)
-        return make(program, options.table, wish)
+        return _fitting(traced(mesh), options)
 
     def freely() -> tuple[Plan, Graph]:
         if options.mesh is not None:
@@ -103,28 +120,71 @@ def prepare(
         return _cheapest(planned, _candidates((options.in_shardings, options.out_shardings)), name)
 
     if options.plan is not None:
-        program, wish = traced(options.plan.mesh if options.mesh is None else resolve_mesh(options.mesh))
+        program = traced(options.plan.mesh if options.mesh is None else resolve_mesh(options.mesh))
+        ways = (options.passes, *options.lighter)
+        chosen = next((w for w in ways if tuple(map(str, w)) == passes_of(options.plan.passes)), options.passes)
+        program, wish = _passed(program, chosen, options.wish)
         plan, graph = adopt(options.plan, program, options.table, wish)
     elif first is not None and first.specs and options.wish.strategy == "auto":
-        plan, graph = _as_first(traced, options.table, freely, first)
+        plan, graph = _as_first(traced, options, freely, first)
     else:
         plan, graph = freely()
-    return Entry(graph.program, graph, plan, avals)
+    study = Study(graph, options.table, replace(options.wish, passes=plan.passes))
+    return Entry(graph.program, graph, replace(plan, study=study), avals)
+
+
+def _passed(program: Program, passes: tuple[Pass, ...], wish: Wish) -> tuple[Program, Wish]:
+    program, reports = Pipeline(passes).run(program)
+    return program, replace(wish, passes=tuple(map(str, reports)))
+
+
+def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
+    """Plans ``program``; where nothing fits and the user said nothing of passes, the best of what fits with those that
+    hold less.
+
+    Raises:
+      MemoryBudgetError: nothing fits; what it says is of the passes with which least is missing.
+    """
+    rewritten, wish = _passed(program, options.passes, options.wish)
+    try:
+        return make(rewritten, options.table, wish)
+    except MemoryBudgetError as e:
+        first = last = e
+    made: list[tuple[Plan, Graph]] = []
+    for passes in options.lighter:
+        rewritten, wish = _passed(program, passes, options.wish)
+        try:
+            plan, graph = make(rewritten, options.table, wish)
+        except MemoryBudgetError as e:
+            last = e
+        else:
+            added = ", ".join(str(p) for p in passes if p not in options.passes)
+            made.append(
+                (replace(plan, diagnostics=(*plan.diagnostics, f"{added} was added: without it, {first}")), graph)
+            )
+    if made:
+        return min(made, key=lambda m: m[0].cost.seconds)
+    how = (
+        f" (with {', '.join(str(p) for p in options.lighter[-1] if p not in options.passes)})"
+        if options.lighter
+        else "; or pass passes=['recompute:full']"
+    )
+    raise MemoryBudgetError(f"{last}{how}") from None
 
 
 def _as_first(
-    traced: Callable[[LogicalMesh], tuple[Program, Wish]],
-    table: RuleTable,
+    traced: Callable[[LogicalMesh], Program],
+    options: Options,
     freely: Callable[[], tuple[Plan, Graph]],
     first: Carried,
 ) -> tuple[Plan, Graph]:
     """A plan that lays out what the step carries as its first plan does; another, that says so, where none can be."""
     try:
-        program, wish = traced(first.mesh)
+        program = traced(first.mesh)
         keys = [(leaf.path, leaf.aval.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
         bound = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
-        pinned = [replace(leaf, pin=bound.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
-        plan, graph = make(replace(program, inputs=tuple(pinned)), table, wish)
+        leaves = [replace(leaf, pin=bound.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
+        plan, graph = _fitting(replace(program, inputs=tuple(leaves)), options)
     except (AutoshardError, ValueError) as e:
         why = str(e)
     else:
@@ -175,27 +235,3 @@ def _cheapest[T: tuple[Plan, Any]](planned: Callable[[LogicalMesh], T], meshes: 
         raise first
     reasons = "; ".join(f"{mesh}: {e}" for mesh, e in refused.items())
     raise type(first)(f"{name}: no mesh of these devices serves what was asked; give one as mesh=. {reasons}")
-
-
-def _with_config_pins(program: Program, mesh: MeshLike) -> Program:
-    """``program`` with the pins of a mesh config, by argument-path glob; a pin given in the call wins."""
-    config = mesh_config(mesh)
-    inputs = list(program.inputs)
-    for pattern, spec in (config.specs() if config else {}).items():
-        hits = [i for i, leaf in enumerate(inputs) if fnmatch.fnmatchcase(leaf.path, _literal(pattern))]
-        if not hits:
-            raise ConfigError(
-                f"the mesh's pin {pattern!r} matches no argument of {program.name}"
-                f"{nearest(pattern, [leaf.path for leaf in inputs])}"
-            )
-        inputs = [_pinned(leaf, spec, program.mesh) if i in hits else leaf for i, leaf in enumerate(inputs)]
-    return replace(program, inputs=tuple(inputs))
-
-
-def _literal(pattern: str) -> str:
-    """A glob in which brackets stand for themselves: paths are full of them."""
-    return pattern.replace("[", "[[]")
-
-
-def _pinned(leaf: Leaf, spec: PartitionSpec, mesh: LogicalMesh) -> Leaf:
-    return leaf if leaf.pin is not None else replace(leaf, pin=check(spec, leaf.aval.shape, mesh.shape, leaf.path))

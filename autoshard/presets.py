@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoshard.candidates import Choice, Search
+from autoshard.dims import of_batch
 from autoshard.errors import SpecError
+from autoshard.layouts import solved
+from autoshard.space import Limits
 from autoshard.spec import Axes
 
 PRESETS = ("auto", "dp", "fsdp", "fsdp_tp", "replicated", "tp", "zero1", "zero2", "zero3")
@@ -23,22 +26,24 @@ def preset(s: Search, strategy: str) -> Iterator[Choice]:
     elif strategy in ("dp", "zero1", "zero2", "zero3", "fsdp"):
         zero = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}[strategy]
         yield Choice(_batch(s, axes, strategy), axes if zero else (), zero)
-    elif strategy == "tp":
-        yield from _improve(s, none, [c for c in range(len(s.classes)) if s.classes[c].name != "batch"], axes)
-    elif len(axes) == 1:
+    elif strategy == "fsdp_tp" and len(axes) == 1:
         yield from preset(s, "fsdp")
     else:
-        base = Choice(_batch(s, axes[:1], strategy), axes[:1], 3)
-        rest = [c for c in range(len(s.classes)) if not base.split[c]]
-        yield from _improve(s, base, rest, axes[1:])
+        first = axes[:1] if strategy == "fsdp_tp" else ()
+        base = Choice(_batch(s, first, strategy), first, 3) if first else none
+        limits = Limits(of_batch(s.graph), first, axes[len(first) :])
+        found = list(solved(s, limits, first))
+        yield from found
+        if not found:
+            rest = [i for i in range(len(s.classes)) if i not in s.batch]
+            yield from _improve(s, base, rest, axes[len(first) :])
 
 
 def _batch(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
     """The batch split over ``axes``: every class named so."""
     split: list[Axes] = [() for _ in s.classes]
     sizes = s.graph.program.mesh
-    found = [i for i, c in enumerate(s.classes) if c.name.split("'")[0] == "batch"]
-    for i in found:
+    for i in s.batch:
         c = s.classes[i]
         if c.size % sizes.axes_size(axes):
             v, d = next((v, d) for v, d in c.inputs)
@@ -54,16 +59,21 @@ def _batch(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
 
 
 def _improve(s: Search, start: Choice, free: Iterable[int], axes: Axes) -> Iterator[Choice]:
-    """Changes one class at a time for the better until nothing helps; yields what it tried."""
+    """Changes one class at a time for the better until nothing helps, those that help most alone first; yields what it
+    tried."""
     space, best = s.space(), s.price(start)
+
+    def tries(i: int, choice: Choice) -> list[Choice]:
+        options = [o for o in space[i] if set(o) <= set(axes)]
+        return [replace(choice, split=(*choice.split[:i], o, *choice.split[i + 1 :])) for o in options]
+
     yield start
+    alone = {i: min(s.price(c).key(s.budget) for c in tries(i, start)) for i in free}
     for _ in range(ROUNDS):
         before = best
-        for i in free:
-            options = [o for o in space[i] if set(o) <= set(axes)]
-            split = best.choice.split
-            tries = [replace(best.choice, split=(*split[:i], o, *split[i + 1 :])) for o in options]
-            yield from tries
-            best = min([best, *map(s.price, tries)], key=lambda c: c.key(s.budget))
+        for i in sorted(alone, key=lambda i: (alone[i], i)):
+            found = tries(i, best.choice)
+            yield from found
+            best = min([best, *map(s.price, found)], key=lambda c: c.key(s.budget))
         if best is before:
             return

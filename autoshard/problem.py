@@ -61,11 +61,12 @@ class Problem:
         return Problem(tuple(unary), self.pairs, kin=self.kin)
 
 
-def restricted(problem: Problem, options: Sequence[Labels]) -> Problem:
-    """``problem`` with some of each variable's options, given by number."""
+def restricted(problem: Problem, options: Sequence[Labels], *, kin: bool = False) -> Problem:
+    """``problem`` without its rows and with some of each variable's options, given by number; ``kin``: with its kin."""
     return Problem(
         tuple(u[k] for u, k in zip(problem.unary, options, strict=True)),
         {(i, j): t[np.ix_(options[i], options[j])] for (i, j), t in problem.pairs.items()},
+        kin=tuple(tuple(l[k] for l, k in zip(labels, options, strict=True)) for labels in problem.kin) if kin else (),
     )
 
 

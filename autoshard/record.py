@@ -19,19 +19,27 @@ from autoshard.mesh import Hardware, LogicalMesh
 from autoshard.program import TreeDef
 from autoshard.spec import Spec
 from autoshard.structure import describe, paths, rebuild
+from autoshard.target import Target
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
 
-VERSION = 2
+VERSION = 3
 _TREES = ("in_tree", "out_tree")
+_LEFT = frozenset({"study"})
+"""Fields that are not stored."""
 
 
 def write(plan: Plan) -> dict[str, Any]:
     """``plan`` as JSON values."""
-    plain = {f.name: _plain(getattr(plan, f.name)) for f in dataclasses.fields(plan) if f.name not in _TREES}
+    names = _names(type(plan)) - set(_TREES)
+    plain = {f.name: _plain(getattr(plan, f.name)) for f in dataclasses.fields(plan) if f.name in names}
     trees = {name: None if (tree := getattr(plan, name)) is None else [describe(tree)] for name in _TREES}
     return {"autoshard_plan": VERSION, **plain, **trees}
+
+
+def _names(cls: type[Plan]) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)} - _LEFT
 
 
 def read(cls: type[Plan], stored: Any) -> Plan:
@@ -45,7 +53,7 @@ def read(cls: type[Plan], stored: Any) -> Plan:
         raise PlanError("this is no plan: it has no 'autoshard_plan' entry")
     if stored["autoshard_plan"] != VERSION:
         raise PlanError(f"plan of version {stored['autoshard_plan']!r}; this autoshard reads {VERSION}: plan anew")
-    names = {f.name for f in dataclasses.fields(cls)}
+    names = _names(cls)
     missing = sorted(names - set(stored))
     if missing:
         raise PlanError(f"the plan lacks {', '.join(map(repr, missing))}")
@@ -58,7 +66,9 @@ def read(cls: type[Plan], stored: Any) -> Plan:
             raise PlanError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}") from None
     mesh: _MeshRecord = parts["mesh"]
     try:
-        parts["mesh"] = LogicalMesh(mesh.axis_names, mesh.axis_sizes, mesh.hardware, mesh.axis_links)
+        parts["mesh"] = LogicalMesh(
+            mesh.axis_names, mesh.axis_sizes, mesh.hardware, mesh.axis_links, target=mesh.target
+        )
     except MeshError as e:
         raise PlanError(f"mesh: {e}") from None
     for name, places in zip(_TREES, (parts["inputs"], parts["outputs"]), strict=True):
@@ -79,6 +89,7 @@ class _MeshRecord:
     axis_sizes: tuple[int, ...]
     axis_links: tuple[str, ...]
     hardware: Hardware
+    target: Target | None
 
 
 @functools.cache
@@ -142,7 +153,7 @@ def _specs(plan: Plan) -> Iterator[tuple[str, Spec, tuple[int, ...] | None]]:
         for spec in (pin.spec, *pin.via):
             yield f"{pin.op} at {pin.source}", spec, pin.shape
     for island in plan.islands:
-        for spec in (*island.needs, *island.gives, Spec((island.axes,))):
+        for spec in (*island.needs, *island.gives, *island.leaves, Spec((island.axes,))):
             yield f"{island.op} at {island.source}", spec, None
 
 
@@ -163,7 +174,7 @@ def _difference(a: Any, b: Any, at: str) -> str:
 
 def _plain(x: Any) -> Any:
     if isinstance(x, LogicalMesh):
-        return _plain(_MeshRecord(x.axis_names, x.axis_sizes, x.axis_links, x.hardware))
+        return _plain(_MeshRecord(x.axis_names, x.axis_sizes, x.axis_links, x.hardware, x.target))
     if dataclasses.is_dataclass(x):
         return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, Mapping):

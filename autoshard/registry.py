@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import jax
 from jax.extend.core import Primitive
 
 from autoshard import jaxpr as jx
@@ -51,6 +50,28 @@ class Rules(Mapping[Key, RuleFn]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same rule whatever the operands."""
+
+    rule: Rule
+
+    def __call__(self, *_: Any, **__: Any) -> Rule:
+        return self.rule
+
+
+@dataclass(frozen=True)
+class Read:
+    """A rule in Shardy's terms, for operands of any ranks that it leaves open."""
+
+    einsum: notation.Einsum
+    form: Local | None
+
+    def __call__(self, *avals: Any, **_: Any) -> Rule:
+        rule = self.einsum.rule([tuple(getattr(a, "shape", ())) for a in avals])
+        return rule if self.form is None else _with_local(rule, self.form)
 
 
 def key(of: Key | Callable[..., Any]) -> Key:
@@ -97,32 +118,11 @@ def rule_fn(rule: AnyRule, local: Local | Callable[..., Any] | None = None) -> R
     if isinstance(rule, str) and not notation.is_attribute(rule) and not notation.is_words(rule):
         rule = parse(rule)
     if isinstance(rule, Rule):
-        return _Fixed(_with_local(rule, form))
-    made = _reader(rule)
-    return made if form is None else lambda *avals, **params: _with_local(made(*avals, **params), form)
-
-
-def check(of: Key | Callable[..., Any], fn: RuleFn, example: Sequence[Any]) -> None:
-    """Holds a rule against an example of the operation's operands and, after them, its results.
-
-    Raises:
-      RuleError: another number of dimensions or of operands, or sizes that do not fit.
-    """
-    avals = [a if isinstance(a, jax.ShapeDtypeStruct) else jax.typeof(a) for a in example]
-    fixed = fn.rule if isinstance(fn, _Fixed) else None
-    count = len(fixed.operands) if fixed else len(avals)
-    operands, results = avals[:count], avals[count:]
-    if len(operands) == count and not results:
-        results = _results(of, operands)
-    rule = fn(*operands) if fixed is None else fixed
-    given = [tuple(a.shape) for a in (*operands, *results)]
-    dims = (*rule.operands, *rule.results)
-    if len(given) not in (len(rule.operands), len(dims)) or any(
-        len(d) != len(s) for d, s in zip(dims, given, strict=False)
-    ):
-        raise RuleError(f"rule {rule} for {title(of)} has other ranks than the example's shapes {given}")
-    if len(given) == len(dims):
-        rule.factor_sizes(given)
+        return Fixed(_with_local(rule, form))
+    read = _read(rule)
+    if isinstance(read, notation.Einsum):
+        return Read(read, form)
+    return read if form is None else lambda *avals, **params: _with_local(read(*avals, **params), form)
 
 
 def lookup(eqn: jx.JaxprEqn, table: RuleTable, mesh: LogicalMesh) -> Rule | None:
@@ -138,7 +138,7 @@ def lookup(eqn: jx.JaxprEqn, table: RuleTable, mesh: LogicalMesh) -> Rule | None
     if fn is None:
         rule = carried(eqn, mesh)
     else:
-        rule = fn(*operands, **eqn.params)
+        rule = fn(*operands, **jx.parameters(eqn))
     if rule is None or rule.local is not None or not jx.opaque(eqn):
         return rule
     if any(rule.kind(f) != "whole" for f in rule.factors) and not jx.resizable(eqn):
@@ -174,11 +174,13 @@ def carried(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
 def unruled(eqn: jx.JaxprEqn) -> Rule:
     """The rule of an operation that has none: kept whole, with what to do about it."""
     called = jx.names(eqn)
-    text = (
-        f"no rule for {called[0]!r}; autoshard.register_rule({called[1]!r}, ...) gives one"
-        if called
-        else f"no rule for the primitive {eqn.primitive.name!r}"
-    )
+    strange = [jx.aval(a).str_short() for a in (*eqn.invars, *eqn.outvars) if not jx.is_shaped(a)]
+    if eqn.primitive is jx.HIGH and strange:
+        text = f"{called[-1]} takes or gives {strange[0]}, which is no array, so it is not looked into"
+    elif called:
+        text = f"no rule for {called[0]!r}; autoshard.register_rule({called[1]!r}, ...) gives one"
+    else:
+        text = f"no rule for the primitive {eqn.primitive.name!r}"
     rule = whole(text, map(jx.aval, eqn.invars), map(jx.aval, eqn.outvars))
     alone = jx.opaque(eqn) and not jx.resizable(eqn) and not jx.interpreted(eqn)  # XLA does not even repeat it
     return replace(rule, local=Local(None, _silent)) if alone else rule
@@ -201,39 +203,27 @@ def title(of: Key | Callable[..., Any]) -> str:
     return k.name if isinstance(k, Primitive) else k
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """The same rule whatever the operands."""
-
-    rule: Rule
-
-    def __call__(self, *_: Any, **__: Any) -> Rule:
-        return self.rule
-
-
 def _silent(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
     """The moves of a form without collectives."""
     return ()
 
 
-def _reader(rule: Any) -> RuleFn:
+def _read(rule: Any) -> notation.Einsum | RuleFn:
     if isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Mapping):
-        read = notation.words(rule[0], **rule[1])
-    elif isinstance(rule, str):
+        return notation.words(rule[0], **rule[1])
+    if isinstance(rule, str):
         text, _, kinds = rule.partition("{") if notation.is_words(rule) else (rule, "", "")
         if kinds:
             raise RuleError(
                 f"rule {rule!r}: beside factors in words, kinds are given as "
                 f"({text.strip()!r}, {{'reduction_factors': (...)}}), or write one letter a factor"
             )
-        read = notation.words(rule) if notation.is_words(rule) else notation.attribute(rule)
-    elif hasattr(rule, "operand_mappings"):
-        read = notation.of_object(rule)
-    elif callable(rule):
+        return notation.words(rule) if notation.is_words(rule) else notation.attribute(rule)
+    if hasattr(rule, "operand_mappings"):
+        return notation.of_object(rule)
+    if callable(rule):
         return cast(RuleFn, rule)
-    else:
-        raise RuleError(f"{rule!r} is no rule: give a Rule, its text, Shardy's, or a function that returns one")
-    return lambda *avals, **_: read.rule([tuple(getattr(a, "shape", ())) for a in avals])
+    raise RuleError(f"{rule!r} is no rule: give a Rule, its text, Shardy's, or a function that returns one")
 
 
 def _with_local(rule: Rule, form: Local | None) -> Rule:
@@ -251,14 +241,3 @@ def _with_local(rule: Rule, form: Local | None) -> Rule:
             f"make {', '.join(halos)} whole, or local with a form that fetches the edges"
         )
     return replace(rule, local=form)
-
-
-def _results(of: Key | Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
-    """The results' abstract values, where ``of`` is something that can be called."""
-    call = of.bind if isinstance(of, Primitive) else of if callable(of) else None
-    if call is None:
-        return []
-    try:
-        return jax.tree.leaves(jax.eval_shape(call, *operands))
-    except Exception:  # of any kind: it wants parameters, or is a kernel that runs only inside of another
-        return []

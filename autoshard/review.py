@@ -270,6 +270,7 @@ def _reason(pin: Pin) -> str:
     kinds = {
         "brought there": "brought there by transfers",
         "needed so": "read otherwise than lying",
+        "lies so": "lying otherwise than read",
         "carried": "carried into or out of regions",
         "result of": "made by products",
         "pinned": "pinned by the step itself",

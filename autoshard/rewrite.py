@@ -125,7 +125,7 @@ def checked(step: Pass, before: Program, after: Program) -> Program:
     if not _defined_once(after.jaxpr):
         after = after.with_jaxpr(jx.normalize(after.jaxpr))
     try:
-        jx.check(after.jaxpr)
+        jx.check(after.jaxpr, before.jaxpr)
     except Exception as e:
         raise PassError(f"the pass {step} left a program that is not well formed: {e}") from e
     old, new = _effects(before.jaxpr), _effects(after.jaxpr)

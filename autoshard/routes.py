@@ -44,7 +44,7 @@ def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], b
     if set(srcs) == set(dsts) and len(set(srcs)) == 1:
         return np.zeros((len(srcs), len(dsts)))
     large = [d for d, n in enumerate(shape) if n > 1]
-    axes = tuple(a for a, n in mesh.shape.items() if n > 1)
+    axes = mesh.split_axes
     terms = tuple(sorted({t for s in srcs for t in s.partial if t[0] in axes}))
     known = axes, len(large), terms, mesh
     net = _net(*known)
@@ -96,6 +96,7 @@ def _net(axes: tuple[str, ...], rank: int, terms: Terms, mesh: LogicalMesh) -> _
             edges.append((here, edge))
             if edge.after not in number:
                 queue.append(edge.after)
+    states = list(number)
     before = np.array([b for b, _ in edges])
     return _Net(
         number,
@@ -106,13 +107,8 @@ def _net(axes: tuple[str, ...], rank: int, terms: Terms, mesh: LogicalMesh) -> _
         np.array([e.fixed for _, e in edges]),
         np.array([e.each for _, e in edges]),
         np.array([e.kind == "all-gather" for _, e in edges]),
-        np.array([[_begins(a, s, e) for a in axes] for s, e in _stated(edges, number)], dtype=np.float32),
+        np.array([[_begins(a, states[b], e) for a in axes] for b, e in edges], dtype=np.float32),
     )
-
-
-def _stated(edges: Sequence[tuple[int, Edge]], number: dict[State, int]) -> list[tuple[State, Edge]]:
-    states = list(number)
-    return [(states[b], e) for b, e in edges]
 
 
 def _begins(axis: str, before: State, edge: Edge) -> bool:

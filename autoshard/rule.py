@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jax.extend.core import Primitive
 
@@ -52,18 +52,20 @@ class Local:
 
     It is used inside `jax.shard_map`. With a rule that has a factor of the kind `local`, when that is split; with one
     that has a factor of the kind `halo`, when that is, and the axes that split it are left to XLA, which exchanges the
-    edges; with any other, always. All other factors may be split at the same time; what they reduce, the lowering
-    combines.
+    edges; with any other, always; unless ``due`` says otherwise. All other factors may be split at the same time; what
+    they reduce, the lowering combines.
     """
 
     fun: Callable[..., Any] | None
     """``fun(axes, *operands)`` -> a result or a tuple of them: parts in, parts out. ``axes`` are the mesh axes that
     split the local factor, major to minor: a valid ``axis_name`` of every collective. None: the operation itself."""
-    moves: Callable[[int, Sequence[int]], tuple[tuple[str, int], ...]]
-    """``moves(parts, sizes)`` -> the collectives that ``fun`` makes over ``axes``, as (kind, bytes). ``sizes`` are the
-    bytes of one part of each operand and then of each result; bytes are as `autoshard.collective` defines them."""
-    always: bool = False
-    """Also where the local factor is not split, with no ``axes``: XLA gathers whatever else is."""
+    moves: Callable[[int, Sequence[int]], tuple[tuple[str, int], ...] | None]
+    """``moves(parts, sizes)`` -> the collectives that ``fun`` makes over ``axes``, as (kind, bytes); None where so many
+    parts are better gathered, so that ``fun`` is not asked. ``sizes`` are the bytes of one part of each operand and
+    then of each result; bytes are as `autoshard.collective` defines them."""
+    due: Literal["split", "always", "partial"] = "split"
+    """``always``: also where the local factor is not split, with no ``axes``, since XLA gathers whatever else is.
+    ``partial``: where a factor is split that is reduced, and nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)

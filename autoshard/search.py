@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.candidates import Candidate, Choice, Search
-from autoshard.errors import ArgumentError, MemoryBudgetError, PlanError, nearest
+from autoshard.errors import ArgumentError, MemoryBudgetError, nearest
 from autoshard.graph import Graph
+from autoshard.layouts import solved
 from autoshard.presets import PRESETS, preset
-from autoshard.propagate import propagate
-from autoshard.solve import solve
-from autoshard.space import build
-from autoshard.spec import Axes, Spec
+from autoshard.space import splits
+from autoshard.spec import Spec
 from autoshard.units import size_text
 
 EXHAUSTIVE = 512
 """Most candidates that are tried one by one."""
-AXES = 3
-"""Most mesh axes for which the space is solved."""
-MOMENTS = 5
-"""Most moments of a step whose memory is held within the budget while solving."""
 POLISH = 40_000
 """Most nodes times candidates that are tried one by one in a large program."""
 
@@ -53,7 +48,7 @@ def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tu
 
 def _auto(s: Search) -> Iterator[Choice]:
     proven = False
-    for choice in _solved(s):
+    for choice in solved(s):
         proven = proven or s.proven(s.price(choice))
         yield choice
     space = s.space()
@@ -67,50 +62,11 @@ def _auto(s: Search) -> Iterator[Choice]:
                 yield Choice(tuple(split), storage, zero)
         return
     starts = [Choice(((),) * len(s.classes))]
-    batch = [i for i, c in enumerate(s.classes) if c.name.split("'")[0] == "batch"]
     for axes in subsets:
-        split = tuple(axes if i in batch and axes in space[i] else () for i in range(len(s.classes)))
+        split = tuple(axes if i in s.batch and axes in space[i] else () for i in range(len(s.classes)))
         starts += [Choice(split), Choice(split, axes, 2), Choice(split, axes, 3)]
     if len(s.graph.nodes) * len(starts) <= POLISH:
         yield from starts
-
-
-def _solved(s: Search) -> Iterator[Choice]:
-    """What solving the program's space finds: the best without the budget, then with it until it is kept.
-
-    Memory is least known where it peaks, and that moves with the layout; so each answer that is over the budget adds
-    the moment of its own peak to the problem.
-    """
-    graph, sizes = s.graph, s.graph.program.mesh
-    if not 0 < len(s.axes) <= AXES:
-        return
-    space = build(graph)
-    problem = space.problem
-    for k in range(1, MOMENTS + 1):
-        try:
-            found = solve(problem)
-        except PlanError:
-            return
-        s.bound = max(s.bound, found.bound)
-        specs = space.specs(found.choice)
-        open_ = {v: specs[v] for v in graph.open if v in specs}
-        given = {v: x for v, x in specs.items() if v not in graph.pins}
-        layout = replace(propagate(graph, [open_], given), ways=space.ways(found.choice))
-        split = tuple(_mostly(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
-        choice = Choice(split, solved=k)
-        peak = s.add(choice, layout).memory.peak
-        yield choice
-        if peak <= s.budget:
-            return
-        moment = int(s.lives.over_time(s.lives.sizes(layout)).argmax())
-        alive = {v: graph.values[v].bytes for v in (*graph.inputs, *s.lives.alive(moment))}
-        problem = replace(problem, rows=(*problem.rows, space.row(alive, s.budget, sizes)))
-
-
-def _mostly(found: Iterable[Axes]) -> Axes:
-    """The commonest; the longest of equally common ones."""
-    have = list(found)
-    return max(have, key=lambda a: (have.count(a), len(a)), default=())
 
 
 def _by_input(s: Search, best: Candidate) -> Iterator[Choice]:
@@ -138,15 +94,9 @@ def _free_inputs(s: Search) -> list[int]:
     return sorted(found, key=lambda i: (-s.graph.values[s.graph.inputs[i]].bytes, i))
 
 
-def _specs(s: Search, i: int) -> list[Spec]:
+def _specs(s: Search, i: int) -> Sequence[Spec]:
     """Every spec of argument ``i``: each axis on one dimension or none, in mesh order where several share one."""
-    shape, sizes = s.graph.values[s.graph.inputs[i]].shape, s.graph.program.mesh
-    specs: list[Spec] = []
-    for places in itertools.product([None, *range(len(shape))], repeat=len(s.axes)):
-        dims = tuple(tuple(a for a, p in zip(s.axes, places, strict=True) if p == d) for d in range(len(shape)))
-        if all(n % sizes.axes_size(d) == 0 and (n > 1 or not d) for n, d in zip(shape, dims, strict=True)):
-            specs.append(Spec(dims))
-    return specs
+    return splits(s.graph.values[s.graph.inputs[i]].shape, s.axes, s.graph.program.mesh)
 
 
 def _too_large(s: Search, strategy: str) -> str:
@@ -156,6 +106,5 @@ def _too_large(s: Search, strategy: str) -> str:
     return (
         f"none of {len(s.tried)} layouts fits {size_text(s.budget, 2)} a device: the least that would is "
         f"{size_text(smallest.memory.peak, 2)}, of which {parts[0][0]} take {size_text(parts[0][1], 2)} and "
-        f"{parts[1][0]} {size_text(parts[1][1], 2)};{more} raise memory_budget, add devices, or pass "
-        "passes=['recompute:full']"
+        f"{parts[1][0]} {size_text(parts[1][1], 2)};{more} raise memory_budget or add devices"
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from autoshard.review import review
-from autoshard.sections import Table
+from autoshard.sections import Section, Table
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -19,9 +19,14 @@ _COLUMN = 64
 
 
 def explain(plan: Plan) -> str:
-    """The review of ``plan`` as plain text, at most 120 columns wide."""
+    """The review of ``plan`` as plain text."""
+    return text(review(plan))
+
+
+def text(sections: Iterable[Section]) -> str:
+    """Sections as plain text, at most 120 columns wide; the first is the heading."""
     lines: list[str] = []
-    for n, section in enumerate(review(plan)):
+    for n, section in enumerate(sections):
         indent = "  " if n else ""
         lines += ["", section.title] if n else _wrapped(section.title, "", "")
         for words in section.words:

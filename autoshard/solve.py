@@ -246,11 +246,11 @@ def _beside(problem: Problem) -> list[list[_Factor]]:
     return beside
 
 
-def exactly(problem: Problem, seconds: float = math.inf) -> Solution:
+def exactly(problem: Problem) -> Solution:
     """The best choice that keeps the budgets, by HiGHS, with the bound that it proved.
 
     Raises:
-      PlanError: no choice keeps the budgets, or none was found in ``seconds``.
+      PlanError: no choice keeps the budgets.
     """
     at, columns = [], 0
     for u in problem.unary:
@@ -292,7 +292,7 @@ def exactly(problem: Problem, seconds: float = math.inf) -> Solution:
         integrality=np.arange(columns) < whole,
         bounds=scipy.optimize.Bounds(0, most),
         constraints=scipy.optimize.LinearConstraint(matrix, low, high),
-        options={"mip_rel_gap": 0.0, **({"time_limit": seconds} if math.isfinite(seconds) else {})},
+        options={"mip_rel_gap": 0.0},
     )
     if result.x is None:
         raise PlanError(f"no choice keeps the budgets: {result.message}")

@@ -19,10 +19,11 @@ them: their costs are added up.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +31,18 @@ import numpy as np
 
 from autoshard.cost import Way, held, way
 from autoshard.graph import Graph, Kind
-from autoshard.groups import Form, Groups, Places
+from autoshard.groups import PARAMETER, Groups, Places
 from autoshard.mesh import LogicalMesh
 from autoshard.problem import Array, Builder, Problem, Row
 from autoshard.routes import prices
 from autoshard.spec import Axes, Spec
 
-HELD = 1e-4
+HELD = 1e-6
 """What a byte of an argument costs, in reads of a byte from memory."""
 
 Factors = tuple[tuple[str, Axes], ...]
+End = tuple[int, Places] | None
+"""A value's variable, and its places there."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Space:
     """Of each group's dimensions; of what is no group, nothing."""
     nodes: Mapping[int, tuple[int, Sequence[Factors]]]
     """Variable of each node that has one, and the axes of its factors under each option."""
+    slack: float
+    """How much more than the layout's seconds a choice can cost in the problem, which charges a little for memory."""
 
     def ways(self, choice: Sequence[int]) -> dict[int, Factors]:
         """The axes of the factors of every node that has a variable."""
@@ -64,11 +69,7 @@ class Space:
 
     def specs(self, choice: Sequence[int]) -> dict[int, Spec]:
         """The spec of every value that a variable decides."""
-        options = [o[c] if o else Spec(()) for o, c in zip(self.options, choice, strict=True)]
-        return {
-            v: Spec(tuple(options[i].dims[p] if p >= 0 else () for p in places))
-            for v, (i, places) in self.where.items()
-        }
+        return {v: lies(self.options[i][choice[i]], places) for v, (i, places) in self.where.items()}
 
 
 def row_of(
@@ -92,17 +93,43 @@ def row_of(
     return Row(loads, limit)
 
 
-def build(graph: Graph) -> Space:
+@dataclass(frozen=True)
+class Limits:
+    """What a preset says of the batch."""
+
+    batch: frozenset[tuple[int, int]] = frozenset()
+    """The dimensions that belong to it: (value, dimension)."""
+    only: Axes = ()
+    """Axes that split it wherever they can, and nothing else of what has it."""
+    never: Axes = ()
+    """Axes that do not split it, but every parameter that they can, wherever it is used."""
+
+    def within(self, options: Iterable[Spec], batch: Collection[int]) -> list[Spec]:
+        """Those of ``options`` that are allowed, where the dimensions ``batch`` are the batch's."""
+        found = [s for s in options if not any(a in self.never for d in batch for a in s.dims[d])]
+        if batch:
+            found = [
+                s for s in found if not any(a in self.only for d, x in enumerate(s.dims) if d not in batch for a in x)
+            ]
+        most = [s for s in found if all(any(a in s.dims[d] for d in batch) for a in self.only)]
+        return most if batch and most else found
+
+    def splitting[T](self, options: Sequence[T], axes: Callable[[T], Collection[str]]) -> Sequence[T]:
+        """Those of ``options`` that split a parameter as it is to be, if any do."""
+        return [o for o in options if set(self.never) <= set(axes(o))] or options
+
+
+def build(graph: Graph, limits: Limits | None = None) -> Space:
     """The problem of laying out ``graph``; the user's pins leave the values that they name one option."""
-    return _Assembly(graph).space()
+    return _Assembly(graph, limits or Limits()).space()
 
 
 class _Assembly:
     """Adds up the tables."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.mesh = graph, graph.program.mesh
-        self.axes = tuple(a for a, n in self.mesh.shape.items() if n > 1)
+    def __init__(self, graph: Graph, limits: Limits) -> None:
+        self.graph, self.mesh, self.limits = graph, graph.program.mesh, limits
+        self.axes = self.mesh.split_axes
         self.groups = Groups(graph)
         self.builder = Builder()
         self.options: list[Sequence[Spec]] = []
@@ -115,6 +142,7 @@ class _Assembly:
     def space(self) -> Space:
         graph, places, color = self.graph, self.groups.places, self.groups.color
         sizes: dict[int, list[int]] = {}
+        batch: dict[int, set[int]] = defaultdict(set)
         pinned: dict[int, tuple[Spec, set[int]]] = {}
         for v, (root, where) in places.items():
             c = color[root]
@@ -123,11 +151,14 @@ class _Assembly:
             for d, p in enumerate(where):
                 if p >= 0:
                     known[p] = math.gcd(known[p], graph.values[v].shape[d])
+                    if (v, d) in self.limits.batch:
+                        batch[c].add(p)
             if v in graph.pins:
                 given = Spec(tuple(graph.pins[v].dims[where.index(p)] for p in range(rank)))
                 pinned[c] = given, {where[d] for d in graph.open.get(v, ())}
         for c, dims in sizes.items():
-            self._variable(c, self._within(*pinned[c], dims) if c in pinned else self._splits(dims))
+            free = self.limits.within(self._splits(dims), batch[c])
+            self._variable(c, self._within(*pinned[c], dims) if c in pinned else free)
         where = {v: (self.variables[color[root]], at) for v, (root, at) in places.items()}
         self.where = where
         copies = self._copies()
@@ -138,9 +169,9 @@ class _Assembly:
                 alike[node.kind, ends].append(n)
         for (kind, ends), nodes in alike.items():
             self._node(kind, ends, nodes)
-        self._held()
+        slack = self._held()
         kin = tuple(tuple(np.array(_labels(k, axis)) for k in self.kin) for axis in self.axes)
-        return Space(self.builder.done(kin if len(kin) > 1 else ()), where, tuple(self.options), self.nodes)
+        return Space(self.builder.done(kin if len(kin) > 1 else ()), where, tuple(self.options), self.nodes, slack)
 
     def _variable(self, key: Any, options: Sequence[Spec]) -> int:
         i = self.variables[key] = self.builder.variable(len(options))
@@ -158,15 +189,18 @@ class _Assembly:
         more = splits(tuple(sizes), rest, self.mesh)
         return [Spec(tuple(a + b for a, b in zip(pin.dims, m.dims, strict=True))) for m in more]
 
-    def _splits(self, sizes: Sequence[int]) -> list[Spec]:
+    def _splits(self, sizes: Sequence[int]) -> Sequence[Spec]:
         return splits(tuple(sizes), self.axes, self.mesh)
 
-    def _held(self) -> None:
-        """Charges a little for what arguments take, so that of layouts that are equal otherwise the smallest wins."""
+    def _held(self) -> float:
+        """Charges a little for what arguments take, so that of layouts that are equal otherwise the smallest wins; the
+        most that it can come to."""
         held = {v: float(self.graph.values[v].bytes) for v in self.graph.inputs if v in self.where}
         row = row_of(held, math.inf, self.where, self.options, self.mesh)
+        price = HELD / self.mesh.hardware.bandwidth
         for i, load in row.loads.items():
-            self.builder.alone(i, load * HELD / self.mesh.hardware.bandwidth)
+            self.builder.alone(i, load * price)
+        return price * sum(float(load.max()) for load in row.loads.values())
 
     def _copies(self) -> dict[tuple[int, int], tuple[int, Places]]:
         """For a value and an equation that reads it: the variable that says how it lies when read."""
@@ -189,7 +223,10 @@ class _Assembly:
             key = "copy", i, where, readings
             j = self.variables.get(key)
             if j is None:
-                j = self._variable(key, self._splits(shape))
+                batch = [d for d in range(len(shape)) if (v, d) in self.limits.batch]
+                options = self.limits.within(self._splits(shape), batch)
+                parameter = self.groups.labels[v] == PARAMETER
+                j = self._variable(key, self.limits.splitting(options, lambda s: s.axes) if parameter else options)
             edges[i, where, j, at, shape, graph.values[v].bits] += max(graph.nodes[n].times for n in nodes)
             found.update({(v, n): (j, at) for n in nodes})
         for (i, where, j, at, shape, bits), times in edges.items():
@@ -198,17 +235,20 @@ class _Assembly:
 
     def _lies(self, i: int, where: Places) -> list[Spec]:
         """How a value with these places lies under each option of variable ``i``."""
-        return [Spec(tuple(o.dims[p] if p >= 0 else () for p in where)) for o in self.options[i]]
+        return [lies(o, where) for o in self.options[i]]
 
     def _between(
         self, i: int, src: Sequence[Spec], j: int, dst: Sequence[Spec], shape: Places, bits: int, times: float
     ) -> None:
         """Adds what it takes to bring a value from how ``i`` has it to how ``j`` has it."""
-        if i == j and src == dst:
-            return
+        if i != j or src != dst:
+            self.builder.between(i, j, times * self._moves(src, dst, shape, bits))
+
+    def _moves(self, src: Sequence[Spec], dst: Sequence[Spec], shape: Places, bits: int) -> Array:
+        """Seconds from each of ``src`` to each of ``dst``."""
         a, b = _distinct(src), _distinct(dst)
         table = prices(tuple(a), tuple(b), shape, bits, self.mesh)
-        self.builder.between(i, j, times * table[np.ix_([a[s] for s in src], [b[d] for d in dst])])
+        return table[np.ix_([a[s] for s in src], [b[d] for d in dst])]
 
     def _along(self, pairs: Sequence[tuple[Spec, Spec]], shape: Places, bits: int) -> Array:
         """Seconds between the two specs of each pair."""
@@ -218,51 +258,74 @@ class _Assembly:
         table = prices(tuple(srcs), tuple(dsts), shape, bits, self.mesh)
         return np.array([table[srcs[a], dsts[b]] for a, b in pairs])
 
-    def _node(self, kind: Kind, ends: Sequence[tuple[int, Places] | None], nodes: Sequence[int]) -> None:
+    def _node(self, kind: Kind, ends: Sequence[End], nodes: Sequence[int]) -> None:
         """Adds what nodes of a kind cost, whose values have these variables."""
         times = float(sum(self.graph.nodes[n].times for n in nodes))
-        form, operands = self.groups.form(kind), len(kind.rule.operands)
         if not any(ends) or not any(kind.shapes):
             return
-        dims = (*kind.rule.operands, *kind.rule.results)
-        leader = self._leader(kind, form, ends)
-        if leader is None:
-            chosen = self._chosen(kind)
+        leaders = self._leaders(kind, ends)
+        if not leaders:
+            chosen = self._chosen(kind, self.graph.nodes[nodes[0]].values)
             i = self.builder.variable(len(chosen))
             self.options.append([])
-            ways = [tuple(sorted(c.items())) for c in chosen]
-            self.kin.append(list(ways))
-            self.nodes.update((n, (i, ways)) for n in nodes)
+            self.kin.append([tuple(sorted(c.items())) for c in chosen])
+            self.nodes.update((n, (i, self.kin[i])) for n in nodes)
+            self._add(i, *self._costs(kind, ends, i, chosen, times))
+            return
+        found = {i: self._costs(kind, ends, i, self._as(kind, p, i, at), times) for p, (i, at) in leaders.items()}
+        if len(found) == 2 == len({end[0] for end in ends if end}):  # whichever of the two it is better run as
+            (i, (alone, others)), (j, (beside, back)) = found.items()
+            led = alone[:, None] + others.get(j, 0.0)
+            self.builder.between(i, j, np.minimum(led, beside + back[i].T if i in back else beside))
         else:
-            i, where = ends[leader] or (0, ())
-            chosen = [
-                {dim[0]: o.dims[p] for dim, p in zip(dims[leader], where, strict=True) if dim and p >= 0 and o.dims[p]}
-                for o in self.options[i]
-            ]
-        ways = [self._way(kind, c) for c in chosen]
-        self.builder.alone(i, np.array([times * w.seconds(self.mesh) if w.possible else math.inf for w in ways]))
+            i, costs = next(iter(found.items()))
+            self._add(i, *costs)
+
+    def _add(self, i: int, alone: Array, others: Mapping[int, Array]) -> None:
+        self.builder.alone(i, alone)
+        for j, table in others.items():
+            self.builder.between(i, j, table)
+
+    def _costs(
+        self, kind: Kind, ends: Sequence[End], i: int, chosen: Sequence[Mapping[str, Axes]], times: float
+    ) -> tuple[Array, dict[int, Array]]:
+        """Seconds of a node whose factors have the axes ``chosen`` under each option of ``i``: by that option, and, for
+        every other variable of its values, by that option and the other's."""
+        ways, operands = [self._way(kind, c) for c in chosen], len(kind.rule.operands)
+        alone = np.array([times * w.seconds(self.mesh) if w.possible else math.inf for w in ways])
+        others: dict[int, Array] = {}
         for p, end in enumerate(ends):
             asked = [w.needs[p] if p < operands else w.gives[p - operands] for w in ways]
             shape, bits = kind.shapes[p], kind.bits[p]
             if end is None:  # a scalar, or what no other equation reads: only its terms cost
                 if p >= operands:
-                    self.builder.alone(i, times * self._along([(a, a.reduced()) for a in asked], shape, bits))
+                    alone += times * self._along([(a, a.reduced()) for a in asked], shape, bits)
                 continue
-            j, where = end
-            lies = self._lies(j, where)
-            if j == i:
+            lies = self._lies(*end)
+            if end[0] == i:
                 pairs = zip(lies, asked, strict=True) if p < operands else zip(asked, lies, strict=True)
-                self.builder.alone(i, times * self._along(list(pairs), shape, bits))
-            elif p < operands:
-                self._between(j, lies, i, asked, shape, bits, times)
+                alone += times * self._along(list(pairs), shape, bits)
             else:
-                self._between(i, asked, j, lies, shape, bits, times)
+                table = (
+                    self._moves(lies, asked, shape, bits).T if p < operands else self._moves(asked, lies, shape, bits)
+                )
+                others[end[0]] = others.get(end[0], 0.0) + times * table
+        return alone, others
 
-    def _leader(self, kind: Kind, form: Form, ends: Sequence[tuple[int, Places] | None]) -> int | None:
-        """The position of the value as whose group lies, the equation runs: a result's, else the largest operand's."""
-        full = [p for p in form.full if ends[p] is not None]
-        results = [p for p in full if p >= len(kind.rule.operands)]
-        return max(results or full, key=lambda p: (math.prod(kind.shapes[p]), -p), default=None)
+    def _leaders(self, kind: Kind, ends: Sequence[End]) -> dict[int, tuple[int, Places]]:
+        """The values as which the equation may be run, by position, one a variable: results first, then the largest."""
+        full = [p for p in self.groups.form(kind).full if ends[p]]
+        found: dict[int, tuple[int, tuple[int, Places]]] = {}
+        for p in sorted(full, key=lambda p: (p < len(kind.rule.operands), -math.prod(kind.shapes[p]), p)):
+            if (end := ends[p]) is not None:
+                found.setdefault(end[0], (p, end))
+        return dict(found.values())
+
+    def _as(self, kind: Kind, p: int, i: int, at: Places) -> list[dict[str, Axes]]:
+        """The axes of the factors where the equation runs as its value at position ``p`` lies, option by option."""
+        dims = (*kind.rule.operands, *kind.rule.results)[p]
+        places = [(dim[0], d) for dim, d in zip(dims, at, strict=True) if dim and d >= 0]
+        return [{f: o.dims[d] for f, d in places if o.dims[d]} for o in self.options[i]]
 
     def _way(self, kind: Kind, chosen: Mapping[str, Axes]) -> Way:
         kept = {f: axes for f, axes in chosen.items() if kind.rule.kind(f) != "whole"}
@@ -271,22 +334,35 @@ class _Assembly:
             self.ways[key] = way(kind, kept, self.mesh)
         return self.ways[key]
 
-    def _chosen(self, kind: Kind) -> list[dict[str, Axes]]:
-        """Every way to give the axes to a kind's factors."""
+    def _chosen(self, kind: Kind, values: Sequence[int]) -> list[dict[str, Axes]]:
+        """Every way to give the axes to a kind's factors, of a node that has these values."""
         free = [(f, n) for f, n in kind.sizes if n > 1 and kind.rule.kind(f) != "whole"]
-        found = [dict(zip((f for f, _ in free), o.dims, strict=True)) for o in self._splits([n for _, n in free])]
+        of_batch = {dim[0] for p, d, dim in kind.places if (values[p], d) in self.limits.batch}
+        batch = [k for k, (f, _) in enumerate(free) if f in of_batch]
+        options = self.limits.within(self._splits([n for _, n in free]), batch)
+        found = [dict(zip((f for f, _ in free), o.dims, strict=True)) for o in options]
         kept = [held(kind, {f: a for f, a in c.items() if a}, self.mesh) for c in found]
-        return list({tuple(sorted(h.items())): h for h in kept}.values())
+        ways = list({tuple(sorted(h.items())): h for h in kept}.values())
+        for p in range(len(kind.rule.operands)) if self.limits.never else ():
+            if self.groups.labels[values[p]] == PARAMETER:
+                ways = list(self.limits.splitting(ways, lambda w, p=p: self._way(kind, w).needs[p].axes))
+        return ways
 
 
-def splits(sizes: Sequence[int], axes: Axes, mesh: LogicalMesh) -> list[Spec]:
+def lies(option: Spec, places: Places) -> Spec:
+    """How a value with these places lies where its group lies so."""
+    return Spec(tuple(option.dims[p] if p >= 0 else () for p in places))
+
+
+@functools.lru_cache(maxsize=4096)
+def splits(sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[Spec, ...]:
     """Every way to split dimensions of ``sizes``: each axis on one or none, in mesh order where several meet."""
     found: list[Spec] = []
     for chosen in itertools.product(range(-1, len(sizes)), repeat=len(axes)):
         dims = tuple(tuple(a for a, c in zip(axes, chosen, strict=True) if c == d) for d in range(len(sizes)))
-        if all(n % mesh.axes_size(d) == 0 for n, d in zip(sizes, dims, strict=True)):
+        if all(n % mesh.axes_size(d) == 0 and (n > 1 or not d) for n, d in zip(sizes, dims, strict=True)):
             found.append(Spec(dims))
-    return found
+    return tuple(found)
 
 
 def _labels(options: Sequence[tuple[tuple[Any, Axes], ...]], axis: str) -> list[int]:

@@ -102,6 +102,8 @@ class Step:
             self._hot = self._mutating
             return self._mutating(*args, **kwargs), None
         entry = self._entry(args, kwargs)
+        if not jx.tracing():
+            entry.plan.mesh.check_here(entry.program.name)
         leaves = jax.tree.leaves(self._signature.dynamic(args, kwargs))
         placed = entry.place(leaves, self._warned)
         if jx.tracing():

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError
 from autoshard.rule import RuleFn
-from autoshard.rules import attention, contract, index, linalg, pointwise, random, reduce, shape, sort, window
+from autoshard.rules import attention, contract, index, linalg, pointwise, random, reduce, shape, sort, sums, window
 from autoshard.rules.control import STRUCTURAL as STRUCTURAL
 from autoshard.rules.opaque import KEPT_WHOLE as KEPT_WHOLE
 
@@ -33,5 +33,5 @@ def join(*tables: dict[Primitive, RuleFn]) -> dict[Primitive, RuleFn]:
 
 
 TABLE = join(*(family.TABLE for family in FAMILIES))
-OWN = attention.TABLE
+OWN = join(attention.TABLE, sums.TABLE)
 """The rules of what passes put in a program: primitives of autoshard's own."""

@@ -3,13 +3,15 @@
 ``python -m autoshard.rules.audit`` runs each sample whole, then splits its operands in every way that the rule
 allows, runs the parts, puts their results together as the rule says, and compares. It does the same for what
 the rule lets through: it writes operands as terms to be combined, runs the terms, and combines the results. It
-also tries what the rules do not allow, and lists what would be right.
+also tries what the rules do not allow, and lists what would be right. Names of primitives after the command audit
+the samples of those alone.
 
 A comparison counts only if the result varies: a constant agrees with anything.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -22,8 +24,9 @@ import jax
 import numpy as np
 
 from autoshard import jaxpr as jx
+from autoshard.errors import RuleError, nearest
 from autoshard.rule import Dims, Rule, RuleTable
-from autoshard.rules import TABLE
+from autoshard.rules import KEPT_WHOLE, STRUCTURAL, TABLE
 from autoshard.rules.local import SIZED, Part, compute
 from autoshard.rules.reasons import NOT_LET, NOT_SPLIT
 from autoshard.rules.samples import Sample, samples
@@ -51,12 +54,14 @@ class Finding:
     name: str
     rule: str
     text: str
+    whole: str = ""
+    """Why the rule keeps its operation whole, where it does."""
 
     @property
     def reason(self) -> str:
         """Why the rule does not allow what is missing; "" if no reason is stated."""
         known = NOT_LET if self.text.startswith("lets ") else NOT_SPLIT
-        return known.get(self.name, "") if self.kind == "missing" else ""
+        return known.get(self.name, self.whole) if self.kind == "missing" else ""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.name}: {self.rule}: {self.text}" + (f" ({self.reason})" if self.reason else "")
@@ -90,7 +95,7 @@ class Case:
         return [_host(y) for y in (out if self.eqn.primitive.multiple_results else [out])]
 
     def finding(self, kind: str, text: str) -> Finding:
-        return Finding(kind, self.name, str(self.rule), text)
+        return Finding(kind, self.name, str(self.rule), text, self.rule.reason)
 
 
 def load(sample: Sample, table: RuleTable = TABLE) -> Case | None:
@@ -128,7 +133,8 @@ def audit_factors(case: Case) -> Iterator[Finding]:
             if kind == "halo":
                 right = parts < 3 or _near(case, factor, parts)
             elif kind == "local":
-                right = _same(_formed(case, factor, parts), case.results, _tolerance(case))
+                formed = _formed(case, factor, parts)
+                right = formed is None or _same(formed, case.results, _tolerance(case))
             else:
                 right = _same(_joined(case, factor, parts), case.results, _tolerance(case))
             if not right:
@@ -165,10 +171,14 @@ def _joined(case: Case, factor: str, parts: int) -> list[np.ndarray]:
     return joined
 
 
-def _formed(case: Case, factor: str, parts: int) -> list[np.ndarray]:
-    """The results of the rule's local form, its parts run side by side with the collectives between them."""
+def _formed(case: Case, factor: str, parts: int) -> list[np.ndarray] | None:
+    """The results of the rule's local form, its parts run side by side with the collectives between them; None where
+    it does not serve so many."""
     rule, local = case.rule, case.rule.local
     assert local is not None
+    sides = zip((*case.operands, *case.results), (*rule.operands, *rule.results), strict=True)
+    if local.moves(parts, [x.nbytes // (parts if any(factor in d for d in dims) else 1) for x, dims in sides]) is None:
+        return None
     stacked = [
         np.stack([_block(x, dims, case.sizes, factor, parts, k) for k in range(parts)])
         for x, dims in zip(case.operands, rule.operands, strict=True)
@@ -470,9 +480,34 @@ def audit(which: Iterable[Sample] | None = None) -> tuple[int, list[Finding]]:
     return count, list(dict.fromkeys(findings))
 
 
-def main() -> int:
+def chosen(names: Sequence[str]) -> tuple[Sample, ...]:
+    """The samples of these primitives; all where none is named.
+
+    Raises:
+      RuleError: a name that has no rule, or no sample in this JAX.
+    """
+    known = [s for s in samples() if jx.primitive(s.name) is not None]
+    for name in names:
+        if name in KEPT_WHOLE or name in STRUCTURAL:
+            raise RuleError(f"{name!r} has no rule to audit: {KEPT_WHOLE.get(name) or STRUCTURAL[name]}")
+        if name not in {s.name for s in known}:
+            raise RuleError(f"there is no sample of {name!r}{nearest(name, {s.name for s in known})}")
+    return tuple(s for s in known if not names or s.name in names)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the auditor finds; 1 if a rule is wrong, lacks evidence, or lacks something without a reason."""
-    count, findings = audit()
+    parser = argparse.ArgumentParser(
+        prog="python -m autoshard.rules.audit",
+        description="Proves the rules against the operations themselves, split in every way that they allow.",
+        epilog="Exits with 1 if a rule is wrong, lacks evidence, or lacks something without a reason.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a primitive, such as dot_general; none means all")
+    try:
+        which = chosen(parser.parse_args(argv).names)
+    except RuleError as e:
+        parser.error(str(e))
+    count, findings = audit(which)
     for finding in findings:
         print(finding)
     kinds = [f.kind for f in findings]

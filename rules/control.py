@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 STRUCTURAL: dict[str, str] = {
+    "call_hi_primitive": "it stands for many operations, such as SearchSorted; the body of each is partitioned",
     "cond": "the branches agree",
     "custom_jvp_call": "its body is partitioned",
     "custom_linear_solve": "its body is partitioned",

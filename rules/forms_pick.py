@@ -79,4 +79,4 @@ def top(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
         candidates = parts * min(k, size // parts)
         return tuple(("all-gather", n * candidates // k) for n in sizes[1:])
 
-    return Local(fun, moves, always=True)
+    return Local(fun, moves, due="always")

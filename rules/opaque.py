@@ -51,8 +51,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "a kernel or foreign function, of which nothing is known until a rule is registered for it": (
         "call_exported",
-        "call_hi_primitive",
-        "call_hi_primitive_linearized",
         "cudnn_fusion",
         "ffi_call",
         "mpmd_map",
@@ -108,6 +106,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "unreachable",
     ),
     "it stands for a derivative while JAX differentiates, and in no finished program": (
+        "call_hi_primitive_linearized",
         "custom_jvp_call_jaxpr",
         "custom_lin",
         "zeros_like",

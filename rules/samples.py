@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.lax import linalg
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.jaxpr import primitive
 
@@ -146,6 +146,7 @@ def _pointwise(d: Draw) -> Iterator[Sample]:
     yield Sample("layout_constraint", lambda x: with_layout_constraint(x, Layout((1, 0))), (d.real(4, 6),))
     yield Sample("xla_metadata_value", partial(set_xla_metadata, label="x"), (d.real(4, 6),))
     yield Sample("tie", bind("tie"), (d.real(4, 3), d.real(6, 2)))
+    yield Sample("reshard", bind("reshard", dst_sharding=ELSEWHERE, concrete_mesh=None), (d.real(4, 6),))
     yield Sample("optimization_barrier", lambda *x: lax.optimization_barrier(x), (d.real(4, 6), d.real(2)))
     yield Sample("device_put", _put, (d.real(4, 6), d.real(2)))
     yield Sample("dce_sink", lambda x: (lax.dce_sink(x), x)[1], (d.real(4, 6),))
@@ -167,6 +168,7 @@ def _put(*xs: Any) -> Any:
 
 
 NOWHERE = NamedSharding(AbstractMesh((), ()), PartitionSpec(None, None))
+ELSEWHERE = NamedSharding(AbstractMesh((1,), ("one",), axis_types=(AxisType.Explicit,)), PartitionSpec("one", None))
 UNIT = ("acos", "asin", "atanh", "erf_inv")
 CONVERSIONS = (
     ("float32", "float64"),
@@ -523,6 +525,8 @@ def _random(d: Draw) -> Iterator[Sample]:
 def _sort(d: Draw) -> Iterator[Sample]:
     x = d.real(4, 6, 2)
     yield Sample("sort", lambda a, b: lax.sort((a, b), dimension=1), (x, d.real(4, 6, 2)))
+    yield Sample("sort", lambda x: lax.sort(x, dimension=0), (d.integer(90, 2, high=30),))
+    yield Sample("sort", lambda a, b: lax.sort((lax.floor(a), b), dimension=1), (d.real(2, 216), d.real(2, 216)))
     yield Sample("top_k", lambda x: lax.top_k(x, 2), (d.real(4, 2, 6),))
     yield Sample("top_k", lambda x: lax.top_k(x, 2, axis=1), (x,))
     yield Sample("top_k", lambda x: lax.top_k(lax.floor(x), 5), (d.real(4, 2, 6),))

@@ -1,9 +1,4 @@
-"""Operations that order a dimension. The largest elements are found in parts; a sorted dimension stays whole.
-
-A sort by parts would have to send each element to where it ends, which depends on the values: either to parts of
-unknown sizes, or over log(n)**2 rounds of the whole part, no less than a gather for up to four parts. Where another
-dimension can take the split for the time of the sort, two all-to-alls are cheaper than both.
-"""
+"""Operations that order a dimension. The largest elements are found in parts; a sort sends all once there and back."""
 
 from __future__ import annotations
 
@@ -12,12 +7,15 @@ from typing import Any
 from autoshard.rule import Aval, Local, Rule, RuleFn
 from autoshard.rules.family import build, rows, table
 from autoshard.rules.forms_pick import top
+from autoshard.rules.forms_sort import ordered
 
 
-def sort(*xs: Aval, dimension: int, **_: Any) -> Rule:
+def sort(*xs: Aval, dimension: int, num_keys: int = 1, **_: Any) -> Rule:
     """Several operands are ordered together."""
     labels = rows(xs[0].shape)
-    return build([labels] * len(xs), [labels] * len(xs), {labels[dimension]: "whole"})
+    local = None if 0 in xs[0].shape else ordered(xs, dimension, num_keys)
+    sides = [labels] * len(xs)
+    return build(sides, sides, {labels[dimension]: "local" if local else "whole"}, local=local)
 
 
 def _top(x: Aval, axis: int, local: Local | None = None) -> Rule:

@@ -6,6 +6,7 @@ links have a latency next to nothing. (Zheng et al., "Alpa", OSDI 2022; tests/sh
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ import autoshard
 from autoshard.audit import audit
 from autoshard.collective import collective_seconds
 from autoshard.mesh import Hardware, Link, LogicalMesh
+from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 from autoshard.plan import Plan
 
 Loss = Callable[[Any, Any], Any]
@@ -31,8 +33,8 @@ def mesh(*sizes: int, beta: tuple[float, ...] = (1.0, 1.0)) -> LogicalMesh:
     return LogicalMesh(("x", "y"), sizes, hardware, ("x", "y"), tuple(jax.devices()[: sizes[0] * sizes[1]]))
 
 
-def planned(loss: Loss, params: Any, batch: Any, on: LogicalMesh) -> tuple[Plan, Counter[str]]:
-    """The plan of an Adam step, and how many collectives of each kind the compiled step has."""
+def planned(loss: Loss, params: Any, batch: Any, on: LogicalMesh, strategy: str = "auto") -> tuple[Plan, Counter[str]]:
+    """The plan of an Adam step, and how many collectives of each kind the compiled step has, which are as planned."""
     optimizer = optax.adam(1e-2)
 
     def step(state: Any, batch: Any) -> Any:
@@ -41,13 +43,14 @@ def planned(loss: Loss, params: Any, batch: Any, on: LogicalMesh) -> tuple[Plan,
         return (optax.apply_updates(state[0], updates), moments), value
 
     given = (params, jax.eval_shape(optimizer.init, params)), batch
-    planned = autoshard.jit(step, mesh=on, donate_argnums=0)
-    plan = planned.plan(*given)
-    compiled = planned.lower(*given).compile()
-    found: Counter[str] = Counter()
-    for row in audit(compiled, plan).rows:
-        found[row.kind] += sum(c.count for c in row.emitted)
-    return plan, +found
+    stepped = autoshard.jit(step, mesh=on, strategy=strategy, donate_argnums=0)
+    plan = stepped.plan(*given)
+    found = audit(stepped.lower(*given).compile(), plan)
+    assert found.clean, str(found)
+    emitted: Counter[str] = Counter()
+    for row in found.rows:
+        emitted[row.kind] += sum(c.count for c in row.emitted)
+    return plan, +emitted
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -96,6 +99,23 @@ def bert(layers: int, batch: int, seq: int, width: int, heads: int, *, remat: bo
     one |= {"fc2": array(4 * width, width), "fc2_bias": array(width)}
     one |= {f"{n}{i}": array(width) for n in ("scale", "shift") for i in (1, 2)}
     return loss, [dict(one) for _ in range(layers)], {n: array(batch, seq, width) for n in "xy"}
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+def test_a_tensor_parallel_decoder_has_four_reductions_a_layer(scan: bool) -> None:
+    """Not 7: what the three projections and the two of the gated block send back is added before it is reduced."""
+    layers, model = 3, ModelConfig(layers=3, scan=scan, d_model=256, heads=8, d_ff=1024, vocab=1024, seq=8)
+    steps = make_steps(model, OptimizerConfig(), 100)
+    state = jax.eval_shape(steps.init, jax.random.key(0))
+    batch = {k: jax.ShapeDtypeStruct((8, model.seq), jnp.int32) for k in ("inputs", "targets")}
+    step = autoshard.jit(steps.train, mesh=mesh(4, 1), donate_argnums=0)
+    plan = step.plan(state, batch)
+    found = audit(step.lower(state, batch).compile(), plan)
+    assert found.clean, str(found)
+    size = 8 * model.seq * model.d_model * 4
+    for side in (plan.cost.collectives, [c for row in found.rows for c in row.emitted]):
+        assert {c.kind for c in side} == {"all-reduce"}
+        assert sum(c.bytes // size * c.count for c in side) == 4 * layers + 1  # and one of what the logits send back
 
 
 def spec_of(plan: Plan, end: str) -> list[str]:
@@ -153,3 +173,150 @@ def test_a_small_batch_of_encoder_layers_is_split_by_heads_and_hidden_width(rema
     assert spec_of(plan, "['out']") == ["[x, _, _]"] * 2
     assert spec_of(plan, "['fc1']") == ["[_, x]"] * 2
     assert spec_of(plan, "['fc2']") == ["[x, _]"] * 2
+
+
+def test_encoder_layers_on_two_axes_do_with_seven_reductions() -> None:
+    """Alpa's has 4 a layer: 7 of activations, and one of the gradients over the batch's axis."""
+    on = mesh(2, 2)
+    plan, found = planned(*bert(2, 8, 8, 128, 8), on)
+    assert found == {"all-reduce": 7}
+    size = 8 * 8 * 128 * 4
+    theirs = 7 * collective_seconds("all-reduce", ("y",), size // 2, on)
+    theirs += collective_seconds(
+        "all-reduce", ("x",), sum(math.prod(p.shape) * 4 for p in plan.inputs if p.path.startswith("state[0]")) // 2, on
+    )
+    assert plan.cost.transfers <= theirs
+
+
+def seconds(on: LogicalMesh, *sent: tuple[str, int], axes: tuple[str, ...] = ("x",)) -> float:
+    """What collectives of these kinds and bytes take."""
+    return sum(collective_seconds(kind, axes, size, on) for kind, size in sent)
+
+
+def test_a_tied_embedding_is_split_by_rows_and_nothing_is_gathered() -> None:
+    vocab, width, ids = 1024, 8, jax.ShapeDtypeStruct((8, 8), jnp.int32)
+
+    def loss(params: Any, batch: Any) -> Any:
+        logits = params["embed"][batch["ids"]] @ params["embed"].T
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["labels"], vocab)).mean()
+
+    plan, found = planned(loss, {"embed": array(vocab, width)}, {"ids": ids, "labels": ids}, mesh(2, 2))
+    assert set(found) == {"all-reduce"}
+    assert spec_of(plan, "['embed']") == ["[x+y, _]"]
+
+
+def convolved(x: Any, w: Any, groups: int = 1) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+
+def test_large_convolutions_on_a_small_batch_are_split_by_features_in_turn() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for w in params:
+            x = convolved(x, w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    plan, found = planned(loss, [array(3, 3, 256, 256)] * 4, {n: array(8, 16, 16, 256) for n in "xy"}, mesh(4, 1))
+    assert found == {"all-reduce": 3}
+    assert [str(p.spec) for p in plan.inputs[:4]] == ["[_, _, _, x]", "[_, _, x, _]"] * 2
+
+
+def test_depthwise_convolutions_are_split_by_features() -> None:
+    def loss(w: Any, batch: Any) -> Any:
+        return jnp.mean((convolved(batch["x"], w, 256) - batch["y"]) ** 2)
+
+    plan, found = planned(loss, array(3, 3, 1, 256), {n: array(4, 8, 8, 256) for n in "xy"}, mesh(4, 1))
+    assert found == {"all-reduce": 1}
+    assert str(plan.inputs[0].spec) == "[_, _, _, x]"
+
+
+def test_convolutions_with_batch_norm_take_no_longer_than_a_split_batch() -> None:
+    """Alpa's: the batch split, with all-reduces alone. Features of 4 are sent for less."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for p in params:
+            x = convolved(x, p["w"])
+            mean = x.mean((0, 1, 2))
+            x = (x - mean) * jax.lax.rsqrt(((x - mean) ** 2).mean((0, 1, 2)) + 1e-5) * p["scale"] + p["shift"]
+            x = jax.lax.reduce_window(jax.nn.relu(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    one = {"w": array(3, 3, 4, 4), "scale": array(4), "shift": array(4)}
+    given = loss, [one] * 3, {"x": array(16, 16, 16, 4), "y": array(16, 2, 2, 4)}, mesh(4, 1)
+    theirs, found = planned(*given, strategy="dp")
+    assert set(found) == {"all-reduce"}
+    assert planned(*given)[0].cost.seconds <= theirs.cost.seconds
+
+
+def test_experts_are_split_and_tokens_travel() -> None:
+    """Alpa's: one all-reduce and 4 all-to-alls, two a pass, each of what is dispatched."""
+    groups, group, width, experts = 32, 32, 64, 16
+    capacity = 2 * group // experts
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"].reshape(groups, group, width)
+        gates = jax.nn.softmax(jnp.einsum("gsm,me->gse", x, params["gate"]))
+        first = jax.nn.one_hot(jnp.argmax(gates, -1), experts)
+        second = jax.nn.one_hot(jnp.argmax(gates * (1 - first), -1), experts)
+        places = jnp.cumsum(first, 1) - first, jnp.cumsum(second, 1) - second + first.sum(1, keepdims=True)
+        combine = jnp.zeros((groups, group, experts, capacity))
+        for chosen, place in zip((first, second), places, strict=True):
+            kept = chosen * (place < capacity)
+            slot = jax.nn.one_hot((place * kept).sum(-1).astype(int), capacity)
+            combine += (gates * kept).sum(-1)[..., None, None] * kept[..., None] * slot[:, :, None, :]
+        sent = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
+        made = jax.nn.relu(jnp.einsum("egcm,emh->egch", sent, params["wi"]))
+        back = jnp.einsum("egch,ehm->egcm", made, params["wo"])
+        return jnp.mean((jnp.einsum("gsec,egcm->gsm", combine, back).reshape(batch["y"].shape) - batch["y"]) ** 2)
+
+    on = mesh(4, 1)
+    params = {
+        "gate": array(width, experts),
+        "wi": array(experts, width, 4 * width),
+        "wo": array(experts, 4 * width, width),
+    }
+    plan, found = planned(loss, params, {n: array(64, 16, width) for n in "xy"}, on)
+    dispatched = experts * groups * capacity * width * 4 // 4
+    assert found["all-to-all"] <= 4
+    assert plan.cost.transfers <= seconds(on, ("all-reduce", width * experts * 4), *[("all-to-all", dispatched)] * 4)
+    for name in ("wi", "wo"):
+        assert spec_of(plan, f"['{name}']") == ["[x, _, _]"]
+
+
+def test_dropout_between_two_products_costs_nothing() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        h = batch["x"] @ params[0]
+        h = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, h.shape), h / 0.9, 0)
+        return jnp.mean((h @ params[1] - batch["y"]) ** 2)
+
+    _, found = planned(loss, [array(128, 128)] * 2, {n: array(64, 128) for n in "xy"}, mesh(4, 1))
+    assert found == {"all-reduce": 1}
+
+
+def test_rows_that_are_gathered_from_a_product_cost_no_more_than_one_reduction() -> None:
+    def loss(w: Any, batch: Any) -> Any:
+        return jnp.mean((batch["x"] @ w)[jnp.arange(8)] ** 2)
+
+    on = mesh(4, 1)
+    plan, _ = planned(loss, array(32, 32), {"x": array(64, 32)}, on)
+    assert plan.cost.transfers <= seconds(on, ("all-reduce", 32 * 32 * 4))
+
+
+@pytest.mark.parametrize(
+    ("fun", "avals", "argument"),
+    [
+        (lambda x: jnp.argmax(x, -1), [array(16, 64)], (4, 64)),
+        (lambda w, x: w - jax.grad(lambda w: jnp.mean((w @ x) ** 2))(w), [array(144, 144), array(144)], (36, 144)),
+        (lambda x: (2 * x).reshape(32, 256), [array(128, 64)], (32, 64)),
+    ],
+    ids=["argmax", "a matrix times a vector", "a reshape of uneven parts"],
+)
+def test_what_needs_no_collective_has_none(fun: Any, avals: list[Any], argument: tuple[int, ...]) -> None:
+    step = autoshard.jit(fun, mesh=mesh(4, 1))
+    plan = step.plan(*avals)
+    found = audit(step.lower(*avals).compile(), plan)
+    assert found.clean
+    assert not any(row.emitted for row in found.rows)
+    assert plan.in_shardings[0].shard_shape(avals[0].shape) == argument

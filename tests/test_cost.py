@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from autoshard.collective import collective_seconds
 from autoshard.cost import Costing
@@ -71,8 +72,13 @@ def test_nothing_split_moves_nothing() -> None:
 
 
 def test_axes_that_split_what_must_be_whole_are_lent_to_another_dimension() -> None:
-    cost = price(lambda x: jnp.sort(x, axis=1), ((64, 4096),), COLUMNS, results=(COLUMNS,))
-    assert [c.kind for c in cost.collectives] == ["all-to-all", "all-to-all"]
+    cost = price(lambda x: lax.fft(x, "RFFT", (4096,)).real, ((64, 4096),), COLUMNS, results=(Spec((("data",), ())),))
+    assert [c.kind for c in cost.collectives] == ["all-to-all"]
+
+
+def test_counted_positions_are_not_gathered() -> None:
+    cost = price(lambda x: jnp.argsort(x, 1), ((1, 40),), COLUMNS, results=(COLUMNS,))
+    assert [(c.kind, c.bytes) for c in cost.collectives] == [("all-gather", 160)]
 
 
 def test_a_split_that_a_merged_dimension_cannot_hold_is_paid_for() -> None:

@@ -1,17 +1,19 @@
-"""Which mesh is chosen where none is given."""
+"""Which mesh is chosen where none is given; which passes where memory is short."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import ArgumentError, SpecError
+from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 
 X = np.ones((16, 16), np.float32)
 
@@ -110,3 +112,38 @@ def test_a_state_that_cannot_lie_as_at_first_says_so():
     assert "model" in second.mesh.shape
     assert any(d.startswith("state['w']: laid out otherwise than in the first") for d in second.diagnostics)
     np.testing.assert_allclose(step(STATE, rows(32))["w"], 1 + 32 * 64)
+
+
+def deep(weights: Any, x: Any) -> Any:
+    """The gradient of layers that are looped over."""
+
+    def loss(weights: Any) -> Any:
+        return (jax.lax.scan(lambda h, w: (jnp.tanh(jnp.sin(h @ w)), None), x, weights)[0] ** 2).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+WEIGHTS, ROWS = np.full((8, 16, 16), 0.1, np.float32), np.full((1024, 16), 0.1, np.float32)
+
+
+def test_values_are_made_again_where_nothing_fits_that_holds_them(tmp_path: Path):
+    free = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS)
+    assert not any("recompute" in p for p in free.passes)
+    tight = autoshard.jit(deep, mesh={"x": 1}, memory_budget=int(free.memory.peak * 0.75))
+    plan = tight.plan(WEIGHTS, ROWS)
+    assert any(p.startswith("recompute:") for p in plan.passes)
+    assert plan.memory.peak <= 0.75 * free.memory.peak
+    assert "was added: without it, none of" in plan.diagnostics[-1]
+    np.testing.assert_allclose(tight(WEIGHTS, ROWS), deep(WEIGHTS, ROWS), rtol=1e-6)
+    plan.save(tmp_path / "plan.json")
+    again = autoshard.jit(deep, mesh={"x": 1}, strategy=autoshard.Plan.load(tmp_path / "plan.json"))
+    np.testing.assert_allclose(again(WEIGHTS, ROWS), deep(WEIGHTS, ROWS), rtol=1e-6)
+
+
+def test_passes_that_were_named_are_all_that_run():
+    peak = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS).memory.peak
+    chosen = autoshard.jit(deep, mesh={"x": 1}, memory_budget=int(peak * 0.75), passes=["dead_code"])
+    with pytest.raises(MemoryBudgetError, match=r"none of \d+ layouts fits .*; or pass passes=\['recompute:full'\]"):
+        chosen.plan(WEIGHTS, ROWS)
+    with pytest.raises(MemoryBudgetError, match=r"none of \d+ layouts fits .*\(with recompute:full\)"):
+        autoshard.jit(deep, mesh={"x": 1}, memory_budget=1000).plan(WEIGHTS, ROWS)

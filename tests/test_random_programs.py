@@ -118,6 +118,12 @@ FOUND = {
         (2, 4),
         out_pins=(P(None, None, None, "b"),),
     ),
+    "the mean of a gradient by positions that are out of bounds": Recipe(
+        (((4,), "f"), ((6,), "i")),
+        (Call("gather's gradient", (0, 1), (0,)), Call("reduce", (2,), (1, (0,)))),
+        (2, 1),
+        "fsdp",
+    ),
 }
 
 

@@ -395,15 +395,30 @@ def test_every_form_of_a_rule(rule: Any, expected: str) -> None:
         ("row (mid -> row", None, "a parenthesis in 'row \\(mid' does not close"),
         ("row ...mid -> row", None, "'...' at the beginning"),
         ("mk, kn -> mn {k: local}", None, "local=Local"),
-        ("mk, kn -> mn", (real(8, 16),), "has other ranks than the example's shapes"),
-        ("mk, kn -> mn", (real(8, 16), real(2, 16, 8)), "has other ranks than the example's shapes"),
-        ("mk, kn -> m", (real(8, 16), real(16, 8)), "has other ranks than the example's shapes"),
+        ("mk, kn -> mn", (real(8, 16),), "is for 2 operands, the example has 1"),
+        (
+            "mk, kn -> mn",
+            (real(8, 16), real(2, 16, 8)),
+            r"has rank 2 for operand 1, whose shape is \(2, 16, 8\): write",
+        ),
+        (
+            "mk, kn -> m",
+            (real(8, 16), real(16, 8)),
+            r"has rank 1 for result 0, whose shape is \(8, 8\): write a factor",
+        ),
         ("mk, kn -> mn", (real(8, 16), real(8, 8)), "factor 'k' the sizes 16 and 8"),
-        ("mk, kn -> mn", (real(8, 16), real(16, 8), real(8)), "has other ranks than the example's shapes"),
+        ("mk, kn -> mn", (real(8, 16), real(16, 8), real(8)), r"has rank 2 for result 0, whose shape is \(8,\)"),
         ("ii j k, j k l -> ii l", (real(8, 16), real(16, 8)), "gives value 0 3 dimensions"),
-        (lambda x, w: parse("mk, kn -> mn"), (real(8, 16), real(16)), "has other ranks than the example's shapes"),
+        (lambda x, w: parse("mk, kn -> mn"), (real(8, 16), real(16)), "has rank 2 for operand 1, whose shape"),
+        (lambda x, w, *, k: parse("mk, kn -> mn"), (real(8, 16), real(16, 8)), "asked about the example alone.*'k'"),
+        ("mk, kn -> mn, m", (real(8, 16), real(16, 8)), r"is for 2 results, there are 1: \(8, 8\)"),
+        ("row mid, mid col -> row", (real(8, 16), real(16, 8), real(8, 8)), "has rank 1 for result 0"),
+        ("mk, kn -> m", None, r"has rank 1 for result 0, whose shape is \(8, 8\): write a factor"),
+        (".k, kn -> .n.", None, "has rank 3 for result 0"),
+        ("row mid, mid col -> col", None, "has rank 1 for result 0"),
+        ("mk, kn -> mn, mn", None, "is for 2 results, there are 1"),
     ],
-    ids=range(18),
+    ids=range(25),
 )
 def test_what_is_no_rule_is_refused_at_registration(rule: Any, example: Any, message: str) -> None:
     with pytest.raises(RuleError, match=message):
@@ -431,8 +446,55 @@ def test_what_takes_no_rule(op: Any, message: str) -> None:
         autoshard.register_rule(op, "a -> a")
 
 
+@pytest.mark.parametrize(
+    ("op", "rule", "local", "example", "message"),
+    [
+        ("matmul_kernel", "mk, kn -> m", lambda _, x, w: kernel(x, w), None, r"result 0, whose shape is \(8, 8\)"),
+        ("matmul_kernel", "mk, kn -> m", lambda _, x, w: kernel(x, w), (real(4, 2), real(2, 6)), r"shape is \(4, 6\)"),
+        (
+            "matmul_kernel",
+            "mk, kn -> m",
+            None,
+            (real(4, 2), real(2, 6), real(4, 6)),
+            r"result 0, whose shape is \(4, 6\)",
+        ),
+        (matmul_kernel, "mkb, kn -> mn", None, (real(4, 2), real(2, 6)), r"operand 0, whose shape is \(4, 2\)"),
+        (
+            "lapack_spotrf_ffi",
+            "bij -> bij",
+            None,
+            (real(8, 4, 4), real(8, 4, 4), real(8)),
+            "is for 1 results, there are 2",
+        ),
+        ("lapack_spotrf_ffi", "b.. -> b.., b.", None, (real(8, 4, 4), real(8, 4, 4), real(8)), "rank 2 for result 1"),
+        (scaled, "ab, ab -> a", None, None, "rank 1 for result 0"),
+        (scaled, "ab, ab -> a", None, (real(4, 2), real(4, 2)), r"result 0, whose shape is \(4, 2\)"),
+        ("tanh", "ab -> a", None, None, "rank 1 for result 0"),
+    ],
+)
+def test_a_wrong_rank_is_refused_at_registration_where_it_can_be_known(op, rule, local, example, message) -> None:
+    with pytest.raises(RuleError, match=message):
+        autoshard.register_rule(op, rule, local=local, example=example)
+
+
+@pytest.mark.parametrize(
+    ("op", "rule"),
+    [
+        (jax.custom_jvp(lambda x: x.squeeze(-1)), "ab. -> ab"),  # of a whole dimension the size is not known
+        (jax.custom_jvp(lambda table, at: table[at]), "vd, n -> nd {v: sum}"),
+        (jax.custom_jvp(lambda tree: tree["w"] * 2), "ab -> ab"),
+        (jax.custom_jvp(lambda x: x.reshape(-1, 3)), "ab -> cd"),
+        (matmul_kernel, "mk, kn -> mn {k: sum}"),
+        ("dot_general", "mk, kn -> mn {k: sum}"),
+    ],
+    ids=range(6),
+)
+def test_what_cannot_be_known_is_not_judged(register: Any, op: Any, rule: str) -> None:
+    register(op, rule)
+
+
 def test_a_rule_of_the_wrong_rank_is_refused_where_it_is_met(register: Any) -> None:
-    register("matmul_kernel", "mk, kn -> m", local=lambda _, x, w: kernel(x, w))
+    register("matmul_kernel", "mk, kn -> m", local=lambda axes, x, w: kernel(x, w, axes[0]))
     with pytest.raises(RuleError, match=r"test_registry.py:\d+: pallas_call: rule mk, kn -> m has other ranks"):
         autoshard.jit(kernel, mesh=MESH).plan(real(8, 16), real(16, 8))
 

@@ -20,12 +20,14 @@ from autoshard.jaxpr.equation import (
     names,
     on_part,
     opaque,
+    parameters,
     primitive,
     replayable,
     resizable,
     sharding_rule,
     signature,
 )
+from autoshard.jaxpr.high import HIGH
 from autoshard.jaxpr.nested import (
     INLINED,
     Region,
@@ -57,6 +59,7 @@ from autoshard.jaxpr.rewrite import (
     with_code,
 )
 from autoshard.jaxpr.stages import (
+    Elsewhere,
     Shortcut,
     any_tracer,
     dispatcher,
@@ -83,10 +86,12 @@ from autoshard.jaxpr.value import (
 
 __all__ = [
     "CONSTRAINT",
+    "HIGH",
     "INLINED",
     "NAMED",
     "SIDE_BY_SIDE",
     "Atom",
+    "Elsewhere",
     "Jaxpr",
     "JaxprEqn",
     "Literal",
@@ -126,6 +131,7 @@ __all__ = [
     "normalize",
     "on_part",
     "opaque",
+    "parameters",
     "primitive",
     "program",
     "regions",

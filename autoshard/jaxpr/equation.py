@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _prims
 from jax.sharding import PartitionSpec
 
+from autoshard.jaxpr import high
 from autoshard.jaxpr.nested import subjaxprs
 from autoshard.jaxpr.value import aval, is_shaped
 
@@ -21,6 +22,7 @@ CONSTRAINT = _prims.sharding_constraint_p
 SIDE_BY_SIDE = frozenset({_lax.optimization_barrier_p, _prims.device_put_p})
 """Operations whose results are their operands, one by one."""
 NAMED = {
+    "call_hi_primitive": "_prim",
     "custom_jvp_call": "call_jaxpr",
     "custom_partitioning": "call",
     "custom_vjp_call": "call_jaxpr",
@@ -40,16 +42,24 @@ def manual_specs(eqn: JaxprEqn) -> tuple[tuple[PartitionSpec, ...], tuple[Partit
 def names(eqn: JaxprEqn) -> tuple[str, ...]:
     """What an operation is called beside its primitive: ``("pallas_call:flash", "flash")``. Of most: nothing.
 
-    A kernel goes by the name given to `pallas_call` and by its function's, a foreign function by its target, the
-    rest by the name of their function.
+    A kernel goes by the name given to `pallas_call` and by its function's, a foreign function by its target, a
+    high-level operation by its class, the rest by the name of their function.
     """
     op, p = eqn.primitive.name, eqn.params
     if op not in NAMED:
         return ()
-    body = p.get(NAMED[op])
-    written = (body.debug_info.func_src_info or "").partition(" at ")[0] if body is not None else ""
-    called = dict.fromkeys(n for n in (p.get("name"), p.get("target_name"), written) if n)
+    if eqn.primitive is high.HIGH:
+        called = high.titles(eqn)
+    else:
+        body = p.get(NAMED[op])
+        written = (body.debug_info.func_src_info or "").partition(" at ")[0] if body is not None else ""
+        called = dict.fromkeys(n for n in (p.get("name"), p.get("target_name"), written) if n)
     return tuple(text for n in called for text in (f"{op}:{n}", n))
+
+
+def parameters(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation's operation, by name, as a rule takes them."""
+    return high.parameters(eqn) if eqn.primitive is high.HIGH else eqn.params
 
 
 def opaque(eqn: JaxprEqn) -> bool:

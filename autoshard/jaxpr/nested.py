@@ -10,6 +10,7 @@ from jax._src import flattree as _ft
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import primitives as _prims
 
+from autoshard.jaxpr import high
 from autoshard.jaxpr.value import Atom
 
 INLINED = frozenset({_prims.jit_p, _prims.closed_call_p, _prims.call_p})
@@ -95,8 +96,8 @@ def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
                 tuple(Wire(i, i) for i in range(len(eqn.outvars))),
             ),
         )
-    if eqn.primitive in _ONE_BODY:
-        body = p[_ONE_BODY[eqn.primitive]]
+    body = p[_ONE_BODY[eqn.primitive]] if eqn.primitive in _ONE_BODY else high.body(eqn)
+    if body is not None:
         return (
             Region(
                 body,
@@ -120,12 +121,15 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
         return eqn.replace(params=dict(p, branches=tuple(bodies)))
     if eqn.primitive is _prims.linear_solve_p:
         return eqn.replace(params=dict(p, jaxprs=p["jaxprs"]._replace(solve=bodies[0])))
+    if eqn.primitive is high.HIGH:
+        return high.with_body(eqn, bodies[0])
     return eqn.replace(params=dict(p, **{_ONE_BODY[eqn.primitive]: bodies[0]}))
 
 
 def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Every jaxpr among the equation's parameters, also of equations that are no region."""
-    return iter(_core.jaxprs_in_params(eqn.params))
+    held = high.body(eqn)
+    return iter(_core.jaxprs_in_params(eqn.params) if held is None else [held])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType
 
+from autoshard.jaxpr.high import opened
 from autoshard.jaxpr.nested import INLINED, regions, with_bodies
 from autoshard.jaxpr.origin import LIBRARIES, line
 from autoshard.jaxpr.value import Atom
@@ -56,6 +57,7 @@ class _Normalizer:
                 eqns += [_called(e, eqn, body) for e in inner]
                 env.update(zip(eqn.outvars, results, strict=True))
                 continue
+            eqn = opened(eqn)
             bodies = [self.jaxpr(r.body) for r in regions(eqn)]
             copy = with_bodies(eqn, bodies) if bodies else eqn
             eqns.append(copy.replace(invars=operands, outvars=[self._bind(env, v) for v in eqn.outvars]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
@@ -40,7 +41,8 @@ def splice(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> li
     Raises:
       TypeError: the results are not those of ``eqn``.
     """
-    traced = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
+    with _source.user_context(eqn.source_info.traceback):
+        traced = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
     made = normalize(traced)
     if [(aval(v).shape, aval(v).dtype) for v in made.outvars] != [(aval(v).shape, aval(v).dtype) for v in eqn.outvars]:
         raise TypeError(f"the local form of {eqn.primitive.name} gives {made.out_avals}, not {eqn.outvars}")
@@ -71,9 +73,28 @@ def dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def check(jaxpr: Jaxpr) -> None:
-    """Raises when ``jaxpr`` is not well formed (types, scopes, effects)."""
-    _core.check_jaxpr(jaxpr)
+def check(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
+    """Raises when ``jaxpr`` is not well formed (types, scopes, effects). Equations of ``known``, a jaxpr
+    that is well formed, need no second look at their types."""
+    old = set(map(id, known.eqns)) if known else set[int]()
+    new = [e for e in jaxpr.eqns if id(e) not in old]
+    defined = {*jaxpr.constvars, *jaxpr.invars}
+    free: dict[Var, None] = {}
+    for e in jaxpr.eqns:
+        reads = [a for a in e.invars if isinstance(a, Var)]
+        if not defined.issuperset(reads):
+            raise TypeError(f"{e.primitive.name} reads what no equation before it makes:\n{e}")
+        if id(e) not in old:
+            free.update(dict.fromkeys(reads))
+        defined.update(e.outvars)
+    if not defined.issuperset(a for a in jaxpr.outvars if isinstance(a, Var)):
+        raise TypeError("an output is made by no equation")
+    if any(hasattr(f, "input_index") for f in jaxpr.effects):  # effects on inputs go by their positions
+        _core.check_jaxpr(jaxpr)
+        return
+    made = {v for e in new for v in e.outvars}
+    ins = [v for v in free if v not in made]
+    _core.check_jaxpr(jaxpr.replace(constvars=[], consts=[], invars=ins, eqns=new, outvars=[]))
 
 
 def with_code(

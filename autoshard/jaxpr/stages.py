@@ -27,6 +27,19 @@ def kept_arguments(lowered: jax.stages.Lowered) -> tuple[int, ...]:
     return tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
 
 
+class Elsewhere(jax.stages.Lowered):
+    """A lowering for devices that are not here: it compiles, and calling what comes of it calls ``refuse`` instead."""
+
+    def __init__(self, lowered: jax.stages.Lowered, refuse: Callable[..., Any]) -> None:
+        super().__init__(lowered._lowering, lowered.args_info, lowered.out_tree)
+        self._refuse = refuse
+
+    def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        compiled = super().compile(*args, **kwargs)
+        compiled._call = self._refuse
+        return compiled
+
+
 def in_form(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any) -> jax.stages.Lowered:
     """The lowering of a function of flat arguments, for calls with ``in_tree``, the structure of (args, kwargs)."""
     info = in_tree.unflatten(jax.tree.leaves(lowered.args_info))

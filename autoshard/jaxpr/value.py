@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -60,6 +61,7 @@ def aval_bytes(aval: Any) -> int:
     return -(-math.prod(aval.shape) * dtype_bits(aval.dtype) // 8) if hasattr(aval, "dtype") else 0
 
 
+@functools.cache
 def dtype_bits(dtype: Any) -> int:
     """Bits that one element takes; sub-byte types count as what they are."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
@@ -76,6 +78,7 @@ def dtype_bits(dtype: Any) -> int:
         return dtype.itemsize * 8
 
 
+@functools.cache
 def dtype_name(dtype: Any) -> str:
     """Name of a dtype that `dtype_named` reads back; of keys it holds the generator: ``key<threefry2x32>``."""
     return f"key<{dtype._impl.name}>" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype)

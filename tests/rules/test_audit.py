@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 
 from autoshard import jaxpr as jx
-from autoshard.rule import parse
+from autoshard.rule import parse, whole
 from autoshard.rules import TABLE
-from autoshard.rules.audit import audit, audit_factors, audit_lets, audit_missing, load
+from autoshard.rules.audit import audit, audit_factors, audit_lets, audit_missing, chosen, load, main
 from autoshard.rules.samples import Sample, samples
 
 ALL = samples()
@@ -79,3 +79,42 @@ def test_a_constant_result_is_no_evidence():
     with jax.enable_x64(True):
         case = load(sample)
         assert [f.kind for f in audit_factors(case)] == ["no evidence"]
+
+
+def test_what_a_rule_that_keeps_its_operation_whole_misses_has_the_rules_own_reason():
+    sample = Sample("neg", lax.neg, (np.random.default_rng(0).normal(size=4),))
+    for reason in ("", "it was told to"):
+        with jax.enable_x64(True):
+            case = load(sample, {jx.primitive("neg"): lambda x, r=reason, **_: whole(r, [x], [x])})
+            found = [*audit_lets(case), *audit_missing(case)]
+        assert [f.text for f in found] == ["lets sum: 0 through", "operands split at (0) -> 0"]
+        assert {f.reason for f in found} == {reason}
+
+
+def test_the_samples_of_the_primitives_that_are_named(capsys):
+    assert {s.name for s in chosen(["neg", "reshard"])} == {"neg", "reshard"}
+    assert {s.name for s in chosen([])} == {n for n in NAMES if jx.primitive(n) is not None}
+    assert main(["neg", "sin"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1] for line in lines] == [" sin", " sin"]
+    assert last == "3 samples: 0 wrong, 0 without evidence, 2 missing, 0 of them without a reason"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cumsun", "there is no sample of 'cumsun'; did you mean 'cumsum'?"),
+        ("scan", "'scan' has no rule to audit: the body is partitioned"),
+        ("io_callback", "'io_callback' has no rule to audit: a host function, which must see the whole value"),
+    ],
+)
+def test_a_name_without_samples_is_an_error(capsys, name, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["neg", name])
+    assert message in capsys.readouterr().err
+
+
+def test_it_says_how_it_is_called(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "[NAME ...]" in capsys.readouterr().out

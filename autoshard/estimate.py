@@ -1,0 +1,82 @@
+"""How long a compiled step takes by its own compiler's estimate.
+
+The TPU compiler writes the cycles that it expects of every fusion into the HLO (`estimated_cycles`), once for a loop's
+body however often the loop turns; it writes none for a collective, so those are priced on the link model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from autoshard.collective import Collective, collective_seconds
+from autoshard.errors import ConfigError
+from autoshard.hlo import collectives
+from autoshard.loops import multiplicities
+from autoshard.mesh import LogicalMesh
+from autoshard.module import Module, parse
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+class Compiled(Protocol):
+    """What an estimate needs of `jax.stages.Compiled`."""
+
+    def as_text(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one call on one device."""
+
+    compute: float
+    transfers: float
+    """Of all collectives, none hidden behind compute."""
+    exact: bool
+    """False where some loop's trip count is not known: it counts as one trip."""
+
+    @property
+    def seconds(self) -> float:
+        """Where no transfer is hidden."""
+        return self.compute + self.transfers
+
+    @property
+    def bound(self) -> float:
+        """Where every transfer is hidden that compute can hide."""
+        return max(self.compute, self.transfers)
+
+
+def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
+    """Reads the HLO of a step that was compiled for TPUs.
+
+    Args:
+      mesh: that it was compiled for; its hardware gives the clock and its links price the collectives.
+
+    Raises:
+      ConfigError: the hardware table gives no clock.
+    """
+    clock = mesh.hardware.clock
+    if not clock:
+        raise ConfigError(
+            f"the hardware table {mesh.hardware.name} has no `clock`, so cycles cannot be told as seconds"
+        )
+    text = compiled.as_text() or ""
+    cycles, exact = estimated_cycles(parse(text))
+    return Estimate(cycles / clock, sum(_seconds(c, mesh) for c in collectives(text, mesh)), exact)
+
+
+def estimated_cycles(module: Module) -> tuple[int, bool]:
+    """The compiler's cycles of one call, and whether every loop's trips are known."""
+    total, exact = 0, True
+    for name, (times, known) in multiplicities(module).items():
+        found = [_CYCLES.search(i.attributes) for i in module.computations[name].instructions.values()]
+        cycles = sum(int(match[1]) for match in found if match)
+        total += cycles * times
+        exact = exact and (known or not cycles)
+    return total, exact
+
+
+def _seconds(c: Collective, mesh: LogicalMesh) -> float:
+    axes = mesh.axis_names if c.axes is None else c.axes  # groups of no known axes: as if of all
+    return collective_seconds(c.kind, axes, c.bytes, mesh) * c.count

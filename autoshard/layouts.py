@@ -1,0 +1,90 @@
+"""layouts: what solving a program's space finds, as layouts of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.candidates import Choice, Search, stored_in_parts
+from autoshard.errors import PlanError
+from autoshard.graph import Graph
+from autoshard.problem import restricted
+from autoshard.propagate import propagate
+from autoshard.solve import eliminate, solve
+from autoshard.space import Limits, build, lies
+from autoshard.spec import Axes, Spec
+
+CHOSEN = "solved for"
+"""Why a value that the solver decides lies as it does."""
+AXES = 3
+"""Most mesh axes for which the space is solved."""
+MOMENTS = 5
+"""Most moments of a step whose memory is held within the budget while solving."""
+
+
+def solved(s: Search, limits: Limits | None = None, stored: Axes = ()) -> Iterator[Choice]:
+    """What solving the program's space finds within ``limits``: the best without the budget, then with it until it is
+    kept. What the step carries lies in parts over ``stored``, beside how it is used.
+
+    Memory is least known where it peaks, and that moves with the layout; so each answer that is over the budget adds
+    the moment of its own peak to the problem.
+    """
+    graph, sizes = s.graph, s.graph.program.mesh
+    if not 0 < len(s.axes) <= AXES:
+        return
+    space = build(graph, limits)
+    problem = space.problem
+    for k in range(1, MOMENTS + 1):
+        try:
+            found = solve(problem)
+        except PlanError:
+            return
+        if limits is None:
+            s.bound = max(s.bound, found.bound - space.slack)
+        specs = space.specs(found.choice)
+        for i, o in graph.program.carries if stored else ():
+            v, out = graph.inputs[i], graph.outputs[o]
+            if v in specs and out:
+                shape = graph.values[v].shape
+                specs[v] = specs[out] = stored_in_parts(specs[v], shape, stored, sizes.shape)
+        open_ = {v: specs[v] for v in graph.open if v in specs}
+        given = {v: x for v, x in specs.items() if v not in graph.pins}
+        layout = propagate(graph, [open_], given)
+        origins = {k: why if k[0] in graph.pins or k[0] not in specs else CHOSEN for k, why in layout.origins.items()}
+        layout = replace(layout, origins=origins, ways=space.ways(found.choice))
+        split = tuple(_mostly(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
+        choice = Choice(split, stored, 3 if stored else 0, solved=k)
+        peak = s.add(choice, layout).memory.peak
+        yield choice
+        if peak <= s.budget:
+            return
+        moment = int(s.lives.over_time(s.lives.sizes(layout)).argmax())
+        alive = {v: graph.values[v].bytes for v in (*graph.inputs, *s.lives.alive(moment))}
+        problem = replace(problem, rows=(*problem.rows, space.row(alive, s.budget, sizes)))
+
+
+def marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:
+    """Every way in which value ``v`` can lie, with the seconds of the best layout found in which it does, memory aside.
+
+    None where it cannot lie in more than one, or the mesh has too many axes to solve for.
+    """
+    if not 0 < len(graph.program.mesh.split_axes) <= AXES:
+        return []
+    space = build(graph)
+    if v not in space.where:
+        return []
+    i, places = space.where[v]
+    whole = [np.arange(len(u)) for u in space.problem.unary]
+    found: list[tuple[Spec, float]] = []
+    for k, option in enumerate(space.options[i]):
+        one = [*whole[:i], np.array([k]), *whole[i + 1 :]]
+        found.append((lies(option, places), eliminate(restricted(space.problem, one, kin=True)).cost))
+    return found if len(found) > 1 else []
+
+
+def _mostly(found: Iterable[Axes]) -> Axes:
+    """The commonest; the longest of equally common ones."""
+    have = list(found)
+    return max(have, key=lambda a: (have.count(a), len(a)), default=())

@@ -1,0 +1,128 @@
+"""target: accelerators to compile for that this machine may lack.
+
+A TPU slice is named as Google names it: a chip and how many stand along each side, ``v5e:4x4``, and how many such
+slices a data-centre network joins. Planning for it needs nothing; compiling needs the compiler for TPUs, which the
+extra ``tpu`` installs and which runs on any machine. Where the process sees that very slice, it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+
+from autoshard.errors import MeshError, nearest
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A generation of TPU: its hardware table, its sides, and what JAX shows of one chip."""
+
+    hardware: str
+    sides: int
+    """Dimensions of its network."""
+    devices: int = 1
+    """Devices a chip."""
+    options: tuple[tuple[str, str], ...] = ()
+    """What the compiler has to be told beside the name."""
+
+
+TPUS: Mapping[str, Chip] = {
+    "tpu7x": Chip("tpu-tpu7x", 3, devices=2),
+    "v4": Chip("tpu-v4", 3, options=(("chip_config_name", "megacore"),)),
+    "v5e": Chip("tpu-v5e", 2),
+    "v5p": Chip("tpu-v5p", 3),
+    "v6e": Chip("tpu-v6e", 2),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """TPU slices, all alike."""
+
+    topology: str
+    """Chip and sides, ``v5e:4x4``."""
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        name, _, sides = self.topology.partition(":")
+        if name not in TPUS:
+            raise MeshError(f"tpu {self.topology!r}: no TPU is named {name!r}{nearest(name, TPUS)}")
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides) or sides.count("x") + 1 != TPUS[name].sides:
+            example = "x".join("4" * TPUS[name].sides)
+            raise MeshError(
+                f"tpu {self.topology!r}: a slice of {name} has {TPUS[name].sides} sides, as in '{name}:{example}'"
+            )
+        if self.slices < 1:
+            raise MeshError(f"tpu {self.topology!r}: there are {self.slices} slices; their number is 1 or more")
+
+    @property
+    def chip(self) -> Chip:
+        """What the slices are made of."""
+        return TPUS[self.topology.partition(":")[0]]
+
+    @property
+    def size(self) -> int:
+        """Number of devices, of all slices together."""
+        return self.slices * math.prod(map(int, self.topology.partition(":")[2].split("x"))) * self.chip.devices
+
+    def __str__(self) -> str:
+        return f"{self.slices} x TPU {self.topology}" if self.slices > 1 else f"TPU {self.topology}"
+
+
+def installed() -> bool:
+    """Whether the compiler for TPUs is there."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def is_here(target: Target) -> bool:
+    """Whether this process sees the slices themselves."""
+    devices = jax.devices()
+    return devices[0].platform == "tpu" and len(devices) == target.size
+
+
+@functools.cache
+def _described(target: Target) -> tuple[Any, ...]:
+    """Devices that stand for ``target``: programs can be compiled for them, and not run."""
+    if not installed():
+        raise MeshError(
+            f"{target} is not here, and neither is the compiler for TPUs: pip install 'autoshard[tpu]', in an "
+            "environment without the extra 'gpu'; planning needs neither"
+        )
+    options: dict[str, Any] = dict(target.chip.options)
+    if target.slices > 1:
+        options["num_slices"] = target.slices
+    try:
+        found = topologies.get_topology_desc(topology_name=target.topology, platform="tpu", **options)
+    except jax.errors.JaxRuntimeError as e:
+        held = "; another process holds it, set ALLOW_MULTIPLE_LIBTPU_LOAD=true in both" if "lockfile" in str(e) else ""
+        raise MeshError(f"{target}: the compiler for TPUs refuses it: {e}{held}") from None
+    return tuple(found.devices)
+
+
+def arranged(target: Target, sizes: Sequence[int]) -> np.ndarray:
+    """The devices of ``target`` as an array of shape ``sizes``, neighbours close in the network.
+
+    Several slices follow one another along the first axis.
+
+    Raises:
+      MeshError: the extra is not installed, the compiler knows no such slice, or the sizes do not fit it.
+    """
+    devices = tuple(jax.devices()) if is_here(target) else _described(target)
+    if math.prod(sizes) != len(devices) or sizes[0] % target.slices:
+        shown = "x".join(map(str, sizes))
+        along = f", in slices of {len(devices) // target.slices} along the first axis" if target.slices > 1 else ""
+        raise MeshError(f"a mesh of {shown} does not fit {target}, which has {len(devices)} devices{along}")
+    shape = (sizes[0] // target.slices, *sizes[1:])
+    each = len(devices) // target.slices
+    parts = [devices[i : i + each] for i in range(0, len(devices), each)]
+    made = [mesh_utils.create_device_mesh(shape, part, allow_split_physical_axes=True) for part in parts]
+    return np.concatenate(made)

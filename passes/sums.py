@@ -1,0 +1,155 @@
+"""Sums: products that are only added to one another become one operation.
+
+Where the contracted dimension of such products is split, each leaves a partial sum; XLA puts every one of them together
+before it adds them. As one operation they are added first. Numbers change by how sums are rounded, no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jax.extend.core import primitives as _prims
+
+from autoshard import jaxpr as jx
+from autoshard.program import Program
+from autoshard.rewrite import Pass
+from autoshard.sums import Term, flops, sum_of_products_p
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ADD = frozenset({"add", "add_any"})
+
+
+@dataclass(frozen=True)
+class Sums(Pass):
+    """Joins products that are only added to one another; the plan then reduces their sum once."""
+
+    name: ClassVar[str] = "sums"
+
+    def __call__(self, program: Program) -> Program:
+        after = _rewritten(program.jaxpr)
+        return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
+
+    def change(self, before: Program, after: Program) -> str:
+        return f"{sum(1 for _ in _sums(after.jaxpr))} sums of products made one operation each"
+
+
+def _sums(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is sum_of_products_p:
+            yield eqn
+        for region in jx.regions(eqn):
+            yield from _sums(region.body)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A `dot_general`, perhaps transposed: its equation, and where each dimension of what is added comes from."""
+
+    eqn: jx.JaxprEqn
+    order: tuple[int, ...]
+
+    @property
+    def alike(self) -> Any:
+        """What products have in common that can be joined."""
+        left, right = (jx.aval(a).dtype for a in self.eqn.invars)
+        p = self.eqn.params
+        return left, right, jx.aval(self.eqn.outvars[0]).dtype, p["precision"]
+
+
+def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
+    """``jaxpr`` with its sums joined, at every depth; itself where there are none."""
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jx.Var))
+    uses.update(a for a in jaxpr.outvars if isinstance(a, jx.Var))
+    inner = {a for e in jaxpr.eqns if e.primitive.name in ADD for a in _terms_of(e) if uses[a] == 1}
+
+    def leaves(atom: jx.Atom) -> Iterator[jx.Atom]:
+        eqn = made.get(atom) if isinstance(atom, jx.Var) else None
+        if eqn is not None and eqn.primitive.name in ADD and uses[eqn.outvars[0]] == 1 and _terms_of(eqn):
+            for a in eqn.invars:
+                yield from leaves(a)
+        else:
+            yield atom
+
+    def product(atom: jx.Atom) -> _Product | None:
+        eqn = made.get(atom) if isinstance(atom, jx.Var) else None
+        order = tuple(range(len(jx.aval(atom).shape)))
+        while eqn is not None and uses[eqn.outvars[0]] == 1 and eqn.primitive is _prims.transpose_p:
+            order = tuple(eqn.params["permutation"][d] for d in order)
+            eqn = made.get(eqn.invars[0])  # type: ignore[arg-type]
+        if eqn is None or uses[eqn.outvars[0]] != 1 or eqn.primitive is not _prims.dot_general_p:
+            return None
+        return _Product(eqn, order)
+
+    eqns: list[jx.JaxprEqn] = []
+    changed = False
+    for eqn in jaxpr.eqns:
+        bodies = [r.body for r in jx.regions(eqn)]
+        new = [_rewritten(b) for b in bodies]
+        if any(a is not b for a, b in zip(bodies, new, strict=True)):
+            eqn, changed = jx.with_bodies(eqn, new), True
+        if eqn.primitive.name in ADD and eqn.outvars[0] not in inner and _terms_of(eqn):
+            found = [a for side in eqn.invars for a in leaves(side)]
+            products = {i: p for i, a in enumerate(found) if (p := product(a)) is not None}
+            commonest = Counter(p.alike for p in products.values()).most_common(1)
+            joined = {i: p for i, p in products.items() if p.alike == commonest[0][0]}
+            if len(joined) > 1:
+                rest = [a for i, a in enumerate(found) if i not in joined]
+                eqns += _joined(eqn, list(joined.values()), rest)
+                changed = True
+                continue
+        eqns.append(eqn)
+    return jx.with_code(jaxpr, eqns) if changed else jaxpr
+
+
+def _terms_of(eqn: jx.JaxprEqn) -> list[jx.Atom]:
+    """The operands of an addition of arrays of one shape."""
+    shape = jx.aval(eqn.outvars[0]).shape
+    return list(eqn.invars) if shape and all(jx.aval(a).shape == shape for a in eqn.invars) else []
+
+
+def _joined(eqn: jx.JaxprEqn, products: list[_Product], rest: list[jx.Atom]) -> list[jx.JaxprEqn]:
+    """The equations that make what ``eqn`` makes: the sum of ``products``, and ``rest`` added to it."""
+    result = jx.aval(eqn.outvars[0])
+    out = LETTERS[: len(result.shape)]
+    terms = tuple(_letters(p, out) for p in products)
+    operands = [a for p in products for a in p.eqn.invars]
+    avals = list(map(jx.aval, operands))
+    first = products[0].eqn
+
+    def fun(*values: Any) -> Any:
+        (total,) = sum_of_products_p.bind(
+            *values[: len(operands)],
+            terms=terms,
+            out=out,
+            dtype=str(result.dtype),
+            precision=first.params["precision"],
+            flops=flops(avals, terms, out),
+        )
+        for x in values[len(operands) :]:
+            total = total + x
+        return total
+
+    return jx.splice(fun, eqn, [*operands, *rest])
+
+
+def _letters(product: _Product, out: str) -> Term:
+    """A letter for every dimension of the two operands: those of ``out`` where the sum has them, others after them."""
+    (summed, batch), ranks = (
+        product.eqn.params["dimension_numbers"],
+        [len(jx.aval(a).shape) for a in product.eqn.invars],
+    )
+    sides: list[dict[int, str]] = [{}, {}]
+    made = [out[product.order.index(d)] for d in range(len(out))]
+    for i, (l, r) in enumerate(zip(*batch, strict=True)):
+        sides[0][l] = sides[1][r] = made[i]
+    for k, (l, r) in enumerate(zip(*summed, strict=True)):
+        sides[0][l] = sides[1][r] = LETTERS[len(out) + k]
+    free = iter(made[len(batch[0]) :])
+    for side, rank in zip(sides, ranks, strict=True):
+        side.update({d: next(free) for d in range(rank) if d not in side})
+    left, right = ("".join(side[d] for d in range(rank)) for side, rank in zip(sides, ranks, strict=True))
+    return left, right

@@ -1,0 +1,78 @@
+"""A TPU that is not here, compiled for. Needs the extra ``tpu``, as `make test-targets` installs it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.config import MeshConfig
+from autoshard.errors import MeshError
+from autoshard.estimate import estimate
+from autoshard.models import ModelConfig, OptimizerConfig, make_steps
+from autoshard.target import Target, arranged
+
+if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("the compiler for TPUs is not installed; `make test-targets` does it", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A small decoder's train step, its arguments, plan and executable."""
+    model = ModelConfig(layers=2, d_model=256, heads=2, vocab=512, seq=256, dtype="bfloat16")
+    steps = make_steps(model, OptimizerConfig(), 100)
+    state = jax.eval_shape(steps.init, jax.random.key(0))
+    batch = {k: jax.ShapeDtypeStruct((32, model.seq), jnp.int32) for k in ("inputs", "targets")}
+    mesh = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4")
+    step = autoshard.jit(steps.train, mesh=mesh, strategy="fsdp", donate_argnums=0)
+    return step, (state, batch), step.plan(state, batch), step.lower(state, batch).compile()
+
+
+def test_the_executable_is_the_compiler_s(compiled):
+    _, _, plan, executable = compiled
+    assert "estimated_cycles" in executable.as_text()
+    memory = executable.memory_analysis()
+    state = plan.memory.parameters + plan.memory.optimizer + plan.memory.inputs
+    assert memory.argument_size_in_bytes == pytest.approx(state, rel=0.1)
+    assert memory.peak_memory_in_bytes > memory.argument_size_in_bytes
+
+
+def test_the_estimate_counts_every_layer(compiled):
+    _, (state, batch), plan, executable = compiled
+    found = estimate(executable, plan.mesh)
+    assert found.exact
+    tokens = int(np.prod(batch["inputs"].shape))
+    weights = sum(x.size for p, x in jax.tree_util.tree_leaves_with_path(state["params"]) if "embed" not in str(p))
+    floor = 6 * tokens * weights / plan.mesh.size / plan.mesh.hardware.peak("bfloat16")
+    assert floor < found.compute < 100 * floor
+    assert found.bound <= found.seconds
+    assert found.transfers > 0
+
+
+def test_calling_it_says_that_the_devices_are_not_here(compiled):
+    step, args, _, executable = compiled
+    for call in (step, executable):
+        with pytest.raises(MeshError, match="the devices of TPU v5e:4x4 are not here"):
+            call(*args)
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x2", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
+def test_other_chips_compile_too(topology):
+    step = autoshard.jit(lambda w, x: jnp.tanh(x @ w), mesh=MeshConfig(axes={"data": -1}, tpu=topology), strategy="dp")
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    executable = step.lower(x, x).compile()
+    assert estimate(executable, step.plan(x, x).mesh).compute > 0
+
+
+def test_slices_follow_one_another_along_the_first_axis():
+    found = arranged(Target("v5e:2x2", 2), (4, 2))
+    assert [{d.slice_index for d in row} for row in found] == [{0}, {0}, {1}, {1}]
+
+
+def test_a_slice_that_the_compiler_does_not_know():
+    with pytest.raises(MeshError, match="TPU v5e:3x5: the compiler for TPUs refuses it"):
+        arranged(Target("v5e:3x5"), (15,))
