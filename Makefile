@@ -8,10 +8,10 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets harness random lint format types notebook bench clean
+.PHONY: help setup demo test test-targets harness random lint format types notebook bench bench-targets clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 setup: $(READY) ## make .venv with the pinned versions
 
@@ -30,19 +30,24 @@ demo: $(READY) ## train a small language model on a sharded mesh, stop, resume o
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# What its plugins for accelerators share no process with: in an environment of their own.
+# The plugins for TPUs and for GPUs share no process: each in an environment of its own.
 TARGETS := .venv-targets
+GPUS := .venv-gpus
+ON_TARGETS := $(addprefix benchmarks/,memory_honest.py options.py ranking_honest.py tpu_cases.py)
 
-$(TARGETS)/ready: pyproject.toml constraints.txt
+$(TARGETS)/ready: EXTRA := tpu
+$(GPUS)/ready: EXTRA := gpu
+$(TARGETS)/ready $(GPUS)/ready: pyproject.toml constraints.txt
 	@python=$$(.ci/find-python) && \
-	"$$python" -m venv --clear $(TARGETS) && \
-	$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools && \
-	$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation -e '.[tpu]' pytest hypothesis && \
+	"$$python" -m venv --clear $(@D) && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--no-build-isolation -e '.[$(EXTRA)]' pytest hypothesis && \
 	touch $@
 
-test-targets: $(TARGETS)/ready ## compile for TPUs, which need not be here, and read what their compiler says
-	$(TARGETS)/bin/python -m pytest tests/targets tests/test_target.py
+test-targets: $(TARGETS)/ready $(GPUS)/ready ## compile for TPUs and GPUs, which need not be here, and read what comes of it
+	$(TARGETS)/bin/python -m pytest tests/targets/test_tpu.py tests/test_target.py
+	$(GPUS)/bin/python -m pytest tests/targets/test_gpu.py tests/test_cluster.py
 
 harness: $(READY) ## run the programs that JAX ships for its own tests sharded, and print a table by group
 	$(BIN)/python -m tests.harness --workers 2
@@ -66,8 +71,13 @@ notebook: $(READY) ## execute the notebooks in place
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
 
 bench: $(READY) ## run the benchmarks
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	@for file in $(filter-out $(ON_TARGETS),$(wildcard benchmarks/*.py)); do \
+		echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TPU compiler's: an hour, then minutes
+	$(TARGETS)/bin/python -m benchmarks.memory_honest --cache .targets-cache
+	$(TARGETS)/bin/python -m benchmarks.ranking_honest --cache .targets-cache
 
 clean: ## remove .venv and everything that was built
-	rm -rf $(VENV) $(TARGETS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov
+	rm -rf $(VENV) $(TARGETS) $(GPUS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

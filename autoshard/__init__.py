@@ -6,6 +6,7 @@ from autoshard.annotate import annotate as annotate
 from autoshard.api import jit as jit
 from autoshard.api import register_rule as register_rule
 from autoshard.api import unregister_rule as unregister_rule
+from autoshard.auditing import audit as audit
 from autoshard.config import MeshConfig as MeshConfig
 from autoshard.plan import Plan as Plan
 from autoshard.rule import Local as Local

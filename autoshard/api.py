@@ -26,9 +26,13 @@ from autoshard.rules import OWN, STRUCTURAL, TABLE
 from autoshard.step import Step
 from autoshard.strict import parse_bytes
 
-DEFAULT = ("dead_code", "one_hot", "sums")
-LIGHTER = tuple(("dead_code", "one_hot", f"recompute:{policy}", "sums") for policy in ("dots_saveable", "full"))
+DEFAULT = ("dead_code", "one_hot", "turned", "sums")
+LIGHTER = tuple(
+    ("dead_code", "one_hot", "turned", f"recompute:{policy}", "sums") for policy in ("dots_saveable", "full")
+)
 """What else is weighed where nothing fits in memory and the user named no passes."""
+WEIGHED = ("accumulate",)
+"""What is weighed besides where the user named no passes."""
 Names = str | Sequence[str] | None
 Nums = int | Sequence[int] | None
 
@@ -63,8 +67,9 @@ def jit(
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects.
-        None means ``["dead_code", "one_hot", "sums"]``; and where nothing fits in memory so, the faster that fits of
-        ``"recompute:dots_saveable"`` and ``"recompute:full"`` beside them, of which the plan tells.
+        None means ``["dead_code", "one_hot", "turned", "sums"]``; before them ``"accumulate"`` along those axes of the
+        mesh, if any, with which the step is fastest; and where memory stands in the way of the fastest layout,
+        ``"recompute:dots_saveable"`` or ``"recompute:full"`` beside them if that is faster than other layouts.
       rules: rules of this step alone, as `register_rule` takes them, by primitive, name of a primitive, or name of a
         kernel or function; they go before all others.
       strict: an operation that has to be kept whole is an error rather than a diagnostic.
@@ -120,6 +125,7 @@ def jit(
             wish,
             chosen,
             lighter,
+            parse(WEIGHED if passes is None else None, KNOWN),
             _table(rules),
             in_shardings,
             out_shardings,

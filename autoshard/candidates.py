@@ -71,7 +71,8 @@ class Search:
     """Of layouts, by their specs and ways."""
 
     def __post_init__(self) -> None:
-        self.costing, self.lives = Costing(self.graph), Lives(self.graph)
+        self.costing = Costing(self.graph)
+        self.lives = Lives(self.graph, self.costing)
         self.classes = classes(self.graph)[:CLASSES]
         self.axes = self.graph.program.mesh.split_axes
         self.roles: Roles = roles(self.graph)

@@ -1,7 +1,8 @@
-"""The command line: ``autoshard train``, ``autoshard plan``, ``autoshard mesh``, ``autoshard version``."""
+"""The command line: ``autoshard train``, ``plan``, ``compile``, ``mesh`` and ``version``."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +12,12 @@ import typer
 from rich.console import Console
 
 from autoshard import __version__
-from autoshard.config import resolve_mesh
+from autoshard.compiling import compilation
+from autoshard.config import find_mesh
 from autoshard.errors import AutoshardError
 from autoshard.recipe import TrainConfig
 from autoshard.train import plan_phase, train
+from autoshard.verdict import show
 
 app = typer.Typer(
     name="autoshard",
@@ -53,15 +56,48 @@ def plan_command(config: ConfigPath) -> None:
         console.print(plan.explain(), markup=False, highlight=False)
 
 
+@app.command("compile")
+def compile_command(
+    config: ConfigPath,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object instead: `phases`, each as `Compilation.as_json` says."),
+    ] = False,
+) -> None:
+    """Compile every phase with the real compiler of its mesh's target, which need not be here, and say what it made.
+
+    Whether it fits and what to change, bytes by class, every collective with its source line, the estimated step time,
+    and the audit: planned and emitted side by side. Nothing is run.
+
+    Exit status: 0 all is well; 1 a phase does not fit in memory; 2 an error; 3 a phase's audit is not clean.
+    """
+    recipe = TrainConfig.load(config)
+    use_platform(recipe, runs=False)
+    console, found = Console(soft_wrap=True), []
+    for number, phase in enumerate(recipe.stretches, 1):
+        planned = plan_phase(recipe, phase)
+        made = compilation(planned.plan, planned.step.lower(planned.state, planned.batch))
+        found.append(made)
+        if not as_json:
+            console.print(f"phase {number}: to step {phase.until}", markup=False, highlight=False)
+            show(made, console)
+    if as_json:
+        typer.echo(json.dumps({"phases": [made.as_json() for made in found]}, indent=1))
+    if not all(made.fits for made in found):
+        raise typer.Exit(1)
+    if not all(made.audit is None or made.audit.clean for made in found):
+        raise typer.Exit(3)
+
+
 @app.command("mesh")
 def mesh_command(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="A mesh configuration, or the name of a shipped one.")
     ],
 ) -> None:
-    """Print the mesh that a configuration describes."""
-    mesh = resolve_mesh(config)
-    typer.echo(str(mesh))
+    """Print the mesh that a configuration describes, or those that planning chooses among."""
+    for mesh in find_mesh(config).meshes():
+        typer.echo(str(mesh))
 
 
 @app.command("version")
@@ -70,12 +106,15 @@ def version_command() -> None:
     typer.echo(f"autoshard {__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}")
 
 
-def use_platform(config: TrainConfig) -> None:
+def use_platform(config: TrainConfig, *, runs: bool = True) -> None:
     """Chooses the platform, and makes the virtual CPU devices that the run's meshes ask for.
 
-    Has to come before JAX starts its backends. A number of CPU devices that the environment sets is kept.
+    Has to come before JAX starts its backends. A number of CPU devices that the environment sets is kept. What is only
+    compiled, for targets, leaves the accelerators alone that may be here.
     """
-    if config.platform is not None:
+    if not runs and all(phase.mesh.target for phase in config.stretches):
+        jax.config.update("jax_platforms", "cpu")
+    elif config.platform is not None:
         jax.config.update("jax_platforms", config.platform)
     if jax.config.jax_num_cpu_devices < 1:  # harmless where the run is on another platform
         jax.config.update("jax_num_cpu_devices", config.devices)

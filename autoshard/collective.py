@@ -1,7 +1,7 @@
 """Collective: one transfer between devices, and what it costs.
 
 The same record describes what a plan expects (`autoshard.reshard`, `autoshard.cost`) and what the
-compiler emitted (`autoshard.hlo`), so that the two can be laid side by side (`autoshard.audit`).
+compiler emitted (`autoshard.hlo`), so that the two can be laid side by side (`autoshard.auditing`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Collective:
     """Runs per call of the program: the product of the enclosing loops' trip counts."""
     source: str = ""
     """``file:line`` of the user's code, or empty."""
+    operation: str = ""
+    """What it comes from, by JAX's name for it, or empty when planned."""
     computation: str = ""
     """Name of the HLO computation that holds it, or empty when planned."""
     exact: bool = True
@@ -75,7 +77,9 @@ def collective_seconds(kind: str, axes: tuple[str, ...], size: float, mesh: Logi
     - all-reduce: twice that (a reduce-scatter, then an all-gather);
     - all-to-all: the same sum, slowest axis first (what stays within the slow axis's neighbours need
       cross only the fast one);
-    - collective-permute: ``S / b + l`` on the slowest axis.
+    - collective-permute: ``S / b + l``, with the least ``b`` and the largest ``l`` of the axes.
+
+    So the time of each is linear in its bytes.
 
     On equal links the bandwidth terms of several axes add up to the ring over their product. Every
     collective also costs one kernel's overhead, so one over two axes is cheaper than two in a row.
@@ -105,7 +109,7 @@ def rings_seconds(kind: str, over: list[Ring], size: float, overhead: float) -> 
     if not over:
         return 0.0
     if kind == "collective-permute":
-        return overhead + max(size / bandwidth + latency for _, bandwidth, latency in over)
+        return overhead + size / min(b for _, b, _ in over) + max(l for _, _, l in over)
     rounds = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}[kind]
     seconds = 0.0
     for n, bandwidth, latency in sorted(over, key=lambda ring: ring[1], reverse=kind != "all-to-all"):

@@ -12,13 +12,15 @@ from etils import epath
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from pydantic import Field, StrictInt, ValidationInfo, field_validator
 
+from autoshard.cluster import Cluster
 from autoshard.errors import ConfigError, MeshError, nearest
 from autoshard.mesh import Hardware, Link, LogicalMesh
+from autoshard.shapes import INNER, OUTER, shapes
 from autoshard.strict import Bytes as Bytes
 from autoshard.strict import Config as Config
 from autoshard.strict import load_yaml as load_yaml
 from autoshard.strict import parse_bytes as parse_bytes
-from autoshard.target import Target
+from autoshard.target import AnyTarget, Target
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None
 
@@ -113,14 +115,21 @@ def _find(folder: str, name: str | os.PathLike[str]) -> epath.Path:
 class MeshConfig(Config):
     """A mesh in words: its axes in order, what they run on, and what planning must respect."""
 
-    axes: dict[str, StrictInt] = Field(min_length=1)
-    """Size of each axis, in order; one may be -1, and takes the devices that the others leave."""
+    axes: dict[str, StrictInt] | Literal["auto"]
+    """Size of each axis, in order; one may be -1, and takes the devices that the others leave. ``auto``: planning
+    chooses among the meshes that `autoshard.shapes` sees in the devices."""
     devices: StrictInt | None = Field(default=None, ge=1)
     """How many devices the axes must make up; None means all that JAX shows."""
     tpu: str | None = None
     """A slice of TPUs to compile for, here or not: chip and sides, ``v5e:4x4``. It gives devices and hardware."""
     slices: StrictInt = Field(default=1, ge=1, validate_default=True)
     """How many such slices there are, one after the other along the first axis."""
+    gpu: str | None = None
+    """GPUs to compile for, here or not: ``a100``, ``b200``, ``h100`` or ``h200``. They give devices and hardware."""
+    nodes: StrictInt = Field(default=1, ge=1)
+    """How many nodes of such GPUs there are, one after the other along the first axis."""
+    per_node: StrictInt = Field(default=8, ge=1, validate_default=True)
+    """How many such GPUs a node has."""
     hardware: str | None = None
     """A name in `configs/hardware/` or a path; None means the chip that this process runs on."""
     links: dict[str, str] = Field(default_factory=dict)
@@ -132,7 +141,11 @@ class MeshConfig(Config):
 
     @field_validator("axes")
     @classmethod
-    def _sizes(cls, axes: dict[str, int]) -> dict[str, int]:
+    def _sizes(cls, axes: dict[str, int] | Literal["auto"]) -> dict[str, int] | Literal["auto"]:
+        if axes == "auto":
+            return axes
+        if not axes:
+            raise ValueError("a mesh has an axis or more; give their sizes, or 'auto'")
         for name, size in axes.items():
             if size < 1 and size != -1:
                 raise ValueError(f"axis {name!r} has size {size}; a size is 1 or more, or -1 for what is left")
@@ -144,7 +157,7 @@ class MeshConfig(Config):
     @field_validator("devices")
     @classmethod
     def _product(cls, devices: int | None, info: ValidationInfo) -> int | None:
-        if devices is not None and "axes" in info.data:
+        if devices is not None and isinstance(info.data.get("axes"), dict):
             fill(info.data["axes"], devices)
         return devices
 
@@ -159,19 +172,28 @@ class MeshConfig(Config):
     @field_validator("slices")
     @classmethod
     def _sliced(cls, slices: int, info: ValidationInfo) -> int:
-        tpu, axes, devices = (info.data.get(key) for key in ("tpu", "axes", "devices"))
-        if tpu is None:
-            if slices > 1:
-                raise ValueError("slices are of TPUs; say which with tpu:")
-            return slices
-        size = Target(tpu, slices).size
-        if devices is not None and devices != size:
-            raise ValueError(f"{Target(tpu, slices)} has {size} devices, not {devices}; leave `devices` out")
-        if axes is not None:
-            first = next(iter(fill(axes, size).values()))
-            if first % slices:
-                raise ValueError(f"{slices} slices do not divide the first axis, of size {first}")
+        tpu = info.data.get("tpu")
+        if tpu is None and slices > 1:
+            raise ValueError("slices are of TPUs; say which with tpu:")
+        if tpu is not None:
+            _check_target(Target(tpu, slices), "slices", info)
         return slices
+
+    @field_validator("per_node")
+    @classmethod
+    def _clustered(cls, per_node: int, info: ValidationInfo) -> int:
+        gpu, nodes = info.data.get("gpu"), info.data.get("nodes", 1)
+        if gpu is None and nodes > 1:
+            raise ValueError("nodes are of GPUs; say which with gpu:")
+        if gpu is not None:
+            if info.data.get("tpu") is not None:
+                raise ValueError("a mesh is of TPUs or of GPUs: give tpu: or gpu:")
+            try:
+                cluster = Cluster(gpu, nodes, per_node)
+            except MeshError as error:
+                raise ValueError(str(error)) from None
+            _check_target(cluster, "nodes", info)
+        return per_node
 
     @field_validator("hardware")
     @classmethod
@@ -205,31 +227,63 @@ class MeshConfig(Config):
         """The pins as `PartitionSpec`, by argument-path glob."""
         return {pattern: PartitionSpec(*entries) for pattern, entries in self.pins.items()}
 
+    @property
+    def least(self) -> int:
+        """The fewest devices that it can be had with, as far as it says."""
+        given = {} if self.axes == "auto" else self.axes
+        return self.devices or math.prod(size for size in given.values() if size != -1)
+
     def mesh(self) -> LogicalMesh:
         """The mesh that this describes. Its devices are looked for only when it is to run.
 
         Raises:
-          ConfigError: no hardware table fits this process, or the table lacks a link.
+          ConfigError: planning is to choose the mesh; no hardware table fits this process, or the table lacks a link.
           MeshError: the axis of size -1 cannot take the devices that are left.
         """
-        target = Target(self.tpu, self.slices) if self.tpu else None
-        table = self.hardware or (target.chip.hardware if target else None)
+        if self.axes == "auto":
+            raise ConfigError("axes: auto is answered by planning a step; give the axes' sizes, or a plan")
+        try:
+            axes = fill(self.axes, self._count(open_=-1 in self.axes.values()))
+        except ValueError as error:
+            raise MeshError(str(error)) from None
+        return self._over(axes)
+
+    def meshes(self) -> list[LogicalMesh]:
+        """The meshes to choose among: the one described, or with ``axes: auto`` all that the devices can be seen as.
+
+        Raises:
+          As `mesh`.
+        """
+        if self.axes != "auto":
+            return [self.mesh()]
+        sides = self.target.sides if self.target else None
+        groups = self.target.groups if self.target else 1
+        return [self._over(shape) for shape in shapes(self._count(open_=True) or 1, groups, sides)]
+
+    @property
+    def target(self) -> AnyTarget | None:
+        """What to compile for, where the mesh names it."""
+        if self.gpu:
+            return Cluster(self.gpu, self.nodes, self.per_node)
+        return Target(self.tpu, self.slices) if self.tpu else None
+
+    def _count(self, *, open_: bool) -> int | None:
+        """How many devices there are, as far as that is said or ``open_``, to be seen."""
+        if self.target:
+            return self.target.size
+        return jax.device_count() if self.devices is None and open_ else self.devices
+
+    def _over(self, axes: Mapping[str, int]) -> LogicalMesh:
+        target = self.target
+        table = self.hardware or (target.hardware if target else None)
         hardware = load_hardware(table) if table else hardware_of(jax.devices()[0].device_kind)
-        if self.slices > 1:  # the first axis crosses from one to the next
-            chosen = {next(iter(self.axes)): "dcn", **self.links}
-        else:
-            chosen = self.links
+        chosen = {name: link for name, link in self.links.items() if name in axes}
+        if target and target.groups > 1:  # the first axis crosses from one to the next
+            chosen = {next(iter(axes)): target.crossing, **chosen}
         try:
             _check_links(chosen.values(), hardware)
         except ValueError as error:
             raise ConfigError(f"links: {error}") from None
-        count = target.size if target else self.devices
-        if count is None and -1 in self.axes.values():
-            count = jax.device_count()
-        try:
-            axes = fill(self.axes, count)
-        except ValueError as error:
-            raise MeshError(str(error)) from None
         first = next(iter(hardware.links))
         links = tuple(chosen.get(name, first) for name in axes) if chosen else ()
         return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, target=target)
@@ -252,11 +306,22 @@ def fill(axes: Mapping[str, int], devices: int | None) -> dict[str, int]:
     return {name: devices // fixed if size == -1 else size for name, size in axes.items()}
 
 
+def _check_target(target: AnyTarget, groups: str, info: ValidationInfo) -> None:
+    axes, devices = info.data.get("axes"), info.data.get("devices")
+    if devices is not None and devices != target.size:
+        raise ValueError(f"{target} has {target.size} devices, not {devices}; leave `devices` out")
+    if isinstance(axes, dict):
+        first = next(iter(fill(axes, target.size).values()))
+        if first % target.groups:
+            raise ValueError(f"{target.groups} {groups} do not divide the first axis, of size {first}")
+
+
 def _check_axes(names: Iterable[str], info: ValidationInfo) -> None:
-    axes: dict[str, int] | None = info.data.get("axes")
+    axes: dict[str, int] | Literal["auto"] | None = info.data.get("axes")
+    known = (OUTER, *INNER) if axes == "auto" else axes
     for name in names:
-        if axes is not None and name not in axes:  # None: the axes are wrong themselves, and say so
-            raise ValueError(f"{name!r} is no axis of this mesh{nearest(name, axes)}")
+        if known is not None and name not in known:  # None: the axes are wrong themselves, and say so
+            raise ValueError(f"{name!r} is no axis of this mesh{nearest(name, known)}")
 
 
 def _check_links(names: Iterable[str], hardware: Hardware) -> None:
@@ -279,9 +344,16 @@ def mesh_config(mesh: MeshLike) -> MeshConfig | None:
             return MeshConfig(axes=dict(mesh))
         except ConfigError as error:
             raise MeshError(str(error)) from None
-    if isinstance(mesh, str | os.PathLike):
-        return MeshConfig.load(_find("mesh", mesh))
-    return None
+    return find_mesh(mesh) if isinstance(mesh, str | os.PathLike) else None
+
+
+def find_mesh(name: str | os.PathLike[str]) -> MeshConfig:
+    """The mesh config of a file, or a shipped one such as ``"cpu-8"``.
+
+    Raises:
+      ConfigError: a file that is missing or wrong.
+    """
+    return MeshConfig.load(_find("mesh", name))
 
 
 def resolve_mesh(mesh: MeshLike) -> LogicalMesh:

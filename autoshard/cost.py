@@ -13,11 +13,12 @@ Compute and transfers are added, not overlapped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.collective import Collective, collective_seconds
 from autoshard.graph import Graph, Kind
+from autoshard.halo import hops
 from autoshard.mesh import LogicalMesh
 from autoshard.propagate import Layout, factor_axes, project
 from autoshard.reshard import seconds, steps
@@ -58,7 +59,8 @@ class Way:
     compute: float
     """Seconds on one device, once."""
     inside: tuple[Collective, ...] | None = ()
-    """Collectives of the local form, when the node runs in it; None where it does not serve so many parts."""
+    """Exchanges of edges, and collectives of the local form when the node runs in it; None where it does not serve so
+    many parts."""
     axes: Axes = ()
     """Axes that split the local factor."""
 
@@ -85,11 +87,13 @@ class Run:
     seconds: float
     """Compute and transfers, once."""
     inside: tuple[Collective, ...] = ()
-    """Collectives of the local form, when the node runs in it."""
+    """Exchanges of edges, and collectives of the local form when the node runs in it."""
     axes: Axes = ()
     """Axes that split the local factor."""
     island: bool = False
     """Whether the node runs in its local form; else as XLA partitions it."""
+    moved: bool = False
+    """Whether it asks an operand otherwise than that lies, or makes a result so."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Costing:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.mesh = graph, graph.program.mesh
-        self.runs: dict[tuple[Kind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, Positions], Run] = {}
+        self.runs: dict[tuple[Kind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, Positions], Run] = graph.runs
         self.anew = {
             v
             for n in graph.nodes
@@ -119,9 +123,22 @@ class Costing:
             for v in n.results
         }
         """Values that the partitioner makes again wherever they are read otherwise than they lie."""
+        self.last: tuple[Layout | None, list[Run]] = None, []
+        """The layout that was asked for last, and how its nodes run."""
 
-    def run(self, node: int, layout: Layout) -> Run:
-        """How node number ``node`` runs under ``layout``."""
+    def fed(self, layout: Layout) -> float:
+        """Seconds to write what every call of a step brings anew: its batch."""
+        brought, values = brought_anew(self.graph), self.graph.values
+        held = sum(values[v].bytes / layout.specs[v].shards(self.mesh.shape) for v in brought)
+        return held / self.mesh.hardware.bandwidth
+
+    def each(self, layout: Layout) -> Sequence[Run]:
+        """How each node runs under ``layout``."""
+        if self.last[0] is not layout:
+            self.last = layout, [self._run_of(n, layout) for n in range(len(self.graph.nodes))]
+        return self.last[1]
+
+    def _run_of(self, node: int, layout: Layout) -> Run:
         kind, specs = self.graph.nodes[node].kind, layout.specs
         anew = tuple([i for i, v in enumerate(self.graph.nodes[node].operands) if v in self.anew])
         key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.ways.get(node), anew
@@ -137,14 +154,15 @@ class Costing:
     def cost(self, layout: Layout) -> Cost:
         """Prices ``layout``."""
         specs, values = layout.specs, self.graph.values
-        compute, transfers = 0.0, 0.0
+        compute, transfers = self.fed(layout), 0.0
         collectives: list[Collective] = []
         made: set[tuple[int, Spec]] = set()
-        for i, node in enumerate(self.graph.nodes):
+        for node, run in zip(self.graph.nodes, self.each(layout), strict=True):
             if not node.times:
                 continue
-            run = self.run(i, layout)
             compute += run.compute * node.times
+            if not run.moved and not run.inside:
+                continue
             moves = [
                 (v, specs[v], need)
                 for v, need in zip(node.operands, run.needs, strict=True)
@@ -156,7 +174,8 @@ class Costing:
             for v, src, dst in moves:
                 made_here += steps(src, dst, values[v].shape, values[v].bits, self.mesh)
             for c in made_here:
-                transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh) * node.times
+                share = node.kind.together if c.kind == "all-reduce" else 1
+                transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh) * node.times / share
                 collectives.append(replace(c, count=node.times, source=node.source))
         for v, leaf in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
             if v and leaf.pin is not None and leaf.pin != specs[v]:  # what it stands for is pinned elsewhere too
@@ -166,6 +185,12 @@ class Costing:
         return Cost(compute + transfers, compute, tuple(collectives))
 
 
+def brought_anew(graph: Graph) -> list[int]:
+    """The arguments of a step that are not carried from call to call; of a function that carries nothing, none."""
+    carried = {i for i, _ in graph.program.carries}
+    return [v for i, v in enumerate(graph.inputs) if carried and i not in carried and v]
+
+
 def cheapest(kind: Kind, specs: tuple[Spec, ...], mesh: LogicalMesh, anew: Positions = ()) -> Run:
     """The cheapest way to run a node whose operands and results have ``specs``; to move operands ``anew`` is free.
 
@@ -173,15 +198,17 @@ def cheapest(kind: Kind, specs: tuple[Spec, ...], mesh: LogicalMesh, anew: Posit
     faster than a reduction, but many small reductions can be made at once.
     """
     state = [s.dims for s in specs]
-    found = [held(kind, factor_axes(kind, state, mesh.shape, first), mesh) for first in (None, *range(len(specs)))]
+    agreed = (factor_axes(kind, state, mesh.shape, first) for first in (None, *range(len(specs))))
+    found = _distinct(held(kind, chosen, mesh) for chosen in agreed)
     best = _best(kind, specs, found, mesh, anew)
     if not any(k in REDUCED for _, k in kind.rule.kinds):
         return best
     reduced = [f for f, k in kind.rule.kinds if k in REDUCED]
     without = [({f}, chosen) for chosen in found for f in chosen] + [(set(reduced), chosen) for chosen in found]
-    other = _best(kind, specs, [{f: a for f, a in c.items() if f not in out} for out, c in without], mesh, anew)
+    fewer = _distinct({f: a for f, a in c.items() if f not in out} for out, c in without)
+    other = _best(kind, specs, fewer, mesh, anew)
     faster = other.seconds < best.seconds
-    return other if faster and _sent(kind, specs, other, mesh, anew) <= _sent(kind, specs, best, mesh, anew) else best
+    return other if faster and _sent(kind, specs, other, mesh, anew) < _sent(kind, specs, best, mesh, anew) else best
 
 
 def _best(
@@ -194,6 +221,10 @@ def _best(
         ways |= {tuple((f, a) for f, a in w if kind.rule.kind(f) != "local") for w in ways}
     runs = (way(kind, dict(w), mesh) for w in sorted(ways))
     return min((_run(kind, specs, w, mesh, anew) for w in runs if w.possible), key=lambda r: r.seconds)
+
+
+def _distinct(ways: Iterable[dict[str, Axes]]) -> list[dict[str, Axes]]:
+    return list({tuple(sorted(w.items())): w for w in ways}.values())
 
 
 def _moves(specs: tuple[Spec, ...], run: Run | Way, anew: Positions) -> list[tuple[int, Spec, Spec]]:
@@ -211,8 +242,8 @@ def _sent(kind: Kind, specs: tuple[Spec, ...], run: Run, mesh: LogicalMesh, anew
 
 def held(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
     """``chosen`` without the factors that some dimension cannot hold: those behind one that is not split entirely."""
-    sizes, kept = dict(kind.sizes), dict(chosen)
-    compound = [dim for _, _, dim in kind.places if len(dim) > 1]
+    kept, compound = dict(chosen), [dim for _, _, dim in kind.places if len(dim) > 1]
+    sizes = dict(kind.sizes) if compound else {}
     for _ in compound:  # what is dropped for one may be what another stands behind
         for dim in compound:
             parts = [mesh.axes_size(kept.get(f, ())) == sizes[f] for f in dim]
@@ -240,18 +271,23 @@ def way(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> Way:
     sizes, kinds, shape = dict(kind.sizes), dict(kind.rule.kinds), mesh.shape
 
     def spec(dims: Sequence[Sequence[str]]) -> Spec:
-        return Spec(tuple(project(d, chosen, sizes, shape) for d in dims))
+        return Spec(
+            tuple([project(d, chosen, sizes, shape) if len(d) > 1 else chosen.get(d[0], ()) if d else () for d in dims])
+        )
 
     needs = tuple(map(spec, kind.rule.operands))
-    partial = tuple((a, kinds[f]) for f, axes in chosen.items() if kinds.get(f) in REDUCED for a in axes)
-    gives = tuple(Spec(s.dims, tuple(sorted(partial))) for s in map(spec, kind.rule.results))
+    partial = tuple(sorted([(a, kinds[f]) for f, axes in chosen.items() if kinds.get(f) in REDUCED for a in axes]))
+    gives = tuple([Spec(s.dims, partial) for s in map(spec, kind.rule.results)])
     inside = _inside(kind, needs, gives, chosen, mesh)
     axes = next((axes for f, axes in chosen.items() if kinds.get(f) == "local"), ())
     return Way(needs, gives, _compute(kind, needs, gives, chosen, mesh), inside, axes)
 
 
 def _run(kind: Kind, specs: tuple[Spec, ...], w: Way, mesh: LogicalMesh, anew: Positions = ()) -> Run:
-    transfers = sum(seconds(a, b, kind.shapes[i], kind.bits[i], mesh) for i, a, b in _moves(specs, w, anew))
+    transfers = sum(
+        seconds(a, b, kind.shapes[i], kind.bits[i], mesh) / (kind.together if a.partial else 1)
+        for i, a, b in _moves(specs, w, anew)
+    )
     return Run(
         w.needs,
         w.gives,
@@ -260,6 +296,7 @@ def _run(kind: Kind, specs: tuple[Spec, ...], w: Way, mesh: LogicalMesh, anew: P
         w.inside or (),
         w.axes,
         _is_island(kind, specs, w),
+        (*w.needs, *w.gives) != specs,
     )
 
 
@@ -269,6 +306,8 @@ def _is_island(kind: Kind, specs: Sequence[Spec], w: Way) -> bool:
         return False
     if kind.rule.local.due == "partial":
         return any(s.partial for s in w.gives)
+    if kind.rule.local.due == "halo":
+        return any(w.needs[h.operand].dims[h.dim] for h in kind.rule.halos)
     kinds = dict(kind.rule.kinds)
     if "halo" in kinds.values():
         return any(specs[i].dims[d] for i, d, dim in kind.places if kinds.get(dim[0]) == "halo")
@@ -278,17 +317,28 @@ def _is_island(kind: Kind, specs: Sequence[Spec], w: Way) -> bool:
 def _inside(
     kind: Kind, needs: Sequence[Spec], gives: Sequence[Spec], chosen: Mapping[str, Axes], mesh: LogicalMesh
 ) -> tuple[Collective, ...] | None:
-    """The collectives of the local form, when a local factor is split; None where it cannot be split so."""
-    axes = next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
-    if not axes or kind.rule.local is None:
+    """The exchanges of edges and, when a local factor is split, the collectives of the local form; None where it cannot
+    be split so."""
+    local = next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
+    halos = [(halo, axes) for halo in kind.rule.halos if (axes := chosen.get(kind.rule.along(halo), ()))]
+    if not halos and not local:
         return ()
-    sizes = [
-        math.ceil(math.prod(n) * bits / 8 / s.shards(mesh.shape))
-        for n, bits, s in zip(kind.shapes, kind.bits, (*needs, *gives), strict=True)
-    ]
-    order = tuple(a for a in mesh.axis_names if a in axes)
-    moves = kind.rule.local.moves(mesh.axes_size(axes), sizes)
-    return None if moves is None else tuple(Collective(k, order, b) for k, b in moves)
+    sizes = [math.ceil(b / s.shards(mesh.shape)) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
+    found: list[Collective] = []
+    for halo, axes in halos:
+        parts, size = mesh.axes_size(axes), sizes[halo.operand]
+        own, sides = halo.window.size // parts, halo.window.rows(parts)
+        sent = [math.ceil(size * n / own) for rows in sides for n in hops(rows, own)]
+        found += [Collective("collective-permute", _ordered(axes, mesh), n) for n in sent]
+        sizes[halo.operand] = math.ceil(size * (own + sum(sides)) / own)
+    if not local or kind.rule.local is None:
+        return tuple(found)
+    moves = kind.rule.local.moves(mesh.axes_size(local), sizes)
+    return None if moves is None else (*found, *(Collective(k, _ordered(local, mesh), b) for k, b in moves))
+
+
+def _ordered(axes: Axes, mesh: LogicalMesh) -> Axes:
+    return tuple(a for a in mesh.axis_names if a in axes)
 
 
 def _compute(
@@ -297,10 +347,7 @@ def _compute(
     if kind.op in VIEWS or not kind.shapes:
         return 0.0
     hardware = mesh.hardware
-    local = [
-        math.prod(n) * bits / 8 / s.shards(mesh.shape)
-        for n, bits, s in zip(kind.shapes, kind.bits, (*needs, *gives), strict=True)
-    ]
+    local = [b / s.shards(mesh.shape) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
     if kind.tie:  # what goes into or out of a loop is a slice of what is stacked there; else nothing moves
         return min(local) / hardware.bandwidth if len({len(n) for n in kind.shapes}) > 1 else 0.0
     if not kind.flops:  # fused with its neighbours: what it writes counts, what it reads was counted there

@@ -69,15 +69,17 @@ def classes(graph: Graph) -> tuple[DimClass, ...]:
     label = _together(graph, start, len(owner))
     large = np.flatnonzero(sizes > 1)
     order = large[np.argsort(label[large], kind="stable")]
+    weights = np.array([v.bytes for v in values], dtype=object)
     args, batch = set(graph.inputs), {graph.inputs[i] for i in roles(graph).batch}
     wanted = np.isin(owner, list(args))
     found: list[DimClass] = []
     for group in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
-        inputs = tuple((int(owner[k]), int(k - start[owner[k]])) for k in group[wanted[group]])
+        mine = group[wanted[group]]
+        inputs = tuple(zip(owner[mine].tolist(), (mine - start[owner[mine]]).tolist(), strict=True))
         if inputs:
             held = np.unique(owner[group])
             size = int(np.gcd.reduce(sizes[group]))
-            weight = float(sum(values[v].bytes for v in held))
+            weight = float(weights[held].sum())
             name = _name(graph, inputs, batch)
             found.append(DimClass(name, size, inputs, len(group), weight, len(held) < len(group)))
     return _distinct(sorted(found, key=lambda c: (-c.weight, c.inputs)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ class Entry:
     plan: Plan
     avals: tuple[Aval, ...]
     """Of each flat argument."""
+    plain: Callable[[], Entry] | None = None
+    """The step laid out alike, without elements that mean nothing, where the program has some: slopes around the step
+    would run through what stands there, and zero times infinity is no number."""
 
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:
@@ -58,6 +61,8 @@ class Entry:
 
         It takes them as they lie: a tracer does not tell where its values are, and cannot be moved beforehand.
         """
+        if self.plain is not None:
+            return self.plain().inner
 
         def planned(*leaves: Any) -> Any:
             placed = jax.lax.with_sharding_constraint(list(leaves), self.plan.flat_in_shardings)

@@ -1,7 +1,8 @@
 """How long a compiled step takes by its own compiler's estimate.
 
 The TPU compiler writes the cycles that it expects of every fusion into the HLO (`estimated_cycles`), once for a loop's
-body however often the loop turns; it writes none for a collective, so those are priced on the link model.
+body however often the loop turns. The compilers for GPUs and CPUs write nothing of the kind: what they made is then put
+under the chip's roofline, instruction by instruction. None prices a collective, so those go by the link model.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autoshard.collective import Collective, collective_seconds
-from autoshard.errors import ConfigError
 from autoshard.hlo import collectives
 from autoshard.loops import multiplicities
 from autoshard.mesh import LogicalMesh
 from autoshard.module import Module, parse
+from autoshard.roofline import roofline_seconds
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -35,6 +36,8 @@ class Estimate:
     """Of all collectives, none hidden behind compute."""
     exact: bool
     """False where some loop's trip count is not known: it counts as one trip."""
+    cycles: int | None = None
+    """What ``compute`` was told from; None where it is the roofline of what was compiled."""
 
     @property
     def seconds(self) -> float:
@@ -48,22 +51,20 @@ class Estimate:
 
 
 def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
-    """Reads the HLO of a step that was compiled for TPUs.
+    """Reads the HLO of a compiled step.
 
     Args:
-      mesh: that it was compiled for; its hardware gives the clock and its links price the collectives.
-
-    Raises:
-      ConfigError: the hardware table gives no clock.
+      mesh: that it was compiled for; its hardware gives the clock or the roofline, its links price the collectives.
     """
-    clock = mesh.hardware.clock
-    if not clock:
-        raise ConfigError(
-            f"the hardware table {mesh.hardware.name} has no `clock`, so cycles cannot be told as seconds"
-        )
     text = compiled.as_text() or ""
-    cycles, exact = estimated_cycles(parse(text))
-    return Estimate(cycles / clock, sum(_seconds(c, mesh) for c in collectives(text, mesh)), exact)
+    module, clock = parse(text), mesh.hardware.clock
+    cycles: int | None = None
+    if clock:
+        cycles, exact = estimated_cycles(module)
+        compute = cycles / clock
+    else:
+        compute, exact = roofline_seconds(module, mesh.hardware)
+    return Estimate(compute, sum(seconds_of(c, mesh) for c in collectives(text, mesh)), exact, cycles)
 
 
 def estimated_cycles(module: Module) -> tuple[int, bool]:
@@ -77,6 +78,7 @@ def estimated_cycles(module: Module) -> tuple[int, bool]:
     return total, exact
 
 
-def _seconds(c: Collective, mesh: LogicalMesh) -> float:
+def seconds_of(c: Collective, mesh: LogicalMesh) -> float:
+    """Seconds of all runs of a collective on the link model."""
     axes = mesh.axis_names if c.axes is None else c.axes  # groups of no known axes: as if of all
     return collective_seconds(c.kind, axes, c.bytes, mesh) * c.count

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -20,9 +20,10 @@ from autoshard import jaxpr as jx
 from autoshard.annotate import annotate_p
 from autoshard.errors import RuleError
 from autoshard.program import Program
-from autoshard.registry import check_used, lookup, sealed, unruled
+from autoshard.registry import check_used, lookup, misspelt, sealed, unruled
 from autoshard.rule import Dim, Rule, RuleTable, dims_of, names, whole
 from autoshard.spec import Spec, check, open_dims
+from autoshard.together import together
 
 FORWARD, BACKWARD, PLAIN = "forward", "backward", "plain"
 
@@ -60,6 +61,14 @@ class Kind:
     """Floating-point operations of the whole operation, where they are what costs; else 0."""
     tie: bool = False
     """Whether it stands for a value that goes into, out of or round a region."""
+    together: int = 1
+    """How many results are sent by one collective, this one's among them."""
+    bytes: tuple[float, ...] = field(init=False, repr=False)
+    """Of the operands, then the results, whole."""
+
+    def __post_init__(self) -> None:
+        sizes = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, self.bits, strict=True))
+        object.__setattr__(self, "bytes", sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +119,13 @@ class Graph:
     diagnostics: tuple[Diagnostic, ...] = ()
     open: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     """Dimensions of pinned values that their pin leaves open."""
+    loops: tuple[tuple[int, int], ...] = ()
+    """First and last node of every loop, what goes in and comes out included; an outer loop after its inner ones."""
     offers: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
     """What alike nodes in alike states propose to their values: work of `propagate` that serves its next run."""
+
+    runs: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
+    """How alike nodes run under alike specs: work of `cost` that serves `memory`."""
 
     @functools.cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
@@ -136,11 +150,17 @@ def build(program: Program, table: RuleTable, *, strict: bool = False) -> Graph:
     builder = _Builder(program, table, strict)
     builder.jaxpr(program.jaxpr, 1, PLAIN)
     check_used(table, builder.names)
+    builder.diagnostics += [Diagnostic("", text) for text in misspelt(table, builder.names)]
     ids = builder.ids
     inputs = tuple(ids[v] for v in program.jaxpr.invars)
     outputs = tuple(builder.read(a) for a in program.jaxpr.outvars)
     for x, gradient in builder.gathered():
         builder.tie("gradient", x, gradient, False, 0, "", PLAIN)
+    kinds: dict[tuple[Kind, int], Kind] = {}
+    for i, count in together(builder.nodes, builder.values).items():
+        kind = builder.nodes[i].kind
+        kind = kinds.setdefault((kind, count), replace(kind, together=count))
+        builder.nodes[i] = replace(builder.nodes[i], kind=kind)
     for i, o in program.carries:  # the next call begins where this one ends
         builder.tie("carry", outputs[o], inputs[i], False, 1, "", PLAIN)
     for v, leaf in (*zip(inputs, program.inputs, strict=True), *zip(outputs, program.outputs, strict=True)):
@@ -159,6 +179,7 @@ def build(program: Program, table: RuleTable, *, strict: bool = False) -> Graph:
         builder.pins,
         tuple(dict.fromkeys(builder.diagnostics)),
         builder.open,
+        tuple(builder.loops),
     )
 
 
@@ -174,7 +195,10 @@ class _Builder:
         self.open: dict[int, frozenset[int]] = {}
         self.diagnostics: list[Diagnostic] = []
         self.kinds: dict[Any, Kind] = {}
+        self.alike: dict[Any, Value] = {}
+        """By shape and dtype."""
         self.names: set[str] = set()
+        self.loops: list[tuple[int, int]] = []
 
     def read(self, atom: jx.Var | jx.Literal) -> int:
         return 0 if isinstance(atom, jx.Literal) else self.ids[atom]
@@ -189,9 +213,12 @@ class _Builder:
         self.pins[value] = check(entries, shape, self.program.mesh.shape, f"the value pinned at {source}")
 
     def value(self, aval: Any) -> int:
-        shape = tuple(getattr(aval, "shape", ()))
-        bits = jx.dtype_bits(aval.dtype) if hasattr(aval, "dtype") else 0
-        self.values.append(Value(shape, bits, jx.dtype_name(aval.dtype) if hasattr(aval, "dtype") else "token"))
+        key = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
+        found = self.alike.get(key)
+        if found is None:
+            name = "token" if key[1] is None else jx.dtype_name(key[1])
+            found = self.alike[key] = Value(key[0], _bits(aval), name)
+        self.values.append(found)
         return len(self.values) - 1
 
     def jaxpr(self, jaxpr: jx.Jaxpr, times: int, phase: str) -> None:
@@ -282,7 +309,7 @@ class _Builder:
             text = f"{name}: how often it turns is not known; costed as one turn"
             self.diagnostics.append(Diagnostic(source, text))
         for region in regions:
-            inner = times * region.times
+            inner, begin = times * region.times, len(self.nodes)
             inside = [self.define(v) for v in region.body.invars]
             for wire in region.entries:
                 often = inner if wire.lifted else times
@@ -294,6 +321,8 @@ class _Builder:
             for wire in region.exits:
                 often = inner if wire.lifted else times
                 self.tie(name, ends[wire.inside], results[wire.outside], wire.lifted, often, source, phase)
+            if region.loops or region.times > 1 or not region.known:
+                self.loops.append((begin, len(self.nodes) - 1))
 
     def gathered(self) -> list[tuple[int, int]]:
         """Arrays that are gathered from, each with its gradient: what is scattered to the same positions into zeros.

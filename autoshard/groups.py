@@ -17,14 +17,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from autoshard.dims import roles
 from autoshard.graph import BACKWARD, FORWARD, Graph, Kind, Node
+from autoshard.spec import REDUCED
 
+Numbers = npt.NDArray[np.int64]
 Places = tuple[int, ...]
 """For each dimension of a value, the dimension of its group, or -1."""
+Links = dict[int, dict[int, list[tuple[int, int]]]]
 PARAMETER = "parameter"
 ROUNDS = 2
 """How far from a group its surroundings reach, in equations."""
+FEW = 64
+"""Most equations of a program in which every one of them, and every value, is decided for itself."""
 FOLDED = 300
 """Groups above which those that are alike are given one color."""
 
@@ -39,6 +47,8 @@ class Form:
     """Positions of the values that have every factor; none where a choice is to be made."""
     exact: tuple[int, ...]
     """Those of them that have nothing but factors."""
+    reduces: bool
+    """Whether it puts terms together."""
 
 
 def form_of(kind: Kind) -> Form:
@@ -46,24 +56,42 @@ def form_of(kind: Kind) -> Form:
     factors = tuple(f for f in rule.factors if sizes[f] > 1)
     dims = (*rule.operands, *rule.results)
     if rule.local is not None or any(len(d) > 1 for ds in dims for d in ds):
-        return Form(factors, (), ())
+        return Form(factors, (), (), False)
     have = [{f for d in ds for f in d} for ds in dims]
     full = tuple(p for p, fs in enumerate(have) if fs.issuperset(factors))
     exact = tuple(p for p in full if kind.tie or all(d or n == 1 for d, n in zip(dims[p], kind.shapes[p], strict=True)))
-    return Form(factors, full if factors else (), exact if factors else ())
+    reduces = any(kind.rule.kind(f) in REDUCED for f in factors)
+    return Form(factors, full if factors else (), exact if factors else (), reduces)
+
+
+def _links(kind: Kind, form: Form) -> Links:
+    """For each position whose value may lie as others do, and each of these before it: which dimensions are one."""
+    dims = (*kind.rule.operands, *kind.rule.results)
+    there = {p: {dim[0]: d for d, dim in enumerate(dims[p]) if dim and dim[0] in form.factors} for p in form.exact}
+    found: Links = {
+        p: {q: [(there[q][f], d) for f, d in there[p].items()] for q in form.exact if q < p} for p in form.exact
+    }
+    return found if len(found) > 1 else {}
 
 
 class Groups:
-    """The groups of one graph. A group goes by the number of one of its values, its root."""
+    """The groups of one graph. A group goes by the number of one of its values, its root.
+
+    In a program of few equations, only what goes round lies alike: every other value is a group of its own.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        self.graph, self.few = graph, len(graph.nodes) <= FEW
         self.forms: dict[Kind, Form] = {}
         self.sets = _Sets(graph)
+        self.large = [False, *(math.prod(v.shape) > 1 for v in graph.values[1:])]
+        self.orders: dict[int, dict[int, int]] = {}
         self.labels = self._labels()
-        for node in sorted(graph.nodes, key=lambda n: -max((graph.values[v].bytes for v in n.values), default=0)):
-            self._follow(node)
-        used = {v for n in graph.nodes for v in n.values if v and math.prod(graph.values[v].shape) > 1}
+        links = {kind: _links(kind, self.form(kind)) for kind in {n.kind for n in graph.nodes}}
+        tied = [n for n in graph.nodes if links[n.kind] and (n.tie or not self.few)]
+        for node in sorted(tied, key=lambda n: -max(n.kind.bytes)):
+            self._follow(node, links[node.kind])
+        used = {v for n in graph.nodes for v in n.values if self.large[v]}
         self.places = {v: self._places(v) for v in sorted(used)}
         """Root and places of every value that has more than one element."""
         self.color = self._colors()
@@ -91,73 +119,97 @@ class Groups:
         for v in parameters:
             labels[v] = PARAMETER
         for node in graph.nodes:
-            large = [v for v in node.operands if v and math.prod(graph.values[v].shape) > 1]
+            large = [v for v in node.operands if self.large[v]]
             alone = bool(large) and all(labels[v] == PARAMETER for v in large) and self.form(node.kind).full
             for v in node.results:
                 if not labels[v]:
                     labels[v] = PARAMETER if alone else node.phase if node.phase in (FORWARD, BACKWARD) else ""
         return labels
 
-    def _follow(self, node: Node) -> None:
+    def _follow(self, node: Node, links: Links) -> None:
         """Groups the values of ``node`` that lie alike."""
-        graph, form = self.graph, self.form(node.kind)
-        dims = (*node.kind.rule.operands, *node.kind.rule.results)
+        pins, values, labels = self.graph.pins, node.values, self.labels
         first: dict[str, int] = {}
-        for p in form.exact:
-            v = node.values[p]
-            if not v or v in graph.pins:
-                continue
-            other = first.setdefault(self.labels[v], p)
-            if other != p:
-                there = {dim[0]: d for d, dim in enumerate(dims[other]) if dim}
-                pairs = [(there[dim[0]], d) for d, dim in enumerate(dims[p]) if dim and dim[0] in form.factors]
-                self.sets.unite(node.values[other], v, pairs)
+        for p, before in links.items():
+            v = values[p]
+            if v and v not in pins:
+                other = first.setdefault(labels[v], p)
+                if other != p:
+                    self.sets.unite(values[other], v, before[other])
 
     def _places(self, v: int) -> tuple[int, Places]:
         root = self.sets.root(v)
-        order = {a: i for i, a in enumerate(self.sets.atoms[root])}
+        order = self.orders.get(root)
+        if order is None:
+            order = self.orders[root] = {a: i for i, a in enumerate(self.sets.atoms[root])}
         shape = self.graph.values[v].shape
-        return root, tuple(order[self.sets.dim(v, d)] if n > 1 else -1 for d, n in enumerate(shape))
+        return root, tuple([order[self.sets.dim(v, d)] if n > 1 else -1 for d, n in enumerate(shape)])
 
     def _colors(self) -> dict[int, int]:
         """For each group a number; those that are alike have the same."""
         graph, places = self.graph, self.places
-        numbers: dict[Any, int] = {}
-
-        def number(x: Any) -> int:
-            return numbers.setdefault(x, len(numbers))
-
-        inside: dict[int, Counter[Any]] = defaultdict(Counter)
-        for node in graph.nodes:
-            for p, v in enumerate(node.values):
-                if v in places:
-                    root, where = places[v]
-                    inside[root][id(node.kind), p, where, node.times, v in graph.pins and graph.pins[v]] += 1
-        if len(inside) <= FOLDED:
-            return {root: root for root in inside}
+        roots, at = np.full(len(graph.values), -1), np.zeros(len(graph.values), dtype=np.int64)
+        forms: dict[Any, int] = {}
         names: dict[int, set[str]] = defaultdict(set)
+        for v, (root, where) in places.items():
+            roots[v], at[v] = root, forms.setdefault((where, graph.pins.get(v)), len(forms))
         for v in graph.inputs:
             if v in places:
                 names[places[v][0]].add(re.sub(r"\d+", "#", graph.values[v].name))
-        color = {
-            root: number((self.labels[root], tuple(sorted(names[root])), frozenset(found.items())))
-            for root, found in inside.items()
-        }
+        found = np.unique(roots[roots >= 0])
+        if len(found) <= FOLDED:
+            return {int(root): int(root) for root in found}
+        alike: dict[Kind, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            alike[node.kind].append(node)
+        values = [np.array([n.values for n in nodes], dtype=np.int64) for nodes in alike.values()]
+        inside: list[tuple[Numbers, list[Numbers]]] = []
+        for k, (nodes, of) in enumerate(zip(alike.values(), values, strict=True)):
+            times = np.array([n.times for n in nodes])
+            for p in range(of.shape[1]):
+                inside.append((roots[of[:, p]], [np.full(len(of), k), np.full(len(of), p), at[of[:, p]], times]))
+        color = np.full(len(graph.values) + 1, -1)  # the last: of what belongs to no group
+        kinds = [(self.labels[root], *sorted(names[root])) for root in found]
+        color[found] = _numbered(zip(kinds, _surroundings(inside, found), strict=True))
         for _ in range(ROUNDS):
-            around: dict[int, Counter[Any]] = defaultdict(Counter)
-            for node in graph.nodes:
-                roots = [places[v][0] if v in places else -1 for v in node.values]
-                if len(set(roots)) > 1:
-                    what = number((id(node.kind), tuple(color.get(r, -1) for r in roots)))
-                    for r in set(roots) - {-1}:
-                        around[r][what] += 1
-            color = {r: number((c, frozenset(around[r].items()))) for r, c in color.items()}
+            around: list[tuple[Numbers, list[Numbers]]] = []
+            for k, of in enumerate(values):
+                own = roots[of]
+                own = own[(own != own[:, :1]).any(axis=1)]
+                what = [np.full(len(own), k), *color[own].T]
+                for p in range(own.shape[1]):  # once for each group that a node touches
+                    new = (own[:, :p] != own[:, p : p + 1]).all(axis=1)
+                    around.append((own[new, p], [c[new] for c in what]))
+            color[found] = _numbered(zip(color[found], _surroundings(around, found), strict=True))
         turn: Counter[int] = Counter()
-        for root in sorted(color):
-            c = color[root]
-            color[root] = number((c, turn[c] % 2))
+        turns: dict[int, int] = {}
+        for root in map(int, found):
+            c = int(color[root])
+            turns[root] = 2 * c + turn[c] % 2
             turn[c] += 1
-        return color
+        return turns
+
+
+def _surroundings(found: Iterable[tuple[Numbers, list[Numbers]]], roots: Numbers) -> list[bytes]:
+    """For each of ``roots`` what was found of it, how often, in a form that can be compared. ``found`` holds roots, and
+    columns of numbers that say what there is of each."""
+    pairs = list(found)
+    width = max(len(columns) for _, columns in pairs)
+    owner, what = np.concatenate([r for r, _ in pairs]), np.zeros(sum(len(r) for r, _ in pairs), dtype=np.int64)
+    for i in range(width):
+        column = np.concatenate([c[i] if i < len(c) else np.full(len(r), -1) for r, c in pairs]) + 1
+        what = np.unique(what * (int(column.max()) + 1) + column, return_inverse=True)[1]
+    base = int(what.max()) + 1
+    each, often = np.unique((owner * base + what)[owner >= 0], return_counts=True)
+    ends = np.searchsorted(each, np.stack([roots, roots + 1]) * base)
+    table = np.stack([each % base, often], axis=1)
+    return [table[i:j].tobytes() for i, j in ends.T]
+
+
+def _numbered(things: Iterable[Any]) -> list[int]:
+    """A number for each, the same for those that are equal."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(x, len(numbers)) for x in things]
 
 
 class _Sets:
@@ -180,18 +232,21 @@ class _Sets:
 
     def unite(self, u: int, v: int, pairs: Iterable[tuple[int, int]]) -> None:
         """Puts ``u`` and ``v`` together, dimension with dimension, unless two of one would become one."""
-        a, b = sorted((self.root(u), self.root(v)))
-        same = {self.dim(u, d): self.dim(v, e) for d, e in pairs}
-        if a == b or len(set(same.values())) < len(same):
+        a, b = _find(self.value, u), _find(self.value, v)
+        if a == b:
+            return
+        a, b = min(a, b), max(a, b)
+        atom, i, j = self.atom, self.start[u], self.start[v]
+        same = {_find(atom, i + d): _find(atom, j + e) for d, e in pairs}
+        if len(set(same.values())) < len(same):
             return
         self.value[b] = a
         for x, y in same.items():
-            self.atom[max(x, y)] = min(x, y)
-        self.atoms[a] = list(dict.fromkeys(_find(self.atom, x) for x in (*self.atoms[a], *self.atoms.pop(b))))
+            atom[max(x, y)] = min(x, y)
+        self.atoms[a] = list(dict.fromkeys([_find(atom, x) for x in (*self.atoms[a], *self.atoms.pop(b))]))
 
 
 def _find(parent: list[int], x: int) -> int:
-    while parent[x] != x:
-        parent[x] = parent[parent[x]]
-        x = parent[x]
+    while (y := parent[x]) != x:
+        parent[x] = x = parent[y]
     return x

@@ -69,6 +69,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                     bytes=_operands(computation) if scatter else _payload(kind, instruction, size),
                     count=count,
                     source=module.source(instruction) or module.caller_source(computation.name),
+                    operation=module.operation(instruction),
                     computation=computation.name,
                     exact=exact,
                     share=_senders(instruction.attributes) / mesh.size if kind == "collective-permute" else 1.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -10,16 +11,17 @@ import numpy as np
 from autoshard.candidates import Choice, Search, stored_in_parts
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
+from autoshard.merged import View, views
 from autoshard.problem import restricted
 from autoshard.propagate import propagate
-from autoshard.solve import eliminate, solve
+from autoshard.solve import eliminate, lightest, solve
 from autoshard.space import Limits, build, lies
 from autoshard.spec import Axes, Spec
 
 CHOSEN = "solved for"
 """Why a value that the solver decides lies as it does."""
 AXES = 3
-"""Most mesh axes for which the space is solved."""
+"""Most mesh axes for which the space is solved; of more, neighbours are taken together."""
 MOMENTS = 5
 """Most moments of a step whose memory is held within the budget while solving."""
 
@@ -29,21 +31,29 @@ def solved(s: Search, limits: Limits | None = None, stored: Axes = ()) -> Iterat
     kept. What the step carries lies in parts over ``stored``, beside how it is used.
 
     Memory is least known where it peaks, and that moves with the layout; so each answer that is over the budget adds
-    the moment of its own peak to the problem.
+    the moment of its own peak to the problem, what it moves there included. Where no answer keeps all of them, the last
+    is one that holds little.
     """
+    if s.axes and (limits is None or len(s.axes) <= AXES):  # limits name the mesh's own axes
+        number = itertools.count(1)
+        for view in views(s.graph, AXES):
+            yield from _seen(s, view, limits, stored, number)
+
+
+def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: Iterator[int]) -> Iterator[Choice]:
+    """What solving finds for ``view``; layouts are numbered."""
     graph, sizes = s.graph, s.graph.program.mesh
-    if not 0 < len(s.axes) <= AXES:
-        return
-    space = build(graph, limits)
+    space = build(view.graph, limits)
     problem = space.problem
-    for k in range(1, MOMENTS + 1):
+    for _ in range(MOMENTS):
         try:
             found = solve(problem)
         except PlanError:
-            return
-        if limits is None:
+            found = lightest(problem)
+        if limits is None and view.graph is graph:
             s.bound = max(s.bound, found.bound - space.slack)
-        specs = space.specs(found.choice)
+        specs = {v: view.spec(spec) for v, spec in space.specs(found.choice).items()}
+        ways = {n: tuple((f, view.whole(a)) for f, a in way) for n, way in space.ways(found.choice).items()}
         for i, o in graph.program.carries if stored else ():
             v, out = graph.inputs[i], graph.outputs[o]
             if v in specs and out:
@@ -53,16 +63,18 @@ def solved(s: Search, limits: Limits | None = None, stored: Axes = ()) -> Iterat
         given = {v: x for v, x in specs.items() if v not in graph.pins}
         layout = propagate(graph, [open_], given)
         origins = {k: why if k[0] in graph.pins or k[0] not in specs else CHOSEN for k, why in layout.origins.items()}
-        layout = replace(layout, origins=origins, ways=space.ways(found.choice))
+        layout = replace(layout, origins=origins, ways=ways)
         split = tuple(_mostly(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
-        choice = Choice(split, stored, 3 if stored else 0, solved=k)
+        choice = Choice(split, stored, 3 if stored else 0, solved=next(number))
         peak = s.add(choice, layout).memory.peak
         yield choice
-        if peak <= s.budget:
+        if peak <= s.budget or not problem.fits(found.choice):
             return
-        moment = int(s.lives.over_time(s.lives.sizes(layout)).argmax())
-        alive = {v: graph.values[v].bytes for v in (*graph.inputs, *s.lives.alive(moment))}
-        problem = replace(problem, rows=(*problem.rows, space.row(alive, s.budget, sizes)))
+        copies = s.lives.moved(layout)
+        moment = int((s.lives.over_time(s.lives.sizes(layout)) + copies).argmax())
+        alive = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.lives.alive(moment)
+        row = space.row(alive, s.budget - int(copies[moment]), view.graph.program.mesh)
+        problem = replace(problem, rows=(*problem.rows, row))
 
 
 def marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:

@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard import jaxpr as jx
 from autoshard.annotate import annotate_p
 from autoshard.graph import Graph
+from autoshard.halo import extended
+from autoshard.pins import exchanged
 from autoshard.plan import Island, Plan
 from autoshard.rule import Rule
 from autoshard.spec import Spec
@@ -102,15 +104,7 @@ class _Lowering:
         rule, island = self.local[node or 0]
         form, sizes = rule.local, self.mesh.shape
         assert form is not None
-        ways = ((rule.operands, island.needs), (rule.results, island.gives))
-        edges = {
-            a
-            for side, specs in ways
-            for dims, s in zip(side, specs, strict=True)
-            for dim, axes in zip(dims, s.dims, strict=True)
-            if dim and rule.kind(dim[0]) == "halo"
-            for a in axes
-        }
+        edges = exchanged(rule, island.needs, island.gives)
         if edges == set(sizes):
             return [eqn.replace(invars=invars)]
         needs, leaves = (
@@ -125,6 +119,7 @@ class _Lowering:
         )
 
         def part(*operands: Any) -> tuple[Any, ...]:
+            operands = _with_edges(operands, rule, island, sizes)
             out = itself(*operands) if form.fun is None else form.fun(island.axes, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             return tuple(_combined(x, a, b) for x, a, b in zip(results, island.gives, island.leaves, strict=True))
@@ -158,6 +153,10 @@ class _Lowering:
         out = [(w.inside, eqn.outvars[w.outside]) for w in region.exits]
         for end, to in (*out, *((end, region.body.invars[start]) for end, start in region.loops)):
             ends[end] = self._border(region.body.outvars[end], to) or ends[end]
+        for w in (
+            region.exits if len(jx.regions(eqn)) > 1 and not region.loops else ()
+        ):  # XLA wants branches to end alike
+            ends[w.inside] = ends[w.inside] or self.results.get(self.ids[eqn.outvars[w.outside]], ())[-1:]
         return ends
 
     def _border(self, before: jx.Var | jx.Literal, after: jx.Var) -> Sequence[NamedSharding]:
@@ -190,6 +189,17 @@ class _Lowering:
             now[result] = operand  # type: ignore[assignment]
             return
         eqns.append(jx.constrain(self._through(operand, shardings[:-1], eqn, eqns), result, shardings[-1], eqn))
+
+
+def _with_edges(operands: Sequence[Any], rule: Rule, island: Island, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    """The parts with what they read of their neighbours, where that is not left to XLA."""
+    found = list(operands)
+    for halo in rule.halos:
+        axes = island.needs[halo.operand].dims[halo.dim]
+        if axes and rule.kind(rule.along(halo)) != "halo":
+            rows = halo.window.rows(math.prod(sizes[a] for a in axes))
+            found[halo.operand] = extended(found[halo.operand], axes, halo.dim, *rows)
+    return tuple(found)
 
 
 def _without(spec: Spec, axes: Collection[str]) -> Spec:

@@ -1,21 +1,28 @@
 """memory: bytes per device over one call of the step.
 
-Arguments are there from beginning to end, donated ones until their result is written in their place. Values in
-between live from the node that makes them to the last that reads them; what XLA folds into its users (views,
-and pointwise results read once) takes no room. A loop's body counts once, its stacked results whole.
+Arguments are there from beginning to end, donated ones until their result is written in their place. What takes room in
+between, and when, is the program's (`autoshard.lives`); how much, the layout's:
+
+- each array in the tiles that the hardware stores it in, laid out so that they hold the least of nothing;
+- beside a value, every other layout of it that some operation needs, from the first to the last that does: weights
+  gathered at use, activations gathered for a product;
+- at an operation, its result before it is brought to where it lies: a gradient ahead of its reduction.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from autoshard.cost import VIEWS
+from autoshard.cost import Costing
 from autoshard.dims import roles
-from autoshard.graph import BACKWARD, FORWARD, PLAIN, Graph
+from autoshard.graph import Graph
+from autoshard.lives import Numbers, rooms
 from autoshard.propagate import Layout
+from autoshard.spec import Axes, Spec
 
 
 @dataclass(frozen=True)
@@ -46,27 +53,79 @@ def memory(graph: Graph, layout: Layout) -> Memory:
 class Lives:
     """From when to when each value of a graph takes room; under any layout."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.mesh = graph, graph.program.mesh.shape
-        self.bytes = np.array([v.bytes if v.shape else 0 for v in graph.values])
-        self.values, self.first, self.last, self.gradients, self.residuals = _lives(graph)
+    def __init__(self, graph: Graph, costing: Costing | None = None) -> None:
+        self.graph, self.mesh = graph, graph.program.mesh
+        self.costing = costing or Costing(graph)
+        self.rooms = rooms(graph)
+        self.wanted = sorted({*graph.inputs, *map(int, self.rooms.values), *map(int, self.rooms.gradients)})
+        self.known: dict[tuple[tuple[int, ...], int, tuple[Axes, ...]], int] = {}
 
-    def sizes(self, layout: Layout) -> npt.NDArray[np.int64]:
-        """Bytes per device of every value; scalars count as nothing."""
-        known: dict[int, int] = {}
-        shards = [known.get(id(s)) or known.setdefault(id(s), s.shards(self.mesh)) for s in layout.specs]
-        return -(-self.bytes // np.array(shards))
+    def sizes(self, layout: Layout) -> Numbers:
+        """Bytes per device of every value that takes room; of others, and of scalars, nothing."""
+        found = np.zeros(len(self.graph.values), dtype=np.int64)
+        found[self.wanted] = [self.size(v, layout.specs[v]) for v in self.wanted]
+        return found
 
-    def over_time(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def size(self, v: int, spec: Spec) -> int:
+        """Bytes per device of value ``v`` under ``spec``."""
+        value = self.graph.values[v]
+        key = value.shape, value.bits, spec.dims
+        found = self.known.get(key)
+        if found is None:
+            parts = [-(-n // self.mesh.axes_size(a)) for n, a in zip(value.shape, spec.dims, strict=True)]
+            found = self.known[key] = tiled(parts, value.bits, self.mesh.hardware.tile) if parts else 0
+        return found
+
+    def over_time(self, sizes: Numbers) -> Numbers:
         """Bytes of values in between that are alive while each node runs."""
-        change = np.zeros(len(self.graph.nodes) + 2, dtype=np.int64)
-        np.add.at(change, self.first, sizes[self.values])
-        np.subtract.at(change, self.last + 1, sizes[self.values])
-        return np.cumsum(change)
+        r = self.rooms
+        return _running(len(self.graph.nodes), r.first, r.last, (sizes[r.values] * r.scale).astype(np.int64))
 
-    def alive(self, node: int) -> list[int]:
-        """The values in between that are alive while ``node`` runs."""
-        return [int(v) for v in self.values[(self.first <= node) & (node <= self.last)]]
+    def alive(self, node: int) -> dict[int, float]:
+        """The values in between that are alive while ``node`` runs, each with its bytes over all devices."""
+        r, found = self.rooms, dict[int, float]()
+        for i in np.flatnonzero((r.first <= node) & (node <= r.last)):
+            v = int(r.values[i])
+            found[v] = found.get(v, 0.0) + self.graph.values[v].bytes * float(r.scale[i])
+        return found
+
+    def largest(self, layout: Layout) -> tuple[int, int]:
+        """The value that takes most while most is held, and its bytes per device; arguments are there all the time."""
+        sizes = self.sizes(layout)
+        moment = int((self.over_time(sizes) + self.moved(layout)).argmax())
+        there = (*self.graph.inputs, *self.alive(moment))
+        v = max(there, key=lambda v: (int(sizes[v]), -v), default=0)
+        return v, int(sizes[v])
+
+    def moved(self, layout: Layout) -> Numbers:
+        """Bytes of other layouts of values than their own that are alive while each node runs."""
+        a, b, size = np.array(self.copies(layout) or [(0, 0, 0)], dtype=np.int64).T
+        return _running(len(self.graph.nodes), a, b, size)
+
+    def copies(self, layout: Layout) -> list[tuple[int, int, int]]:
+        """Of every value in another layout than its own: the first and last node that it is there for, and bytes."""
+        nodes, specs = self.graph.nodes, layout.specs
+        bits = self.mesh.hardware.operand_bits
+        first: dict[tuple[int, Spec], int] = {}
+        multiplied: dict[tuple[int, Spec], bool] = {}
+        last: dict[tuple[int, Spec], int] = {}
+        rows: list[tuple[int, int, int]] = []
+        for i, (node, run) in enumerate(zip(nodes, self.costing.each(layout), strict=True)):
+            if not node.times or node.tie or not run.moved:
+                continue
+            for v, need in zip(node.operands, run.needs, strict=True):
+                if need != specs[v]:
+                    first.setdefault((v, need), i)
+                    last[v, need] = i
+                    multiplied[v, need] = multiplied.get((v, need), True) and bool(node.kind.flops)
+            for v, give in zip(node.results, run.gives, strict=True):
+                if give.dims != specs[v].dims:
+                    rows.append((i, i, self.size(v, give)))
+        for (v, need), n in first.items():
+            x = self.graph.values[v]
+            narrow = multiplied[v, need] and x.bits > bits and x.dtype.startswith("float")
+            rows.append((n, last[v, need], self.size(v, need) * (bits if narrow else x.bits) // x.bits))
+        return rows
 
     def memory(self, layout: Layout) -> Memory:
         """Bytes per device of one call under ``layout``."""
@@ -75,63 +134,35 @@ class Lives:
         parameters, optimizer, inputs = (
             int(sum(size[self.graph.inputs[i]] for i in part)) for part in (role.parameters, role.optimizer, role.batch)
         )
-        held = int(self.over_time(size).max())
-        kept = int(size[self.residuals].sum())
-        grads = int(size[self.gradients].sum())
+        held = int((self.over_time(size) + self.moved(layout)).max())
+        kept = int(size[self.rooms.values[self.rooms.residuals]].sum())
+        grads = int(size[self.rooms.gradients].sum())
         peak = parameters + optimizer + inputs + held
         return Memory(parameters, optimizer, inputs, grads, kept, max(0, held - kept), peak)
 
 
-def _lives(graph: Graph) -> tuple[npt.NDArray[np.int64], ...]:
-    """The values in between that take room, the nodes that make them and read them last; gradients; residuals."""
-    made: dict[int, int] = {}
-    last: dict[int, int] = {}
-    readers: dict[int, int] = {}
-    inputs = set(graph.inputs)
-    gradients: set[int] = set()
-    residuals: set[int] = set()
-    alias: dict[int, int] = {}
-
-    def root(v: int) -> int:
-        while v in alias:
-            v = alias[v]
-        return v
-
-    for n, node in enumerate(graph.nodes):
-        if node.tie and not node.times:
-            continue
-        for v in node.operands:
-            r = root(v)
-            last[r] = n
-            readers[v] = readers.get(v, 0) + 1
-            phase = graph.nodes[made[r]].phase if r in made else None
-            if phase == FORWARD and node.phase == BACKWARD:
-                residuals.add(r)
-            elif phase == BACKWARD and node.phase == PLAIN and graph.values[r].shape:
-                gradients.add(r)
-        views = node.kind.op in VIEWS or (node.tie and len(node.operands) == 1)
-        for v in node.results:
-            if v in made or v in inputs or v in alias:
-                continue  # a loop's carry, tied again at the end of its body
-            same = views and node.operands and graph.values[node.operands[0]].shape == graph.values[v].shape
-            if same and not graph.values[v].bits > graph.values[node.operands[0]].bits:
-                alias[v] = node.operands[0]
-                continue
-            made[v] = n
-    for v in graph.outputs:
-        last[root(v)] = len(graph.nodes)
-    donated = {v for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if leaf.donated}
-    reused = {root(graph.outputs[o]) for i, o in graph.program.carries if graph.inputs[i] in donated}
-    room = {v: n for v, n in made.items() if v not in reused and not _fused(graph, n, readers.get(v, 0))}
-
-    ends = {v: max(last.get(v, n), n) for v, n in room.items()}
-    parts = (room, room.values(), ends.values(), sorted(gradients), sorted(residuals & set(room)))
-    return tuple(np.fromiter(part, dtype=np.int64) for part in parts)
+def _running(nodes: int, first: Numbers, last: Numbers, size: Numbers) -> Numbers:
+    """The sum of the sizes that are alive at each of so many nodes, and after the last."""
+    change = np.zeros(nodes + 2, dtype=np.int64)
+    np.add.at(change, first, size)
+    np.subtract.at(change, last + 1, size)
+    return np.cumsum(change)
 
 
-def _fused(graph: Graph, n: int, readers: int) -> bool:
-    node = graph.nodes[n]
-    if node.kind.op in VIEWS:
-        return True
-    pointwise = not node.kind.flops and not node.kind.rule.kinds and not node.tie and not node.kind.rule.reason
-    return pointwise and readers <= 1
+def tiled(shape: list[int], bits: int, tile: tuple[int, int]) -> int:
+    """Bytes of an array in tiles of (rows, columns), its dimensions in the order that fills them best.
+
+    Of the two that run within a tile, each is rounded up to whole tiles; of one dimension alone, to one tile.
+    """
+    rows, columns = tile
+    whole = math.prod(shape)
+    if whole == 0:
+        return 0
+    if len(shape) == 1:
+        best = -(-whole // (rows * columns)) * rows * columns if whole > columns else columns
+    else:
+        best = min(
+            whole // (shape[a] * shape[b]) * (-(-shape[a] // rows) * rows) * (-(-shape[b] // columns) * columns)
+            for a, b in itertools.permutations(range(len(shape)), 2)
+        )
+    return -(-best * bits // 8)

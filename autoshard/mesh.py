@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
-from autoshard.target import Target, arranged, is_here
+from autoshard.target import AnyTarget, arranged, is_here
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LogicalMesh:
     """The link that each axis runs over, by name in ``hardware.links``; empty means its first."""
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     """Devices in row-major axis order, when the caller chose them."""
-    target: Target | None = None
+    target: AnyTarget | None = None
     """What to compile for, where that is not simply the devices of this process."""
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class LogicalMesh:
     def axes_size(self, axes: tuple[str, ...]) -> int:
         """Product of the sizes of ``axes``."""
         shape = self.shape
-        return math.prod(shape[a] for a in axes)
+        return math.prod([shape[a] for a in axes])
 
     def link(self, axes: tuple[str, ...]) -> Link:
         """The slowest link that a collective over ``axes`` has to cross."""
@@ -142,8 +142,9 @@ class LogicalMesh:
         if len(devices) < self.size:
             raise MeshError(
                 f"the mesh {self} needs {self.size} devices and this machine has {len(devices)} "
-                f"({devices[0].platform}); plan and compile for it as it is, or run on a mesh of at most "
-                f"{len(devices)} devices. On CPU, JAX_NUM_CPU_DEVICES={self.size} makes virtual ones."
+                f"({devices[0].platform}); planning for it needs none, compiling a mesh config that names the chips "
+                f"with `tpu:` or `gpu:`; or run on a mesh of at most {len(devices)} devices. On CPU, "
+                f"JAX_NUM_CPU_DEVICES={self.size} makes virtual ones."
             )
         if self.devices is None and self.size == len(devices):
             return jax.make_mesh(self.axis_sizes, self.axis_names, axis_types=types)

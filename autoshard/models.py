@@ -1,14 +1,15 @@
 """A decoder-only transformer in Flax NNX and its train and eval steps: ordinary JAX, no sharding anywhere.
 
 Root-mean-square norms before each block, rotary positions, grouped-query attention, a gated or plain
-MLP, and the layers stacked and scanned so that depth costs no tracing time.
+MLP or experts in its place, and the layers stacked and scanned so that depth costs no tracing time.
 
 Letters in shapes: B batch, S sequence, D model width, H query heads, K key-value heads, G = H / K,
-E head width, F MLP width, V vocabulary, L layers.
+E head width, F MLP width, V vocabulary, L layers; among experts N groups of T tokens, X experts, C places of each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +38,14 @@ class ModelConfig(Config):
     vocab: int = Field(default=256, ge=2)
     seq: int = Field(ge=2)
     mlp: Literal["gelu", "swiglu"] = "swiglu"
+    experts: int = Field(default=0, ge=0)
+    """Gated MLPs of width ``d_ff`` that each token chooses among; 0: one MLP for all."""
+    chosen: int = Field(default=2, ge=1, validate_default=True)
+    """Experts a token, where there are experts."""
+    shared: int = Field(default=0, ge=0)
+    """Experts beside them that every token goes to, as one MLP of so many widths."""
+    room: float = Field(default=1.25, gt=0)
+    """Places of an expert, in those that it would need were all chosen equally often; who finds none is passed on."""
     tied: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the products; parameters, norms, softmax and loss stay float32."""
@@ -56,6 +65,13 @@ class ModelConfig(Config):
         if kv_heads is not None and info.data.get("heads", 0) % kv_heads:
             raise ValueError(f"{info.data['heads']} query heads are no multiple of {kv_heads} key-value heads")
         return kv_heads
+
+    @field_validator("chosen")
+    @classmethod
+    def _enough_experts(cls, chosen: int, info: ValidationInfo) -> int:
+        if 0 < info.data.get("experts", 0) < chosen:
+            raise ValueError(f"a token cannot choose {chosen} of {info.data['experts']} experts")
+        return chosen
 
     @property
     def key_heads(self) -> int:
@@ -149,8 +165,8 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Two products around a gelu, or three around a silu gate. x: [B, S, D] -> the same."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        width, inner = config.d_model, config.mlp_width
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, inner: int | None = None):
+        width, inner = config.d_model, inner or config.mlp_width
         self.up = _weights(rngs, width, inner, fan_in=width)
         self.gate = _weights(rngs, width, inner, fan_in=width) if config.mlp == "swiglu" else None
         self.down = _weights(rngs, inner, width, fan_in=inner, gain=(2 * config.layers) ** -0.5)
@@ -161,6 +177,42 @@ class MLP(nnx.Module):
         return inner @ self.down[...].astype(x.dtype)
 
 
+class Experts(nnx.Module):
+    """Gated MLPs of which each token takes a few, as far as they have room, and one for all. x: [B, S, D] -> the same.
+
+    Tokens compete for places in groups of up to 1,024 that follow one another, the earlier before the later (GShard,
+    section 2.2). No loss here keeps the experts evenly used.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        width, inner, count, gain = config.d_model, config.mlp_width, config.experts, (2 * config.layers) ** -0.5
+        self.router = _weights(rngs, width, count, fan_in=width)
+        self.up = _weights(rngs, count, width, inner, fan_in=width)
+        self.gate = _weights(rngs, count, width, inner, fan_in=width)
+        self.down = _weights(rngs, count, inner, width, fan_in=inner, gain=gain)
+        self.shared = MLP(config, rngs, config.shared * inner) if config.shared else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config, dtype = self.config, x.dtype
+        tokens = math.gcd(x.shape[1], 1024)
+        room = math.ceil(config.room * config.chosen * tokens / config.experts)
+        groups = x.reshape(-1, tokens, config.d_model)
+        odds = jax.nn.softmax(jnp.einsum("ntd,dx->ntx", groups.astype(jnp.float32), self.router[...]))
+        best, which = jax.lax.top_k(odds, config.chosen)
+        picks = jax.nn.one_hot(which, config.experts)
+        weights = jnp.einsum("ntk,ntkx->ntx", best / best.sum(-1, keepdims=True), picks)
+        picked = picks.sum(2)
+        place = jnp.where(picked > 0, jnp.cumsum(picked, 1) - 1, -1).astype(jnp.int32)
+        slots = jax.nn.one_hot(place, room, dtype=dtype)  # [N, T, X, C]
+        sent = jnp.einsum("ntxc,ntd->nxcd", slots, groups)
+        inner = jax.nn.silu(jnp.einsum("nxcd,xdf->nxcf", sent, self.gate[...].astype(dtype)))
+        inner = inner * jnp.einsum("nxcd,xdf->nxcf", sent, self.up[...].astype(dtype))
+        back = jnp.einsum("nxcf,xfd->nxcd", inner, self.down[...].astype(dtype))
+        mixed = jnp.einsum("ntxc,nxcd->ntd", slots * weights[..., None].astype(dtype), back).reshape(x.shape)
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+
 class Layer(nnx.Module):
     """One pre-norm residual block. x: [B, S, D] -> the same."""
 
@@ -168,7 +220,7 @@ class Layer(nnx.Module):
         self.attention_norm = RMSNorm(config.d_model)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.d_model)
-        self.mlp = MLP(config, rngs)
+        self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x))

@@ -14,6 +14,7 @@ _CALLED = re.compile(
 )
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
 _SOURCE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
+_OPERATION = re.compile(r'\bop_name="([^"]*)"')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
@@ -59,6 +60,11 @@ class Module:
         if named := _SOURCE.search(instruction.attributes):
             return f"{named[1]}:{named[2]}" if named[2] else named[1]
         return ""
+
+    def operation(self, instruction: Instruction) -> str:
+        """JAX's name for the operation that an instruction comes from, ``jit(step)/jvp()/dot_general``, or empty."""
+        named = _OPERATION.search(instruction.attributes)
+        return named[1] if named else ""
 
     def caller_source(self, name: str) -> str:
         """``file:line`` of the first instruction that calls computation ``name``, or empty."""

@@ -11,6 +11,7 @@ from autoshard.mesh import LogicalMesh
 from autoshard.plan import Island, Pin
 from autoshard.propagate import Layout
 from autoshard.reshard import path
+from autoshard.rule import Rule
 from autoshard.spec import Spec
 
 GUARDED = frozenset(
@@ -58,10 +59,13 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
 
     begins, entries = dict[int, int](), set[int]()
     computed = {v for n in graph.nodes if any(graph.values[u].shape for u in n.operands) for v in n.results}
-    for n, node in enumerate(graph.nodes):
+    for n, (node, run) in enumerate(zip(graph.nodes, costing.each(layout), strict=True)):
         if node.tie and not node.times:
             continue
-        run, guarded = costing.run(n, layout), (node.kind.op in GUARDED or every) and not node.tie
+        guarded = (node.kind.op in GUARDED or every) and not node.tie
+        alone = run.island and not exchanged(node.kind.rule, run.needs, run.gives)
+        if not (node.tie or guarded or run.moved or node.kind.flops or any(v in graph.pins for v in node.results)):
+            continue
         for v, need in zip(node.operands, run.needs, strict=True):
             if node.tie:
                 lies, inside = layout.specs[v], entered(layout.specs[node.results[0]], need.rank)
@@ -72,7 +76,7 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
                 pin(v, need, n, f"needed so by {node.kind.op}, lies as {lies}", operand=True, before=lies)
                 if v in computed:  # what is made of nothing is made where it is read
                     pin(v, lies, n, f"lies so before {node.kind.op}")
-            elif guarded and v and not run.island:
+            elif guarded and v and not alone:
                 pin(v, need, n, f"kept so for {node.kind.op}", operand=True)
         for v, give in zip(node.results, run.gives, strict=True):
             spec = layout.specs[v]
@@ -85,7 +89,8 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
                 elif v > inside:
                     entries.add(v)
                 before = entered(layout.specs[begins.get(inside, inside)], spec.rank)
-            if not run.island and (give != spec if guarded else node.kind.flops and give.dims != spec.dims):
+            held = node.kind.flops or (v in computed and not give.partial and not node.tie)
+            if not alone and (give != spec if guarded else held and give.dims != spec.dims):
                 pin(v, Spec(give.dims), n, f"made so by {node.kind.op}", operand=True)
             if v in graph.pins:
                 pin(v, spec, n, "pinned in the step", before=before)
@@ -93,7 +98,7 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
                 pin(v, spec, n, f"brought there from {give}", before=give)
             elif node.kind.flops:
                 pin(v, spec, n, "result of a product")
-            elif guarded and not run.island:
+            elif guarded and not alone:
                 pin(v, spec, n, f"kept so after {node.kind.op}")
             elif node.tie:
                 pin(v, spec, n, f"carried by {node.kind.op}", before=before)
@@ -106,13 +111,22 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
 
 
 def stops(before: Spec, after: Spec, value: Value, mesh: LogicalMesh) -> tuple[Spec, ...]:
-    """The specs on the way between two, where axes move whose sizes do not divide one another: XLA (JAX 0.12) dies of
-    several such moves at once."""
+    """The specs on the way between two that XLA (JAX 0.12) does not find.
+
+    Where axes move whose sizes do not divide one another, it dies of several such moves at once; where an axis goes
+    from one dimension to another and more is sent besides, it gathers the whole value and takes from that; and terms
+    that are scattered first it would reduce whole.
+    """
     moved = {a for d, e in zip(before.dims, after.dims, strict=True) if d != e for a in (*d, *e)}
-    if nested([mesh.shape[a] for a in moved]):
+    uneven = not nested([mesh.shape[a] for a in moved])
+    there = [{a: d for d, axes in enumerate(s.dims) for a in axes} for s in (before, after)]
+    crossing = any(there[1].get(a, d) != d for a, d in there[0].items())
+    if not (uneven or crossing or before.partial):
         return ()
     moves = path(before, after, value.shape, value.bits, mesh)
-    way = dict.fromkeys(Spec(m.spec.dims) for m in moves)
+    sent = [m.kind for m in moves if m.bytes]
+    every = uneven or (crossing and len(sent) > 1 and not {"all-to-all", "collective-permute"}.isdisjoint(sent))
+    way = dict.fromkeys(Spec(m.spec.dims) for m in moves if every or m.kind == "reduce-scatter")
     return tuple(s for s in way if s.dims not in (before.dims, after.dims))
 
 
@@ -130,12 +144,24 @@ def entered(outside: Spec, rank: int) -> Spec:
 
 def islands(graph: Graph, layout: Layout, costing: Costing) -> tuple[Island, ...]:
     """The equations that run in their local form under ``layout``."""
-    runs = ((n, node, costing.run(n, layout)) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
+    runs = ((n, node, costing.each(layout)[n]) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
     return tuple(
         Island(n, r.axes, r.needs, r.gives, _left(r.gives, node.results, layout), node.kind.op, node.source)
         for n, node, r in runs
         if r.island and node.results
     )
+
+
+def exchanged(rule: Rule, needs: Sequence[Spec], gives: Sequence[Spec]) -> set[str]:
+    """The axes along which neighbours exchange edges: where an operation in its local form is left to XLA."""
+    return {
+        a
+        for side, specs in ((rule.operands, needs), (rule.results, gives))
+        for dims, s in zip(side, specs, strict=True)
+        for dim, axes in zip(dims, s.dims, strict=True)
+        if dim and rule.kind(dim[0]) == "halo"
+        for a in axes
+    }
 
 
 def _left(gives: Sequence[Spec], results: Sequence[int], layout: Layout) -> tuple[Spec, ...]:

@@ -152,7 +152,8 @@ class Plan:
         return rebuild[0](leaves)
 
     def put(self, *args: Any) -> Any:
-        """Places the positional arguments as the step wants them; a single one comes back alone.
+        """Places the positional arguments as the step wants them; a single one comes back alone. In place of NNX
+        modules come new ones, which share what those given at once share.
 
         Raises:
           ArgumentError: they differ from the plan's in structure or shape; names the first that does.
@@ -161,14 +162,16 @@ class Plan:
         avals = self.in_avals
         if len(args) > len(avals):
             raise ArgumentError(f"put: {self.name} takes {_count(len(avals), 'argument')}, {len(args)} were given")
-        given, tree = jax.tree.flatten(args)
+        parts = stateful.split(args)
+        given, tree = jax.tree.flatten(parts.states)
         end = 0
-        for arg, want in zip(args, avals, strict=False):
+        for arg, want in zip(parts.states, avals, strict=False):
             start, end = end, end + jax.tree.structure(want).num_leaves
             misfit = self._misfit(self.inputs[start:end], want, arg, "it was given", dtypes=False)
             if misfit:
                 raise ArgumentError(f"put: {misfit}")
         placed = jax.tree.unflatten(tree, jax.device_put(given, self.flat_in_shardings[: len(given)]))
+        placed = stateful.merge(parts, placed, {})[0] if parts.where else placed
         return placed[0] if len(args) == 1 else placed
 
     def _misfit(self, places: Sequence[Place], want: Any, got: Any, verb: str, *, dtypes: bool = True) -> str:
@@ -240,8 +243,10 @@ class Plan:
         return record.read(cls, stored)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        epath.Path(path).write_text(json.dumps(self.to_json(), indent=1))
+        """Writes the plan as JSON; folders on the way that do not exist are made."""
+        file = epath.Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.to_json(), indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +15,13 @@ from jax.sharding import NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.adopt import adopt, passes_of
-from autoshard.config import MeshLike, mesh_config, resolve_mesh
+from autoshard.align import aligned
+from autoshard.config import MeshConfig, MeshLike, mesh_config, resolve_mesh
 from autoshard.entry import Entry
 from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
 from autoshard.graph import Graph
 from autoshard.mesh import LogicalMesh
-from autoshard.plan import Plan
+from autoshard.plan import Alternative, Plan
 from autoshard.planner import Wish, make
 from autoshard.program import Program
 from autoshard.rewrite import Pass, Pipeline
@@ -27,6 +30,10 @@ from autoshard.signature import Aval
 from autoshard.spec import Spec
 from autoshard.study import Study, pinned
 from autoshard.trace import trace
+from autoshard.units import size_text, time_text
+
+FROZEN = 1000
+"""Most objects that the interpreter itself keeps out of searches for cycles; more were put there by the program."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class Options:
     passes: tuple[Pass, ...]
     lighter: tuple[tuple[Pass, ...], ...]
     """Passes to take in place of them where nothing fits in memory; none where the user chose the passes."""
+    weighed: tuple[Pass, ...]
+    """Passes whose every form is weighed against going without."""
     table: RuleTable
     in_shardings: Any
     out_shardings: Any
@@ -74,12 +83,16 @@ def carried(entry: Entry) -> Carried:
 @contextlib.contextmanager
 def _uncollected() -> Generator[None]:
     """No search for reference cycles meanwhile: tracing and planning make millions of objects, nearly all of which
-    stay, and going through them again and again takes a quarter of the time."""
+    stay, and going through them again and again takes a quarter of the time. Afterwards they are old at once: by
+    themselves they would be gone through as the youngest first, then as the next."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if was and gc.get_freeze_count() <= FROZEN:
+            gc.freeze()
+            gc.unfreeze()
         if was:
             gc.enable()
 
@@ -114,54 +127,78 @@ def prepare(
         return _fitting(traced(mesh), options)
 
     def freely() -> tuple[Plan, Graph]:
+        config, name = mesh_config(options.mesh), getattr(jitted, "__name__", "step")
+        if config is not None and config.axes == "auto":
+            return _cheapest(planned, config.meshes(), name)
         if options.mesh is not None:
             return planned(resolve_mesh(options.mesh))
-        name = getattr(jitted, "__name__", "step")
         return _cheapest(planned, _candidates((options.in_shardings, options.out_shardings)), name)
 
     if options.plan is not None:
-        program = traced(options.plan.mesh if options.mesh is None else resolve_mesh(options.mesh))
-        ways = (options.passes, *options.lighter)
-        chosen = next((w for w in ways if tuple(map(str, w)) == passes_of(options.plan.passes)), options.passes)
-        program, wish = _passed(program, chosen, options.wish)
+        config = mesh_config(options.mesh)
+        chosen = options.mesh is not None and (config is None or config.axes != "auto")
+        program = traced(resolve_mesh(options.mesh) if chosen else options.plan.mesh)
+        ways = (w for passes in (options.passes, *options.lighter) for w in _forms(program, passes, options))
+        passes = next((w for w in ways if tuple(map(str, w)) == passes_of(options.plan.passes)), options.passes)
+        program, wish = _passed(program, passes, options)
         plan, graph = adopt(options.plan, program, options.table, wish)
     elif first is not None and first.specs and options.wish.strategy == "auto":
         plan, graph = _as_first(traced, options, freely, first)
     else:
         plan, graph = freely()
     study = Study(graph, options.table, replace(options.wish, passes=plan.passes))
-    return Entry(graph.program, graph, replace(plan, study=study), avals)
+    plain = functools.partial(_plain, graph.program, plan, options, avals) if graph.program.written else None
+    return Entry(graph.program, graph, replace(plan, study=study), avals, plain)
 
 
-def _passed(program: Program, passes: tuple[Pass, ...], wish: Wish) -> tuple[Program, Wish]:
+def _plain(program: Program, plan: Plan, options: Options, avals: tuple[Aval, ...]) -> Entry:
+    """The step as it was before values were made longer, with its arguments and results where ``plan`` has them."""
+    ends = ((program.inputs, plan.inputs), (program.outputs, plan.outputs))
+    inputs, outputs = (
+        tuple(replace(leaf, pin=place.spec) for leaf, place in zip(leaves, places, strict=True))
+        for leaves, places in ends
+    )
+    assert program.written is not None
+    program = replace(program, jaxpr=program.written, written=None, inputs=inputs, outputs=outputs)
+    plan, graph = make(program, options.table, replace(options.wish, memory_budget=math.inf))
+    return Entry(program, graph, plan, avals)
+
+
+def _passed(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Program, Wish]:
     program, reports = Pipeline(passes).run(program)
-    return program, replace(wish, passes=tuple(map(str, reports)))
+    return aligned(program, options.table), replace(options.wish, passes=tuple(map(str, reports)))
+
+
+def _forms(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
+    """``passes``, and ``passes`` after each form of those that are weighed."""
+    yield passes
+    for weighed in options.weighed:
+        for form in weighed.forms(program):
+            yield form, *passes
 
 
 def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
-    """Plans ``program``; where nothing fits and the user said nothing of passes, the best of what fits with those that
-    hold less.
+    """Plans ``program``. Where memory stands in the way of the fastest layout and the user said nothing of passes,
+    those that hold less are tried, and the fastest of what fits is taken.
 
     Raises:
       MemoryBudgetError: nothing fits; what it says is of the passes with which least is missing.
     """
-    rewritten, wish = _passed(program, options.passes, options.wish)
-    try:
-        return make(rewritten, options.table, wish)
-    except MemoryBudgetError as e:
-        first = last = e
     made: list[tuple[Plan, Graph]] = []
-    for passes in options.lighter:
-        rewritten, wish = _passed(program, passes, options.wish)
+    refused: list[MemoryBudgetError] = []
+    for passes in (options.passes, *options.lighter):
         try:
-            plan, graph = make(rewritten, options.table, wish)
+            plan, graph = _best(program, passes, options)
         except MemoryBudgetError as e:
-            last = e
-        else:
+            refused.append(e)
+            continue
+        if passes is not options.passes:
             added = ", ".join(str(p) for p in passes if p not in options.passes)
-            made.append(
-                (replace(plan, diagnostics=(*plan.diagnostics, f"{added} was added: without it, {first}")), graph)
-            )
+            said = f"{added} was added: without it, {refused[0] if refused else _slower(made[0][0])}"
+            plan = replace(plan, diagnostics=(*plan.diagnostics, said))
+        made.append((plan, graph))
+        if not _hindered(plan):
+            break
     if made:
         return min(made, key=lambda m: m[0].cost.seconds)
     how = (
@@ -169,7 +206,39 @@ def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
         if options.lighter
         else "; or pass passes=['recompute:full']"
     )
-    raise MemoryBudgetError(f"{last}{how}") from None
+    raise MemoryBudgetError(f"{refused[-1]}{how}") from None
+
+
+def _best(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Plan, Graph]:
+    """The fastest plan that fits with ``passes`` and some form of those that are weighed.
+
+    Raises:
+      MemoryBudgetError: none fits; it is of ``passes`` alone.
+    """
+    made: list[tuple[Plan, Graph]] = []
+    refused: list[MemoryBudgetError] = []
+    for way in _forms(program, passes, options):
+        rewritten, wish = _passed(program, way, options)
+        try:
+            made.append(make(rewritten, options.table, wish))
+        except MemoryBudgetError as e:
+            refused.append(e)
+    if not made:
+        raise refused[0]
+    return min(made, key=lambda m: m[0].cost.seconds)
+
+
+def _hindered(plan: Plan) -> bool:
+    """Whether a faster layout was found that does not fit in memory."""
+    return bool(plan.alternatives) and plan.alternatives[0].seconds < plan.cost.seconds
+
+
+def _slower(plan: Plan) -> str:
+    fastest = plan.alternatives[0]
+    return (
+        f"what fits takes {time_text(plan.cost.seconds)}; what takes {time_text(fastest.seconds)} "
+        f"holds {size_text(fastest.peak, 2)} a device"
+    )
 
 
 def _as_first(
@@ -210,18 +279,18 @@ def _candidates(pins: Any) -> list[LogicalMesh]:
         raise SpecError(f"the shardings given are over {' and '.join(str(dict(m.shape)) for m in named)}: choose one")
     if named:
         return [resolve_mesh(next(iter(named)))]
-    n = jax.device_count()
-    shapes = [{"data": n}] + [{"data": n // m, "model": m} for m in range(2, n) if n % m == 0]
-    return [resolve_mesh(s) for s in shapes]
+    return MeshConfig(axes="auto").meshes()
 
 
-def _cheapest[T: tuple[Plan, Any]](planned: Callable[[LogicalMesh], T], meshes: Sequence[LogicalMesh], name: str) -> T:
+def _cheapest(
+    planned: Callable[[LogicalMesh], tuple[Plan, Graph]], meshes: Sequence[LogicalMesh], name: str
+) -> tuple[Plan, Graph]:
     """What is ``planned`` for the mesh that it is fastest on; meshes that do not serve what was asked are left out.
 
     Raises:
       AutoshardError: no mesh serves; of the kind of the first refusal, and the refusal itself where all are alike.
     """
-    made: list[T] = []
+    made: list[tuple[Plan, Graph]] = []
     refused: dict[str, Exception] = {}
     for mesh in meshes:
         try:
@@ -229,7 +298,9 @@ def _cheapest[T: tuple[Plan, Any]](planned: Callable[[LogicalMesh], T], meshes: 
         except (AutoshardError, ValueError) as e:  # JAX has ValueError for a spec of an axis that the mesh lacks
             refused[str(mesh)] = e
     if made:
-        return min(made, key=lambda m: m[0].cost.seconds)
+        plan, graph = min(made, key=lambda m: m[0].cost.seconds)
+        others = [Alternative(f"the mesh {p.mesh}", p.cost.seconds, p.memory.peak) for p, _ in made if p is not plan]
+        return replace(plan, alternatives=(*plan.alternatives, *others)), graph
     first = next(iter(refused.values()))
     if len({(type(e), str(e)) for e in refused.values()}) == 1 or not isinstance(first, AutoshardError):
         raise first

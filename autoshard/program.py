@@ -47,6 +47,8 @@ class Program:
     carries: tuple[tuple[int, int], ...] = ()
     """(input, output) pairs of flat positions that are one state before and after the step."""
     source: str = ""
+    written: Jaxpr | None = None
+    """`jaxpr` without elements that mean nothing, where it has some (`autoshard.align`)."""
 
     def with_jaxpr(self, jaxpr: Jaxpr) -> Program:
         """The same step with its equations rewritten."""

@@ -49,7 +49,8 @@ def propagate(graph: Graph, levels: Sequence[Mapping[int, Spec]], hard: Mapping[
     run = _Run(graph, final)
     run.seed(final, "pin")
     dropped = [d for level in levels for d in run.seed(level, "seed")]
-    return Layout(tuple(map(Spec, run.state)), run.origins, tuple(dropped))
+    known = {dims: Spec(dims) for dims in set(run.state)}
+    return Layout(tuple([known[dims] for dims in run.state]), run.origins, tuple(dropped))
 
 
 def factor_axes(

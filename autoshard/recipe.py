@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from etils import epath
@@ -135,10 +134,7 @@ class TrainConfig(Config):
     @property
     def devices(self) -> int:
         """The most devices that a phase's mesh asks for by itself; 1 when every size is left open."""
-        return max(
-            phase.mesh.devices or math.prod(size for size in phase.mesh.axes.values() if size != -1)
-            for phase in self.stretches
-        )
+        return max(phase.mesh.least for phase in self.stretches)
 
     def identity(self) -> dict[str, Any]:
         """The entries that a saved state depends on, by dotted key; a resumed run must agree in all of them."""

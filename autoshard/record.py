@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import jax
 import pydantic
 
+from autoshard.cluster import Cluster
 from autoshard.decisions import Place
 from autoshard.errors import MeshError, PlanError
 from autoshard.jaxpr import dtype_named
@@ -89,7 +90,7 @@ class _MeshRecord:
     axis_sizes: tuple[int, ...]
     axis_links: tuple[str, ...]
     hardware: Hardware
-    target: Target | None
+    target: Target | Cluster | None
 
 
 @functools.cache

@@ -6,6 +6,7 @@ tells them apart is a name, so a table of rules is keyed by primitives and by na
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -195,6 +196,15 @@ def check_used(table: RuleTable, names: set[str]) -> None:
                     f"rules names {k!r}, which is no primitive of this JAX and no kernel or function of "
                     f"the step{nearest(k, {*names, *jx.all_primitives()})}"
                 )
+
+
+def misspelt(table: RuleTable, names: set[str]) -> Iterator[str]:
+    """What to say of names registered for every step that this one has not, but one much alike: perhaps slips, perhaps
+    operations of other steps."""
+    for k in table:
+        if isinstance(k, str) and k not in names and not jx.primitive(k):
+            for close in difflib.get_close_matches(k, names, n=1, cutoff=0.8):
+                yield f"a rule is registered for {k!r}, which the step has not; did you mean {close!r}?"
 
 
 def title(of: Key | Callable[..., Any]) -> str:

@@ -35,7 +35,8 @@ from autoshard.moves import FREE, Edge, Graph, Move, Sizes, State, Terms
 from autoshard.spec import Axes, Spec
 
 TIE = 1e-12
-"""Seconds added to each move while searching, so that of equally cheap sequences the shortest wins."""
+"""Seconds added to each move while searching, so that of equally cheap sequences the shortest wins; a reduce-scatter
+has twice that, so that what is scattered only to be gathered is reduced instead, as XLA does."""
 
 
 def steps(
@@ -151,6 +152,7 @@ def _shortest(graph: Graph, start: State, goal: State, sizes: Sizes) -> list[tup
             if after in done or (size := sizes(after)) is None:
                 continue
             total = cost + edge.fixed + edge.each * (size if edge.kind == "all-gather" else held) + TIE
+            total += TIE if edge.kind == "reduce-scatter" else 0.0
             if total < best.get(after, math.inf):
                 best[after] = total
                 back[after] = (state, edge)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -29,6 +29,10 @@ class Pass:
     def change(self, before: Program, after: Program) -> str:
         """One line on what was changed, for the report."""
         return "changed" if before.jaxpr is not after.jaxpr else "nothing to change"
+
+    def forms(self, program: Program) -> tuple[Pass, ...]:
+        """The forms of the pass that change ``program``, where the planner is to say which of them serves, if any."""
+        return (self,) if self(program) is not program else ()
 
     @classmethod
     def of(cls, option: str | None) -> Self:
@@ -76,11 +80,15 @@ class Pipeline:
           PassError: a pass that broke the program; the message names the pass and what is wrong.
         """
         reports: list[Report] = []
+        had = _survey(program.jaxpr)
         for step in self.passes:
-            after = checked(step, program, step(program))
-            before, now = (sum(1 for _ in _walk(p.jaxpr)) for p in (program, after))
-            reports.append(Report(str(step), before, now, step.change(program, after)))
-            program = after
+            after, has = step(program), had
+            if after.jaxpr is not program.jaxpr:
+                after = _checked(step, program, after)
+                has = _survey(after.jaxpr)
+                _same_effects(step, had.effects, has.effects)
+            reports.append(Report(str(step), had.equations, has.equations, step.change(program, after)))
+            program, had = after, has
         return program, tuple(reports)
 
 
@@ -106,11 +114,11 @@ def _parse(spec: Any, known: Mapping[str, type[Pass]]) -> Pass:
     return known[name].of(option if colon else None)
 
 
-def checked(step: Pass, before: Program, after: Program) -> Program:
-    """``after``, normalized where needed, once it is seen to be a valid form of ``before``.
+def _checked(step: Pass, before: Program, after: Program) -> Program:
+    """``after``, normalized where needed, once it is seen to be a valid form of ``before``; effects aside.
 
     Raises:
-      PassError: inputs, outputs or effects differ, or the jaxpr is not well formed.
+      PassError: inputs or outputs differ, or the jaxpr is not well formed.
     """
     for what, old, new in (
         ("inputs", before.jaxpr.in_avals, after.jaxpr.in_avals),
@@ -128,10 +136,6 @@ def checked(step: Pass, before: Program, after: Program) -> Program:
         jx.check(after.jaxpr, before.jaxpr)
     except Exception as e:
         raise PassError(f"the pass {step} left a program that is not well formed: {e}") from e
-    old, new = _effects(before.jaxpr), _effects(after.jaxpr)
-    if old != new:
-        changed = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in sorted((old - new) | (new - old)))
-        raise PassError(f"the pass {step} lost or repeated equations with effects: {changed}")
     return after
 
 
@@ -139,16 +143,32 @@ def _same(a: Any, b: Any) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-def _walk(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in jx.subjaxprs(eqn):
-            yield from _walk(body)
+@dataclass(frozen=True)
+class _Survey:
+    """What a program has, at every depth."""
 
-
-def _effects(jaxpr: jx.Jaxpr) -> Counter[str]:
+    equations: int
+    effects: Counter[str]
     """How many equations with effects there are of each kind; those that only hold such equations left out."""
-    return Counter(e.primitive.name for e in _walk(jaxpr) if e.effects and not any(b.effects for b in jx.subjaxprs(e)))
+
+
+def _survey(jaxpr: jx.Jaxpr) -> _Survey:
+    count, effects, bodies = 0, Counter[str](), [jaxpr]
+    while bodies:
+        eqns = bodies.pop().eqns
+        count += len(eqns)
+        for e in eqns:
+            inner = jx.subjaxprs(e)
+            bodies += inner
+            if e.effects and not any(b.effects for b in inner):
+                effects[e.primitive.name] += 1
+    return _Survey(count, effects)
+
+
+def _same_effects(step: Pass, old: Counter[str], new: Counter[str]) -> None:
+    if old != new:
+        changed = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in sorted((old - new) | (new - old)))
+        raise PassError(f"the pass {step} lost or repeated equations with effects: {changed}")
 
 
 def _defined_once(jaxpr: jx.Jaxpr) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from autoshard.mesh import LogicalMesh
 from autoshard.moves import Edge, Graph, State, Terms
 from autoshard.problem import Array
 from autoshard.spec import Spec
+
+COLUMNS = 16
+"""Destinations priced at a time: so many that what they take stays in the processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,47 +39,69 @@ class _Net:
     gathers: np.ndarray
     """Whether a move's bytes are those after it rather than before it."""
     new: np.ndarray
-    """[moves, axes]: 1 where a move begins to use an axis, else 0."""
+    """[moves, axes]: whether a move begins to use an axis."""
+    seen: dict[tuple[int, ...], dict[Spec, int]] = field(default_factory=dict[tuple[int, ...], dict[Spec, int]])
+    """The state of each spec that was asked for, by the dimensions that count."""
 
 
 def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> Array:
     """Seconds from each of ``srcs`` to each of ``dsts``, as `reshard.seconds`. No destination is partial."""
-    if set(srcs) == set(dsts) and len(set(srcs)) == 1:
-        return np.zeros((len(srcs), len(dsts)))
-    large = [d for d, n in enumerate(shape) if n > 1]
+    if len(srcs) == 1 and srcs == dsts:
+        return np.zeros((1, 1))
+    large = tuple(d for d, n in enumerate(shape) if n > 1)
     axes = mesh.split_axes
     terms = tuple(sorted({t for s in srcs for t in s.partial if t[0] in axes}))
     known = axes, len(large), terms, mesh
     net = _net(*known)
+    seen = net.seen.setdefault(large, {})
 
     def state(s: Spec) -> int:
-        dims = tuple(tuple(a for a in s.dims[d] if a in axes) for d in large)
-        return net.number[dims, tuple(sorted(t for t in s.partial if t[0] in axes))]
+        found = seen.get(s)
+        if found is None:
+            dims = tuple(tuple(a for a in s.dims[d] if a in axes) for d in large)
+            found = seen[s] = net.number[dims, tuple(sorted(t for t in s.partial if t[0] in axes))]
+        return found
 
     goals = {g: k for k, g in enumerate(sorted(set(map(state, dsts))))}
-    table = _table(known, tuple(shape[d] for d in large), bits, tuple(goals))
+    n = np.array([shape[d] for d in large], dtype=float)
+    size = np.ceil(np.prod(np.ceil(n / net.parts), axis=1) * bits / 8)
+    whole = (n % net.parts == 0).all(axis=1)
+    table = _table(known, size.tobytes(), whole.tobytes(), tuple(goals))
     return table[np.ix_([state(s) for s in srcs], [goals[state(d)] for d in dsts])]
 
 
 @functools.lru_cache(maxsize=512)
-def _table(known: Any, shape: tuple[int, ...], bits: int, goals: tuple[int, ...]) -> Array:
-    """[states, goals]: seconds from every state to each of ``goals``."""
+def _table(known: Any, sizes: bytes, divides: bytes, goals: tuple[int, ...]) -> Array:
+    """[states, goals]: seconds from every state to each of ``goals``.
+
+    ``sizes`` and ``divides`` are arrays: the bytes that a device holds in each state, and whether that state splits
+    evenly. All else about the value's shape does not count, so one table serves many shapes.
+    """
     axes, net = known[0], _net(*known)
-    n = np.asarray(shape, dtype=float)
-    size = np.ceil(np.prod(np.ceil(n / net.parts), axis=1) * bits / 8)
-    whole = (n % net.parts == 0).all(axis=1)
+    size, whole = np.frombuffer(sizes), np.frombuffer(divides, dtype=bool)
     cost = net.fixed + net.each * np.where(net.gathers, size[net.after], size[net.before])
-    cost[~whole[net.after]] = math.inf
+    can = whole[net.after]
+    can[net.start] = True  # to stay costs nothing, and where it cannot be had, no move leads there
+    start, after, cost = np.cumsum(np.append(0, can))[net.start], net.after[can], cost[can, None]
     states = list(net.number)
-    idle = np.array([[all(a not in d for d in states[g][0]) for g in goals] for a in axes], dtype=np.float32)
-    price = np.where(net.new @ idle > 0, math.inf, cost[:, None])  # an axis that is not wanted stays idle
+    idle = np.array([[all(a not in d for d in states[g][0]) for g in goals] for a in axes])
+    begins = np.zeros((len(after), len(goals)), dtype=bool)
+    for k in range(len(axes)):  # an axis that is not wanted stays idle
+        begins |= net.new[can, k, None] & idle[k]
     best = np.full((len(states), len(goals)), math.inf)
     best[list(goals), range(len(goals))] = 0.0
-    while True:
-        found = np.minimum.reduceat(price + best[net.after], net.start, axis=0)
-        if np.array_equal(found, best):
-            return best
-        best = np.minimum(found, best)
+    for k in range(0, len(goals), COLUMNS):
+        price = np.where(begins[:, k : k + COLUMNS], math.inf, cost)
+        now, after_each = best[:, k : k + COLUMNS].copy(), np.empty_like(price)
+        while True:
+            np.take(now, after, axis=0, out=after_each, mode="clip")
+            after_each += price
+            found = np.minimum.reduceat(after_each, start, axis=0)
+            if np.array_equal(found, now):
+                break
+            now = np.minimum(found, now)
+        best[:, k : k + COLUMNS] = now
+    return best
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,24 +121,20 @@ def _net(axes: tuple[str, ...], rank: int, terms: Terms, mesh: LogicalMesh) -> _
             edges.append((here, edge))
             if edge.after not in number:
                 queue.append(edge.after)
-    states = list(number)
-    before = np.array([b for b, _ in edges])
+    before, after = np.array([b for b, _ in edges]), np.array([number[e.after] for _, e in edges])
+    split = np.array([[any(a in d for d in dims) for a in axes] for dims, _ in number])
+    held = split | np.array([[any(a == t for t, _ in partial) for a in axes] for _, partial in number])
     return _Net(
         number,
         np.array([[mesh.axes_size(d) for d in dims] for dims, _ in number], dtype=float).reshape(len(number), rank),
         np.flatnonzero(np.diff(before, prepend=-1)),
         before,
-        np.array([number[e.after] for _, e in edges]),
+        after,
         np.array([e.fixed for _, e in edges]),
         np.array([e.each for _, e in edges]),
         np.array([e.kind == "all-gather" for _, e in edges]),
-        np.array([[_begins(a, states[b], e) for a in axes] for b, e in edges], dtype=np.float32),
+        ~held[before] & split[after],
     )
-
-
-def _begins(axis: str, before: State, edge: Edge) -> bool:
-    held = {a for d in before[0] for a in d} | {a for a, _ in before[1]}
-    return axis not in held and any(axis in d for d in edge.after[0])
 
 
 def _subsets(terms: Terms) -> list[Terms]:

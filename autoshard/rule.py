@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol
 from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError, nearest
+from autoshard.halo import Halo
 from autoshard.spec import KINDS as REDUCTIONS
 
 FACTOR_KINDS = (*REDUCTIONS, "whole", "halo", "local")
@@ -63,9 +64,10 @@ class Local:
     """``moves(parts, sizes)`` -> the collectives that ``fun`` makes over ``axes``, as (kind, bytes); None where so many
     parts are better gathered, so that ``fun`` is not asked. ``sizes`` are the bytes of one part of each operand and
     then of each result; bytes are as `autoshard.collective` defines them."""
-    due: Literal["split", "always", "partial"] = "split"
+    due: Literal["split", "always", "partial", "halo"] = "split"
     """``always``: also where the local factor is not split, with no ``axes``, since XLA gathers whatever else is.
-    ``partial``: where a factor is split that is reduced, and nowhere else."""
+    ``partial``: where a factor is split that is reduced, and nowhere else. ``halo``: where one is split along which
+    operands come with their neighbours' edges, and nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ class Rule:
     """Sizes of the factors that stand only inside compound dimensions; sorted."""
     reason: str = ""
     """Why the operation, or part of it, is kept whole; empty when nothing is."""
+    halos: tuple[Halo, ...] = ()
+    """What parts read of their neighbours. Along a factor of the kind `halo`, XLA exchanges it; along one that is
+    reduced, operands come to the local form with it, and zeros beyond the first and the last part."""
     local: Local | None = field(default=None, compare=False)
     """There where a factor is of the kind `local`, of which there is at most one, or where XLA cannot split the
     operation."""
@@ -89,6 +94,10 @@ class Rule:
     def kind(self, factor: str) -> str:
         """The factor's kind; ``"parallel"`` when nothing is said."""
         return dict(self.kinds).get(factor, "parallel")
+
+    def along(self, halo: Halo) -> str:
+        """The factor along which neighbours exchange ``halo``."""
+        return self.operands[halo.operand][halo.dim][0]
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -47,9 +47,9 @@ def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tu
 
 
 def _auto(s: Search) -> Iterator[Choice]:
-    proven = False
+    proven, found = False, 0
     for choice in solved(s):
-        proven = proven or s.proven(s.price(choice))
+        proven, found = proven or s.proven(s.price(choice)), found + 1
         yield choice
     space = s.space()
     subsets = [a for n in range(1, len(s.axes) + 1) for a in itertools.combinations(s.axes, n)]
@@ -67,6 +67,9 @@ def _auto(s: Search) -> Iterator[Choice]:
         starts += [Choice(split), Choice(split, axes, 2), Choice(split, axes, 3)]
     if len(s.graph.nodes) * len(starts) <= POLISH:
         yield from starts
+    elif not found:
+        yield starts[0]
+        yield from starts[-3:]
 
 
 def _by_input(s: Search, best: Candidate) -> Iterator[Choice]:
@@ -103,8 +106,22 @@ def _too_large(s: Search, strategy: str) -> str:
     smallest = min(s.tried.values(), key=lambda c: c.memory.peak)
     parts = sorted(smallest.memory.items()[:-1], key=lambda p: -p[1])
     more = "" if strategy == "auto" else f" strategy 'auto' may find a smaller one than {strategy!r};"
+    v, size = s.lives.largest(smallest.layout)
+    value = s.graph.values[v]
+    array = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return (
         f"none of {len(s.tried)} layouts fits {size_text(s.budget, 2)} a device: the least that would is "
         f"{size_text(smallest.memory.peak, 2)}, of which {parts[0][0]} take {size_text(parts[0][1], 2)} and "
-        f"{parts[1][0]} {size_text(parts[1][1], 2)};{more} raise memory_budget or add devices"
+        f"{parts[1][0]} {size_text(parts[1][1], 2)}; the largest array, {array}{_origin(s.graph, v)}, takes "
+        f"{size_text(size, 2)};{more} raise memory_budget or add devices"
     )
+
+
+def _origin(graph: Graph, v: int) -> str:
+    """Where a value comes from: an argument's path, or the line that makes it, of whatever loop it comes out."""
+    made = {w: node for node in reversed(graph.nodes) for w in node.results}
+    while v in made and made[v].tie and made[v].operands and v not in graph.inputs:
+        (v,) = made[v].operands
+    if v in graph.inputs:
+        return f", {graph.values[v].name}"
+    return f" from {made[v].source}" if v in made and made[v].source else ""

@@ -12,6 +12,7 @@ Budgets are priced (Lagrange): the price of a byte rises until the choice fits, 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -117,6 +118,13 @@ def solve(problem: Problem, small: int = SMALL) -> Solution:
     return Solution(found, problem.cost(found), min(bound, problem.cost(found)))
 
 
+def lightest(problem: Problem) -> Solution:
+    """A choice that takes little of the budgets, whatever it costs; nothing is known of what it could cost."""
+    least = eliminate(problem).cost
+    found = eliminate(problem.priced([DEAREST * least / max(row.limit, 1.0) for row in problem.rows])).choice
+    return Solution(found, problem.cost(found), 0.0)
+
+
 def eliminate(problem: Problem, largest: int = LARGEST) -> Solution:
     """The best choice, budgets aside; its gap is 0 unless a table would have more than ``largest`` entries."""
     sizes = [len(u) for u in problem.unary]
@@ -146,28 +154,32 @@ def eliminate(problem: Problem, largest: int = LARGEST) -> Solution:
         return math.prod(sizes[j] for j in (*near(i), i))
 
     efforts = {i: effort(i) for i in range(len(sizes))}
+    queue = [(e, i) for i, e in efforts.items()]
+    heapq.heapify(queue)
     order: list[tuple[int, list[_Factor]]] = []
-    while efforts:
-        i = min(efforts, key=lambda k: (efforts[k], k))
+    while queue:
+        e, i = heapq.heappop(queue)
+        if efforts.get(i) != e:
+            continue
         del efforts[i]
         others = near(i)
         bucket = [factors.pop(n) for n in sorted(touching[i])]
         for part in _parts(bucket, sizes, largest):
-            scope = (*sorted({j for f in part for j in f.over} - {i}), i)
-            total = np.zeros([sizes[j] for j in scope])
-            for f in part:
-                total += _spread(f, scope)
-            add(scope[:-1], total.min(axis=-1))
+            scope = (i, *sorted({j for f in part for j in f.over} - {i}))
+            add(scope[1:], _total([_spread(f, scope) for f in part]).min(axis=0))
         order.append((i, bucket))
         for j in others:
             touching[j] = {n for n in touching[j] if n in factors}
-            efforts[j] = effort(j)
+            if (e := effort(j)) != efforts[j]:
+                efforts[j] = e
+                heapq.heappush(queue, (e, j))
     choice = [0] * len(sizes)
     for i, bucket in reversed(order):
         choice[i] = int(np.argmin(sum(f.at(i, choice) for f in bucket)))
     cost = problem.cost(choice)
     if problem.kin and cost > bound + EXACT * abs(bound):
-        starts = [improve(problem, c) for c in (choice, [0] * len(sizes))]
+        known: dict[tuple[int, bytes], Choice] = {}
+        starts = [improve(problem, c, known) for c in (choice, [0] * len(sizes))]
         choice = min(starts, key=problem.cost)
         cost = problem.cost(choice)
     return Solution(tuple(choice), cost, min(bound, cost))
@@ -189,6 +201,17 @@ def _parts(bucket: Sequence[_Factor], sizes: Sequence[int], largest: int) -> lis
     return parts
 
 
+def _total(tables: Sequence[Array]) -> Array:
+    """The sum of tables, each of one entry along the axes that it has not."""
+    if len(tables) == 1:
+        return tables[0]
+    total = np.empty(np.broadcast_shapes(*(t.shape for t in tables)))
+    np.add(tables[0], tables[1], out=total)
+    for t in tables[2:]:
+        total += t
+    return total
+
+
 def _spread(factor: _Factor, scope: tuple[int, ...]) -> Array:
     """The factor's table, its axes where ``scope`` has them and of one entry elsewhere."""
     place = {j: k for k, j in enumerate(scope)}
@@ -200,15 +223,22 @@ def _spread(factor: _Factor, scope: tuple[int, ...]) -> Array:
     return table.reshape(shape)
 
 
-def improve(problem: Problem, choice: Sequence[int]) -> Choice:
-    """Looks for better choices near ``choice``: all variables at once among kindred options, each in its turn."""
-    best = tuple(choice)
+def improve(problem: Problem, choice: Sequence[int], known: dict[tuple[int, bytes], Choice] | None = None) -> Choice:
+    """Looks for better choices near ``choice``: all variables at once among kindred options, each kind in its turn.
+
+    ``known`` keeps what was found, by the kind and the label of every variable, for this problem's next search.
+    """
+    best, known = tuple(choice), {} if known is None else known
     for _ in range(SWEEPS):
         before = best
-        for labels in problem.kin:
-            options = [np.flatnonzero(l == l[c]) for l, c in zip(labels, best, strict=True)]
-            near = eliminate(restricted(problem, options))
-            best = tuple(int(o[c]) for o, c in zip(options, near.choice, strict=True))
+        for k, labels in enumerate(problem.kin):
+            at = np.array([l[c] for l, c in zip(labels, best, strict=True)])
+            key = k, at.tobytes()
+            if key not in known:
+                options = [np.flatnonzero(l == x) for l, x in zip(labels, at, strict=True)]
+                near = eliminate(restricted(problem, options))
+                known[key] = tuple(int(o[c]) for o, c in zip(options, near.choice, strict=True))
+            best = known[key]
         if problem.cost(best) >= problem.cost(before):
             return before
     return best

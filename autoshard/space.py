@@ -5,7 +5,9 @@ variable decides them all. What is kept apart, so that it may lie otherwise: par
 the forward pass, the backward pass, and the rest of the step (the optimizer). A parameter whose group is split and
 whose use is not is gathered there: FSDP. A gradient that is brought to an optimizer state in parts: ZeRO.
 
-**Led equations.** One whose operands and results include a value that has every factor runs as that value lies.
+**Led equations.** One whose operands and results include a value that has every factor runs as that value lies. In a
+program of few equations, where every value is a group, only if no other way can be better: what puts terms together
+has a choice, and so has what joins values of three groups.
 
 **Choices.** Any other equation (products, gathers, reshapes that split) has a variable of its own: which mesh axes
 split which of its factors. Its tables say what it takes to bring operands there, and results to where they lie.
@@ -29,11 +31,11 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost import Way, held, way
+from autoshard.cost import Way, brought_anew, held, way
 from autoshard.graph import Graph, Kind
 from autoshard.groups import PARAMETER, Groups, Places
 from autoshard.mesh import LogicalMesh
-from autoshard.problem import Array, Builder, Problem, Row
+from autoshard.problem import Array, Builder, Labels, Problem, Row
 from autoshard.routes import prices
 from autoshard.spec import Axes, Spec
 
@@ -43,6 +45,16 @@ HELD = 1e-6
 Factors = tuple[tuple[str, Axes], ...]
 End = tuple[int, Places] | None
 """A value's variable, and its places there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lay:
+    """A spec for each of many options."""
+
+    specs: tuple[Spec, ...]
+    """Those that differ."""
+    which: Labels
+    """For each option, which of them."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +146,11 @@ class _Assembly:
         self.builder = Builder()
         self.options: list[Sequence[Spec]] = []
         self.nodes: dict[int, tuple[int, Sequence[Factors]]] = {}
-        self.kin: list[list[tuple[tuple[Any, Axes], ...]]] = []
-        """For each option, the axes of each dimension or factor."""
+        self.kin: list[list[tuple[Any, ...]]] = []
+        """For each option, the dimension or factor that each axis splits."""
         self.variables: dict[Any, int] = {}
         self.ways: dict[tuple[Kind, tuple[Any, ...]], Way] = {}
+        self.lays: dict[tuple[int, Places], Lay] = {}
 
     def space(self) -> Space:
         graph, places, color = self.graph, self.groups.places, self.groups.color
@@ -170,14 +183,19 @@ class _Assembly:
         for (kind, ends), nodes in alike.items():
             self._node(kind, ends, nodes)
         slack = self._held()
-        kin = tuple(tuple(np.array(_labels(k, axis)) for k in self.kin) for axis in self.axes)
+        kin = tuple(tuple(np.array(_labels(k, axis)) for k in self.kin) for axis in range(len(self.axes)))
         return Space(self.builder.done(kin if len(kin) > 1 else ()), where, tuple(self.options), self.nodes, slack)
 
     def _variable(self, key: Any, options: Sequence[Spec]) -> int:
         i = self.variables[key] = self.builder.variable(len(options))
         self.options.append(options)
-        self.kin.append([tuple(enumerate(o.dims)) for o in options])
+        self.kin.append([self._places(enumerate(o.dims)) for o in options])
         return i
+
+    def _places(self, split: Iterable[tuple[Any, Axes]]) -> tuple[Any, ...]:
+        """What each of the mesh's axes splits, or None."""
+        where = {a: d for d, axes in split for a in axes}
+        return tuple([where.get(a) for a in self.axes])
 
     def _within(self, pin: Spec, free: set[int], sizes: Sequence[int]) -> list[Spec]:
         """What a pin allows: itself, and where it leaves dimensions open, every way to split those further."""
@@ -195,11 +213,15 @@ class _Assembly:
     def _held(self) -> float:
         """Charges a little for what arguments take, so that of layouts that are equal otherwise the smallest wins; the
         most that it can come to."""
+        bandwidth = self.mesh.hardware.bandwidth
+        price = HELD / bandwidth
+        brought = {v: float(self.graph.values[v].bytes) for v in brought_anew(self.graph) if v in self.where}
         held = {v: float(self.graph.values[v].bytes) for v in self.graph.inputs if v in self.where}
         row = row_of(held, math.inf, self.where, self.options, self.mesh)
-        price = HELD / self.mesh.hardware.bandwidth
         for i, load in row.loads.items():
             self.builder.alone(i, load * price)
+        for i, load in row_of(brought, math.inf, self.where, self.options, self.mesh).loads.items():
+            self.builder.alone(i, load / bandwidth)
         return price * sum(float(load.max()) for load in row.loads.values())
 
     def _copies(self) -> dict[tuple[int, int], tuple[int, Places]]:
@@ -207,7 +229,7 @@ class _Assembly:
         graph = self.graph
         readers: dict[int, list[int]] = defaultdict(list)
         for n, node in enumerate(graph.nodes):
-            if node.times and not self.groups.form(node.kind).full:
+            if node.times and not self._led(node.kind, [self.where.get(v) for v in node.values]):
                 for v in dict.fromkeys(node.operands):
                     if v in self.where:
                         readers[v].append(n)
@@ -230,33 +252,25 @@ class _Assembly:
             edges[i, where, j, at, shape, graph.values[v].bits] += max(graph.nodes[n].times for n in nodes)
             found.update({(v, n): (j, at) for n in nodes})
         for (i, where, j, at, shape, bits), times in edges.items():
-            self._between(i, self._lies(i, where), j, self._lies(j, at), shape, bits, times)
+            self.builder.between(i, j, times * self._moves(self._lies(i, where), self._lies(j, at), shape, bits))
         return found
 
-    def _lies(self, i: int, where: Places) -> list[Spec]:
+    def _lies(self, i: int, where: Places) -> Lay:
         """How a value with these places lies under each option of variable ``i``."""
-        return [lies(o, where) for o in self.options[i]]
+        found = self.lays.get((i, where))
+        if found is None:
+            found = self.lays[i, where] = _lay([lies(o, where) for o in self.options[i]])
+        return found
 
-    def _between(
-        self, i: int, src: Sequence[Spec], j: int, dst: Sequence[Spec], shape: Places, bits: int, times: float
-    ) -> None:
-        """Adds what it takes to bring a value from how ``i`` has it to how ``j`` has it."""
-        if i != j or src != dst:
-            self.builder.between(i, j, times * self._moves(src, dst, shape, bits))
-
-    def _moves(self, src: Sequence[Spec], dst: Sequence[Spec], shape: Places, bits: int) -> Array:
+    def _moves(self, src: Lay, dst: Lay, shape: Places, bits: int) -> Array:
         """Seconds from each of ``src`` to each of ``dst``."""
-        a, b = _distinct(src), _distinct(dst)
-        table = prices(tuple(a), tuple(b), shape, bits, self.mesh)
-        return table[np.ix_([a[s] for s in src], [b[d] for d in dst])]
+        return prices(src.specs, dst.specs, shape, bits, self.mesh)[np.ix_(src.which, dst.which)]
 
-    def _along(self, pairs: Sequence[tuple[Spec, Spec]], shape: Places, bits: int) -> Array:
-        """Seconds between the two specs of each pair."""
-        if all(a == b for a, b in pairs):
-            return np.zeros(len(pairs))
-        srcs, dsts = _distinct(a for a, _ in pairs), _distinct(b for _, b in pairs)
-        table = prices(tuple(srcs), tuple(dsts), shape, bits, self.mesh)
-        return np.array([table[srcs[a], dsts[b]] for a, b in pairs])
+    def _along(self, src: Lay, dst: Lay, shape: Places, bits: int) -> Array:
+        """Seconds from each of ``src`` to the one of ``dst`` in the same place."""
+        if src.specs == dst.specs and np.array_equal(src.which, dst.which):
+            return np.zeros(len(src.which))
+        return prices(src.specs, dst.specs, shape, bits, self.mesh)[src.which, dst.which]
 
     def _node(self, kind: Kind, ends: Sequence[End], nodes: Sequence[int]) -> None:
         """Adds what nodes of a kind cost, whose values have these variables."""
@@ -268,8 +282,9 @@ class _Assembly:
             chosen = self._chosen(kind, self.graph.nodes[nodes[0]].values)
             i = self.builder.variable(len(chosen))
             self.options.append([])
-            self.kin.append([tuple(sorted(c.items())) for c in chosen])
-            self.nodes.update((n, (i, self.kin[i])) for n in nodes)
+            self.kin.append([self._places(c.items()) for c in chosen])
+            factors = [tuple(sorted(c.items())) for c in chosen]
+            self.nodes.update((n, (i, factors)) for n in nodes)
             self._add(i, *self._costs(kind, ends, i, chosen, times))
             return
         found = {i: self._costs(kind, ends, i, self._as(kind, p, i, at), times) for p, (i, at) in leaders.items()}
@@ -295,16 +310,16 @@ class _Assembly:
         alone = np.array([times * w.seconds(self.mesh) if w.possible else math.inf for w in ways])
         others: dict[int, Array] = {}
         for p, end in enumerate(ends):
-            asked = [w.needs[p] if p < operands else w.gives[p - operands] for w in ways]
+            asked = _lay([w.needs[p] if p < operands else w.gives[p - operands] for w in ways])
             shape, bits = kind.shapes[p], kind.bits[p]
             if end is None:  # a scalar, or what no other equation reads: only its terms cost
                 if p >= operands:
-                    alone += times * self._along([(a, a.reduced()) for a in asked], shape, bits)
+                    reduced = _lay([w.gives[p - operands].reduced() for w in ways])
+                    alone += times / kind.together * self._along(asked, reduced, shape, bits)
                 continue
             lies = self._lies(*end)
             if end[0] == i:
-                pairs = zip(lies, asked, strict=True) if p < operands else zip(asked, lies, strict=True)
-                alone += times * self._along(list(pairs), shape, bits)
+                alone += times * self._along(*((lies, asked) if p < operands else (asked, lies)), shape, bits)
             else:
                 table = (
                     self._moves(lies, asked, shape, bits).T if p < operands else self._moves(asked, lies, shape, bits)
@@ -312,9 +327,15 @@ class _Assembly:
                 others[end[0]] = others.get(end[0], 0.0) + times * table
         return alone, others
 
+    def _led(self, kind: Kind, ends: Sequence[End]) -> bool:
+        """Whether the equation runs as one of its values lies."""
+        form = self.groups.form(kind)
+        choosing = self.groups.few and (form.reduces or len({end[0] for end in ends if end}) > 2)
+        return bool(form.full) and not choosing
+
     def _leaders(self, kind: Kind, ends: Sequence[End]) -> dict[int, tuple[int, Places]]:
         """The values as which the equation may be run, by position, one a variable: results first, then the largest."""
-        full = [p for p in self.groups.form(kind).full if ends[p]]
+        full = [p for p in self.groups.form(kind).full if ends[p]] if self._led(kind, ends) else []
         found: dict[int, tuple[int, tuple[int, Places]]] = {}
         for p in sorted(full, key=lambda p: (p < len(kind.rule.operands), -math.prod(kind.shapes[p]), p)):
             if (end := ends[p]) is not None:
@@ -328,10 +349,11 @@ class _Assembly:
         return [{f: o.dims[d] for f, d in places if o.dims[d]} for o in self.options[i]]
 
     def _way(self, kind: Kind, chosen: Mapping[str, Axes]) -> Way:
-        kept = {f: axes for f, axes in chosen.items() if kind.rule.kind(f) != "whole"}
-        key = kind, tuple(sorted(kept.items()))
+        if any(k == "whole" for _, k in kind.rule.kinds):
+            chosen = {f: axes for f, axes in chosen.items() if kind.rule.kind(f) != "whole"}
+        key = kind, tuple(sorted(chosen.items()))
         if key not in self.ways:
-            self.ways[key] = way(kind, kept, self.mesh)
+            self.ways[key] = way(kind, chosen, self.mesh)
         return self.ways[key]
 
     def _chosen(self, kind: Kind, values: Sequence[int]) -> list[dict[str, Axes]]:
@@ -365,12 +387,13 @@ def splits(sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[Spec,
     return tuple(found)
 
 
-def _labels(options: Sequence[tuple[tuple[Any, Axes], ...]], axis: str) -> list[int]:
-    """The same number for options that differ at most in what ``axis`` splits."""
+def _labels(options: Sequence[tuple[Any, ...]], axis: int) -> list[int]:
+    """The same number for options that differ at most in what one axis splits."""
     seen: dict[Any, int] = {}
-    rest = (tuple((d, tuple(a for a in axes if a != axis)) for d, axes in o) for o in options)
-    return [seen.setdefault(frozenset(p for p in r if p[1]), len(seen)) for r in rest]
+    return [seen.setdefault((*o[:axis], *o[axis + 1 :]), len(seen)) for o in options]
 
 
-def _distinct(specs: Iterable[Spec]) -> dict[Spec, int]:
-    return {s: k for k, s in enumerate(dict.fromkeys(specs))}
+def _lay(specs: Iterable[Spec]) -> Lay:
+    number: dict[Spec, int] = {}
+    which = np.array([number.setdefault(s, len(number)) for s in specs], dtype=np.intp)
+    return Lay(tuple(number), which)

@@ -50,7 +50,7 @@ class Spec:
 
     def shards(self, sizes: Mapping[str, int]) -> int:
         """Number of distinct parts that the dimensions are split into."""
-        return math.prod(sizes[a] for d in self.dims for a in d)
+        return math.prod([sizes[a] for d in self.dims for a in d])
 
     def partition_spec(self) -> PartitionSpec:
         """As a `PartitionSpec`, without trailing Nones; partial axes are not expressed."""

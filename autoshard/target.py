@@ -1,4 +1,4 @@
-"""target: accelerators to compile for that this machine may lack.
+"""target: accelerators to compile for that this machine may lack: TPU slices, and the clusters of `autoshard.cluster`.
 
 A TPU slice is named as Google names it: a chip and how many stand along each side, ``v5e:4x4``, and how many such
 slices a data-centre network joins. Planning for it needs nothing; compiling needs the compiler for TPUs, which the
@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 
+from autoshard import cluster
+from autoshard.cluster import Cluster
 from autoshard.errors import MeshError, nearest
 
 
@@ -70,12 +72,35 @@ class Target:
         return TPUS[self.topology.partition(":")[0]]
 
     @property
+    def hardware(self) -> str:
+        """Name of its hardware table."""
+        return self.chip.hardware
+
+    @property
+    def groups(self) -> int:
+        """How many groups of devices there are, joined by a slower link."""
+        return self.slices
+
+    @property
+    def crossing(self) -> str:
+        """That link, by its name in the hardware table."""
+        return "dcn"
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """How many chips stand along each side of a slice."""
+        return tuple(map(int, self.topology.partition(":")[2].split("x")))
+
+    @property
     def size(self) -> int:
         """Number of devices, of all slices together."""
-        return self.slices * math.prod(map(int, self.topology.partition(":")[2].split("x"))) * self.chip.devices
+        return self.slices * math.prod(self.sides) * self.chip.devices
 
     def __str__(self) -> str:
         return f"{self.slices} x TPU {self.topology}" if self.slices > 1 else f"TPU {self.topology}"
+
+
+type AnyTarget = Target | Cluster
 
 
 def installed() -> bool:
@@ -83,8 +108,10 @@ def installed() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def is_here(target: Target) -> bool:
-    """Whether this process sees the slices themselves."""
+def is_here(target: AnyTarget) -> bool:
+    """Whether this process sees the devices themselves."""
+    if isinstance(target, Cluster):
+        return cluster.is_here(target)
     devices = jax.devices()
     return devices[0].platform == "tpu" and len(devices) == target.size
 
@@ -108,19 +135,22 @@ def _described(target: Target) -> tuple[Any, ...]:
     return tuple(found.devices)
 
 
-def arranged(target: Target, sizes: Sequence[int]) -> np.ndarray:
+def arranged(target: AnyTarget, sizes: Sequence[int]) -> np.ndarray:
     """The devices of ``target`` as an array of shape ``sizes``, neighbours close in the network.
 
-    Several slices follow one another along the first axis.
+    Several slices or nodes follow one another along the first axis.
 
     Raises:
       MeshError: the extra is not installed, the compiler knows no such slice, or the sizes do not fit it.
     """
-    devices = tuple(jax.devices()) if is_here(target) else _described(target)
-    if math.prod(sizes) != len(devices) or sizes[0] % target.slices:
+    describe = cluster.described if isinstance(target, Cluster) else _described
+    devices = tuple(jax.devices()) if is_here(target) else describe(target)
+    if math.prod(sizes) != len(devices) or sizes[0] % target.groups:
         shown = "x".join(map(str, sizes))
-        along = f", in slices of {len(devices) // target.slices} along the first axis" if target.slices > 1 else ""
+        along = f", in groups of {len(devices) // target.groups} along the first axis" if target.groups > 1 else ""
         raise MeshError(f"a mesh of {shown} does not fit {target}, which has {len(devices)} devices{along}")
+    if isinstance(target, Cluster):  # node by node, and within one all are alike
+        return np.asarray(devices, dtype=object).reshape(sizes)
     shape = (sizes[0] // target.slices, *sizes[1:])
     each = len(devices) // target.slices
     parts = [devices[i : i + each] for i in range(0, len(devices), each)]

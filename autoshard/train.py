@@ -21,7 +21,7 @@ from rich.console import Console
 
 import autoshard
 from autoshard import Step, checkpoint, data
-from autoshard.audit import audit
+from autoshard.auditing import audit
 from autoshard.errors import ConfigError
 from autoshard.models import Steps, Tree, make_steps
 from autoshard.plan import Plan

@@ -68,7 +68,8 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verifica
         raise VerificationError(f"verify takes what autoshard.jit returned, not {type(step).__name__}")
     entry = step.entry(*args, **kwargs)
     leaves = [_host(x) for x in jax.tree.leaves(step.dynamic(*args, **kwargs))]
-    expected, got = _run(entry.program.jaxpr, leaves), _run(entry.jaxpr, entry.place_all(leaves))
+    expected = _run(entry.program.written or entry.program.jaxpr, leaves)
+    got = _run(entry.jaxpr, entry.place_all(leaves))
     paths = [leaf.path for leaf in entry.program.outputs]
     results = sorted(_compare_all(paths, expected, got, rtol), key=lambda d: -d.relative)
     wrong = [d for d in results if not d.equal]

@@ -3,12 +3,15 @@
     python -m benchmarks.plan_time [--compile] [NAME ...]
 
 Each row is a decoder's whole train step (forward, backward, AdamW) on abstract arguments, in a process of its own:
-nothing is computed. "trace" is what `jax.jit(step).trace` takes by itself, which is part of the plan's time; with
-``--compile`` stands beside it what XLA takes to compile the same unplanned program for one CPU device.
+nothing is computed. "processor" is the part of the plan's time in which it was not kept waiting by other programs, and
+"trace" what `jax.jit(step).trace` takes by itself, which is part of the plan's time; with
+``--compile`` stands beside it what lowering the planned step takes and XLA, which compiles it for as many virtual CPU
+devices as the mesh has.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import subprocess
@@ -27,12 +30,22 @@ from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 LLAMA_8B = {"d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256, "seq": 8192}
 LLAMA_405B = {"d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab": 128256, "seq": 8192}
 SLIM = {"d_model": 1024, "heads": 16, "d_ff": 4096, "vocab": 32000, "seq": 2048}
+MIXTRAL = LLAMA_8B | {"vocab": 32000, "experts": 8}
+DEEPSEEK = {"d_model": 2048, "heads": 16, "d_ff": 1408, "vocab": 102400, "seq": 4096, "experts": 64, "chosen": 6}
+DEEPSEEK |= {"shared": 2}
 FLAT, CUBE = {"data": 8, "model": 8}, {"pod": 2, "data": 8, "model": 8}
+FOUR = {"pod": 2, "data": 4, "fsdp": 4, "model": 4}
 ROWS = {
     "8b-scanned": (LLAMA_8B, 32, True, FLAT),
     "8b": (LLAMA_8B, 32, False, FLAT),
+    "8b-scanned-4d": (LLAMA_8B, 32, True, FOUR),
     "405b-scanned": (LLAMA_405B, 126, True, CUBE),
     "405b": (LLAMA_405B, 126, False, CUBE),
+    "mixtral-scanned": (MIXTRAL, 32, True, FLAT),
+    "mixtral": (MIXTRAL, 32, False, FLAT),
+    "deepseek-scanned": (DEEPSEEK, 28, True, FLAT),
+    "deepseek": (DEEPSEEK, 28, False, FLAT),
+    "slim-16": (SLIM, 16, False, FLAT),
     "slim-64": (SLIM, 64, False, FLAT),
     "slim-256": (SLIM, 256, False, FLAT),
     "slim-1024": (SLIM, 1024, False, FLAT),
@@ -48,20 +61,22 @@ def measure(name: str, compiled: bool) -> None:
     state = jax.eval_shape(steps.init, jax.random.key(0))
     batch = {k: jax.ShapeDtypeStruct((256, model.seq), jnp.int32) for k in ("inputs", "targets")}
     start = time.perf_counter()
-    traced = jax.jit(steps.train, donate_argnums=0).trace(state, batch)
+    jax.jit(steps.train, donate_argnums=0).trace(state, batch)
     alone = time.perf_counter() - start
     jax.clear_caches()
     mesh = MeshConfig(axes=axes, hardware="tpu-v5p", memory_budget="95TB")
-    start = time.perf_counter()
-    plan = autoshard.jit(steps.train, mesh=mesh, donate_argnums=0).plan(state, batch)
-    seconds = time.perf_counter() - start
+    start, busy = time.perf_counter(), time.process_time()
+    step = autoshard.jit(steps.train, mesh=mesh, donate_argnums=0)
+    plan = step.plan(state, batch)
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     gap = max(0.0, 1 - plan.bound / plan.cost.seconds)
-    words = [name, f"{layers}", "x".join(map(str, axes.values())), f"{alone:.1f}", f"{seconds:.1f}", f"{gap:.1%}"]
+    words = [name, f"{layers}", "x".join(map(str, axes.values())), f"{alone:.1f}", f"{seconds:.1f}", f"{busy:.1f}"]
+    words.append(f"{gap:.1%}" if plan.bound else "not known")
     words.append(f"{peak:.1f} GiB")
     if compiled:
         start = time.perf_counter()
-        traced.lower().compile()
+        step.lower(state, batch).compile()
         words.append(f"{time.perf_counter() - start:.1f}")
     print(" | ".join(words), flush=True)
 
@@ -72,9 +87,13 @@ def main() -> None:
         measure(args[1], "--compile" in args)
         return
     flags, names = [a for a in args if a == "--compile"], [a for a in args if a != "--compile"]
-    print("row | layers | mesh | trace, s | plan, s | gap | most memory" + (" | XLA, s" if flags else ""))
+    print(
+        "row | layers | mesh | trace, s | plan, s | processor, s | gap | most memory" + (" | XLA, s" if flags else "")
+    )
     for name in names or ROWS:
-        subprocess.run([sys.executable, "-m", "benchmarks.plan_time", "--row", name, *flags], check=True)
+        devices = {"JAX_NUM_CPU_DEVICES": str(math.prod(ROWS[name][3].values()))}
+        row = [sys.executable, "-m", "benchmarks.plan_time", "--row", name, *flags]
+        subprocess.run(row, check=True, env={**os.environ, **devices})
 
 
 if __name__ == "__main__":

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autoshard.passes.accumulate import Accumulate
 from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.sums import Sums
+from autoshard.passes.turned import Turned
 from autoshard.rewrite import Pass
 
-KNOWN: Mapping[str, type[Pass]] = {p.name: p for p in (Attention, DeadCode, OneHot, Recompute, Sums)}
+KNOWN: Mapping[str, type[Pass]] = {
+    p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, Recompute, Sums, Turned)
+}
 """What a user can name in ``passes=[...]``."""
 
-__all__ = ["KNOWN", "Attention", "DeadCode", "OneHot", "Recompute", "Sums"]
+__all__ = ["KNOWN", "Accumulate", "Attention", "DeadCode", "OneHot", "Recompute", "Sums", "Turned"]

@@ -37,8 +37,10 @@ class OneHot(Pass):
         return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
+        if before is after:
+            return "no sum of one-hot rows"
         saved = [sum(e.primitive.name == "reduce_sum" for e in _walk(p.jaxpr)) for p in (before, after)]
-        return "no sum of one-hot rows" if before is after else f"{saved[0] - saved[1]} sums of one-hot rows fewer"
+        return f"{saved[0] - saved[1]} sums of one-hot rows fewer"
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,7 @@ class _Reader:
     def __init__(self) -> None:
         self.made: dict[jx.Var, jx.JaxprEqn] = {}
         self.rows: dict[jx.Var, Rows] = {}
-
-    def read(self, eqn: jx.JaxprEqn) -> None:
-        self.made.update(dict.fromkeys(eqn.outvars, eqn))
-        readers = {
+        self.readers = {
             "convert_element_type": self.follows,
             "div": self.scaled,
             "eq": self.compared,
@@ -95,7 +94,11 @@ class _Reader:
             "neg": self.follows,
             "scatter-add": self.scattered,
         }
-        read = readers.get(eqn.primitive.name)
+
+    def read(self, eqn: jx.JaxprEqn) -> None:
+        for v in eqn.outvars:
+            self.made[v] = eqn
+        read = self.readers.get(eqn.primitive.name)
         found = read(eqn) if read else None
         if found is not None:
             self.rows[eqn.outvars[0]] = found

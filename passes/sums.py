@@ -29,7 +29,7 @@ class Sums(Pass):
     name: ClassVar[str] = "sums"
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr)
+        after = _rewritten(program.jaxpr, {})
         return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
@@ -59,12 +59,13 @@ class _Product:
         return left, right, jx.aval(self.eqn.outvars[0]).dtype, p["precision"]
 
 
-def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
-    """``jaxpr`` with its sums joined, at every depth; itself where there are none."""
+def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
+    """``jaxpr`` with its sums joined, at every depth; itself where there are none. ``known``: sums that were staged."""
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jx.Var))
     uses.update(a for a in jaxpr.outvars if isinstance(a, jx.Var))
-    inner = {a for e in jaxpr.eqns if e.primitive.name in ADD for a in _terms_of(e) if uses[a] == 1}
+    added = (a for e in jaxpr.eqns if e.primitive.name in ADD for a in _terms_of(e))
+    inner = {a for a in added if isinstance(a, jx.Var) and uses[a] == 1}
 
     def leaves(atom: jx.Atom) -> Iterator[jx.Atom]:
         eqn = made.get(atom) if isinstance(atom, jx.Var) else None
@@ -88,7 +89,7 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     changed = False
     for eqn in jaxpr.eqns:
         bodies = [r.body for r in jx.regions(eqn)]
-        new = [_rewritten(b) for b in bodies]
+        new = [_rewritten(b, known) for b in bodies]
         if any(a is not b for a, b in zip(bodies, new, strict=True)):
             eqn, changed = jx.with_bodies(eqn, new), True
         if eqn.primitive.name in ADD and eqn.outvars[0] not in inner and _terms_of(eqn):
@@ -98,7 +99,7 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
             joined = {i: p for i, p in products.items() if p.alike == commonest[0][0]}
             if len(joined) > 1:
                 rest = [a for i, a in enumerate(found) if i not in joined]
-                eqns += _joined(eqn, list(joined.values()), rest)
+                eqns += _joined(eqn, list(joined.values()), rest, known)
                 changed = True
                 continue
         eqns.append(eqn)
@@ -111,14 +112,16 @@ def _terms_of(eqn: jx.JaxprEqn) -> list[jx.Atom]:
     return list(eqn.invars) if shape and all(jx.aval(a).shape == shape for a in eqn.invars) else []
 
 
-def _joined(eqn: jx.JaxprEqn, products: list[_Product], rest: list[jx.Atom]) -> list[jx.JaxprEqn]:
+def _joined(
+    eqn: jx.JaxprEqn, products: list[_Product], rest: list[jx.Atom], known: dict[Any, jx.Jaxpr]
+) -> list[jx.JaxprEqn]:
     """The equations that make what ``eqn`` makes: the sum of ``products``, and ``rest`` added to it."""
     result = jx.aval(eqn.outvars[0])
     out = LETTERS[: len(result.shape)]
     terms = tuple(_letters(p, out) for p in products)
     operands = [a for p in products for a in p.eqn.invars]
     avals = list(map(jx.aval, operands))
-    first = products[0].eqn
+    precision = products[0].eqn.params["precision"]
 
     def fun(*values: Any) -> Any:
         (total,) = sum_of_products_p.bind(
@@ -126,14 +129,18 @@ def _joined(eqn: jx.JaxprEqn, products: list[_Product], rest: list[jx.Atom]) -> 
             terms=terms,
             out=out,
             dtype=str(result.dtype),
-            precision=first.params["precision"],
+            precision=precision,
             flops=flops(avals, terms, out),
         )
         for x in values[len(operands) :]:
             total = total + x
         return total
 
-    return jx.splice(fun, eqn, [*operands, *rest])
+    values = [*operands, *rest]
+    key = terms, out, str(result.dtype), precision, tuple((jx.aval(a).shape, str(jx.aval(a).dtype)) for a in values)
+    if key not in known:
+        known[key] = jx.staged(fun, eqn, values)
+    return jx.splice(known[key], eqn, values)
 
 
 def _letters(product: _Product, out: str) -> Term:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax import lax
 from jax import numpy as jnp
 
+from autoshard.halo import Halo, Window
 from autoshard.rule import Aval, Rule, RuleFn
 from autoshard.rules.family import Label, alone, build, is_integer, table
-from autoshard.rules.window import slide
+from autoshard.rules.window import length, meet, slide
 
 EITHER = "sum: 0 1"
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -127,12 +129,14 @@ def conv_general_dilated(
     preferred_element_type: Any = None,
     **rest: Any,
 ) -> Rule:
-    """Batch and output features pass, input features leave sums, spatial dimensions exchange edges.
+    """Batch and output features pass, input features leave sums, spatial dimensions exchange edges, and leave sums too
+    where windows are as large as they are.
 
     Groups, of features or of the batch, are a factor of their own, major in the dimensions they divide. XLA (JAX 0.12)
     is left the edges alone: with features split beside an image it gives wrong numbers, as it does with input
     features split under groups of the batch, which are therefore whole, and so are edges there; groups that it splits
-    itself over one of several mesh axes corrupt its memory.
+    itself over one of several mesh axes corrupt its memory. Where spatial dimensions are summed over, the edges are
+    exchanged before the part's own convolution; others then stay whole if they would need edges.
     """
     (n, c, *space), (o, i, *kernel), (out_n, out_o, *out_space) = dimension_numbers
     groups = max(feature_group_count, batch_group_count)
@@ -150,32 +154,47 @@ def conv_general_dilated(
     left[c] = ("group", "in") if feature_group_count > 1 else "in"
     right[o] = out[out_o] = ("group", "out") if groups > 1 else "out"
     right[i], out[out_n] = "in", "batch"
+    reads: dict[str, Window] = {}
+    met: list[tuple[int, int, Window]] = []
+    """Spatial dimensions that are summed over: their number, that of the window, and what parts read."""
     for d, (at, k, to) in enumerate(zip(space, kernel, out_space, strict=True)):
-        left[at], out[to] = slide(
-            f"s{d}",
-            lhs.shape[at],
-            rhs.shape[k],
-            window_strides[d],
-            padding[d],
-            lhs_dilation[d],
-            rhs_dilation[d],
-            kinds,
-            sizes,
-        )
-    windows = any(left[at] is not None and rhs.shape[k] > 1 for at, k in zip(space, kernel, strict=True))
+        shape, moved = (lhs.shape[at], rhs.shape[k]), (window_strides[d], padding[d], lhs_dilation[d], rhs_dilation[d])
+        left[at], out[to] = slide(f"s{d}", *shape, *moved, kinds, sizes, reads)
+        if left[at] is None:
+            after = length(*shape, *moved)
+            left[at], right[k] = meet(f"s{d}", *shape, after, *moved, kinds, sizes, reads)
+            if left[at] is not None:
+                met.append((d, after, reads[f"s{d}"]))
+    halos = [Halo(0, at, reads[f"s{d}"]) for d, at in enumerate(space) if f"s{d}" in reads]
+    windows = any(
+        left[at] is not None and right[k] is None and rhs.shape[k] > 1 for at, k in zip(space, kernel, strict=True)
+    )
     own = windows or groups > 1
-    if groups > 1 and max(sizes["in"], batch_group_count) > 1:  # a part of each group is not a part of all
-        kinds |= {"in": "whole", "batch": "whole"} if batch_group_count > 1 else {"in": "whole"}
-    if batch_group_count > 1:
+    shared = "batch" if batch_group_count > 1 else "in"
+    if groups > 1 and sizes[shared] > 1:  # a part of each group is not a part of all
+        kinds[shared] = "whole"
+    if batch_group_count > 1 or met:
         kinds = {f: "whole" if kind == "halo" else kind for f, kind in kinds.items()}
 
+    def padded(w: Any) -> list[tuple[int, int]]:
+        """The padding of a part that comes with its edges."""
+        found = list(map(tuple, padding))
+        for d, after, read in met:
+            own = w.shape[kernel[d]]
+            if own < read.count:
+                rows = sum(read.rows(read.count // own), read.size * own // read.count)
+                low = padding[d][0] - read.rows(read.count // own)[0] * read.base
+                end = (after - 1) * window_strides[d] + (own - 1) * read.step
+                found[d] = low, end - (rows - 1) * read.base - low
+        return found
+
     def part(x: Any, w: Any) -> Any:
-        """The same with the groups that these parts hold."""
+        """The same with the groups and rows that these parts hold."""
         return lax.conv_general_dilated_p.bind(
             x,
             w,
             window_strides=window_strides,
-            padding=padding,
+            padding=tuple(padded(w)),
             lhs_dilation=lhs_dilation,
             rhs_dilation=rhs_dilation,
             dimension_numbers=dimension_numbers,
@@ -191,7 +210,8 @@ def conv_general_dilated(
         kinds,
         _linear(lhs.dtype, rhs.dtype, preferred_element_type),
         sizes,
-        local=alone(part) if own else None,
+        local=alone(part) if own else replace(alone(part), due="halo") if met else None,
+        halos=halos,
     )
 
 

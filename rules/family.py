@@ -17,6 +17,7 @@ import jax.experimental.xla_metadata  # defines a primitive
 import numpy as np
 from jax.extend.core import Primitive
 
+from autoshard.halo import Halo
 from autoshard.jaxpr import primitive
 from autoshard.rule import Aval, Local, Rule, RuleFn, names, parse
 
@@ -40,6 +41,7 @@ def build(
     sizes: Mapping[str, int] | None = None,
     reason: str = "",
     local: Local | None = None,
+    halos: Sequence[Halo] = (),
 ) -> Rule:
     """The rule whose dimensions carry these labels. ``sizes`` is needed for factors of compound dimensions, ``local``
     where one is of that kind.
@@ -60,6 +62,7 @@ def build(
         partials(lets),
         tuple(sorted((name[f], n) for f, n in sizes.items() if f in name and f in compound)),
         reason,
+        tuple(halos),
         local,
     )
 
@@ -118,6 +121,11 @@ def _stretched(n: int) -> float:
 def is_float(dtype: Any) -> bool:
     """Real floating point, of any width."""
     return jax.dtypes.issubdtype(dtype, np.floating)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether values of this type have no zero that a masked part could hold."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def is_complex(dtype: Any) -> bool:

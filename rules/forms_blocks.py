@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from autoshard.halo import permute
 from autoshard.rule import Local
 
 
@@ -145,14 +145,6 @@ def rearrange(
         return tuple(("collective-permute", each * max(p.stretch.length for p in turn)) for turn in plan(parts)[1])
 
     return Local(fun, moves)
-
-
-def permute(x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
-    """`jax.lax.ppermute` over axes in any order; it takes them in the mesh's alone."""
-    order = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axes) or axes
-    ranks = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in order])
-    rank = ranks.transpose([order.index(a) for a in axes]).ravel()
-    return lax.ppermute(x, order, [(int(rank[a]), int(rank[b])) for a, b in pairs])
 
 
 def _index(

@@ -1,4 +1,4 @@
-"""Slices at computed positions of a split dimension, as a cache that is split along its sequence needs them.
+"""A few elements of a split dimension, and slices of it at computed positions, as a cache that is split needs them.
 
 A part knows which of the asked positions it holds. It reads those and leaves the rest to the others; it writes
 those and drops the rest, which takes no communication at all.
@@ -22,17 +22,45 @@ def read(shape: Sequence[int], slice_sizes: Sequence[int], axis: int) -> Local:
     size, length = shape[axis], slice_sizes[axis]
 
     def fun(axes: tuple[str, ...], x: Any, *starts: Any) -> Any:
-        n = x.shape[axis]
-        rows = _start(starts[axis], size - length) - lax.axis_index(axes) * n + jnp.arange(length, dtype="int32")
-        found = jnp.take(x, rows, axis, mode="clip")
-        mine = _along((rows >= 0) & (rows < n), axis, x.ndim)
-        terms = found.astype("uint8") if x.dtype == np.bool_ else found
-        return lax.psum(jnp.where(mine, terms, _nothing(terms.dtype)), axes).astype(x.dtype)
+        return _told(axes, x, _start(starts[axis], size - length) + jnp.arange(length, dtype="int32"), axis)
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        return (("all-reduce", sizes[-1]),)
+    return Local(fun, _one_reduction)
 
-    return Local(fun, moves)
+
+def pick(start: int, step: int, length: int, axis: int) -> Local:
+    """``length`` elements along ``axis``, which is split, from ``start`` on in steps: one all-reduce of them."""
+
+    def fun(axes: tuple[str, ...], x: Any) -> Any:
+        return _told(axes, x, start + step * jnp.arange(length, dtype="int32"), axis)
+
+    return Local(fun, _one_reduction)
+
+
+def put(start: int, step: int, size: int, axis: int) -> Local:
+    """A whole operand at ``start`` and on in steps of ``size`` elements along ``axis``, which are split; the rest is a
+    scalar. Each part takes what falls into it."""
+
+    def fun(axes: tuple[str, ...], x: Any, value: Any) -> Any:
+        n = size // lax.axis_size(axes)
+        places = jnp.arange(n, dtype="int32") + lax.axis_index(axes) * n - start
+        mine = (places >= 0) & (places < x.shape[axis] * step) & (places % step == 0)
+        return jnp.where(_along(mine, axis, x.ndim), jnp.take(x, places // step, axis, mode="clip"), value)
+
+    return Local(fun, lambda *_: ())
+
+
+def _told(axes: tuple[str, ...], x: Any, places: Any, axis: int) -> Any:
+    """The elements at ``places`` of the whole, from the parts that have them."""
+    n = x.shape[axis]
+    rows = places - lax.axis_index(axes) * n
+    found = jnp.take(x, rows, axis, mode="clip")
+    mine = _along((rows >= 0) & (rows < n), axis, x.ndim)
+    terms = found.astype("uint8") if x.dtype == np.bool_ else found
+    return lax.psum(jnp.where(mine, terms, _nothing(terms.dtype)), axes).astype(x.dtype)
+
+
+def _one_reduction(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    return (("all-reduce", sizes[-1]),)
 
 
 def write(shape: Sequence[int], update: Sequence[int], axis: int) -> Local:

@@ -22,7 +22,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.attention import Form, block_gradients, inwards, logits, settled
-from autoshard.rules.forms_blocks import permute
+from autoshard.halo import permute
 
 Axes = tuple[str, ...]
 Moves = tuple[tuple[str, int], ...]

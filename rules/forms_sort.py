@@ -24,9 +24,9 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from autoshard.halo import permute
 from autoshard.jaxpr import primitive
 from autoshard.rule import Aval, Local
-from autoshard.rules.forms_blocks import permute
 
 Arrays = tuple[Any, ...]
 Moves = tuple[tuple[str, int], ...]

@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.lax import GatherScatterMode
 
 from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import ANY, Label, build, is_complex, is_float, rows, table, together
+from autoshard.rules.family import ANY, Label, build, is_complex, is_float, is_key, rows, table, together
 from autoshard.rules.forms_dynamic import read, write
 
 IDEMPOTENT = "max: 0, min: 0, and: 0, or: 0"
@@ -50,7 +49,7 @@ def gather(
         positions[i] = labels[d]
     full = [size == have for size, have in zip(slice_sizes, x.shape, strict=True)]
     single = [d for d in n.start_index_map if slice_sizes[d] == 1 and d not in n.operand_batching_dims]
-    masked = [d for d in single if d in n.collapsed_slice_dims and x.shape[d] > 1 and not _is_key(x.dtype)]
+    masked = [d for d in single if d in n.collapsed_slice_dims and x.shape[d] > 1 and not is_key(x.dtype)]
     operand = [
         f if d in (*n.operand_batching_dims, *masked) or (full[d] and d not in n.collapsed_slice_dims) else None
         for d, f in enumerate(labels)
@@ -62,11 +61,6 @@ def gather(
     lets = ANY if _fill_combines(x.dtype, mode, fill_value) else IDEMPOTENT
     kinds = {labels[d]: "or" if x.dtype == np.bool_ else "sum" for d in masked}
     return build([operand, [*positions, None]], [out], kinds, lets)
-
-
-def _is_key(dtype: Any) -> bool:
-    """Whether values of this type have no zero that a masked part could hold."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _fill_combines(dtype: Any, mode: Any, fill_value: Any) -> bool:
@@ -115,7 +109,7 @@ def dynamic_slice(x: Aval, *starts: Aval, slice_sizes: Sequence[int], **_: Any) 
     names = rows(x.shape)
     labels: list[Label] = [f if n == size else None for f, n, size in zip(names, x.shape, slice_sizes, strict=True)]
     rest: list[list[Label]] = [[] for _ in starts]
-    if labels.count(None) != 1 or 0 in slice_sizes or _is_key(x.dtype):
+    if labels.count(None) != 1 or 0 in slice_sizes or is_key(x.dtype):
         return build([labels, *rest], [labels], lets=ANY)
     axis = labels.index(None)
     return build([names, *rest], [labels], {names[axis]: "local"}, ANY, local=read(x.shape, slice_sizes, axis))
@@ -127,7 +121,7 @@ def dynamic_update_slice(x: Aval, update: Aval, *starts: Aval, **_: Any) -> Rule
     full = [n == m for n, m in zip(x.shape, update.shape, strict=True)]
     passing = [f if a else None for f, a in zip(labels, full, strict=True)]
     rest = [[] for _ in starts]
-    if all(full) or _is_key(x.dtype):
+    if all(full) or is_key(x.dtype):
         return build([passing, passing, *rest], [passing], lets=together(0, 2))
     axis = max((d for d, a in enumerate(full) if not a), key=lambda d: x.shape[d])
     held = [f if d == axis else passing[d] for d, f in enumerate(labels)]

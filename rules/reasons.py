@@ -63,7 +63,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 NOT_LET: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names}
 """Partials that would pass."""
 NOT_SPLIT: dict[str, str] = {
-    "conv_general_dilated": "a window as large as its dimension makes it a contraction, which XLA gathers",
     "reduce_and": "there is no collective for integers' bits",
     "reduce_or": "there is no collective for integers' bits",
     "scatter-sub": "XLA gathers the positions of a scatter that subtracts",

@@ -408,6 +408,35 @@ CONVOLUTIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...
         {"window_strides": (1,), "padding": "SAME", "batch_group_count": 2, "dimension_numbers": _NHWC},
     ),
     ((4, 6, 12), (2, 6, 12), {"window_strides": (1,), "padding": "VALID"}),
+    ((4, 12, 6), (12, 6, 2), {"window_strides": (1,), "padding": ((1, 1),), "dimension_numbers": _NHWC}),
+    (
+        (4, 12, 6),
+        (6, 6, 2),
+        {"window_strides": (1,), "padding": ((0, 1),), "rhs_dilation": (2,), "dimension_numbers": _NHWC},
+    ),
+    ((4, 12, 6), (12, 6, 2), {"window_strides": (2,), "padding": ((3, 2),), "dimension_numbers": _NHWC}),
+    (
+        (4, 6, 6),
+        (12, 6, 2),
+        {"window_strides": (1,), "padding": ((1, 2),), "lhs_dilation": (2,), "dimension_numbers": _NHWC},
+    ),
+    (
+        (4, 12, 6),
+        (12, 6, 4),
+        {"window_strides": (1,), "padding": ((2, 2),), "batch_group_count": 2, "dimension_numbers": _NHWC},
+    ),
+    (
+        (4, 12, 6),
+        (4, 3, 4),
+        {
+            "window_strides": (1,),
+            "padding": ((-1, 2),),
+            "rhs_dilation": (3,),
+            "feature_group_count": 2,
+            "dimension_numbers": _NHWC,
+        },
+    ),
+    ((2, 3, 12, 6), (4, 3, 12, 6), {"window_strides": (1, 2), "padding": ((2, 1), (2, 2))}),
 )
 
 

@@ -17,8 +17,12 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import ANY, Label, build, rows, table, together
+from autoshard.rules.family import ANY, Label, build, is_key, rows, table, together
 from autoshard.rules.forms_blocks import Stretch, rearrange
+from autoshard.rules.forms_dynamic import pick, put
+
+FEW = 4
+"""Parts that a few elements are not worth being split into."""
 
 
 def bitcast_convert_type(x: Aval, *, new_dtype: Any, **_: Any) -> Rule:
@@ -96,7 +100,14 @@ def pad(x: Aval, value: Aval, *, padding_config: Sequence[tuple[int, int, int]],
     def others(axis: int, x: Any, value: Any) -> Any:
         return lax.pad(x, value, [(0, 0, 0) if d == axis else e for d, e in enumerate(padding_config)])
 
-    return _moved([x.shape], edges, stretches, [spread], together(0, 2), others, aligned, scalars=1)
+    few = len(edges) == 1 and not aligned and all(_few(x.shape[d], n, d in stretches) for d, n in spread.items())
+    if not few or is_key(x.dtype):
+        return _moved([x.shape], edges, stretches, [spread], together(0, 2), others, aligned, scalars=1)
+    ((axis, (low, _, between)),) = edges.items()
+    names = rows(x.shape)
+    whole = [None if d == axis else f for d, f in enumerate(names)]
+    form = put(low, between + 1, spread[axis], axis)
+    return build([whole, []], [names], {names[axis]: "local"}, together(0, 2), local=form)
 
 
 def reshape(
@@ -186,7 +197,7 @@ def slice_(
     strides: Sequence[int] | None = None,
     **_: Any,
 ) -> Rule:
-    """Dimensions taken whole pass."""
+    """Dimensions taken whole pass; of a few elements, those that have them tell the others."""
     picks = {
         d: (int(start), int(limit), int(step))
         for d, (start, limit, step, n) in enumerate(
@@ -205,7 +216,24 @@ def slice_(
         ]
         return lax.slice(x, *zip(*picked, strict=True))
 
-    return _moved([x.shape], picks, stretches, [kept], ANY, others, aligned)
+    few = len(picks) == 1 and not aligned and all(_few(n, x.shape[d], d in stretches) for d, n in kept.items())
+    if not few or is_key(x.dtype):
+        return _moved([x.shape], picks, stretches, [kept], ANY, others, aligned)
+    ((axis, (start, _, step)),) = picks.items()
+    names = rows(x.shape)
+    return build(
+        [names],
+        [[None if d == axis else f for d, f in enumerate(names)]],
+        {names[axis]: "local"},
+        ANY,
+        local=pick(start, step, kept[axis], axis),
+    )
+
+
+def _few(some: int, all_: int, stretched: bool) -> bool:
+    """Whether ``some`` of ``all_`` elements, or the parts they have in common, are few, or they lie in no stretch."""
+    common = math.gcd(some, all_)
+    return some > 0 < all_ and (common == 1 or not stretched or (common <= FEW and 8 * some <= all_))
 
 
 def split(x: Aval, *, sizes: Sequence[int], axis: int, **_: Any) -> Rule:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.audit import Audit, audit
+from autoshard.auditing import Audit, audit
 from autoshard.hlo import collectives
 from autoshard.mesh import Link, LogicalMesh
 from tests.programs import CHIP, mesh

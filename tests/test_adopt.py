@@ -87,7 +87,8 @@ def test_the_passes_are_named(plan: autoshard.Plan):
         return x + 1
 
     with pytest.raises(
-        PlanError, match=r"made with passes=\['dead_code', 'one_hot', 'sums'\], and wasteful runs with passes=\[\]"
+        PlanError,
+        match=r"made with passes=\['dead_code', 'one_hot', 'turned', 'sums'\], and wasteful runs with passes=\[\]",
     ):
         jit(wasteful, strategy=jit(wasteful).plan(X), passes=[]).plan(X)
     assert jit(step, strategy=plan, passes=[]).plan(STATE, X) == plan  # there was nothing that the pass could do

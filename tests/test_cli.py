@@ -148,9 +148,20 @@ def test_a_mesh_larger_than_the_machine_is_one_line(tmp_path: Path):
 def test_plan_prints_without_the_devices():
     done = call("plan", ROOT / "configs/train/decoder-8b.yaml")
     assert done.returncode == 0, done.stderr
-    assert "phase 1: to step 100000 on mesh (data=32, model=8) of tpu-v5e" in done.stdout
+    assert "phase 1: to step 100000 on mesh (data=32, model=8) of TPU v5e:16x16" in done.stdout
     assert "state['params']['embed']" in done.stdout
     assert "on each of 256 devices" in done.stdout
+
+
+def test_compile_says_in_its_exit_status_what_it_found(tmp_path: Path):
+    path = write(tmp_path, CONFIG.replace("phases:", "strategy: dp\nphases:"))
+    done = call("compile", path, "--json")
+    found = json.loads(done.stdout)["phases"]
+    clean = all(phase["audit"]["clean"] for phase in found)
+    assert done.returncode == (0 if clean else 3), done.stderr
+    assert [phase["devices"] for phase in found] == [4, 4]
+    assert all(phase["fits"] and phase["collectives"] for phase in found)
+    assert all(phase["estimate"]["bound"] <= phase["estimate"]["sum"] for phase in found)
 
 
 def test_mesh_and_version():

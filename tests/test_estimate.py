@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from autoshard.errors import ConfigError
 from autoshard.estimate import estimate
+from autoshard.module import parse
+from autoshard.roofline import roofline_seconds
 from tests.programs import CHIP, mesh
 
 TEXT = """HloModule jit_step, is_scheduled=true
@@ -66,6 +67,8 @@ def test_a_loop_of_unknown_length_is_said_to_be_one():
     assert found.compute == pytest.approx(107e-9)
 
 
-def test_no_clock_no_seconds():
-    with pytest.raises(ConfigError, match="the hardware table chip has no `clock`"):
-        estimate(Compiled(TEXT), mesh(data=4))
+def test_without_a_clock_it_is_the_roofline_of_what_was_compiled():
+    found = estimate(Compiled(TEXT.replace("LIMIT", "5")), mesh(data=4))
+    assert found.cycles is None
+    assert found.compute == pytest.approx(roofline_seconds(parse(TEXT.replace("LIMIT", "5")), CHIP)[0])
+    assert found.transfers == pytest.approx(estimate(Compiled(TEXT.replace("LIMIT", "5")), MESH).transfers)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.audit import audit
+from autoshard.auditing import audit
 from autoshard.errors import RuleError
 from autoshard.hlo import collectives
 from tests.programs import graph, mesh

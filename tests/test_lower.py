@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.audit import audit
+from autoshard.auditing import audit
 from tests.programs import mlp_args, mlp_step
 
 

@@ -6,9 +6,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autoshard.dims import roles
-from autoshard.memory import memory
+from autoshard.memory import Lives, memory, tiled
 from autoshard.propagate import propagate
 from autoshard.search import search
 from autoshard.spec import Spec
@@ -64,3 +65,32 @@ def test_roles() -> None:
     assert {names[i] for i in found.parameters} == {"state['w']"}
     assert {names[i] for i in found.optimizer} == {"state['m']"}
     assert {names[i] for i in found.batch} == {"batch"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "size"),
+    [
+        ([1024, 1024], 32, 1024 * 1024 * 4),
+        ([4, 1024, 172], 16, 4 * 1024 * 176 * 2),  # 1024 along the lanes: 172 rows are padded less than 172 columns
+        ([1024, 1], 32, 1024 * 8 * 4),
+        ([8, 64, 1], 32, 8 * 64 * 128 * 4 // 128 * 2),
+        ([100], 32, 128 * 4),
+        ([1025], 32, 2048 * 4),
+        ([0, 8], 32, 0),
+    ],
+)
+def test_arrays_are_stored_in_tiles(shape, bits, size) -> None:
+    assert tiled(shape, bits, (8, 128)) == size
+    assert tiled(shape, bits, (1, 1)) == math.prod(shape) * bits // 8
+
+
+def test_weights_gathered_at_use_are_there_from_the_first_use_to_the_last() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
+    best = search(g, "fsdp")[0]
+    lives = Lives(g)
+    weight = 16 * 32 * 4
+    spans = {(g.nodes[a].phase, g.nodes[b].phase) for a, b, size in lives.copies(best.layout) if size == weight}
+    assert ("forward", "backward") in spans  # the second layer's weight: gathered once, read by both passes
+    assert ("backward", "backward") in spans  # a gradient before it is scattered
+    assert best.memory.peak == memory(g, best.layout).peak
+    assert int(lives.moved(best.layout).max()) >= 2 * weight

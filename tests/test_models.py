@@ -21,7 +21,16 @@ def tokens(batch: int = 2, seq: int = 16) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"kv_heads": 2}, {"kv_heads": 1, "tied": True}, {"mlp": "gelu", "scan": False}, {"dtype": "bfloat16"}]
+    "sizes",
+    [
+        {},
+        {"kv_heads": 2},
+        {"kv_heads": 1, "tied": True},
+        {"mlp": "gelu", "scan": False},
+        {"dtype": "bfloat16"},
+        {"experts": 4},
+        {"experts": 8, "chosen": 3, "shared": 1, "scan": False},
+    ],
 )
 def test_logits_do_not_see_the_future(sizes: dict[str, object]):
     model = Decoder(ModelConfig.model_validate(TINY | sizes), nnx.Rngs(0))
@@ -52,6 +61,24 @@ def test_grouped_heads_share_their_keys():
         state["layers"]["attention"][name] = jnp.repeat(state["layers"]["attention"][name], 2, axis=2)
     nnx.update(full, state)
     np.testing.assert_allclose(grouped(tokens()), full(tokens()), rtol=1e-5, atol=1e-5)
+
+
+def test_one_expert_with_room_for_all_is_the_mlp():
+    dense = Decoder(ModelConfig.model_validate(TINY | {"layers": 1}), nnx.Rngs(0))
+    single = Decoder(ModelConfig.model_validate(TINY | {"layers": 1, "experts": 1, "chosen": 1}), nnx.Rngs(0))
+    state = nnx.to_pure_dict(nnx.state(dense))
+    mlp = state["layers"]["mlp"]
+    state["layers"]["mlp"] = {k: w[:, None] for k, w in mlp.items()} | {"router": jnp.ones((1, 32, 1))}
+    nnx.update(single, state)
+    np.testing.assert_allclose(single(tokens()), dense(tokens()), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_beyond_an_experts_room_are_passed_on():
+    config = ModelConfig.model_validate(TINY | {"layers": 1, "scan": False, "experts": 2, "chosen": 1, "room": 0.5})
+    block = Decoder(config, nnx.Rngs(0)).layers[0].mlp
+    x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (32,)), (1, 16, 32))  # all choose the same expert
+    passed = np.asarray(jnp.all(block(x) == 0, axis=-1))[0]
+    np.testing.assert_array_equal(passed, np.arange(16) >= 4)
 
 
 def test_rotary_products_depend_on_distance_alone():
@@ -104,6 +131,7 @@ def test_the_learning_rate_warms_up_and_decays():
         ({"heads": 3}, "heads: d_model 32 is no multiple of 3 heads"),
         ({"kv_heads": 3}, "4 query heads are no multiple of 3 key-value heads"),
         ({"head": 4}, "head: unknown key; did you mean 'heads'"),
+        ({"experts": 1}, "cannot choose 2 of 1 experts"),
     ],
 )
 def test_sizes_that_do_not_fit(sizes: dict[str, int], message: str):

@@ -42,7 +42,7 @@ def executed(path: Path) -> Any:
     env = {**told, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [told.get("PYTHONPATH")])])}
     client = NotebookClient(
         notebook,
-        timeout=120,
+        timeout=600,
         kernel_manager_class=Kernel,
         resources={"metadata": {"path": str(path.parent)}},
     )

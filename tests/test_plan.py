@@ -93,8 +93,9 @@ def test_static_and_keyword_arguments():
 
 def test_comes_back_from_json_as_it_was(any_plan, tmp_path):
     assert Plan.from_json(json.loads(json.dumps(any_plan.to_json()))) == any_plan
-    any_plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
+    file = tmp_path / "plans" / "today" / "plan.json"  # in folders that do not exist yet
+    any_plan.save(file)
+    loaded = Plan.load(file)
     assert loaded == any_plan
     assert loaded.to_json() == any_plan.to_json()
     assert loaded.in_specs == any_plan.in_specs

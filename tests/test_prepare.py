@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
+from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, SpecError
 
 X = np.ones((16, 16), np.float32)
 
@@ -51,6 +51,31 @@ def test_none_serves():
     assert "did you mean 'model'?" in str(caught.value)
     with pytest.raises(ArgumentError, match="^in_shardings is no prefix"):
         autoshard.jit(product, in_shardings=({"a": None}, None)).plan(X, X)
+
+
+def test_axes_auto_takes_the_fastest_of_the_meshes_and_shows_the_others():
+    auto = autoshard.MeshConfig(axes="auto", devices=8, hardware="h100")
+    wide, thin = jax.ShapeDtypeStruct((8192, 8192), jnp.float32), jax.ShapeDtypeStruct((8192, 8), jnp.float32)
+
+    def fun(x: Any, w: Any) -> Any:
+        return jax.nn.relu(x @ w) @ w
+
+    plan = autoshard.jit(fun, mesh=auto).plan(wide, wide)
+    each = {str(m): autoshard.jit(fun, mesh=m).plan(wide, wide) for m in auto.meshes()}
+    assert plan.cost.seconds == min(p.cost.seconds for p in each.values())
+    shown = {a.text: a.seconds for a in plan.alternatives if a.text.startswith("the mesh ")}
+    assert shown == {f"the mesh {m}": p.cost.seconds for m, p in each.items() if m != str(plan.mesh)}
+    assert autoshard.jit(lambda x: x * 2, mesh=auto, in_shardings=P("model")).plan(thin).mesh.shape["model"] > 1
+
+
+def test_a_mesh_left_to_planning_takes_that_of_a_plan():
+    auto = autoshard.MeshConfig(axes="auto", devices=8, hardware="cpu")
+    plan = autoshard.jit(product, mesh={"data": 2, "model": 4}).plan(X, X)
+    again = autoshard.jit(product, mesh=auto, strategy=plan)
+    assert again.plan(X, X).mesh.shape == {"data": 2, "model": 4}
+    np.testing.assert_allclose(again(X, X), product(X, X))
+    with pytest.raises(ConfigError, match=r"^axes: auto is answered by planning a step"):
+        auto.mesh()
 
 
 def test_an_error_of_the_function_is_raised_as_it_is():

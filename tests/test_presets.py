@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.audit import audit
+from autoshard.auditing import audit
 from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 from autoshard.plan import Plan
 

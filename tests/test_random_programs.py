@@ -32,6 +32,9 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 """What is compiled runs once."""
 
 FOUND = {
+    "branches that end apart, under a pin": Recipe(
+        (((12,), "f"),), (Call("branches", (0,)),), (2, 1, 3), "auto", out_pins=(P("c"),)
+    ),
     "an update out of bounds": Recipe(
         (((8, 4), "i"), ((3, 8, 4), "f")), (Call("dynamic_update", (1, 0), (0,)),), (3,), out_pins=(P("a"),)
     ),

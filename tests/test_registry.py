@@ -427,6 +427,18 @@ def test_what_is_no_rule_is_refused_at_registration(rule: Any, example: Any, mes
         autoshard.unregister_rule(odd_p)
 
 
+def test_a_slip_in_a_registered_name_is_told_where_the_plan_meets_its_neighbour() -> None:
+    x, fun = real(8, 16), jnp.tanh
+    autoshard.register_rule("tanhh", "ab -> ab")
+    try:
+        said = autoshard.jit(fun, mesh={"x": 8}).plan(x).diagnostics
+        assert any("'tanhh', which the step has not; did you mean 'tanh'?" in d for d in said)
+        assert not autoshard.jit(jnp.cos, mesh={"x": 8}).plan(x).diagnostics
+    finally:
+        autoshard.unregister_rule("tanhh")
+    assert not autoshard.jit(fun, mesh={"x": 8}).plan(x).diagnostics
+
+
 def test_neighbours_are_out_of_sight_in_a_form_without_collectives() -> None:
     with pytest.raises(RuleError, match="do not see their neighbours; make a whole"):
         autoshard.register_rule("some_kernel", "a -> a {a: halo}", local=lambda _, x: x)

@@ -142,11 +142,11 @@ def test_parse_takes_names_options_and_passes():
     ("spec", "message"),
     [
         ("recomputee:full", r"unknown pass 'recomputee' in passes='recomputee:full'; did you mean 'recompute'\?"),
-        ("zzz", r"unknown pass 'zzz' .*known: 'attention', 'dead_code', 'one_hot', 'recompute', 'sums'"),
+        ("zzz", r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'one_hot', 'recompute', 'sums'"),
         ("dead_code:all", r"'dead_code' takes no option, but dead_code:all gives it 'all'"),
         ("recompute:dot_saveable", r"no policy 'dot_saveable'; did you mean 'dots_saveable'\?"),
         ("recompute:save_only_these_names", r"no policy 'save_only_these_names'"),
-        (DeadCode, r"takes a pass or its name, such as 'attention'"),
+        (DeadCode, r"takes a pass or its name, such as 'accumulate'"),
         (3, r"passes holds 3"),
     ],
 )

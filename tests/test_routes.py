@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from autoshard.mesh import Link, LogicalMesh
 from autoshard.reshard import seconds
 from autoshard.routes import prices
 from autoshard.space import splits
 from autoshard.spec import Spec
-from tests.programs import mesh
+from tests.programs import CHIP, mesh
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,16 @@ def test_as_one_by_one(axes: dict[str, int], shape: tuple[int, ...]) -> None:
     table = prices(srcs, dsts, shape, 16, on)
     for (i, s), (j, d) in itertools.product(enumerate(srcs), enumerate(dsts)):
         assert table[i, j] == pytest.approx(seconds(s, d, shape, 16, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
+
+
+def test_as_one_by_one_on_unequal_links() -> None:
+    """One link is slow, the other late to answer."""
+    links = {"a": Link("a", 1e6, 1e-8), "b": Link("b", 1e9, 1e-5)}
+    on = LogicalMesh(("a", "b"), (2, 2), replace(CHIP, links=links), ("a", "b"))
+    dsts = splits((24, 8), ("a", "b"), on)
+    table = prices(dsts, dsts, (24, 8), 32, on)
+    for (i, s), (j, d) in itertools.product(enumerate(dsts), enumerate(dsts)):
+        assert table[i, j] == pytest.approx(seconds(s, d, (24, 8), 32, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
 
 
 def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:

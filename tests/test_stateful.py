@@ -14,9 +14,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.errors import ArgumentError
 
 MESH = {"data": 4, "model": 2}
 jit = functools.partial(autoshard.jit, mesh=MESH)
@@ -293,3 +295,20 @@ def test_the_first_state_is_not_kept_alive():
     step(model, optimizer, batch())
     gc.collect()
     assert first() is None
+
+
+def test_modules_are_put_where_the_plan_has_them() -> None:
+    """All at once: what two of them share, the new ones share."""
+    step, (model, optimizer) = jit(train, strategy="fsdp"), make(Tied)
+    plan = step.plan(model, optimizer, batch())
+    new, tuned, rows = plan.put(model, optimizer, batch())
+    assert new is not model
+    assert new.a.kernel is new.b.kernel
+    flat = jax.tree.leaves((nnx.split((new, tuned))[1], rows))
+    wanted = jax.tree.leaves(plan.in_shardings, is_leaf=lambda s: isinstance(s, NamedSharding))
+    assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(flat, wanted, strict=True))
+    np.testing.assert_allclose(step(new, tuned, rows), step(model, optimizer, batch()), rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(new), nnx.state(model))
+    assert isinstance(plan.put(make(Tied)[0]), Tied)
+    with pytest.raises(ArgumentError, match="put: train takes"):
+        plan.put(make(Net)[0])

@@ -55,7 +55,9 @@ from autoshard.jaxpr.rewrite import (
     check,
     constrain,
     dead_code,
+    emit,
     splice,
+    staged,
     with_code,
 )
 from autoshard.jaxpr.stages import (
@@ -118,6 +120,7 @@ __all__ = [
     "dtype_bits",
     "dtype_name",
     "dtype_named",
+    "emit",
     "fresh",
     "in_form",
     "interpreted",
@@ -143,6 +146,7 @@ __all__ = [
     "signature",
     "source",
     "splice",
+    "staged",
     "subjaxprs",
     "trace_context",
     "tracing",

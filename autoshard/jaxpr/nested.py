@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax._src import core as _core
@@ -20,6 +20,8 @@ _ONE_BODY = {
     _prims.custom_jvp_call_p: "call_jaxpr",
     _prims.custom_vjp_call_p: "call_jaxpr",
 }
+_NESTING = frozenset({_prims.scan_p, _prims.while_p, _prims.cond_p, _prims.linear_solve_p, high.HIGH, *_ONE_BODY})
+"""All that have regions."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Region:
 
 def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
     """The programs nested in a control-flow or call equation; empty for any other."""
+    if eqn.primitive not in _NESTING:
+        return ()
     p = eqn.params
     if eqn.primitive is _prims.scan_p:
         consts, carry, xs = (len(group) for group in p["ft_in"].unpack())
@@ -126,10 +130,10 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
     return eqn.replace(params=dict(p, **{_ONE_BODY[eqn.primitive]: bodies[0]}))
 
 
-def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Every jaxpr among the equation's parameters, also of equations that are no region."""
     held = high.body(eqn)
-    return iter(_core.jaxprs_in_params(eqn.params) if held is None else [held])
+    return [held] if held is not None else list(_core.jaxprs_in_params(eqn.params)) if eqn.params else []
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,18 +35,34 @@ def _constraint(sharding: NamedSharding, rank: int) -> JaxprEqn:
         return jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,) * rank, "float32")).eqns[0]
 
 
-def splice(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> list[JaxprEqn]:
+def staged(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> Jaxpr:
+    """``fun`` of values like ``invars``, to be spliced in place of ``eqn`` and of equations like it."""
+    with _source.user_context(eqn.source_info.traceback):
+        return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
+
+
+def splice(fun: Callable[..., Any] | Jaxpr, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[JaxprEqn]:
     """The equations that compute ``fun`` of ``invars`` in place of ``eqn``, attributed to its source.
 
     Raises:
       TypeError: the results are not those of ``eqn``.
     """
-    with _source.user_context(eqn.source_info.traceback):
-        traced = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
-    made = normalize(traced)
+    made = normalize(fun if isinstance(fun, Jaxpr) else staged(fun, eqn, invars))
     if [(aval(v).shape, aval(v).dtype) for v in made.outvars] != [(aval(v).shape, aval(v).dtype) for v in eqn.outvars]:
         raise TypeError(f"the local form of {eqn.primitive.name} gives {made.out_avals}, not {eqn.outvars}")
-    results = {v: w for v, w in zip(made.outvars, eqn.outvars, strict=True) if isinstance(v, Var)}
+    renamed = {v: w for v, w in zip(made.outvars, eqn.outvars, strict=True) if isinstance(v, Var)}
+    return _placed(made, eqn, invars, renamed)
+
+
+def emit(fun: Callable[..., Any], like: JaxprEqn, *invars: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations that compute ``fun`` of ``invars``, attributed to ``like``'s source, and what they give."""
+    made = normalize(staged(fun, like, invars))
+    given = dict(zip(made.invars, invars, strict=True))
+    return _placed(made, like, invars, {}), [v if isinstance(v, Literal) else given.get(v, v) for v in made.outvars]
+
+
+def _placed(made: Jaxpr, like: JaxprEqn, invars: Sequence[Atom], results: Mapping[Any, Var]) -> list[JaxprEqn]:
+    """The equations of ``made`` on ``invars``, with some results renamed, attributed to ``like``'s source."""
     operands: dict[Var, Atom] = dict(zip(made.invars, invars, strict=True))
     operands |= {v: Literal(c, v.aval) for v, c in zip(made.constvars, made.consts, strict=True)}
 
@@ -57,7 +73,7 @@ def splice(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> li
         e.replace(
             invars=[read(a) for a in e.invars],
             outvars=[results.get(v, v) for v in e.outvars],
-            source_info=eqn.source_info,
+            source_info=like.source_info,
         )
         for e in made.eqns
     ]

@@ -40,10 +40,10 @@ def typeof(x: Any) -> Any:
     return found
 
 
-def is_array(var: Var) -> bool:
-    """Whether ``var`` is an array of plain numbers: no token, reference or key."""
-    dtype = getattr(var.aval, "dtype", None)
-    return is_shaped(var) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+def is_array(atom: Atom) -> bool:
+    """Whether ``atom`` is an array of plain numbers: no token, reference or key."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return is_shaped(atom) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def fresh(var: Var) -> Var:

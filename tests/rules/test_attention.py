@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.attention import Form, Step
-from autoshard.audit import audit
+from autoshard.auditing import audit
 from autoshard.hlo import collectives
 from autoshard.rules import OWN
 from autoshard.rules.forms_ring import reach, unseen
@@ -144,7 +144,7 @@ def test_numbers_where_there_are_too_few_heads_to_trade(name, layout):
     args = operands(heads=heads, batch=3)
     step = ringed(fun, LAYOUTS[layout])
     plan, compiled = step.plan(*args), step.lower(*args).compile()
-    assert len(plan.islands) == 2
+    assert sum("attend" in island.op or "attention" in island.op for island in plan.islands) == 2
     assert "collective-permute" in {c.kind for c in collectives(compiled.as_text(), plan.mesh)}
     assert audit(compiled, plan).clean, str(audit(compiled, plan))
     close(step(*args), jax.jit(trained(fun))(*args))

@@ -86,7 +86,25 @@ CASES = {
         "conv_general_dilated",
         partial(conv, batch_group_count=2),
         [(4, 8, 8, 4), (3, 3, 4, 6)],
-        "(ab)cde, ..e(af) -> bcd(af) {b: whole, c: whole, d: whole, e: whole}",
+        "(ab)cde, ..e(af) -> bcd(af) {b: whole, c: whole, d: whole, e: sum}",
+    ),
+    "a window's gradient": (
+        "conv_general_dilated",
+        partial(conv, padding=((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC")),
+        [(2, 8, 8, 4), (2, 8, 8, 6)],
+        "abcd, abce -> ..de {a: sum, b: sum, c: sum}",
+    ),
+    "a window's gradient, strided": (
+        "conv_general_dilated",
+        partial(conv, padding=((0, 1), (1, 1)), rhs_dilation=(2, 1), dimension_numbers=("CHWN", "IHWO", "HWNC")),
+        [(2, 8, 8, 4), (2, 4, 8, 6)],
+        "a(bc)de, abdf -> ..ef {a: sum, b: sum, c: whole, d: sum}",
+    ),
+    "a window's gradient, of parts that begin elsewhere": (
+        "conv_general_dilated",
+        partial(conv, padding="VALID", dimension_numbers=("CHWN", "IHWO", "HWNC")),
+        [(2, 8, 8, 4), (2, 6, 7, 6)],
+        "a..b, a..c -> ..bc {a: sum}",
     ),
     "a window over most of a dimension": (
         "conv_general_dilated",

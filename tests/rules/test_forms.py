@@ -64,6 +64,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...], Any]]
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), (ROWS, -ROWS), (COLUMNS, COLUMNS), COLUMNS),
     "split": (lambda x: tuple(jnp.split(x, 2, 1)), (ROWS,), (COLUMNS,), (COLUMNS, COLUMNS)),
     "tile": (partial(lax.tile, reps=(1, 3)), (ROWS,), (COLUMNS,), COLUMNS),
+    "tile both": (partial(lax.tile, reps=(2, 2)), (ROWS,), (COLUMNS,), COLUMNS),
+    "nonzero": (lambda x: jnp.nonzero(x > 2, size=100), (ROWS,), (P("x"),), P()),
     "embedding, then split by width": (lambda t, i: t[i], (TABLE, TOKENS), (P("x"), P()), COLUMNS),
     "embedding's gradient, wherever it falls": (
         jax.grad(lambda t, i, u: (jnp.sin(t[i]) * u).sum()),
@@ -145,6 +147,13 @@ NATIVE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...], Any]
     "merge": (lambda x: x.reshape(-1), (ROWS,), (COLUMNS,), X),
     "unmerge": (lambda x: x.reshape(64, 4096), (ROW,), (X,), COLUMNS),
     "every second": (lambda x: x[:, 1::2], (ROWS,), (COLUMNS,), COLUMNS),
+    "a column, and its gradient":
+        (jax.value_and_grad(lambda x: jnp.sin(x[:, 5]).sum()), (real(512, 2048),), (COLUMNS,), (P(), COLUMNS)),
+    "bins": (lambda x: jnp.digitize(x, jnp.linspace(-1, 1, 9)), (ROWS,), (COLUMNS,), COLUMNS),
+    "gathered as flags": (jnp.isfinite, (ROWS,), (COLUMNS,), P()),
+    "mean's gradient": (jax.grad(lambda x: jnp.sin(x.mean(1)).sum()), (real(512, 2048),), (COLUMNS,), COLUMNS),
+    "sums of logarithms' gradient":
+        (jax.grad(lambda x: jnp.sin(lax.cumlogsumexp(x, 1)).sum()), (real(512, 1024),), (COLUMNS,), COLUMNS),
     "embedding": (lambda t, i: t[i], (real(1024, 16), whole(64, most=1000)), (X, P()), P()),
     "embedding's gradient": (
         jax.grad(lambda t, i, u: (t[i] * u).sum()),
@@ -196,6 +205,8 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "rotate": (lambda x: jnp.concatenate([x[:, 24:], x[:, :24]], 1), ()),
     "split": (lambda x: tuple(jnp.split(x, [8, 32], 1)), ()),
     "rev": (partial(lax.rev, dimensions=(0, 1)), ()),
+    "a few": (lambda x: x[:, 5:40:9], ()),
+    "a few put in": (lambda x: lax.pad(x[:, :3], jnp.asarray(1, x.dtype), ((0, 0, 0), (5, 30, 5))), ()),
     "tile": (partial(lax.tile, reps=(2, 3)), ()),
 }  # fmt: skip
 AS_WELL = [FORMS[name][0] for name in ("every second", "top_k", "top_k of more than a part")]

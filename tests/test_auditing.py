@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.audit import audit, compare, size_text
+from autoshard.auditing import audit, compare, size_text
 from autoshard.collective import Collective
 from autoshard.hlo import collectives, replica_groups, shape_bytes
 from autoshard.mesh import Hardware, Link, LogicalMesh
@@ -369,6 +369,10 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
         ([op(AG, "xy", 800)], [op(AG, "x", 200), op(AG, "y", 800)], ["all-gather split by axes"]),
         ([op(RS, "y", 800), op(RS, "x", 200)], [op(RS, "xy", 800)], ["reduce-scatter in place of one over each"]),
         ([op(RS, "y", 800)], [op(AR, "y", 800)], ["all-reduce + slice in place of reduce-scatter"]),
+        ([op(RS, "y", 800), op(AR, "x", 200)], [op(AR, "xy", 800)],
+         ["all-reduce + slice in place of reduce-scatter + all-reduce"]),
+        ([op(RS, "y", 800), op(RS, "x", 200)], [op(AR, "xy", 800)],
+         ["all-reduce + slice in place of reduce-scatter + reduce-scatter"]),
         ([op(AR, "y", 800)], [op(RS, "y", 800), op(AG, "y", 800)],
          ["reduce-scatter + all-gather in place of all-reduce"]),
         ([op(RS, "y", 800), op(AG, "y", 800)], [op(AR, "y", 800)],
@@ -442,3 +446,15 @@ def test_audit_of_a_compiled_program() -> None:
 
 def test_size_text() -> None:
     assert [size_text(n) for n in (0, 12, 1024, 1536, 3 * 2**30)] == ["0 B", "12 B", "1.0 KiB", "1.5 KiB", "3.0 GiB"]
+
+
+def test_what_is_reduced_axis_by_axis_is_explained_beside_much_that_agrees():
+    """A number reduced over one axis with what else is reduced there, and then over the other."""
+    large = Collective("all-reduce", ("x",), 768)
+    planned = [large, Collective("all-reduce", ("x", "y"), 4)]
+    emitted = [large, Collective("all-reduce", ("x",), 4), Collective("all-reduce", ("y",), 4)]
+    found = compare(planned, emitted, MESH)
+    assert found.clean, str(found)
+    assert [e.name for e in found.explained] == ["all-reduce split by axes"]
+    assert not compare(planned, emitted[:1], MESH).clean
+    assert not compare(planned, emitted[2:], MESH).clean

@@ -113,17 +113,22 @@ class Audit:
             "explained": [asdict(e) for e in self.explained],
         }
 
-    def __str__(self) -> str:
+    def lines(self) -> Iterator[tuple[str, Row | None]]:
+        """The table's lines, those of a row with the row."""
         head = ("kind", "axes", "planned", "emitted", "verdict", "where")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        lines += [f"explained: {e}" for e in self.explained]
+        for row, line in zip((None, *self.rows), cells, strict=True):
+            yield "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip(), row
+        for e in self.explained:
+            yield f"explained: {e}", None
         n = len(self.differences)
-        lines.append("clean" if self.clean else f"not clean: {n} {'row differs' if n == 1 else 'rows differ'}")
+        yield "clean" if self.clean else f"not clean: {n} {'row differs' if n == 1 else 'rows differ'}", None
         if any(not c.exact for c in self.emitted):
-            lines.append("+ marks a loop whose trip count is not known: counted once, it may run more often")
-        return "\n".join(lines)
+            yield "+ marks a loop whose trip count is not known: counted once, it may run more often", None
+
+    def __str__(self) -> str:
+        return "\n".join(line for line, _ in self.lines())
 
 
 def audit(compiled: Compiled, plan: Planned) -> Audit:
@@ -144,7 +149,9 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
         for c in found:
             axes = None if c.axes is None else tuple(sorted(c.axes, key=order.__getitem__))
             sides.setdefault((c.kind, axes), ([], []))[side].append(c)
-    ledger = _Ledger({key: _total(b) - _total(a) for key, (a, b) in sides.items() if not _near(_total(a), _total(b))})
+    totals = {key: (_total(a), _total(b)) for key, (a, b) in sides.items()}
+    differ = frozenset(key for key, (a, b) in totals.items() if not _near(a, b))
+    ledger = _Ledger({key: b - a for key, (a, b) in totals.items()}, differ)
     explained = [e for rewrite in _REWRITES for e in rewrite(ledger, mesh)]
     explained += _combined(sides)
     rows: list[Row] = []
@@ -159,8 +166,10 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
 class _Ledger:
     """Bytes by which each kind and axes are over (positive) or under plan, as rewrites settle them."""
 
-    def __init__(self, open_bytes: Mapping[Key, int]) -> None:
+    def __init__(self, open_bytes: Mapping[Key, float], differ: frozenset[Key]) -> None:
         self.open: dict[Key, float] = dict(open_bytes)
+        self.differ = differ
+        """What has to be settled; what is near enough may serve to."""
 
     def over(self, kind: str, axes: Axes) -> float:
         return max(0.0, self.open.get((kind, axes), 0.0))
@@ -174,6 +183,8 @@ class _Ledger:
 
     def settle(self, emitted: Mapping[tuple[str, Axes], float], planned: Mapping[tuple[str, Axes], float]) -> float:
         """Trades planned for emitted collectives, each weighted by bytes per unit; returns the units traded."""
+        if self.differ.isdisjoint((*emitted, *planned)):
+            return 0.0
         able = [self.over(*key) / w for key, w in emitted.items()] + [
             self.under(*key) / w for key, w in planned.items()
         ]
@@ -214,12 +225,36 @@ def _scattered(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
                 yield Explanation(name, axes, round(units))
 
 
+def _sliced(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
+    """One all-reduce over all axes, where a value was to be scattered over some, and its part over the others.
+
+    What is scattered first is not told by bytes alone, so the trade that comes first is that which leaves least open.
+    """
+    apart = [(a, b) for a, b in itertools.permutations(ledger.axes(), 2) if not set(a) & set(b)]
+    trades = list(itertools.product(apart, ("all-reduce", "reduce-scatter")))
+
+    def settled(order: Iterable[int], on: _Ledger) -> Iterator[Explanation]:
+        for (a, b), then in (trades[k] for k in order):
+            both = tuple(axis for axis in mesh.axis_names if axis in (*a, *b))
+            planned = {("reduce-scatter", a): 1.0, (then, b): 1 / mesh.axes_size(a)}
+            if units := on.settle({("all-reduce", both): 1.0}, planned):
+                yield Explanation(f"all-reduce + slice in place of reduce-scatter + {then}", both, round(units))
+
+    def left(order: Iterable[int]) -> float:
+        trial = _Ledger(ledger.open, ledger.differ)
+        list(settled(order, trial))
+        return sum(map(abs, trial.open.values()))
+
+    every = range(len(trades))
+    yield from settled(min(([k, *(i for i in every if i != k)] for k in every), key=left, default=[]), ledger)
+
+
 def _windowed(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
     """A gather or scatter as a ring of permutes: of n parts, n-1 travel, or all n where the loop's last does too."""
     for axes, kind in itertools.product(ledger.axes(), ("all-gather", "reduce-scatter")):
         n, sent, planned = mesh.axes_size(axes), ledger.over("collective-permute", axes), ledger.under(kind, axes)
-        if planned and (n - 1) / n * (1 - TOLERANCE) <= sent / planned <= 1 + TOLERANCE:
-            ledger.settle({("collective-permute", axes): sent / planned}, {(kind, axes): 1.0})
+        whole = planned and (n - 1) / n * (1 - TOLERANCE) <= sent / planned <= 1 + TOLERANCE
+        if whole and ledger.settle({("collective-permute", axes): sent / planned}, {(kind, axes): 1.0}):
             yield Explanation(f"{kind} as a ring of collective-permutes", axes, round(planned))
 
 
@@ -234,6 +269,7 @@ def _partly(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
 
 _REWRITES: tuple[Callable[[_Ledger, LogicalMesh], Iterator[Explanation]], ...] = (
     _partly,
+    _sliced,
     _merged,
     _scattered,
     _windowed,

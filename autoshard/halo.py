@@ -1,0 +1,85 @@
+"""halo: what a part of an operand reads of its neighbours, and how parts send each other their edges.
+
+Where windows slide over a dimension, row ``j`` of what they make reads rows around ``j * step`` of it. A part then
+needs some rows before its own and some behind, of as many neighbours as have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Row ``j`` of ``count`` reads rows ``(j * step - low) / base`` to ``(j * step - low + reach - 1) / base`` of
+    ``size``, as far as there are such."""
+
+    size: int
+    count: int
+    step: int = 1
+    low: int = 0
+    reach: int = 1
+    base: int = 1
+
+    @property
+    def even(self) -> bool:
+        """Whether every part reads from the same place of its own rows on."""
+        return self.size * self.base == self.count * self.step
+
+    def rows(self, parts: int) -> tuple[int, int]:
+        """How many rows a part reads before its own, and behind, at most. ``parts`` divides both sizes."""
+        own, made = self.size // parts, self.count // parts
+        starts = [max(0, -((self.low - k * made * self.step) // self.base)) for k in range(1, parts)]
+        ends = [((k * made - 1) * self.step - self.low + self.reach - 1) // self.base for k in range(1, parts)]
+        before = max((k * own - first for k, first in enumerate(starts, 1)), default=0)
+        behind = max((min(self.size - 1, last) + 1 - k * own for k, last in enumerate(ends, 1)), default=0)
+        return max(0, before), max(0, behind)
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Along dimension ``dim`` of operand ``operand``, parts of a rule's operation read as ``window`` says."""
+
+    operand: int
+    dim: int
+    window: Window
+
+
+def hops(rows: int, own: int) -> list[int]:
+    """How many of ``rows`` each neighbour sends, the nearest first, of ``own`` that each has."""
+    return [min(own, rows - n) for n in range(0, rows, own)]
+
+
+def extended(x: Any, axes: tuple[str, ...], dim: int, before: int, behind: int) -> Any:
+    """A part with so many rows of its neighbours on either side; beyond the first and the last part there are zeros.
+
+    It is used inside `jax.shard_map`; ``axes`` are the mesh axes that split dimension ``dim`` of ``x``.
+    """
+    parts, own = lax.axis_size(axes), x.shape[dim]
+    above, below = hops(before, own), hops(behind, own)
+    pieces = [
+        permute(lax.slice_in_dim(x, own - n, own, axis=dim), axes, [(p, p + hop) for p in range(parts - hop)])
+        for hop, n in reversed(list(enumerate(above, 1)))
+    ]
+    pieces.append(x)
+    pieces += [
+        permute(lax.slice_in_dim(x, 0, n, axis=dim), axes, [(p + hop, p) for p in range(parts - hop)])
+        for hop, n in enumerate(below, 1)
+    ]
+    return lax.concatenate(pieces, dim) if len(pieces) > 1 else x
+
+
+def permute(x: Any, axes: tuple[str, ...], pairs: Pairs) -> Any:
+    """`jax.lax.ppermute` over axes in any order; it takes them in the mesh's alone."""
+    order = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axes) or axes
+    ranks = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in order])
+    rank = ranks.transpose([order.index(a) for a in axes]).ravel()
+    return lax.ppermute(x, order, [(int(rank[a]), int(rank[b])) for a, b in pairs])

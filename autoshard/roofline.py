@@ -1,0 +1,116 @@
+"""roofline: how long compiled instructions take at least, where their compiler gives no estimate of its own.
+
+Each instruction that runs as a kernel of its own takes the longer of its products at the chip's peak and of its
+operands and result at the memory's bandwidth, and one kernel's overhead; a loop's, as often as it turns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from autoshard.collective import KINDS
+from autoshard.hlo import shape_bytes
+from autoshard.loops import multiplicities
+from autoshard.mesh import Hardware
+from autoshard.module import Computation, Instruction, Module, called
+
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+_CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
+_LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->")
+_DTYPES = {
+    "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8",
+    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
+}  # fmt: skip
+_FREE = {
+    "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
+    "partition-id", "replica-id", "tuple", "while",
+}  # fmt: skip
+_SENT = {f"{kind}{part}" for kind in KINDS for part in ("", "-start", "-done")}
+_SLICES = ("dynamic-slice", "dynamic-update-slice")
+_INSIDE = ("calls", "to_apply")
+"""How a kernel names what it computes; what loops and branches run stands in the module on its own."""
+
+
+def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
+    """Seconds of one call, collectives left out, and whether every loop's trips are known."""
+    inner = {
+        name
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode != "call"
+        for key, name in called(instruction)
+        if key in _INSIDE
+    }
+    total, exact = 0.0, True
+    for name, (times, known) in multiplicities(module).items():
+        if name in inner:
+            continue
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            if instruction.opcode not in _FREE and instruction.opcode not in _SENT:
+                total += times * _seconds(instruction, computation, module, hardware)
+                exact = exact and known
+    return total, exact
+
+
+def _seconds(instruction: Instruction, computation: Computation, module: Module, hardware: Hardware) -> float:
+    inside = next((module.computations.get(name) for key, name in called(instruction) if key == "calls"), None)
+    moved = _moved_alone(instruction, computation) if inside is None else _moved_inside(inside)
+    products = sum(flops / hardware.peak(dtype) for flops, dtype in _products(instruction, computation, module))
+    return max(products, moved / hardware.bandwidth) + hardware.overhead
+
+
+def _moved_inside(fusion: Computation) -> int:
+    """Bytes that a fusion reads and writes: of an operand that it only takes slices of, those slices."""
+    body = fusion.instructions
+    given = {n: i for n, i in body.items() if i.opcode == "parameter"}
+    read = sum(_read(name, [i for i in body.values() if name in i.names], fusion) for name in given)
+    return read + _written(body[fusion.root], fusion)
+
+
+def _moved_alone(instruction: Instruction, computation: Computation) -> int:
+    """The same of an instruction that stands by itself."""
+    read = sum(_read(name, [instruction], computation) for name in instruction.names)
+    return read + _written(instruction, computation)
+
+
+def _read(name: str, users: list[Instruction], computation: Computation) -> int:
+    if users and all(u.opcode in _SLICES and u.names[0] == name for u in users):
+        return sum(shape_bytes(u.shape) for u in users if u.opcode == "dynamic-slice")
+    return shape_bytes(computation.instructions[name].shape) if name in computation.instructions else 0
+
+
+def _written(instruction: Instruction, computation: Computation) -> int:
+    while instruction.opcode == "bitcast" and instruction.names[0] in computation.instructions:
+        instruction = computation.instructions[instruction.names[0]]
+    update = instruction.opcode == "dynamic-update-slice" and computation.instructions.get(instruction.names[1])
+    return shape_bytes(update.shape if update else instruction.shape)
+
+
+def _products(instruction: Instruction, computation: Computation, module: Module) -> Iterator[tuple[float, str]]:
+    """FLOPs and operand type of every product in an instruction, those of the computations inside it included."""
+    for key, name in called(instruction):
+        inside = module.computations.get(name)
+        if key in _INSIDE and inside is not None:
+            for part in inside.instructions.values():
+                yield from _products(part, inside, module)
+    shapes = [computation.instructions[n].shape for n in instruction.names[:2] if n in computation.instructions]
+    if len(shapes) < 2 or instruction.opcode not in ("dot", "convolution", "custom-call"):
+        return
+    arrays = [_ARRAY.search(shape) for shape in (instruction.shape, *shapes)]
+    if not all(arrays):
+        return
+    (_, result), (dtype, left), (_, right) = [(a[1], _ints(a[2])) for a in arrays if a]
+    if labels := _LABELS.search(instruction.attributes):
+        depth = math.prod(n for n, label in zip(right, labels[1], strict=True) if label != "o")
+    elif contracting := _CONTRACTING.search(instruction.attributes):
+        depth = math.prod(left[d] for d in _ints(contracting[1].replace('"', "")))
+    else:
+        return
+    yield 2.0 * math.prod(result) * depth, _DTYPES.get(dtype, dtype)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]

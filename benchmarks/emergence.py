@@ -1,0 +1,152 @@
+"""Which layouts come out when nothing is said but the hardware and its memory.
+
+    python -m benchmarks.emergence [WORD ...]
+
+One line a case: how the arguments that tell lie, and what is sent. Nothing is computed or compiled, and no device is
+needed. ``tests/test_emergence.py`` holds each line to the name that it has here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+
+import autoshard
+from autoshard.config import MeshConfig
+from autoshard.plan import Plan
+from autoshard.units import size_text, time_text
+from benchmarks.tpu_cases import Program, decoder, experts
+
+EIGHT = {"data": 8}
+SMALL = {"layers": 4, "heads": 4, "seq": 256, "vocab": 1024}
+WIDE = {"layers": 8, "d_model": 2048, "heads": 16, "d_ff": 8192, "seq": 256, "vocab": 32000, "dtype": "float32"}
+LARGE = {"layers": 2, "d_model": 8192, "heads": 64, "d_ff": 28672, "seq": 2048, "vocab": 32000}
+WORDY = {"layers": 2, "d_model": 1024, "heads": 8, "d_ff": 4096, "seq": 512}
+
+
+def convolutions(batch: int, side: int, channels: int) -> Program:
+    """Four convolutions of 3x3, with a step of plain descent."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = batch["x"]
+            for w in params:
+                x = jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=_NHWC))
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    w = jax.ShapeDtypeStruct((3, 3, channels, channels), jnp.float32)
+    x = jax.ShapeDtypeStruct((batch, side, side, channels), jnp.float32)
+    return step, [w] * 4, {"x": x, "y": x}
+
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, the mesh, the memory of a device where it is not the chip's, and words of the paths that tell."""
+
+    name: str
+    program: Any
+    """Makes it: a function and its arguments."""
+    mesh: Mapping[str, int]
+    tell: tuple[str, ...]
+    budget: str | None = None
+
+    @property
+    def sizes(self) -> str:
+        """The arguments of the program."""
+        return ", ".join(f"{k}={v}" for k, v in self.program[1].items())
+
+
+_DECODER = ("params mlp up", "params mlp down", "mu mlp up", "params head")
+_EXPERTS = ("params up", "batch x")
+_IMAGES = ("params 1", "batch x")
+
+
+def _decoder(name: str, mesh: Mapping[str, int], batch: int, budget: str | None = None, **sizes: Any) -> Case:
+    return Case(name, (decoder, {"batch": batch, **sizes}), mesh, _DECODER, budget)
+
+
+CASES = (
+    _decoder("data parallel", EIGHT, 256, **SMALL, d_model=128, scan=False),
+    _decoder("optimizer state in parts", EIGHT, 256, **SMALL, d_model=1024),
+    _decoder("optimizer state in parts, wide", EIGHT, 64, **WIDE),
+    _decoder("optimizer state in parts, only products kept", EIGHT, 64, "6GiB", **WIDE),
+    _decoder("optimizer state in parts, all made again", EIGHT, 64, "4GiB", **WIDE),
+    _decoder("parameters in parts, all made again", EIGHT, 64, "2GiB", **WIDE),
+    _decoder("Megatron with the sequence in parts, batch 1", EIGHT, 1, **LARGE),
+    _decoder("Megatron with the sequence in parts, batch 4", EIGHT, 4, **LARGE),
+    _decoder("parameters in parts, gathered for a large batch", EIGHT, 64, **LARGE),
+    _decoder("batch on one axis, Megatron on the other", {"data": 4, "model": 8}, 16, **LARGE),
+    _decoder("vocabulary whole", EIGHT, 64, **WORDY, vocab=1024),
+    _decoder("vocabulary in parts", EIGHT, 64, **WORDY, vocab=131072),
+    Case(
+        "tokens to their experts and back",
+        (experts, {"batch": 64, "seq": 512, "width": 1024, "hidden": 4096, "count": 8, "layers": 4}),
+        EIGHT,
+        _EXPERTS,
+    ),
+    Case("images by batch", (convolutions, {"batch": 64, "side": 64, "channels": 32}), EIGHT, _IMAGES),
+    Case("images by channel", (convolutions, {"batch": 8, "side": 16, "channels": 1024}), EIGHT, _IMAGES),
+    Case("images by row", (convolutions, {"batch": 1, "side": 2048, "channels": 16}), EIGHT, _IMAGES),
+)
+
+
+def planned(case: Case) -> Plan:
+    """The plan of ``case`` on H100s."""
+    make, sizes = case.program
+    step, state, batch = make(**sizes)
+    mesh = MeshConfig(axes=case.mesh, hardware="h100")
+    return autoshard.jit(step, mesh=mesh, memory_budget=case.budget, donate_argnums=0).plan(state, batch)
+
+
+def told(case: Case, plan: Plan) -> dict[str, str]:
+    """The specs of the arguments that tell: of each, the first whose path has its words."""
+    found: dict[str, str] = {}
+    for words in case.tell:
+        for p in plan.inputs:
+            if words not in found and set(words.split()) <= set(re.findall(r"\w+", p.path)):
+                found[words] = str(p.spec)
+    return found
+
+
+def sent(plan: Plan) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Bytes a device over the whole call, by kind and axes."""
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for c in plan.cost.collectives:
+        found[c.kind, c.axes or ()] += c.total
+    return dict(found)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    print("| what came out | program | mesh | memory | how it lies | what is sent | a call | a device |")
+    print("|---|---|---|---|---|---|--:|--:|")
+    for case in CASES:
+        if words and not any(w in case.name for w in words):
+            continue
+        plan = planned(case)
+        total = sum(sent(plan).values())
+        lies = "; ".join(f"{words} {spec}" for words, spec in told(case, plan).items())
+        moved = sorted(sent(plan).items(), key=lambda p: -p[1])
+        moves = ", ".join(f"{k} over {'+'.join(a)} {size_text(n)}" for (k, a), n in moved if n >= total / 50)
+        mesh = "x".join(f"{k} {n}" for k, n in case.mesh.items())
+        row = case.name, f"{case.program[0].__name__} {case.sizes}", mesh, case.budget or "80 GB", lies, moves
+        print(f"| {' | '.join(row)} | {time_text(plan.cost.seconds)} | {size_text(plan.memory.peak)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Whether the TPU compiler takes what a plan says fits, with a twentieth of the memory in reserve.
+
+    python -m benchmarks.fits [--cache DIR] [WORD]
+
+Needs the extra ``tpu``, no TPU. Programs grow by their batch until their plan fills a chip's memory but for that
+twentieth; then the compiler is asked (with WORD, of those that have it in their name).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+
+import autoshard
+from autoshard.errors import MemoryBudgetError
+from autoshard.plan import Plan
+from benchmarks.tpu_cases import MESHES, MIB, SLICE, Program, answer, decoder, experts, mlp, options
+
+RESERVE = 0.05
+GROWN: Mapping[str, Callable[[int], Program]] = {
+    "decoder-scanned": lambda n: decoder(n, layers=4, d_model=1024, heads=8, d_ff=4096, vocab=16384, seq=1024),
+    "decoder-unrolled": lambda n: decoder(n, layers=2, d_model=768, heads=6, vocab=8192, seq=1024, scan=False),
+    "experts": lambda n: experts(batch=n, seq=512, width=1024, hidden=4096, count=8, layers=4),
+    "mlp": lambda n: mlp(batch=256 * n, width=2048, hidden=8192, layers=3),
+}
+"""Programs by their batch, a multiple of the number of devices."""
+
+
+def filled(name: str, strategy: str) -> tuple[int, Plan, jax.stages.Lowered]:
+    """The largest batch whose plan leaves the reserve, within a sixteenth of it, its plan, and the step lowered."""
+    mesh = autoshard.MeshConfig(axes=MESHES["4x4"], tpu=SLICE)
+    budget = mesh.mesh().hardware.memory * (1 - RESERVE)
+
+    def step(batch: int) -> tuple[autoshard.Step, Program]:
+        program = GROWN[name](batch)
+        passes = ("dead_code", "one_hot", "turned", "sums")  # nothing is made again: what is asked is what is held
+        made = autoshard.jit(
+            program[0], mesh=mesh, strategy=strategy, memory_budget=budget, passes=passes, donate_argnums=0
+        )
+        return made, program
+
+    def fits(batch: int) -> bool:
+        made, (_, *given) = step(batch)
+        try:
+            made.plan(*given)
+        except MemoryBudgetError:
+            return False
+        return True
+
+    low = 16
+    while fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > max(16, low // 16):
+        middle = (low + high) // 32 * 16
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    made, (_, *given) = step(low)
+    return low, made.plan(*given), made.lower(*given)
+
+
+def main() -> None:
+    chosen = options()
+    print("| program | strategy | batch | predicted MiB | compiler MiB | taken |")
+    print("|---|---|--:|--:|--:|---|")
+    for name in GROWN:
+        for strategy in ("auto", "fsdp"):
+            if chosen.word not in f"{name} {strategy}":
+                continue
+            batch, plan, lowered = filled(name, strategy)
+            try:
+                found = answer(lowered, chosen.cache)
+                said = f"{found.peak / MIB:,.0f} | yes" if found else "- | -"
+            except jax.errors.JaxRuntimeError as e:
+                said = f"- | NO: {str(e).splitlines()[0][:200]}"
+            print(f"| {name} | {strategy} | {batch} | {plan.memory.peak / MIB:,.0f} | {said} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

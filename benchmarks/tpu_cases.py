@@ -1,0 +1,233 @@
+"""Programs, meshes and plans that are compiled by the real TPU compiler and held against what was predicted.
+
+The slice is v5e:4x4, which need not be here: the extra ``tpu`` brings the compiler, and it runs on any machine. Its
+answers are kept on disk under a digest of all that it was given, so that a second run compiles only what has changed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen
+
+import autoshard
+from autoshard.models import ModelConfig, OptimizerConfig, make_steps
+from autoshard.plan import Plan
+
+SLICE = "v5e:4x4"
+MESHES = {name: {"data": int(name.split("x")[0]), "model": int(name.split("x")[1])} for name in ("4x4", "16x1", "2x8")}
+MIB = 2**20
+
+Program = tuple[Callable[..., Any], Any, Any]
+"""A step, and the shapes of its state and batch."""
+
+
+def decoder(batch: int, **sizes: Any) -> Program:
+    """A decoder-only transformer with AdamW, in bfloat16."""
+    model = ModelConfig(**{"dtype": "bfloat16", **sizes})
+    steps = make_steps(model, OptimizerConfig(), 1000)
+    tokens = jax.ShapeDtypeStruct((batch, model.seq), jnp.int32)
+    return steps.train, jax.eval_shape(steps.init, jax.random.key(0)), {"inputs": tokens, "targets": tokens}
+
+
+def trained(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Program:
+    """A step of Adam on a loss of parameters and batch."""
+    adam = optax.adam(1e-3)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt = adam.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    state = jax.eval_shape(lambda p: {"params": p, "opt": adam.init(p)}, params)
+    return step, state, batch
+
+
+def mlp(batch: int, width: int, hidden: int, layers: int) -> Program:
+    """Residual blocks of two products, unrolled, in float32."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        h = batch["x"]
+        for p in params:
+            h = h + jax.nn.gelu(h @ p["up"]) @ p["down"]
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    up, down = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((width, hidden), (hidden, width)))
+    x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    return trained(loss, [{"up": up, "down": down}] * layers, {"x": x, "y": x})
+
+
+def experts(batch: int, seq: int, width: int, hidden: int, count: int, layers: int) -> Program:
+    """A mixture of experts, each token to the best of them as far as there is room, scanned, in bfloat16."""
+    room = 2 * seq // count
+
+    def layer(h: Any, w: Any) -> tuple[Any, None]:
+        gates = jax.nn.softmax((h @ w["gate"].astype(h.dtype)).astype(jnp.float32))
+        chosen = jax.nn.one_hot(gates.argmax(-1), count)
+        place = jnp.cumsum(chosen, axis=1) * chosen - 1
+        slots = jax.nn.one_hot(place.astype(jnp.int32), room, dtype=h.dtype)  # [group, token, expert, slot]
+        inside = jnp.einsum("gtes,gtd->egsd", slots, h)
+        inside = jax.nn.gelu(jnp.einsum("egsd,edf->egsf", inside, w["up"].astype(h.dtype)))
+        outside = jnp.einsum("egsf,efd->egsd", inside, w["down"].astype(h.dtype))
+        weighed = slots * (gates * chosen)[..., None].astype(h.dtype)
+        return h + jnp.einsum("gtes,egsd->gtd", weighed, outside), None
+
+    def loss(params: Any, batch: Any) -> Any:
+        h, _ = jax.lax.scan(layer, batch["x"], params)
+        return jnp.mean((h - batch["y"]).astype(jnp.float32) ** 2)
+
+    shapes = {"gate": (width, count), "up": (count, width, hidden), "down": (count, hidden, width)}
+    params = {k: jax.ShapeDtypeStruct((layers, *s), jnp.float32) for k, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((batch, seq, width), jnp.bfloat16)
+    return trained(loss, params, {"x": x, "y": x})
+
+
+class _Residual(linen.Module):
+    """Convolutions of 3x3 with group norm around skip connections: [batch, y, x, 3] to [batch, class]."""
+
+    widths: Sequence[int]
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        for i, width in enumerate(self.widths):
+            x = linen.Conv(width, (3, 3), strides=(2, 2) if i else (1, 1), dtype=jnp.bfloat16)(x)
+            y = linen.silu(linen.GroupNorm(8, dtype=jnp.bfloat16)(x))
+            x = x + linen.Conv(width, (3, 3), dtype=jnp.bfloat16)(y)
+        return linen.Dense(128)(x.mean((1, 2)).astype(jnp.float32))
+
+
+def conv(batch: int, size: int, widths: Sequence[int]) -> Program:
+    """A residual convolutional network."""
+    net = _Residual(tuple(widths))
+
+    def loss(params: Any, batch: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, batch["x"]), batch["y"]).mean()
+
+    params = jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct((1, size, size, 3), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((batch, size, size, 3), jnp.bfloat16)
+    return trained(loss, params, {"x": x, "y": jax.ShapeDtypeStruct((batch,), jnp.int32)})
+
+
+PROGRAMS: Mapping[str, Callable[[], Program]] = {
+    "decoder-scanned": lambda: decoder(64, layers=4, d_model=1024, heads=8, d_ff=4096, vocab=16384, seq=1024),
+    "decoder-unrolled": lambda: decoder(64, layers=2, d_model=768, heads=6, vocab=8192, seq=1024, scan=False),
+    "decoder-gelu": lambda: decoder(
+        128, layers=2, d_model=1024, heads=16, kv_heads=4, mlp="gelu", vocab=4096, seq=512, tied=True, scan=False
+    ),
+    "experts": lambda: experts(batch=64, seq=512, width=1024, hidden=4096, count=8, layers=4),
+    "conv": lambda: conv(batch=2048, size=64, widths=(128, 256)),
+    "mlp": lambda: mlp(batch=65536, width=2048, hidden=8192, layers=3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program with a plan for it."""
+
+    program: str
+    mesh: str
+    strategy: str
+    recompute: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.program, self.recompute)))
+
+
+_ALL = ("dp", "fsdp", "tp", "fsdp_tp", "auto")
+CASES = (
+    *(Case(p, "4x4", s) for p in PROGRAMS for s in _ALL),
+    *(Case(p, m, s) for p in ("decoder-scanned", "mlp") for m in ("16x1", "2x8") for s in ("tp", "fsdp_tp", "auto")),
+    *(Case(p, "2x8", s) for p in ("decoder-unrolled", "experts", "conv") for s in ("tp", "fsdp_tp", "auto")),
+    *(Case(p, "4x4", s, "full") for p in ("decoder-scanned", "decoder-unrolled") for s in ("dp", "fsdp", "fsdp_tp")),
+    *(Case(p, "4x4", "fsdp", "dots_saveable") for p in ("decoder-scanned", "decoder-unrolled")),
+)
+
+
+def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
+    """The plan of a case, the step lowered, and the seconds that planning took."""
+    step, state, batch = PROGRAMS[case.program]()
+    jitted = autoshard.jit(
+        step,
+        mesh=autoshard.MeshConfig(axes=MESHES[case.mesh], tpu=SLICE),
+        strategy=case.strategy,
+        donate_argnums=0,
+        passes=("dead_code", "one_hot", "turned", f"recompute:{case.recompute}", "sums") if case.recompute else None,
+    )
+    start = time.perf_counter()
+    plan = jitted.plan(state, batch)
+    return plan, jitted.lower(state, batch), time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the compiler made of a program: all that it says of its memory, in bytes; its HLO; how long it took."""
+
+    memory: Mapping[str, int]
+    text: str
+    seconds: float
+
+    def as_text(self) -> str:
+        """As `jax.stages.Compiled` has it."""
+        return self.text
+
+    @property
+    def peak(self) -> int:
+        """Bytes per device at the moment when most are held."""
+        return self.memory["peak_memory_in_bytes"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that cases to run contain."""
+
+    cache: Path | None
+    kept: bool
+    word: str
+
+    def cases(self) -> Iterator[Case]:
+        """The cases to run."""
+        return (case for case in CASES if self.word in f"{case} {case.mesh} {case.strategy}")
+
+
+def options(argv: Sequence[str] = tuple(sys.argv[1:])) -> Options:
+    """What the command line says."""
+    words = [word for word in argv if word != "--kept"]
+    cache = None
+    if "--cache" in words:
+        at = words.index("--cache")
+        cache = Path(words[at + 1])
+        del words[at : at + 2]
+    return Options(cache, "--kept" in argv, " ".join(words))
+
+
+def answer(lowered: jax.stages.Lowered, cache: Path | None, *, kept: bool = False) -> Answer | None:
+    """The compiler's answer, from ``cache`` if it was asked before; if not, and only what is ``kept`` counts, None."""
+    version = "libtpu " + metadata.version("libtpu")
+    key = hashlib.sha256("\n".join((version, SLICE, lowered.as_text())).encode()).hexdigest()[:32]
+    path = cache / f"{key}.json.gz" if cache else None
+    if path is not None and path.exists():
+        return Answer(**json.loads(gzip.decompress(path.read_bytes())))
+    if kept:
+        return None
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    found = compiled.memory_analysis()
+    sizes = {k: getattr(found, k) for k in dir(found) if k.endswith("bytes")}
+    made = Answer(sizes, compiled.as_text() or "", seconds)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(json.dumps(vars(made)).encode()))
+    return made

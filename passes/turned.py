@@ -1,0 +1,85 @@
+"""Turned: a product and the transpose that alone reads it become one product, its operands changed over.
+
+The derivative of ``x @ w`` by ``w`` is made by JAX as the transpose of ``g.T @ x``. A compiler takes the orientation of
+the product for that of the weight's state too, and XLA's for TPU then copies the weight and both its moments into it.
+``x.T @ g`` is the same numbers, element by element, as they lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jax.extend.core import primitives as _prims
+
+from autoshard import jaxpr as jx
+from autoshard.program import Program
+from autoshard.rewrite import Pass
+
+
+@dataclass(frozen=True)
+class Turned(Pass):
+    """Writes products the way round in which they are read."""
+
+    name: ClassVar[str] = "turned"
+
+    def __call__(self, program: Program) -> Program:
+        after = _rewritten(program.jaxpr)
+        return program if after is program.jaxpr else program.with_jaxpr(after)
+
+    def change(self, before: Program, after: Program) -> str:
+        gone = sum(1 for _ in _transposes(before.jaxpr)) - sum(1 for _ in _transposes(after.jaxpr))
+        return f"{gone} products written the other way round"
+
+
+def _transposes(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _prims.transpose_p:
+            yield eqn
+        for region in jx.regions(eqn):
+            yield from _transposes(region.body)
+
+
+def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
+    """``jaxpr`` with its products turned, at every depth; itself where none is."""
+    uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jx.Var))
+    uses.update(a for a in jaxpr.outvars if isinstance(a, jx.Var))
+    products = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive is _prims.dot_general_p and uses[e.outvars[0]] == 1}
+    turned: dict[int, jx.JaxprEqn] = {}
+    dropped = set[int]()
+    for eqn in jaxpr.eqns:
+        product = products.get(eqn.invars[0]) if eqn.primitive is _prims.transpose_p else None  # type: ignore[arg-type]
+        params = _other_way(product, eqn) if product is not None else None
+        if product is not None and params is not None:
+            turned[id(product)] = product.replace(invars=product.invars[::-1], outvars=eqn.outvars, params=params)
+            dropped.add(id(eqn))
+    eqns: list[jx.JaxprEqn] = []
+    changed = bool(turned)
+    for eqn in jaxpr.eqns:
+        if id(eqn) in dropped:
+            continue
+        bodies = [r.body for r in jx.regions(eqn)]
+        new = [_rewritten(b) for b in bodies]
+        if any(a is not b for a, b in zip(bodies, new, strict=True)):
+            eqn, changed = jx.with_bodies(eqn, new), True
+        eqns.append(turned.get(id(eqn), eqn))
+    return jx.with_code(jaxpr, eqns) if changed else jaxpr
+
+
+def _other_way(product: jx.JaxprEqn, transpose: jx.JaxprEqn) -> dict[str, Any] | None:
+    """The parameters of ``product`` with its operands changed over, if that gives what ``transpose`` does."""
+    (summed, batch), precision = product.params["dimension_numbers"], product.params["precision"]
+    both, rank = len(batch[0]), len(transpose.params["permutation"])
+    middle = len(jx.aval(product.invars[0]).shape) - len(summed[0])
+    if transpose.params["permutation"] != (*range(both), *range(middle, rank), *range(both, middle)):
+        return None
+    if not (precision is None or isinstance(precision, tuple)):
+        return None
+    changed = {
+        "dimension_numbers": tuple(tuple(pair[::-1]) for pair in (summed, batch)),
+        "precision": precision and precision[::-1],
+        "out_sharding": product.params["out_sharding"] and jx.aval(transpose.outvars[0]).sharding,
+    }
+    return product.params | changed

@@ -1,0 +1,70 @@
+"""GPUs that are not here, compiled for. Needs the extra ``gpu``, as `make test-targets` installs it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard.cluster import GPUS, Cluster, needed
+from autoshard.compiling import compilation
+from autoshard.config import MeshConfig
+from autoshard.errors import MeshError
+from autoshard.models import ModelConfig, OptimizerConfig, make_steps
+from autoshard.target import arranged
+
+if not all(needed().values()):
+    pytest.skip("the compiler for GPUs is not installed; `make test-targets` does it", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A small decoder's train step on two nodes, its arguments, and what the compiler made of it."""
+    model = ModelConfig(layers=2, d_model=128, heads=2, vocab=256, seq=64, dtype="bfloat16")
+    steps = make_steps(model, OptimizerConfig(), 100)
+    state = jax.eval_shape(steps.init, jax.random.key(0))
+    batch = {k: jax.ShapeDtypeStruct((32, model.seq), jnp.int32) for k in ("inputs", "targets")}
+    mesh = MeshConfig(axes={"data": -1, "model": 4}, gpu="h100", nodes=2, per_node=4)
+    step = autoshard.jit(steps.train, mesh=mesh, strategy="fsdp", donate_argnums=0)
+    lowered = step.lower(state, batch)
+    return step, (state, batch), lowered, compilation(step.plan(state, batch), lowered)
+
+
+def test_it_fits_and_is_audited(made):
+    _, _, _, c = made
+    held = c.plan.memory.parameters + c.plan.memory.optimizer + c.plan.memory.inputs
+    assert c.usage.arguments == pytest.approx(held, rel=0.1)
+    assert c.fits
+    assert c.usage.peak > c.usage.arguments
+    assert c.audit.emitted
+    assert all(x.axes is not None for x in c.audit.emitted)
+    assert any("models.py" in x.source for x in c.audit.emitted)
+
+
+def test_the_estimate_is_the_roofline(made):
+    _, (_, batch), _, c = made
+    weights = c.plan.mesh.size * c.plan.memory.parameters / 4  # float32
+    floor = 6 * batch["inputs"].size * weights / c.plan.mesh.size / c.plan.mesh.hardware.peak("bfloat16")
+    assert c.estimate.cycles is None
+    assert floor < c.estimate.compute
+    assert c.estimate.bound <= c.estimate.seconds
+
+
+def test_calling_it_says_that_the_devices_are_not_here(made):
+    step, args, lowered, _ = made
+    for call in (step, lowered.compile()):
+        with pytest.raises(MeshError, match="the devices of 2 x 4 H100 are not here"):
+            call(*args)
+
+
+@pytest.mark.parametrize("gpu", sorted(set(GPUS) - {"h100"}))
+def test_other_gpus_compile_too(gpu):
+    step = autoshard.jit(lambda w, x: jnp.tanh(x @ w), mesh=MeshConfig(axes={"data": -1}, gpu=gpu), strategy="dp")
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    assert compilation(step.plan(x, x), step.lower(x, x)).fits
+
+
+def test_nodes_follow_one_another_along_the_first_axis():
+    found = arranged(Cluster("h100", 2, 4), (2, 4))
+    assert [d.id for d in found.flat] == list(range(8))

@@ -1,0 +1,152 @@
+"""What experts write by hand comes out of the hardware and its memory alone: `benchmarks.emergence` line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+
+from autoshard.plan import Plan
+from benchmarks.emergence import CASES, EIGHT, LARGE, WORDY, Case, planned, sent, told
+
+
+@cache
+def case_of(name: str) -> Case:
+    return next(c for c in CASES if c.name == name)
+
+
+@cache
+def plan_of(name: str) -> Plan:
+    return planned(case_of(name))
+
+
+def specs(name: str) -> Mapping[str, str]:
+    return told(case_of(name), plan_of(name))
+
+
+def share(name: str) -> Mapping[str, float]:
+    """What part of the bytes sent each kind of collective has."""
+    found: dict[str, float] = {}
+    for (kind, _), n in sent(plan_of(name)).items():
+        found[kind] = found.get(kind, 0.0) + n
+    total = sum(found.values())
+    return {k: n / total for k, n in found.items()}
+
+
+def of_size(plan: Plan, kind: str, size: int) -> int:
+    """How many collectives of a kind have this many bytes."""
+    return sum(c.count for c in plan.cost.collectives if (c.kind, c.bytes) == (kind, size))
+
+
+def test_a_small_model_is_data_parallel() -> None:
+    plan = plan_of("data parallel")
+    assert {str(p.spec) for p in plan.inputs if p.path.startswith("batch")} == {"[data, _]"}
+    assert not any(p.spec.axes for p in plan.inputs if p.path.startswith("state"))
+    assert set(share("data parallel")) == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["optimizer state in parts", "optimizer state in parts, wide", "optimizer state in parts, only products kept"],
+)
+def test_optimizer_state_lies_in_parts_where_the_update_takes_longer_than_its_parts(name: str) -> None:
+    """ZeRO-1 and 2: gradients are scattered, updated in parts, and parameters gathered after the update."""
+    found, kinds = specs(name), share(name)
+    assert "data" not in found["params mlp up"] + found["params mlp down"]
+    assert "data" in found["mu mlp up"]
+    assert kinds["reduce-scatter"] > 0.3
+    assert kinds["all-gather"] > 0.3
+    assert kinds.get("all-reduce", 0.0) < 0.01
+
+
+def test_as_memory_tightens_values_are_made_again_and_then_parameters_lie_in_parts() -> None:
+    names = [c.name for c in CASES if c.program[1].get("dtype") == "float32"]
+    plans = [plan_of(n) for n in names]
+    passes = [" ".join(p.passes) for p in plans]
+    assert ["recompute" in p for p in passes] == [False, True, True, True]
+    assert ["dots_saveable" in p for p in passes] == [False, True, False, False]
+    assert ["data" in specs(n)["params mlp up"] for n in names] == [False, False, False, True]
+    assert all(p.memory_budget is None or p.memory.peak <= p.memory_budget for p in plans)
+    seconds, peaks = [p.cost.seconds for p in plans], [p.memory.peak for p in plans]
+    assert seconds == sorted(seconds)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_small_batch_of_a_large_model_is_megatron_with_the_sequence_in_parts(batch: int) -> None:
+    """Columns, then rows; no more reductions than Megatron has, scattered and gathered rather than whole: four a layer.
+
+    The backward pass gathers anew what a layer's products read, as Megatron does to keep a part of it only: two more.
+    """
+    name = f"Megatron with the sequence in parts, batch {batch}"
+    found, plan = specs(name), plan_of(name)
+    assert found["params mlp up"] == "[_, _, data]"
+    assert found["params mlp down"] == "[_, data, _]"
+    assert found["params head"] == "[_, data]"
+    activation = batch * LARGE["seq"] * LARGE["d_model"] * 2
+    layers = LARGE["layers"]
+    assert 4 * layers <= of_size(plan, "reduce-scatter", activation) <= 4 * layers + 2
+    assert 4 * layers <= of_size(plan, "all-gather", activation) <= 6 * layers + 2
+    assert share(name).get("all-reduce", 0.0) < 0.01
+
+
+def test_a_large_batch_of_it_gathers_its_parameters() -> None:
+    """FSDP, or ZeRO-3: no layer's activation is sent."""
+    name = "parameters in parts, gathered for a large batch"
+    found, plan = specs(name), plan_of(name)
+    assert found["params mlp up"] == found["params mlp down"] == found["mu mlp up"] == "[_, data, _]"
+    weight = LARGE["d_model"] * LARGE["d_ff"] * 2
+    assert of_size(plan, "all-gather", weight) >= 3 * LARGE["layers"]
+    assert of_size(plan, "reduce-scatter", weight) >= 3 * LARGE["layers"]
+    activation = 64 * LARGE["seq"] * LARGE["d_model"] * 2
+    assert of_size(plan, "all-gather", activation) == of_size(plan, "reduce-scatter", activation) == 0
+
+
+def test_on_two_axes_one_carries_the_batch_and_the_other_the_layers() -> None:
+    name = "batch on one axis, Megatron on the other"
+    plan, mesh = plan_of(name), case_of(name).mesh
+    assert {"data", "model"} <= set(specs(name)["params mlp up"].strip("[]").split(", "))
+    activation = 16 // mesh["data"] * LARGE["seq"] * LARGE["d_model"] * 2
+    weight = LARGE["d_model"] * LARGE["d_ff"] * 2 // mesh["model"]
+    sizes = {(c.kind, c.axes, c.bytes) for c in plan.cost.collectives}
+    assert ("all-gather", ("model",), activation) in sizes
+    assert ("reduce-scatter", ("model",), activation) in sizes
+    assert ("all-gather", ("data",), weight) in sizes
+
+
+def test_a_large_vocabulary_is_not_gathered() -> None:
+    head = {v: WORDY["d_model"] * v * 2 for v in (1024, 131072)}
+    assert of_size(plan_of("vocabulary whole"), "all-gather", head[1024]) >= 1
+    parts = plan_of("vocabulary in parts")
+    assert specs("vocabulary in parts")["params head"] == "[_, data]"
+    assert all(c.bytes < head[131072] for c in parts.cost.collectives)
+
+
+def test_tokens_go_to_their_experts_and_back() -> None:
+    name = "tokens to their experts and back"
+    assert specs(name) == {"params up": "[_, data, _, _]", "batch x": "[data, _, _]"}
+    assert share(name)["all-to-all"] > 0.99
+
+
+def test_many_images_are_split_by_batch() -> None:
+    name = "images by batch"
+    assert specs(name) == {"params 1": "[_, _, _, _]", "batch x": "[data, _, _, _]"}
+    assert set(share(name)) == {"all-reduce"}
+
+
+def test_wide_convolutions_of_small_images_are_split_by_channel() -> None:
+    assert "data" in specs("images by channel")["params 1"].split(", ", 2)[2]
+
+
+def test_one_large_image_is_split_by_rows() -> None:
+    """Neighbours send edges, one row of the image wide; windows' gradients, small as they are, are summed."""
+    name = "images by row"
+    assert specs(name) == {"params 1": "[_, _, _, _]", "batch x": "[_, data, _, _]"}
+    sizes = {(c.kind, c.bytes) for c in plan_of(name).cost.collectives}
+    assert sizes == {("collective-permute", 2048 * 16 * 4), ("all-reduce", 3 * 3 * 16 * 16 * 4)}
+
+
+def test_every_line_has_its_own_name_and_a_mesh_of_eight_or_four_times_eight() -> None:
+    assert all(dict(c.mesh) in (EIGHT, {"data": 4, "model": 8}) for c in CASES)
+    assert len({c.name for c in CASES}) == len(CASES)

@@ -1,0 +1,89 @@
+"""Meshes of many axes are solved as meshes of few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard.merged import views
+from autoshard.mesh import Link, LogicalMesh
+from autoshard.search import search
+from autoshard.spec import Spec
+from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
+
+FOUR = mesh(a=2, b=4, c=2, d=2)
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ w
+
+
+def gated(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down + x
+
+
+def test_neighbours_are_taken_together_in_every_way():
+    found = [v.graph.program.mesh.shape for v in views(graph(product, ((64, 64), (64, 64)), FOUR), 3)]
+    assert found == [{"a": 2, "b": 4, "c+d": 4}, {"a": 2, "b+c": 8, "d": 2}, {"a+b": 8, "c": 2, "d": 2}]
+
+
+def test_a_mesh_of_few_axes_is_itself():
+    g = graph(product, ((64, 64), (64, 64)), mesh(a=2, b=4))
+    (view,) = views(g, 3)
+    assert view.graph is g
+    assert view.spec(Spec((("a",), ("b",)))) == Spec((("a",), ("b",)))
+
+
+def test_pins_are_said_in_merged_axes_or_not_at_all():
+    g = graph(product, ((64, 64), (64, 64)), FOUR, in_shardings=(P(("a", "b"), "d"), P(None, "c")))
+    (view,) = views(g, 3)
+    assert list(view.axes) == ["a+b", "c", "d"]
+    assert [view.graph.pins[v] for v in g.inputs] == [Spec((("a+b",), ("d",))), Spec(((), ("c",)))]
+    assert all(view.spec(view.graph.pins[v]) == g.pins[v] for v in g.inputs)
+    swapped = graph(product, ((64, 64), (64, 64)), FOUR, in_shardings=(P(("b", "a")), P("d", "c")))
+    assert not list(views(swapped, 3))
+
+
+def test_a_merged_axis_runs_over_its_slowest_link():
+    links = {"near": Link("near", 1e11, 1e-6), "far": Link("far", 1e9, 1e-5)}
+    over = ("far", "near", "near", "near")
+    on = LogicalMesh(("a", "b", "c", "d"), (2, 2, 2, 2), replace(CHIP, links=links), over)
+    found = [v.graph.program.mesh.axis_links for v in views(graph(product, ((64, 64), (64, 64)), on), 3)]
+    assert found == [("far", "near", "near"), ("far", "near", "near"), ("far", "near", "near")]
+    (first, *_, last) = views(graph(product, ((64, 64), (64, 64)), on), 2)
+    assert first.graph.program.mesh.axis_links == last.graph.program.mesh.axis_links == ("far", "near")
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (product, ((1024, 256), (256, 512))),
+        (gated, ((512, 64), (64, 256), (64, 256), (256, 64))),
+        (mlp_step, mlp_args(256, 64, 128)),
+    ],
+)
+def test_four_axes_do_no_worse_than_the_two_that_they_make(fun, args):
+    best, s = search(graph(fun, args, FOUR))
+    fewer, _ = search(graph(fun, args, mesh(ab=8, cd=4)))
+    assert best.cost.seconds <= fewer.cost.seconds
+    assert s.bound == 0  # of the whole mesh nothing is proven
+    assert search(graph(fun, args, FOUR))[0].layout.specs == best.layout.specs
+
+
+def deep(x: jax.Array, weights: jax.Array) -> jax.Array:
+    for _ in range(1200):
+        x = jnp.tanh(x)
+    return x @ weights
+
+
+@pytest.mark.parametrize("pins", [None, (P(("b", "a")), P("d", "c"))])
+def test_a_program_too_large_to_be_searched_has_a_plan(pins):
+    g = graph(deep, ((64, 64), (64, 64)), FOUR, in_shardings=pins)
+    best, s = search(g)
+    assert all(best.layout.specs[v] == spec for v, spec in g.pins.items())
+    assert any(choice.solved for choice in s.tried) == (pins is None)
+    assert any(spec.axes for spec in best.layout.specs)

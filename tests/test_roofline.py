@@ -1,0 +1,73 @@
+"""The roofline of compiled instructions: products, bytes, slices of large operands, loops."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.mesh import Hardware, Link
+from autoshard.module import parse
+from autoshard.roofline import roofline_seconds
+
+LINKS = {"near": Link("near", 1e9, 0.0)}
+FAST_MEMORY = Hardware("chip", {"bfloat16": 1e3, "float32": 1e2}, 1e9, 1e30, LINKS)
+FAST_PRODUCTS = Hardware("chip", {"float32": 1e30}, 1e9, 1e2, LINKS)
+
+
+def seconds(hardware, entry, *others):
+    body = "\n".join(f"  {line}" for line in entry)
+    text = "HloModule test\n\n" + "".join(f"{o}\n\n" for o in others)
+    return roofline_seconds(parse(f"{text}ENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"), hardware)
+
+
+OPERANDS = ("%a = TYPE[4,8] parameter(0)", "%b = TYPE[8,16] parameter(1)")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "product"),
+    [
+        ("f32", "%d = f32[4,16] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"),
+        ("bf16", "%d = f32[4,16] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"),
+        ("f32", '%d = f32[4,16] custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend'
+         '_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}'),
+        ("f32", "%d = f32[4,16] convolution(%a, %b), dim_labels=bf_io->bf"),
+    ],
+    ids=["dot", "bfloat16", "gemm", "convolution"],
+)  # fmt: skip
+def test_products_go_at_the_peak_of_what_they_multiply(dtype, product):
+    lines = [line.replace("TYPE", dtype) for line in OPERANDS]
+    peak = {"f32": 1e2, "bf16": 1e3}[dtype]
+    assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * 4 * 8 * 16 / peak)
+
+
+def test_a_product_inside_a_fusion_counts_once():
+    inner = "\n  ".join(
+        (
+            "%inner (a: f32[4,8], b: f32[8,16]) -> f32[4,16] {",
+            *(line.replace("TYPE", "f32") for line in OPERANDS),
+            "ROOT %d = f32[4,16] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}",
+        )
+    )
+    lines = [line.replace("TYPE", "f32") for line in OPERANDS]
+    fused = [*lines, "ROOT %f = f32[4,16] fusion(%a, %b), kind=kOutput, calls=%inner"]
+    assert seconds(FAST_MEMORY, fused, inner)[0] == pytest.approx(2 * 4 * 8 * 16 / 1e2)
+    moved = (4 * 8 + 8 * 16 + 4 * 16) * 4
+    assert seconds(FAST_PRODUCTS, fused, inner)[0] == pytest.approx(moved / 1e2)
+
+
+def test_a_slice_of_a_large_operand_moves_the_slice():
+    large, i = "%x = f32[1000,8] parameter(0)", "%i = s32[] parameter(1)"
+    taken = "ROOT %s = f32[1,8] dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,8}"
+    assert seconds(FAST_PRODUCTS, [large, i, taken])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
+    put = ["%u = f32[1,8] parameter(2)", "ROOT %s = f32[1000,8] dynamic-update-slice(%x, %u, %i, %i)"]
+    assert seconds(FAST_PRODUCTS, [large, i, *put])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
+
+
+def test_what_moves_nothing_and_what_is_sent_takes_no_time():
+    lines = [
+        "%a = f32[8] parameter(0)",
+        "%t = (f32[8]) tuple(%a)",
+        "%g = f32[8] get-tuple-element(%t), index=0",
+        "%s = f32[8] all-gather-start(%g), replica_groups={}",
+        "ROOT %r = f32[8] all-gather-done(%s)",
+    ]
+    assert seconds(FAST_PRODUCTS, lines) == (0.0, True)
