@@ -77,6 +77,7 @@ bench: $(READY) ## run the benchmarks
 bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TPU compiler's: an hour, then minutes
 	$(TARGETS)/bin/python -m benchmarks.memory_honest --cache .targets-cache
 	$(TARGETS)/bin/python -m benchmarks.ranking_honest --cache .targets-cache
+	$(TARGETS)/bin/python -m benchmarks.fits --cache .targets-cache
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) $(TARGETS) $(GPUS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov
