@@ -30,7 +30,7 @@ DEFAULT = ("dead_code", "one_hot", "turned", "sums")
 LIGHTER = tuple(
     ("dead_code", "one_hot", "turned", f"recompute:{policy}", "sums") for policy in ("dots_saveable", "full")
 )
-"""What else is weighed where nothing fits in memory and the user named no passes."""
+"""What else is weighed where memory stands in the way of the fastest layout and the user named no passes."""
 WEIGHED = ("accumulate",)
 """What is weighed besides where the user named no passes."""
 Names = str | Sequence[str] | None

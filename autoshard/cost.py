@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.collective import Collective, collective_seconds
+from autoshard.dims import roles
 from autoshard.graph import Graph, Kind
 from autoshard.halo import hops
 from autoshard.mesh import LogicalMesh
@@ -123,13 +124,14 @@ class Costing:
             for v in n.results
         }
         """Values that the partitioner makes again wherever they are read otherwise than they lie."""
+        self.brought = brought_anew(graph)
         self.last: tuple[Layout | None, list[Run]] = None, []
         """The layout that was asked for last, and how its nodes run."""
 
     def fed(self, layout: Layout) -> float:
         """Seconds to write what every call of a step brings anew: its batch."""
-        brought, values = brought_anew(self.graph), self.graph.values
-        held = sum(values[v].bytes / layout.specs[v].shards(self.mesh.shape) for v in brought)
+        values = self.graph.values
+        held = sum(values[v].bytes / layout.specs[v].shards(self.mesh.shape) for v in self.brought)
         return held / self.mesh.hardware.bandwidth
 
     def each(self, layout: Layout) -> Sequence[Run]:
@@ -187,8 +189,7 @@ class Costing:
 
 def brought_anew(graph: Graph) -> list[int]:
     """The arguments of a step that are not carried from call to call; of a function that carries nothing, none."""
-    carried = {i for i, _ in graph.program.carries}
-    return [v for i, v in enumerate(graph.inputs) if carried and i not in carried and v]
+    return [graph.inputs[i] for i in sorted(roles(graph).batch)] if graph.program.carries else []
 
 
 def cheapest(kind: Kind, specs: tuple[Spec, ...], mesh: LogicalMesh, anew: Positions = ()) -> Run:

@@ -56,7 +56,7 @@ class Lives:
     def __init__(self, graph: Graph, costing: Costing | None = None) -> None:
         self.graph, self.mesh = graph, graph.program.mesh
         self.costing = costing or Costing(graph)
-        self.rooms = rooms(graph)
+        self.rooms, self.roles = rooms(graph), roles(graph)
         self.wanted = sorted({*graph.inputs, *map(int, self.rooms.values), *map(int, self.rooms.gradients)})
         self.known: dict[tuple[tuple[int, ...], int, tuple[Axes, ...]], int] = {}
 
@@ -130,7 +130,7 @@ class Lives:
     def memory(self, layout: Layout) -> Memory:
         """Bytes per device of one call under ``layout``."""
         size = self.sizes(layout)
-        role = roles(self.graph)
+        role = self.roles
         parameters, optimizer, inputs = (
             int(sum(size[self.graph.inputs[i]] for i in part)) for part in (role.parameters, role.optimizer, role.batch)
         )

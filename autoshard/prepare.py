@@ -45,7 +45,7 @@ class Options:
     wish: Wish
     passes: tuple[Pass, ...]
     lighter: tuple[tuple[Pass, ...], ...]
-    """Passes to take in place of them where nothing fits in memory; none where the user chose the passes."""
+    """Passes to weigh in place of them where memory stands in the way; none where the user chose the passes."""
     weighed: tuple[Pass, ...]
     """Passes whose every form is weighed against going without."""
     table: RuleTable
