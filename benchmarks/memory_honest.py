@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.tpu_cases import MIB, answer, options, planned
+from benchmarks.tpu_cases import MIB, answers, options
 
 
 def main() -> None:
-    chosen = options()
     errors: list[float] = []
     print("| program | mesh | strategy | predicted MiB | compiler MiB | error | plan s | compile s |")
     print("|---|---|---|--:|--:|--:|--:|--:|")
-    for case in chosen.cases():
-        plan, lowered, seconds = planned(case)
-        found = answer(lowered, chosen.cache, kept=chosen.kept)
-        if found is None:
-            continue
+    for case, plan, found, seconds in answers(options()):
         errors.append(plan.memory.peak / found.peak - 1)
         sizes = f"{plan.memory.peak / MIB:,.0f} | {found.peak / MIB:,.0f} | {errors[-1]:+.1%}"
         print(f"| {case} | {case.mesh} | {case.strategy} | {sizes} | {seconds:.1f} | {found.seconds:.0f} |", flush=True)

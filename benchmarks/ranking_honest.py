@@ -14,7 +14,7 @@ import itertools
 from collections import defaultdict
 
 from autoshard.estimate import estimate
-from benchmarks.tpu_cases import answer, options, planned
+from benchmarks.tpu_cases import answers, options
 
 NOISE = 0.1
 
@@ -26,17 +26,12 @@ def tau(pairs: list[tuple[float, float]]) -> float:
 
 
 def main() -> None:
-    chosen = options()
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     print(
         "| program | mesh | strategy | predicted: compute, transfers, sum | compiler: compute, transfers, sum | ratio |"
     )
     print("|---|---|---|--:|--:|--:|")
-    for case in chosen.cases():
-        plan, lowered, _ = planned(case)
-        said = answer(lowered, chosen.cache, kept=chosen.kept)
-        if said is None:
-            continue
+    for case, plan, said, _ in answers(options()):
         a, b = plan.cost, estimate(said, plan.mesh)
         ms = [" ".join(f"{x * 1e3:.2f}" for x in (c.compute, c.transfers, c.seconds)) for c in (a, b)]
         row = f"| {case} | {case.mesh} | {case.strategy} | {ms[0]} | {ms[1]} | {a.seconds / b.seconds:.2f} |"

@@ -201,6 +201,15 @@ class Options:
         return (case for case in CASES if self.word in f"{case} {case.mesh} {case.strategy}")
 
 
+def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
+    """Every case to run with its plan, the compiler's answer, and the seconds that planning took."""
+    for case in chosen.cases():
+        plan, lowered, seconds = planned(case)
+        found = answer(lowered, chosen.cache, kept=chosen.kept)
+        if found is not None:
+            yield case, plan, found, seconds
+
+
 def options(argv: Sequence[str] = tuple(sys.argv[1:])) -> Options:
     """What the command line says."""
     words = [word for word in argv if word != "--kept"]
