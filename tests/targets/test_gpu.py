@@ -11,8 +11,8 @@ from autoshard.cluster import GPUS, Cluster, needed
 from autoshard.compiling import compilation
 from autoshard.config import MeshConfig
 from autoshard.errors import MeshError
-from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 from autoshard.target import arranged
+from benchmarks.tpu_cases import decoder
 
 if not all(needed().values()):
     pytest.skip("the compiler for GPUs is not installed; `make test-targets` does it", allow_module_level=True)
@@ -21,12 +21,9 @@ if not all(needed().values()):
 @pytest.fixture(scope="module")
 def made():
     """A small decoder's train step on two nodes, its arguments, and what the compiler made of it."""
-    model = ModelConfig(layers=2, d_model=128, heads=2, vocab=256, seq=64, dtype="bfloat16")
-    steps = make_steps(model, OptimizerConfig(), 100)
-    state = jax.eval_shape(steps.init, jax.random.key(0))
-    batch = {k: jax.ShapeDtypeStruct((32, model.seq), jnp.int32) for k in ("inputs", "targets")}
+    train, state, batch = decoder(32, layers=2, d_model=128, heads=2, vocab=256, seq=64)
     mesh = MeshConfig(axes={"data": -1, "model": 4}, gpu="h100", nodes=2, per_node=4)
-    step = autoshard.jit(steps.train, mesh=mesh, strategy="fsdp", donate_argnums=0)
+    step = autoshard.jit(train, mesh=mesh, strategy="fsdp", donate_argnums=0)
     lowered = step.lower(state, batch)
     return step, (state, batch), lowered, compilation(step.plan(state, batch), lowered)
 

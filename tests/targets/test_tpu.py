@@ -13,8 +13,8 @@ import autoshard
 from autoshard.config import MeshConfig
 from autoshard.errors import MeshError
 from autoshard.estimate import estimate
-from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 from autoshard.target import Target, arranged
+from benchmarks.tpu_cases import decoder
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the compiler for TPUs is not installed; `make test-targets` does it", allow_module_level=True)
@@ -23,12 +23,9 @@ if importlib.util.find_spec("libtpu") is None:
 @pytest.fixture(scope="module")
 def compiled():
     """A small decoder's train step, its arguments, plan and executable."""
-    model = ModelConfig(layers=2, d_model=256, heads=2, vocab=512, seq=256, dtype="bfloat16")
-    steps = make_steps(model, OptimizerConfig(), 100)
-    state = jax.eval_shape(steps.init, jax.random.key(0))
-    batch = {k: jax.ShapeDtypeStruct((32, model.seq), jnp.int32) for k in ("inputs", "targets")}
+    train, state, batch = decoder(32, layers=2, d_model=256, heads=2, vocab=512, seq=256)
     mesh = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4")
-    step = autoshard.jit(steps.train, mesh=mesh, strategy="fsdp", donate_argnums=0)
+    step = autoshard.jit(train, mesh=mesh, strategy="fsdp", donate_argnums=0)
     return step, (state, batch), step.plan(state, batch), step.lower(state, batch).compile()
 
 
