@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets harness random lint format types notebook bench bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu harness random lint format types notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -33,7 +33,7 @@ test: $(READY) ## run the tests
 # The plugins for TPUs and for GPUs share no process: each in an environment of its own.
 TARGETS := .venv-targets
 GPUS := .venv-gpus
-ON_TARGETS := $(addprefix benchmarks/,memory_honest.py options.py ranking_honest.py tpu_cases.py)
+HERE := call_overhead emergence plan_time real_time recompute
 
 $(TARGETS)/ready: EXTRA := tpu
 $(GPUS)/ready: EXTRA := gpu
@@ -45,8 +45,12 @@ $(TARGETS)/ready $(GPUS)/ready: pyproject.toml constraints.txt
 		--no-build-isolation -e '.[$(EXTRA)]' pytest hypothesis && \
 	touch $@
 
-test-targets: $(TARGETS)/ready $(GPUS)/ready ## compile for TPUs and GPUs, which need not be here, and read what comes of it
+test-targets: test-tpu test-gpu ## compile for TPUs and GPUs, which need not be here, and read what comes of it
+
+test-tpu: $(TARGETS)/ready ## the same for TPUs alone
 	$(TARGETS)/bin/python -m pytest tests/targets/test_tpu.py tests/test_target.py
+
+test-gpu: $(GPUS)/ready ## the same for GPUs alone
 	$(GPUS)/bin/python -m pytest tests/targets/test_gpu.py tests/test_cluster.py
 
 harness: $(READY) ## run the programs that JAX ships for its own tests sharded, and print a table by group
@@ -70,9 +74,12 @@ types: $(READY) ## check types
 notebook: $(READY) ## execute the notebooks in place
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
 
-bench: $(READY) ## run the benchmarks
-	@for file in $(filter-out $(ON_TARGETS),$(wildcard benchmarks/*.py)); do \
-		echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+bench: $(TARGETS)/ready $(GPUS)/ready ## autoshard beside sharding by hand, by the compilers for TPUs and GPUs: hours, then minutes
+	$(TARGETS)/bin/python -m benchmarks.bench tpu --cache .targets-cache
+	JAX_PLATFORMS=cpu $(GPUS)/bin/python -m benchmarks.bench gpu --cache .targets-cache
+
+bench-here: $(READY) ## run the benchmarks that need no target
+	@for name in $(HERE); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TPU compiler's: an hour, then minutes
 	$(TARGETS)/bin/python -m benchmarks.memory_honest --cache .targets-cache

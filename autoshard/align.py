@@ -59,11 +59,9 @@ def _run(body: Body, eqn: jx.JaxprEqn) -> None:
     eqn = eqn.replace(invars=[body.exact(a) for a in eqn.invars])
     if name in FREE:
         body.makers[eqn.outvars[0]] = eqn
-    old = [] if inner else [r.body for r in jx.regions(eqn)]
-    new = [_aligned(b, body.table, body.mesh) for b in old]
-    if any(a is not b for a, b in zip(old, new, strict=True)):
-        eqn, body.changed = jx.with_bodies(eqn, new), True
-    body.eqns.append(eqn)
+    new = eqn if inner else jx.within(eqn, lambda b: _aligned(b, body.table, body.mesh))
+    body.changed |= new is not eqn
+    body.eqns.append(new)
 
 
 def _called(body: Body, eqn: jx.JaxprEqn) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,8 @@ from autoshard.rules import OWN, STRUCTURAL, TABLE
 from autoshard.step import Step
 from autoshard.strict import parse_bytes
 
-DEFAULT = ("dead_code", "one_hot", "turned", "sums")
-LIGHTER = tuple(
-    ("dead_code", "one_hot", "turned", f"recompute:{policy}", "sums") for policy in ("dots_saveable", "full")
-)
+DEFAULT = ("dead_code", "one_hot", "turned", "attention:large", "sums")
+LIGHTER = ("dead_code", "one_hot", "turned", "recompute", "attention:large", "sums")
 """What else is weighed where memory stands in the way of the fastest layout and the user named no passes."""
 WEIGHED = ("accumulate",)
 """What is weighed besides where the user named no passes."""
@@ -53,6 +52,8 @@ def jit(
     rules: Mapping[Primitive | str, AnyRule] | None = None,
     strict: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    refine: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Plans and compiles a step over a device mesh: `jax.jit` that decides every sharding itself.
 
@@ -67,13 +68,18 @@ def jit(
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects.
-        None means ``["dead_code", "one_hot", "turned", "sums"]``; before them ``"accumulate"`` along those axes of the
-        mesh, if any, with which the step is fastest; and where memory stands in the way of the fastest layout,
-        ``"recompute:dots_saveable"`` or ``"recompute:full"`` beside them if that is faster than other layouts.
+        None means ``["dead_code", "one_hot", "turned", "attention:large", "sums"]``; before them ``"accumulate"`` along
+        those axes of the mesh, if any, with which the step is fastest; and where memory stands in the way of the
+        fastest layout, ``"recompute:products:N"`` or ``"recompute:full"`` beside them if that is faster than other
+        layouts.
       rules: rules of this step alone, as `register_rule` takes them, by primitive, name of a primitive, or name of a
         kernel or function; they go before all others.
       strict: an operation that has to be kept whole is an error rather than a diagnostic.
       compiler_options: handed to XLA.
+      refine: how many distinct layouts, the best by prediction, are compiled to take the one that the compiler likes
+        best: what fits by its account, then the fewest estimated seconds. 0 or None leaves it to predictions.
+      cache: the folder where the compiler's answers are kept for ``refine``; None means the environment variable
+        ``AUTOSHARD_CACHE``, then ``autoshard`` in the user's own cache (``$XDG_CACHE_HOME``, ``~/.cache``).
 
     Returns:
       A `Step`; or, without ``fun``, a decorator that makes one.
@@ -98,9 +104,11 @@ def jit(
             rules=rules,
             strict=strict,
             compiler_options=compiler_options,
+            refine=refine,
+            cache=cache,
         )
     chosen = parse(DEFAULT if passes is None else passes, KNOWN)
-    lighter = tuple(parse(names, KNOWN) for names in LIGHTER if passes is None)
+    lighter = parse(LIGHTER if passes is None else None, KNOWN)
     config = mesh_config(mesh)
     try:
         budget = parse_bytes(memory_budget) if memory_budget is not None else config.memory_budget if config else None
@@ -108,6 +116,10 @@ def jit(
         raise ArgumentError(f"memory_budget: {e}") from None
     if not isinstance(strategy, Plan) and strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(str(strategy), PRESETS)}")
+    if refine is not None and (type(refine) is not int or refine < 0):
+        raise ArgumentError(f"refine={refine!r}: it is how many layouts are compiled to choose from, 0 or more")
+    if refine and isinstance(strategy, Plan):
+        raise ArgumentError(f"refine={refine}: a plan that is given as the strategy is taken as it is; leave one out")
     wish = Wish(
         strategy if isinstance(strategy, str) else strategy.strategy,
         budget,
@@ -131,6 +143,8 @@ def jit(
             out_shardings,
             *static,
             *donate,
+            refine or 0,
+            cache,
         ),
     )
 

@@ -142,10 +142,12 @@ def _extra(form: Form, step: Step, extras: Sequence[Any], s: Any, col: Any) -> A
     return lax.expand_dims(x, [d for d, c in enumerate(order) if c not in letters])
 
 
-def attend(query: Any, key: Any, value: Any, *extras: Any, form: Form, flops: float = 0.0) -> tuple[Any, Any, Any]:
-    """The plain composition of `attention_p`."""
+def attend(
+    query: Any, key: Any, value: Any, *extras: Any, form: Form, flops: float = 0.0, row: Any = 0
+) -> tuple[Any, Any, Any]:
+    """The plain composition of `attention_p`, of queries whose positions begin at ``row``."""
     del flops
-    s = logits(form, query, key, extras)
+    s = logits(form, query, key, extras, row)
     peak = jnp.max(s, -1)
     e = jnp.exp(s - peak[..., None])
     total = jnp.sum(e, -1)

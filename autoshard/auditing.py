@@ -10,7 +10,7 @@ small ones freely.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -196,20 +196,48 @@ class _Ledger:
         return units
 
 
+Trade = tuple[str, Axes, Mapping[tuple[str, Axes], float], Mapping[tuple[str, Axes], float]]
+"""What it is called, over which axes, and what is emitted in place of what is planned."""
+
+
+def _traded(ledger: _Ledger, trades: Sequence[Trade]) -> Iterator[Explanation]:
+    """Settles one trade after the other, that first which leaves least open: what is scattered or gathered first is not
+    told by bytes alone."""
+
+    def settled(order: Iterable[int], on: _Ledger) -> Iterator[Explanation]:
+        for name, axes, emitted, planned in (trades[k] for k in order):
+            if units := on.settle(emitted, planned):
+                yield Explanation(name, axes, round(units))
+
+    def left(order: Iterable[int]) -> float:
+        trial = _Ledger(ledger.open, ledger.differ)
+        list(settled(order, trial))
+        return sum(map(abs, trial.open.values()))
+
+    every = range(len(trades))
+    yield from settled(min(([k, *(i for i in every if i != k)] for k in every), key=left, default=[]), ledger)
+
+
+def _apart(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[tuple[Axes, Axes, Axes]]:
+    """Two sets of axes of which something is open and that have none in common; then all their axes."""
+    for a, b in itertools.combinations(ledger.axes(), 2):
+        if not set(a) & set(b):
+            yield a, b, tuple(axis for axis in mesh.axis_names if axis in (*a, *b))
+
+
 def _merged(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
     """One collective over two sets of axes in place of one over each, or the reverse."""
-    for kind, (a, b) in itertools.product(
-        ("all-reduce", "all-gather", "reduce-scatter"), list(itertools.permutations(ledger.axes(), 2))
+    for kind, (a, b, both) in itertools.product(
+        ("all-reduce", "all-gather", "reduce-scatter"), list(_apart(ledger, mesh))
     ):
-        if set(a) & set(b):
-            continue
-        both = tuple(axis for axis in mesh.axis_names if axis in (*a, *b))
-        # Gathered over b last, or scattered over b first: only that one sees all the bytes.
         one = {(kind, both): 1.0}
-        two = {(kind, a): 1.0 if kind == "all-reduce" else 1 / mesh.axes_size(b), (kind, b): 1.0}
-        for name, emitted, planned in (("in place of one over each", one, two), ("split by axes", two, one)):
-            if units := ledger.settle(emitted, planned):
-                yield Explanation(f"{kind} {name}", both, round(units))
+        trades: list[Trade] = []
+        # Gathered over the second last, or scattered over it first: only that one sees all the bytes.
+        for x, y in ((a, b), (b, a)):
+            two = {(kind, x): 1.0 if kind == "all-reduce" else 1 / mesh.axes_size(y), (kind, y): 1.0}
+            trades.append((f"{kind} in place of one over each", both, one, two))
+            trades.append((f"{kind} split by axes", both, two, one))
+        yield from _traded(ledger, trades)
 
 
 def _scattered(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
@@ -226,27 +254,14 @@ def _scattered(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
 
 
 def _sliced(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
-    """One all-reduce over all axes, where a value was to be scattered over some, and its part over the others.
-
-    What is scattered first is not told by bytes alone, so the trade that comes first is that which leaves least open.
-    """
-    apart = [(a, b) for a, b in itertools.permutations(ledger.axes(), 2) if not set(a) & set(b)]
-    trades = list(itertools.product(apart, ("all-reduce", "reduce-scatter")))
-
-    def settled(order: Iterable[int], on: _Ledger) -> Iterator[Explanation]:
-        for (a, b), then in (trades[k] for k in order):
-            both = tuple(axis for axis in mesh.axis_names if axis in (*a, *b))
-            planned = {("reduce-scatter", a): 1.0, (then, b): 1 / mesh.axes_size(a)}
-            if units := on.settle({("all-reduce", both): 1.0}, planned):
-                yield Explanation(f"all-reduce + slice in place of reduce-scatter + {then}", both, round(units))
-
-    def left(order: Iterable[int]) -> float:
-        trial = _Ledger(ledger.open, ledger.differ)
-        list(settled(order, trial))
-        return sum(map(abs, trial.open.values()))
-
-    every = range(len(trades))
-    yield from settled(min(([k, *(i for i in every if i != k)] for k in every), key=left, default=[]), ledger)
+    """One all-reduce over all axes, where a value was to be scattered over some, and its part over the others."""
+    trades: list[Trade] = []
+    for a, b, both in _apart(ledger, mesh):
+        for (x, y), then in itertools.product(((a, b), (b, a)), ("all-reduce", "reduce-scatter")):
+            planned = {("reduce-scatter", x): 1.0, (then, y): 1 / mesh.axes_size(x)}
+            name = f"all-reduce + slice in place of reduce-scatter + {then}"
+            trades.append((name, both, {("all-reduce", both): 1.0}, planned))
+    yield from _traded(ledger, trades)
 
 
 def _windowed(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:

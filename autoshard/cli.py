@@ -47,8 +47,10 @@ def train_command(
 
 @app.command("plan")
 def plan_command(config: ConfigPath) -> None:
-    """Print the plan of every phase; needs none of the devices it is for."""
+    """Print the plan of every phase; needs none of the devices it is for, or their compiler where it is refined."""
     recipe = TrainConfig.load(config)
+    if recipe.refine:
+        use_platform(recipe, runs=False)
     console = Console(soft_wrap=True)
     for number, phase in enumerate(recipe.stretches, 1):
         plan = plan_phase(recipe, phase).plan

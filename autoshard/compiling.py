@@ -93,6 +93,7 @@ class Compilation:
         - ``estimate``: ``compute``, ``transfers``, ``sum``, ``bound``, ``cycles``, ``exact``; null where refused
         - ``collectives``: emitted ones, each with ``kind``, ``axes``, ``bytes``, ``count``, ``source``, ``operation``,
           ``seconds``
+        - ``refined``: the layouts that were compiled to choose from, each as `decisions.Trial` has it
         - ``audit``: ``clean``, ``rows`` (planned and emitted, with a ``verdict``), ``explained``; null where refused
         """
         e, emitted = self.estimate, self.audit.emitted if self.audit else ()
@@ -109,6 +110,7 @@ class Compilation:
             "memory": {"planned": asdict(self.plan.memory), "compiled": asdict(self.usage) if self.usage else None},
             "estimate": asdict(e) | {"sum": e.seconds, "bound": e.bound} if e else None,
             "collectives": [asdict(c) | {"seconds": self.seconds_of(c)} for c in emitted],
+            "refined": [asdict(t) for t in self.plan.refined],
             "audit": self.audit.as_json() if self.audit else None,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from autoshard.strict import Bytes as Bytes
 from autoshard.strict import Config as Config
 from autoshard.strict import load_yaml as load_yaml
 from autoshard.strict import parse_bytes as parse_bytes
+from autoshard.strict import parse_yaml, read
 from autoshard.target import AnyTarget, Target
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None
@@ -56,6 +58,8 @@ class HardwareConfig(Config):
     """Most bits of an operand that a matrix product looks at, at JAX's default precision."""
     tile: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (1, 1)
     """Rows and columns of the tiles that arrays are stored by, where the chip has such."""
+    on_chip: Bytes | None = None
+    """Memory on the chip in which its compiler keeps arrays; left out where it keeps none there."""
     clock: float = Field(default=0.0, ge=0)
     """Cycles/s in which the chip's compiler estimates; left out where it does not."""
 
@@ -64,7 +68,16 @@ class HardwareConfig(Config):
         links = {key: Link(key, link.bandwidth, link.latency) for key, link in self.links.items()}
         flops: dict[str, float] = {**self.flops}
         return Hardware(
-            name, flops, self.memory, self.bandwidth, links, self.overhead, self.operand_bits, self.tile, self.clock
+            name,
+            flops,
+            self.memory,
+            self.bandwidth,
+            links,
+            self.overhead,
+            self.operand_bits,
+            self.tile,
+            self.clock,
+            self.on_chip or 0,
         )
 
 
@@ -75,7 +88,13 @@ def load_hardware(name: str) -> Hardware:
       ConfigError: no such table or file, or an entry in it that is impossible.
     """
     path = _find("hardware", name)
-    return HardwareConfig.load(path).hardware(path.stem)
+    return _table(read(path), str(path)).hardware(path.stem)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(text: str, file: str) -> HardwareConfig:
+    """The hardware table in ``file``, whose text this is: parsed once, since every plan asks for one."""
+    return parse_yaml(text, file, HardwareConfig)
 
 
 def hardware_of(device_kind: str) -> Hardware:
@@ -84,7 +103,7 @@ def hardware_of(device_kind: str) -> Hardware:
     Raises:
       ConfigError: no table lists this kind of device.
     """
-    tables = {path.stem: HardwareConfig.load(path) for path in _shipped("hardware")}
+    tables = {path.stem: _table(read(path), str(path)) for path in _shipped("hardware")}
     for name, table in tables.items():
         if device_kind in table.device_kinds:
             return table.hardware(name)

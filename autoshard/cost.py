@@ -13,8 +13,9 @@ Compute and transfers are added, not overlapped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoshard.collective import Collective, collective_seconds
 from autoshard.dims import roles
@@ -22,7 +23,7 @@ from autoshard.graph import Graph, Kind
 from autoshard.halo import hops
 from autoshard.mesh import LogicalMesh
 from autoshard.propagate import Layout, factor_axes, project
-from autoshard.reshard import seconds, steps
+from autoshard.reshard import combined, seconds, steps
 from autoshard.spec import REDUCED, Axes, Spec
 
 VIEWS = frozenset(
@@ -278,7 +279,9 @@ def way(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> Way:
 
     needs = tuple(map(spec, kind.rule.operands))
     partial = tuple(sorted([(a, kinds[f]) for f, axes in chosen.items() if kinds.get(f) in REDUCED for a in axes]))
-    gives = tuple([Spec(s.dims, partial) for s in map(spec, kind.rule.results)])
+    gives = tuple(map(spec, kind.rule.results))
+    if partial:  # a result that has the factor itself is no sum over it
+        gives = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in gives])
     inside = _inside(kind, needs, gives, chosen, mesh)
     axes = next((axes for f, axes in chosen.items() if kinds.get(f) == "local"), ())
     return Way(needs, gives, _compute(kind, needs, gives, chosen, mesh), inside, axes)
@@ -296,19 +299,22 @@ def _run(kind: Kind, specs: tuple[Spec, ...], w: Way, mesh: LogicalMesh, anew: P
         w.seconds(mesh) + transfers,
         w.inside or (),
         w.axes,
-        _is_island(kind, specs, w),
+        _is_island(kind, specs, w, mesh),
         (*w.needs, *w.gives) != specs,
     )
 
 
-def _is_island(kind: Kind, specs: Sequence[Spec], w: Way) -> bool:
+def _is_island(kind: Kind, specs: Sequence[Spec], w: Way, mesh: LogicalMesh) -> bool:
     """Whether the local form is due: where its factor is split; edges are exchanged; or, with neither, always."""
     if kind.rule.local is None:
         return False
     if kind.rule.local.due == "partial":
         return any(s.partial for s in w.gives)
-    if kind.rule.local.due == "halo":
-        return any(w.needs[h.operand].dims[h.dim] for h in kind.rule.halos)
+    if kind.rule.local.due == "scattered":
+        n = len(w.needs)
+        ends = zip(w.gives, specs[n:], kind.shapes[n:], kind.bits[n:], strict=True)
+        scattered = any(combined(give, lies, shape, bits, mesh).dims != give.dims for give, lies, shape, bits in ends)
+        return scattered or any(w.needs[h.operand].dims[h.dim] for h in kind.rule.halos)
     kinds = dict(kind.rule.kinds)
     if "halo" in kinds.values():
         return any(specs[i].dims[d] for i, d, dim in kind.places if kinds.get(dim[0]) == "halo")
@@ -345,13 +351,26 @@ def _ordered(axes: Axes, mesh: LogicalMesh) -> Axes:
 def _compute(
     kind: Kind, needs: Sequence[Spec], gives: Sequence[Spec], chosen: Mapping[str, Axes], mesh: LogicalMesh
 ) -> float:
+    local = [b / s.shards(mesh.shape) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
+    return compute(kind, local, math.prod(mesh.axes_size(a) for a in chosen.values()), mesh)
+
+
+def compute(
+    kind: Kind,
+    local: Sequence[Any],
+    parts: Any,
+    mesh: LogicalMesh,
+    least: Callable[[Sequence[Any]], Any] = min,
+    most: Callable[[Sequence[Any]], Any] = max,
+) -> Any:
+    """Seconds on one device of a node whose operands and results have ``local`` bytes there and whose factors are split
+    into so many ``parts``; or an array of each, with ``least`` and ``most`` that take arrays."""
+    hardware = mesh.hardware
     if kind.op in VIEWS or not kind.shapes:
         return 0.0
-    hardware = mesh.hardware
-    local = [b / s.shards(mesh.shape) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
     if kind.tie:  # what goes into or out of a loop is a slice of what is stacked there; else nothing moves
-        return min(local) / hardware.bandwidth if len({len(n) for n in kind.shapes}) > 1 else 0.0
+        ranks = {len(n) for n in kind.shapes}
+        return least(local) / hardware.bandwidth if len(ranks) > 1 else 0.0
     if not kind.flops:  # fused with its neighbours: what it writes counts, what it reads was counted there
-        return sum(local[len(needs) :]) / hardware.bandwidth
-    parts = math.prod(mesh.axes_size(a) for a in chosen.values())
-    return max(kind.flops / parts / hardware.peak(kind.dtype), sum(local) / hardware.bandwidth, hardware.overhead)
+        return sum(local[len(kind.rule.operands) :]) / hardware.bandwidth
+    return most([kind.flops / parts / hardware.peak(kind.dtype), sum(local) / hardware.bandwidth, hardware.overhead])

@@ -66,3 +66,31 @@ class Alternative:
     text: str
     seconds: float
     peak: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout that was compiled to be chosen from, and what its compiler said; bytes are per device."""
+
+    text: str
+    predicted: float
+    """Seconds of one call."""
+    peak: int
+    """Predicted bytes."""
+    needs: int = 0
+    has: int = 0
+    """Bytes that there are, by the compiler's account, or what the user allows if that is less."""
+    seconds: float | None = None
+    """Of one call by the compiler's account, nothing hidden; None where it refused the layout."""
+    bound: float | None = None
+    """The same where all is hidden that can be."""
+    exact: bool = True
+    """False where some loop's trips are not known: they count as one."""
+    reason: str = ""
+    """Why it could not be compiled, where that is for another reason than memory."""
+    chosen: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the devices have the memory that it needs."""
+        return not self.reason and self.needs <= self.has

@@ -39,6 +39,8 @@ class Entry:
     plain: Callable[[], Entry] | None = None
     """The step laid out alike, without elements that mean nothing, where the program has some: slopes around the step
     would run through what stands there, and zero times infinity is no number."""
+    ready: jax.stages.Lowered | None = None
+    """The step lowered, where that was done to choose its plan; it keeps what it was compiled to."""
 
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:
@@ -79,7 +81,7 @@ class Entry:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The step lowered, of flat arguments."""
-        return self._lower(range(len(self.avals)))
+        return self.ready or self._lower(range(len(self.avals)))
 
     def lowered_as(self, tree: Any, order: Sequence[int]) -> jax.stages.Lowered:
         """The step lowered for calls whose ``(args, kwargs)`` have the structure ``tree``.

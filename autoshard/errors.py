@@ -54,6 +54,14 @@ class PassError(AutoshardError):
     """A pass that is unknown, wrongly configured, or produced an invalid program."""
 
 
+class CompileError(AutoshardError):
+    """The compiler refuses every layout that it was asked about; the message has its reasons."""
+
+
+class CacheWarning(UserWarning):
+    """A file of the cache that cannot be read or written; what it was for is worked out anew."""
+
+
 class PlacementWarning(UserWarning):
     """An argument arrived on other devices than planned and had to be moved."""
 

@@ -226,7 +226,7 @@ class _Builder:
             if var not in self.ids:
                 self.define(var)
         for eqn in jaxpr.eqns:
-            inner = BACKWARD if jx.backward(eqn) else FORWARD if jx.differentiated(eqn) else phase
+            inner = jx.derivative(eqn) or phase
             self.names.update((eqn.primitive.name, *jx.names(eqn)))
             regions = () if sealed(eqn, self.table) else jx.regions(eqn)
             if regions:

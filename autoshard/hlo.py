@@ -5,7 +5,8 @@ The text is that of ``compiled.as_text()`` on CPU, GPU and TPU. What is particul
 - an asynchronous collective is a ``-start`` and a ``-done``: the start counts, the done does not;
 - the TPU compiler spreads one asynchronous collective over several fusions that share a ``chain_id``:
   the first counts. It writes a reduce-scatter as a fusion named ``all-reduce-scatter`` around an
-  all-reduce of the padded operand: that is a reduce-scatter of the fusion's operands;
+  all-reduce of the padded operand: that is a reduce-scatter of the fusion's operands. What the padding
+  put on a neighbour then moves by a collective-permute: that is part of the reduce-scatter;
 - a loop's body stands once in the text, and its trip count is the compiler's ``known_trip_count`` or
   else read from the loop's condition, initial value and step (`autoshard.loops`);
 - device groups come as lists ``{{0,1},{2,3}}``, as iotas ``[4,2]<=[2,4]T(1,0)`` and as meshes of the
@@ -37,6 +38,7 @@ _LISTED = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_SCATTER = "all-reduce-scatter"
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
@@ -61,10 +63,11 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
             if kind not in KINDS or _wraps(instruction, module) or _repeats(instruction, seen):
                 continue
             axes, size = naming(kind, instruction.attributes)
-            scatter = computation.name.startswith("all-reduce-scatter") and kind == "all-reduce"
+            scatter = computation.name.startswith(_SCATTER) and kind == "all-reduce"
+            edges = kind == "collective-permute" and _evens(instruction, computation)
             found.append(
                 Collective(
-                    kind="reduce-scatter" if scatter else kind,
+                    kind="reduce-scatter" if scatter or edges else kind,
                     axes=axes,
                     bytes=_operands(computation) if scatter else _payload(kind, instruction, size),
                     count=count,
@@ -76,6 +79,14 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                 )
             )
     return tuple(found)
+
+
+def _evens(permute: Instruction, computation: Computation) -> bool:
+    """Whether a permute is the end of a reduce-scatter: in parts that fill tiles, of which the edges then move on."""
+    body = computation.instructions
+    cut = body.get(permute.names[0]) if permute.names else None
+    whole = body.get(cut.names[0]) if cut is not None and cut.opcode == "slice" else None
+    return whole is not None and any(name.startswith(_SCATTER) for key, name in called(whole) if key == "calls")
 
 
 def _wraps(instruction: Instruction, module: Module) -> bool:

@@ -11,11 +11,12 @@ import numpy as np
 from autoshard.candidates import Choice, Search, stored_in_parts
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
+from autoshard.lays import lies
 from autoshard.merged import View, views
 from autoshard.problem import restricted
 from autoshard.propagate import propagate
 from autoshard.solve import eliminate, lightest, solve
-from autoshard.space import Limits, build, lies
+from autoshard.space import Limits, build
 from autoshard.spec import Axes, Spec
 
 CHOSEN = "solved for"

@@ -20,6 +20,7 @@ from autoshard import jaxpr as jx
 from autoshard.annotate import annotate_p
 from autoshard.graph import Graph
 from autoshard.halo import extended
+from autoshard.mesh import LogicalMesh
 from autoshard.pins import exchanged
 from autoshard.plan import Island, Plan
 from autoshard.rule import Rule
@@ -42,7 +43,8 @@ def constrained(graph: Graph, plan: Plan, mesh: Mesh) -> jx.Jaxpr:
     numbers = {graph.nodes[n].results: n for n in (*inner, *local)}
     ends = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
     borders = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in inner and graph.nodes[n].tie}
-    return _Lowering(graph.ids, results, operands, numbers, borders, local, mesh).jaxpr(graph.program.jaxpr, ends)
+    lowering = _Lowering(graph.ids, results, operands, numbers, borders, local, mesh, plan.mesh)
+    return lowering.jaxpr(graph.program.jaxpr, ends)
 
 
 class _Lowering:
@@ -57,9 +59,10 @@ class _Lowering:
         borders: Mapping[tuple[int, ...], Sequence[NamedSharding]],
         local: Mapping[int, tuple[Rule, Island]],
         mesh: Mesh,
+        links: LogicalMesh,
     ) -> None:
         self.ids, self.results, self.operands, self.numbers = ids, results, operands, numbers
-        self.borders, self.local, self.mesh = borders, local, mesh
+        self.borders, self.local, self.mesh, self.links = borders, local, mesh, links
 
     def jaxpr(self, jaxpr: jx.Jaxpr, ends: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
         """``jaxpr`` constrained; ``ends`` are the places that each of its results is brought to in turn."""
@@ -122,7 +125,8 @@ class _Lowering:
             operands = _with_edges(operands, rule, island, sizes)
             out = itself(*operands) if form.fun is None else form.fun(island.axes, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
-            return tuple(_combined(x, a, b) for x, a, b in zip(results, island.gives, island.leaves, strict=True))
+            ends = zip(results, island.gives, island.leaves, strict=True)
+            return tuple(_combined(x, given, left, self.links) for x, given, left in ends)
 
         whole = jax.shard_map(
             part, mesh=self.mesh, in_specs=needs, out_specs=leaves, check_vma=False, axis_names=set(sizes) - edges
@@ -207,13 +211,11 @@ def _without(spec: Spec, axes: Collection[str]) -> Spec:
     return Spec(tuple(tuple(a for a in d if a not in axes) for d in spec.dims), spec.partial)
 
 
-def _combined(x: Any, given: Spec, left: Spec) -> Any:
+def _combined(x: Any, given: Spec, left: Spec, mesh: LogicalMesh) -> Any:
     """The terms of a part's result, put together over the axes along which it is partial, and scattered as ``left``."""
     terms = dict(given.partial)
-    for d, axes in enumerate(left.dims):
-        for axis in axes:
-            if terms.pop(axis, None):
-                x = jax.lax.psum_scatter(x, axis, scatter_dimension=d, tiled=True)
+    for d, split in enumerate(left.dims):
+        x = _scattered(x, d, [a for a in split if terms.pop(a, None)], mesh)
     for kind in dict.fromkeys(terms.values()):
         axes = tuple(a for a, k in terms.items() if k == kind)
         if kind in _REDUCERS:
@@ -222,6 +224,24 @@ def _combined(x: Any, given: Spec, left: Spec) -> Any:
             parts = jax.lax.all_gather(x, axes)
             x = jnp.prod(parts, axis=0, dtype=x.dtype) if kind == "prod" else _BITS[kind].reduce(parts, axis=0)
     return x
+
+
+def _scattered(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) -> Any:
+    """The sum of terms over ``axes``, of which each device is left its part of dimension ``dim``.
+
+    One axis after the other, the fastest first, so that slower ones carry less: what is to be scattered over two at
+    once, XLA for TPU (JAX 0.12) reduces whole and cuts.
+    """
+    fastest = sorted(axes, key=lambda a: mesh.link((a,)).bandwidth, reverse=True)
+    if fastest == axes:
+        for axis in axes:
+            x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        return x
+    before, after, parts = x.shape[:dim], x.shape[dim + 1 :], [mesh.shape[a] for a in axes]
+    x = x.reshape(*before, *parts, x.shape[dim] // math.prod(parts), *after)
+    for axis in fastest:
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim + axes.index(axis), tiled=True)
+    return x.reshape(*before, x.shape[dim + len(axes)], *after)
 
 
 _REDUCERS = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}

@@ -47,6 +47,8 @@ class Hardware:
     """Rows and columns that arrays are stored by."""
     clock: float = 0.0
     """Cycles/s, in which its compiler estimates; 0 where none does."""
+    on_chip: float = 0.0
+    """Bytes on the chip in which its compiler keeps arrays; 0 where it keeps none there."""
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a matrix product of ``dtype``; the slowest listed when it is not listed."""

@@ -10,7 +10,7 @@ from autoshard.graph import Graph, Value
 from autoshard.mesh import LogicalMesh
 from autoshard.plan import Island, Pin
 from autoshard.propagate import Layout
-from autoshard.reshard import path
+from autoshard.reshard import combined, path
 from autoshard.rule import Rule
 from autoshard.spec import Spec
 
@@ -79,8 +79,8 @@ def pins(graph: Graph, layout: Layout, costing: Costing, outputs: Sequence[Spec]
             elif guarded and v and not alone:
                 pin(v, need, n, f"kept so for {node.kind.op}", operand=True)
         for v, give in zip(node.results, run.gives, strict=True):
-            spec = layout.specs[v]
-            give = scattered(give, spec) if run.island else give
+            spec, value = layout.specs[v], graph.values[v]
+            give = combined(give, spec, value.shape, value.bits, graph.program.mesh) if run.island else give
             before = give
             if node.tie and node.operands:  # a loop's results lie as what it begins with
                 (inside,) = node.operands
@@ -146,7 +146,7 @@ def islands(graph: Graph, layout: Layout, costing: Costing) -> tuple[Island, ...
     """The equations that run in their local form under ``layout``."""
     runs = ((n, node, costing.each(layout)[n]) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
     return tuple(
-        Island(n, r.axes, r.needs, r.gives, _left(r.gives, node.results, layout), node.kind.op, node.source)
+        Island(n, r.axes, r.needs, r.gives, _left(r.gives, node.results, graph, layout), node.kind.op, node.source)
         for n, node, r in runs
         if r.island and node.results
     )
@@ -164,17 +164,10 @@ def exchanged(rule: Rule, needs: Sequence[Spec], gives: Sequence[Spec]) -> set[s
     }
 
 
-def _left(gives: Sequence[Spec], results: Sequence[int], layout: Layout) -> tuple[Spec, ...]:
-    """What results become in the island that gives them: sums are scattered where an axis they are partial along is
-    the next to split a dimension."""
-    return tuple(scattered(give, layout.specs[v]) for give, v in zip(gives, results, strict=True))
-
-
-def scattered(give: Spec, wanted: Spec) -> Spec:
-    """``give`` with its terms put together, on the way to ``wanted``."""
-    made = Spec(give.dims)
-    for axis, kind in give.partial:
-        for d, have in enumerate(made.dims):
-            if kind == "sum" and wanted.dims[d][: len(have) + 1] == (*have, axis):
-                made = made.with_dim(d, (*have, axis))
-    return made
+def _left(gives: Sequence[Spec], results: Sequence[int], graph: Graph, layout: Layout) -> tuple[Spec, ...]:
+    """What results become in the island that gives them."""
+    values, mesh = [graph.values[v] for v in results], graph.program.mesh
+    return tuple(
+        combined(give, layout.specs[v], x.shape, x.bits, mesh)
+        for give, v, x in zip(gives, results, values, strict=True)
+    )

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import record, show, stateful
 from autoshard.compare import compare
 from autoshard.cost import Cost
-from autoshard.decisions import Alternative, Island, Pin, Place
+from autoshard.decisions import Alternative, Island, Pin, Place, Trial
 from autoshard.errors import ArgumentError, PlanError
 from autoshard.jaxpr import dtype_name, dtype_named
 from autoshard.memory import Memory
@@ -60,6 +60,8 @@ class Plan:
     bound: float = 0.0
     """Seconds below which no layout of the space can go, as far as was proven; 0 where nothing was."""
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    refined: tuple[Trial, ...] = ()
+    """The layouts that were compiled to choose from, in the order of predictions; empty where that was not asked."""
     in_tree: TreeDef | None = field(default=None, compare=False, repr=False)
     out_tree: TreeDef | None = field(default=None, compare=False, repr=False)
     study: Any = field(default=None, compare=False, repr=False)

@@ -39,9 +39,13 @@ def make(program: Program, table: RuleTable, wish: Wish) -> tuple[Plan, Graph]:
       RuleError, SpecError, ArgumentError, MemoryBudgetError: as `graph.build` and `search.search`.
     """
     graph = build(program, table, strict=wish.strict)
-    budget = wish.memory_budget if wish.memory_budget is not None else program.mesh.hardware.memory
-    best, s = search(graph, wish.strategy, budget)
+    best, s = search(graph, wish.strategy, budget_of(wish, program))
     return describe(graph, best, s, wish), graph
+
+
+def budget_of(wish: Wish, program: Program) -> float:
+    """Bytes per device that a plan may use."""
+    return wish.memory_budget if wish.memory_budget is not None else program.mesh.hardware.memory
 
 
 def describe(graph: Graph, best: Candidate, s: Search, wish: Wish) -> Plan:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import gc
+import itertools
 import math
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard import jaxpr as jx
 from autoshard.adopt import adopt, passes_of
 from autoshard.align import aligned
+from autoshard.carried import Carried, as_first, held_to
 from autoshard.config import MeshConfig, MeshLike, mesh_config, resolve_mesh
 from autoshard.entry import Entry
 from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
@@ -24,16 +27,18 @@ from autoshard.mesh import LogicalMesh
 from autoshard.plan import Alternative, Plan
 from autoshard.planner import Wish, make
 from autoshard.program import Program
+from autoshard.refine import refine
 from autoshard.rewrite import Pass, Pipeline
 from autoshard.rule import RuleTable
 from autoshard.signature import Aval
-from autoshard.spec import Spec
 from autoshard.study import Study, pinned
 from autoshard.trace import trace
 from autoshard.units import size_text, time_text
 
 FROZEN = 1000
 """Most objects that the interpreter itself keeps out of searches for cycles; more were put there by the program."""
+LIGHTER = 3
+"""Of the sets of passes that hold less, how many are weighed where the compiler chooses."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,9 @@ class Options:
     plan: Plan | None
     wish: Wish
     passes: tuple[Pass, ...]
-    lighter: tuple[tuple[Pass, ...], ...]
-    """Passes to weigh in place of them where memory stands in the way; none where the user chose the passes."""
+    lighter: tuple[Pass, ...]
+    """Passes to weigh in place of them where memory stands in the way, what is new among them in all its forms, from
+    what holds most to what holds least; none where the user chose the passes."""
     weighed: tuple[Pass, ...]
     """Passes whose every form is weighed against going without."""
     table: RuleTable
@@ -55,6 +61,10 @@ class Options:
     static_names: tuple[str, ...]
     donate_nums: tuple[int, ...]
     donate_names: tuple[str, ...]
+    refine: int = 0
+    """Layouts that are compiled to choose from; none where predictions choose."""
+    cache: str | os.PathLike[str] | None = None
+    """The folder where the compiler's answers are kept."""
 
     def without_first(self) -> Options:
         """For the same function with its first argument bound."""
@@ -63,21 +73,6 @@ class Options:
             return tuple(n - 1 for n in nums if n > 0)
 
         return replace(self, static_nums=shifted(self.static_nums), donate_nums=shifted(self.donate_nums))
-
-
-@dataclass(frozen=True)
-class Carried:
-    """How a step's first plan lays out what the step carries from call to call."""
-
-    mesh: LogicalMesh
-    specs: Mapping[tuple[str, tuple[int, ...], str], Spec]
-    """By argument path, shape and dtype."""
-
-
-def carried(entry: Entry) -> Carried:
-    """What ``entry``, the first of a step, lays down for those after it."""
-    places = [entry.plan.inputs[i] for i, _ in entry.program.carries]
-    return Carried(entry.plan.mesh, {(p.path, p.shape, p.dtype): p.spec for p in places})
 
 
 @contextlib.contextmanager
@@ -123,8 +118,15 @@ def prepare(
         config = mesh_config(options.mesh)
         return pinned(program, config.specs() if config else {}, "the mesh's pin")
 
+    served: list[Program] = []
+
+    def fitting(program: Program) -> tuple[Plan, Graph]:
+        made = _fitting(program, options)
+        served.append(program)
+        return made
+
     def planned(mesh: LogicalMesh) -> tuple[Plan, Graph]:
-        return _fitting(traced(mesh), options)
+        return fitting(traced(mesh))
 
     def freely() -> tuple[Plan, Graph]:
         config, name = mesh_config(options.mesh), getattr(jitted, "__name__", "step")
@@ -134,21 +136,31 @@ def prepare(
             return planned(resolve_mesh(options.mesh))
         return _cheapest(planned, _candidates((options.in_shardings, options.out_shardings)), name)
 
+    bound, why, ready = frozenset[int](), "", None
     if options.plan is not None:
         config = mesh_config(options.mesh)
         chosen = options.mesh is not None and (config is None or config.axes != "auto")
         program = traced(resolve_mesh(options.mesh) if chosen else options.plan.mesh)
-        ways = (w for passes in (options.passes, *options.lighter) for w in _forms(program, passes, options))
+        ways = _ways(program, options)
         passes = next((w for w in ways if tuple(map(str, w)) == passes_of(options.plan.passes)), options.passes)
         program, wish = _passed(program, passes, options)
         plan, graph = adopt(options.plan, program, options.table, wish)
     elif first is not None and first.specs and options.wish.strategy == "auto":
-        plan, graph = _as_first(traced, options, freely, first)
+        try:
+            program, bound = as_first(traced(first.mesh), first)
+            plan, graph = fitting(program)
+        except (AutoshardError, ValueError) as e:
+            bound, why = frozenset[int](), str(e)
+            plan, graph = freely()
     else:
         plan, graph = freely()
+    if options.refine:
+        ways = (_passed(program, way, options) for program in served for way in _ways(program, options, LIGHTER))
+        plan, graph, ready = refine((plan, graph), ways, options.table, avals, options.refine, options.cache)
+    plan = held_to(plan, first, bound, why) if first is not None else plan
     study = Study(graph, options.table, replace(options.wish, passes=plan.passes))
     plain = functools.partial(_plain, graph.program, plan, options, avals) if graph.program.written else None
-    return Entry(graph.program, graph, replace(plan, study=study), avals, plain)
+    return Entry(graph.program, graph, replace(plan, study=study), avals, plain, ready)
 
 
 def _plain(program: Program, plan: Plan, options: Options, avals: tuple[Aval, ...]) -> Entry:
@@ -177,6 +189,18 @@ def _forms(program: Program, passes: tuple[Pass, ...], options: Options) -> Iter
             yield form, *passes
 
 
+def _ways(program: Program, options: Options, most: int | None = None) -> Iterator[tuple[Pass, ...]]:
+    """Passes that may serve: those chosen and those that hold less, each after every form of what is weighed.
+
+    Of those that hold less all, or ``most``, 2 or more, evenly from what holds most to what holds least.
+    """
+    lighter = list(_lighter(program, options))
+    if most is not None and len(lighter) > most:
+        lighter = [lighter[i * (len(lighter) - 1) // (most - 1)] for i in range(most)]
+    for passes in (options.passes, *lighter):
+        yield from _forms(program, passes, options)
+
+
 def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
     """Plans ``program``. Where memory stands in the way of the fastest layout and the user said nothing of passes,
     those that hold less are tried, and the fastest of what fits is taken.
@@ -184,48 +208,47 @@ def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
     Raises:
       MemoryBudgetError: nothing fits; what it says is of the passes with which least is missing.
     """
-    made: list[tuple[Plan, Graph]] = []
+    made: list[tuple[Plan, Graph, tuple[Pass, ...]]] = []
     refused: list[MemoryBudgetError] = []
-    for passes in (options.passes, *options.lighter):
+
+    def unhindered(passes: tuple[Pass, ...], way: tuple[Pass, ...] | None = None) -> bool:
+        rewritten, wish = _passed(program, way or passes, options)
         try:
-            plan, graph = _best(program, passes, options)
+            plan, graph = make(rewritten, options.table, wish)
         except MemoryBudgetError as e:
             refused.append(e)
-            continue
+            return False
         if passes is not options.passes:
             added = ", ".join(str(p) for p in passes if p not in options.passes)
             said = f"{added} was added: without it, {refused[0] if refused else _slower(made[0][0])}"
             plan = replace(plan, diagnostics=(*plan.diagnostics, said))
-        made.append((plan, graph))
-        if not _hindered(plan):
-            break
-    if made:
+        made.append((plan, graph, passes))
+        return not _hindered(plan)
+
+    def fastest() -> tuple[Plan, Graph, tuple[Pass, ...]]:
         return min(made, key=lambda m: m[0].cost.seconds)
-    how = (
-        f" (with {', '.join(str(p) for p in options.lighter[-1] if p not in options.passes)})"
-        if options.lighter
-        else "; or pass passes=['recompute:full']"
-    )
+
+    if not unhindered(options.passes):
+        ways = list(_lighter(program, options))
+        bisect.bisect_left(ways, True, key=unhindered)  # what holds most and leaves every layout its room
+    if made:
+        *_, passes = fastest()
+        for way in itertools.islice(_forms(program, passes, options), 1, None):
+            unhindered(passes, way)
+        plan, graph, _ = fastest()
+        return plan, graph
+    how = "" if options.lighter else "; or pass passes=['recompute:full']"
+    if options.lighter:
+        how = f" (with {', '.join(str(p) for p in options.lighter if p not in options.passes)})"
     raise MemoryBudgetError(f"{refused[-1]}{how}") from None
 
 
-def _best(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Plan, Graph]:
-    """The fastest plan that fits with ``passes`` and some form of those that are weighed.
-
-    Raises:
-      MemoryBudgetError: none fits; it is of ``passes`` alone.
-    """
-    made: list[tuple[Plan, Graph]] = []
-    refused: list[MemoryBudgetError] = []
-    for way in _forms(program, passes, options):
-        rewritten, wish = _passed(program, way, options)
-        try:
-            made.append(make(rewritten, options.table, wish))
-        except MemoryBudgetError as e:
-            refused.append(e)
-    if not made:
-        raise refused[0]
-    return min(made, key=lambda m: m[0].cost.seconds)
+def _lighter(program: Program, options: Options) -> Iterator[tuple[Pass, ...]]:
+    """What holds less than the passes that were chosen, from most to least."""
+    for i, lighter in enumerate(options.lighter):
+        if lighter not in options.passes:
+            for form in lighter.forms(program):
+                yield *options.lighter[:i], form, *options.lighter[i + 1 :]
 
 
 def _hindered(plan: Plan) -> bool:
@@ -239,33 +262,6 @@ def _slower(plan: Plan) -> str:
         f"what fits takes {time_text(plan.cost.seconds)}; what takes {time_text(fastest.seconds)} "
         f"holds {size_text(fastest.peak, 2)} a device"
     )
-
-
-def _as_first(
-    traced: Callable[[LogicalMesh], Program],
-    options: Options,
-    freely: Callable[[], tuple[Plan, Graph]],
-    first: Carried,
-) -> tuple[Plan, Graph]:
-    """A plan that lays out what the step carries as its first plan does; another, that says so, where none can be."""
-    try:
-        program = traced(first.mesh)
-        keys = [(leaf.path, leaf.aval.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
-        bound = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
-        leaves = [replace(leaf, pin=bound.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
-        plan, graph = _fitting(replace(program, inputs=tuple(leaves)), options)
-    except (AutoshardError, ValueError) as e:
-        why = str(e)
-    else:
-        inputs = [replace(p, why="as in the first plan") if i in bound else p for i, p in enumerate(plan.inputs)]
-        return replace(plan, inputs=tuple(inputs)), graph
-    plan, graph = freely()
-    lay = [(p, first.specs.get((p.path, p.shape, p.dtype))) for p in plan.inputs]
-    moved = [p.path for p, spec in lay if spec is not None and (first.mesh, spec) != (plan.mesh, p.spec)]
-    said = (
-        f"{', '.join(moved)}: laid out otherwise than in the first plan of the step, which does not serve here: {why}"
-    )
-    return replace(plan, diagnostics=(*plan.diagnostics, said)) if moved else plan, graph
 
 
 def _candidates(pins: Any) -> list[LogicalMesh]:

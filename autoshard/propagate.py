@@ -103,6 +103,9 @@ class _Run:
         self.graph, self.final, self.mesh = graph, final, graph.program.mesh.shape
         self.state: list[State] = [((),) * len(v.shape) for v in graph.values]
         self.origins: dict[tuple[int, int], str] = {}
+        loose = (v for v in range(1, len(graph.values)) if v not in final or v in graph.open)
+        self.loose = {n for v in loose for n in graph.uses[v]}
+        """Nodes with a value that is not given."""
         self.queue: list[tuple[int, int, int, Axes, int]] = []
 
     def seed(self, seeds: Mapping[int, Spec], what: str) -> list[tuple[int, Spec, str]]:
@@ -154,6 +157,8 @@ class _Run:
     def visit(self, v: int) -> None:
         nodes, state, final, memo = self.graph.nodes, self.state, self.final, self.graph.offers
         for n in self.graph.uses[v]:
+            if n not in self.loose:
+                continue
             values = nodes[n].values
             key = nodes[n].kind, *[state[u] for u in values]
             found = memo.get(key)

@@ -90,6 +90,8 @@ class TrainConfig(Config):
     steps: StrictInt | None = Field(default=None, ge=1)
     phases: Annotated[tuple[Phase, ...], Field(validate_default=True)] = ()
     strategy: Strategy = "auto"
+    refine: StrictInt = Field(default=0, ge=0)
+    """Layouts of the step that are compiled to choose from; see `autoshard.jit`."""
     passes: tuple[str, ...] | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig

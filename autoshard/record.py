@@ -25,7 +25,7 @@ from autoshard.target import Target
 if TYPE_CHECKING:
     from autoshard.plan import Plan
 
-VERSION = 3
+VERSION = 4
 _TREES = ("in_tree", "out_tree")
 _LEFT = frozenset({"study"})
 """Fields that are not stored."""

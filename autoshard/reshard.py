@@ -70,6 +70,18 @@ def path(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh:
     return () if src == dst else _route(src, dst, shape, itemsize_bits, mesh)[1]
 
 
+def combined(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> Spec:
+    """How a value lies once its terms are put together, where that is the first thing on its way to ``dst``: sums are
+    scattered along dimensions, as far as the way has it so."""
+    kinds, found = dict(src.partial), src
+    for move in path(src, dst, shape, itemsize_bits, mesh) if src.partial else ():
+        sums = move.kind == "reduce-scatter" and all(kinds[a] == "sum" for a in move.axes)
+        if not sums and move.kind != "all-reduce":
+            break
+        found = move.spec
+    return found.reduced()
+
+
 @functools.lru_cache(maxsize=1 << 17)
 def _route(
     src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh

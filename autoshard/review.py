@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from autoshard.collective import collective_seconds
 from autoshard.families import Family, bytes_each, told
 from autoshard.sections import Section, Table, count, near
+from autoshard.trials import trials
 from autoshard.units import size_text, time_text
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def review(plan: Plan) -> Iterator[Section]:
     yield _results(plan)
     yield _memory(plan)
     yield _cost(plan)
+    if plan.refined:
+        yield trials(plan.refined)
     yield _runners_up(plan)
     yield _pins(plan)
     yield Section(
@@ -59,6 +62,8 @@ def _heading(plan: Plan) -> Section:
     if plan.compiler_options:
         words.append(f"Compiler options: {', '.join(f'{k}={v!r}' for k, v in plan.compiler_options)}.")
     words.append(f"Fingerprint {plan.fingerprint}.")
+    if plan.refined:
+        sure = f"of {count(len(plan.refined), 'layout')} that were compiled the one that the compiler likes best"
     title = f"Plan of {plan.name} on the mesh {plan.mesh}: strategy {plan.strategy}, {sure}"
     return Section(title, tuple(words))
 

@@ -50,7 +50,7 @@ class Pass:
 
     def __str__(self) -> str:
         options = [str(getattr(self, f.name)) for f in fields(self)]
-        return ":".join([self.name, *options[:1]])
+        return ":".join(filter(None, [self.name, *options[:1]]))
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _survey(jaxpr: jx.Jaxpr) -> _Survey:
         eqns = bodies.pop().eqns
         count += len(eqns)
         for e in eqns:
-            inner = jx.subjaxprs(e)
+            inner = jx.subjaxprs(e) if e.params else []
             bodies += inner
             if e.effects and not any(b.effects for b in inner):
                 effects[e.primitive.name] += 1

@@ -25,7 +25,7 @@ _DTYPES = {
 }  # fmt: skip
 _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
-    "partition-id", "replica-id", "tuple", "while",
+    "async-done", "copy-done", "fusion-done", "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
 _SENT = {f"{kind}{part}" for kind in KINDS for part in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
@@ -56,10 +56,18 @@ def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
 
 
 def _seconds(instruction: Instruction, computation: Computation, module: Module, hardware: Hardware) -> float:
-    inside = next((module.computations.get(name) for key, name in called(instruction) if key == "calls"), None)
+    inside = _inside(instruction, module)
     moved = _moved_alone(instruction, computation) if inside is None else _moved_inside(inside)
     products = sum(flops / hardware.peak(dtype) for flops, dtype in _products(instruction, computation, module))
     return max(products, moved / hardware.bandwidth) + hardware.overhead
+
+
+def _inside(instruction: Instruction, module: Module) -> Computation | None:
+    """What a fusion computes; one that runs beside others is called through a computation that only calls it."""
+    found = next((module.computations.get(name) for key, name in called(instruction) if key == "calls"), None)
+    if found is None or found.instructions[found.root].opcode != "fusion":
+        return found
+    return _inside(found.instructions[found.root], module)
 
 
 def _moved_inside(fusion: Computation) -> int:

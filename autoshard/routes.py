@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.mesh import LogicalMesh
 from autoshard.moves import Edge, Graph, State, Terms
 from autoshard.problem import Array
-from autoshard.spec import Spec
+from autoshard.spec import Axes, Spec
 
 COLUMNS = 16
 """Destinations priced at a time: so many that what they take stays in the processor's cache."""
@@ -62,46 +62,58 @@ def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], b
             found = seen[s] = net.number[dims, tuple(sorted(t for t in s.partial if t[0] in axes))]
         return found
 
-    goals = {g: k for k, g in enumerate(sorted(set(map(state, dsts))))}
     n = np.array([shape[d] for d in large], dtype=float)
     size = np.ceil(np.prod(np.ceil(n / net.parts), axis=1) * bits / 8)
     whole = (n % net.parts == 0).all(axis=1)
-    table = _table(known, size.tobytes(), whole.tobytes(), tuple(goals))
-    return table[np.ix_([state(s) for s in srcs], [goals[state(d)] for d in dsts])]
+    return _table(known, size.tobytes(), whole.tobytes()).between([state(s) for s in srcs], [state(d) for d in dsts])
 
 
 @functools.lru_cache(maxsize=512)
-def _table(known: Any, sizes: bytes, divides: bytes, goals: tuple[int, ...]) -> Array:
-    """[states, goals]: seconds from every state to each of ``goals``.
+def _table(known: Any, sizes: bytes, divides: bytes) -> _Table:
+    """``sizes`` and ``divides`` are arrays: the bytes that a device holds in each state, and whether that state splits
+    evenly. All else about the value's shape does not count, so one table serves many shapes."""
+    return _Table(_net(*known), known[0], np.frombuffer(sizes), np.frombuffer(divides, dtype=bool))
 
-    ``sizes`` and ``divides`` are arrays: the bytes that a device holds in each state, and whether that state splits
-    evenly. All else about the value's shape does not count, so one table serves many shapes.
-    """
-    axes, net = known[0], _net(*known)
-    size, whole = np.frombuffer(sizes), np.frombuffer(divides, dtype=bool)
-    cost = net.fixed + net.each * np.where(net.gathers, size[net.after], size[net.before])
-    can = whole[net.after]
-    can[net.start] = True  # to stay costs nothing, and where it cannot be had, no move leads there
-    start, after, cost = np.cumsum(np.append(0, can))[net.start], net.after[can], cost[can, None]
-    states = list(net.number)
-    idle = np.array([[all(a not in d for d in states[g][0]) for g in goals] for a in axes])
-    begins = np.zeros((len(after), len(goals)), dtype=bool)
-    for k in range(len(axes)):  # an axis that is not wanted stays idle
-        begins |= net.new[can, k, None] & idle[k]
-    best = np.full((len(states), len(goals)), math.inf)
-    best[list(goals), range(len(goals))] = 0.0
-    for k in range(0, len(goals), COLUMNS):
-        price = np.where(begins[:, k : k + COLUMNS], math.inf, cost)
-        now, after_each = best[:, k : k + COLUMNS].copy(), np.empty_like(price)
+
+class _Table:
+    """Seconds from every state of a net to those that were asked for, of values of one size."""
+
+    def __init__(self, net: _Net, axes: Axes, size: Array, whole: np.ndarray) -> None:
+        cost = net.fixed + net.each * np.where(net.gathers, size[net.after], size[net.before])
+        can = whole[net.after]
+        can[net.start] = True  # to stay costs nothing, and where it cannot be had, no move leads there
+        self.start, self.after = np.cumsum(np.append(0, can))[net.start], net.after[can]
+        self.cost, self.new = cost[can, None], net.new[can]
+        self.idle = np.array([[all(a not in d for d in dims) for dims, _ in net.number] for a in axes])
+        """[axes, states]: whether a state splits nothing over an axis."""
+        self.known: dict[int, int] = {}
+        """The column of each goal."""
+        self.seconds = np.empty((len(net.number), 0))
+        """[states, goals]"""
+
+    def between(self, srcs: Sequence[int], goals: Sequence[int]) -> Array:
+        """[srcs, goals]: seconds from state to state."""
+        new = sorted(set(goals).difference(self.known))
+        if new:
+            self.known.update(zip(new, range(len(self.known), len(self.known) + len(new)), strict=True))
+            parts = [self._to(np.array(new[k : k + COLUMNS])) for k in range(0, len(new), COLUMNS)]
+            self.seconds = np.concatenate([self.seconds, *parts], axis=1)
+        return self.seconds[np.ix_(srcs, [self.known[g] for g in goals])]
+
+    def _to(self, goals: np.ndarray) -> Array:
+        begins = np.zeros((len(self.after), len(goals)), dtype=bool)
+        for new, idle in zip(self.new.T, self.idle, strict=True):  # an axis that is not wanted stays idle
+            begins |= new[:, None] & idle[goals]
+        price = np.where(begins, math.inf, self.cost)
+        now, after_each = np.full((self.seconds.shape[0], len(goals)), math.inf), np.empty_like(price)
+        now[goals, range(len(goals))] = 0.0
         while True:
-            np.take(now, after, axis=0, out=after_each, mode="clip")
+            np.take(now, self.after, axis=0, out=after_each, mode="clip")
             after_each += price
-            found = np.minimum.reduceat(after_each, start, axis=0)
+            found = np.minimum.reduceat(after_each, self.start, axis=0)
             if np.array_equal(found, now):
-                break
+                return now
             now = np.minimum(found, now)
-        best[:, k : k + COLUMNS] = now
-    return best
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ Each operand and result lists the factors of its dimensions. ``(ab)`` is one dim
 factors, ``a`` major; ``.`` is a dimension that carries no factor and must stay whole. In braces stand
 the factors that are not plainly parallel:
 
-- ``sum max min prod and or``: the factor is reduced, so splitting it leaves a partial result;
+- ``sum max min prod and or``: the factor is reduced, so splitting it leaves those results partial that lack it;
 - ``whole``: the factor must not be split;
 - ``halo``: it may be split, and neighbours exchange their edges;
 - ``local``: it may be split where the rule's *local form* computes each part, with collectives of its own.
@@ -64,10 +64,10 @@ class Local:
     """``moves(parts, sizes)`` -> the collectives that ``fun`` makes over ``axes``, as (kind, bytes); None where so many
     parts are better gathered, so that ``fun`` is not asked. ``sizes`` are the bytes of one part of each operand and
     then of each result; bytes are as `autoshard.collective` defines them."""
-    due: Literal["split", "always", "partial", "halo"] = "split"
+    due: Literal["split", "always", "partial", "scattered"] = "split"
     """``always``: also where the local factor is not split, with no ``axes``, since XLA gathers whatever else is.
-    ``partial``: where a factor is split that is reduced, and nowhere else. ``halo``: where one is split along which
-    operands come with their neighbours' edges, and nowhere else."""
+    ``partial``: where a factor is split that is reduced, and nowhere else. ``scattered``: where the terms which that
+    leaves are put together into parts, or operands come with their neighbours' edges, and nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)

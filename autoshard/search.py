@@ -16,24 +16,38 @@ from autoshard.candidates import Candidate, Choice, Search
 from autoshard.errors import ArgumentError, MemoryBudgetError, nearest
 from autoshard.graph import Graph
 from autoshard.layouts import solved
+from autoshard.lays import splits
 from autoshard.presets import PRESETS, preset
-from autoshard.space import splits
 from autoshard.spec import Spec
 from autoshard.units import size_text
 
 EXHAUSTIVE = 512
 """Most candidates that are tried one by one."""
+STARTS = 16_000
+"""Most nodes times presets that are tried beside what was solved for: in larger programs none was the better one."""
 POLISH = 40_000
-"""Most nodes times candidates that are tried one by one in a large program."""
+"""Most nodes times specs of arguments that are tried one by one."""
 
 
 def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tuple[Candidate, Search]:
     """The best layout of ``strategy`` whose peak memory is at most ``budget`` bytes per device.
 
     Raises:
+      MemoryBudgetError: nothing that was tried fits; names the least that would.
+      ArgumentError, SpecError: as `explore`.
+    """
+    found, s = explore(graph, strategy, budget)
+    if found.memory.peak > budget:
+        raise MemoryBudgetError(_too_large(s, strategy))
+    return found, s
+
+
+def explore(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tuple[Candidate, Search]:
+    """The best layout of ``strategy``, which may be over the budget where nothing that was tried fits.
+
+    Raises:
       ArgumentError: no such strategy.
       SpecError: a data-parallel preset whose batch does not divide.
-      MemoryBudgetError: nothing that was tried fits; names the least that would.
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
@@ -41,8 +55,6 @@ def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tu
     found = s.best(_auto(s) if strategy == "auto" else preset(s, strategy))
     if strategy == "auto" and not s.proven(found):
         found = s.best(_by_input(s, found))
-    if found.memory.peak > budget:
-        raise MemoryBudgetError(_too_large(s, strategy))
     return found, s
 
 
@@ -65,7 +77,7 @@ def _auto(s: Search) -> Iterator[Choice]:
     for axes in subsets:
         split = tuple(axes if i in s.batch and axes in space[i] else () for i in range(len(s.classes)))
         starts += [Choice(split), Choice(split, axes, 2), Choice(split, axes, 3)]
-    if len(s.graph.nodes) * len(starts) <= POLISH:
+    if len(s.graph.nodes) * len(starts) <= STARTS:
         yield from starts
     elif not found:
         yield starts[0]

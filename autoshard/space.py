@@ -31,13 +31,13 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost import Way, brought_anew, held, way
+from autoshard.cost import Way, brought_anew, compute, held, way
 from autoshard.graph import Graph, Kind
 from autoshard.groups import PARAMETER, Groups, Places
+from autoshard.lays import Lay, Lays, lay, lies, splits
 from autoshard.mesh import LogicalMesh
-from autoshard.problem import Array, Builder, Labels, Problem, Row
-from autoshard.routes import prices
-from autoshard.spec import Axes, Spec
+from autoshard.problem import Array, Builder, Problem, Row
+from autoshard.spec import REDUCED, Axes, Spec
 
 HELD = 1e-6
 """What a byte of an argument costs, in reads of a byte from memory."""
@@ -45,16 +45,6 @@ HELD = 1e-6
 Factors = tuple[tuple[str, Axes], ...]
 End = tuple[int, Places] | None
 """A value's variable, and its places there."""
-
-
-@dataclass(frozen=True, eq=False)
-class Lay:
-    """A spec for each of many options."""
-
-    specs: tuple[Spec, ...]
-    """Those that differ."""
-    which: Labels
-    """For each option, which of them."""
 
 
 @dataclass(frozen=True)
@@ -150,35 +140,41 @@ class _Assembly:
         """For each option, the dimension or factor that each axis splits."""
         self.variables: dict[Any, int] = {}
         self.ways: dict[tuple[Kind, tuple[Any, ...]], Way] = {}
-        self.lays: dict[tuple[int, Places], Lay] = {}
+        self.lays = Lays(self.options, self.mesh)
 
     def space(self) -> Space:
         graph, places, color = self.graph, self.groups.places, self.groups.color
         sizes: dict[int, list[int]] = {}
         batch: dict[int, set[int]] = defaultdict(set)
         pinned: dict[int, tuple[Spec, set[int]]] = {}
+        shapes: dict[tuple[int, Places], set[tuple[int, ...]]] = defaultdict(set)
         for v, (root, where) in places.items():
             c = color[root]
             rank = self.groups.rank(root)
-            known = sizes.setdefault(c, [0] * rank)
-            for d, p in enumerate(where):
-                if p >= 0:
-                    known[p] = math.gcd(known[p], graph.values[v].shape[d])
-                    if (v, d) in self.limits.batch:
-                        batch[c].add(p)
+            sizes.setdefault(c, [0] * rank)
+            shapes[c, where].add(graph.values[v].shape)
+            if self.limits.batch:
+                batch[c].update(p for d, p in enumerate(where) if p >= 0 and (v, d) in self.limits.batch)
             if v in graph.pins:
                 given = Spec(tuple(graph.pins[v].dims[where.index(p)] for p in range(rank)))
                 pinned[c] = given, {where[d] for d in graph.open.get(v, ())}
+        for (c, where), found in shapes.items():
+            for shape, (d, p) in itertools.product(found, enumerate(where)):
+                if p >= 0:
+                    sizes[c][p] = math.gcd(sizes[c][p], shape[d])
         for c, dims in sizes.items():
             free = self.limits.within(self._splits(dims), batch[c])
             self._variable(c, self._within(*pinned[c], dims) if c in pinned else free)
         where = {v: (self.variables[color[root]], at) for v, (root, at) in places.items()}
         self.where = where
         copies = self._copies()
+        read = {n for _, n in copies}
         alike: dict[Any, list[int]] = defaultdict(list)
         for n, node in enumerate(graph.nodes):
             if node.times:
-                ends = tuple(copies.get((v, n), where.get(v)) for v in node.values)
+                ends = tuple([where.get(v) for v in node.values])
+                if n in read:
+                    ends = tuple(copies.get((v, n), end) for v, end in zip(node.values, ends, strict=True))
                 alike[node.kind, ends].append(n)
         for (kind, ends), nodes in alike.items():
             self._node(kind, ends, nodes)
@@ -229,7 +225,7 @@ class _Assembly:
         graph = self.graph
         readers: dict[int, list[int]] = defaultdict(list)
         for n, node in enumerate(graph.nodes):
-            if node.times and not self._led(node.kind, [self.where.get(v) for v in node.values]):
+            if node.times and not self._led(node.kind, (self.where.get(v) for v in node.values)):
                 for v in dict.fromkeys(node.operands):
                     if v in self.where:
                         readers[v].append(n)
@@ -252,25 +248,9 @@ class _Assembly:
             edges[i, where, j, at, shape, graph.values[v].bits] += max(graph.nodes[n].times for n in nodes)
             found.update({(v, n): (j, at) for n in nodes})
         for (i, where, j, at, shape, bits), times in edges.items():
-            self.builder.between(i, j, times * self._moves(self._lies(i, where), self._lies(j, at), shape, bits))
+            seconds = self.lays.moves(self.lays.lies(i, where), self.lays.lies(j, at), shape, bits)
+            self.builder.between(i, j, times * seconds)
         return found
-
-    def _lies(self, i: int, where: Places) -> Lay:
-        """How a value with these places lies under each option of variable ``i``."""
-        found = self.lays.get((i, where))
-        if found is None:
-            found = self.lays[i, where] = _lay([lies(o, where) for o in self.options[i]])
-        return found
-
-    def _moves(self, src: Lay, dst: Lay, shape: Places, bits: int) -> Array:
-        """Seconds from each of ``src`` to each of ``dst``."""
-        return prices(src.specs, dst.specs, shape, bits, self.mesh)[np.ix_(src.which, dst.which)]
-
-    def _along(self, src: Lay, dst: Lay, shape: Places, bits: int) -> Array:
-        """Seconds from each of ``src`` to the one of ``dst`` in the same place."""
-        if src.specs == dst.specs and np.array_equal(src.which, dst.which):
-            return np.zeros(len(src.which))
-        return prices(src.specs, dst.specs, shape, bits, self.mesh)[src.which, dst.which]
 
     def _node(self, kind: Kind, ends: Sequence[End], nodes: Sequence[int]) -> None:
         """Adds what nodes of a kind cost, whose values have these variables."""
@@ -285,9 +265,14 @@ class _Assembly:
             self.kin.append([self._places(c.items()) for c in chosen])
             factors = [tuple(sorted(c.items())) for c in chosen]
             self.nodes.update((n, (i, factors)) for n in nodes)
-            self._add(i, *self._costs(kind, ends, i, chosen, times))
+            self._add(i, *self._costs(kind, ends, i, *self._run(kind, chosen), times))
             return
-        found = {i: self._costs(kind, ends, i, self._as(kind, p, i, at), times) for p, (i, at) in leaders.items()}
+        found = {
+            i: self._costs(
+                kind, ends, i, *(self._led_by(kind, p, i, at) or self._run(kind, self._as(kind, p, i, at))), times
+            )
+            for p, (i, at) in leaders.items()
+        }
         if len(found) == 2 == len({end[0] for end in ends if end}):  # whichever of the two it is better run as
             (i, (alone, others)), (j, (beside, back)) = found.items()
             led = alone[:, None] + others.get(j, 0.0)
@@ -302,32 +287,52 @@ class _Assembly:
             self.builder.between(i, j, table)
 
     def _costs(
-        self, kind: Kind, ends: Sequence[End], i: int, chosen: Sequence[Mapping[str, Axes]], times: float
+        self, kind: Kind, ends: Sequence[End], i: int, alone: Array, asked: Sequence[Lay], times: float
     ) -> tuple[Array, dict[int, Array]]:
-        """Seconds of a node whose factors have the axes ``chosen`` under each option of ``i``: by that option, and, for
-        every other variable of its values, by that option and the other's."""
-        ways, operands = [self._way(kind, c) for c in chosen], len(kind.rule.operands)
-        alone = np.array([times * w.seconds(self.mesh) if w.possible else math.inf for w in ways])
+        """Seconds of a node under each option of ``i``, where it takes ``alone`` and asks this of its values: by that
+        option, and, for every other variable of its values, by that option and the other's."""
+        operands, lays = len(kind.rule.operands), self.lays
+        alone = times * alone
         others: dict[int, Array] = {}
-        for p, end in enumerate(ends):
-            asked = _lay([w.needs[p] if p < operands else w.gives[p - operands] for w in ways])
+        for p, (end, need) in enumerate(zip(ends, asked, strict=True)):
             shape, bits = kind.shapes[p], kind.bits[p]
             if end is None:  # a scalar, or what no other equation reads: only its terms cost
-                if p >= operands:
-                    reduced = _lay([w.gives[p - operands].reduced() for w in ways])
-                    alone += times / kind.together * self._along(asked, reduced, shape, bits)
+                if p >= operands and any(s.partial for s in need.specs):
+                    reduced = Lay(tuple(s.reduced() for s in need.specs), need.which)
+                    alone += times / kind.together * lays.along(need, reduced, shape, bits)
                 continue
-            lies = self._lies(*end)
+            there = lays.lies(*end)
             if end[0] == i:
-                alone += times * self._along(*((lies, asked) if p < operands else (asked, lies)), shape, bits)
+                alone += times * lays.along(*((there, need) if p < operands else (need, there)), shape, bits)
             else:
-                table = (
-                    self._moves(lies, asked, shape, bits).T if p < operands else self._moves(asked, lies, shape, bits)
-                )
+                table = lays.moves(there, need, shape, bits).T if p < operands else lays.moves(need, there, shape, bits)
                 others[end[0]] = others.get(end[0], 0.0) + times * table
         return alone, others
 
-    def _led(self, kind: Kind, ends: Sequence[End]) -> bool:
+    def _run(self, kind: Kind, chosen: Sequence[Mapping[str, Axes]]) -> tuple[Array, list[Lay]]:
+        """Seconds of a node whose factors have each of the axes ``chosen``, and what it asks of its values."""
+        ways = [self._way(kind, c) for c in chosen]
+        asked = [lay([w.needs[p] for w in ways]) for p in range(len(kind.rule.operands))]
+        asked += [lay([w.gives[p] for w in ways]) for p in range(len(kind.rule.results))]
+        return np.array([w.seconds(self.mesh) if w.possible else math.inf for w in ways]), asked
+
+    def _led_by(self, kind: Kind, p: int, i: int, at: Places) -> tuple[Array, list[Lay]] | None:
+        """The same for an equation that runs as its value at position ``p`` lies, all options at once: each of its
+        values then lies as that does. None where neighbours exchange edges."""
+        rule = kind.rule
+        dims = (*rule.operands, *rule.results)
+        place = {dim[0]: d for dim, d in zip(dims[p], at, strict=True) if dim and rule.kind(dim[0]) != "whole"}
+        if rule.halos or len(place) < sum(bool(dim) and rule.kind(dim[0]) != "whole" for dim in dims[p]):
+            return None
+        where = [tuple([place.get(dim[0], -1) if dim else -1 for dim in ds]) for ds in dims]
+        terms = tuple((d, k) for f, k in rule.kinds if k in REDUCED and (d := place.get(f, -1)) >= 0)
+        count = len(rule.operands)
+        asked = [self.lays.lies(i, w, terms if q >= count else ()) for q, w in enumerate(where)]
+        local = [b / self.lays.parts(lay) for b, lay in zip(kind.bytes, asked, strict=True)]
+        seconds = compute(kind, local, self.lays.parts(self.lays.lies(i, where[p])), self.mesh, _least, _most)
+        return np.broadcast_to(seconds, len(self.options[i])), asked
+
+    def _led(self, kind: Kind, ends: Iterable[End]) -> bool:
         """Whether the equation runs as one of its values lies."""
         form = self.groups.form(kind)
         choosing = self.groups.few and (form.reduces or len({end[0] for end in ends if end}) > 2)
@@ -371,29 +376,15 @@ class _Assembly:
         return ways
 
 
-def lies(option: Spec, places: Places) -> Spec:
-    """How a value with these places lies where its group lies so."""
-    return Spec(tuple(option.dims[p] if p >= 0 else () for p in places))
-
-
-@functools.lru_cache(maxsize=4096)
-def splits(sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[Spec, ...]:
-    """Every way to split dimensions of ``sizes``: each axis on one or none, in mesh order where several meet."""
-    found: list[Spec] = []
-    for chosen in itertools.product(range(-1, len(sizes)), repeat=len(axes)):
-        dims = tuple(tuple(a for a, c in zip(axes, chosen, strict=True) if c == d) for d in range(len(sizes)))
-        if all(n % mesh.axes_size(d) == 0 and (n > 1 or not d) for n, d in zip(sizes, dims, strict=True)):
-            found.append(Spec(dims))
-    return tuple(found)
-
-
 def _labels(options: Sequence[tuple[Any, ...]], axis: int) -> list[int]:
     """The same number for options that differ at most in what one axis splits."""
     seen: dict[Any, int] = {}
     return [seen.setdefault((*o[:axis], *o[axis + 1 :]), len(seen)) for o in options]
 
 
-def _lay(specs: Iterable[Spec]) -> Lay:
-    number: dict[Spec, int] = {}
-    which = np.array([number.setdefault(s, len(number)) for s in specs], dtype=np.intp)
-    return Lay(tuple(number), which)
+def _least(arrays: Sequence[Any]) -> Array:
+    return functools.reduce(np.minimum, arrays)
+
+
+def _most(arrays: Sequence[Any]) -> Array:
+    return functools.reduce(np.maximum, arrays)

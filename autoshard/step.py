@@ -11,9 +11,10 @@ import jax
 
 from autoshard import jaxpr as jx
 from autoshard import stateful
+from autoshard.carried import Carried, carried
 from autoshard.entry import Entry
 from autoshard.plan import Plan
-from autoshard.prepare import Carried, Options, carried, prepare
+from autoshard.prepare import Options, prepare
 from autoshard.signature import Call, aval, signature
 from autoshard.traced import Traced, traced
 

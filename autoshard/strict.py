@@ -90,12 +90,25 @@ def load_yaml[Model: BaseModel](path: str | os.PathLike[str], model: type[Model]
       ConfigError: no such file, YAML that does not parse, or an entry that is unknown, repeated,
         missing or impossible; every such entry is named with its line.
     """
+    return parse_yaml(read(path), str(epath.Path(path)), model)
+
+
+def read(path: str | os.PathLike[str]) -> str:
+    """The text of the file at ``path``.
+
+    Raises:
+      ConfigError: no such file.
+    """
     file = epath.Path(path)
     try:
-        text = file.read_text()
+        return file.read_text()
     except OSError as error:
         beside = [f.name for f in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
         raise ConfigError(f"cannot read {file}: {error.strerror}{nearest(file.name, beside)}") from None
+
+
+def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Model:
+    """The ``model`` that ``text`` describes, which stands in ``file``; as `load_yaml`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -108,7 +121,7 @@ def load_yaml[Model: BaseModel](path: str | os.PathLike[str], model: type[Model]
     if not isinstance(values, dict):
         raise ConfigError(f"{file}:1: expected keys and values, found {type(values).__name__}")
     try:
-        return model.model_validate(values, context={"file": str(file)})
+        return model.model_validate(values, context={"file": file})
     except ValidationError as error:
         raise ConfigError(
             "\n".join(_complaints(model, error, values, lambda keys: f"{file}:{_line(node, keys)}"))

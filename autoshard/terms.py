@@ -83,11 +83,8 @@ def in_terms(jaxpr: jx.Jaxpr, parts: int) -> jx.Jaxpr:
             eqns += body.summed(eqn, sums)
             changed = True
             continue
-        old = [r.body for r in jx.regions(eqn)]
-        new = [in_terms(b, parts) for b in old]
-        if any(a is not b for a, b in zip(old, new, strict=True)):
-            eqn, changed = jx.with_bodies(eqn, new), True
-        eqns.append(eqn)
+        eqns.append(jx.within(eqn, lambda b: in_terms(b, parts)))
+        changed |= eqns[-1] is not eqn
     return jx.with_code(jaxpr, eqns) if changed else jaxpr
 
 

@@ -83,7 +83,14 @@ class Planned:
 def plan_phase(config: TrainConfig, phase: Phase) -> Planned:
     """The plan of one phase; needs no devices, and makes no array."""
     steps = make_steps(config.model, config.optimizer, config.last_step)
-    step = autoshard.jit(steps.train, mesh=phase.mesh, strategy=config.strategy, passes=config.passes, donate_argnums=0)
+    step = autoshard.jit(
+        steps.train,
+        mesh=phase.mesh,
+        strategy=config.strategy,
+        refine=config.refine,
+        passes=config.passes,
+        donate_argnums=0,
+    )
     state = jax.eval_shape(steps.init, jax.eval_shape(lambda: jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((config.batch, config.model.seq), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}

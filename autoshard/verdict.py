@@ -13,6 +13,7 @@ from autoshard.compiling import Compilation
 from autoshard.estimate import Estimate
 from autoshard.sections import Section, Table, count, near
 from autoshard.show import text
+from autoshard.trials import trials
 from autoshard.units import size_text, time_text
 
 ROWS = 20
@@ -23,7 +24,8 @@ def show(c: Compilation, console: Console) -> None:
     """Prints a compilation; what was not planned is red where the console has colours."""
     heading = _heading(c)
     made = [_time(c, c.estimate), _collectives(c, c.audit)] if c.estimate and c.audit else []
-    body = Text(text([heading, _memory(c), *made]))
+    others = [trials(c.plan.refined)] if c.plan.refined else []
+    body = Text(text([heading, _memory(c), *made, *others]))
     if not c.fits:
         body.stylize("bold red", 0, len(text([heading])))
     console.print(body)

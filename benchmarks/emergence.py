@@ -85,7 +85,7 @@ CASES = (
     _decoder("optimizer state in parts", EIGHT, 256, **SMALL, d_model=1024),
     _decoder("optimizer state in parts, wide", EIGHT, 64, **WIDE),
     _decoder("optimizer state in parts, only products kept", EIGHT, 64, "6GiB", **WIDE),
-    _decoder("optimizer state in parts, all made again", EIGHT, 64, "4GiB", **WIDE),
+    _decoder("optimizer state in parts, fewer products kept", EIGHT, 64, "4GiB", **WIDE),
     _decoder("parameters in parts, all made again", EIGHT, 64, "2GiB", **WIDE),
     _decoder("Megatron with the sequence in parts, batch 1", EIGHT, 1, **LARGE),
     _decoder("Megatron with the sequence in parts, batch 4", EIGHT, 4, **LARGE),

@@ -15,7 +15,8 @@ import jax
 import autoshard
 from autoshard.errors import MemoryBudgetError
 from autoshard.plan import Plan
-from benchmarks.tpu_cases import MESHES, MIB, SLICE, Program, answer, decoder, experts, mlp, options
+from benchmarks.answers import answer
+from benchmarks.tpu_cases import MESHES, MIB, SLICE, Program, decoder, experts, mlp, options
 
 RESERVE = 0.05
 GROWN: Mapping[str, Callable[[int], Program]] = {
@@ -68,11 +69,10 @@ def main() -> None:
             if chosen.word not in f"{name} {strategy}":
                 continue
             batch, plan, lowered = filled(name, strategy)
-            try:
-                found = answer(lowered, chosen.cache)
-                said = f"{found.peak / MIB:,.0f} | yes" if found else "- | -"
-            except jax.errors.JaxRuntimeError as e:
-                said = f"- | NO: {str(e).splitlines()[0][:200]}"
+            found = answer(lowered, plan.mesh, chosen.cache)
+            said = "- | -"
+            if found is not None:
+                said = f"- | NO: {found.refusal[:200]}" if found.refusal else f"{found.peak / MIB:,.0f} | yes"
             print(f"| {name} | {strategy} | {batch} | {plan.memory.peak / MIB:,.0f} | {said} |", flush=True)
 
 

@@ -1,42 +1,90 @@
-"""What the TPU compiler makes of one planned program under options that bear on sharded programs.
+"""What the TPU compiler makes of planned programs under options that bear on sharded ones.
 
-``python -m benchmarks.options [WORD]`` prints a row for each set of options whose name contains the word; each compiles
-for a minute or two. Results are kept in benchmarks/results/options.md.
+``python -m benchmarks.options [--cache DIR] [--kept] [WORD]`` prints a row for each program and set of options, those
+that contain the word; each compiles for a minute or two. Results are kept in benchmarks/results/options.md.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-import autoshard
+import jax
+
 from autoshard.estimate import estimate
-from benchmarks.tpu_cases import MIB, SLICE, decoder
+from benchmarks.answers import answer
+from benchmarks.tpu_cases import MIB, Case, options, planned
 
-OPTIONS: Mapping[str, dict[str, str]] = {
+CASES = (
+    Case("decoder-scanned", "4x4", "fsdp_tp"),
+    Case("decoder-unrolled", "4x4", "tp"),
+    Case("experts", "4x4", "auto"),
+)
+COMBINERS = ("xla_jf_crs", "xla_tpu_agf", "xla_tpu_arf", "xla_tpu_ars")
+"""Of the thresholds up to which collectives of one kind are put together."""
+FUSED = (
+    "xla_enable_async_all_gather",
+    "xla_tpu_enable_async_collective_fusion",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps",
+    "xla_tpu_overlap_compute_collective_tc",
+)
+OPTIONS: Mapping[str, Mapping[str, str]] = {
     "none": {},
-    "asynchronous collectives in fusions off": {"xla_tpu_enable_async_collective_fusion": "false"},
-    "combiner threshold 1 GiB": {"xla_jf_crs_combiner_threshold_in_bytes": str(2**30)},
+    "collectives combined to 1 GiB": {f"{name}_combiner_threshold_in_bytes": str(2**30) for name in COMBINERS},
+    "collectives fused, none": {"xla_tpu_enable_async_collective_fusion": "false"},
+    "collectives fused, all kinds": dict.fromkeys(FUSED, "true"),
+    "collectives pipelined over loops": dict.fromkeys(
+        ("xla_tpu_enable_ag_backward_pipelining", "xla_tpu_enable_collective_pipeliner"), "true"
+    ),
     "latency hiding scheduler off": {"xla_tpu_enable_latency_hiding_scheduler": "false"},
-    "scoped memory 64 MiB": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
+    "windowed einsum always": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"},
     "windowed einsum never": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
 }
 
 
-def main(word: str = "") -> None:
+@dataclass(frozen=True)
+class Told:
+    """A step lowered, to be compiled under options."""
+
+    lowered: jax.stages.Lowered
+    under: Mapping[str, str]
+
+    def as_text(self) -> str:
+        """As `jax.stages.Lowered` has it."""
+        return self.lowered.as_text()
+
+    def compile(self) -> jax.stages.Compiled:
+        """As `jax.stages.Lowered` does."""
+        return self.lowered.compile(compiler_options=dict(self.under) or None)
+
+
+def main() -> None:
     """Prints the rows."""
-    step, state, batch = decoder(32, layers=2, d_model=1024, heads=8, d_ff=4096, vocab=8192, seq=512)
-    mesh = autoshard.MeshConfig(axes={"data": 4, "model": 4}, tpu=SLICE)
-    jitted = autoshard.jit(step, mesh=mesh, strategy="fsdp_tp", donate_argnums=0)
-    plan, lowered = jitted.plan(state, batch), jitted.lower(state, batch)
-    print("| options | compute ms | collectives ms | peak MiB | temporaries MiB |\n|---|--:|--:|--:|--:|")
-    for name, chosen in OPTIONS.items():
-        if word in name:
-            compiled = lowered.compile(compiler_options=chosen or None)
-            e, m = estimate(compiled, plan.mesh), compiled.memory_analysis()
-            sizes = f"{m.peak_memory_in_bytes / MIB:.0f} | {m.temp_size_in_bytes / MIB:.0f}"
-            print(f"| {name} | {e.compute * 1e3:.3f} | {e.transfers * 1e3:.3f} | {sizes} |", flush=True)
+    asked = options()
+    print("| program | options | compute ms | collectives ms | sum ms | bound ms | peak MiB |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for case in CASES:
+        plan, lowered, _ = planned(case)
+        for name, under in OPTIONS.items():
+            row = f"| {case} {case.strategy} | {name} |"
+            if asked.word not in row:
+                continue
+            try:
+                told = str(sorted(under.items()))
+                found = answer(Told(lowered, under), plan.mesh, asked.cache, options=told, kept=asked.kept)
+            except jax.errors.JaxRuntimeError as error:
+                print(row, f"refused: {str(error).splitlines()[0][:120]}", flush=True)
+                continue
+            if found is not None and found.refusal:
+                print(row, f"refused: {found.refusal.splitlines()[0][:120]}", flush=True)
+            elif found is not None:
+                e = estimate(found, plan.mesh)
+                times = " | ".join(f"{x * 1e3:.3f}" for x in (e.compute, e.transfers, e.seconds, e.bound))
+                print(row, f"{times} | {found.peak / MIB:.0f} |" + ("" if e.exact else " trips unknown"), flush=True)
 
 
 if __name__ == "__main__":
-    main(" ".join(sys.argv[1:]))
+    main()

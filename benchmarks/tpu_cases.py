@@ -6,14 +6,10 @@ answers are kept on disk under a digest of all that it was given, so that a seco
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ from flax import linen
 import autoshard
 from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 from autoshard.plan import Plan
+from benchmarks.answers import Answer, answer
 
 SLICE = "v5e:4x4"
 MESHES = {name: {"data": int(name.split("x")[0]), "model": int(name.split("x")[1])} for name in ("4x4", "16x1", "2x8")}
@@ -171,24 +168,6 @@ def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the compiler made of a program: all that it says of its memory, in bytes; its HLO; how long it took."""
-
-    memory: Mapping[str, int]
-    text: str
-    seconds: float
-
-    def as_text(self) -> str:
-        """As `jax.stages.Compiled` has it."""
-        return self.text
-
-    @property
-    def peak(self) -> int:
-        """Bytes per device at the moment when most are held."""
-        return self.memory["peak_memory_in_bytes"]
-
-
-@dataclass(frozen=True)
 class Options:
     """``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that cases to run contain."""
 
@@ -205,7 +184,7 @@ def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
     """Every case to run with its plan, the compiler's answer, and the seconds that planning took."""
     for case in chosen.cases():
         plan, lowered, seconds = planned(case)
-        found = answer(lowered, chosen.cache, kept=chosen.kept)
+        found = answer(lowered, plan.mesh, chosen.cache, kept=chosen.kept)
         if found is not None:
             yield case, plan, found, seconds
 
@@ -219,24 +198,3 @@ def options(argv: Sequence[str] = tuple(sys.argv[1:])) -> Options:
         cache = Path(words[at + 1])
         del words[at : at + 2]
     return Options(cache, "--kept" in argv, " ".join(words))
-
-
-def answer(lowered: jax.stages.Lowered, cache: Path | None, *, kept: bool = False) -> Answer | None:
-    """The compiler's answer, from ``cache`` if it was asked before; if not, and only what is ``kept`` counts, None."""
-    version = "libtpu " + metadata.version("libtpu")
-    key = hashlib.sha256("\n".join((version, SLICE, lowered.as_text())).encode()).hexdigest()[:32]
-    path = cache / f"{key}.json.gz" if cache else None
-    if path is not None and path.exists():
-        return Answer(**json.loads(gzip.decompress(path.read_bytes())))
-    if kept:
-        return None
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    found = compiled.memory_analysis()
-    sizes = {k: getattr(found, k) for k in dir(found) if k.endswith("bytes")}
-    made = Answer(sizes, compiled.as_text() or "", seconds)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(json.dumps(vars(made)).encode()))
-    return made

@@ -69,10 +69,8 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     eqns: list[jx.JaxprEqn] = []
     changed = False
     for eqn in jaxpr.eqns:
-        bodies = [r.body for r in jx.regions(eqn)]
-        new = [_rewritten(b) for b in bodies]
-        if any(a is not b for a, b in zip(bodies, new, strict=True)):
-            eqn, changed = jx.with_bodies(eqn, new), True
+        new = jx.within(eqn, _rewritten)
+        eqn, changed = new, changed or new is not eqn
         found = reader.sum(eqn)
         eqns += [eqn] if found is None else found
         changed |= found is not None

@@ -2,13 +2,17 @@
 
 For a user, ``passes=["recompute:full"]`` is what `jax.checkpoint` around each layer is, without touching the
 model: it works on the step as traced, already differentiated. How is in `autoshard.replay`.
+
+Between holding nothing and all lie ``recompute:products:1``, ``2``, ...: so many products of the forward part are held,
+those first that take most work for each byte; a product in all layers counts as one.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +38,8 @@ def _named() -> Mapping[str, Policy]:
 
 
 POLICIES = _named()
+Product = tuple[str, str, tuple[int, ...], str]
+"""Line, operation, shape and dtype, alike in all layers."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +54,24 @@ class Recompute(Pass):
     name: ClassVar[str] = "recompute"
 
     policy: str | Policy = "full"
-    """``"full"``, or a policy as `jax.checkpoint` takes, by name or itself: (primitive, *avals, **params) -> bool."""
+    """``"full"``, ``"products:3"``, or a policy as `jax.checkpoint` takes, by name or itself: (primitive, *avals,
+    **params) -> bool."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, str) and self.policy not in POLICIES:
-            raise PassError(f"recompute has no policy {self.policy!r}{nearest(self.policy, POLICIES)}")
+        if isinstance(self.policy, str) and self.policy not in POLICIES and self._count is None:
+            known = (*POLICIES, "products:1")
+            raise PassError(f"recompute has no policy {self.policy!r}{nearest(self.policy, known)}")
         if not isinstance(self.policy, str) and not callable(self.policy):
             raise PassError(f"recompute takes a policy's name or a function, not {self.policy!r}")
 
     def __call__(self, program: Program) -> Program:
-        after = self._rewritten(program.jaxpr)
+        after = _rewritten(program.jaxpr, self.keep(program.jaxpr))
         return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
+
+    def forms(self, program: Program) -> tuple[Pass, ...]:
+        """What holds most products, to what holds none."""
+        count = len(products(program.jaxpr))
+        return tuple(Recompute(f"products:{n}" if n else "full") for n in range(count, -1, -1))
 
     def change(self, before: Program, after: Program) -> str:
         sizes = " -> ".join(f"{replay.residual_bytes(p) / 2**20:.3g}" for p in (before, after))
@@ -69,9 +82,21 @@ class Recompute(Pass):
         policy = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "policy")
         return f"{self.name}:{policy}"
 
-    def keep(self, eqn: jx.JaxprEqn) -> bool:
-        """Whether the equation's results are held: the policy allows it, here or inside, or it must not run twice."""
-        return not jx.replayable(eqn) or self._allows(eqn)
+    def keep(self, jaxpr: jx.Jaxpr) -> replay.Keep:
+        """Whether an equation's results are held: the policy allows it, here or inside, or it must not run twice."""
+        chosen = set(products(jaxpr)[: self._count]) if self._count else frozenset[Product]()
+
+        def allows(eqn: jx.JaxprEqn) -> bool:
+            here = _product(eqn) in chosen if self._count is not None else self._allows(eqn)
+            return here or any(allows(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
+
+        return lambda eqn: not jx.replayable(eqn) or allows(eqn)
+
+    @property
+    def _count(self) -> int | None:
+        """How many products are held, where the policy says it so."""
+        found = re.fullmatch(r"products:(\d+)", self.policy) if isinstance(self.policy, str) else None
+        return int(found[1]) if found else None
 
     def _allows(self, eqn: jx.JaxprEqn) -> bool:
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
@@ -81,26 +106,14 @@ class Recompute(Pass):
                 f"recompute: the policy {self} gives {answer!r} for {eqn.primitive.name} at "
                 f"{jx.source(eqn)}; it takes policies that give True or False"
             )
-        return answer or any(self._allows(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
-
-    def _rewritten(self, jaxpr: jx.Jaxpr) -> jx.Jaxpr:
-        eqns = [e if jx.differentiated(e) else self._inside(e) for e in jaxpr.eqns]
-        if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
-            jaxpr = jx.with_code(jaxpr, eqns)
-        return replay.line(replay.scans(jaxpr, self.keep), self.keep)
-
-    def _inside(self, eqn: jx.JaxprEqn) -> jx.JaxprEqn:
-        """``eqn`` with the bodies rewritten that may hold both parts, as when gradients are taken in a loop."""
-        old = [r.body for r in jx.regions(eqn)]
-        new = [self._rewritten(body) for body in old]
-        return jx.with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
+        return answer
 
     def _left(self, program: Program) -> Mapping[str, int]:
         """Residuals of loops and branches that the policy would not hold: what they are -> bytes."""
-        found: Counter[str] = Counter()
+        found, keep = Counter[str](), self.keep(program.jaxpr)
         for body in replay.steps(program.jaxpr):
             for var, eqn in replay.residuals(body).items():
-                if replay.forward(eqn) and jx.regions(eqn) and any(not self.keep(e) for e in _makers(eqn, var)):
+                if replay.forward(eqn) and jx.regions(eqn) and any(not keep(e) for e in _makers(eqn, var)):
                     found[f"{eqn.primitive.name} at {jx.source(eqn) or 'unknown line'}"] += jx.aval_bytes(var.aval)
         return found
 
@@ -114,3 +127,39 @@ def _makers(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
             if wire.outside == place and wire.inside not in carried:
                 end = region.body.outvars[wire.inside]
                 yield from (e for e in region.body.eqns if end in e.outvars)
+
+
+def _rewritten(jaxpr: jx.Jaxpr, keep: replay.Keep) -> jx.Jaxpr:
+    eqns = [e if jx.differentiated(e) else _inside(e, keep) for e in jaxpr.eqns]
+    if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        jaxpr = jx.with_code(jaxpr, eqns)
+    return replay.line(replay.scans(jaxpr, keep), keep)
+
+
+def _inside(eqn: jx.JaxprEqn, keep: replay.Keep) -> jx.JaxprEqn:
+    """``eqn`` with the bodies rewritten that may hold both parts, as when gradients are taken in a loop."""
+    old = [r.body for r in jx.regions(eqn)]
+    new = [_rewritten(body, keep) for body in old]
+    return jx.with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
+
+
+def products(jaxpr: jx.Jaxpr) -> list[Product]:
+    """The products of the forward part, at every depth: most work for each byte held first, of equals the smallest."""
+
+    def walk(eqns: Iterable[jx.JaxprEqn], *, inside: bool) -> Iterator[tuple[float, int, Product]]:
+        for eqn in eqns:
+            if found := _product(eqn) if inside or replay.forward(eqn) else None:
+                size = sum(jx.aval_bytes(v.aval) for v in eqn.outvars)
+                yield -jx.contraction_flops(eqn) / max(1, size), size, found
+            if inside or replay.forward(eqn) or not jx.differentiated(eqn):
+                for region in jx.regions(eqn):
+                    yield from walk(region.body.eqns, inside=inside or replay.forward(eqn))
+
+    return list(dict.fromkeys(p for _, _, p in sorted(walk(jaxpr.eqns, inside=False))))
+
+
+def _product(eqn: jx.JaxprEqn) -> Product | None:
+    if not jx.contraction_flops(eqn):
+        return None
+    made = jx.aval(eqn.outvars[0])
+    return jx.source(eqn), eqn.primitive.name, made.shape, jx.dtype_name(made.dtype)

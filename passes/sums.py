@@ -88,10 +88,8 @@ def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
     eqns: list[jx.JaxprEqn] = []
     changed = False
     for eqn in jaxpr.eqns:
-        bodies = [r.body for r in jx.regions(eqn)]
-        new = [_rewritten(b, known) for b in bodies]
-        if any(a is not b for a, b in zip(bodies, new, strict=True)):
-            eqn, changed = jx.with_bodies(eqn, new), True
+        new = jx.within(eqn, lambda b: _rewritten(b, known))
+        eqn, changed = new, changed or new is not eqn
         if eqn.primitive.name in ADD and eqn.outvars[0] not in inner and _terms_of(eqn):
             found = [a for side in eqn.invars for a in leaves(side)]
             products = {i: p for i, a in enumerate(found) if (p := product(a)) is not None}

@@ -60,11 +60,8 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     for eqn in jaxpr.eqns:
         if id(eqn) in dropped:
             continue
-        bodies = [r.body for r in jx.regions(eqn)]
-        new = [_rewritten(b) for b in bodies]
-        if any(a is not b for a, b in zip(bodies, new, strict=True)):
-            eqn, changed = jx.with_bodies(eqn, new), True
-        eqns.append(turned.get(id(eqn), eqn))
+        eqns.append(turned.get(id(eqn)) or jx.within(eqn, _rewritten))
+        changed |= eqns[-1] is not eqn
     return jx.with_code(jaxpr, eqns) if changed else jaxpr
 
 

@@ -1,7 +1,8 @@
 """Attention: batch and heads pass; a sequence that queries and keys share is split, and its parts meet.
 
 How they meet is what sends least: the whole sequence traded for fewer heads (`autoshard.rules.forms_exchange`), or
-blocks that travel (`autoshard.rules.forms_ring`), of keys and values, or in the backward part of queries.
+blocks that travel (`autoshard.rules.forms_ring`), of keys and values, or in the backward part of queries. A sequence
+that is not split is taken a few heads or queries at a time (`autoshard.rules.forms_few`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autoshard.attention import Form, attend, attention_backward_p, attention_p,
 from autoshard.rule import Aval, Local, Rule, RuleFn
 from autoshard.rules.family import Label, build
 from autoshard.rules.forms_exchange import attend_whole, gradients_whole, shared
+from autoshard.rules.forms_few import attend_few, gradients_few
 from autoshard.rules.forms_ring import attend_round, gradients_round, moves_round, reach
 
 SEQUENCE = "sequence"
@@ -31,16 +33,17 @@ def attention(query: Aval, key: Aval, value: Aval, *extras: Aval, form: Form, **
     passing = set(form.rows)
     sides = [*_operands(form, query, key, passing), *_extras(form, query, key, passing)]
     results = [_labels(x, form, query, key, passing) for x in (form.out, form.rows, form.rows)]
-    return _rule(sides, results, _local(form, attend, _forward, (query, key, value)))
+    return _rule(sides, results, _local(form, attend, attend_few, _forward, (query, key, value)))
 
 
 def attention_backward(query: Aval, key: Aval, value: Aval, *rest: Aval, form: Form, **_: Any) -> Rule:
-    """Beside that, what query, key and value do not have in common is summed over, and stays whole."""
+    """Beside that, what query, key and value do not have in common is summed over, and stays whole; but for queries,
+    whose terms of the keys' and values' cotangents are added where the sequence is not theirs too."""
     passing = set(form.rows) & set(form.query) & set(form.key) & set(form.value) | {form.row}
     own = [_labels(x, form, query, key, passing) for x in (form.out, form.rows, form.rows, form.cotangent)]
     sides = [*_operands(form, query, key, passing), *own, *_extras(form, query, key, passing)]
     results = [_labels(x, form, query, key, passing) for x in form.grads]
-    return _rule(sides, results, _local(form, gradients, _backward, (query, key, value)))
+    return _rule(sides, results, _local(form, gradients, gradients_few, _backward, (query, key, value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,11 @@ def _backward(form: Form, split: Split) -> Iterator[Way]:
         yield Way(functools.partial(gradients_whole, form), split.traded(q, k, v, ct, row, row, row, *split.sizes[-3:]))
 
 
-def _local(form: Form, plain: Callable[..., Any], ways: Ways, whole: Sequence[Aval]) -> Local:
-    """The form that takes the way that sends least. ``whole`` are query, key and value before they are split."""
+def _local(form: Form, plain: Callable[..., Any], few: Callable[..., Any], ways: Ways, whole: Sequence[Aval]) -> Local:
+    """The form that takes the way that sends least; ``few`` heads or queries at a time where no sequence is split.
+
+    ``whole`` are query, key and value before they are split.
+    """
     lengths, wide = form.sizes(*whole), jnp.dtype(form.wide).itemsize
     traded = math.prod([lengths[c] for c in shared(form)])
     keys = max(1, math.prod(whole[1].shape) * whole[1].dtype.itemsize)
@@ -116,11 +122,13 @@ def _local(form: Form, plain: Callable[..., Any], ways: Ways, whole: Sequence[Av
         return min(ways(form, split), key=lambda way: way.sent(parts))
 
     def fun(axes: tuple[str, ...], *operands: Any) -> Any:
+        if not axes:
+            return few(form, *operands)
         results = jax.eval_shape(functools.partial(plain, form=form), *operands)
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
         return least(jax.lax.axis_size(axes), sizes).fun(axes, *operands)
 
-    return Local(fun, lambda parts, sizes: least(parts, sizes).moves)
+    return Local(fun, lambda parts, sizes: least(parts, sizes).moves if parts > 1 else (), due="always")
 
 
 def _labels(letters: str, form: Form, query: Aval, key: Aval, passing: set[str]) -> list[Label]:
@@ -139,8 +147,9 @@ def _extras(form: Form, query: Aval, key: Aval, passing: set[str]) -> list[list[
 
 
 def _rule(operands: list[list[Label]], results: list[list[Label]], local: Local) -> Rule:
-    shared = any(SEQUENCE in side for side in operands)
-    return build(operands, results, {SEQUENCE: "local"} if shared else {}, local=local if shared else None)
+    kinds = {SEQUENCE: "local"} if any(SEQUENCE in side for side in operands) else {}
+    kinds |= {c: "sum" for c in operands[0] if c and any(c not in side for side in results)}
+    return build(operands, results, kinds, local=local)
 
 
 TABLE: dict[Primitive, RuleFn] = {attention_p: attention, attention_backward_p: attention_backward}

@@ -14,11 +14,13 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.halo import Halo, Window
-from autoshard.rule import Aval, Rule, RuleFn
+from autoshard.rule import Aval, Local, Rule, RuleFn
 from autoshard.rules.family import Label, alone, build, is_integer, table
 from autoshard.rules.window import length, meet, slide
 
 EITHER = "sum: 0 1"
+SCATTERED = Local(None, lambda *_: (), due="scattered")
+"""Left to XLA, sums that are wanted in parts are reduced whole and cut: always for CPU, often for TPU (JAX 0.12)."""
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -39,7 +41,10 @@ def dot_general(
     """Batch and free dimensions pass, contracted ones leave sums."""
     left, right, out = _labels(len(lhs.shape), len(rhs.shape), dimension_numbers)
     sums = {left[d]: "sum" for d in dimension_numbers[0][0]}
-    return build([left, right], [out], sums, _linear(lhs.dtype, rhs.dtype, preferred_element_type))
+    linear = _linear(lhs.dtype, rhs.dtype, preferred_element_type)
+    made = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    local = None if made == bool else SCATTERED  # no collective of JAX's adds up truths
+    return build([left, right], [out], sums, linear, local=local)
 
 
 def _linear(lhs: Any, rhs: Any, result: Any) -> str:
@@ -210,7 +215,7 @@ def conv_general_dilated(
         kinds,
         _linear(lhs.dtype, rhs.dtype, preferred_element_type),
         sizes,
-        local=alone(part) if own else replace(alone(part), due="halo") if met else None,
+        local=alone(part) if own else replace(alone(part), due="scattered"),
         halos=halos,
     )
 

@@ -217,16 +217,20 @@ ENTRY %main (p: bf16[1024,8]) -> bf16[280,8] {
   %p = bf16[1024,8]{1,0} parameter(0)
   %s = (bf16[4,8]{1,0}, bf16[8,8]{1,0}) fusion(%p), kind=kCustom, calls=%start
   %d = bf16[8,8]{1,0} fusion(%s), kind=kCustom, calls=%done
-  ROOT %f = bf16[280,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter, metadata={op_name="dot (a)" stack_frame_id=1}
+  %f = bf16[280,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter, metadata={op_name="dot (a)" stack_frame_id=1}
+  %edge = bf16[24,8]{1,0} slice(%f), slice={[256:280], [0:8]}
+  %moved = bf16[24,8]{1,0} collective-permute(%edge), channel_id=2, source_target_pairs={{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}}
+  ROOT %whole = bf16[304,8]{1,0} concatenate(%moved, %f), dimensions={0}
 }
 """  # noqa: E501
 
 
 def test_tpu_fusions() -> None:
-    gather, scatter = collectives(TPU, MESH)
+    gather, scatter, edges = collectives(TPU, MESH)
     assert (gather.kind, gather.axes, gather.bytes, gather.count) == ("all-gather", ("x",), 128, 1)
     assert (scatter.kind, scatter.axes, scatter.bytes) == ("reduce-scatter", ("y",), 1024 * 8 * 2)
     assert gather.source == scatter.source == "/home/me/step.py:41"
+    assert (edges.kind, edges.axes, edges.bytes, edges.share) == ("reduce-scatter", ("y",), 24 * 8 * 2, 6 / 8)
 
 
 def loop_text(condition: str, step: str = "1", first: str = "0", config: str = "") -> str:

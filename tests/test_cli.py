@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from autoshard import checkpoint
+
 ROOT = Path(__file__).parent.parent
 
 CONFIG = """
@@ -70,19 +72,8 @@ def steps_taken(folder: Path) -> list[dict[str, object]]:
 
 def state(folder: Path) -> dict[str, str]:
     """The newest checkpoint: leaf path to bytes, in hexadecimal."""
-    script = (
-        "import sys, json; from autoshard import checkpoint\n"
-        "state = checkpoint.restore(sys.argv[1]).state\n"
-        "print(json.dumps({path: leaf.tobytes().hex() for path, leaf in state.items()}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder / "run/checkpoints")],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    found = checkpoint.restore(folder / "run/checkpoints").state
+    return {path: leaf.tobytes().hex() for path, leaf in found.items()}
 
 
 def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:

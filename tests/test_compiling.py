@@ -77,7 +77,7 @@ def test_json_holds_what_is_documented(made):
     assert found["audit"]["clean"] is made.audit.clean
     first = found["collectives"][0]
     assert {"kind", "axes", "bytes", "count", "source", "operation", "seconds"} <= set(first)
-    assert "dot_general" in " ".join(c["operation"] for c in found["collectives"])
+    assert "reduce_scatter" in " ".join(c["operation"] for c in found["collectives"])
 
 
 def test_what_was_not_planned_is_red_with_what_caused_it(made):

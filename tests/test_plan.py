@@ -201,7 +201,7 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"{}", "no plan"),
         (b"null", "no plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 3}', "lacks"),
+        (b'{"autoshard_plan": 4}', "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):

@@ -40,6 +40,7 @@ def specs(axes: str, rank: int, kind: str = "sum") -> tuple[Spec, ...]:
 
 MESH = mesh_of(2, 4)
 SHAPE = (8, 16)
+SUM = (("x", "sum"),)
 
 Shards = dict[tuple[int, ...], np.ndarray]
 
@@ -253,6 +254,22 @@ SUM_X, SUM_XY = (("x", "sum"),), (("x", "sum"), ("y", "sum"))
 )
 def test_steps(src: Spec, dst: Spec, expected: list[str]) -> None:
     assert described(src, dst) == expected
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "left"),
+    [
+        (Spec(((), ()), SUM), Spec((("x",), ())), (("x",), ())),
+        (Spec(((), ()), SUM), Spec(((), ())), ((), ())),
+        (Spec(((), ()), (("x", "sum"), ("y", "sum"))), Spec((("x", "y"), ())), (("x", "y"), ())),
+        (Spec((("y",), ()), SUM), Spec((("x", "y"), ())), (("y", "x"), ())),
+        (Spec(((), ("y",)), SUM), Spec((("x",), ())), (("x",), ("y",))),
+        (Spec(((), ()), (("x", "max"),)), Spec((("x",), ())), ((), ())),
+    ],
+    ids=["scattered", "reduced", "over both", "before a permute", "before a gather", "no sum"],
+)
+def test_terms_are_put_together_first(src: Spec, dst: Spec, left: tuple[tuple[str, ...], ...]) -> None:
+    assert reshard.combined(src, dst, (64, 64), 32, MESH) == Spec(left)
 
 
 def test_the_slow_axis_gathers_while_the_value_is_small() -> None:

@@ -71,3 +71,23 @@ def test_what_moves_nothing_and_what_is_sent_takes_no_time():
         "ROOT %r = f32[8] all-gather-done(%s)",
     ]
     assert seconds(FAST_PRODUCTS, lines) == (0.0, True)
+
+
+def test_a_fusion_beside_others_moves_what_it_moves_by_itself():
+    fused = (
+        "%put (x: f32[1000,8], u: f32[1,8], i: s32[]) -> f32[1000,8] {\n  %x = f32[1000,8] parameter(0)\n"
+        "  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  ROOT %s = f32[1000,8] dynamic-update-slice(%x, %u, %i, %i)\n}"
+    )
+    called = (
+        "%beside (x: f32[1000,8], u: f32[1,8], i: s32[]) -> f32[1000,8] {\n  %x = f32[1000,8] parameter(0)\n"
+        "  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  ROOT %f = f32[1000,8] fusion(%x, %u, %i), kind=kLoop, calls=%put\n}"
+    )
+    given = ["%x = f32[1000,8] parameter(0)", "%u = f32[1,8] parameter(1)", "%i = s32[] parameter(2)"]
+    start = "%a = ((f32[1000,8], f32[1,8], s32[]), f32[1000,8]) fusion-start(%x, %u, %i), calls=%beside"
+    done = "ROOT %d = f32[1000,8] fusion-done(%a)"
+    alone = "ROOT %f = f32[1000,8] fusion(%x, %u, %i), kind=kLoop, calls=%put"
+    beside = seconds(FAST_PRODUCTS, [*given, start, done], fused, called)[0]
+    assert beside == pytest.approx(seconds(FAST_PRODUCTS, [*given, alone], fused)[0])
+    assert beside < 2

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.lays import splits
 from autoshard.mesh import Link, LogicalMesh
 from autoshard.reshard import seconds
 from autoshard.routes import prices
-from autoshard.space import splits
 from autoshard.spec import Spec
 from tests.programs import CHIP, mesh
 

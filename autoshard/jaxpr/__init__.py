@@ -38,6 +38,7 @@ from autoshard.jaxpr.nested import (
     subjaxprs,
     with_bodies,
     with_scan,
+    within,
 )
 from autoshard.jaxpr.normal import (
     normalize,
@@ -45,6 +46,7 @@ from autoshard.jaxpr.normal import (
 )
 from autoshard.jaxpr.origin import (
     backward,
+    derivative,
     differentiated,
     source,
 )
@@ -115,6 +117,7 @@ __all__ = [
     "constrain",
     "contraction_flops",
     "dead_code",
+    "derivative",
     "differentiated",
     "dispatcher",
     "dtype_bits",
@@ -154,4 +157,5 @@ __all__ = [
     "with_bodies",
     "with_code",
     "with_scan",
+    "within",
 ]

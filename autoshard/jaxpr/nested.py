@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jax._src import core as _core
@@ -128,6 +128,15 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
     if eqn.primitive is high.HIGH:
         return high.with_body(eqn, bodies[0])
     return eqn.replace(params=dict(p, **{_ONE_BODY[eqn.primitive]: bodies[0]}))
+
+
+def within(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """``eqn`` with the bodies of its regions changed; itself where ``change`` gives back what it is given."""
+    if eqn.primitive not in _NESTING:
+        return eqn
+    old = [r.body for r in regions(eqn)]
+    new = [change(body) for body in old]
+    return with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sysconfig
-from typing import Any
+from typing import Any, Literal
 
 from jax._src import source_info_util as _source
 from jax.extend.core import JaxprEqn
@@ -30,9 +30,16 @@ def source(eqn: JaxprEqn) -> str:
     return line(eqn.source_info.traceback)
 
 
+def derivative(eqn: JaxprEqn) -> Literal["forward", "backward", ""]:
+    """Whether the equation lies inside a differentiated function, or comes from the transposition of one."""
+    stack = eqn.source_info.name_stack
+    text = str(stack) if stack.stack else ""
+    return "backward" if "transpose(" in text else "forward" if "jvp(" in text else ""
+
+
 def backward(eqn: JaxprEqn) -> bool:
     """Whether the equation comes from the transposition of a differentiated function."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return derivative(eqn) == "backward"
 
 
 def differentiated(eqn: JaxprEqn) -> bool:

@@ -85,8 +85,19 @@ def as_fun(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
 
 
 def dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """``jaxpr`` without the equations that no output and no effect needs; its inputs stay."""
-    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    """``jaxpr`` without the equations that no output and no effect needs; its inputs stay.
+
+    A long program without nested ones and effects is gone through once, rather than by JAX's rule for each equation.
+    """
+    if jaxpr.effects or any(e.primitive in _pe.dce_rules for e in jaxpr.eqns):
+        return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    used = {a for a in jaxpr.outvars if isinstance(a, Var)}
+    eqns: list[JaxprEqn] = []
+    for eqn in reversed(jaxpr.eqns):
+        if not used.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            used.update([a for a in eqn.invars if isinstance(a, Var)])
+    return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns[::-1])
 
 
 def check(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:

@@ -5,12 +5,13 @@ touching the model. What counts as attention is found in `reader`; the operation
 the sequence is not split they are the composition that they replace, up to how it is rounded.
 
 The backward part is found where it lies beside its forward part, or makes the scores again itself: under
-`jax.checkpoint`, or after the pass ``recompute:full``. The layers of a scan that hold their weights for another loop
-are left alone, and the report says so.
+`jax.checkpoint`, or after the pass ``recompute:full``. Where the layers of a scan hold scores or weights for the loop
+of the backward part, that is made to make them again first.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,18 @@ from typing import Any, ClassVar
 import jax
 
 from autoshard import jaxpr as jx
+from autoshard import replay
 from autoshard.attention import Form, attention_backward_p, attention_p
-from autoshard.passes.attention.facts import Above
+from autoshard.errors import PassError
+from autoshard.mesh import LogicalMesh
+from autoshard.passes.attention.facts import Above, Facts
 from autoshard.passes.attention.reader import Reader
 from autoshard.passes.attention.site import Site
 from autoshard.program import Program
 from autoshard.rewrite import Pass
+from autoshard.strict import parse_bytes
+
+LARGE = "large"
 
 
 @dataclass(frozen=True)
@@ -33,15 +40,36 @@ class Attention(Pass):
 
     name: ClassVar[str] = "attention"
 
+    least: str = ""
+    """An attention whose scores would take less, were they split over all devices, is left as it is. A size such as
+    ``32MiB``; or ``large``, a quarter of the memory on the chip: less has room there anyway, and without such memory
+    there is nothing to gain but room."""
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.least in ("", LARGE) or parse_bytes(self.least)
+        except ValueError as e:
+            raise PassError(f"the pass {self}: {e}, or {LARGE!r}") from None
+
+    def _bytes(self, mesh: LogicalMesh) -> float:
+        """The least bytes of scores, of all devices together."""
+        if self.least == LARGE:
+            return mesh.hardware.on_chip / 4 * mesh.size or math.inf
+        return parse_bytes(self.least) * mesh.size if self.least else 0
+
     def __call__(self, program: Program) -> Program:
+        least = self._bytes(program.mesh)
         before = jx.dead_code(program.jaxpr)
-        after = _rewritten(before)
+        again = _held_no_more(before, least)
+        after = _rewritten(again, least)
         return program if after is before else program.with_jaxpr(jx.dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         made = Counter(eqn.primitive for eqn in _walk(after.jaxpr))
         text = f"{made[attention_p]} forward and {made[attention_backward_p]} backward made one operation each"
-        left = Counter(f"{s.where or 'unknown line'}, {s.reason}" for s in _refused(jx.dead_code(after.jaxpr)))
+        least = self._bytes(after.mesh)
+        found = [s for s in _refused(jx.dead_code(after.jaxpr)) if s.bytes >= least]
+        left = Counter(f"{s.where or 'unknown line'}, {s.reason}" for s in found)
         lines = [f"{where}" + (f" ({n} times)" if n > 1 else "") for where, n in sorted(left.items())]
         return text + "".join(f"; left alone: {line}" for line in lines)
 
@@ -63,11 +91,46 @@ def _refused(jaxpr: jx.Jaxpr, above: Above | None = None) -> Iterator[Site]:
             yield from _refused(region.body, reader.known.facts.inside(eqn, region))
 
 
-def _rewritten(jaxpr: jx.Jaxpr, above: Above | None = None) -> jx.Jaxpr:
+def _held_no_more(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.Jaxpr:
+    """``jaxpr`` with the loops of its backward part making scores and weights again that are held for them."""
+    inner: set[int] = set()
+    facts = Facts(jaxpr, above)
+    for eqn in jaxpr.eqns:
+        for region in jx.regions(eqn) if jx.scan(eqn) and replay.forward(eqn) else ():
+            reader = Reader(region.body, facts.inside(eqn, region))
+            wanted = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and s.bytes >= least]
+            if wanted:
+                inner.update(id(e) for e in (*reader.within(wanted), *_of_nothing(region.body)))
+    eqns = [
+        e
+        if jx.differentiated(e)
+        else _with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
+        for e in jaxpr.eqns
+    ]
+    if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        jaxpr = jx.with_code(jaxpr, eqns)
+    after = replay.scans(jaxpr, lambda e: id(e) not in inner) if inner else jaxpr
+    return jaxpr if after is jaxpr else jx.dead_code(after)
+
+
+def _of_nothing(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
+    """The equations that depend on no operand of ``jaxpr``, such as those of a causal mask."""
+    made: set[jx.Var] = set()
+    for eqn in jaxpr.eqns:
+        if not jx.regions(eqn) and not eqn.effects and all(isinstance(a, jx.Literal) or a in made for a in eqn.invars):
+            made.update(eqn.outvars)
+            yield eqn
+
+
+def _rewritten(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with its attentions replaced, at every depth; itself where there are none."""
     reader = Reader(jaxpr, above)
-    eqns = [_inside(e, reader) for e in jaxpr.eqns]
-    plans = [plan for site, form in reader.attentions() if (plan := _plan(jaxpr, site, form)) is not None]
+    eqns = [
+        _with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
+        for e in jaxpr.eqns
+    ]
+    sites = [(site, form) for site, form in reader.attentions() if site.bytes >= least]
+    plans = [plan for site, form in sites if (plan := _plan(jaxpr, site, form)) is not None]
     if not plans:
         same = all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
         return jaxpr if same else jx.with_code(jaxpr, eqns)
@@ -86,10 +149,9 @@ def _rewritten(jaxpr: jx.Jaxpr, above: Above | None = None) -> jx.Jaxpr:
     )
 
 
-def _inside(eqn: jx.JaxprEqn, reader: Reader) -> jx.JaxprEqn:
-    regions = jx.regions(eqn)
-    old = [r.body for r in regions]
-    new = [_rewritten(r.body, reader.known.facts.inside(eqn, r)) for r in regions]
+def _with_bodies(eqn: jx.JaxprEqn, new: Sequence[jx.Jaxpr]) -> jx.JaxprEqn:
+    """``eqn`` with other bodies; itself where they are its own."""
+    old = [r.body for r in jx.regions(eqn)]
     return jx.with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
 
 

@@ -15,6 +15,7 @@ Whatever has no meaning here, or is used for anything else, refuses the attentio
 from __future__ import annotations
 
 import string
+from collections.abc import Collection
 
 from autoshard import jaxpr as jx
 from autoshard.attention import Form
@@ -29,8 +30,11 @@ class Reader:
     """Reads one jaxpr, equation by equation."""
 
     def __init__(self, jaxpr: jx.Jaxpr, above: Above | None = None) -> None:
+        self.jaxpr = jaxpr
         self.known = Known(Facts(jaxpr, above))
         self.sites: list[Site] = []
+        self.leaving: list[Site] = []
+        """Those of which nothing else is wrong than that scores or weights are results of the jaxpr."""
         for at, eqn in enumerate(jaxpr.eqns):
             given = self.given(eqn)
             met = list(dict.fromkeys(m.site for m in given if m))
@@ -48,11 +52,18 @@ class Reader:
         for atom in jaxpr.outvars:
             m = self.known.meaning(atom)
             if m is not None:
+                if not m.site.reason:
+                    self.leaving.append(m.site)
                 m.site.refuse(
                     "its scores or weights leave the place where they are made, as for a backward part "
                     "elsewhere, which must make them again (recompute:full)",
                     jx.source(m.site.eqn),
                 )
+
+    def within(self, sites: Collection[Site]) -> list[jx.JaxprEqn]:
+        """What makes scores and weights of ``sites``, the product of queries and keys included."""
+        meanings = self.known.meanings
+        return [e for e in self.jaxpr.eqns if any(v in meanings and meanings[v].site in sites for v in e.outvars)]
 
     def attentions(self) -> list[tuple[Site, Form]]:
         """Those among the equations of this jaxpr itself."""

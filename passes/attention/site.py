@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,6 +79,11 @@ class Site:
     def sizes(self) -> dict[str, int]:
         """Of each letter of the scores."""
         return dict(zip(self.cells, jx.aval(self.eqn.outvars[0]).shape, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the scores in the dtype of sums, of all devices together."""
+        return 4 * math.prod(self.sizes.values())
 
     @property
     def query(self) -> tuple[jx.Var, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.attention import attention_backward_p, attention_p
+from autoshard.errors import PassError
 from autoshard.passes import KNOWN, Attention
 from autoshard.rewrite import parse
 from autoshard.rules import OWN
@@ -21,6 +23,7 @@ from tests import attentions
 from tests.attentions import (
     BIAS,
     FORMS,
+    HASTY,
     LAYOUTS,
     B,
     H,
@@ -123,14 +126,6 @@ def test_layers_in_a_row_in_a_loop_and_made_again(scanned, remat, passes, counts
         assert {tuple(s.kind for s in f.steps) for f in (*forward, *backward)} == {("scale", "band")}
         assert len(step.plan(*args).islands) == sum(counts)
         close(step(*args), jax.jit(fun)(*args), rtol=1e-10)
-
-
-def test_a_loop_that_holds_its_weights_is_left_alone():
-    fun, args = decoder(scanned=True)
-    done, report = rewritten(fun, args)
-    assert found(done) == ([], [])
-    assert "left alone" in report
-    assert "recompute:full" in report
 
 
 def twice(q, k, v):
@@ -297,7 +292,9 @@ def test_cross_attention_splits_its_queries_and_keeps_its_keys_whole():
         trained(fun), mesh=on, strategy="replicated", passes=["attention"], in_shardings=(P(None, "s"), P(), P())
     )
     assert [len(f) for f in found(step.trace(*args))] == [1, 1]
-    assert step.plan(*args).islands == ()
+    assert {i.axes for i in step.plan(*args).islands} == {()}
+    kinds = {c.kind for c in step.plan(*args).cost.collectives}
+    assert kinds == {"all-reduce"}, "terms of the keys' and values' cotangents, and the loss"
     close(step(*args), jax.jit(trained(fun))(*args))
     (form,), _ = found(step.trace(*args))
     rule = OWN[attention_p](*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args), form=form)
@@ -327,3 +324,35 @@ def test_it_is_known_by_name_and_no_default():
     assert parse("attention", KNOWN) == (Attention(),)
     step = autoshard.jit(FORMS["full"][0], mesh={"s": 8})
     assert found(step.trace(*operands())) == ([], [])
+
+
+def test_layers_in_a_loop_hold_no_scores_for_the_loop_of_the_backward_part():
+    step, args = decoder(scanned=True)
+    before = attentions.program(step, args, mesh(s=8))
+    after, report = rewritten(step, args)
+    held = [a.shape[1:] for p in (before, after) for a in _stacks(p)]
+    assert (B, H, S, S) in held[: len(_stacks(before))]
+    assert (B, H, S, S) not in held[len(_stacks(before)) :]
+    assert "left alone" not in report
+    assert found(after)[1]
+    close(run(after, args), jax.jit(step)(*args))
+
+
+def _stacks(program):
+    """What loops give, a row for each turn."""
+    eqns = [(e, jx.scan(e)) for e in program.jaxpr.eqns if jx.scan(e)]
+    return [jx.aval(v) for e, shape in eqns for v in e.outvars[shape.carry :]]
+
+
+@pytest.mark.parametrize("on_chip", [0.0, 4e3, 1e9])
+def test_what_the_chip_has_room_for_is_no_large_attention(on_chip):
+    """4 x 4 x 16 x 16 scores of 4 bytes: 16 KiB, 2 KiB on each of eight devices."""
+    on = replace(mesh(s=8), hardware=replace(HASTY, on_chip=on_chip))
+    step = autoshard.jit(trained(FORMS["causal"][0]), mesh=on, passes=["attention:large"])
+    assert bool(found(step.trace(*operands()))[0]) == (on_chip == 4e3)
+
+
+def test_a_least_size_that_is_none_is_refused():
+    with pytest.raises(PassError, match=r"attention:soon: 'soon' is no size in bytes.*or 'large'"):
+        Attention.of("soon")
+    assert str(Attention.of("32MiB")) == "attention:32MiB"

@@ -15,6 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import KNOWN, Recompute
+from autoshard.passes.recompute import products
 from autoshard.replay import residual_bytes
 from autoshard.rewrite import Pipeline, parse
 from autoshard.trace import trace
@@ -147,6 +148,28 @@ def test_products_that_the_policy_holds_are_not_run_again(scanned):
     assert count(after, "dot_general") == count(before, "dot_general")
     assert count(after, "tanh") > count(before, "tanh")
     assert count(rewritten(before, "full")[0], "dot_general") > count(before, "dot_general")
+
+
+@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+def test_products_are_held_one_by_one_those_first_that_take_most_work_for_each_byte(scanned):
+    before, args = decoder(scanned)
+    forms = Recompute().forms(before)
+    assert str(forms[-1]) == "recompute:full"
+    assert str(forms[-2]) == "recompute:products:1"
+    held = [residual_bytes(form(before)) for form in forms]
+    assert held[-1] < held[0] / 2
+    assert len(set(held)) > 4
+    again = [count(form(before), "dot_general") for form in forms]
+    assert again == sorted(again)
+    assert again[0] < again[-1]
+    deepest = products(before.jaxpr)[0]
+    assert deepest[1:3] == ("dot_general", (BATCH, SEQ, EMBED)), "the MLP's second product sums over the most"
+    agree(before, rewritten(before, "products:3")[0], args)
+
+
+def test_a_number_of_products_is_a_number():
+    with pytest.raises(PassError, match=r"no policy 'products:many'; did you mean 'products:1'\?"):
+        Recompute("products:many")
 
 
 def test_an_unrolled_step_holds_no_more_than_checkpointed_layers():

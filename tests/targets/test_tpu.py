@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,15 @@ from autoshard.errors import MeshError
 from autoshard.estimate import estimate
 from autoshard.target import Target, arranged
 from benchmarks.tpu_cases import decoder
+from tests.test_cli import call
+
+CONFIG = """
+model: {layers: 1, d_model: 128, heads: 1, seq: 128, dtype: bfloat16}
+batch: 16
+mesh: {axes: {data: 4, model: 4}, tpu: "v5e:4x4", memory_budget: 64TiB}
+steps: 1
+checkpoint: {dir: run}
+"""
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the compiler for TPUs is not installed; `make test-targets` does it", allow_module_level=True)
@@ -52,9 +63,9 @@ def test_the_estimate_counts_every_layer(compiled):
 
 def test_calling_it_says_that_the_devices_are_not_here(compiled):
     step, args, _, executable = compiled
-    for call in (step, executable):
+    for run in (step, executable):
         with pytest.raises(MeshError, match="the devices of TPU v5e:4x4 are not here"):
-            call(*args)
+            run(*args)
 
 
 @pytest.mark.parametrize("topology", ["v4:2x2x2", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
@@ -73,3 +84,47 @@ def test_slices_follow_one_another_along_the_first_axis():
 def test_a_slice_that_the_compiler_does_not_know():
     with pytest.raises(MeshError, match="TPU v5e:3x5: the compiler for TPUs refuses it"):
         arranged(Target("v5e:3x5"), (15,))
+
+
+def compiled_by_command(folder: Path, text: str, *options: str):
+    """What ``autoshard compile`` says of a configuration, and its exit status."""
+    path = folder / "train.yaml"
+    path.write_text(text)
+    done = call("compile", path, *options)
+    assert done.returncode in {0, 1, 3}, done.stderr
+    return done.stdout, done.returncode
+
+
+def test_the_command_says_that_it_fits(tmp_path):
+    out, status = compiled_by_command(tmp_path, CONFIG, "--json")
+    (phase,) = json.loads(out)["phases"]
+    assert status == 0, phase["audit"]
+    assert phase["mesh"].endswith("of TPU v5e:4x4")
+    assert phase["fits"]
+    assert phase["memory"]["compiled"]["peak"] == phase["needs"] < phase["has"]
+    assert phase["estimate"]["cycles"] > 0
+    assert phase["audit"]["clean"]
+
+
+def test_the_command_says_what_does_not_fit(tmp_path):
+    out, status = compiled_by_command(tmp_path, CONFIG.replace("batch: 16", "strategy: dp\nbatch: 4194304"))
+    assert status == 1
+    assert "DOES NOT FIT on (data=4, model=4) of TPU v5e:4x4" in out
+    assert "strategy: auto in place of dp" in " ".join(out.split())
+
+
+def test_the_compiler_chooses(tmp_path):
+    step = autoshard.jit(
+        lambda w, x: w - x.T @ jnp.tanh(x @ w),
+        mesh=MeshConfig(axes={"data": 2, "model": 2}, tpu="v5e:2x2"),
+        refine=3,
+        cache=tmp_path,
+    )
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    plan = step.plan(x, x)
+    (best,) = [t for t in plan.refined if t.chosen]
+    assert len(plan.refined) == len(list(tmp_path.iterdir())) == 3
+    assert all(t.fits for t in plan.refined)
+    found = step.lower(x, x).compile()
+    assert best.seconds == pytest.approx(estimate(found, plan.mesh).seconds)
+    assert best.seconds == min(t.seconds for t in plan.refined)

@@ -1,0 +1,92 @@
+"""What a compiler said of a program, kept on disk under a digest of all that it was given.
+
+A second run of a benchmark then asks only about what has changed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+
+from autoshard.compiling import Usage, refused, usage
+from autoshard.mesh import LogicalMesh
+
+_COMPILERS = ("libtpu", "jax-cuda13-plugin", "jaxlib")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the compiler made of a program; of one that it refused for memory, what it said."""
+
+    memory: Mapping[str, int]
+    """All that it says of memory, in bytes, by its own names."""
+    text: str
+    """HLO."""
+    seconds: float
+    """What compiling took."""
+    refusal: str = ""
+
+    def as_text(self) -> str:
+        """As `jax.stages.Compiled` has it."""
+        return self.text
+
+    def memory_analysis(self) -> SimpleNamespace:
+        """As `jax.stages.Compiled` has it."""
+        return SimpleNamespace(**self.memory)
+
+    @property
+    def peak(self) -> int:
+        """Bytes per device at the moment when most are held, as the TPU compiler counts them."""
+        return self.memory["peak_memory_in_bytes"]
+
+    def usage(self, mesh: LogicalMesh) -> Usage | None:
+        """By class; None where it was refused."""
+        return None if self.refusal else usage(self, mesh)
+
+
+def compilers() -> str:
+    """The compilers that are installed, with their versions."""
+    there = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    return ", ".join(f"{name} {there[name]}" for name in _COMPILERS if name in there)
+
+
+def answer(
+    lowered: jax.stages.Lowered, mesh: LogicalMesh, cache: Path | None, *, options: str = "", kept: bool = False
+) -> Answer | None:
+    """The compiler's answer, from ``cache`` if it was asked before; if not, and only what is ``kept`` counts, None.
+
+    ``options``: what the compiler is told beside the program, as far as the digest must know.
+
+    Raises:
+      JaxRuntimeError: the compiler refuses the program for anything but memory.
+    """
+    given = "\n".join((compilers(), str(mesh), options, lowered.as_text()))
+    path = cache / f"{hashlib.sha256(given.encode()).hexdigest()[:32]}.json.gz" if cache else None
+    if path is not None and path.exists():
+        return Answer(**json.loads(gzip.decompress(path.read_bytes())))
+    if kept:
+        return None
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if refused(str(error)) is None:
+            raise
+        made = Answer({}, "", time.perf_counter() - start, str(error)[:2000])
+    else:
+        seconds, found = time.perf_counter() - start, compiled.memory_analysis()
+        sizes = {k: getattr(found, k) for k in dir(found) if k.endswith("bytes")}
+        made = Answer(sizes, compiled.as_text() or "", seconds)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(json.dumps(vars(made)).encode()))
+    return made

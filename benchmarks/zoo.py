@@ -1,0 +1,403 @@
+"""Models as people write them, each dimension with the name that a sharding by hand goes by.
+
+A parameter is `Named`: its shape and a name per dimension. A loss takes ``at``, which marks activations with names:
+the identity for autoshard, which is told nothing, and a sharding constraint for what it is compared with. Parameters
+are float32, products bfloat16.
+
+Letters in shapes: B batch, S sequence, D model width, H query heads, K key-value heads, E head width, F MLP width,
+V vocabulary, N groups of tokens, T tokens of one, X experts, C places of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from autoshard.models import rotary
+
+type Tree = Any
+"""A pytree."""
+type At = Callable[..., jax.Array]
+"""Array, a name or None for each dimension -> the same array."""
+
+DTYPE = jnp.bfloat16
+
+
+class Named(NamedTuple):
+    """An array by shape, one name per dimension, and dtype."""
+
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    dtype: Any = jnp.float32
+
+    @property
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """What traces."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters, a batch, and ``loss(params, batch, at)``."""
+
+    params: Tree
+    batch: Tree
+    loss: Callable[[Tree, Tree, At], jax.Array]
+
+    def step(self, at: At = lambda x, *names: x) -> Callable[[Tree, Tree], tuple[Tree, jax.Array]]:
+        """One step of AdamW: state, batch -> state, loss."""
+
+        def train(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
+            loss, grads = jax.value_and_grad(self.loss)(state["params"], batch, at)
+            updates, opt = _ADAM.update(grads, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+        return train
+
+    @property
+    def state(self) -> Tree:
+        """The state as `Named` leaves: parameters, and moments named as they are."""
+        blank = jax.eval_shape(_ADAM.init, jax.tree.map(lambda p: p.abstract, self.params, is_leaf=is_named))
+        opt = optax.tree.map_params(
+            _ADAM, lambda _, p: p, blank, self.params, transform_non_params=lambda x: Named(x.shape, (), x.dtype)
+        )
+        return {"params": self.params, "opt": opt}
+
+
+_ADAM = optax.adamw(1e-4)
+
+
+def is_named(x: Any) -> bool:
+    """Where a tree of `Named` ends."""
+    return isinstance(x, Named)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of transformer blocks and how their stack is written."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    vocab: int = 0
+    kv_heads: int = 0
+    """Heads of keys and values; 0: as many as of queries."""
+    gated: bool = False
+    """Three products with a silu gate, root-mean-square norms and rotary positions; else two with a gelu."""
+    experts: int = 0
+    """MLPs that each token goes to two of; 0: one for all."""
+    scan: bool = True
+    remat: bool = False
+    """Whether each block is made again in the backward pass."""
+
+    def block(self, *, causal: bool = True, crossed: bool = False) -> Tree:
+        """Parameters of one block; ``crossed``: it also looks at another sequence."""
+        del causal
+        width, head = self.width, self.width // self.heads
+        keys = self.kv_heads or self.heads
+        attention = {
+            "norm": Named((width,), ("embed",)),
+            "query": Named((width, self.heads, head), ("embed", "heads", None)),
+            "key": Named((width, keys, head), ("embed", "heads", None)),
+            "value": Named((width, keys, head), ("embed", "heads", None)),
+            "out": Named((self.heads, head, width), ("heads", None, "embed")),
+        }
+        lead, named = ((self.experts,), ("expert",)) if self.experts else ((), ())
+        up = Named((*lead, width, self.mlp), (*named, "embed", "mlp"))
+        mlp = {"norm": Named((width,), ("embed",)), "up": up, "down": up._replace(
+            shape=(*lead, self.mlp, width), names=(*named, "mlp", "embed"))}  # fmt: skip
+        mlp |= {"gate": up} if self.gated else {}
+        mlp |= {"router": Named((width, self.experts), ("embed", None))} if self.experts else {}
+        return {"self": attention, "mlp": mlp} | ({"cross": attention} if crossed else {})
+
+    def stacked(self, *, crossed: bool = False) -> Tree:
+        """Parameters of all blocks: stacked where they are scanned, else a list."""
+        block = self.block(crossed=crossed)
+        if not self.scan:
+            return [block] * self.layers
+        return jax.tree.map(
+            lambda p: Named((self.layers, *p.shape), (None, *p.names), p.dtype), block, is_leaf=is_named
+        )
+
+    def run(self, blocks: Tree, x: jax.Array, at: At, *, causal: bool, other: jax.Array | None = None) -> jax.Array:
+        """All blocks in turn. x, other: [B, S, D] -> [B, S, D]."""
+
+        def block(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
+            x = x + self._attend(p["self"], x, None, at, causal)
+            if other is not None:
+                x = x + self._attend(p["cross"], x, other, at, causal=False)
+            x = at(x + self._mlp(p["mlp"], x, at), "batch", None, None)
+            return x, None
+
+        body = jax.checkpoint(block) if self.remat else block
+        if self.scan:
+            return jax.lax.scan(body, x, blocks)[0]
+        for p in blocks:
+            x, _ = body(x, p)
+        return x
+
+    def norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """Root-mean-square or layer norm over the last dimension."""
+        wide = x.astype(jnp.float32)
+        if not self.gated:
+            wide = wide - wide.mean(-1, keepdims=True)
+        return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * scale).astype(DTYPE)
+
+    def _attend(self, p: Tree, x: jax.Array, other: jax.Array | None, at: At, causal: bool) -> jax.Array:
+        x = self.norm(x, p["norm"])
+        seen = x if other is None else other
+        query = at(jnp.einsum("bsd,dhe->bshe", x, p["query"].astype(DTYPE)), "batch", None, "heads", None)
+        key = at(jnp.einsum("bsd,dke->bske", seen, p["key"].astype(DTYPE)), "batch", None, "heads", None)
+        value = at(jnp.einsum("bsd,dke->bske", seen, p["value"].astype(DTYPE)), "batch", None, "heads", None)
+        if self.gated:
+            query, key = rotary(query, 500_000.0), rotary(key, 500_000.0)
+        shared = self.heads // key.shape[2]
+        if shared > 1:
+            key, value = jnp.repeat(key, shared, axis=2), jnp.repeat(value, shared, axis=2)
+        scores = jnp.einsum("bshe,bthe->bhst", query, key, preferred_element_type=jnp.float32) * key.shape[-1] ** -0.5
+        if causal:
+            seq = x.shape[1]
+            scores = jnp.where(jnp.tril(jnp.ones((seq, seq), bool)), scores, -1e9)
+        odds = jax.nn.softmax(at(scores, "batch", "heads", None, None), axis=-1).astype(DTYPE)
+        mixed = at(jnp.einsum("bhst,bthe->bshe", odds, value), "batch", None, "heads", None)
+        return jnp.einsum("bshe,hed->bsd", mixed, p["out"].astype(DTYPE))
+
+    def _mlp(self, p: Tree, x: jax.Array, at: At) -> jax.Array:
+        x = self.norm(x, p["norm"])
+        if self.experts:
+            return self._experts(p, x, at)
+        up = jnp.einsum("bsd,df->bsf", x, p["up"].astype(DTYPE))
+        if self.gated:
+            up = jax.nn.silu(jnp.einsum("bsd,df->bsf", x, p["gate"].astype(DTYPE))) * up
+        else:
+            up = jax.nn.gelu(up)
+        return jnp.einsum("bsf,fd->bsd", at(up, "batch", None, "mlp"), p["down"].astype(DTYPE))
+
+    def _experts(self, p: Tree, x: jax.Array, at: At) -> jax.Array:
+        """Each token to two experts as far as there is room (GShard, section 2.2)."""
+        tokens = math.gcd(x.shape[1], 1024)
+        room = math.ceil(1.25 * 2 * tokens / self.experts)
+        groups = at(x.reshape(-1, tokens, x.shape[-1]), "batch", None, None)
+        odds = jax.nn.softmax(jnp.einsum("ntd,dx->ntx", groups.astype(jnp.float32), p["router"]))
+        best, which = jax.lax.top_k(odds, 2)
+        picks = jax.nn.one_hot(which, self.experts)
+        weights = jnp.einsum("ntk,ntkx->ntx", best / best.sum(-1, keepdims=True), picks)
+        picked = picks.sum(2)
+        place = jnp.where(picked > 0, jnp.cumsum(picked, 1) - 1, -1).astype(jnp.int32)
+        slots = at(jax.nn.one_hot(place, room, dtype=DTYPE), "batch", None, None, None)
+        sent = at(jnp.einsum("ntxc,ntd->nxcd", slots, groups), "batch", "expert", None, None)
+        up = jnp.einsum("nxcd,xdf->nxcf", sent, p["up"].astype(DTYPE))
+        up = jax.nn.silu(jnp.einsum("nxcd,xdf->nxcf", sent, p["gate"].astype(DTYPE))) * up
+        up = at(up, "batch", "expert", None, "mlp")
+        back = at(jnp.einsum("nxcf,xfd->nxcd", up, p["down"].astype(DTYPE)), "batch", "expert", None, None)
+        return jnp.einsum("ntxc,nxcd->ntd", slots * weights[..., None].astype(DTYPE), back).reshape(x.shape)
+
+
+def _predicted(x: jax.Array, head: jax.Array, targets: jax.Array, at: At) -> jax.Array:
+    """Mean cross-entropy of targets: int [B, S]. x: [B, S, D], head: [D, V]."""
+    logits = jnp.einsum("bsd,dv->bsv", x, head.astype(DTYPE), preferred_element_type=jnp.float32)
+    logits = at(logits, "batch", None, "vocab")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def _tokens(batch: int, seq: int) -> Named:
+    return Named((batch, seq), ("batch", None), jnp.int32)
+
+
+def decoder(batch: int, seq: int, **sizes: Any) -> Model:
+    """A decoder-only language model; learned positions where it is not gated."""
+    t = Transformer(**sizes)
+    params = {
+        "embed": Named((t.vocab, t.width), ("vocab", "embed")),
+        "blocks": t.stacked(),
+        "norm": Named((t.width,), ("embed",)),
+        "head": Named((t.width, t.vocab), ("embed", "vocab")),
+    }
+    if not t.gated:
+        params["positions"] = Named((seq, t.width), (None, "embed"))
+
+    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+        x = params["embed"].astype(DTYPE)[batch["inputs"]]
+        if not t.gated:
+            x = x + params["positions"].astype(DTYPE)
+        x = t.run(params["blocks"], at(x, "batch", None, None), at, causal=True)
+        return _predicted(t.norm(x, params["norm"]), params["head"], batch["targets"], at)
+
+    return Model(params, {"inputs": _tokens(batch, seq), "targets": _tokens(batch, seq)}, loss)
+
+
+def translator(batch: int, seq: int, **sizes: Any) -> Model:
+    """An encoder and a decoder that looks at what it made (T5), as many blocks of each, one embedding."""
+    t = Transformer(**sizes)
+    params = {
+        "embed": Named((t.vocab, t.width), ("vocab", "embed")),
+        "encoder": t.stacked(),
+        "decoder": t.stacked(crossed=True),
+        "norms": Named((2, t.width), (None, "embed")),
+        "head": Named((t.width, t.vocab), ("embed", "vocab")),
+    }
+
+    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+        table = params["embed"].astype(DTYPE)
+        seen = t.run(params["encoder"], at(table[batch["source"]], "batch", None, None), at, causal=False)
+        seen = t.norm(seen, params["norms"][0])
+        x = at(table[batch["inputs"]], "batch", None, None)
+        x = t.run(params["decoder"], x, at, causal=True, other=seen)
+        return _predicted(t.norm(x, params["norms"][1]), params["head"], batch["targets"], at)
+
+    return Model(params, {k: _tokens(batch, seq) for k in ("source", "inputs", "targets")}, loss)
+
+
+def vision(batch: int, size: int, patch: int, classes: int, **sizes: Any) -> Model:
+    """A vision transformer over patches of images: [B, size, size, 3]."""
+    t, count = Transformer(**sizes), (size // patch) ** 2
+    params = {
+        "patches": Named((patch * patch * 3, t.width), (None, "embed")),
+        "positions": Named((count, t.width), (None, "embed")),
+        "blocks": t.stacked(),
+        "norm": Named((t.width,), ("embed",)),
+        "head": Named((t.width, classes), ("embed", "vocab")),
+    }
+
+    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+        side = size // patch
+        x = batch["images"].reshape(-1, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
+        x = x.reshape(-1, count, patch * patch * 3) @ params["patches"].astype(DTYPE)
+        x = at(x + params["positions"].astype(DTYPE), "batch", None, None)
+        x = t.run(params["blocks"], x, at, causal=False)
+        return _classified(t.norm(x, params["norm"]).mean(1), params["head"], batch["labels"], at)
+
+    return Model(params, _images(batch, size, 3) | {"labels": Named((batch,), ("batch",), jnp.int32)}, loss)
+
+
+def _classified(x: jax.Array, head: jax.Array, labels: jax.Array, at: At) -> jax.Array:
+    logits = at((x @ head.astype(DTYPE)).astype(jnp.float32), "batch", "vocab")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _images(batch: int, size: int, channels: int) -> dict[str, Named]:
+    return {"images": Named((batch, size, size, channels), ("batch", None, None, None), DTYPE)}
+
+
+def _kernel(size: int, inside: int, outside: int) -> Named:
+    return Named((size, size, inside, outside), (None, None, "embed", "mlp"))
+
+
+def _conv(x: jax.Array, kernel: jax.Array, at: At, stride: int = 1) -> jax.Array:
+    dims = ("NHWC", "HWIO", "NHWC")
+    x = jax.lax.conv_general_dilated(x, kernel.astype(DTYPE), (stride, stride), "SAME", dimension_numbers=dims)
+    return at(x, "batch", None, None, "mlp")
+
+
+def _group_norm(x: jax.Array, scale: jax.Array, groups: int = 32) -> jax.Array:
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    wide = wide - wide.mean((1, 2, 4), keepdims=True)
+    wide = wide * jax.lax.rsqrt((wide * wide).mean((1, 2, 4), keepdims=True) + 1e-5)
+    return (wide.reshape(x.shape) * scale).astype(DTYPE)
+
+
+def _batch_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean((0, 1, 2))
+    return (wide * jax.lax.rsqrt((wide * wide).mean((0, 1, 2)) + 1e-5) * scale).astype(DTYPE)
+
+
+def wide_resnet(batch: int, size: int, width: int, blocks: tuple[int, ...], classes: int = 1000) -> Model:
+    """Bottleneck blocks with batch norm; widths double from stage to stage, each block gives four times its own."""
+    params: dict[str, Any] = {"stem": _kernel(7, 3, width), "stages": []}
+    inside, scale = width, lambda n: Named((n,), ("mlp",))
+    for stage, count in enumerate(blocks):
+        inner, outer, made = width * 2**stage, 4 * width * 2**stage, []
+        for i in range(count):
+            block = {
+                "first": _kernel(1, inside, inner), "second": _kernel(3, inner, inner),
+                "third": _kernel(1, inner, outer), "norms": [scale(inner), scale(inner), scale(outer)],
+            }  # fmt: skip
+            made.append(block | ({} if i else {"skip": _kernel(1, inside, outer)}))
+            inside = outer
+        params["stages"].append(made)
+    params["head"] = Named((inside, classes), ("embed", "vocab"))
+
+    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+        x = _conv(batch["images"], params["stem"], at, 2)
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME").astype(DTYPE)
+        for stage, made in enumerate(params["stages"]):
+            for i, p in enumerate(made):
+                stride = 2 if stage and not i else 1
+                y = jax.nn.relu(_batch_norm(_conv(x, p["first"], at), p["norms"][0]))
+                y = jax.nn.relu(_batch_norm(_conv(y, p["second"], at, stride), p["norms"][1]))
+                y = _batch_norm(_conv(y, p["third"], at), p["norms"][2])
+                x = jax.nn.relu(y + (_conv(x, p["skip"], at, stride) if "skip" in p else x))
+        return _classified(x.mean((1, 2)), params["head"], batch["labels"], at)
+
+    return Model(params, _images(batch, size, 3) | {"labels": Named((batch,), ("batch",), jnp.int32)}, loss)
+
+
+@dataclass(frozen=True)
+class _Unet:
+    """Residual blocks at halved sizes, down and up again, with skips across."""
+
+    widths: tuple[int, ...]
+    blocks: int
+    channels: int
+    norm: Named = field(default=Named((1,), ("mlp",)))
+
+    def params(self) -> Tree:
+        first, last = self.widths[0], self.channels
+        down: list[Tree] = []
+        up: list[Tree] = []
+        inside = first
+        for width in self.widths:
+            down.append([self._block(inside if not i else width, width) for i in range(self.blocks)])
+            inside = width
+        for width in reversed(self.widths):
+            up.append([self._block(inside + width if not i else width, width) for i in range(self.blocks)])
+            inside = width
+        return {"in": _kernel(3, self.channels, first), "down": down, "up": up, "out": _kernel(3, first, last)}
+
+    def _block(self, inside: int, outside: int) -> Mapping[str, Any]:
+        return {
+            "norms": [self.norm._replace(shape=(inside,)), self.norm._replace(shape=(outside,))],
+            "first": _kernel(3, inside, outside),
+            "second": _kernel(3, outside, outside),
+        } | ({} if inside == outside else {"skip": _kernel(1, inside, outside)})
+
+    def run(self, params: Tree, x: jax.Array, at: At) -> jax.Array:
+        def block(x: jax.Array, p: Tree) -> jax.Array:
+            y = _conv(jax.nn.silu(_group_norm(x, p["norms"][0])), p["first"], at)
+            y = _conv(jax.nn.silu(_group_norm(y, p["norms"][1])), p["second"], at)
+            return y + (_conv(x, p["skip"], at) if "skip" in p else x)
+
+        x, kept = _conv(x, params["in"], at), []
+        for level, blocks in enumerate(params["down"]):
+            if level:
+                x = x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2] // 2, 2, x.shape[3]).mean((2, 4))
+            for p in blocks:
+                x = block(x, p)
+            kept.append(x)
+        for level, blocks in enumerate(params["up"]):
+            if level:
+                x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+            x = jnp.concatenate([x, kept.pop()], axis=-1)
+            for p in blocks:
+                x = block(x, p)
+        return _conv(x, params["out"], at)
+
+
+def unet(batch: int, size: int, widths: tuple[int, ...], blocks: int, channels: int = 4) -> Model:
+    """A U-Net that is trained to tell noise from image: [B, size, size, channels] -> the same."""
+    net = _Unet(widths, blocks, channels)
+
+    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+        told = net.run(params, batch["images"] + batch["noise"], at).astype(jnp.float32)
+        return ((told - batch["noise"]) ** 2).mean()
+
+    images = _images(batch, size, channels)["images"]
+    return Model(net.params(), {"images": images, "noise": images}, loss)

@@ -1,0 +1,86 @@
+"""The models of the benchmarks, how they are sharded by hand, and what the table says of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.config import MeshConfig
+from benchmarks.baselines import BASELINES, abstract, lowered, spec
+from benchmarks.bench import floor
+from benchmarks.cells import CELLS, COLUMNS
+from benchmarks.real_time import MODELS
+from benchmarks.zoo import decoder, is_named
+
+TINY = {"layers": 2, "width": 32, "heads": 4, "mlp": 64, "vocab": 64}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_gives_back_the_state_that_it_takes_and_every_dimension_has_its_name(name):
+    model = MODELS[name]()
+    state, batch = abstract(model)
+    after, loss = jax.eval_shape(model.step(), state, batch)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert jax.tree.leaves(after) == jax.tree.leaves(state)
+    assert loss.shape == ()
+    for leaf in jax.tree.leaves((model.params, model.batch), is_leaf=is_named):
+        assert len(leaf.names) == len(leaf.shape)
+
+
+def test_activations_are_marked_with_as_many_names_as_they_have_dimensions():
+    seen = []
+
+    def at(x, *names):
+        seen.append(names)
+        assert len(names) == x.ndim
+        return x
+
+    for make in MODELS.values():
+        model = make()
+        jax.eval_shape(model.step(at), *abstract(model))
+    assert {n for names in seen for n in names} == {None, "batch", "heads", "mlp", "vocab", "expert"}
+
+
+def test_a_table_splits_what_its_axes_divide_and_each_axis_once():
+    sizes = {"data": 4, "model": 2}
+    table = {"batch": ("data",), "mlp": ("model",), "expert": ("model",), "embed": ("data", "model")}
+    assert spec((8, 6), ("batch", "mlp"), table, sizes) == P("data", "model")
+    assert spec((6, 6), ("batch", "mlp"), table, sizes) == P(None, "model")
+    assert spec((2, 8, 6), ("expert", "embed", "mlp"), table, sizes) == P("model", "data", None)
+    assert spec((3, 5), (None, "heads"), table, sizes) == P(None, None)
+
+
+@pytest.mark.parametrize("baseline", ["fsdp_tp", "jit"])
+def test_what_is_sharded_by_hand_gives_what_one_device_does(baseline):
+    model = decoder(8, 16, **TINY, kv_heads=2, gated=True)
+    state, batch = abstract(model)
+    leaves, tree = jax.tree.flatten(state)
+    rng = np.random.default_rng(0)
+    state = jax.tree.unflatten(tree, [jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype) for x in leaves])
+    batch = {k: jnp.asarray(rng.integers(0, 64, x.shape), x.dtype) for k, x in batch.items()}
+    mesh = MeshConfig(axes={"data": 4, "model": 2}).mesh().concrete()
+    run = lowered(model, BASELINES[baseline], mesh, donate=False).compile()
+    _, loss = run(*jax.device_put((state, batch), run.input_shardings[0]))
+    np.testing.assert_allclose(loss, jax.jit(model.step())(state, batch)[1], rtol=2e-3)
+
+
+def test_the_floor_counts_each_product_once_and_loops_as_often_as_they_turn():
+    mesh = autoshard.MeshConfig(axes={"data": 8}, hardware="h100").mesh()
+    flat, looped = (decoder(8, 16, **TINY, scan=scan) for scan in (False, True))
+    assert floor(flat, mesh) == pytest.approx(floor(looped, mesh))
+    again = decoder(8, 16, **TINY | {"layers": 4})
+    assert floor(looped, mesh) < floor(again, mesh) < 2 * floor(looped, mesh)
+
+
+def test_decoders_stand_on_every_machine_and_other_models_on_two():
+    rows = {cell.row for cell in CELLS}
+    on = {row: {cell.column for cell in CELLS if cell.row == row} for row in rows}
+    assert all(on[row] == set(COLUMNS) for row in rows if row.startswith(("GPT", "LLaMA")))
+    assert all(len(columns) >= 2 for columns in on.values())
+    assert len(rows) == 9
+    for column in COLUMNS.values():
+        assert column.mesh().mesh().size == column.data * column.model
