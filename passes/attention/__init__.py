@@ -130,7 +130,8 @@ def _rewritten(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.
         for e in jaxpr.eqns
     ]
     sites = [(site, form) for site, form in reader.attentions() if site.bytes >= least]
-    plans = [plan for site, form in sites if (plan := _plan(jaxpr, site, form)) is not None]
+    places = _Places(jaxpr)
+    plans = [plan for site, form in sites if (plan := _plan(places, site, form)) is not None]
     if not plans:
         same = all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
         return jaxpr if same else jx.with_code(jaxpr, eqns)
@@ -163,22 +164,31 @@ class _Plan:
     dropped: tuple[int, ...]
 
 
-def _plan(jaxpr: jx.Jaxpr, site: Site, form: Form) -> _Plan | None:
+class _Places:
+    """Which equation of a jaxpr makes a variable, and which is the first to read it."""
+
+    def __init__(self, jaxpr: jx.Jaxpr) -> None:
+        self.end = len(jaxpr.eqns)
+        self.made = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.read: dict[jx.Var, int] = {}
+        for at, eqn in enumerate(jaxpr.eqns):
+            for a in eqn.invars:
+                if isinstance(a, jx.Var):
+                    self.read.setdefault(a, at)
+
+
+def _plan(places: _Places, site: Site, form: Form) -> _Plan | None:
     """How ``site`` is replaced; None where an operand comes too late."""
-    made = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     extras = [v for v, _ in site.extras]
     assert site.value is not None
     ours = [site.query[0], site.key[0], site.value[0]]
     backward = [r for n, r in site.roles.items() if n != "out"]
     forward = site.roles.get("out")
     given = [*ours, *extras, *([site.cotangent[0]] if backward and site.cotangent else [])]
-    ready = 1 + max([made.get(v, -1) for v in given])
-    first = min([r.at for r in backward], default=len(jaxpr.eqns))
+    ready = 1 + max([places.made.get(v, -1) for v in given])
+    first = min([r.at for r in backward], default=places.end)
     late = max(first, ready)
-    used = min(
-        (at for at, eqn in enumerate(jaxpr.eqns) for r in backward if r.eqn.outvars[0] in eqn.invars),
-        default=len(jaxpr.eqns),
-    )
+    used = min([places.read.get(r.eqn.outvars[0], places.end) for r in backward], default=places.end)
     if backward and (late >= used or (forward is not None and forward.at >= late)):
         return None
     like = forward.eqn if forward else backward[0].eqn
