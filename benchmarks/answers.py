@@ -9,7 +9,7 @@ import gzip
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +51,16 @@ class Answer:
     def usage(self, mesh: LogicalMesh) -> Usage | None:
         """By class; None where it was refused."""
         return None if self.refusal else usage(self, mesh)
+
+
+def asked(argv: Sequence[str]) -> tuple[Path | None, bool, list[str]]:
+    """What a command line says: ``--cache DIR``, whether ``--kept``, and the words that are left."""
+    words, cache = [word for word in argv if word != "--kept"], None
+    if "--cache" in words:
+        at = words.index("--cache")
+        cache = Path(words[at + 1])
+        del words[at : at + 2]
+    return cache, "--kept" in argv, words
 
 
 def compilers() -> str:

@@ -26,7 +26,7 @@ from autoshard.compiling import refused
 from autoshard.estimate import Estimate, estimate
 from autoshard.hlo import collectives
 from autoshard.mesh import LogicalMesh
-from benchmarks.answers import Answer, answer, compilers
+from benchmarks.answers import Answer, answer, asked, compilers
 from benchmarks.baselines import BASELINES, abstract, lowered
 from benchmarks.cells import CELLS, COLUMNS, Cell
 from benchmarks.zoo import Model
@@ -124,14 +124,7 @@ def _line(
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    kept, cache = "--kept" in words, None
-    words = [w for w in words if w != "--kept"]
-    if "--cache" in words:
-        at = words.index("--cache")
-        cache = Path(words[at + 1])
-        del words[at : at + 2]
-    platform, *words = words
+    cache, kept, (platform, *words) = asked(sys.argv[1:])
     ratios: list[float] = []
     print(f"JAX {jax.__version__}, {compilers()}\n")
     for cell in CELLS:

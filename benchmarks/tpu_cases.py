@@ -21,7 +21,7 @@ from flax import linen
 import autoshard
 from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 from autoshard.plan import Plan
-from benchmarks.answers import Answer, answer
+from benchmarks.answers import Answer, answer, asked
 
 SLICE = "v5e:4x4"
 MESHES = {name: {"data": int(name.split("x")[0]), "model": int(name.split("x")[1])} for name in ("4x4", "16x1", "2x8")}
@@ -191,10 +191,5 @@ def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
 
 def options(argv: Sequence[str] = tuple(sys.argv[1:])) -> Options:
     """What the command line says."""
-    words = [word for word in argv if word != "--kept"]
-    cache = None
-    if "--cache" in words:
-        at = words.index("--cache")
-        cache = Path(words[at + 1])
-        del words[at : at + 2]
-    return Options(cache, "--kept" in argv, " ".join(words))
+    cache, kept, words = asked(argv)
+    return Options(cache, kept, " ".join(words))

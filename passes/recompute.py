@@ -130,17 +130,12 @@ def _makers(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
 
 
 def _rewritten(jaxpr: jx.Jaxpr, keep: replay.Keep) -> jx.Jaxpr:
-    eqns = [e if jx.differentiated(e) else _inside(e, keep) for e in jaxpr.eqns]
+    eqns = [  # bodies that may hold both parts are rewritten by themselves, as when gradients are taken in a loop
+        e if jx.differentiated(e) else jx.within(e, lambda b: _rewritten(b, keep)) for e in jaxpr.eqns
+    ]
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         jaxpr = jx.with_code(jaxpr, eqns)
     return replay.line(replay.scans(jaxpr, keep), keep)
-
-
-def _inside(eqn: jx.JaxprEqn, keep: replay.Keep) -> jx.JaxprEqn:
-    """``eqn`` with the bodies rewritten that may hold both parts, as when gradients are taken in a loop."""
-    old = [r.body for r in jx.regions(eqn)]
-    new = [_rewritten(body, keep) for body in old]
-    return jx.with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
 
 
 def products(jaxpr: jx.Jaxpr) -> list[Product]:

@@ -115,7 +115,9 @@ def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
 
 
 def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
-    """``eqn`` with the bodies of its regions replaced, in the order of `regions`."""
+    """``eqn`` with the bodies of its regions replaced, in the order of `regions`; itself where they are its own."""
+    if all(r.body is b for r, b in zip(regions(eqn), bodies, strict=True)):
+        return eqn
     p = eqn.params
     if eqn.primitive is _prims.scan_p:
         return eqn.replace(params=dict(p, jaxpr=bodies[0]))
@@ -134,9 +136,7 @@ def within(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     """``eqn`` with the bodies of its regions changed; itself where ``change`` gives back what it is given."""
     if eqn.primitive not in _NESTING:
         return eqn
-    old = [r.body for r in regions(eqn)]
-    new = [change(body) for body in old]
-    return with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
+    return with_bodies(eqn, [change(r.body) for r in regions(eqn)])
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

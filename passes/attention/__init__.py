@@ -104,7 +104,7 @@ def _held_no_more(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> 
     eqns = [
         e
         if jx.differentiated(e)
-        else _with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
+        else jx.with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
         for e in jaxpr.eqns
     ]
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
@@ -126,7 +126,7 @@ def _rewritten(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.
     """``jaxpr`` with its attentions replaced, at every depth; itself where there are none."""
     reader = Reader(jaxpr, above)
     eqns = [
-        _with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
+        jx.with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
         for e in jaxpr.eqns
     ]
     sites = [(site, form) for site, form in reader.attentions() if site.bytes >= least]
@@ -148,12 +148,6 @@ def _rewritten(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.
             for e in (*added.get(at, ()), *([eqn] if eqn and at not in dropped else []))
         ],
     )
-
-
-def _with_bodies(eqn: jx.JaxprEqn, new: Sequence[jx.Jaxpr]) -> jx.JaxprEqn:
-    """``eqn`` with other bodies; itself where they are its own."""
-    old = [r.body for r in jx.regions(eqn)]
-    return jx.with_bodies(eqn, new) if any(a is not b for a, b in zip(old, new, strict=True)) else eqn
 
 
 @dataclass(frozen=True)
