@@ -53,14 +53,14 @@ class Answer:
         return None if self.refusal else usage(self, mesh)
 
 
-def asked(argv: Sequence[str]) -> tuple[Path | None, bool, list[str]]:
-    """What a command line says: ``--cache DIR``, whether ``--kept``, and the words that are left."""
-    words, cache = [word for word in argv if word != "--kept"], None
+def asked(argv: Sequence[str], flag: str) -> tuple[Path | None, bool, list[str]]:
+    """What a command line says: ``--cache DIR``, whether ``flag``, and the words that are left."""
+    words, cache = [word for word in argv if word != flag], None
     if "--cache" in words:
         at = words.index("--cache")
         cache = Path(words[at + 1])
         del words[at : at + 2]
-    return cache, "--kept" in argv, words
+    return cache, flag in argv, words
 
 
 def compilers() -> str:
@@ -69,18 +69,21 @@ def compilers() -> str:
     return ", ".join(f"{name} {there[name]}" for name in _COMPILERS if name in there)
 
 
+def digest(lowered: jax.stages.Lowered, mesh: LogicalMesh, options: str = "") -> str:
+    """Of all that the compiler is given; ``options`` is what it is told beside the program."""
+    given = "\n".join((compilers(), str(mesh), options, lowered.as_text()))
+    return hashlib.sha256(given.encode()).hexdigest()[:32]
+
+
 def answer(
     lowered: jax.stages.Lowered, mesh: LogicalMesh, cache: Path | None, *, options: str = "", kept: bool = False
 ) -> Answer | None:
     """The compiler's answer, from ``cache`` if it was asked before; if not, and only what is ``kept`` counts, None.
 
-    ``options``: what the compiler is told beside the program, as far as the digest must know.
-
     Raises:
       JaxRuntimeError: the compiler refuses the program for anything but memory.
     """
-    given = "\n".join((compilers(), str(mesh), options, lowered.as_text()))
-    path = cache / f"{hashlib.sha256(given.encode()).hexdigest()[:32]}.json.gz" if cache else None
+    path = cache / f"{digest(lowered, mesh, options)}.json.gz" if cache else None
     if path is not None and path.exists():
         return Answer(**json.loads(gzip.decompress(path.read_bytes())))
     if kept:

@@ -191,5 +191,5 @@ def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
 
 def options(argv: Sequence[str] = tuple(sys.argv[1:])) -> Options:
     """What the command line says."""
-    cache, kept, words = asked(argv)
+    cache, kept, words = asked(argv, "--kept")
     return Options(cache, kept, " ".join(words))

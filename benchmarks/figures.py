@@ -1,0 +1,135 @@
+"""What `benchmarks.bench` has measured, kept under ``benchmarks/results``, and the table that is made of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.cells import CELLS, Cell
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Line:
+    """One plan of a cell; times in seconds, sizes in bytes on each device."""
+
+    plan: str
+    needs: int
+    has: int
+    sum: float | None
+    """Compute and collectives one after the other; None where the compiler refused the program."""
+    bound: float | None
+    """The longer of the two."""
+    sent: int | None
+    compile_seconds: float
+    plan_seconds: float | None = None
+    foreseen: int | None = None
+    """Peak bytes that autoshard foresaw."""
+    differences: tuple[str, ...] | None = None
+    """What of the audit is not explained; None where none was made."""
+    date: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.sum is not None and self.needs <= self.has
+
+    @property
+    def ours(self) -> bool:
+        return self.plan.startswith("autoshard")
+
+    def __str__(self) -> str:
+        def number(value: float | None, unit: float, digits: int) -> str:
+            return "-" if value is None else f"{value / unit:,.{digits}f}"
+
+        words = [self.plan, "yes" if self.fits else "**no**", number(self.needs, GIB, 2)]
+        words += [number(self.sum, 1e-3, 1), number(self.bound, 1e-3, 1), number(self.sent, GIB, 2)]
+        words += [number(self.compile_seconds, 1, 0), number(self.plan_seconds, 1, 1).replace("-", ""), self.date]
+        return " | ".join(words)
+
+
+@dataclass
+class Kept:
+    """Lines under the digests of all that the compiler was given, and of every cell those that were asked for last."""
+
+    path: Path
+    lines: dict[str, Line]
+    cells: dict[str, list[str]]
+    floors: dict[str, float]
+    """Of each cell, seconds."""
+
+    @classmethod
+    def of_platform(cls, platform: str) -> Kept:
+        """Of ``tpu`` or ``gpu``."""
+        path = Path(__file__).parent / "results" / f"bench-{platform}.json"
+        if not path.exists():
+            return cls(path, {}, {}, {})
+        said = json.loads(path.read_text())
+        lines = {digest: _line(line) for digest, line in said["lines"].items()}
+        return cls(path, lines, said["cells"], said["floors"])
+
+    def write(self) -> None:
+        used = {digest for digests in self.cells.values() for digest in digests}
+        lines = {digest: asdict(line) for digest, line in sorted(self.lines.items()) if digest in used}
+        said = {"cells": self.cells, "floors": self.floors, "lines": lines}
+        self.path.write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
+
+    def of(self, cell: Cell) -> list[Line]:
+        return [self.lines[digest] for digest in self.cells.get(str(cell), ())]
+
+
+def _line(said: Mapping[str, object]) -> Line:
+    differences = said["differences"]
+    return Line(**{**said, "differences": None if differences is None else tuple(differences)})  # type: ignore[arg-type]
+
+
+def ratio(lines: list[Line]) -> float | None:
+    """Autoshard's sum over the best by hand; None where one of the two is not there or does not fit."""
+    ours = [line.sum for line in lines if line.fits and line.ours and line.sum]
+    rest = [line.sum for line in lines if line.fits and not line.ours and line.sum]
+    return ours[0] / min(rest) if ours and rest else None
+
+
+def summary(every: Sequence[Kept]) -> Iterator[str]:
+    """A line a cell, then the geometric mean."""
+    yield "| cell | floor, ms | autoshard, ms | best by hand, ms | ratio | audit |"
+    yield "|---|--:|--:|--:|--:|---|"
+    ratios: list[float] = []
+    for kept, cell in itertools.product(every, CELLS):
+        lines = kept.of(cell)
+        ours = next((line for line in lines if line.ours), None)
+        rest = min(
+            (line for line in lines if line.fits and not line.ours), key=lambda line: line.sum or 0, default=None
+        )
+        if ours is None:
+            continue
+        found = ratio(lines)
+        words = [str(cell), f"{kept.floors[str(cell)] * 1e3:,.0f}"]
+        words.append((f"{ours.sum * 1e3:,.0f}" if ours.sum else "-") + ("" if ours.fits else ", does not fit"))
+        words.append(f"{rest.sum * 1e3:,.0f} ({rest.plan})" if rest and rest.sum else "none fits")
+        words.append(f"{found:.2f}" if found else "-")
+        words.append("-" if ours.differences is None else "not clean" if ours.differences else "clean")
+        ratios += [found] if found else []
+        yield "| " + " | ".join(words) + " |"
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        yield f"\n{len(ratios)} cells: geometric mean {mean:.2f} of the best by hand, worst {max(ratios):.2f}."
+
+
+def details(kept: Kept, cell: Cell) -> Iterator[str]:
+    """All plans of a cell."""
+    yield f"## {cell}: {cell.says}\n"
+    yield "| plan | fits | peak, GiB | sum, ms | bound, ms | sent, GiB | compile, s | plan, s | date |"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|---|"
+    for line in kept.of(cell):
+        yield f"| {line} |"
+    for line in kept.of(cell):
+        if line.foreseen is not None:
+            yield f"\nForeseen: {line.foreseen / GIB:,.2f} GiB."
+        if line.differences:
+            yield "\nNot explained by the audit:\n"
+            yield from (f"- {text}" for text in line.differences)
