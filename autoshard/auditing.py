@@ -2,27 +2,27 @@
 
 Collectives are compared by kind and mesh axes: for each pair, the bytes per device over all runs. A
 difference of at most 5 % is none. What remains is first held against the rewrites that compilers are
-known to do (`_REWRITES`); what one of these accounts for is *explained*, by name, and the audit is
+known to do (`autoshard.rewrites`); what one of these accounts for is *explained*, by name, and the audit is
 clean when nothing is left. How often a collective runs is shown and not judged: compilers combine
 small ones freely.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from autoshard.collective import Collective
 from autoshard.hlo import collectives
 from autoshard.mesh import LogicalMesh
+from autoshard.rewrites import Axes, settled
 from autoshard.units import size_text
 
 TOLERANCE = 0.05
 """The share of a row's bytes that may differ."""
 
-Axes = tuple[str, ...]
 Key = tuple[str, Axes | None]
 
 
@@ -150,146 +150,22 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
             axes = None if c.axes is None else tuple(sorted(c.axes, key=order.__getitem__))
             sides.setdefault((c.kind, axes), ([], []))[side].append(c)
     totals = {key: (_total(a), _total(b)) for key, (a, b) in sides.items()}
-    differ = frozenset(key for key, (a, b) in totals.items() if not _near(a, b))
-    ledger = _Ledger({key: b - a for key, (a, b) in totals.items()}, differ)
-    explained = [e for rewrite in _REWRITES for e in rewrite(ledger, mesh)]
-    explained += _combined(sides)
+    left: dict[Key, float] = {key: b - a for key, (a, b) in totals.items()}
+    explained: dict[tuple[str, Axes], float] = defaultdict(float)
+    if not all(_near(a, b) for a, b in totals.values()):
+        before, after = ({(k, axes): n[i] for (k, axes), n in totals.items() if axes} for i in (0, 1))
+        for trade, units in settled(before, after, mesh):
+            explained[trade.name, trade.axes] += units
+            for sign, rates in ((-1, trade.emitted), (1, trade.planned)):
+                for key, rate in rates.items():
+                    left[key] = left.get(key, 0.0) + sign * units * rate
     rows: list[Row] = []
     for kind, axes in sorted(sides, key=lambda k: (k[0], k[1] is None, k[1] or ())):
         a, b = (tuple(sorted(s, key=lambda c: -c.total)) for s in sides[kind, axes])
-        open_bytes = ledger.open.get((kind, axes), 0.0)
-        small = abs(open_bytes) <= TOLERANCE * max(_total(a), _total(b))
-        rows.append(Row(kind, axes, a, b, 0 if small else round(open_bytes)))
-    return Audit(tuple(rows), tuple(explained))
-
-
-class _Ledger:
-    """Bytes by which each kind and axes are over (positive) or under plan, as rewrites settle them."""
-
-    def __init__(self, open_bytes: Mapping[Key, float], differ: frozenset[Key]) -> None:
-        self.open: dict[Key, float] = dict(open_bytes)
-        self.differ = differ
-        """What has to be settled; what is near enough may serve to."""
-
-    def over(self, kind: str, axes: Axes) -> float:
-        return max(0.0, self.open.get((kind, axes), 0.0))
-
-    def under(self, kind: str, axes: Axes) -> float:
-        return max(0.0, -self.open.get((kind, axes), 0.0))
-
-    def axes(self) -> list[Axes]:
-        """The axes of which something is open, in a fixed order."""
-        return sorted({axes for (_, axes), n in self.open.items() if axes and n})
-
-    def settle(self, emitted: Mapping[tuple[str, Axes], float], planned: Mapping[tuple[str, Axes], float]) -> float:
-        """Trades planned for emitted collectives, each weighted by bytes per unit; returns the units traded."""
-        if self.differ.isdisjoint((*emitted, *planned)):
-            return 0.0
-        able = [self.over(*key) / w for key, w in emitted.items()] + [
-            self.under(*key) / w for key, w in planned.items()
-        ]
-        units = min(able)
-        for key, weight in emitted.items():
-            self.open[key] = self.open.get(key, 0.0) - units * weight
-        for key, weight in planned.items():
-            self.open[key] = self.open.get(key, 0.0) + units * weight
-        return units
-
-
-Trade = tuple[str, Axes, Mapping[tuple[str, Axes], float], Mapping[tuple[str, Axes], float]]
-"""What it is called, over which axes, and what is emitted in place of what is planned."""
-
-
-def _traded(ledger: _Ledger, trades: Sequence[Trade]) -> Iterator[Explanation]:
-    """Settles one trade after the other, that first which leaves least open: what is scattered or gathered first is not
-    told by bytes alone."""
-
-    def settled(order: Iterable[int], on: _Ledger) -> Iterator[Explanation]:
-        for name, axes, emitted, planned in (trades[k] for k in order):
-            if units := on.settle(emitted, planned):
-                yield Explanation(name, axes, round(units))
-
-    def left(order: Iterable[int]) -> float:
-        trial = _Ledger(ledger.open, ledger.differ)
-        list(settled(order, trial))
-        return sum(map(abs, trial.open.values()))
-
-    every = range(len(trades))
-    yield from settled(min(([k, *(i for i in every if i != k)] for k in every), key=left, default=[]), ledger)
-
-
-def _apart(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[tuple[Axes, Axes, Axes]]:
-    """Two sets of axes of which something is open and that have none in common; then all their axes."""
-    for a, b in itertools.combinations(ledger.axes(), 2):
-        if not set(a) & set(b):
-            yield a, b, tuple(axis for axis in mesh.axis_names if axis in (*a, *b))
-
-
-def _merged(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
-    """One collective over two sets of axes in place of one over each, or the reverse."""
-    for kind, (a, b, both) in itertools.product(
-        ("all-reduce", "all-gather", "reduce-scatter"), list(_apart(ledger, mesh))
-    ):
-        one = {(kind, both): 1.0}
-        trades: list[Trade] = []
-        # Gathered over the second last, or scattered over it first: only that one sees all the bytes.
-        for x, y in ((a, b), (b, a)):
-            two = {(kind, x): 1.0 if kind == "all-reduce" else 1 / mesh.axes_size(y), (kind, y): 1.0}
-            trades.append((f"{kind} in place of one over each", both, one, two))
-            trades.append((f"{kind} split by axes", both, two, one))
-        yield from _traded(ledger, trades)
-
-
-def _scattered(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
-    """Reduce-scatter against all-reduce: XLA on CPU never forms the former itself."""
-    for axes in ledger.axes():
-        reduce, scatter, gather = ("all-reduce", axes), ("reduce-scatter", axes), ("all-gather", axes)
-        for name, emitted, planned in (
-            ("reduce-scatter + all-gather in place of all-reduce", {scatter: 1.0, gather: 1.0}, {reduce: 1.0}),
-            ("all-reduce in place of reduce-scatter + all-gather", {reduce: 1.0}, {scatter: 1.0, gather: 1.0}),
-            ("all-reduce + slice in place of reduce-scatter", {reduce: 1.0}, {scatter: 1.0}),
-        ):
-            if units := ledger.settle(emitted, planned):
-                yield Explanation(name, axes, round(units))
-
-
-def _sliced(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
-    """One all-reduce over all axes, where a value was to be scattered over some, and its part over the others."""
-    trades: list[Trade] = []
-    for a, b, both in _apart(ledger, mesh):
-        for (x, y), then in itertools.product(((a, b), (b, a)), ("all-reduce", "reduce-scatter")):
-            planned = {("reduce-scatter", x): 1.0, (then, y): 1 / mesh.axes_size(x)}
-            name = f"all-reduce + slice in place of reduce-scatter + {then}"
-            trades.append((name, both, {("all-reduce", both): 1.0}, planned))
-    yield from _traded(ledger, trades)
-
-
-def _windowed(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
-    """A gather or scatter as a ring of permutes: of n parts, n-1 travel, or all n where the loop's last does too."""
-    for axes, kind in itertools.product(ledger.axes(), ("all-gather", "reduce-scatter")):
-        n, sent, planned = mesh.axes_size(axes), ledger.over("collective-permute", axes), ledger.under(kind, axes)
-        whole = planned and (n - 1) / n * (1 - TOLERANCE) <= sent / planned <= 1 + TOLERANCE
-        if whole and ledger.settle({("collective-permute", axes): sent / planned}, {(kind, axes): 1.0}):
-            yield Explanation(f"{kind} as a ring of collective-permutes", axes, round(planned))
-
-
-def _partly(ledger: _Ledger, mesh: LogicalMesh) -> Iterator[Explanation]:
-    """Of permutes over several axes, some whose pairs all lie along fewer: as those of the last hops of a chain."""
-    for wide, axes in itertools.permutations(ledger.axes(), 2):
-        if set(axes) < set(wide):
-            units = ledger.settle({("collective-permute", axes): 1.0}, {("collective-permute", wide): 1.0})
-            if units:
-                yield Explanation("collective-permute along fewer axes than it is planned over", axes, round(units))
-
-
-_REWRITES: tuple[Callable[[_Ledger, LogicalMesh], Iterator[Explanation]], ...] = (
-    _partly,
-    _sliced,
-    _merged,
-    _scattered,
-    _windowed,
-)
-"""In this order: axes are put right first, so that the later ones compare like with like."""
+        small = abs(left[kind, axes]) <= TOLERANCE * max(_total(a), _total(b))
+        rows.append(Row(kind, axes, a, b, 0 if small else round(left[kind, axes])))
+    done = [Explanation(name, axes, round(n)) for (name, axes), n in explained.items()]
+    return Audit(tuple(rows), (*done, *_combined(sides)))
 
 
 def _combined(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) -> list[Explanation]:

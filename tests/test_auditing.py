@@ -381,6 +381,15 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
          ["reduce-scatter + all-gather in place of all-reduce"]),
         ([op(RS, "y", 800), op(AG, "y", 800)], [op(AR, "y", 800)],
          ["all-reduce in place of reduce-scatter + all-gather"]),
+        # Those over both axes are split, and of what was planned over one a part is not scattered.
+        ([op(RS, "xy", 800), op(RS, "y", 4000), op(RS, "x", 600)],
+         [op(RS, "y", 1800), op(AR, "y", 3000), op(RS, "x", 800)],
+         ["reduce-scatter split by axes", "all-reduce + slice in place of reduce-scatter"]),
+        # What comes of a split is rewritten again.
+        ([op(RS, "xy", 800)], [op(RS, "y", 800), op(AR, "x", 200)],
+         ["reduce-scatter split by axes", "all-reduce + slice in place of reduce-scatter"]),
+        ([op(AR, "y", 2**30), op(RS, "x", 4)], [op(AR, "y", 2**30), op(AR, "x", 4)],
+         ["all-reduce + slice in place of reduce-scatter"]),
         ([op(AG, "y", 800)], [op(CP, "y", 200, 3)], ["all-gather as a ring of collective-permutes"]),
         ([op(CP, "xy", 100, 7)], [op(CP, "xy", 100, 4), op(CP, "y", 100, 3)],
          ["collective-permute along fewer axes than it is planned over"]),
@@ -405,8 +414,13 @@ def test_what_compilers_are_known_to_do_is_explained(
         ([op(AR, "x", 1000)], [op(AR, "y", 1000)], ["missing", "unplanned"]),
         ([op(RS, "y", 800)], [op(AR, "y", 1600)], ["differs by", "explained"]),
         ([op("all-to-all", "y", 800)], [op(AG, "y", 3200)], ["unplanned", "missing"]),
-        ([op(AG, "y", 800)], [op(CP, "y", 200, 2)], ["missing", "unplanned"]),
+        ([op(AG, "y", 800)], [op(CP, "y", 200, 2)], ["missing", "explained"]),
         ([op(CP, "x", 800)], [op(CP, "xy", 800)], ["missing", "unplanned"]),
+        (
+            [op(AR, "y", 800), op(RS, "y", 800)],
+            [op(AR, "y", 800), op(RS, "y", 800), op(AG, "y", 800)],
+            ["unplanned", "same", "same"],
+        ),
     ],
 )
 def test_other_differences_stand(planned: list[Collective], found: list[Collective], verdicts: list[str]) -> None:
