@@ -40,7 +40,8 @@ def adopt(plan: Plan, program: Program, table: RuleTable, wish: Wish) -> tuple[P
     if wish.memory_budget is not None and plan.memory.peak > wish.memory_budget:
         raise MemoryBudgetError(
             f"the plan takes {size_text(plan.memory.peak, 2)} a device at its peak, and the memory budget is "
-            f"{size_text(wish.memory_budget, 2)}: plan anew under it, or raise it"
+            f"{size_text(wish.memory_budget, 2)}: plan anew under it, or raise it",
+            plan.memory.peak,
         )
     options = tuple(sorted({**dict(plan.compiler_options), **dict(wish.compiler_options)}.items()))
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph

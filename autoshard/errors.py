@@ -35,7 +35,15 @@ class PlanError(AutoshardError):
 
 
 class MemoryBudgetError(PlanError):
-    """No layout fits the memory budget; the message says the least that would."""
+    """No layout fits the memory budget; the message says the least that would.
+
+    Attributes:
+      least: that, in bytes per device.
+    """
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class ConfigError(AutoshardError):

@@ -22,14 +22,16 @@ from autoshard.carried import Carried, as_first, held_to
 from autoshard.config import MeshConfig, MeshLike, mesh_config, resolve_mesh
 from autoshard.entry import Entry
 from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
-from autoshard.graph import Graph
+from autoshard.graph import Graph, build
 from autoshard.mesh import LogicalMesh
 from autoshard.plan import Alternative, Plan
-from autoshard.planner import Wish, make
+from autoshard.planner import Wish, budget_of, make
 from autoshard.program import Program
 from autoshard.refine import refine
+from autoshard.relax import helps_most
 from autoshard.rewrite import Pass, Pipeline
 from autoshard.rule import RuleTable
+from autoshard.search import explore
 from autoshard.signature import Aval
 from autoshard.study import Study, pinned
 from autoshard.trace import trace
@@ -37,6 +39,8 @@ from autoshard.units import size_text, time_text
 
 FROZEN = 1000
 """Most objects that the interpreter itself keeps out of searches for cycles; more were put there by the program."""
+HELPS = 0.01
+"""The least share of memory for which something is to be let go of."""
 LIGHTER = 3
 """Of the sets of passes that hold less, how many are weighed where the compiler chooses."""
 
@@ -133,7 +137,11 @@ def prepare(
         if config is not None and config.axes == "auto":
             return _cheapest(planned, config.meshes(), name)
         if options.mesh is not None:
-            return planned(resolve_mesh(options.mesh))
+            program = traced(resolve_mesh(options.mesh))
+            try:
+                return fitting(program)
+            except MemoryBudgetError as e:
+                raise MemoryBudgetError(f"{e}{_relaxed(program, options, e.least)}", e.least) from None
         return _cheapest(planned, _candidates((options.in_shardings, options.out_shardings)), name)
 
     bound, why, ready = frozenset[int](), "", None
@@ -240,7 +248,22 @@ def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
     how = "" if options.lighter else "; or pass passes=['recompute:full']"
     if options.lighter:
         how = f" (with {', '.join(str(p) for p in options.lighter if p not in options.passes)})"
-    raise MemoryBudgetError(f"{refused[-1]}{how}") from None
+    raise MemoryBudgetError(f"{refused[-1]}{how}", refused[-1].least) from None
+
+
+def _relaxed(program: Program, options: Options, least: float) -> str:
+    """What to let go of so that less than ``least`` bytes would do, as the end of a sentence; empty where none helps."""
+    *_, passes = options.passes, *_lighter(program, options)
+
+    def peak(relaxed: Program, wish: Wish) -> float:
+        rewritten, wish = _passed(relaxed, passes, replace(options, wish=wish))
+        try:
+            return explore(build(rewritten, options.table), wish.strategy, budget_of(wish, rewritten))[0].memory.peak
+        except AutoshardError:  # a strategy that does not serve what is left
+            return math.inf
+
+    peak_then, words = helps_most(program, options.wish, peak)
+    return f"; {words}, {size_text(peak_then, 2)} would do" if peak_then < least * (1 - HELPS) else ""
 
 
 def _lighter(program: Program, options: Options) -> Iterator[tuple[Pass, ...]]:

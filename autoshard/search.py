@@ -38,7 +38,7 @@ def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tu
     """
     found, s = explore(graph, strategy, budget)
     if found.memory.peak > budget:
-        raise MemoryBudgetError(_too_large(s, strategy))
+        raise MemoryBudgetError(_too_large(s), min(c.memory.peak for c in s.tried.values()))
     return found, s
 
 
@@ -114,10 +114,9 @@ def _specs(s: Search, i: int) -> Sequence[Spec]:
     return splits(s.graph.values[s.graph.inputs[i]].shape, s.axes, s.graph.program.mesh)
 
 
-def _too_large(s: Search, strategy: str) -> str:
+def _too_large(s: Search) -> str:
     smallest = min(s.tried.values(), key=lambda c: c.memory.peak)
     parts = sorted(smallest.memory.items()[:-1], key=lambda p: -p[1])
-    more = "" if strategy == "auto" else f" strategy 'auto' may find a smaller one than {strategy!r};"
     v, size = s.lives.largest(smallest.layout)
     value = s.graph.values[v]
     array = f"{value.dtype}[{','.join(map(str, value.shape))}]"
@@ -125,7 +124,7 @@ def _too_large(s: Search, strategy: str) -> str:
         f"none of {len(s.tried)} layouts fits {size_text(s.budget, 2)} a device: the least that would is "
         f"{size_text(smallest.memory.peak, 2)}, of which {parts[0][0]} take {size_text(parts[0][1], 2)} and "
         f"{parts[1][0]} {size_text(parts[1][1], 2)}; the largest array, {array}{_origin(s.graph, v)}, takes "
-        f"{size_text(size, 2)};{more} raise memory_budget or add devices"
+        f"{size_text(size, 2)}; raise memory_budget or add devices"
     )
 
 

@@ -165,6 +165,36 @@ def test_values_are_made_again_where_nothing_fits_that_holds_them(tmp_path: Path
     np.testing.assert_allclose(again(WEIGHTS, ROWS), deep(WEIGHTS, ROWS), rtol=1e-6)
 
 
+def train(state, x):
+    w, m = state["w"], state["m"]
+    m = 0.9 * m + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return {"w": w - m, "m": m}
+
+
+@pytest.mark.parametrize(
+    ("asked", "helps"),
+    [
+        ({}, "; with state donated, "),
+        ({"strategy": "dp", "donate_argnums": 0}, "; with strategy 'auto', "),
+        ({"in_shardings": (P(), None), "donate_argnums": 0}, "; without the pins of state, "),
+        ({"out_shardings": P(), "donate_argnums": 0}, "; without the pins of results, "),
+        (
+            {"strategy": "dp", "in_shardings": (P(), None), "donate_argnums": 0},
+            "; with strategy 'auto' and without the pins of state, ",
+        ),
+    ],
+)
+def test_where_nothing_fits_it_is_said_what_to_let_go_of(asked, helps):
+    state = dict.fromkeys(("w", "m"), jax.ShapeDtypeStruct((512, 512), np.float32))
+    x = jax.ShapeDtypeStruct((64, 512), np.float32)
+    budget = 100_000
+    with pytest.raises(MemoryBudgetError) as told:
+        autoshard.jit(train, mesh={"x": 8}, memory_budget=budget, **asked).plan(state, x)
+    assert helps in str(told.value)
+    assert told.value.least > budget
+    assert autoshard.jit(train, mesh={"x": 8}, donate_argnums=0).plan(state, x).memory.peak < told.value.least
+
+
 def test_passes_that_were_named_are_all_that_run():
     peak = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS).memory.peak
     chosen = autoshard.jit(deep, mesh={"x": 1}, memory_budget=int(peak * 0.75), passes=["dead_code"])
