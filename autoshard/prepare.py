@@ -252,7 +252,7 @@ def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
 
 
 def _relaxed(program: Program, options: Options, least: float) -> str:
-    """What to let go of so that less than ``least`` bytes would do, as the end of a sentence; empty where none helps."""
+    """What to let go of so that less than ``least`` bytes would do, as a sentence ends; empty where none helps."""
     *_, passes = options.passes, *_lighter(program, options)
 
     def peak(relaxed: Program, wish: Wish) -> float:
