@@ -52,6 +52,14 @@ class Problem:
         """Whether ``choice`` keeps every budget."""
         return all(row.load(choice) <= row.limit for row in self.rows)
 
+    def hopeless(self) -> bool:
+        """Whether some budget is less than what the lightest options of all variables take of it."""
+
+        def least(i: int, load: Array) -> float:
+            return float(load[np.isfinite(self.unary[i])].min(initial=np.inf))
+
+        return any(sum(least(i, load) for i, load in row.loads.items()) > row.limit for row in self.rows)
+
     def priced(self, multipliers: Sequence[float]) -> Problem:
         """This problem without its rows, a unit of each row's load priced instead."""
         unary = list(self.unary)

@@ -36,6 +36,8 @@ EXACT = 1e-9
 """Costs that differ by less are the same."""
 HALVINGS = 8
 """How often the gap between a price that is too low and one that is not is halved."""
+WEIGHTY = 1e3
+"""The price of a whole budget where costs do not matter, in costs of the dearest options of all."""
 DEAREST = 1e6
 """The highest price of a whole budget, in costs of the best choice without it."""
 
@@ -73,6 +75,8 @@ def solve(problem: Problem, small: int = SMALL) -> Solution:
     Raises:
       PlanError: no choice keeps them, or none that was tried.
     """
+    if problem.hopeless():
+        raise PlanError("no choice keeps the budgets")
     best = eliminate(problem)
     found = best.choice if problem.fits(best.choice) else None
     if found is None and sum(t.size for t in problem.pairs.values()) <= small:
@@ -120,8 +124,9 @@ def solve(problem: Problem, small: int = SMALL) -> Solution:
 
 def lightest(problem: Problem) -> Solution:
     """A choice that takes little of the budgets, whatever it costs; nothing is known of what it could cost."""
-    least = eliminate(problem).cost
-    found = eliminate(problem.priced([DEAREST * least / max(row.limit, 1.0) for row in problem.rows])).choice
+    tables = (*problem.unary, *problem.pairs.values())
+    most = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
+    found = eliminate(problem.priced([WEIGHTY * most / max(row.limit, 1.0) for row in problem.rows])).choice
     return Solution(found, problem.cost(found), 0.0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
 from autoshard.problem import Problem, Row
-from autoshard.solve import eliminate, exactly, solve
+from autoshard.solve import eliminate, exactly, lightest, solve
 
 
 def random_problem(seed: int, rows: int = 0) -> Problem:
@@ -93,6 +93,22 @@ def test_an_option_that_is_not_to_be_had_is_not_taken() -> None:
     p = Problem((np.array([0.0, 1.0]), np.zeros(2)), {(0, 1): np.array([[math.inf, math.inf], [3.0, 2.0]])})
     assert eliminate(p).choice == (1, 1)
     assert exactly(p).choice == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_hopeless_no_choice_keeps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    unary = tuple(np.where(rng.random(3) < 0.3, math.inf, rng.random(3)) for _ in range(4))
+    unary = tuple(np.where(np.isinf(u).all(), 1.0, u) for u in unary)
+    row = Row({i: rng.random(3) for i in range(4)}, float(rng.uniform(0.2, 1.2)))
+    problem = Problem(unary, {}, (row,))
+    kept = [c for c in itertools.product(range(3), repeat=4) if problem.fits(c) and math.isfinite(problem.cost(c))]
+    assert problem.hopeless() is not bool(kept)
+    if not kept:
+        with pytest.raises(PlanError, match="keeps the budgets"):
+            solve(problem, small=0)
+        allowed = [c for c in itertools.product(range(3), repeat=4) if math.isfinite(problem.cost(c))]
+        assert row.load(lightest(problem).choice) == pytest.approx(min(map(row.load, allowed)))
 
 
 def test_kindred_options_lead_out_of_a_bad_start() -> None:
