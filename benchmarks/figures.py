@@ -65,7 +65,11 @@ class Kept:
     @classmethod
     def of_platform(cls, platform: str) -> Kept:
         """Of ``tpu`` or ``gpu``."""
-        path = Path(__file__).parent / "results" / f"bench-{platform}.json"
+        return cls.read(Path(__file__).parent / "results" / f"bench-{platform}.json")
+
+    @classmethod
+    def read(cls, path: Path) -> Kept:
+        """Nothing where there is no such file."""
         if not path.exists():
             return cls(path, {}, {}, {})
         said = json.loads(path.read_text())
@@ -117,7 +121,8 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
         yield "| " + " | ".join(words) + " |"
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        yield f"\n{len(ratios)} cells: geometric mean {mean:.2f} of the best by hand, worst {max(ratios):.2f}."
+        over = f"Over {len(ratios)} of {len(CELLS)} cells"
+        yield f"\n{over}: geometric mean {mean:.2f} of the best by hand, worst {max(ratios):.2f}."
 
 
 def details(kept: Kept, cell: Cell) -> Iterator[str]:

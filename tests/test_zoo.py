@@ -13,6 +13,7 @@ from autoshard.config import MeshConfig
 from benchmarks.baselines import BASELINES, abstract, lowered, spec
 from benchmarks.bench import floor
 from benchmarks.cells import CELLS, COLUMNS
+from benchmarks.figures import Kept, Line, details, summary
 from benchmarks.real_time import MODELS
 from benchmarks.zoo import decoder, is_named
 
@@ -84,3 +85,24 @@ def test_decoders_stand_on_every_machine_and_other_models_on_two():
     assert len(rows) == 9
     for column in COLUMNS.values():
         assert column.mesh().mesh().size == column.data * column.model
+
+
+def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_path):
+    cell, gib = CELLS[0], 2**30
+    ours = Line("autoshard", 10 * gib, 16 * gib, 0.5, 0.4, gib, 60.0, 2.0, 9 * gib, ("all-reduce x differs",))
+    large = Line("dp", 40 * gib, 16 * gib, None, None, None, 2.0)
+    fsdp = Line("fsdp + remat", 12 * gib, 16 * gib, 1.0, 0.9, 2 * gib, 61.0)
+    kept = Kept(tmp_path / "kept.json", {"a": ours, "b": large, "c": fsdp, "d": large}, {}, {str(cell): 0.25})
+    kept.cells[str(cell)] = ["a", "b", "c"]
+    kept.write()
+    again = Kept.read(kept.path)
+    assert again.of(cell) == [ours, large, fsdp]
+    assert set(again.lines) == {"a", "b", "c"}
+    assert list(summary([again]))[2:] == [
+        f"| {cell} | 250 | 500 | 1,000 (fsdp + remat) | 0.50 | not clean |",
+        "\nOver 1 of 30 cells: geometric mean 0.50 of the best by hand, worst 0.50.",
+    ]
+    said = "\n".join(details(again, cell))
+    assert "| dp | **no** | 40.00 | - | - | - | 2 |" in said
+    assert "Foreseen: 9.00 GiB." in said
+    assert "- all-reduce x differs" in said
