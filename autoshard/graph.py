@@ -8,7 +8,6 @@ flat list and knows nothing of control flow. A node inside a loop carries how of
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -404,10 +403,3 @@ def describe(graph: Graph) -> Iterator[str]:
         left, right = (", ".join(map(value, vs)) for vs in (n.results, n.operands))
         op = n.kind.op + (" (tie)" if n.tie else "")
         yield f"{i:4} {left} = {op} {right}{times}  {n.kind.rule}  {n.phase}  {n.source}"
-
-
-def walk(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
-    """Every equation of ``jaxpr`` at every depth that the graph flattens, outermost first."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        yield from itertools.chain.from_iterable(walk(r.body) for r in jx.regions(eqn))
