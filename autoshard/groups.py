@@ -33,6 +33,8 @@ ROUNDS = 2
 """How far from a group its surroundings reach, in equations."""
 FEW = 64
 """Most equations of a program in which every one of them, and every value, is decided for itself."""
+MOST = 1 << 62
+"""Numbers that there are."""
 FOLDED = 300
 """Groups above which those that are alike are given one color."""
 
@@ -202,9 +204,15 @@ def _surroundings(found: Iterable[tuple[Numbers, list[Numbers]]], roots: Numbers
     pairs = list(found)
     width = max(len(columns) for _, columns in pairs)
     owner, what = np.concatenate([r for r, _ in pairs]), np.zeros(sum(len(r) for r, _ in pairs), dtype=np.int64)
+    kinds = 1
     for i in range(width):
         column = np.concatenate([c[i] if i < len(c) else np.full(len(r), -1) for r, c in pairs]) + 1
-        what = np.unique(what * (int(column.max()) + 1) + column, return_inverse=True)[1]
+        n = int(column.max()) + 1
+        if kinds * n > MOST:
+            what = np.unique(what, return_inverse=True)[1]
+            kinds = int(what.max()) + 1
+        what, kinds = what * n + column, kinds * n
+    what = np.unique(what, return_inverse=True)[1]
     base = int(what.max()) + 1
     each, often = np.unique((owner * base + what)[owner >= 0], return_counts=True)
     ends = np.searchsorted(each, np.stack([roots, roots + 1]) * base)

@@ -159,12 +159,11 @@ def _survey(jaxpr: jx.Jaxpr) -> _Survey:
         count += len(eqns)
         alike = {id(e.params): e for e in eqns}  # equations that are made together share their parameters
         holding = {i for i, e in alike.items() if e.params and jx.subjaxprs(e)}
-        for e in eqns:
-            if e.effects or id(e.params) in holding:
-                inner = jx.subjaxprs(e)
-                bodies += inner
-                if e.effects and not any(b.effects for b in inner):
-                    effects[e.primitive.name] += 1
+        for e in [e for e in eqns if e.effects or id(e.params) in holding]:
+            inner = jx.subjaxprs(e)
+            bodies += inner
+            if e.effects and not any(b.effects for b in inner):
+                effects[e.primitive.name] += 1
     return _Survey(count, effects)
 
 

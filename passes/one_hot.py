@@ -112,9 +112,12 @@ class _Reader:
 
     def follows(self, eqn: jx.JaxprEqn) -> Rows | None:
         """Each element for itself; zeros stay."""
-        rows, (before, after) = self.known(eqn.invars[0]), (jx.aval(a).dtype for a in (eqn.invars[0], eqn.outvars[0]))
+        rows = self.known(eqn.invars[0])
+        if rows is None:
+            return None
+        before, after = (jx.aval(a).dtype for a in (eqn.invars[0], eqn.outvars[0]))
         rounds = (_is_float(before) and _is_float(after)) or jnp.promote_types(before, after) == after
-        if rows is None or not rounds:
+        if not rounds:
             return None
         fun = lax.neg if eqn.primitive.name == "neg" else lambda x: lax.convert_element_type(x, after)
         return replace(rows, fun=lambda *xs: fun(rows.fun(*xs)), condition=before == np.bool_)
