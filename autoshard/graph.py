@@ -8,11 +8,10 @@ flat list and knows nothing of control flow. A node inside a loop carries how of
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -37,11 +36,11 @@ class Value:
     """Bits per element."""
     dtype: str
     name: str = ""
+    bytes: int = field(init=False, repr=False, compare=False)
+    """Size in bytes."""
 
-    @property
-    def bytes(self) -> int:
-        """Size in bytes."""
-        return -(-math.prod(self.shape) * self.bits // 8)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", -(-math.prod(self.shape) * self.bits // 8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +70,7 @@ class Kind:
         object.__setattr__(self, "bytes", sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One operation. ``operands`` and ``results`` are value numbers."""
 
     kind: Kind
@@ -82,11 +80,11 @@ class Node:
     """How often it runs; 0 of a tie that says of two values that they should lie alike, and moves nothing."""
     source: str = ""
     phase: str = PLAIN
-    values: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The operands, then the results."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "values", self.operands + self.results)
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The operands, then the results."""
+        return self.operands + self.results
 
     @property
     def tie(self) -> bool:
@@ -160,7 +158,7 @@ def build(program: Program, table: RuleTable, *, strict: bool = False) -> Graph:
     for i, count in together(builder.nodes, builder.values).items():
         kind = builder.nodes[i].kind
         kind = kinds.setdefault((kind, count), replace(kind, together=count))
-        builder.nodes[i] = replace(builder.nodes[i], kind=kind)
+        builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
     for i, o in program.carries:  # the next call begins where this one ends
         builder.tie("carry", outputs[o], inputs[i], False, 1, "", PLAIN)
     for v, leaf in (*zip(inputs, program.inputs, strict=True), *zip(outputs, program.outputs, strict=True)):
@@ -195,8 +193,12 @@ class _Builder:
         self.open: dict[int, frozenset[int]] = {}
         self.diagnostics: list[Diagnostic] = []
         self.kinds: dict[Any, Kind] = {}
+        self.met: dict[tuple[int, ...], Kind] = {}
+        """Kinds by the very parameters and abstract values of an equation, which many that are alike share."""
         self.alike: dict[Any, Value] = {}
         """By shape and dtype."""
+        self.seen: dict[int, Value] = {}
+        """By the very abstract value."""
         self.names: set[str] = set()
         self.loops: list[tuple[int, int]] = []
 
@@ -213,11 +215,11 @@ class _Builder:
         self.pins[value] = check(entries, shape, self.program.mesh.shape, f"the value pinned at {source}")
 
     def value(self, aval: Any) -> int:
-        key = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
-        found = self.alike.get(key)
+        found = self.seen.get(id(aval))
         if found is None:
+            key = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
             name = "token" if key[1] is None else jx.dtype_name(key[1])
-            found = self.alike[key] = Value(key[0], _bits(aval), name)
+            found = self.seen[id(aval)] = self.alike.setdefault(key, Value(key[0], _bits(aval), name))
         self.values.append(found)
         return len(self.values) - 1
 
@@ -227,8 +229,10 @@ class _Builder:
                 self.define(var)
         for eqn in jaxpr.eqns:
             inner = jx.derivative(eqn) or phase
-            self.names.update((eqn.primitive.name, *jx.names(eqn)))
-            regions = () if sealed(eqn, self.table) else jx.regions(eqn)
+            self.names.add(eqn.primitive.name)
+            self.names.update(jx.names(eqn))
+            regions = jx.regions(eqn)
+            regions = () if regions and sealed(eqn, self.table) else regions
             if regions:
                 self.regions(eqn, regions, times, inner)
             elif jx.manual_specs(eqn):
@@ -242,7 +246,10 @@ class _Builder:
         operands = tuple(map(self.read, eqn.invars))
         results = tuple(map(self.define, eqn.outvars))
         source = jx.source(eqn)
-        kind = self.kind(eqn, source)
+        key = id(eqn.primitive), id(eqn.params), *[id(jx.aval(a)) for a in eqn.invars]
+        kind = self.met.get(key)
+        if kind is None:
+            kind = self.met[key] = self.kind(eqn, source)
         self.nodes.append(Node(kind, operands, results, times, source, phase))
         if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
             entries = eqn.params["spec"] if eqn.primitive is annotate_p else eqn.params["sharding"].spec
@@ -404,10 +411,3 @@ def describe(graph: Graph) -> Iterator[str]:
         left, right = (", ".join(map(value, vs)) for vs in (n.results, n.operands))
         op = n.kind.op + (" (tie)" if n.tie else "")
         yield f"{i:4} {left} = {op} {right}{times}  {n.kind.rule}  {n.phase}  {n.source}"
-
-
-def walk(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
-    """Every equation of ``jaxpr`` at every depth that the graph flattens, outermost first."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        yield from itertools.chain.from_iterable(walk(r.body) for r in jx.regions(eqn))

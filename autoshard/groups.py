@@ -33,6 +33,8 @@ ROUNDS = 2
 """How far from a group its surroundings reach, in equations."""
 FEW = 64
 """Most equations of a program in which every one of them, and every value, is decided for itself."""
+MOST = 1 << 62
+"""Numbers that there are."""
 FOLDED = 300
 """Groups above which those that are alike are given one color."""
 
@@ -85,14 +87,13 @@ class Groups:
         self.forms: dict[Kind, Form] = {}
         self.sets = _Sets(graph)
         self.large = [False, *(math.prod(v.shape) > 1 for v in graph.values[1:])]
-        self.orders: dict[int, dict[int, int]] = {}
         self.labels = self._labels()
         links = {kind: _links(kind, self.form(kind)) for kind in {n.kind for n in graph.nodes}}
+        weights = {kind: -max(kind.bytes) for kind, found in links.items() if found}
         tied = [n for n in graph.nodes if links[n.kind] and (n.tie or not self.few)]
-        for node in sorted(tied, key=lambda n: -max(n.kind.bytes)):
+        for node in sorted(tied, key=lambda n: weights[n.kind]):
             self._follow(node, links[node.kind])
-        used = {v for n in graph.nodes for v in n.values if self.large[v]}
-        self.places = {v: self._places(v) for v in sorted(used)}
+        self.places = self._places()
         """Root and places of every value that has more than one element."""
         self.color = self._colors()
         """For each root a number; groups that are alike have the same."""
@@ -137,22 +138,29 @@ class Groups:
                 if other != p:
                     self.sets.unite(values[other], v, before[other])
 
-    def _places(self, v: int) -> tuple[int, Places]:
-        root = self.sets.root(v)
-        order = self.orders.get(root)
-        if order is None:
-            order = self.orders[root] = {a: i for i, a in enumerate(self.sets.atoms[root])}
-        shape = self.graph.values[v].shape
-        return root, tuple([order[self.sets.dim(v, d)] if n > 1 else -1 for d, n in enumerate(shape)])
+    def _places(self) -> dict[int, tuple[int, Places]]:
+        """Root and places of every value that has more than one element and that an equation reads or makes."""
+        graph, sets = self.graph, self.sets
+        used = sorted({v for n in graph.nodes for v in n.values if self.large[v]})
+        roots, place = _ends(sets.value).tolist(), np.full(len(sets.atom), -1)
+        for atoms in sets.atoms.values():
+            place[atoms] = range(len(atoms))
+        split = np.array([n > 1 for v in graph.values for n in v.shape], dtype=bool)
+        where = np.where(split, place[_ends(sets.atom)], -1).tolist()
+        known: dict[Places, Places] = {}  # most are alike
+        found: dict[int, tuple[int, Places]] = {}
+        for v in used:
+            at = tuple(where[sets.start[v] : sets.start[v + 1]])
+            found[v] = roots[v], known.setdefault(at, at)
+        return found
 
     def _colors(self) -> dict[int, int]:
         """For each group a number; those that are alike have the same."""
         graph, places = self.graph, self.places
         roots, at = np.full(len(graph.values), -1), np.zeros(len(graph.values), dtype=np.int64)
-        forms: dict[Any, int] = {}
         names: dict[int, set[str]] = defaultdict(set)
-        for v, (root, where) in places.items():
-            roots[v], at[v] = root, forms.setdefault((where, graph.pins.get(v)), len(forms))
+        roots[[*places]] = [root for root, _ in places.values()]
+        at[[*places]] = _numbered((where, graph.pins.get(v)) for v, (_, where) in places.items())
         for v in graph.inputs:
             if v in places:
                 names[places[v][0]].add(re.sub(r"\d+", "#", graph.values[v].name))
@@ -196,9 +204,15 @@ def _surroundings(found: Iterable[tuple[Numbers, list[Numbers]]], roots: Numbers
     pairs = list(found)
     width = max(len(columns) for _, columns in pairs)
     owner, what = np.concatenate([r for r, _ in pairs]), np.zeros(sum(len(r) for r, _ in pairs), dtype=np.int64)
+    kinds = 1
     for i in range(width):
         column = np.concatenate([c[i] if i < len(c) else np.full(len(r), -1) for r, c in pairs]) + 1
-        what = np.unique(what * (int(column.max()) + 1) + column, return_inverse=True)[1]
+        n = int(column.max()) + 1
+        if kinds * n > MOST:
+            what = np.unique(what, return_inverse=True)[1]
+            kinds = int(what.max()) + 1
+        what, kinds = what * n + column, kinds * n
+    what = np.unique(what, return_inverse=True)[1]
     base = int(what.max()) + 1
     each, often = np.unique((owner * base + what)[owner >= 0], return_counts=True)
     ends = np.searchsorted(each, np.stack([roots, roots + 1]) * base)
@@ -224,12 +238,6 @@ class _Sets:
         }
         """The dimensions of each set of values."""
 
-    def root(self, v: int) -> int:
-        return _find(self.value, v)
-
-    def dim(self, v: int, d: int) -> int:
-        return _find(self.atom, self.start[v] + d)
-
     def unite(self, u: int, v: int, pairs: Iterable[tuple[int, int]]) -> None:
         """Puts ``u`` and ``v`` together, dimension with dimension, unless two of one would become one."""
         a, b = _find(self.value, u), _find(self.value, v)
@@ -244,6 +252,14 @@ class _Sets:
         for x, y in same.items():
             atom[max(x, y)] = min(x, y)
         self.atoms[a] = list(dict.fromkeys([_find(atom, x) for x in (*self.atoms[a], *self.atoms.pop(b))]))
+
+
+def _ends(parent: list[int]) -> Numbers:
+    """Of each element the one that stands for its set."""
+    found = np.array(parent, dtype=np.int64)
+    while not np.array_equal(further := found[found], found):
+        found = further
+    return found
 
 
 def _find(parent: list[int], x: int) -> int:

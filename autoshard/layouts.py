@@ -53,8 +53,7 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
             found = lightest(problem)
         if limits is None and view.graph is graph:
             s.bound = max(s.bound, found.bound - space.slack)
-        specs = {v: view.spec(spec) for v, spec in space.specs(found.choice).items()}
-        ways = {n: tuple((f, view.whole(a)) for f, a in way) for n, way in space.ways(found.choice).items()}
+        specs, ways = view.specs(space.specs(found.choice)), view.ways(space.ways(found.choice))
         for i, o in graph.program.carries if stored else ():
             v, out = graph.inputs[i], graph.outputs[o]
             if v in specs and out:

@@ -14,6 +14,8 @@ from autoshard.graph import Graph
 from autoshard.mesh import LogicalMesh
 from autoshard.spec import Axes, Spec
 
+Factors = tuple[tuple[str, Axes], ...]
+
 
 @dataclass(frozen=True)
 class View:
@@ -30,6 +32,16 @@ class View:
     def spec(self, spec: Spec) -> Spec:
         """``spec`` over the mesh itself."""
         return Spec(tuple(map(self.whole, spec.dims)))
+
+    def specs(self, specs: Mapping[int, Spec]) -> dict[int, Spec]:
+        """Of each value its spec over the mesh itself."""
+        known = {spec: self.spec(spec) for spec in set(specs.values())}
+        return {v: known[spec] for v, spec in specs.items()}
+
+    def ways(self, ways: Mapping[int, Factors]) -> dict[int, Factors]:
+        """Of each node the axes of its factors, as those of the mesh itself."""
+        known = {way: tuple((f, self.whole(axes)) for f, axes in way) for way in set(ways.values())}
+        return {n: known[way] for n, way in ways.items()}
 
 
 def views(graph: Graph, most: int) -> Iterator[View]:

@@ -1,7 +1,8 @@
 """A decoder-only transformer in Flax NNX and its train and eval steps: ordinary JAX, no sharding anywhere.
 
 Root-mean-square norms before each block, rotary positions, grouped-query attention, a gated or plain
-MLP or experts in its place, and the layers stacked and scanned so that depth costs no tracing time.
+MLP or experts in its place, and the layers stacked and scanned so that depth costs no tracing time, or
+traced once and written out for each.
 
 Letters in shapes: B batch, S sequence, D model width, H query heads, K key-value heads, G = H / K,
 E head width, F MLP width, V vocabulary, L layers; among experts N groups of T tokens, X experts, C places of each.
@@ -9,6 +10,7 @@ E head width, F MLP width, V vocabulary, L layers; among experts N groups of T t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -227,6 +229,12 @@ class Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(graph: Any, weights: Tree, x: jax.Array) -> jax.Array:
+    """A layer of ``x``; JAX traces, and differentiates, the first and takes the others, which are alike, to be so."""
+    return nnx.merge(graph, weights)(x)
+
+
 class Decoder(nnx.Module):
     """Token identifiers to next-token logits. tokens: int [B, S] -> float32 [B, S, V]."""
 
@@ -249,7 +257,7 @@ class Decoder(nnx.Module):
             x, _ = jax.lax.scan(lambda h, weights: (nnx.merge(graph, weights)(h), None), x, stacked)
         else:
             for layer in self.layers:
-                x = layer(x)
+                x = _run(*nnx.split(layer), x)
         x = self.norm(x)
         if self.head is None:
             x = x * self.config.d_model**-0.5  # else each token starts out certain that it repeats itself

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoshard.collective import Ring, rings, rings_seconds
 from autoshard.mesh import LogicalMesh
@@ -36,8 +37,7 @@ class Move:
     spec: Spec
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A move apart from the value's size: it costs ``fixed + each * bytes`` seconds."""
 
     kind: str

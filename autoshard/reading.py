@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 
 from autoshard.cost import VIEWS
-from autoshard.graph import BACKWARD, FORWARD, PLAIN, Graph, Node
+from autoshard.graph import BACKWARD, FORWARD, PLAIN, Graph, Kind, Node
 
 MOVED = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice", "split", "stack", "tile", "unstack"})
 """Operations that only take elements from elsewhere: done where they are read."""
@@ -77,6 +77,8 @@ class Reading:
         self.carried: set[int] = set()
         """What goes round a loop."""
         self.readers: dict[int, int] = defaultdict(int)
+        self.local: dict[Kind, bool] = {}
+        """Whether nodes of a kind are `is_local`."""
         entered: set[int] = set()
         for node in graph.nodes:
             if node.times or not node.tie:
@@ -167,7 +169,10 @@ class Reading:
     def operation(self, n: int, node: Node) -> None:
         values = self.graph.values
         self.phase.update(dict.fromkeys(node.results, node.phase))
-        if not is_local(node):
+        local = self.local.get(node.kind)
+        if local is None:
+            local = self.local[node.kind] = is_local(node)
+        if not local:
             heavy = node.kind.flops or node.kind.op.startswith(("reduce", "arg"))
             heavy = heavy or (node.kind.op == "gather" and _one_a_row(node))
             for v in node.operands:

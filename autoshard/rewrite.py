@@ -157,8 +157,10 @@ def _survey(jaxpr: jx.Jaxpr) -> _Survey:
     while bodies:
         eqns = bodies.pop().eqns
         count += len(eqns)
-        for e in eqns:
-            inner = jx.subjaxprs(e) if e.params else []
+        alike = {id(e.params): e for e in eqns}  # equations that are made together share their parameters
+        holding = {i for i, e in alike.items() if e.params and jx.subjaxprs(e)}
+        for e in [e for e in eqns if e.effects or id(e.params) in holding]:
+            inner = jx.subjaxprs(e)
             bodies += inner
             if e.effects and not any(b.effects for b in inner):
                 effects[e.primitive.name] += 1
@@ -176,8 +178,9 @@ def _defined_once(jaxpr: jx.Jaxpr) -> bool:
 
     def all_new(body: jx.Jaxpr) -> bool:
         found = [*body.constvars, *body.invars, *(v for e in body.eqns for v in e.outvars)]
-        fresh = len(set(found)) == len(found) and seen.isdisjoint(found)
+        before = len(seen)
         seen.update(found)
-        return fresh and all(all_new(r.body) for e in body.eqns for r in jx.regions(e))
+        fresh = len(seen) == before + len(found)
+        return fresh and all(all_new(r.body) for e in jx.nests(body) for r in jx.regions(e))
 
     return all_new(jaxpr)

@@ -71,7 +71,8 @@ class Space:
 
     def specs(self, choice: Sequence[int]) -> dict[int, Spec]:
         """The spec of every value that a variable decides."""
-        return {v: lies(self.options[i][choice[i]], places) for v, (i, places) in self.where.items()}
+        known = {end: lies(self.options[end[0]][choice[end[0]]], end[1]) for end in set(self.where.values())}
+        return {v: known[end] for v, end in self.where.items()}
 
 
 def row_of(
@@ -169,15 +170,19 @@ class _Assembly:
         self.where = where
         copies = self._copies()
         read = {n for _, n in copies}
-        alike: dict[Any, list[int]] = defaultdict(list)
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        number: dict[End, int] = {None: 0}  # ends are compared for every node: by a number each
+        numbers = {v: number.setdefault(end, len(number)) for v, end in where.items()}
+        copied = {at: number.setdefault(end, len(number)) for at, end in copies.items()}
+        ends = list(number)
         for n, node in enumerate(graph.nodes):
             if node.times:
-                ends = tuple([where.get(v) for v in node.values])
+                key = [numbers.get(v, 0) for v in node.values]
                 if n in read:
-                    ends = tuple(copies.get((v, n), end) for v, end in zip(node.values, ends, strict=True))
-                alike[node.kind, ends].append(n)
-        for (kind, ends), nodes in alike.items():
-            self._node(kind, ends, nodes)
+                    key = [copied.get((v, n), k) for v, k in zip(node.values, key, strict=True)]
+                alike[node.kind, *key].append(n)
+        for (kind, *key), nodes in alike.items():
+            self._node(kind, [ends[k] for k in key], nodes)
         slack = self._held()
         kin = tuple(tuple(np.array(_labels(k, axis)) for k in self.kin) for axis in range(len(self.axes)))
         return Space(self.builder.done(kin if len(kin) > 1 else ()), where, tuple(self.options), self.nodes, slack)

@@ -11,6 +11,7 @@ devices as the mesh has.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import resource
@@ -82,17 +83,21 @@ def measure(name: str, compiled: bool) -> None:
 
 
 def main() -> None:
-    args = sys.argv[1:]
-    if args[:1] == ["--row"]:
-        measure(args[1], "--compile" in args)
+    parser = argparse.ArgumentParser("python -m benchmarks.plan_time", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows, all where none is named: {', '.join(ROWS)}")
+    parser.add_argument("--compile", action="store_true", help="lower and compile the planned step, too")
+    parser.add_argument("--row", metavar="NAME", choices=ROWS, help="measure one row in this very process")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in ROWS]:
+        parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if args.row:
+        measure(args.row, args.compile)
         return
-    flags, names = [a for a in args if a == "--compile"], [a for a in args if a != "--compile"]
-    print(
-        "row | layers | mesh | trace, s | plan, s | processor, s | gap | most memory" + (" | XLA, s" if flags else "")
-    )
-    for name in names or ROWS:
+    head = "row | layers | mesh | trace, s | plan, s | processor, s | gap | most memory"
+    print(head + (" | XLA, s" if args.compile else ""), flush=True)
+    for name in args.names or ROWS:
         devices = {"JAX_NUM_CPU_DEVICES": str(math.prod(ROWS[name][3].values()))}
-        row = [sys.executable, "-m", "benchmarks.plan_time", "--row", name, *flags]
+        row = [sys.executable, "-m", "benchmarks.plan_time", "--row", name, *["--compile"] * args.compile]
         subprocess.run(row, check=True, env={**os.environ, **devices})
 
 

@@ -12,7 +12,7 @@ and the sign of zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ class OneHot(Pass):
     def change(self, before: Program, after: Program) -> str:
         if before is after:
             return "no sum of one-hot rows"
-        saved = [sum(e.primitive.name == "reduce_sum" for e in _walk(p.jaxpr)) for p in (before, after)]
+        saved = [sum(e.primitive.name == "reduce_sum" for e in jx.walk(p.jaxpr)) for p in (before, after)]
         return f"{saved[0] - saved[1]} sums of one-hot rows fewer"
 
 
@@ -54,13 +54,6 @@ class Rows:
     fun: Callable[..., Any]
     condition: bool = False
     """Whether it is a converted condition: XLA multiplies by that by choosing, so that no zero meets an infinity."""
-
-
-def _walk(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for region in jx.regions(eqn):
-            yield from _walk(region.body)
 
 
 def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
@@ -119,9 +112,12 @@ class _Reader:
 
     def follows(self, eqn: jx.JaxprEqn) -> Rows | None:
         """Each element for itself; zeros stay."""
-        rows, (before, after) = self.known(eqn.invars[0]), (jx.aval(a).dtype for a in (eqn.invars[0], eqn.outvars[0]))
+        rows = self.known(eqn.invars[0])
+        if rows is None:
+            return None
+        before, after = (jx.aval(a).dtype for a in (eqn.invars[0], eqn.outvars[0]))
         rounds = (_is_float(before) and _is_float(after)) or jnp.promote_types(before, after) == after
-        if rows is None or not rounds:
+        if not rounds:
             return None
         fun = lax.neg if eqn.primitive.name == "neg" else lambda x: lax.convert_element_type(x, after)
         return replace(rows, fun=lambda *xs: fun(rows.fun(*xs)), condition=before == np.bool_)

@@ -33,15 +33,8 @@ class Sums(Pass):
         return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
-        return f"{sum(1 for _ in _sums(after.jaxpr))} sums of products made one operation each"
-
-
-def _sums(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is sum_of_products_p:
-            yield eqn
-        for region in jx.regions(eqn):
-            yield from _sums(region.body)
+        made = sum(e.primitive is sum_of_products_p for e in jx.walk(after.jaxpr))
+        return f"{made} sums of products made one operation each"
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,9 @@ class _Product:
 def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
     """``jaxpr`` with its sums joined, at every depth; itself where there are none. ``known``: sums that were staged."""
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jx.Var))
-    uses.update(a for a in jaxpr.outvars if isinstance(a, jx.Var))
-    added = (a for e in jaxpr.eqns if e.primitive.name in ADD for a in _terms_of(e))
-    inner = {a for a in added if isinstance(a, jx.Var) and uses[a] == 1}
+    uses = jx.uses(jaxpr)
+    additions = [e for e in jaxpr.eqns if e.primitive.name in ADD and _terms_of(e)]
+    inner = {a for e in additions for a in e.invars if isinstance(a, jx.Var) and uses[a] == 1}
 
     def leaves(atom: jx.Atom) -> Iterator[jx.Atom]:
         eqn = made.get(atom) if isinstance(atom, jx.Var) else None
@@ -85,23 +77,26 @@ def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
             return None
         return _Product(eqn, order)
 
-    eqns: list[jx.JaxprEqn] = []
-    changed = False
-    for eqn in jaxpr.eqns:
+    instead: dict[int, list[jx.JaxprEqn]] = {}
+    for eqn in jx.nests(jaxpr):
         new = jx.within(eqn, lambda b: _rewritten(b, known))
-        eqn, changed = new, changed or new is not eqn
-        if eqn.primitive.name in ADD and eqn.outvars[0] not in inner and _terms_of(eqn):
-            found = [a for side in eqn.invars for a in leaves(side)]
-            products = {i: p for i, a in enumerate(found) if (p := product(a)) is not None}
-            commonest = Counter(p.alike for p in products.values()).most_common(1)
-            joined = {i: p for i, p in products.items() if p.alike == commonest[0][0]}
-            if len(joined) > 1:
-                rest = [a for i, a in enumerate(found) if i not in joined]
-                eqns += _joined(eqn, list(joined.values()), rest, known)
-                changed = True
-                continue
-        eqns.append(eqn)
-    return jx.with_code(jaxpr, eqns) if changed else jaxpr
+        if new is not eqn:
+            instead[id(eqn)] = [new]
+    for eqn in additions:
+        if eqn.outvars[0] in inner:
+            continue
+        found = [a for side in eqn.invars for a in leaves(side)]
+        products = {i: p for i, a in enumerate(found) if (p := product(a)) is not None}
+        if len(products) < 2:
+            continue
+        commonest = Counter(p.alike for p in products.values()).most_common(1)
+        joined = {i: p for i, p in products.items() if p.alike == commonest[0][0]}
+        if len(joined) > 1:
+            rest = [a for i, a in enumerate(found) if i not in joined]
+            instead[id(eqn)] = _joined(eqn, list(joined.values()), rest, known)
+    if not instead:
+        return jaxpr
+    return jx.with_code(jaxpr, [new for eqn in jaxpr.eqns for new in instead.get(id(eqn), (eqn,))])
 
 
 def _terms_of(eqn: jx.JaxprEqn) -> list[jx.Atom]:

@@ -7,8 +7,6 @@ the product for that of the weight's state too, and XLA's for TPU then copies th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,27 +28,18 @@ class Turned(Pass):
         return program if after is program.jaxpr else program.with_jaxpr(after)
 
     def change(self, before: Program, after: Program) -> str:
-        gone = sum(1 for _ in _transposes(before.jaxpr)) - sum(1 for _ in _transposes(after.jaxpr))
-        return f"{gone} products written the other way round"
-
-
-def _transposes(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is _prims.transpose_p:
-            yield eqn
-        for region in jx.regions(eqn):
-            yield from _transposes(region.body)
+        had, has = (sum(e.primitive is _prims.transpose_p for e in jx.walk(p.jaxpr)) for p in (before, after))
+        return f"{had - has} products written the other way round"
 
 
 def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     """``jaxpr`` with its products turned, at every depth; itself where none is."""
-    uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jx.Var))
-    uses.update(a for a in jaxpr.outvars if isinstance(a, jx.Var))
+    uses = jx.uses(jaxpr)
     products = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive is _prims.dot_general_p and uses[e.outvars[0]] == 1}
     turned: dict[int, jx.JaxprEqn] = {}
     dropped = set[int]()
-    for eqn in jaxpr.eqns:
-        product = products.get(eqn.invars[0]) if eqn.primitive is _prims.transpose_p else None  # type: ignore[arg-type]
+    for eqn in [e for e in jaxpr.eqns if e.primitive is _prims.transpose_p]:
+        product = products.get(eqn.invars[0])  # type: ignore[arg-type]
         params = _other_way(product, eqn) if product is not None else None
         if product is not None and params is not None:
             turned[id(product)] = product.replace(invars=product.invars[::-1], outvars=eqn.outvars, params=params)

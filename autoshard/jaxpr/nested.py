@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jax._src import core as _core
@@ -137,6 +137,20 @@ def within(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     if eqn.primitive not in _NESTING:
         return eqn
     return with_bodies(eqn, [change(r.body) for r in regions(eqn)])
+
+
+def nests(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations of ``jaxpr`` that can have regions: few among many."""
+    return [e for e in jaxpr.eqns if e.primitive in _NESTING]
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation of ``jaxpr`` and of its regions, at every depth, outermost first."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive in _NESTING:
+            for region in regions(eqn):
+                yield from walk(region.body)
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,14 +90,16 @@ def dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
     A long program without nested ones and effects is gone through once, rather than by JAX's rule for each equation.
     """
-    if jaxpr.effects or any(e.primitive in _pe.dce_rules for e in jaxpr.eqns):
+    if jaxpr.effects or not _pe.dce_rules.keys().isdisjoint([e.primitive for e in jaxpr.eqns]):
         return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
     used = {a for a in jaxpr.outvars if isinstance(a, Var)}
     eqns: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
         if not used.isdisjoint(eqn.outvars):
             eqns.append(eqn)
-            used.update([a for a in eqn.invars if isinstance(a, Var)])
+            for a in eqn.invars:
+                if isinstance(a, Var):
+                    used.add(a)
     return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns[::-1])
 
 
@@ -106,13 +109,10 @@ def check(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
     old = set(map(id, known.eqns)) if known else set[int]()
     new = [e for e in jaxpr.eqns if id(e) not in old]
     defined = {*jaxpr.constvars, *jaxpr.invars}
-    free: dict[Var, None] = {}
     for e in jaxpr.eqns:
-        reads = [a for a in e.invars if isinstance(a, Var)]
-        if not defined.issuperset(reads):
-            raise TypeError(f"{e.primitive.name} reads what no equation before it makes:\n{e}")
-        if id(e) not in old:
-            free.update(dict.fromkeys(reads))
+        for a in e.invars:
+            if isinstance(a, Var) and a not in defined:
+                raise TypeError(f"{e.primitive.name} reads what no equation before it makes:\n{e}")
         defined.update(e.outvars)
     if not defined.issuperset(a for a in jaxpr.outvars if isinstance(a, Var)):
         raise TypeError("an output is made by no equation")
@@ -120,8 +120,15 @@ def check(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
         _core.check_jaxpr(jaxpr)
         return
     made = {v for e in new for v in e.outvars}
-    ins = [v for v in free if v not in made]
+    ins = list(dict.fromkeys(a for e in new for a in e.invars if isinstance(a, Var) and a not in made))
     _core.check_jaxpr(jaxpr.replace(constvars=[], consts=[], invars=ins, eqns=new, outvars=[]))
+
+
+def uses(jaxpr: Jaxpr) -> Counter[Var]:
+    """How often each variable is read, as a result of ``jaxpr`` too; nested programs aside."""
+    found = Counter([a for e in jaxpr.eqns for a in e.invars if isinstance(a, Var)])
+    found.update(a for a in jaxpr.outvars if isinstance(a, Var))
+    return found
 
 
 def with_code(

@@ -65,20 +65,14 @@ class Attention(Pass):
         return program if after is before else program.with_jaxpr(jx.dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
-        made = Counter(eqn.primitive for eqn in _walk(after.jaxpr))
+        made = Counter([eqn.primitive for eqn in jx.walk(after.jaxpr)])
         text = f"{made[attention_p]} forward and {made[attention_backward_p]} backward made one operation each"
         least = self._bytes(after.mesh)
-        found = [s for s in _refused(jx.dead_code(after.jaxpr)) if s.bytes >= least]
+        alive = after.jaxpr if after is not before else jx.dead_code(after.jaxpr)
+        found = [s for s in _refused(alive) if s.bytes >= least]
         left = Counter(f"{s.where or 'unknown line'}, {s.reason}" for s in found)
         lines = [f"{where}" + (f" ({n} times)" if n > 1 else "") for where, n in sorted(left.items())]
         return text + "".join(f"; left alone: {line}" for line in lines)
-
-
-def _walk(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for region in jx.regions(eqn):
-            yield from _walk(region.body)
 
 
 def _refused(jaxpr: jx.Jaxpr, above: Above | None = None) -> Iterator[Site]:
@@ -86,7 +80,7 @@ def _refused(jaxpr: jx.Jaxpr, above: Above | None = None) -> Iterator[Site]:
     for site, _ in reader.attentions():
         site.refuse("its results are used before its operands are there", jx.source(site.eqn))
     yield from reader.refused()
-    for eqn in jaxpr.eqns:
+    for eqn in jx.nests(jaxpr):
         for region in jx.regions(eqn):
             yield from _refused(region.body, reader.known.facts.inside(eqn, region))
 
@@ -94,21 +88,23 @@ def _refused(jaxpr: jx.Jaxpr, above: Above | None = None) -> Iterator[Site]:
 def _held_no_more(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with the loops of its backward part making scores and weights again that are held for them."""
     inner: set[int] = set()
+    nests = jx.nests(jaxpr)
+    if not nests:
+        return jaxpr
     facts = Facts(jaxpr, above)
-    for eqn in jaxpr.eqns:
+    for eqn in nests:
         for region in jx.regions(eqn) if jx.scan(eqn) and replay.forward(eqn) else ():
             reader = Reader(region.body, facts.inside(eqn, region))
             wanted = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and s.bytes >= least]
             if wanted:
                 inner.update(id(e) for e in (*reader.within(wanted), *_of_nothing(region.body)))
-    eqns = [
-        e
-        if jx.differentiated(e)
-        else jx.with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
-        for e in jaxpr.eqns
-    ]
-    if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
-        jaxpr = jx.with_code(jaxpr, eqns)
+    changed = {
+        id(e): jx.with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
+        for e in nests
+        if not jx.differentiated(e)
+    }
+    if any(id(e) != before for before, e in changed.items()):
+        jaxpr = jx.with_code(jaxpr, [changed.get(id(e), e) for e in jaxpr.eqns])
     after = replay.scans(jaxpr, lambda e: id(e) not in inner) if inner else jaxpr
     return jaxpr if after is jaxpr else jx.dead_code(after)
 
@@ -125,15 +121,17 @@ def _of_nothing(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
 def _rewritten(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with its attentions replaced, at every depth; itself where there are none."""
     reader = Reader(jaxpr, above)
-    eqns = [
-        jx.with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
-        for e in jaxpr.eqns
-    ]
+    changed = {
+        id(e): jx.with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
+        for e in jx.nests(jaxpr)
+    }
+    eqns = [changed.get(id(e), e) for e in jaxpr.eqns] if changed else jaxpr.eqns
     sites = [(site, form) for site, form in reader.attentions() if site.bytes >= least]
-    places = _Places(jaxpr)
-    plans = [plan for site, form in sites if (plan := _plan(places, site, form)) is not None]
+    places = _Places(jaxpr) if sites else None
+    known: dict[Any, jx.JaxprEqn] = {}
+    plans = [plan for site, form in sites if places and (plan := _plan(places, site, form, known)) is not None]
     if not plans:
-        same = all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+        same = all(id(e) == before for before, e in changed.items())
         return jaxpr if same else jx.with_code(jaxpr, eqns)
     added: dict[int, list[jx.JaxprEqn]] = {}
     for plan in plans:
@@ -171,8 +169,8 @@ class _Places:
                     self.read.setdefault(a, at)
 
 
-def _plan(places: _Places, site: Site, form: Form) -> _Plan | None:
-    """How ``site`` is replaced; None where an operand comes too late."""
+def _plan(places: _Places, site: Site, form: Form, known: dict[Any, jx.JaxprEqn]) -> _Plan | None:
+    """How ``site`` is replaced; None where an operand comes too late. ``known``: equations that were staged."""
     extras = [v for v, _ in site.extras]
     assert site.value is not None
     ours = [site.query[0], site.key[0], site.value[0]]
@@ -187,16 +185,16 @@ def _plan(places: _Places, site: Site, form: Form) -> _Plan | None:
         return None
     like = forward.eqn if forward else backward[0].eqn
     flops = form.flops(*map(jx.aval, ours))
-    ahead = _equation(attention_p, [*ours, *extras], form, flops, like, [forward.eqn.outvars[0] if forward else None])
+    out = [forward.eqn.outvars[0] if forward else None]
+    ahead = _equation(attention_p, [*ours, *extras], form, flops, like, out, known)
     at = forward.at if forward else late
     if not backward:
         return _Plan(((at, (ahead,)),), (at,))
     assert site.cotangent is not None
     results = [site.roles[n].eqn.outvars[0] if n in site.roles else None for n in ("dq", "dk", "dv")]
     flops = form.flops(*map(jx.aval, ours), backward=True)
-    behind = _equation(
-        attention_backward_p, [*ours, *ahead.outvars, site.cotangent[0], *extras], form, flops, backward[0].eqn, results
-    )
+    given = [*ours, *ahead.outvars, site.cotangent[0], *extras]
+    behind = _equation(attention_backward_p, given, form, flops, backward[0].eqn, results, known)
     added = ((at, (ahead,)), (late, (behind,))) if forward else ((late, (ahead, behind)),)
     return _Plan(added, tuple(r.at for r in site.roles.values()))
 
@@ -208,14 +206,18 @@ def _equation(
     flops: float,
     like: jx.JaxprEqn,
     results: Sequence[jx.Var | None],
+    known: dict[Any, jx.JaxprEqn],
 ) -> jx.JaxprEqn:
     """``results`` = ``primitive`` of ``operands``, new variables for results that are None or not given."""
 
     def bind(*xs: Any) -> Any:
         return primitive.bind(*xs, form=form, flops=flops)
 
-    avals = [jax.ShapeDtypeStruct(jx.aval(v).shape, jx.aval(v).dtype) for v in operands]
-    (eqn,) = jax.make_jaxpr(bind)(*avals).eqns
+    avals = tuple(jax.ShapeDtypeStruct(jx.aval(v).shape, jx.aval(v).dtype) for v in operands)
+    key = primitive, avals, form, flops
+    if key not in known:
+        (known[key],) = jax.make_jaxpr(bind)(*avals).eqns
+    eqn = known[key]
     wanted = [*results, *[None] * (len(eqn.outvars) - len(results))]
     outvars = [w if w is not None else jx.fresh(v) for w, v in zip(wanted, eqn.outvars, strict=True)]
     return eqn.replace(invars=list(operands), outvars=outvars, source_info=like.source_info)

@@ -35,7 +35,15 @@ class Reader:
         self.sites: list[Site] = []
         self.leaving: list[Site] = []
         """Those of which nothing else is wrong than that scores or weights are results of the jaxpr."""
+        meanings = self.known.meanings
         for at, eqn in enumerate(jaxpr.eqns):
+            for a in eqn.invars:
+                if isinstance(a, jx.Var) and a in meanings:
+                    break
+            else:  # most have nothing to do with any
+                if eqn.primitive.name == "dot_general":
+                    self.begin(eqn)
+                continue
             given = self.given(eqn)
             met = list(dict.fromkeys(m.site for m in given if m))
             if not met:
