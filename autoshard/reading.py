@@ -72,6 +72,8 @@ class Reading:
         """Of each value that takes room and is computed element by element: where, and from what."""
         self.via: dict[int, set[int]] = defaultdict(set)
         """The values through which one that takes room is read."""
+        self.multiplied: dict[int, set[int]] = defaultdict(set)
+        """The products that read one that takes room."""
         self.born: dict[int, int] = {}
         """The node that each value computed where it is read is the result of."""
         self.carried: set[int] = set()
@@ -125,6 +127,8 @@ class Reading:
             if not product:
                 self.read_whole.add(r)
             self.via[r].add(self.root(v))
+            if n < len(nodes) and nodes[n].kind.flops:
+                self.multiplied[r].add(n)
             self.open.discard(r)
             made, until = self.made.get(r, -1), n
             for a, b in self.loops.get(n, ()):
