@@ -45,6 +45,8 @@ class Rooms:
     """Whether a row is handed on."""
     over: Mapping[int, tuple[int, int]]
     """Of each product that is written over what it is added to: what becomes of it, and the node that adds."""
+    begun: Mapping[int, int]
+    """When each sum of products has its first term."""
     products: Numbers
     """How many products there are up to each node."""
     reads: Mapping[int, list[int]]
@@ -92,8 +94,9 @@ def rooms(graph: Graph) -> Rooms:
         residuals=kept,
         handed=np.array(handed, dtype=np.bool_),
         over=over,
+        begun=found.begun,
         products=products,
-        reads={n: sorted(found) for n, found in reads.items()},
+        reads={n: sorted(by) for n, by in reads.items()},
         delays=tuple(delays(graph)),
     )
 

@@ -132,8 +132,9 @@ class Lives:
             for v, give in zip(node.results, run.gives, strict=True):
                 if give != specs[v]:
                     sent.add(i)
-                if give.dims != specs[v].dims:
-                    rows.append((i, i, self.size(v, give), True))
+                    begun, end = r.begun.get(i, i), i - (give.dims == specs[v].dims)  # reduced in its place
+                    if begun <= end:
+                        rows.append((begun, end, self.size(v, give), begun == i))
             if i in sent and i in r.over:  # what is sent cannot be written over what it is added to later
                 v, end = r.over[i]
                 rows.append((i, end, self.size(v, specs[v]), False))
