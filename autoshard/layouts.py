@@ -70,10 +70,11 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
         yield choice
         if peak <= s.budget or not problem.fits(found.choice):
             return
-        copies = s.lives.moved(layout)
-        moment = int((s.lives.over_time(s.lives.sizes(layout)) + copies).argmax())
+        held = s.lives.held(layout)
+        moment = int(held.argmax())
+        beside = int(held[moment] - s.lives.over_time(s.lives.sizes(layout))[moment])
         alive = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.lives.alive(moment)
-        row = space.row(alive, s.budget - int(copies[moment]), view.graph.program.mesh)
+        row = space.row(alive, s.budget - beside, view.graph.program.mesh)
         problem = replace(problem, rows=(*problem.rows, row))
 
 

@@ -6,16 +6,22 @@
 - what is computed element by element is written over what it is computed from, if nothing reads that afterwards;
 - a real number that products alone read has no more bits than they look at;
 - a result that replaces a donated argument has that argument's room.
+
+A value that every product between the one that makes it and the last that reads it reads is *handed on*: a compiler
+that has memory on the chip to plan keeps it there, if it has the room, rather than send it to memory and back.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.delays import Delay, delays
 from autoshard.graph import Graph
 from autoshard.reading import Reading
 
@@ -35,6 +41,18 @@ class Rooms:
     """Values that the backward pass hands to the update."""
     residuals: Numbers
     """Rows that the forward pass makes and the backward pass reads."""
+    handed: npt.NDArray[np.bool_]
+    """Whether a row is handed on."""
+    over: Mapping[int, tuple[int, int]]
+    """Of each product that is written over what it is added to: what becomes of it, and the node that adds."""
+    begun: Mapping[int, int]
+    """When each sum of products has its first term."""
+    products: Numbers
+    """How many products there are up to each node."""
+    reads: Mapping[int, list[int]]
+    """The rows that each product reads."""
+    delays: tuple[Delay, ...]
+    """Products that may be done later."""
 
 
 def rooms(graph: Graph) -> Rooms:
@@ -42,9 +60,11 @@ def rooms(graph: Graph) -> Rooms:
     found = Reading(graph)
     donated = {v for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if leaf.donated}
     reused = {found.root(graph.outputs[o]) for i, o in graph.program.carries if graph.inputs[i] in donated}
-    _join(found)
+    joined = _join(found)
     held = {v: n for v, n in found.made.items() if n >= 0 and v not in reused and v not in found.open and v}
-    held |= _in_place(found, held)
+    since = _in_place(found, held)
+    over = {held[v]: (v, n - 1) for v, n in since.items() if graph.nodes[held[v]].kind.flops}
+    held |= since
     bits = graph.program.mesh.hardware.operand_bits
     scale = {v: bits / x.bits for v in held if (x := graph.values[v]).bits > bits and _only_multiplied(found, v)}
     rows = [(v, n, max(found.last.get(v, n), n), scale.get(v, 1.0)) for v, n in held.items()]
@@ -54,12 +74,36 @@ def rooms(graph: Graph) -> Rooms:
     values, first, last = (np.array(c, dtype=np.int64) for c in columns[:3])
     kept = np.array(sorted(index[v] for v in found.residuals if v in index), dtype=np.int64)
     grads = np.array(sorted(found.gradients), dtype=np.int64)
-    return Rooms(values, first, last, np.array(columns[3], dtype=np.float64), grads, kept)
+    products = np.cumsum([bool(n.kind.flops) for n in graph.nodes], dtype=np.int64)
+    reads: dict[int, set[int]] = defaultdict(set)
+    for v, readers in found.multiplied.items():
+        if (i := index.get(joined.get(v, v))) is not None:
+            for n in readers:
+                reads[n].add(i)
+    count = Counter(itertools.chain.from_iterable(reads.values()))
+    handed = [
+        i < len(held) and b < len(graph.nodes) and not graph.nodes[a].tie and products[b] - products[a] == count[i]
+        for i, (_, a, b, _) in enumerate(rows)
+    ]
+    return Rooms(
+        values=values,
+        first=first,
+        last=last,
+        scale=np.array(columns[3], dtype=np.float64),
+        gradients=grads,
+        residuals=kept,
+        handed=np.array(handed, dtype=np.bool_),
+        over=over,
+        begun=found.begun,
+        products=products,
+        reads={n: sorted(by) for n, by in reads.items()},
+        delays=tuple(delays(graph)),
+    )
 
 
-def _join(found: Reading) -> None:
-    """Moves the room of a product to the one value that it is read through."""
-    nodes, values = found.graph.nodes, found.graph.values
+def _join(found: Reading) -> dict[int, int]:
+    """Moves the room of a product to the one value that it is read through; which has moved where."""
+    nodes, values, moved = found.graph.nodes, found.graph.values, dict[int, int]()
     for v in [v for v, n in found.made.items() if n >= 0 and nodes[n].kind.flops and len(found.via[v]) == 1]:
         (w,) = found.via[v]
         n = found.made[v]
@@ -70,7 +114,9 @@ def _join(found: Reading) -> None:
         if w not in found.made:
             found.last[w] = found.last[v]
         found.made[w] = n
+        moved[v] = w
         del found.made[v]
+    return moved
 
 
 def _in_place(found: Reading, held: Mapping[int, int]) -> dict[int, int]:

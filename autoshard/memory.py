@@ -6,13 +6,18 @@ between, and when, is the program's (`autoshard.lives`); how much, the layout's:
 - each array in the tiles that the hardware stores it in, laid out so that they hold the least of nothing;
 - beside a value, every other layout of it that some operation needs, from the first to the last that does: weights
   gathered at use, activations gathered for a product;
-- at an operation, its result before it is brought to where it lies: a gradient ahead of its reduction.
+- at an operation, its result before it is brought to where it lies: a gradient ahead of its reduction;
+- what a product reads for longer where it is done later, as it sends nothing (`autoshard.delays`).
+
+What is handed on from product to product, other layouts too, is not counted as far as the chip keeps it: up to half of
+the room that its compiler has there, for the rest is taken by what is on its way in and out.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -23,6 +28,9 @@ from autoshard.graph import Graph
 from autoshard.lives import Numbers, rooms
 from autoshard.propagate import Layout
 from autoshard.spec import Axes, Spec
+
+ROOM = 1 / 2
+"""What of the memory on the chip holds what is handed on; what is on its way in and out has the rest."""
 
 
 @dataclass(frozen=True)
@@ -89,43 +97,67 @@ class Lives:
             found[v] = found.get(v, 0.0) + self.graph.values[v].bytes * float(r.scale[i])
         return found
 
+    def held(self, layout: Layout) -> Numbers:
+        """Bytes in memory, arguments aside, while each node runs."""
+        r, nodes = self.rooms, len(self.graph.nodes)
+        own = r.first, r.last, (self.sizes(layout)[r.values] * r.scale).astype(np.int64), r.handed.astype(np.int64)
+        copies = np.array(self.copies(layout) or [(0, 0, 0, 0)], dtype=np.int64).T
+        first, last, size, handed = (np.concatenate(pair) for pair in zip(own, copies, strict=True))
+        room = int(self.mesh.hardware.on_chip * ROOM)
+        on = (handed > 0) & (size <= room)
+        on_chip = _running(nodes, first[on], last[on], size[on])
+        return _running(nodes, first, last, size) - np.minimum(on_chip, room)
+
     def largest(self, layout: Layout) -> tuple[int, int]:
         """The value that takes most while most is held, and its bytes per device; arguments are there all the time."""
         sizes = self.sizes(layout)
-        moment = int((self.over_time(sizes) + self.moved(layout)).argmax())
+        moment = int(self.held(layout).argmax())
         there = (*self.graph.inputs, *self.alive(moment))
         v = max(there, key=lambda v: (int(sizes[v]), -v), default=0)
         return v, int(sizes[v])
 
-    def moved(self, layout: Layout) -> Numbers:
-        """Bytes of other layouts of values than their own that are alive while each node runs."""
-        a, b, size = np.array(self.copies(layout) or [(0, 0, 0)], dtype=np.int64).T
-        return _running(len(self.graph.nodes), a, b, size)
-
-    def copies(self, layout: Layout) -> list[tuple[int, int, int]]:
-        """Of every value in another layout than its own: the first and last node that it is there for, and bytes."""
-        nodes, specs = self.graph.nodes, layout.specs
+    def copies(self, layout: Layout) -> list[tuple[int, int, int, bool]]:
+        """What is held beside each value where that lies: first and last node, bytes, and whether it is handed on."""
+        nodes, specs, r = self.graph.nodes, layout.specs, self.rooms
         bits = self.mesh.hardware.operand_bits
-        first: dict[tuple[int, Spec], int] = {}
-        multiplied: dict[tuple[int, Spec], bool] = {}
-        last: dict[tuple[int, Spec], int] = {}
-        rows: list[tuple[int, int, int]] = []
+        readers: dict[tuple[int, Spec], list[int]] = {}
+        sent: set[int] = set()
+        rows: list[tuple[int, int, int, bool]] = []
         for i, (node, run) in enumerate(zip(nodes, self.costing.each(layout), strict=True)):
             if not node.times or node.tie or not run.moved:
                 continue
             for v, need in zip(node.operands, run.needs, strict=True):
                 if need != specs[v]:
-                    first.setdefault((v, need), i)
-                    last[v, need] = i
-                    multiplied[v, need] = multiplied.get((v, need), True) and bool(node.kind.flops)
+                    readers.setdefault((v, need), []).append(i)
             for v, give in zip(node.results, run.gives, strict=True):
-                if give.dims != specs[v].dims:
-                    rows.append((i, i, self.size(v, give)))
-        for (v, need), n in first.items():
-            x = self.graph.values[v]
-            narrow = multiplied[v, need] and x.bits > bits and x.dtype.startswith("float")
-            rows.append((n, last[v, need], self.size(v, need) * (bits if narrow else x.bits) // x.bits))
-        return rows
+                if give != specs[v]:
+                    sent.add(i)
+                    begun, end = r.begun.get(i, i), i - (give.dims == specs[v].dims)  # reduced in its place
+                    if begun <= end:
+                        rows.append((begun, end, self.size(v, give), begun == i))
+            if i in sent and i in r.over:  # what is sent cannot be written over what it is added to later
+                v, end = r.over[i]
+                rows.append((i, end, self.size(v, specs[v]), False))
+        later = {d.node: n for d in r.delays if (n := d.until(sent)) > d.node}
+        for (v, need), at in readers.items():
+            x, products = self.graph.values[v], {i for i in at if nodes[i].kind.flops}
+            narrow = products.issuperset(at) and x.bits > bits and x.dtype.startswith("float")
+            size = self.size(v, need) * (bits if narrow else x.bits) // x.bits
+            first, last, until = at[0], at[-1], max(later.get(i, i) for i in at)
+            between = r.products[last] - r.products[first] + bool(nodes[first].kind.flops)
+            rows.append((first, last, size, len(products) == between))
+            if until > last:
+                rows.append((last + 1, until, size, False))
+        return rows + self.longer(layout, later)
+
+    def longer(self, layout: Layout, later: Mapping[int, int]) -> list[tuple[int, int, int, bool]]:
+        """The values that products read that are done ``later``: from their last node to that, bytes, not handed on."""
+        r, until = self.rooms, dict[int, int]()
+        for node, n in later.items():
+            for i in r.reads.get(node, ()):
+                until[i] = max(until.get(i, 0), n)
+        found = ((i, int(r.values[i]), int(r.last[i]), n) for i, n in until.items())
+        return [(b + 1, n, int(self.size(v, layout.specs[v]) * r.scale[i]), False) for i, v, b, n in found if n > b]
 
     def memory(self, layout: Layout) -> Memory:
         """Bytes per device of one call under ``layout``."""
@@ -134,7 +166,7 @@ class Lives:
         parameters, optimizer, inputs = (
             int(sum(size[self.graph.inputs[i]] for i in part)) for part in (role.parameters, role.optimizer, role.batch)
         )
-        held = int((self.over_time(size) + self.moved(layout)).max())
+        held = int(self.held(layout).max())
         kept = int(size[self.rooms.values[self.rooms.residuals]].sum())
         grads = int(size[self.rooms.gradients].sum())
         peak = parameters + optimizer + inputs + held

@@ -25,6 +25,7 @@ SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "s
 IN_PLACE = frozenset({"dynamic_update_slice", *SCATTERS})
 """Operations that write into their first operand where nothing else reads it any more."""
 LOOPS = frozenset({"scan", "while"})
+SUM = "sum_of_products"
 SOURCES = 8
 """Most values that one is computed from where it is read; with more it is made."""
 
@@ -72,6 +73,10 @@ class Reading:
         """Of each value that takes room and is computed element by element: where, and from what."""
         self.via: dict[int, set[int]] = defaultdict(set)
         """The values through which one that takes room is read."""
+        self.multiplied: dict[int, set[int]] = defaultdict(set)
+        """The products that read one that takes room."""
+        self.begun: dict[int, int] = {}
+        """When each sum of products has its first term."""
         self.born: dict[int, int] = {}
         """The node that each value computed where it is read is the result of."""
         self.carried: set[int] = set()
@@ -127,6 +132,8 @@ class Reading:
             if not product:
                 self.read_whole.add(r)
             self.via[r].add(self.root(v))
+            if n < len(nodes) and nodes[n].kind.flops:
+                self.multiplied[r].add(n)
             self.open.discard(r)
             made, until = self.made.get(r, -1), n
             for a, b in self.loops.get(n, ()):
@@ -186,6 +193,8 @@ class Reading:
             ):
                 self.alias[node.results[0]] = node.operands[0]
                 return
+            if node.kind.op == SUM:
+                self.begun[n] = self.ready(n, node)
             for v in node.results:
                 self.made[v] = n
                 if node.kind.flops and self.readers[v] == 1:
@@ -220,6 +229,12 @@ class Reading:
                 self.sources[v], self.born[v] = tuple(dict.fromkeys((*found, *written))), n
                 if len(self.sources[v]) > SOURCES:
                     self.settle(v, n)
+
+    def ready(self, n: int, node: Node) -> int:
+        """When the first of the products that node ``n`` adds up can be done."""
+        there = [max([self.made.get(r, -1) for r in self.roots(v)], default=-1) for v in node.operands]
+        first = min(max(pair) for pair in zip(there[::2], there[1::2], strict=True))
+        return max([first, *(a for a, _ in self.loops.get(n, ()))])
 
     def write(self, v: int, n: int, product: int, others: list[int]) -> None:
         """``v`` is what is written in place of ``product``."""

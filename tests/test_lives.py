@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.graph import Graph
+from autoshard.graph import Graph, build
 from autoshard.lives import rooms
 from autoshard.mesh import LogicalMesh
-from tests.programs import CHIP, graph, mesh
+from autoshard.passes import Sums
+from autoshard.rules import TABLE
+from tests.programs import CHIP, graph, mesh, program
 
 W = (64, 64)
 
@@ -114,3 +116,30 @@ def test_what_products_alone_read_has_no_more_bits_than_they_look_at(bits, share
     on = LogicalMesh(("a",), (1,), replace(CHIP, operand_bits=bits))
     g = graph(lambda x, w: ((x @ w) @ w).sum(), (W, W), on)
     assert taking(g) == sorted([("dot_general", share), ("dot_general", 1.0)])
+
+
+def test_a_product_done_between_keeps_what_waits_for_a_later_one_from_being_handed_on():
+    def fun(x, w, between):
+        h = jnp.sort(x @ w, axis=0)
+        k = jnp.sort(w @ w, axis=0) if between else w
+        return jnp.sort(h @ k, axis=0).sum()
+
+    for between in (False, True):
+        g = graph(lambda x, w, between=between: fun(x, w, between), (W, W), mesh(a=1))
+        made = {v: n.kind.op for n in g.nodes for v in n.results}
+        r = rooms(g)
+        sorts = [bool(h) for v, h in zip(r.values, r.handed, strict=True) if made[int(v)] == "sort"]
+        assert sorts == ([False, True, True] if between else [True, True])
+
+
+def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
+    def fun(x, y, w):
+        late = jnp.sort(jnp.sort(y @ w[0], axis=0) @ w[1], axis=0)
+        return (x @ w[2] + late @ w[3]).sum()
+
+    on = mesh(a=1)
+    traced = Sums()(program(fun, (W, W, (4, *W)), on))
+    g = build(traced, TABLE)
+    (n,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sum_of_products"]
+    products = [i for i, node in enumerate(g.nodes) if node.kind.op == "dot_general"]
+    assert rooms(g).begun[n] < products[1] < n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from autoshard.memory import Lives, memory, tiled
 from autoshard.propagate import propagate
 from autoshard.search import search
 from autoshard.spec import Spec
-from tests.programs import graph, mesh, mlp_args, mlp_step
+from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
 
 def test_state_is_counted_to_the_byte() -> None:
@@ -89,8 +90,38 @@ def test_weights_gathered_at_use_are_there_from_the_first_use_to_the_last() -> N
     best = search(g, "fsdp")[0]
     lives = Lives(g)
     weight = 16 * 32 * 4
-    spans = {(g.nodes[a].phase, g.nodes[b].phase) for a, b, size in lives.copies(best.layout) if size == weight}
+    spans = {(g.nodes[a].phase, g.nodes[b].phase) for a, b, size, _ in lives.copies(best.layout) if size == weight}
     assert ("forward", "backward") in spans  # the second layer's weight: gathered once, read by both passes
     assert ("backward", "backward") in spans  # a gradient before it is scattered
     assert best.memory.peak == memory(g, best.layout).peak
-    assert int(lives.moved(best.layout).max()) >= 2 * weight
+    beside = lives.held(best.layout) - lives.over_time(lives.sizes(best.layout))
+    assert int(beside.max()) >= 2 * weight
+
+
+@pytest.mark.parametrize(("on_chip", "kept"), [(0, 0), (64 * 64 * 4, 0), (2 * 64 * 64 * 4, 1), (8 * 64 * 64 * 4, 2)])
+def test_what_is_handed_on_stays_on_the_chip_as_far_as_it_has_room(on_chip, kept) -> None:
+    def fun(x, w):
+        return jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w).sum()
+
+    on = replace(mesh(a=1), hardware=replace(CHIP, on_chip=on_chip))
+    held = [Lives(g).held(propagate(g, [])) for g in (graph(fun, ((64, 64), (64, 64)), m) for m in (mesh(a=1), on))]
+    assert int(held[0].max() - held[1].max()) == kept * 64 * 64 * 4  # two at a time: what is read and what is made
+
+
+def test_what_a_gradient_s_product_reads_is_held_until_another_s_result_is_on_its_way() -> None:
+    def loss(ws, x):
+        for up, down in ws:
+            x = x + jnp.tanh(x @ up) @ down
+        return (x**2).sum()
+
+    def held(up: Spec, down: Spec) -> int:
+        g = graph(jax.grad(loss), ([((64, 64), (64, 64))] * 3, (4096, 64)), mesh(a=4))
+        layout = propagate(g, [dict(zip(g.inputs[:6], (up, down) * 3, strict=True))])
+        lives = Lives(g)
+        x = 4096 * 64 * 4
+        return sum(size == x and not handed for _, _, size, handed in lives.copies(layout))
+
+    column, row, whole = Spec(((), ("a",))), Spec((("a",), ())), Spec(((), ()))
+    assert held(whole, whole) == 0
+    # of three layers: what went in beside its gradient's terms, and that beside the gradient that they are added to
+    assert held(column, row) > 3
