@@ -133,9 +133,12 @@ def _bits(dtype: str) -> int:
 def _payload(kind: str, instruction: Instruction, group: int) -> int:
     """Bytes of one run on one device, as `Collective.bytes` defines them."""
     shape = instruction.shape
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        parts = _elements(shape)  # operand, result, and for some contexts
-        shape = parts[1] if len(parts) > 1 else shape
+    if instruction.opcode.endswith("-start"):
+        parts = _elements(
+            shape
+        )  # operand, result, and for some contexts; of an all-reduce the operands only as a tuple
+        apart = kind != "all-reduce" or parts[0].startswith("(")
+        shape = parts[1] if apart and len(parts) > 1 else shape
     return shape_bytes(shape) * (group if kind == "reduce-scatter" else 1)
 
 

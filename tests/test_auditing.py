@@ -154,6 +154,8 @@ ASYNC = text_of(
     "%rs = (f32[8]{0}, f32[4]{0}) all-reduce-start(%p, %q), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, "
     "to_apply=%add",
     "%rd = (f32[8]{0}, f32[4]{0}) all-reduce-done(%rs)",
+    "%gs = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%o), channel_id=7, replica_groups=[1,8]<=[8], to_apply=%add",
+    "%gd = f32[16]{0} all-reduce-done(%gs)",
     "%ps = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]) collective-permute-start(%p), channel_id=4, "
     "source_target_pairs={{0,4},{4,0}}",
     "%pd = f32[8]{0} collective-permute-done(%ps)",
@@ -173,6 +175,7 @@ def test_asynchronous_pairs_count_once_by_their_result() -> None:
         ("all-gather", 256, ("x", "y")),
         ("all-gather", 256 + 64, ("x", "y")),
         ("all-reduce", 48, ("y",)),
+        ("all-reduce", 64, ("x", "y")),
         ("collective-permute", 32, ("x",)),
         ("reduce-scatter", 32, ("y",)),
         ("all-to-all", 32, ("y",)),
