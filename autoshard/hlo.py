@@ -53,6 +53,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
     times = multiplicities(module)
     naming = _Naming(mesh)
     seen: set[tuple[str, str]] = set()
+    done: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: list[Collective] = []
     for computation in module.computations.values():
         if computation.name not in times:
@@ -65,6 +66,9 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
             axes, size = naming(kind, instruction.attributes)
             scatter = computation.name.startswith(_SCATTER) and kind == "all-reduce"
             edges = kind == "collective-permute" and _evens(instruction, computation)
+            same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
+            again = bool(instruction.operands.strip()) and same in done
+            done.add(same)
             found.append(
                 Collective(
                     kind="reduce-scatter" if scatter or edges else kind,
@@ -76,6 +80,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                     computation=computation.name,
                     exact=exact,
                     share=_senders(instruction.attributes) / mesh.size if kind == "collective-permute" else 1.0,
+                    again=again,
                 )
             )
     return tuple(found)

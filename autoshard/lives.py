@@ -2,8 +2,8 @@
 
 `autoshard.reading` says what is made and when it is read last. Of that,
 
-- a product that is read through one value alone is computed with it, where the compiler fuses products: that value takes
-  the room;
+- a product that is read through one value alone is computed with it, where the compiler fuses products: that value
+  takes the room;
 - what is computed element by element is written over what it is computed from, if nothing reads that afterwards;
 - a real number that products alone read has no more bits than they look at;
 - a result that replaces a donated argument has that argument's room.

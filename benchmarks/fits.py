@@ -2,9 +2,9 @@
 
     python -m benchmarks.fits [tpu|gpu] [--cache DIR] [WORD]
 
-Needs the extra ``tpu`` or ``gpu``, and neither chip. Programs grow by their batch until their plan fills a chip's memory
-but for that twentieth; then the compiler is asked (with WORD, of those that have it in their name). That for TPUs refuses
-what does not fit; that for GPUs says what it takes.
+Needs the extra ``tpu`` or ``gpu``, and neither chip. Programs grow by their batch until their plan fills a chip's
+memory but for that twentieth; then the compiler is asked (with WORD, of those that have it in their name). That for
+TPUs refuses what does not fit; that for GPUs says what it takes.
 """
 
 from __future__ import annotations

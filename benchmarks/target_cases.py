@@ -187,8 +187,8 @@ def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
 
 @dataclass(frozen=True)
 class Options:
-    """``gpu`` or ``tpu``, ``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that cases
-    to run contain."""
+    """``gpu`` or ``tpu``, ``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that
+    cases to run contain."""
 
     platform: str
     cache: Path | None

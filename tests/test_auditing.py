@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,15 @@ def test_asynchronous_pairs_count_once_by_their_result() -> None:
         ("all-to-all", 32, ("y",)),
     }
     assert len(collectives(ASYNC, MESH)) == len(found)
+
+
+def test_what_is_sent_again_is_told_from_what_is_sent_besides() -> None:
+    text = text_of(
+        "%a = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
+        "%b = f32[64]{0} all-gather(%p), channel_id=9, replica_groups=[1,8]<=[8], dimensions={0}",
+        "ROOT %c = f32[64]{0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}",
+    )
+    assert [c.again for c in collectives(text, MESH)] == [False, True, False]
 
 
 # As the TPU compiler writes them: one all-gather spread over three fusions, and a padded reduce-scatter.
@@ -387,6 +396,10 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
         ([op(AG, "y", 800)], [op(CP, "y", 200, 3)], ["all-gather as a ring of collective-permutes"]),
         ([op(CP, "xy", 100, 7)], [op(CP, "xy", 100, 4), op(CP, "y", 100, 3)],
          ["collective-permute along fewer axes than it is planned over"]),
+        ([op("all-to-all", "y", 800), op("all-to-all", "y", 400)], [op("all-to-all", "y", 400, 2)],
+         ["all-to-all in fewer bits"]),
+        ([op(AG, "y", 800)], [op(AG, "y", 800), replace(op(AG, "y", 800), again=True)],
+         ["all-gather of the same operand again"]),
     ],
 )  # fmt: skip
 def test_what_compilers_are_known_to_do_is_explained(
@@ -410,6 +423,8 @@ def test_what_compilers_are_known_to_do_is_explained(
         ([op("all-to-all", "y", 800)], [op(AG, "y", 3200)], ["unplanned", "missing"]),
         ([op(AG, "y", 800)], [op(CP, "y", 200, 2)], ["missing", "unplanned"]),
         ([op(CP, "x", 800)], [op(CP, "xy", 800)], ["missing", "unplanned"]),
+        ([op(AG, "y", 800)], [op(AG, "y", 800, 2)], ["differs"]),
+        ([op(AG, "y", 800, 2)], [op(AG, "y", 400)], ["differs"]),
     ],
 )
 def test_other_differences_stand(planned: list[Collective], found: list[Collective], verdicts: list[str]) -> None:
