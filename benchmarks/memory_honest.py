@@ -3,9 +3,9 @@
     python -m benchmarks.memory_honest [tpu|gpu] [--cache DIR] [--kept] [WORD]
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. For each case (`benchmarks.target_cases`; with WORD, those that
-have it in their name; with --kept, those whose answer is in DIR) the peak bytes per device that the plan predicts, beside
-the compiler's. On TPU that is its `peak_memory_in_bytes`, and not the sum of arguments and temporaries, for it is what
-it holds against the chip's memory: it compiles programs of which the sum is more. On GPU it is that sum.
+have it in their name; with --kept, those whose answer is in DIR) the peak bytes per device that the plan predicts,
+beside the compiler's. On TPU that is its `peak_memory_in_bytes`, and not the sum of arguments and temporaries, for it
+is what it holds against the chip's memory: it compiles programs of which the sum is more. On GPU it is that sum.
 """
 
 from __future__ import annotations
