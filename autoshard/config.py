@@ -66,6 +66,9 @@ class HardwareConfig(Config):
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product; if not,
     operands and results are there as arrays."""
 
+    room: Bytes | None = None
+    """Memory beyond which its compiler makes values again by its own lights; left out where it does not."""
+
     def hardware(self, name: str) -> Hardware:
         """The table as planning uses it."""
         links = {key: Link(key, link.bandwidth, link.latency) for key, link in self.links.items()}
@@ -82,6 +85,7 @@ class HardwareConfig(Config):
             self.clock,
             self.on_chip or 0,
             self.fused_products,
+            self.room or math.inf,
         )
 
 

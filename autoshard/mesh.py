@@ -52,6 +52,9 @@ class Hardware:
     fused_products: bool = True
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product."""
 
+    room: float = math.inf
+    """Bytes beyond which its compiler makes values again by its own lights rather than hold them."""
+
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a matrix product of ``dtype``; the slowest listed when it is not listed."""
         return self.flops.get(dtype) or min(self.flops.values())
