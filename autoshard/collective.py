@@ -47,6 +47,8 @@ class Collective:
     """False when an enclosing loop's trip count is not known, so that ``count`` is a lower bound."""
     share: float = 1.0
     """Of a collective-permute, the share of the devices that send to another one."""
+    again: bool = False
+    """Whether another one of the same computation does the same with the same operands."""
 
     @property
     def total(self) -> int:

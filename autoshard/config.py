@@ -62,6 +62,12 @@ class HardwareConfig(Config):
     """Memory on the chip in which its compiler keeps arrays; left out where it keeps none there."""
     clock: float = Field(default=0.0, ge=0)
     """Cycles/s in which the chip's compiler estimates; left out where it does not."""
+    fused_products: bool = True
+    """Whether its compiler computes what goes into a matrix product, and what follows it, with the product; if not,
+    operands and results are there as arrays."""
+
+    room: Bytes | None = None
+    """Memory beyond which its compiler makes values again by its own lights; left out where it does not."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as planning uses it."""
@@ -78,6 +84,8 @@ class HardwareConfig(Config):
             self.tile,
             self.clock,
             self.on_chip or 0,
+            self.fused_products,
+            self.room or math.inf,
         )
 
 

@@ -53,6 +53,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
     times = multiplicities(module)
     naming = _Naming(mesh)
     seen: set[tuple[str, str]] = set()
+    done: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: list[Collective] = []
     for computation in module.computations.values():
         if computation.name not in times:
@@ -65,6 +66,9 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
             axes, size = naming(kind, instruction.attributes)
             scatter = computation.name.startswith(_SCATTER) and kind == "all-reduce"
             edges = kind == "collective-permute" and _evens(instruction, computation)
+            same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
+            again = bool(instruction.operands.strip()) and same in done
+            done.add(same)
             found.append(
                 Collective(
                     kind="reduce-scatter" if scatter or edges else kind,
@@ -76,6 +80,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                     computation=computation.name,
                     exact=exact,
                     share=_senders(instruction.attributes) / mesh.size if kind == "collective-permute" else 1.0,
+                    again=again,
                 )
             )
     return tuple(found)
@@ -133,9 +138,12 @@ def _bits(dtype: str) -> int:
 def _payload(kind: str, instruction: Instruction, group: int) -> int:
     """Bytes of one run on one device, as `Collective.bytes` defines them."""
     shape = instruction.shape
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        parts = _elements(shape)  # operand, result, and for some contexts
-        shape = parts[1] if len(parts) > 1 else shape
+    if instruction.opcode.endswith("-start"):
+        parts = _elements(
+            shape
+        )  # operand, result, and for some contexts; of an all-reduce the operands only as a tuple
+        apart = kind != "all-reduce" or parts[0].startswith("(")
+        shape = parts[1] if apart and len(parts) > 1 else shape
     return shape_bytes(shape) * (group if kind == "reduce-scatter" else 1)
 
 

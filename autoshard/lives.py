@@ -2,7 +2,8 @@
 
 `autoshard.reading` says what is made and when it is read last. Of that,
 
-- a product that is read through one value alone is computed with it: that value takes the room;
+- a product that is read through one value alone is computed with it, where the compiler fuses products: that value
+  takes the room;
 - what is computed element by element is written over what it is computed from, if nothing reads that afterwards;
 - a real number that products alone read has no more bits than they look at;
 - a result that replaces a donated argument has that argument's room.
@@ -60,7 +61,7 @@ def rooms(graph: Graph) -> Rooms:
     found = Reading(graph)
     donated = {v for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if leaf.donated}
     reused = {found.root(graph.outputs[o]) for i, o in graph.program.carries if graph.inputs[i] in donated}
-    joined = _join(found)
+    joined = _join(found) if found.fused else {}
     held = {v: n for v, n in found.made.items() if n >= 0 and v not in reused and v not in found.open and v}
     since = _in_place(found, held)
     over = {held[v]: (v, n - 1) for v, n in since.items() if graph.nodes[held[v]].kind.flops}

@@ -49,6 +49,11 @@ class Hardware:
     """Cycles/s, in which its compiler estimates; 0 where none does."""
     on_chip: float = 0.0
     """Bytes on the chip in which its compiler keeps arrays; 0 where it keeps none there."""
+    fused_products: bool = True
+    """Whether its compiler computes what goes into a matrix product, and what follows it, with the product."""
+
+    room: float = math.inf
+    """Bytes beyond which its compiler makes values again by its own lights rather than hold them."""
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a matrix product of ``dtype``; the slowest listed when it is not listed."""

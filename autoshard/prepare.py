@@ -210,8 +210,21 @@ def _ways(program: Program, options: Options, most: int | None = None) -> Iterat
 
 
 def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
-    """Plans ``program``. Where memory stands in the way of the fastest layout and the user said nothing of passes,
-    those that hold less are tried, and the fastest of what fits is taken.
+    """Plans ``program`` into what its compiler leaves as it is planned; if nothing fits there, into the budget.
+
+    Raises:
+      MemoryBudgetError: nothing fits.
+    """
+    room = program.mesh.hardware.room
+    if room < budget_of(options.wish, program):
+        with contextlib.suppress(MemoryBudgetError):
+            return _within(program, replace(options, wish=replace(options.wish, memory_budget=room)))
+    return _within(program, options)
+
+
+def _within(program: Program, options: Options) -> tuple[Plan, Graph]:
+    """Plans ``program`` into the budget. Where memory stands in the way of the fastest layout and the user said nothing
+    of passes, those that hold less are tried, and the fastest of what fits is taken.
 
     Raises:
       MemoryBudgetError: nothing fits; what it says is of the passes with which least is missing.

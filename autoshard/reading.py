@@ -6,6 +6,7 @@ what was made: a value that is read keeps its *sources* alive. Some things are o
 
 - what follows a product, one reader after another, is computed as it is written: the last of it takes the room;
 - what goes into a loop, across a barrier or out of the step has to be there, whatever it is made of;
+- so has what goes into a product, where the compiler calls a library for it, and nothing is computed as it is written;
 - a conversion to fewer bits of what a loop takes slices of is made once, before the loop, for all of it.
 
 What is made before a loop and read in it lives to the loop's end; what a loop stacks lives from its beginning.
@@ -30,9 +31,13 @@ SOURCES = 8
 """Most values that one is computed from where it is read; with more it is made."""
 
 
-def is_local(node: Node) -> bool:
-    """Whether each element of the node's results is computed from a few elements of its operands: where it is read."""
-    if node.kind.op in VIEWS or node.kind.op in MOVED or (node.kind.op in SCATTERS and _one_a_row(node)):
+def is_local(node: Node, fused: bool = True) -> bool:
+    """Whether each element of the node's results is computed from a few elements of its operands: where it is read.
+
+    Args:
+      fused: whether the hardware has `fused_products`; where it has not, a scatter is written, too.
+    """
+    if node.kind.op in VIEWS or node.kind.op in MOVED or (fused and node.kind.op in SCATTERS and _one_a_row(node)):
         return True
     rule = node.kind.rule
     return not (node.tie or node.kind.flops or rule.kinds or rule.reason or rule.local)
@@ -49,6 +54,7 @@ class Reading:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.fused = graph.program.mesh.hardware.fused_products
         self.made: dict[int, int] = {}
         """The node that makes each value that takes room; arguments are made before all."""
         self.last: dict[int, int] = {}
@@ -155,6 +161,11 @@ class Reading:
         v = self.root(v)
         return v not in self.sources or v in self.views
 
+    def is_same(self, v: int) -> bool:
+        """Whether ``v`` is what takes room in another order."""
+        v, values = self.root(v), self.graph.values
+        return v in self.views and [values[r].bytes for r in self.sources.get(v, ())] == [values[v].bytes]
+
     def spread(self, v: int) -> bool:
         """Whether ``v`` is computed where it is read, from less than it is."""
         sources, values = self.sources.get(self.root(v)), self.graph.values
@@ -178,12 +189,12 @@ class Reading:
         self.phase.update(dict.fromkeys(node.results, node.phase))
         local = self.local.get(node.kind)
         if local is None:
-            local = self.local[node.kind] = is_local(node)
+            local = self.local[node.kind] = is_local(node, self.fused)
         if not local:
-            heavy = node.kind.flops or node.kind.op.startswith(("reduce", "arg"))
+            heavy = (node.kind.flops and self.fused) or node.kind.op.startswith(("reduce", "arg"))
             heavy = heavy or (node.kind.op == "gather" and _one_a_row(node))
             for v in node.operands:
-                if not heavy:
+                if not (heavy or (node.kind.flops and self.is_same(v))):
                     self.settle(v, n)
                 self.read(v, n)
             if (
@@ -197,7 +208,7 @@ class Reading:
                 self.begun[n] = self.ready(n, node)
             for v in node.results:
                 self.made[v] = n
-                if node.kind.flops and self.readers[v] == 1:
+                if node.kind.flops and self.fused and self.readers[v] == 1:
                     self.open.add(v)
             return
         found: list[int] = []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 from autoshard.collective import KINDS
 from autoshard.hlo import shape_bytes
@@ -28,7 +29,7 @@ _FREE = {
     "async-done", "copy-done", "fusion-done", "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
 _SENT = {f"{kind}{part}" for kind in KINDS for part in ("", "-start", "-done")}
-_SLICES = ("dynamic-slice", "dynamic-update-slice")
+_SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
 _INSIDE = ("calls", "to_apply")
 """How a kernel names what it computes; what loops and branches run stands in the module on its own."""
 
@@ -73,27 +74,41 @@ def _inside(instruction: Instruction, module: Module) -> Computation | None:
 def _moved_inside(fusion: Computation) -> int:
     """Bytes that a fusion reads and writes: of an operand that it only takes slices of, those slices."""
     body = fusion.instructions
-    given = {n: i for n, i in body.items() if i.opcode == "parameter"}
-    read = sum(_read(name, [i for i in body.values() if name in i.names], fusion) for name in given)
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for instruction in body.values():
+        for name in dict.fromkeys(instruction.names):
+            users[name].append(instruction)
+    read = sum(_read(name, users, fusion) for name, i in body.items() if i.opcode == "parameter")
     return read + _written(body[fusion.root], fusion)
 
 
 def _moved_alone(instruction: Instruction, computation: Computation) -> int:
     """The same of an instruction that stands by itself."""
-    read = sum(_read(name, [instruction], computation) for name in instruction.names)
+    read = sum(_read(name, {name: [instruction]}, computation) for name in instruction.names)
     return read + _written(instruction, computation)
 
 
-def _read(name: str, users: list[Instruction], computation: Computation) -> int:
-    if users and all(u.opcode in _SLICES and u.names[0] == name for u in users):
-        return sum(shape_bytes(u.shape) for u in users if u.opcode == "dynamic-slice")
-    return shape_bytes(computation.instructions[name].shape) if name in computation.instructions else 0
+def _read(name: str, users: Mapping[str, list[Instruction]], computation: Computation) -> int:
+    """What ``users`` read of ``name``: of what is written into, nothing."""
+    whole = shape_bytes(computation.instructions[name].shape) if name in computation.instructions else 0
+    found = 0 if users.get(name) else whole
+    for user in users.get(name, ()):
+        if user.opcode == "bitcast":
+            found += _read(user.name, users, computation)
+        elif user.opcode not in _SLICES or user.names[0] != name:
+            found += whole
+        elif user.opcode != "dynamic-update-slice":
+            found += shape_bytes(user.shape)
+    return min(found, whole)
 
 
 def _written(instruction: Instruction, computation: Computation) -> int:
-    while instruction.opcode == "bitcast" and instruction.names[0] in computation.instructions:
-        instruction = computation.instructions[instruction.names[0]]
-    update = instruction.opcode == "dynamic-update-slice" and computation.instructions.get(instruction.names[1])
+    body = computation.instructions
+    if instruction.opcode == "tuple":
+        return sum(_written(body[name], computation) for name in instruction.names if name in body)
+    while instruction.opcode == "bitcast" and instruction.names[0] in body:
+        instruction = body[instruction.names[0]]
+    update = instruction.opcode == "dynamic-update-slice" and body.get(instruction.names[1])
     return shape_bytes(update.shape if update else instruction.shape)
 
 

@@ -25,7 +25,7 @@ import autoshard
 from autoshard.config import MeshConfig
 from autoshard.plan import Plan
 from autoshard.units import size_text, time_text
-from benchmarks.tpu_cases import Program, decoder, experts
+from benchmarks.target_cases import Program, decoder, experts
 
 EIGHT = {"data": 8}
 SMALL = {"layers": 4, "heads": 4, "seq": 256, "vocab": 1024}

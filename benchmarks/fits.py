@@ -1,9 +1,10 @@
-"""Whether the TPU compiler takes what a plan says fits, with a twentieth of the memory in reserve.
+"""Whether the compiler for TPUs or GPUs takes what a plan says fits, with a twentieth of the memory in reserve.
 
-    python -m benchmarks.fits [--cache DIR] [WORD]
+    python -m benchmarks.fits [tpu|gpu] [--cache DIR] [WORD]
 
-Needs the extra ``tpu``, no TPU. Programs grow by their batch until their plan fills a chip's memory but for that
-twentieth; then the compiler is asked (with WORD, of those that have it in their name).
+Needs the extra ``tpu`` or ``gpu``, and neither chip. Programs grow by their batch until their plan fills a chip's
+memory but for that twentieth; then the compiler is asked (with WORD, of those that have it in their name). That for
+TPUs refuses what does not fit; that for GPUs says what it takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import autoshard
 from autoshard.errors import MemoryBudgetError
 from autoshard.plan import Plan
 from benchmarks.answers import answer
-from benchmarks.tpu_cases import MESHES, MIB, SLICE, Program, decoder, experts, mlp, options
+from benchmarks.target_cases import MESHES, MIB, Program, decoder, experts, mesh, mlp, options
 
 RESERVE = 0.05
 GROWN: Mapping[str, Callable[[int], Program]] = {
@@ -28,16 +29,16 @@ GROWN: Mapping[str, Callable[[int], Program]] = {
 """Programs by their batch, a multiple of the number of devices."""
 
 
-def filled(name: str, strategy: str) -> tuple[int, Plan, jax.stages.Lowered]:
+def filled(name: str, strategy: str, platform: str) -> tuple[int, Plan, jax.stages.Lowered]:
     """The largest batch whose plan leaves the reserve, within a sixteenth of it, its plan, and the step lowered."""
-    mesh = autoshard.MeshConfig(axes=MESHES["4x4"], tpu=SLICE)
-    budget = mesh.mesh().hardware.memory * (1 - RESERVE)
+    where = mesh(platform, MESHES[platform][0])
+    budget = where.mesh().hardware.memory * (1 - RESERVE)
 
     def step(batch: int) -> tuple[autoshard.Step, Program]:
         program = GROWN[name](batch)
         passes = ("dead_code", "one_hot", "turned", "sums")  # nothing is made again: what is asked is what is held
         made = autoshard.jit(
-            program[0], mesh=mesh, strategy=strategy, memory_budget=budget, passes=passes, donate_argnums=0
+            program[0], mesh=where, strategy=strategy, memory_budget=budget, passes=passes, donate_argnums=0
         )
         return made, program
 
@@ -68,11 +69,13 @@ def main() -> None:
         for strategy in ("auto", "fsdp"):
             if chosen.word not in f"{name} {strategy}":
                 continue
-            batch, plan, lowered = filled(name, strategy)
+            batch, plan, lowered = filled(name, strategy, chosen.platform)
             found = answer(lowered, plan.mesh, chosen.cache)
-            said = "- | -"
-            if found is not None:
-                said = f"- | NO: {found.refusal[:200]}" if found.refusal else f"{found.peak / MIB:,.0f} | yes"
+            used = found.usage(plan.mesh) if found is not None else None
+            said = f"- | NO: {found.refusal[:200]}" if found is not None else "- | -"
+            if used is not None:
+                taken = "yes" if used.peak <= plan.mesh.hardware.memory else "NO"
+                said = f"{used.peak / MIB:,.0f} | {taken}"
             print(f"| {name} | {strategy} | {batch} | {plan.memory.peak / MIB:,.0f} | {said} |", flush=True)
 
 

@@ -13,7 +13,7 @@ import jax
 
 from autoshard.estimate import estimate
 from benchmarks.answers import answer
-from benchmarks.tpu_cases import MIB, Case, options, planned
+from benchmarks.target_cases import MIB, Case, options, planned
 
 CASES = (
     Case("decoder-scanned", "4x4", "fsdp_tp"),

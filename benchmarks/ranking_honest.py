@@ -1,11 +1,12 @@
-"""Predicted step times against the TPU compiler's, by the order in which they put different plans of one program.
+"""Predicted step times against those of what was compiled, by the order in which they put plans of one program.
 
-    python -m benchmarks.ranking_honest [--cache DIR] [--kept] [WORD]
+    python -m benchmarks.ranking_honest [tpu|gpu] [--cache DIR] [--kept] [WORD]
 
-Needs the extra ``tpu``, no TPU. Of each case (`benchmarks.tpu_cases`; with WORD, those that have it in their name) the
-seconds that the plan predicts beside the compiler's: its estimated cycles times loop trips, and its collectives on the
-link model. Then Kendall's tau over all pairs of plans of one program, of which the compiler's times differ by more than
-10 %, below which its estimates tell nothing.
+Needs the extra ``tpu`` or ``gpu``, and neither chip. Of each case (`benchmarks.target_cases`; with WORD, those that
+have it in their name) the seconds that the plan predicts beside those of `autoshard.estimate`: the TPU compiler's
+cycles times loop trips, or the roofline of what the GPU compiler made, and its collectives on the link model. Then
+Kendall's tau over all pairs of plans of one program, of which the compiler's times differ by more than 10 %, below
+which its estimates tell nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 from collections import defaultdict
 
 from autoshard.estimate import estimate
-from benchmarks.tpu_cases import answers, options
+from benchmarks.target_cases import answers, options
 
 NOISE = 0.1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,8 @@ ASYNC = text_of(
     "%rs = (f32[8]{0}, f32[4]{0}) all-reduce-start(%p, %q), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, "
     "to_apply=%add",
     "%rd = (f32[8]{0}, f32[4]{0}) all-reduce-done(%rs)",
+    "%gs = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%o), channel_id=7, replica_groups=[1,8]<=[8], to_apply=%add",
+    "%gd = f32[16]{0} all-reduce-done(%gs)",
     "%ps = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]) collective-permute-start(%p), channel_id=4, "
     "source_target_pairs={{0,4},{4,0}}",
     "%pd = f32[8]{0} collective-permute-done(%ps)",
@@ -173,11 +175,21 @@ def test_asynchronous_pairs_count_once_by_their_result() -> None:
         ("all-gather", 256, ("x", "y")),
         ("all-gather", 256 + 64, ("x", "y")),
         ("all-reduce", 48, ("y",)),
+        ("all-reduce", 64, ("x", "y")),
         ("collective-permute", 32, ("x",)),
         ("reduce-scatter", 32, ("y",)),
         ("all-to-all", 32, ("y",)),
     }
     assert len(collectives(ASYNC, MESH)) == len(found)
+
+
+def test_what_is_sent_again_is_told_from_what_is_sent_besides() -> None:
+    text = text_of(
+        "%a = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
+        "%b = f32[64]{0} all-gather(%p), channel_id=9, replica_groups=[1,8]<=[8], dimensions={0}",
+        "ROOT %c = f32[64]{0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}",
+    )
+    assert [c.again for c in collectives(text, MESH)] == [False, True, False]
 
 
 # As the TPU compiler writes them: one all-gather spread over three fusions, and a padded reduce-scatter.
@@ -393,6 +405,10 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
         ([op(AG, "y", 800)], [op(CP, "y", 200, 3)], ["all-gather as a ring of collective-permutes"]),
         ([op(CP, "xy", 100, 7)], [op(CP, "xy", 100, 4), op(CP, "y", 100, 3)],
          ["collective-permute along fewer axes than it is planned over"]),
+        ([op("all-to-all", "y", 800), op("all-to-all", "y", 400)], [op("all-to-all", "y", 400, 2)],
+         ["all-to-all in fewer bits"]),
+        ([op(AG, "y", 800)], [op(AG, "y", 800), replace(op(AG, "y", 800), again=True)],
+         ["all-gather of the same operand again"]),
     ],
 )  # fmt: skip
 def test_what_compilers_are_known_to_do_is_explained(
@@ -421,6 +437,8 @@ def test_what_compilers_are_known_to_do_is_explained(
             [op(AR, "y", 800), op(RS, "y", 800), op(AG, "y", 800)],
             ["unplanned", "same", "same"],
         ),
+        ([op(AG, "y", 800)], [op(AG, "y", 800, 2)], ["differs"]),
+        ([op(AG, "y", 800, 2)], [op(AG, "y", 400)], ["differs"]),
     ],
 )
 def test_other_differences_stand(planned: list[Collective], found: list[Collective], verdicts: list[str]) -> None:

@@ -49,6 +49,16 @@ def test_a_product_that_many_read_to_one_end_is_computed_with_it():
     assert taking(graph(lambda x, w: gated(x, w).sum(), (W, W), mesh(a=1))) == [("dot_general", 1.0), ("mul", 1.0)]
 
 
+def test_what_goes_into_a_product_of_a_library_and_comes_out_is_there():
+    library = replace(mesh(a=1), hardware=replace(CHIP, fused_products=False))
+
+    def fun(x, w):
+        return (jnp.tanh((x @ w).T) @ w).sum()
+
+    assert taking(graph(fun, (W, W), mesh(a=1))) == [("dot_general", 1.0), ("tanh", 1.0)]
+    assert taking(graph(fun, (W, W), library)) == [("dot_general", 1.0), ("dot_general", 1.0), ("tanh", 1.0)]
+
+
 def test_what_is_read_across_a_barrier_is_made():
     def fun(x, w):
         return (jax.lax.optimization_barrier(jnp.tanh(x)) @ w).sum()

@@ -62,6 +62,18 @@ def test_a_slice_of_a_large_operand_moves_the_slice():
     assert seconds(FAST_PRODUCTS, [large, i, *put])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
 
 
+def test_what_is_written_into_behind_a_bitcast_or_beside_another_result_moves_what_is_written():
+    body = (
+        "%put (x: f32[8,1000], u: f32[1,8], i: s32[]) -> (f32[1000,8], f32[1,8]) {\n  %x = f32[8,1000] parameter(0)\n"
+        "  %y = f32[1000,8] bitcast(%x)\n  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  %s = f32[1000,8] dynamic-update-slice(%y, %u, %i, %i)\n  ROOT %t = (f32[1000,8], f32[1,8]) tuple(%s, %u)\n}"
+    )
+    given = ["%x = f32[8,1000] parameter(0)", "%u = f32[1,8] parameter(1)", "%i = s32[] parameter(2)"]
+    fused = "ROOT %f = (f32[1000,8], f32[1,8]) fusion(%x, %u, %i), kind=kLoop, calls=%put"
+    moved = 8 * 4 + 4 + 2 * 8 * 4  # the slice and its place are read, and the slice is written twice
+    assert seconds(FAST_PRODUCTS, [*given, fused], body)[0] == pytest.approx(moved / 1e2)
+
+
 def test_what_moves_nothing_and_what_is_sent_takes_no_time():
     lines = [
         "%a = f32[8] parameter(0)",

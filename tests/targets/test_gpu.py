@@ -12,7 +12,7 @@ from autoshard.compiling import compilation
 from autoshard.config import MeshConfig
 from autoshard.errors import MeshError
 from autoshard.target import arranged
-from benchmarks.tpu_cases import decoder
+from benchmarks.target_cases import decoder
 
 if not all(needed().values()):
     pytest.skip("the compiler for GPUs is not installed; `make test-targets` does it", allow_module_level=True)

@@ -16,7 +16,7 @@ from autoshard.config import MeshConfig
 from autoshard.errors import MeshError
 from autoshard.estimate import estimate
 from autoshard.target import Target, arranged
-from benchmarks.tpu_cases import decoder
+from benchmarks.target_cases import decoder
 from tests.test_cli import call
 
 CONFIG = """

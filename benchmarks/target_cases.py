@@ -1,7 +1,9 @@
-"""Programs, meshes and plans that are compiled by the real TPU compiler and held against what was predicted.
+"""Programs, meshes and plans that are compiled by the real compilers for TPUs and GPUs and held against what was
+predicted.
 
-The slice is v5e:4x4, which need not be here: the extra ``tpu`` brings the compiler, and it runs on any machine. Its
-answers are kept on disk under a digest of all that it was given, so that a second run compiles only what has changed.
+Neither v5e:4x4 nor eight H100 need be here: the extras ``tpu`` and ``gpu`` bring the compilers, which run on any
+machine. Their answers are kept on disk under a digest of all that they were given, so that a second run compiles only
+what has changed.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from autoshard.models import ModelConfig, OptimizerConfig, make_steps
 from autoshard.plan import Plan
 from benchmarks.answers import Answer, answer, asked
 
-SLICE = "v5e:4x4"
-MESHES = {name: {"data": int(name.split("x")[0]), "model": int(name.split("x")[1])} for name in ("4x4", "16x1", "2x8")}
 MIB = 2**20
+MACHINES: Mapping[str, Mapping[str, Any]] = {"gpu": {"gpu": "h100"}, "tpu": {"tpu": "v5e:4x4"}}
+MESHES = {"gpu": ("2x4", "8x1", "4x2"), "tpu": ("4x4", "16x1", "2x8")}
+"""``data`` times ``model``: the one that every program has, one of data alone, and another of both."""
 
 Program = tuple[Callable[..., Any], Any, Any]
 """A step, and the shapes of its state and batch."""
@@ -129,6 +132,12 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
 }
 
 
+def mesh(platform: str, sizes: str) -> autoshard.MeshConfig:
+    """The machine of a platform as a mesh of ``data`` times ``model``."""
+    data, model = map(int, sizes.split("x"))
+    return autoshard.MeshConfig(axes={"data": data, "model": model}, **MACHINES[platform])
+
+
 @dataclass(frozen=True)
 class Case:
     """A program with a plan for it."""
@@ -137,19 +146,28 @@ class Case:
     mesh: str
     strategy: str
     recompute: str = ""
+    platform: str = "tpu"
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.program, self.recompute)))
 
 
 _ALL = ("dp", "fsdp", "tp", "fsdp_tp", "auto")
-CASES = (
-    *(Case(p, "4x4", s) for p in PROGRAMS for s in _ALL),
-    *(Case(p, m, s) for p in ("decoder-scanned", "mlp") for m in ("16x1", "2x8") for s in ("tp", "fsdp_tp", "auto")),
-    *(Case(p, "2x8", s) for p in ("decoder-unrolled", "experts", "conv") for s in ("tp", "fsdp_tp", "auto")),
-    *(Case(p, "4x4", s, "full") for p in ("decoder-scanned", "decoder-unrolled") for s in ("dp", "fsdp", "fsdp_tp")),
-    *(Case(p, "4x4", "fsdp", "dots_saveable") for p in ("decoder-scanned", "decoder-unrolled")),
-)
+
+
+def cases(platform: str) -> Iterator[Case]:
+    """The cases of ``gpu`` or ``tpu``."""
+    first, flat, other = MESHES[platform]
+    kept = ("tp", "fsdp_tp", "auto")
+    yield from (Case(p, first, s, platform=platform) for p in PROGRAMS for s in _ALL)
+    yield from (
+        Case(p, m, s, platform=platform) for p in ("decoder-scanned", "mlp") for m in (flat, other) for s in kept
+    )
+    yield from (Case(p, other, s, platform=platform) for p in ("decoder-unrolled", "experts", "conv") for s in kept)
+    for policy, strategies in (("full", ("dp", "fsdp", "fsdp_tp")), ("dots_saveable", ("fsdp",))):
+        yield from (
+            Case(p, first, s, policy, platform) for p in ("decoder-scanned", "decoder-unrolled") for s in strategies
+        )
 
 
 def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
@@ -157,7 +175,7 @@ def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
     step, state, batch = PROGRAMS[case.program]()
     jitted = autoshard.jit(
         step,
-        mesh=autoshard.MeshConfig(axes=MESHES[case.mesh], tpu=SLICE),
+        mesh=mesh(case.platform, case.mesh),
         strategy=case.strategy,
         donate_argnums=0,
         passes=("dead_code", "one_hot", "turned", f"recompute:{case.recompute}", "sums") if case.recompute else None,
@@ -169,15 +187,17 @@ def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
 
 @dataclass(frozen=True)
 class Options:
-    """``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that cases to run contain."""
+    """``gpu`` or ``tpu``, ``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that
+    cases to run contain."""
 
+    platform: str
     cache: Path | None
     kept: bool
     word: str
 
     def cases(self) -> Iterator[Case]:
         """The cases to run."""
-        return (case for case in CASES if self.word in f"{case} {case.mesh} {case.strategy}")
+        return (c for c in cases(self.platform) if self.word in f"{c} {c.mesh} {c.strategy}")
 
 
 def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
@@ -190,6 +210,7 @@ def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
 
 
 def options(argv: Sequence[str] = tuple(sys.argv[1:])) -> Options:
-    """What the command line says."""
+    """What the command line says; ``tpu`` where it names no platform."""
     cache, kept, words = asked(argv, "--kept")
-    return Options(cache, kept, " ".join(words))
+    platform = words.pop(0) if words and words[0] in MACHINES else "tpu"
+    return Options(platform, cache, kept, " ".join(words))
