@@ -215,8 +215,8 @@ def _fitting(program: Program, options: Options) -> tuple[Plan, Graph]:
 
 
 def _within(program: Program, options: Options) -> tuple[Plan, Graph]:
-    """Plans ``program`` into the budget. Where memory stands in the way of the fastest layout and the user said nothing of passes,
-    those that hold less are tried, and the fastest of what fits is taken.
+    """Plans ``program`` into the budget. Where memory stands in the way of the fastest layout and the user said nothing
+    of passes, those that hold less are tried, and the fastest of what fits is taken.
 
     Raises:
       MemoryBudgetError: nothing fits; what it says is of the passes with which least is missing.
