@@ -195,6 +195,19 @@ def test_where_nothing_fits_it_is_said_what_to_let_go_of(asked, helps):
     assert autoshard.jit(train, mesh={"x": 8}, donate_argnums=0).plan(state, x).memory.peak < told.value.least
 
 
+def test_what_the_compiler_would_make_again_by_itself_is_planned_if_it_can_be(tmp_path: Path):
+    free = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS).memory.peak
+
+    def planned(room: int) -> autoshard.Plan:
+        table = "flops: {float32: 1e12}\nmemory: 1GiB\nbandwidth: 1e11\nlinks: {wire: {bandwidth: 1e9, latency: 0}}\n"
+        (tmp_path / "chip.yaml").write_text(f"{table}room: {room}\n")
+        mesh = autoshard.MeshConfig(axes={"x": 1}, hardware=str(tmp_path / "chip.yaml"))
+        return autoshard.jit(deep, mesh=mesh).plan(WEIGHTS, ROWS)
+
+    assert planned(int(free * 0.75)).memory.peak <= free * 0.75
+    assert planned(1000).memory_budget == 2**30  # nothing fits in so little: as if there were no such room
+
+
 def test_passes_that_were_named_are_all_that_run():
     peak = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS).memory.peak
     chosen = autoshard.jit(deep, mesh={"x": 1}, memory_budget=int(peak * 0.75), passes=["dead_code"])
