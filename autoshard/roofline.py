@@ -30,6 +30,7 @@ _FREE = {
 }  # fmt: skip
 _SENT = {f"{kind}{part}" for kind in KINDS for part in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
+_BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
 _INSIDE = ("calls", "to_apply")
 """How a kernel names what it computes; what loops and branches run stands in the module on its own."""
 
@@ -127,7 +128,13 @@ def _products(instruction: Instruction, computation: Computation, module: Module
         return
     (_, result), (dtype, left), (_, right) = [(a[1], _ints(a[2])) for a in arrays if a]
     if labels := _LABELS.search(instruction.attributes):
-        depth = math.prod(n for n, label in zip(right, labels[1], strict=True) if label != "o")
+        # cuDNN's derivatives name dimensions as the convolution itself does: its output and kernel tell the work.
+        output, kernel = result, right
+        if _BACKWARD_INPUT in instruction.attributes:
+            output = left
+        elif _BACKWARD_FILTER in instruction.attributes:
+            output, kernel = right, result
+        result, depth = output, math.prod(n for n, label in zip(kernel, labels[1], strict=True) if label != "o")
     elif contracting := _CONTRACTING.search(instruction.attributes):
         depth = math.prod(left[d] for d in _ints(contracting[1].replace('"', "")))
     else:

@@ -39,6 +39,22 @@ def test_products_go_at_the_peak_of_what_they_multiply(dtype, product):
     assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * 4 * 8 * 16 / peak)
 
 
+@pytest.mark.parametrize(
+    ("target", "left", "right", "result"),
+    [
+        ("Forward", "2,9,9,3", "5,3,3,3", "2,4,4,5"),
+        ("BackwardInput", "2,4,4,5", "5,3,3,3", "2,9,9,3"),
+        ("BackwardFilter", "2,9,9,3", "2,4,4,5", "5,3,3,3"),
+    ],
+)
+def test_the_derivatives_of_a_convolution_have_its_work(target, left, right, result):
+    """A stride of two: a kernel of 3x3 from 3 to 5 features at each of 2x4x4 places."""
+    call = f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"'
+    lines = [f"%a = f32[{left}] parameter(0)", f"%b = f32[{right}] parameter(1)"]
+    product = f"ROOT %c = (f32[{result}], u8[0]) custom-call(%a, %b), {call}"
+    assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * (2 * 4 * 4 * 5) * (3 * 3 * 3) / 1e2)
+
+
 def test_a_product_inside_a_fusion_counts_once():
     inner = "\n  ".join(
         (
