@@ -164,8 +164,8 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
                 explained[f"{kind} in fewer bits", axes] += spared
     left = {key: after[key] - before[key] for key in sides}
     if not all(_near(before[key], after[key]) for key in sides):
-        told = ({(kind, axes): n for (kind, axes), n in side.items() if axes} for side in (before, after))
-        for trade, units in settled(next(told), next(told), mesh):
+        known, found = ({(kind, axes): n for (kind, axes), n in side.items() if axes} for side in (before, after))
+        for trade, units in settled(known, found, mesh):
             explained[trade.name, trade.axes] += units
             for sign, rates in ((-1, trade.emitted), (1, trade.planned)):
                 for key, rate in rates.items():

@@ -65,7 +65,6 @@ class HardwareConfig(Config):
     fused_products: bool = True
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product; if not,
     operands and results are there as arrays."""
-
     room: Bytes | None = None
     """Memory beyond which its compiler makes values again by its own lights; left out where it does not."""
 

@@ -51,7 +51,6 @@ class Hardware:
     """Bytes on the chip in which its compiler keeps arrays; 0 where it keeps none there."""
     fused_products: bool = True
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product."""
-
     room: float = math.inf
     """Bytes beyond which its compiler makes values again by its own lights rather than hold them."""
 

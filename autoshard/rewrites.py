@@ -27,7 +27,7 @@ RELUCTANCE = 1e-3
 _LEAST = 1e-6
 """Less than counts of a trade, by its own measure."""
 
-_REDUCE, _GATHER, _SCATTER, _PERMUTE = _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+_REDUCE, _GATHER, _SCATTER, _PERMUTE = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,9 @@ class Trade:
 def settled(planned: Mapping[Key, float], emitted: Mapping[Key, float], mesh: LogicalMesh) -> list[tuple[Trade, float]]:
     """The trades that account for what differs, each with its units.
 
+    Each kind and axes is measured by the most bytes that it has, and a trade by the least of what it touches, so that
+    four bytes weigh beside gigabytes.
+
     Args:
       planned: bytes of each kind and axes.
       emitted: as ``planned``.
@@ -53,17 +56,7 @@ def settled(planned: Mapping[Key, float], emitted: Mapping[Key, float], mesh: Lo
     axes = sorted({axes for _, axes in (*planned, *emitted)})
     if not axes:
         return []
-    return _done([list(_axes_put_right(axes, mesh)), list(_kinds(axes, mesh))], planned, emitted)
-
-
-def _done(
-    stages: Sequence[Sequence[Trade]], planned: Mapping[Key, float], emitted: Mapping[Key, float]
-) -> list[tuple[Trade, float]]:
-    """`settled` by the trades of so many stages.
-
-    Each kind and axes is measured by the most bytes that it has, and a trade by the least of what it touches, so that
-    four bytes weigh beside gigabytes.
-    """
+    stages = list(_axes_put_right(axes, mesh)), list(_kinds(axes, mesh))
     size = {key: max(planned.get(key, 0.0), emitted.get(key, 0.0)) for key in (*planned, *emitted)}
     real = {key for key, n in size.items() if n}
     trades = [t for stage in stages for t in stage]

@@ -91,13 +91,6 @@ def _line(said: Mapping[str, object]) -> Line:
     return Line(**{**said, "differences": None if differences is None else tuple(differences)})  # type: ignore[arg-type]
 
 
-def ratio(lines: list[Line]) -> float | None:
-    """Autoshard's sum over the best by hand; None where one of the two is not there or does not fit."""
-    ours = [line.sum for line in lines if line.fits and line.ours and line.sum]
-    rest = [line.sum for line in lines if line.fits and not line.ours and line.sum]
-    return ours[0] / min(rest) if ours and rest else None
-
-
 def summary(every: Sequence[Kept]) -> Iterator[str]:
     """A line a cell, then the geometric mean."""
     yield "| cell | floor, ms | autoshard, ms | best by hand, ms | ratio | audit |"
@@ -111,7 +104,7 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
         )
         if ours is None:
             continue
-        found = ratio(lines)
+        found = ours.sum / rest.sum if ours.fits and ours.sum and rest and rest.sum else None
         words = [str(cell), f"{kept.floors[str(cell)] * 1e3:,.0f}"]
         words.append((f"{ours.sum * 1e3:,.0f}" if ours.sum else "-") + ("" if ours.fits else ", does not fit"))
         words.append(f"{rest.sum * 1e3:,.0f} ({rest.plan})" if rest and rest.sum else "none fits")
