@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -99,5 +100,5 @@ def marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:
 
 def _mostly(found: Iterable[Axes]) -> Axes:
     """The commonest; the longest of equally common ones."""
-    have = list(found)
-    return max(have, key=lambda a: (have.count(a), len(a)), default=())
+    have = Counter(found)
+    return max(have, key=lambda a: (have[a], len(a)), default=())

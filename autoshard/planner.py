@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,8 +126,8 @@ def _why(leaf: Leaf, v: int, layout: Layout) -> str:
 
 def _carried_by(c: DimClass, layout: Layout, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """The axes that split a class: those chosen, or, where pins or propagation decided, what its arguments have."""
-    have = [layout.specs[v].dims[d] for v, d in c.inputs]
-    return chosen if not have or chosen in have else max(have, key=lambda a: (have.count(a), len(a)))
+    have = Counter(layout.specs[v].dims[d] for v, d in c.inputs)
+    return chosen if not have or chosen in have else max(have, key=lambda a: (have[a], len(a)))
 
 
 def _alternatives(best: Candidate, s: Search) -> tuple[Alternative, ...]:

@@ -155,11 +155,9 @@ class _Survey:
 def _survey(jaxpr: jx.Jaxpr) -> _Survey:
     count, effects, bodies = 0, Counter[str](), [jaxpr]
     while bodies:
-        eqns = bodies.pop().eqns
-        count += len(eqns)
-        alike = {id(e.params): e for e in eqns}  # equations that are made together share their parameters
-        holding = {i for i, e in alike.items() if e.params and jx.subjaxprs(e)}
-        for e in [e for e in eqns if e.effects or id(e.params) in holding]:
+        body = bodies.pop()
+        count += len(body.eqns)
+        for e in {*jx.nests(body), *(e for e in body.eqns if e.effects)}:
             inner = jx.subjaxprs(e)
             bodies += inner
             if e.effects and not any(b.effects for b in inner):

@@ -96,12 +96,12 @@ class _Body:
         self.made = {v: e for e in jaxpr.eqns for v in e.outvars}
         self.uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jx.Var))
         self.uses.update(a for a in jaxpr.outvars if isinstance(a, jx.Var))
-        self.bodies: dict[int, _Body] = {}
+        self.bodies: dict[jx.JaxprEqn, _Body] = {}
 
     def inner(self, eqn: jx.JaxprEqn) -> _Body:
-        if id(eqn) not in self.bodies:
-            self.bodies[id(eqn)] = _Body(jx.regions(eqn)[0].body, self.parts)
-        return self.bodies[id(eqn)]
+        if eqn not in self.bodies:
+            self.bodies[eqn] = _Body(jx.regions(eqn)[0].body, self.parts)
+        return self.bodies[eqn]
 
     def sums(self, eqn: jx.JaxprEqn) -> list[int]:
         """The carries of a loop that it only adds to, and what it adds can be made in terms."""
@@ -177,16 +177,16 @@ class _Body:
     def code(self, tree: Tree, now: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
         """This jaxpr's equations with those of ``tree`` in terms. ``now`` says where the terms of values are; it is
         given those of the inputs that have them, and gains the others."""
-        ways: dict[int, list[How]] = defaultdict(list)
+        ways: dict[jx.JaxprEqn, list[How]] = defaultdict(list)
         for eqn, how in tree:
-            ways[id(eqn)].append(how)
+            ways[eqn].append(how)
         eqns: list[jx.JaxprEqn] = []
         for eqn in self.jaxpr.eqns:
-            within = [how.result for how in ways[id(eqn)] if isinstance(how, _Within)]
+            within = [how.result for how in ways[eqn] if isinstance(how, _Within)]
             if within:
                 eqns += self.rebuilt(eqn, within, now)
-            elif ways[id(eqn)]:
-                eqns += self.terms(eqn, ways[id(eqn)][0], now)
+            elif ways[eqn]:
+                eqns += self.terms(eqn, ways[eqn][0], now)
             else:
                 eqns.append(eqn)
         return eqns

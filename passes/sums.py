@@ -77,11 +77,11 @@ def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
             return None
         return _Product(eqn, order)
 
-    instead: dict[int, list[jx.JaxprEqn]] = {}
+    instead: dict[jx.JaxprEqn, list[jx.JaxprEqn]] = {}
     for eqn in jx.nests(jaxpr):
         new = jx.within(eqn, lambda b: _rewritten(b, known))
         if new is not eqn:
-            instead[id(eqn)] = [new]
+            instead[eqn] = [new]
     for eqn in additions:
         if eqn.outvars[0] in inner:
             continue
@@ -93,10 +93,10 @@ def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
         joined = {i: p for i, p in products.items() if p.alike == commonest[0][0]}
         if len(joined) > 1:
             rest = [a for i, a in enumerate(found) if i not in joined]
-            instead[id(eqn)] = _joined(eqn, list(joined.values()), rest, known)
+            instead[eqn] = _joined(eqn, list(joined.values()), rest, known)
     if not instead:
         return jaxpr
-    return jx.with_code(jaxpr, [new for eqn in jaxpr.eqns for new in instead.get(id(eqn), (eqn,))])
+    return jx.with_code(jaxpr, [new for eqn in jaxpr.eqns for new in instead.get(eqn, (eqn,))])
 
 
 def _terms_of(eqn: jx.JaxprEqn) -> list[jx.Atom]:

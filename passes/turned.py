@@ -36,20 +36,20 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     """``jaxpr`` with its products turned, at every depth; itself where none is."""
     uses = jx.uses(jaxpr)
     products = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive is _prims.dot_general_p and uses[e.outvars[0]] == 1}
-    turned: dict[int, jx.JaxprEqn] = {}
-    dropped = set[int]()
+    turned: dict[jx.JaxprEqn, jx.JaxprEqn] = {}
+    dropped = set[jx.JaxprEqn]()
     for eqn in [e for e in jaxpr.eqns if e.primitive is _prims.transpose_p]:
         product = products.get(eqn.invars[0])  # type: ignore[arg-type]
         params = _other_way(product, eqn) if product is not None else None
         if product is not None and params is not None:
-            turned[id(product)] = product.replace(invars=product.invars[::-1], outvars=eqn.outvars, params=params)
-            dropped.add(id(eqn))
+            turned[product] = product.replace(invars=product.invars[::-1], outvars=eqn.outvars, params=params)
+            dropped.add(eqn)
     eqns: list[jx.JaxprEqn] = []
     changed = bool(turned)
     for eqn in jaxpr.eqns:
-        if id(eqn) in dropped:
+        if eqn in dropped:
             continue
-        eqns.append(turned.get(id(eqn)) or jx.within(eqn, _rewritten))
+        eqns.append(turned.get(eqn) or jx.within(eqn, _rewritten))
         changed |= eqns[-1] is not eqn
     return jx.with_code(jaxpr, eqns) if changed else jaxpr
 

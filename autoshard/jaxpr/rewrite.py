@@ -106,8 +106,8 @@ def dead_code(jaxpr: Jaxpr) -> Jaxpr:
 def check(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
     """Raises when ``jaxpr`` is not well formed (types, scopes, effects). Equations of ``known``, a jaxpr
     that is well formed, need no second look at their types."""
-    old = set(map(id, known.eqns)) if known else set[int]()
-    new = [e for e in jaxpr.eqns if id(e) not in old]
+    old = set(known.eqns if known else ())
+    new = [e for e in jaxpr.eqns if e not in old]
     defined = {*jaxpr.constvars, *jaxpr.invars}
     for e in jaxpr.eqns:
         for a in e.invars:

@@ -87,7 +87,7 @@ def _refused(jaxpr: jx.Jaxpr, above: Above | None = None) -> Iterator[Site]:
 
 def _held_no_more(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with the loops of its backward part making scores and weights again that are held for them."""
-    inner: set[int] = set()
+    inner: set[jx.JaxprEqn] = set()
     nests = jx.nests(jaxpr)
     if not nests:
         return jaxpr
@@ -97,15 +97,15 @@ def _held_no_more(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> 
             reader = Reader(region.body, facts.inside(eqn, region))
             wanted = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and s.bytes >= least]
             if wanted:
-                inner.update(id(e) for e in (*reader.within(wanted), *_of_nothing(region.body)))
+                inner.update(reader.within(wanted), _of_nothing(region.body))
     changed = {
-        id(e): jx.with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
+        e: jx.with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
         for e in nests
         if not jx.differentiated(e)
     }
-    if any(id(e) != before for before, e in changed.items()):
-        jaxpr = jx.with_code(jaxpr, [changed.get(id(e), e) for e in jaxpr.eqns])
-    after = replay.scans(jaxpr, lambda e: id(e) not in inner) if inner else jaxpr
+    if any(now is not e for e, now in changed.items()):
+        jaxpr = jx.with_code(jaxpr, [changed.get(e, e) for e in jaxpr.eqns])
+    after = replay.scans(jaxpr, lambda e: e not in inner) if inner else jaxpr
     return jaxpr if after is jaxpr else jx.dead_code(after)
 
 
@@ -122,16 +122,16 @@ def _rewritten(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.
     """``jaxpr`` with its attentions replaced, at every depth; itself where there are none."""
     reader = Reader(jaxpr, above)
     changed = {
-        id(e): jx.with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
+        e: jx.with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
         for e in jx.nests(jaxpr)
     }
-    eqns = [changed.get(id(e), e) for e in jaxpr.eqns] if changed else jaxpr.eqns
+    eqns = [changed.get(e, e) for e in jaxpr.eqns] if changed else jaxpr.eqns
     sites = [(site, form) for site, form in reader.attentions() if site.bytes >= least]
     places = _Places(jaxpr) if sites else None
     known: dict[Any, jx.JaxprEqn] = {}
     plans = [plan for site, form in sites if places and (plan := _plan(places, site, form, known)) is not None]
     if not plans:
-        same = all(id(e) == before for before, e in changed.items())
+        same = all(now is e for e, now in changed.items())
         return jaxpr if same else jx.with_code(jaxpr, eqns)
     added: dict[int, list[jx.JaxprEqn]] = {}
     for plan in plans:
