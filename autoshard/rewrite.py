@@ -157,7 +157,8 @@ def _survey(jaxpr: jx.Jaxpr) -> _Survey:
     while bodies:
         body = bodies.pop()
         count += len(body.eqns)
-        for e in {*jx.nests(body), *(e for e in body.eqns if e.effects)}:
+        nests = set(jx.nests(body))
+        for e in [e for e in body.eqns if e.effects or e in nests]:
             inner = jx.subjaxprs(e)
             bodies += inner
             if e.effects and not any(b.effects for b in inner):
