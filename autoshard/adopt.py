@@ -16,6 +16,7 @@ from autoshard.plan import Plan
 from autoshard.planner import Wish, fingerprint
 from autoshard.program import Program, abstract
 from autoshard.rule import RuleTable
+from autoshard.settings import of_the_user, settings
 from autoshard.spec import Spec
 from autoshard.units import size_text
 
@@ -43,7 +44,7 @@ def adopt(plan: Plan, program: Program, table: RuleTable, wish: Wish) -> tuple[P
             f"{size_text(wish.memory_budget, 2)}: plan anew under it, or raise it",
             plan.memory.peak,
         )
-    options = tuple(sorted({**dict(plan.compiler_options), **dict(wish.compiler_options)}.items()))
+    options = settings(graph, (*of_the_user(plan.compiler_options), *wish.compiler_options))
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph
 
 

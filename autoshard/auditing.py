@@ -159,6 +159,10 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
             if again := max(0.0, min(_again(emitted_ones), over)):
                 after[kind, axes] -= again
                 explained[f"{kind} of the same operand again", axes] += again
+            if once := max(0.0, min(_again(planned_ones), -over)):
+                before[kind, axes] -= once
+                over += once
+                explained[f"{kind} of the same operand once", axes] += once
             if spared := max(0.0, min(_narrowed(planned_ones, emitted_ones), -over)):
                 before[kind, axes] -= spared
                 explained[f"{kind} in fewer bits", axes] += spared
@@ -179,9 +183,9 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
     return Audit(tuple(rows), (*done, *_combined(sides)))
 
 
-def _again(emitted: Iterable[Collective]) -> float:
+def _again(found: Iterable[Collective]) -> float:
     """Bytes of what is sent once more where it is read again, rather than held meanwhile."""
-    return float(_total(c for c in emitted if c.again))
+    return float(_total(c for c in found if c.again))
 
 
 def _narrowed(planned: Iterable[Collective], emitted: Iterable[Collective]) -> float:

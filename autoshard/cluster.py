@@ -66,6 +66,10 @@ class Cluster:
             raise MeshError(f"gpu {self.gpu!r}: {self.nodes} nodes of {self.per_node}; both are 1 or more")
 
     @property
+    def platform(self) -> str:
+        return "gpu"
+
+    @property
     def hardware(self) -> str:
         """Name of its hardware table."""
         return self.gpu

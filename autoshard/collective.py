@@ -48,7 +48,8 @@ class Collective:
     share: float = 1.0
     """Of a collective-permute, the share of the devices that send to another one."""
     again: bool = False
-    """Whether another one of the same computation does the same with the same operands."""
+    """Whether another one of the same computation does the same with the same operands, or, when planned, with what they
+    are views of."""
 
     @property
     def total(self) -> int:

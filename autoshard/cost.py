@@ -126,6 +126,11 @@ class Costing:
         }
         """Values that the partitioner makes again wherever they are read otherwise than they lie."""
         self.brought = brought_anew(graph)
+        self.same: dict[int, int] = {}
+        """Of values that are others seen otherwise, or the other way round, which."""
+        for n in graph.nodes:
+            if any(n.operands[:1]) and (n.kind.op in VIEWS or n.kind.op == "rev"):
+                self.same.update((v, self.same.get(n.operands[0], n.operands[0])) for v in n.results)
         self.last: tuple[Layout | None, list[Run]] = None, []
         """The layout that was asked for last, and how its nodes run."""
 
@@ -160,6 +165,7 @@ class Costing:
         compute, transfers = self.fed(layout), 0.0
         collectives: list[Collective] = []
         made: set[tuple[int, Spec]] = set()
+        sent: set[tuple[int, Collective]] = set()
         for node, run in zip(self.graph.nodes, self.each(layout), strict=True):
             if not node.times:
                 continue
@@ -175,7 +181,10 @@ class Costing:
             moves += [(v, give, specs[v]) for v, give in zip(node.results, run.gives, strict=True) if give != specs[v]]
             made_here = list(run.inside)
             for v, src, dst in moves:
-                made_here += steps(src, dst, values[v].shape, values[v].bits, self.mesh)
+                for c in steps(src, dst, values[v].shape, values[v].bits, self.mesh):
+                    key = self.same.get(v, v), c
+                    made_here.append(replace(c, again=key in sent))
+                    sent.add(key)
             for c in made_here:
                 share = node.kind.together if c.kind == "all-reduce" else 1
                 transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh) * node.times / share

@@ -18,6 +18,7 @@ from autoshard.graph import Graph
 from autoshard.lower import constrained
 from autoshard.plan import Plan
 from autoshard.program import Program
+from autoshard.settings import of_the_user
 from autoshard.signature import Aval, aval
 
 _HERE = os.path.dirname(__file__) + os.sep
@@ -76,7 +77,8 @@ class Entry:
             return jax.sharding.auto_axes(planned, out_sharding=self.plan.out_specs)(*leaves)
 
         donated = [i for i, leaf in enumerate(self.program.inputs) if leaf.donated]
-        return jax.jit(step, donate_argnums=donated, compiler_options=dict(self.plan.compiler_options) or None)
+        given = dict(of_the_user(self.plan.compiler_options))  # which JAX refuses here: they are for whole programs
+        return jax.jit(step, donate_argnums=donated, compiler_options=given or None)
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:

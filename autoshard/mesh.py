@@ -114,6 +114,11 @@ class LogicalMesh:
         return min(chosen, key=lambda l: l.bandwidth) if chosen else next(iter(links.values()))
 
     @property
+    def platform(self) -> str:
+        """Whose compiler makes programs for it, by JAX's name: that of its target, or else of the devices."""
+        return self.target.platform if self.target is not None else (self.devices or jax.devices())[0].platform
+
+    @property
     def here(self) -> bool:
         """Whether it is no target, or one whose devices this process sees."""
         return self.target is None or is_here(self.target)

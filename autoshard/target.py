@@ -72,6 +72,10 @@ class Target:
         return TPUS[self.topology.partition(":")[0]]
 
     @property
+    def platform(self) -> str:
+        return "tpu"
+
+    @property
     def hardware(self) -> str:
         """Name of its hardware table."""
         return self.chip.hardware

@@ -409,6 +409,8 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
          ["all-to-all in fewer bits"]),
         ([op(AG, "y", 800)], [op(AG, "y", 800), replace(op(AG, "y", 800), again=True)],
          ["all-gather of the same operand again"]),
+        ([op(AG, "y", 800), replace(op(AG, "y", 800), again=True)], [op(AG, "y", 800)],
+         ["all-gather of the same operand once"]),
     ],
 )  # fmt: skip
 def test_what_compilers_are_known_to_do_is_explained(

@@ -1,0 +1,48 @@
+"""What plans ask of the compilers of their targets."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import MeshConfig, jit
+from autoshard.settings import CONVOLVED, of_the_user
+
+SLICE = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4")
+IMAGES, FILTERS = jax.ShapeDtypeStruct((16, 32, 32, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
+
+
+def convolved(images, filters):
+    return jax.lax.conv_general_dilated(images, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def product(images, filters):
+    return images @ filters[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("step", "mesh", "wanted"),
+    [(convolved, SLICE, CONVOLVED), (product, SLICE, {}), (convolved, MeshConfig(axes={"data": 8}), {})],
+)
+def test_gathers_stay_out_of_convolutions_on_tpus_alone(step, mesh, wanted):
+    plan = jit(step, mesh=mesh).plan(IMAGES, FILTERS)
+    assert dict(plan.compiler_options) == wanted
+    assert all(name in plan.explain() for name in wanted)
+
+
+def test_what_the_user_says_goes_before_it():
+    said = dict.fromkeys(CONVOLVED, True)
+    assert dict(jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS).compiler_options) == said
+
+
+def test_a_plan_made_elsewhere_brings_it_only_where_the_compiler_knows_it():
+    said = {"xla_backend_extra_options": ""}
+    plan = jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS)
+    assert dict(plan.compiler_options) == {**CONVOLVED, **said}
+    here = MeshConfig(axes=SLICE.axes, hardware="tpu-v5e")  # the same mesh, of devices of this process
+    assert dict(jit(convolved, mesh=here, strategy=plan).plan(IMAGES, FILTERS).compiler_options) == said
+
+
+def test_within_another_program_only_the_user_s_are_left_for_jax_to_refuse():
+    said = {"xla_backend_extra_options": ""}
+    plan = jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS)
+    assert dict(of_the_user(plan.compiler_options)) == said
