@@ -19,6 +19,7 @@ CASES = (
     Case("decoder-scanned", "4x4", "fsdp_tp"),
     Case("decoder-unrolled", "4x4", "tp"),
     Case("experts", "4x4", "auto"),
+    Case("conv", "4x4", "fsdp"),
 )
 COMBINERS = ("xla_jf_crs", "xla_tpu_agf", "xla_tpu_arf", "xla_tpu_ars")
 """Of the thresholds up to which collectives of one kind are put together."""
@@ -32,10 +33,11 @@ FUSED = (
     "xla_tpu_overlap_compute_collective_tc",
 )
 OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "none": {},
+    "none": {},  # beside what the plan sets
     "collectives combined to 1 GiB": {f"{name}_combiner_threshold_in_bytes": str(2**30) for name in COMBINERS},
     "collectives fused, none": {"xla_tpu_enable_async_collective_fusion": "false"},
     "collectives fused, all kinds": dict.fromkeys(FUSED, "true"),
+    "gathers fused": {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true"},
     "collectives pipelined over loops": dict.fromkeys(
         ("xla_tpu_enable_ag_backward_pipelining", "xla_tpu_enable_collective_pipeliner"), "true"
     ),
