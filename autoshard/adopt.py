@@ -13,7 +13,7 @@ from autoshard.errors import MemoryBudgetError, PlanError
 from autoshard.graph import Graph, build
 from autoshard.jaxpr import dtype_name
 from autoshard.plan import Plan
-from autoshard.planner import Wish, fingerprint
+from autoshard.planner import Wish, budget_of, fingerprint
 from autoshard.program import Program, abstract
 from autoshard.rule import RuleTable
 from autoshard.settings import of_the_user, settings
@@ -44,7 +44,8 @@ def adopt(plan: Plan, program: Program, table: RuleTable, wish: Wish) -> tuple[P
             f"{size_text(wish.memory_budget, 2)}: plan anew under it, or raise it",
             plan.memory.peak,
         )
-    options = settings(graph, (*of_the_user(plan.compiler_options), *wish.compiler_options))
+    given = (*of_the_user(plan.compiler_options), *wish.compiler_options)
+    options = settings(graph, plan.memory.peak, budget_of(wish, program), given)
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph
 
 

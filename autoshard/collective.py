@@ -48,7 +48,7 @@ class Collective:
     share: float = 1.0
     """Of a collective-permute, the share of the devices that send to another one."""
     again: bool = False
-    """Whether another one of the same computation does the same with the same operands, or, when planned, with what they
+    """Whether another one of the same computation does the same with the same operands; when planned, with what those
     are views of."""
 
     @property

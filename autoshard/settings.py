@@ -8,18 +8,25 @@ from autoshard.graph import Graph
 
 Options = tuple[tuple[str, Any], ...]
 
-CONVOLVED = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
-"""Of programs with convolutions. The gather of a weight, where it is made part of the convolution before it, makes that
-write its result anew (benchmarks/results/options.md)."""
+APART = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
+"""Of convolutions that fill the memory. The compiler makes a weight's gather part of the convolution before it, which
+hides the gather, but then some write their results anew (benchmarks/results/options.md)."""
+MORE = 4 / 3
+"""What such a program was seen to take of what it takes without, at the most."""
 
 
-def settings(graph: Graph, given: Options = ()) -> Options:
-    """What the compiler of the graph's mesh is given: ``given``, and of ours what that does not overrule."""
+def settings(graph: Graph, peak: float, budget: float, given: Options = ()) -> Options:
+    """What the compiler of the graph's mesh is given: ``given``, and of ours what that does not overrule.
+
+    Args:
+      peak: bytes per device that the plan foresees.
+      budget: bytes per device that there are.
+    """
     convolved = any(n.kind.op == "conv_general_dilated" for n in graph.nodes)
-    ours = CONVOLVED if convolved and graph.program.mesh.platform == "tpu" else {}
+    ours = APART if convolved and peak * MORE > budget and graph.program.mesh.platform == "tpu" else {}
     return tuple(sorted({**ours, **dict(given)}.items()))
 
 
 def of_the_user(options: Options) -> Options:
     """Those of a plan's options that `settings` did not add."""
-    return tuple((name, x) for name, x in options if CONVOLVED.get(name) != x)
+    return tuple((name, x) for name, x in options if APART.get(name) != x)

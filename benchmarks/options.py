@@ -33,11 +33,11 @@ FUSED = (
     "xla_tpu_overlap_compute_collective_tc",
 )
 OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "none": {},  # beside what the plan sets
+    "none": {},
     "collectives combined to 1 GiB": {f"{name}_combiner_threshold_in_bytes": str(2**30) for name in COMBINERS},
     "collectives fused, none": {"xla_tpu_enable_async_collective_fusion": "false"},
     "collectives fused, all kinds": dict.fromkeys(FUSED, "true"),
-    "gathers fused": {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true"},
+    "gathers not fused": {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false"},
     "collectives pipelined over loops": dict.fromkeys(
         ("xla_tpu_enable_ag_backward_pipelining", "xla_tpu_enable_collective_pipeliner"), "true"
     ),

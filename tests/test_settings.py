@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import MeshConfig, jit
-from autoshard.settings import CONVOLVED, of_the_user
+from autoshard.settings import APART, of_the_user
 
-SLICE = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4")
+SLICE = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="320KiB")
 IMAGES, FILTERS = jax.ShapeDtypeStruct((16, 32, 32, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
 
 
@@ -21,24 +21,30 @@ def product(images, filters):
 
 @pytest.mark.parametrize(
     ("step", "mesh", "wanted"),
-    [(convolved, SLICE, CONVOLVED), (product, SLICE, {}), (convolved, MeshConfig(axes={"data": 8}), {})],
+    [
+        (convolved, SLICE, APART),
+        (convolved, SLICE.model_copy(update={"memory_budget": 2**19}), {}),
+        (product, SLICE.model_copy(update={"memory_budget": 2**20 * 3 // 4}), {}),
+        (convolved, MeshConfig(axes={"data": 8}, memory_budget="320KiB"), {}),
+    ],
 )
-def test_gathers_stay_out_of_convolutions_on_tpus_alone(step, mesh, wanted):
+def test_gathers_stay_out_of_convolutions_that_fill_a_tpu_s_memory(step, mesh, wanted):
     plan = jit(step, mesh=mesh).plan(IMAGES, FILTERS)
     assert dict(plan.compiler_options) == wanted
     assert all(name in plan.explain() for name in wanted)
 
 
 def test_what_the_user_says_goes_before_it():
-    said = dict.fromkeys(CONVOLVED, True)
+    said = dict.fromkeys(APART, True)
     assert dict(jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS).compiler_options) == said
 
 
 def test_a_plan_made_elsewhere_brings_it_only_where_the_compiler_knows_it():
     said = {"xla_backend_extra_options": ""}
     plan = jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS)
-    assert dict(plan.compiler_options) == {**CONVOLVED, **said}
-    here = MeshConfig(axes=SLICE.axes, hardware="tpu-v5e")  # the same mesh, of devices of this process
+    assert dict(plan.compiler_options) == {**APART, **said}
+    # The same mesh, of devices of this process.
+    here = MeshConfig(axes=SLICE.axes, hardware="tpu-v5e", memory_budget="320KiB")
     assert dict(jit(convolved, mesh=here, strategy=plan).plan(IMAGES, FILTERS).compiler_options) == said
 
 
