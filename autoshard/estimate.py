@@ -1,8 +1,9 @@
 """How long a compiled step takes by its own compiler's estimate.
 
 The TPU compiler writes the cycles that it expects of every fusion into the HLO (`estimated_cycles`), once for a loop's
-body however often the loop turns. The compilers for GPUs and CPUs write nothing of the kind: what they made is then put
-under the chip's roofline, instruction by instruction. None prices a collective, so those go by the link model.
+body however often the loop turns. Of a few it does not say, and the compilers for GPUs and CPUs write nothing of the
+kind: those are put under the chip's roofline, instruction by instruction. None prices a collective, so those go by the
+link model.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Protocol
 from autoshard.collective import Collective, collective_seconds
 from autoshard.hlo import collectives
 from autoshard.loops import multiplicities
-from autoshard.mesh import LogicalMesh
+from autoshard.mesh import Hardware, LogicalMesh
 from autoshard.module import Module, parse
-from autoshard.roofline import roofline_seconds
+from autoshard.roofline import instruction_seconds, roofline_seconds
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN = 2**63 - 1
+"""The cycles of what the compiler does not price, such as gathers that a v5p leaves to its SparseCores."""
 
 
 class Compiled(Protocol):
@@ -60,19 +63,24 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
     module, clock = parse(text), mesh.hardware.clock
     cycles: int | None = None
     if clock:
-        cycles, exact = estimated_cycles(module)
+        cycles, exact = estimated_cycles(module, mesh.hardware)
         compute = cycles / clock
     else:
         compute, exact = roofline_seconds(module, mesh.hardware)
     return Estimate(compute, sum(seconds_of(c, mesh) for c in collectives(text, mesh)), exact, cycles)
 
 
-def estimated_cycles(module: Module) -> tuple[int, bool]:
+def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
     """The compiler's cycles of one call, and whether every loop's trips are known."""
     total, exact = 0, True
     for name, (times, known) in multiplicities(module).items():
-        found = [_CYCLES.search(i.attributes) for i in module.computations[name].instructions.values()]
-        cycles = sum(int(match[1]) for match in found if match)
+        computation, cycles = module.computations[name], 0
+        for instruction in computation.instructions.values():
+            if match := _CYCLES.search(instruction.attributes):
+                priced = int(match[1])
+                if priced == _UNKNOWN:
+                    priced = round(instruction_seconds(instruction, computation, module, hardware) * hardware.clock)
+                cycles += priced
         total += cycles * times
         exact = exact and (known or not cycles)
     return total, exact

@@ -52,12 +52,15 @@ def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             if instruction.opcode not in _FREE and instruction.opcode not in _SENT:
-                total += times * _seconds(instruction, computation, module, hardware)
+                total += times * instruction_seconds(instruction, computation, module, hardware)
                 exact = exact and known
     return total, exact
 
 
-def _seconds(instruction: Instruction, computation: Computation, module: Module, hardware: Hardware) -> float:
+def instruction_seconds(
+    instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
+) -> float:
+    """Seconds of one that runs as a kernel of its own."""
     inside = _inside(instruction, module)
     moved = _moved_alone(instruction, computation) if inside is None else _moved_inside(inside)
     products = sum(flops / hardware.peak(dtype) for flops, dtype in _products(instruction, computation, module))

@@ -51,6 +51,13 @@ class Compiled:
         return self.text
 
 
+def test_what_the_compiler_does_not_price_is_put_under_the_roofline():
+    text = TEXT.replace("LIMIT", "5").replace('"estimated_cycles":"7"', f'"estimated_cycles":"{2**63 - 1}"')
+    hardware = MESH.hardware
+    last = 2 * 32 / hardware.bandwidth + hardware.overhead
+    assert estimate(Compiled(text), MESH).compute == pytest.approx(500e-9 + last, abs=1e-9)
+
+
 def test_cycles_and_collectives_of_a_loop_count_as_often_as_it_turns():
     found = estimate(Compiled(TEXT.replace("LIMIT", "5")), MESH)
     assert found.exact
