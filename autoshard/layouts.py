@@ -16,7 +16,7 @@ from autoshard.lays import lies
 from autoshard.merged import View, views
 from autoshard.problem import restricted
 from autoshard.propagate import propagate
-from autoshard.solve import eliminate, lightest, solve
+from autoshard.solve import lightest, solve, unbudgeted
 from autoshard.space import Limits, build
 from autoshard.spec import Axes, Spec
 
@@ -94,7 +94,7 @@ def marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:
     found: list[tuple[Spec, float]] = []
     for k, option in enumerate(space.options[i]):
         one = [*whole[:i], np.array([k]), *whole[i + 1 :]]
-        found.append((lies(option, places), eliminate(restricted(space.problem, one, kin=True)).cost))
+        found.append((lies(option, places), unbudgeted(restricted(space.problem, one, kin=True)).cost))
     return found if len(found) > 1 else []
 
 
