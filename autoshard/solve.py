@@ -109,20 +109,24 @@ def unbudgeted(problem: Problem, largest: int = LARGEST) -> Solution:
     best = eliminate(problem, rough)
     if best.proven:
         return best
-    narrow = Narrowed(problem, best.cost)
+    narrow, known = Narrowed(problem, best.cost), dict[tuple[int, bytes], Choice]()
     for _ in range(ROUNDS):
         narrow.sweep(best.cost)
-        best = _better(problem, best, narrow, rough)
+        before, best = best.choice, _better(problem, best, narrow, rough)
+        if best.choice == before and problem.kin and not best.proven:
+            best = _improved(problem, best, known)
         if best.proven:  # again with the costs as they were: of equal choices the first, as everywhere
             near = eliminate(restricted(problem, narrow.left), rough)
             if near.cost <= best.cost * (1 + SAME):
                 best = Solution(narrow.choice(near.choice), near.cost, min(best.bound, near.cost))
             return best
     best = _better(problem, best, narrow, largest)
-    if problem.kin and not best.proven:
-        choice = improve(problem, best.choice)
-        best = Solution(choice, problem.cost(choice), best.bound)
-    return best
+    return _improved(problem, best, known) if problem.kin and not best.proven else best
+
+
+def _improved(problem: Problem, best: Solution, known: dict[tuple[int, bytes], Choice]) -> Solution:
+    choice = improve(problem, best.choice, known)
+    return Solution(choice, problem.cost(choice), best.bound)
 
 
 def _better(problem: Problem, best: Solution, narrow: Narrowed, largest: int) -> Solution:
