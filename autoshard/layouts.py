@@ -76,6 +76,8 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
         beside = int(held[moment] - s.lives.over_time(s.lives.sizes(layout))[moment])
         alive = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.lives.alive(moment)
         row = space.row(alive, s.budget - beside, view.graph.program.mesh)
+        if (load := row.load(found.choice)) <= row.limit:  # it is over the budget for what the row cannot say
+            row = replace(row, limit=load - (peak - s.budget))
         problem = replace(problem, rows=(*problem.rows, row))
 
 
