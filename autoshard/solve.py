@@ -26,7 +26,7 @@ LARGEST = 1 << 21
 """Most entries of a table in elimination."""
 SMALL = 4000
 """Most entries of all tables for which budgets are kept exactly."""
-ROUGH = 1 << 16
+ROUGH = 1 << 15
 """Most entries of a table in elimination before options have been left out."""
 ROUNDS = 10
 """Most rounds of leaving options out."""
