@@ -3,8 +3,8 @@
 Variables are eliminated one after the other, the cheapest first: what touches a variable becomes one table over its
 neighbours, in which each entry is the best that the variable can do. That is exact, and quick where a problem is a long
 chain with a few things beside it, as programs are. Where a table would become too large, what touches the variable is
-split, and each part takes its own best (mini-buckets): the sum is then a bound from below, and the choice read off it is
-near the best.
+split, and each part takes its own best (mini-buckets): the sum is then a bound from below, and the choice read off it
+is near the best.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 What a choice costs can be moved between variables and pairs so that no choice costs more or less in all. Every sweep
 goes through the variables in order, the next in the reverse: a variable takes what the pairs with those before it cost
 at least under each of its options, what its best option then costs is added to the bound, and the rest goes on to the
-pairs with those after it (TRW-S: Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006,
-in the form of "A new look at reweighted message passing", 2015). No choice costs less than the bound, and none that has
-an option less than the bound and what is left of that option's cost.
+pairs with those after it (TRW-S: Kolmogorov, "Convergent tree-reweighted message passing", 2006, in the form of his "A
+new look at reweighted message passing", 2015). No choice costs less than the bound, and none that has an option less
+than the bound and what is left of that option's cost.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ class Narrowed:
 
     def problem(self) -> Problem:
         """What is left, its costs as they were moved: each choice costs the bound less than it does."""
-        pairs = {
-            pair: side.other.table + side.sent[:, None] + side.other.sent for pair, side in self.pairs.items()
-        }
+        pairs = {pair: side.other.table + side.sent[:, None] + side.other.sent for pair, side in self.pairs.items()}
         return Problem(tuple(self.alone), pairs)
 
     def choice(self, choice: Sequence[int]) -> Choice:

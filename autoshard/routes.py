@@ -73,8 +73,8 @@ def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], b
 
 @functools.lru_cache(maxsize=64)
 def _numbered(mesh: LogicalMesh) -> tuple[dict[str, str], LogicalMesh]:
-    """A mesh of numbered axes, sorted by size and link, and the number there of each that has more than one device: what
-    is worked out for it serves all meshes of such axes, whatever their names and order."""
+    """Of each axis of more than one device its number by size and link, and the mesh of axes so named: what is worked
+    out for that serves all meshes of such axes, whatever their names and order."""
     link = dict(zip(mesh.axis_names, mesh.axis_links, strict=False))
     axes = sorted(mesh.split_axes, key=lambda a: (mesh.shape[a], link.get(a, "")))
     number = {a: str(k) for k, a in enumerate(axes)}

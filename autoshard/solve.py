@@ -126,7 +126,8 @@ def unbudgeted(problem: Problem, largest: int = LARGEST) -> Solution:
 
 def _improved(problem: Problem, best: Solution, known: dict[tuple[int, bytes], Choice]) -> Solution:
     choice = improve(problem, best.choice, known)
-    return Solution(choice, problem.cost(choice), best.bound)
+    cost = problem.cost(choice)
+    return Solution(choice, cost, min(cost, best.bound))
 
 
 def _better(problem: Problem, best: Solution, narrow: Narrowed, largest: int) -> Solution:
