@@ -124,6 +124,12 @@ def unbudgeted(problem: Problem, largest: int = LARGEST) -> Solution:
     return _improved(problem, best, known) if problem.kin and not best.proven else best
 
 
+def another(problem: Problem) -> Choice:
+    """A good choice that is found otherwise, budgets aside: by elimination alone, and improved."""
+    first = eliminate(problem, LARGEST).choice
+    return min((improve(problem, c) for c in (first, [0] * len(first))), key=problem.cost)
+
+
 def _improved(problem: Problem, best: Solution, known: dict[tuple[int, bytes], Choice]) -> Solution:
     choice = improve(problem, best.choice, known)
     cost = problem.cost(choice)
