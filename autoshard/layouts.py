@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from autoshard.candidates import Choice, Search, stored_in_parts
+from autoshard.candidates import PROVEN, Candidate, Choice, Search, stored_in_parts
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
 from autoshard.lays import lies
 from autoshard.merged import View, views
 from autoshard.problem import restricted
 from autoshard.propagate import propagate
-from autoshard.solve import eliminate, lightest, solve
+from autoshard.solve import another, lightest, solve, unbudgeted
 from autoshard.space import Limits, build
 from autoshard.spec import Axes, Spec
 
@@ -47,14 +47,9 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
     graph, sizes = s.graph, s.graph.program.mesh
     space = build(view.graph, limits)
     problem = space.problem
-    for _ in range(MOMENTS):
-        try:
-            found = solve(problem)
-        except PlanError:
-            found = lightest(problem)
-        if limits is None and view.graph is graph:
-            s.bound = max(s.bound, found.bound - space.slack)
-        specs, ways = view.specs(space.specs(found.choice)), view.ways(space.ways(found.choice))
+
+    def laid(found: Sequence[int]) -> Candidate:
+        specs, ways = view.specs(space.specs(found)), view.ways(space.ways(found))
         for i, o in graph.program.carries if stored else ():
             v, out = graph.inputs[i], graph.outputs[o]
             if v in specs and out:
@@ -66,9 +61,20 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
         origins = {k: why if k[0] in graph.pins or k[0] not in specs else CHOSEN for k, why in layout.origins.items()}
         layout = replace(layout, origins=origins, ways=ways)
         split = tuple(_mostly(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
-        choice = Choice(split, stored, 3 if stored else 0, solved=next(number))
-        peak = s.add(choice, layout).memory.peak
-        yield choice
+        return s.add(Choice(split, stored, 3 if stored else 0, solved=next(number)), layout)
+
+    for _ in range(MOMENTS):
+        try:
+            found = solve(problem)
+        except PlanError:
+            found = lightest(problem)
+        if limits is None and view.graph is graph:
+            s.bound = max(s.bound, found.bound - space.slack)
+        candidate = laid(found.choice)
+        layout, peak = candidate.layout, candidate.memory.peak
+        yield candidate.choice
+        if not (stored or problem.rows) and candidate.cost.seconds > found.cost * (1 + PROVEN):
+            yield laid(another(problem)).choice  # the tables lack something of what the layout costs
         if peak <= s.budget or not problem.fits(found.choice):
             return
         held = s.lives.held(layout)
@@ -76,6 +82,8 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
         beside = int(held[moment] - s.lives.over_time(s.lives.sizes(layout))[moment])
         alive = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.lives.alive(moment)
         row = space.row(alive, s.budget - beside, view.graph.program.mesh)
+        if (load := row.load(found.choice)) <= row.limit:  # it is over the budget for what the row cannot say
+            row = replace(row, limit=load - (peak - s.budget))
         problem = replace(problem, rows=(*problem.rows, row))
 
 
@@ -94,7 +102,7 @@ def marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:
     found: list[tuple[Spec, float]] = []
     for k, option in enumerate(space.options[i]):
         one = [*whole[:i], np.array([k]), *whole[i + 1 :]]
-        found.append((lies(option, places), eliminate(restricted(space.problem, one, kin=True)).cost))
+        found.append((lies(option, places), unbudgeted(restricted(space.problem, one, kin=True)).cost))
     return found if len(found) > 1 else []
 
 

@@ -18,6 +18,9 @@ Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.intp]
 Choice = tuple[int, ...]
 
+SAME = 1e-9
+"""Costs that differ by a smaller share are the same."""
+
 
 @dataclass(frozen=True, eq=False)
 class Row:

@@ -40,8 +40,10 @@ class _Net:
     """Whether a move's bytes are those after it rather than before it."""
     new: np.ndarray
     """[moves, axes]: whether a move begins to use an axis."""
-    seen: dict[tuple[int, ...], dict[Spec, int]] = field(default_factory=dict[tuple[int, ...], dict[Spec, int]])
-    """The state of each spec that was asked for, by the dimensions that count."""
+    seen: dict[tuple[tuple[int, ...], Axes], dict[Spec, int]] = field(
+        default_factory=dict[tuple[tuple[int, ...], Axes], dict[Spec, int]]
+    )
+    """The state of each spec that was asked for, by the dimensions that count and the mesh's axes."""
 
 
 def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> Array:
@@ -49,23 +51,35 @@ def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], b
     if len(srcs) == 1 and srcs == dsts:
         return np.zeros((1, 1))
     large = tuple(d for d, n in enumerate(shape) if n > 1)
-    axes = mesh.split_axes
-    terms = tuple(sorted({t for s in srcs for t in s.partial if t[0] in axes}))
-    known = axes, len(large), terms, mesh
+    number, alike = _numbered(mesh)
+    terms = tuple(sorted({(number[a], kind) for s in srcs for a, kind in s.partial if a in number}))
+    known = alike.axis_names, len(large), terms, alike
     net = _net(*known)
-    seen = net.seen.setdefault(large, {})
+    seen = net.seen.setdefault((large, mesh.split_axes), {})
 
     def state(s: Spec) -> int:
         found = seen.get(s)
         if found is None:
-            dims = tuple(tuple(a for a in s.dims[d] if a in axes) for d in large)
-            found = seen[s] = net.number[dims, tuple(sorted(t for t in s.partial if t[0] in axes))]
+            dims = tuple(tuple(number[a] for a in s.dims[d] if a in number) for d in large)
+            partial = tuple(sorted((number[a], kind) for a, kind in s.partial if a in number))
+            found = seen[s] = net.number[dims, partial]
         return found
 
     n = np.array([shape[d] for d in large], dtype=float)
     size = np.ceil(np.prod(np.ceil(n / net.parts), axis=1) * bits / 8)
     whole = (n % net.parts == 0).all(axis=1)
     return _table(known, size.tobytes(), whole.tobytes()).between([state(s) for s in srcs], [state(d) for d in dsts])
+
+
+@functools.lru_cache(maxsize=64)
+def _numbered(mesh: LogicalMesh) -> tuple[dict[str, str], LogicalMesh]:
+    """Of each axis of more than one device its number by size and link, and the mesh of axes so named: what is worked
+    out for that serves all meshes of such axes, whatever their names and order."""
+    link = dict(zip(mesh.axis_names, mesh.axis_links, strict=False))
+    axes = sorted(mesh.split_axes, key=lambda a: (mesh.shape[a], link.get(a, "")))
+    number = {a: str(k) for k, a in enumerate(axes)}
+    sizes, links = tuple(mesh.shape[a] for a in axes), tuple(link[a] for a in axes if link)
+    return number, LogicalMesh(tuple(number.values()), sizes, mesh.hardware, links)
 
 
 @functools.lru_cache(maxsize=512)

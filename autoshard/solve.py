@@ -1,10 +1,7 @@
 """solve: the best choice of a `Problem`, and a bound that no choice can go below.
 
-Without budgets, variables are eliminated one after the other, the cheapest first: what touches a variable becomes one
-table over its neighbours, in which each entry is the best that the variable can do. That is exact, and quick where a
-problem is a long chain with a few things beside it, as programs are. Where a table would become too large, what touches
-the variable is split, and each part takes its own best (mini-buckets): the sum is then a bound from below, and the
-choice read off it is improved one variable at a time.
+Without budgets, variables are eliminated (`autoshard.eliminate`). Where tables would become large, options that are in
+no good choice are left out first (`autoshard.narrow`), until what is left is eliminated exactly.
 
 Budgets are priced (Lagrange): the price of a byte rises until the choice fits, and the best dual value is the bound.
 `exactly` hands a problem to HiGHS as it stands.
@@ -12,60 +9,35 @@ Budgets are priced (Lagrange): the price of a byte rises until the choice fits, 
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import scipy.optimize
 import scipy.sparse
 
+from autoshard.eliminate import Factor, Solution, eliminate
 from autoshard.errors import PlanError
-from autoshard.problem import Array, Choice, Problem, restricted
+from autoshard.narrow import Narrowed
+from autoshard.problem import SAME, Choice, Problem, restricted
 
 LARGEST = 1 << 21
 """Most entries of a table in elimination."""
 SMALL = 4000
 """Most entries of all tables for which budgets are kept exactly."""
+ROUGH = 1 << 15
+"""Most entries of a table in elimination before options have been left out."""
+ROUNDS = 10
+"""Most rounds of leaving options out."""
 SWEEPS = 16
 """Most rounds of improving one variable at a time."""
-EXACT = 1e-9
-"""Costs that differ by less are the same."""
 HALVINGS = 8
 """How often the gap between a price that is too low and one that is not is halved."""
 WEIGHTY = 1e3
 """The price of a whole budget where costs do not matter, in costs of the dearest options of all."""
 DEAREST = 1e6
 """The highest price of a whole budget, in costs of the best choice without it."""
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A choice, its cost, and a lower bound on the cost of every choice that keeps the budgets."""
-
-    choice: Choice
-    cost: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """How far from optimal the choice can be, as a fraction of its cost; 0: it is optimal."""
-        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class _Factor:
-    """A table over some variables."""
-
-    over: tuple[int, ...]
-    table: Array
-
-    def at(self, i: int, chosen: Sequence[int]) -> Array:
-        """The entries for every option of ``i``, the others as chosen."""
-        return self.table[tuple(slice(None) if j == i else chosen[j] for j in self.over)]
 
 
 def solve(problem: Problem, small: int = SMALL) -> Solution:
@@ -77,7 +49,7 @@ def solve(problem: Problem, small: int = SMALL) -> Solution:
     """
     if problem.hopeless():
         raise PlanError("no choice keeps the budgets")
-    best = eliminate(problem)
+    best = unbudgeted(problem)
     found = best.choice if problem.fits(best.choice) else None
     if found is None and sum(t.size for t in problem.pairs.values()) <= small:
         return exactly(problem)
@@ -86,7 +58,7 @@ def solve(problem: Problem, small: int = SMALL) -> Solution:
     def tried(prices: Sequence[float], near: Choice) -> Choice:
         nonlocal found
         priced = problem.priced(prices)
-        choice = improve(priced, near) if problem.kin else eliminate(priced).choice
+        choice = improve(priced, near) if problem.kin else unbudgeted(priced).choice
         if problem.fits(choice) and (found is None or problem.cost(choice) < problem.cost(found)):
             found = choice
         return choice
@@ -117,7 +89,7 @@ def solve(problem: Problem, small: int = SMALL) -> Solution:
     bound = best.bound
     if any(prices):
         found = _tightened(problem, found)
-        dual = eliminate(problem.priced(prices)).bound
+        dual = unbudgeted(problem.priced(prices)).bound
         bound = max(bound, dual - sum(p * r.limit for p, r in zip(prices, problem.rows, strict=True)))
     return Solution(found, problem.cost(found), min(bound, problem.cost(found)))
 
@@ -126,106 +98,50 @@ def lightest(problem: Problem) -> Solution:
     """A choice that takes little of the budgets, whatever it costs; nothing is known of what it could cost."""
     tables = (*problem.unary, *problem.pairs.values())
     most = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
-    found = eliminate(problem.priced([WEIGHTY * most / max(row.limit, 1.0) for row in problem.rows])).choice
+    found = unbudgeted(problem.priced([WEIGHTY * most / max(row.limit, 1.0) for row in problem.rows])).choice
     return Solution(found, problem.cost(found), 0.0)
 
 
-def eliminate(problem: Problem, largest: int = LARGEST) -> Solution:
-    """The best choice, budgets aside; its gap is 0 unless a table would have more than ``largest`` entries."""
-    sizes = [len(u) for u in problem.unary]
-    number = itertools.count()
-    factors: dict[int, _Factor] = {}
-    touching: list[set[int]] = [set() for _ in sizes]
-    bound = 0.0
+def unbudgeted(problem: Problem, largest: int = LARGEST) -> Solution:
+    """The best choice, budgets aside; its gap is 0 unless what narrowing leaves needs a table of more than ``largest``
+    entries."""
+    rough = min(largest, ROUGH)
+    best = eliminate(problem, rough)
+    if best.proven:
+        return best
+    narrow, known = Narrowed(problem, best.cost), dict[tuple[int, bytes], Choice]()
+    for _ in range(ROUNDS):
+        narrow.sweep(best.cost)
+        before, best = best.choice, _better(problem, best, narrow, rough)
+        if best.choice == before and problem.kin and not best.proven:
+            best = _improved(problem, best, known)
+        if best.proven:  # again with the costs as they were: of equal choices the first, as everywhere
+            near = eliminate(restricted(problem, narrow.left), rough)
+            if near.cost <= best.cost * (1 + SAME):
+                best = Solution(narrow.choice(near.choice), near.cost, min(best.bound, near.cost))
+            return best
+    best = _better(problem, best, narrow, largest)
+    return _improved(problem, best, known) if problem.kin and not best.proven else best
 
-    def add(over: tuple[int, ...], table: Array) -> None:
-        nonlocal bound
-        if not over:
-            bound += float(table)
-            return
-        factors[n := next(number)] = _Factor(over, table)
-        for i in over:
-            touching[i].add(n)
 
-    for i, costs in enumerate(problem.unary):
-        add((i,), costs)
-    for pair, table in problem.pairs.items():
-        add(pair, table)
+def another(problem: Problem) -> Choice:
+    """A good choice that is found otherwise, budgets aside: by elimination alone, and improved."""
+    first = eliminate(problem, LARGEST).choice
+    return min((improve(problem, c) for c in (first, [0] * len(first))), key=problem.cost)
 
-    def near(i: int) -> set[int]:
-        return {j for n in touching[i] for j in factors[n].over} - {i}
 
-    def effort(i: int) -> int:
-        return math.prod(sizes[j] for j in (*near(i), i))
-
-    efforts = {i: effort(i) for i in range(len(sizes))}
-    queue = [(e, i) for i, e in efforts.items()]
-    heapq.heapify(queue)
-    order: list[tuple[int, list[_Factor]]] = []
-    while queue:
-        e, i = heapq.heappop(queue)
-        if efforts.get(i) != e:
-            continue
-        del efforts[i]
-        others = near(i)
-        bucket = [factors.pop(n) for n in sorted(touching[i])]
-        for part in _parts(bucket, sizes, largest):
-            scope = (i, *sorted({j for f in part for j in f.over} - {i}))
-            add(scope[1:], _total([_spread(f, scope) for f in part]).min(axis=0))
-        order.append((i, bucket))
-        for j in others:
-            touching[j] = {n for n in touching[j] if n in factors}
-            if (e := effort(j)) != efforts[j]:
-                efforts[j] = e
-                heapq.heappush(queue, (e, j))
-    choice = [0] * len(sizes)
-    for i, bucket in reversed(order):
-        choice[i] = int(np.argmin(sum(f.at(i, choice) for f in bucket)))
+def _improved(problem: Problem, best: Solution, known: dict[tuple[int, bytes], Choice]) -> Solution:
+    choice = improve(problem, best.choice, known)
     cost = problem.cost(choice)
-    if problem.kin and cost > bound + EXACT * abs(bound):
-        known: dict[tuple[int, bytes], Choice] = {}
-        starts = [improve(problem, c, known) for c in (choice, [0] * len(sizes))]
-        choice = min(starts, key=problem.cost)
-        cost = problem.cost(choice)
-    return Solution(tuple(choice), cost, min(bound, cost))
+    return Solution(choice, cost, min(cost, best.bound))
 
 
-def _parts(bucket: Sequence[_Factor], sizes: Sequence[int], largest: int) -> list[list[_Factor]]:
-    """The factors in as few groups as keep each group's table within ``largest`` entries, widest first."""
-    parts: list[list[_Factor]] = []
-    scopes: list[set[int]] = []
-    for f in sorted(bucket, key=lambda f: -f.table.size):
-        for part, scope in zip(parts, scopes, strict=True):
-            if math.prod(sizes[j] for j in scope.union(f.over)) <= largest:
-                part.append(f)
-                scope.update(f.over)
-                break
-        else:
-            parts.append([f])
-            scopes.append(set(f.over))
-    return parts
-
-
-def _total(tables: Sequence[Array]) -> Array:
-    """The sum of tables, each of one entry along the axes that it has not."""
-    if len(tables) == 1:
-        return tables[0]
-    total = np.empty(np.broadcast_shapes(*(t.shape for t in tables)))
-    np.add(tables[0], tables[1], out=total)
-    for t in tables[2:]:
-        total += t
-    return total
-
-
-def _spread(factor: _Factor, scope: tuple[int, ...]) -> Array:
-    """The factor's table, its axes where ``scope`` has them and of one entry elsewhere."""
-    place = {j: k for k, j in enumerate(scope)}
-    order = sorted(range(len(factor.over)), key=lambda k: place[factor.over[k]])
-    table = factor.table.transpose(order)
-    shape = [1] * len(scope)
-    for k, n in zip(order, table.shape, strict=True):
-        shape[place[factor.over[k]]] = n
-    return table.reshape(shape)
+def _better(problem: Problem, best: Solution, narrow: Narrowed, largest: int) -> Solution:
+    """The better of ``best`` and what elimination finds with the costs moved, with the higher bound."""
+    near = eliminate(narrow.problem(), largest)
+    choice = min(best.choice, narrow.choice(near.choice), key=problem.cost)
+    cost = problem.cost(choice)
+    return Solution(choice, cost, min(cost, max(best.bound, narrow.bound + near.bound)))
 
 
 def improve(problem: Problem, choice: Sequence[int], known: dict[tuple[int, bytes], Choice] | None = None) -> Choice:
@@ -241,7 +157,7 @@ def improve(problem: Problem, choice: Sequence[int], known: dict[tuple[int, byte
             key = k, at.tobytes()
             if key not in known:
                 options = [np.flatnonzero(l == x) for l, x in zip(labels, at, strict=True)]
-                near = eliminate(restricted(problem, options))
+                near = eliminate(restricted(problem, options), LARGEST)
                 known[key] = tuple(int(o[c]) for o, c in zip(options, near.choice, strict=True))
             best = known[key]
         if problem.cost(best) >= problem.cost(before):
@@ -272,12 +188,12 @@ def _tightened(problem: Problem, choice: Choice) -> Choice:
     return tuple(found)
 
 
-def _beside(problem: Problem) -> list[list[_Factor]]:
+def _beside(problem: Problem) -> list[list[Factor]]:
     """For each variable, the pairs that it is in."""
-    beside: list[list[_Factor]] = [[] for _ in problem.unary]
+    beside: list[list[Factor]] = [[] for _ in problem.unary]
     for pair, table in problem.pairs.items():
         for i in pair:
-            beside[i].append(_Factor(pair, table))
+            beside[i].append(Factor(pair, table))
     return beside
 
 

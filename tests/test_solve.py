@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
 from autoshard.problem import Problem, Row
-from autoshard.solve import eliminate, exactly, lightest, solve
+from autoshard.solve import exactly, lightest, solve, unbudgeted
 
 
 def random_problem(seed: int, rows: int = 0) -> Problem:
@@ -38,7 +38,7 @@ def every(p: Problem) -> float:
 @given(st.integers(0, 2**32))
 def test_elimination_finds_the_best_of_all(seed: int) -> None:
     p = random_problem(seed)
-    found = eliminate(p)
+    found = unbudgeted(p)
     assert found.cost == pytest.approx(every(p), abs=1e-12)
     assert found.gap < 1e-12
     assert found.cost == p.cost(found.choice)
@@ -47,7 +47,7 @@ def test_elimination_finds_the_best_of_all(seed: int) -> None:
 @given(st.integers(0, 2**32))
 def test_where_tables_would_be_large_the_bound_holds(seed: int) -> None:
     p = random_problem(seed)
-    found = eliminate(p, largest=8)
+    found = unbudgeted(p, largest=8)
     assert found.bound <= every(p) + 1e-12
     assert found.cost >= every(p) - 1e-12
 
@@ -91,7 +91,7 @@ def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
 
 def test_an_option_that_is_not_to_be_had_is_not_taken() -> None:
     p = Problem((np.array([0.0, 1.0]), np.zeros(2)), {(0, 1): np.array([[math.inf, math.inf], [3.0, 2.0]])})
-    assert eliminate(p).choice == (1, 1)
+    assert unbudgeted(p).choice == (1, 1)
     assert exactly(p).choice == (1, 1)
 
 
@@ -118,7 +118,7 @@ def test_kindred_options_lead_out_of_a_bad_start() -> None:
     wide = {(0, 1): table, (1, 2): table, (0, 2): table}
     kin = tuple(tuple(np.array(k) for _ in range(3)) for k in ([0, 0, 1, 1], [0, 1, 0, 1]))
     p = Problem((np.zeros(4),) * 3, wide, kin=kin)
-    assert eliminate(p, largest=4).choice == (3, 3, 3)
+    assert unbudgeted(p, largest=4).choice == (3, 3, 3)
 
 
 def test_two_products_on_a_mesh_of_two_by_two() -> None:
@@ -138,7 +138,7 @@ def test_two_products_on_a_mesh_of_two_by_two() -> None:
         for o in options
     ]
     p = Problem((first, second), {(0, 1): np.where(agree, 0.0, math.inf)})
-    found = eliminate(p)
+    found = unbudgeted(p)
     o, q = (options[c] for c in found.choice)
     assert (o, q) == ((2, 0), (1, 0))  # axis 0 on the hidden dimension, axis 1 on the rows
     assert found.cost == pytest.approx(reduced(0, 64 * 64 / n))
