@@ -46,7 +46,7 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
     """What solving finds for ``view``; layouts are numbered."""
     graph, sizes = s.graph, s.graph.program.mesh
     space = build(view.graph, limits)
-    problem = space.problem
+    problem, sure = space.problem, limits is None and view.graph is graph
 
     def laid(found: Sequence[int]) -> Candidate:
         specs, ways = view.specs(space.specs(found)), view.ways(space.ways(found))
@@ -68,7 +68,7 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
             found = solve(problem)
         except PlanError:
             found = lightest(problem)
-        if limits is None and view.graph is graph:
+        if sure:
             s.bound = max(s.bound, found.bound - space.slack)
         candidate = laid(found.choice)
         layout, peak = candidate.layout, candidate.memory.peak
@@ -83,7 +83,7 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
         alive = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.lives.alive(moment)
         row = space.row(alive, s.budget - beside, view.graph.program.mesh)
         if (load := row.load(found.choice)) <= row.limit:  # it is over the budget for what the row cannot say
-            row = replace(row, limit=load - (peak - s.budget))
+            row, sure = replace(row, limit=load - (peak - s.budget)), False  # which other layouts need not keep
         problem = replace(problem, rows=(*problem.rows, row))
 
 
