@@ -68,6 +68,10 @@ class HardwareConfig(Config):
     room: Bytes | None = None
     """Memory beyond which its compiler makes values again by its own lights; left out where it does not."""
 
+    summed_gathers: int | None = Field(default=None, ge=2)
+    """Number of devices from which on its compiler makes a gather over all of them a reduction; left out where it does
+    not."""
+
     def hardware(self, name: str) -> Hardware:
         """The table as planning uses it."""
         links = {key: Link(key, link.bandwidth, link.latency) for key, link in self.links.items()}
@@ -85,6 +89,7 @@ class HardwareConfig(Config):
             self.on_chip or 0,
             self.fused_products,
             self.room or math.inf,
+            self.summed_gathers or math.inf,
         )
 
 

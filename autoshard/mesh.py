@@ -53,6 +53,8 @@ class Hardware:
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product."""
     room: float = math.inf
     """Bytes beyond which its compiler makes values again by its own lights rather than hold them."""
+    summed_gathers: float = math.inf
+    """Devices from which on its compiler makes a gather over all of them a reduction."""
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a matrix product of ``dtype``; the slowest listed when it is not listed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.cost import Costing
 from autoshard.graph import Graph, Value
@@ -115,19 +115,30 @@ def stops(before: Spec, after: Spec, value: Value, mesh: LogicalMesh) -> tuple[S
 
     Where axes move whose sizes do not divide one another, it dies of several such moves at once; where an axis goes
     from one dimension to another and more is sent besides, it gathers the whole value and takes from that; and terms
-    that are scattered first it would reduce whole.
+    that are scattered first it would reduce whole. A gather over all devices some compilers make a reduction, of what
+    each has among zeros, which sends twice as much: there one axis comes after the other.
     """
     moved = {a for d, e in zip(before.dims, after.dims, strict=True) if d != e for a in (*d, *e)}
     uneven = not nested([mesh.shape[a] for a in moved])
     there = [{a: d for d, axes in enumerate(s.dims) for a in axes} for s in (before, after)]
     crossing = any(there[1].get(a, d) != d for a, d in there[0].items())
-    if not (uneven or crossing or before.partial):
+    summed = len(mesh.split_axes) > 1 and mesh.size >= mesh.hardware.summed_gathers
+    if not (uneven or crossing or before.partial or summed):
         return ()
     moves = path(before, after, value.shape, value.bits, mesh)
+    if summed and len(moves) == 1 and mesh.axes_size(moves[0].axes) == mesh.size and moves[0].kind == "all-gather":
+        return tuple(_one_by_one(before, after))
     sent = [m.kind for m in moves if m.bytes]
     every = uneven or (crossing and len(sent) > 1 and not {"all-to-all", "collective-permute"}.isdisjoint(sent))
     way = dict.fromkeys(Spec(m.spec.dims) for m in moves if every or m.kind == "reduce-scatter")
     return tuple(s for s in way if s.dims not in (before.dims, after.dims))
+
+
+def _one_by_one(before: Spec, after: Spec) -> Iterator[Spec]:
+    """The specs between two of which the second splits one dimension over fewer axes: these go one by one."""
+    (d,) = [d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a != b]
+    for n in range(len(before.dims[d]) - 1, len(after.dims[d]), -1):
+        yield before.with_dim(d, before.dims[d][:n])
 
 
 def nested(sizes: Iterable[int]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,13 @@ def test_stops_are_where_an_axis_moves_and_more_is_sent(
     before: tuple[tuple[str, ...], ...], after: tuple[tuple[str, ...], ...], between: int
 ) -> None:
     assert len(stops(Spec(before), Spec(after), IMAGE, MESH)) == between
+
+
+def test_gathers_that_would_be_reductions_go_axis_by_axis() -> None:
+    before, after = Spec((("d", "m"), (), ())), Spec(((), (), ()))
+    summed = [replace(MESH, hardware=replace(HARDWARE, summed_gathers=n)) for n in (8, 9)]
+    assert [stops(before, after, IMAGE, mesh) for mesh in summed] == [(Spec((("d",), (), ())),), ()]
+    assert stops(Spec((("d",), (), ())), after, IMAGE, summed[0]) == ()
 
 
 def test_a_value_that_moves_twice_is_not_gathered() -> None:

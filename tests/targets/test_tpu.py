@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.config import MeshConfig
@@ -128,3 +129,12 @@ def test_the_compiler_chooses(tmp_path):
     found = step.lower(x, x).compile()
     assert best.seconds == pytest.approx(estimate(found, plan.mesh).seconds)
     assert best.seconds == min(t.seconds for t in plan.refined)
+
+
+def test_a_gather_over_a_whole_torus_stays_one():
+    mesh = MeshConfig(axes={"data": 16, "model": 4}, tpu="v5p:4x4x4")
+    step = autoshard.jit(jnp.matmul, mesh=mesh, in_shardings=(P("data"), P(("data", "model"))), out_shardings=P("data"))
+    args = (jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
+    found = autoshard.audit(step.lower(*args).compile(), step.plan(*args))
+    assert found.clean
+    assert "all-gather" in (kinds := {c.kind for c in found.emitted}) and "all-reduce" not in kinds
