@@ -69,6 +69,8 @@ class Form:
     grads: tuple[str, str, str] = ("", "", "")
     """How the backward part's results lie."""
     dtypes: tuple[str, str, str] = ("", "", "")
+    fused: bool = False
+    """Whether a kernel of the target's own library runs it (`autoshard.fused`)."""
 
     @property
     def wide(self) -> Any:

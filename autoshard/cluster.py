@@ -1,7 +1,8 @@
 """cluster: NVIDIA GPUs in nodes, to compile for where there are none.
 
 The compiler for GPUs is told what a chip is in figures, and needs neither the chip nor its driver; the extra ``gpu``
-installs it, with the assembler and the device library that it calls. Planning needs nothing of that.
+installs it, with the assembler and the device library that it calls, and cuDNN, without which attention cannot be made
+its kernel (`autoshard.fused`). Planning needs nothing of that.
 """
 
 from __future__ import annotations
@@ -139,7 +140,10 @@ def described(cluster: Cluster) -> tuple[Any, ...]:
 
 
 def needed() -> dict[str, bool]:
-    """What compiling for GPUs needs, and whether it is there. Without the last two the compiler ends the process."""
+    """What compiling for GPUs needs, and whether it is there. Without the last two the compiler ends the process.
+
+    cuDNN is not among it: only a step with an attention for it needs it, and says so where JAX finds none.
+    """
     plugin = importlib.util.find_spec("jax_cuda13_plugin")
     beside = Path(plugin.origin).parents[1] / "nvidia/cu13" if plugin and plugin.origin else None
     places = [p for p in (beside, Path("/usr/local/cuda"), Path("/opt/cuda")) if p]

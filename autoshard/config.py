@@ -40,6 +40,15 @@ class LinkConfig(Config):
     latency: float = Field(ge=0)
 
 
+class AttentionConfig(Config):
+    """How fast attention is that a library computes in one kernel, its scores never in memory."""
+
+    forward: float = Field(gt=0, le=1)
+    """Its share of the peak; the work of what a causal mask leaves out is not counted."""
+    backward: float = Field(gt=0, le=1)
+    """The same of the gradient, which makes the scores again: five products."""
+
+
 class HardwareConfig(Config):
     """One chip, as `configs/hardware/NAME.yaml` describes it."""
 
@@ -67,7 +76,8 @@ class HardwareConfig(Config):
     operands and results are there as arrays."""
     room: Bytes | None = None
     """Memory beyond which its compiler makes values again by its own lights; left out where it does not."""
-
+    attention: AttentionConfig | None = None
+    """Left out where the chip's compiler calls no library for attention."""
     summed_gathers: int | None = Field(default=None, ge=2)
     """Number of devices from which on its compiler makes a gather over all of them a reduction; left out where it does
     not."""
@@ -89,6 +99,7 @@ class HardwareConfig(Config):
             self.on_chip or 0,
             self.fused_products,
             self.room or math.inf,
+            (self.attention.forward, self.attention.backward) if self.attention else None,
             self.summed_gathers or math.inf,
         )
 

@@ -361,7 +361,11 @@ def _compute(
     kind: Kind, needs: Sequence[Spec], gives: Sequence[Spec], chosen: Mapping[str, Axes], mesh: LogicalMesh
 ) -> float:
     local = [b / s.shards(mesh.shape) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
-    return compute(kind, local, math.prod(mesh.axes_size(a) for a in chosen.values()), mesh)
+    parts: float = math.prod(mesh.axes_size(a) for a in chosen.values())
+    axes = next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
+    if axes and kind.rule.local is not None and kind.rule.local.slowest is not None:
+        parts /= kind.rule.local.slowest(mesh.axes_size(axes), local)
+    return compute(kind, local, parts, mesh)
 
 
 def compute(

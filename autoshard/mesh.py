@@ -53,6 +53,9 @@ class Hardware:
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product."""
     room: float = math.inf
     """Bytes beyond which its compiler makes values again by its own lights rather than hold them."""
+    attention: tuple[float, float] | None = None
+    """Shares of the peak at which its library's attention runs, forward and backward (`autoshard.fused`); None where it
+    has none."""
     summed_gathers: float = math.inf
     """Devices from which on its compiler makes a gather over all of them a reduction."""
 

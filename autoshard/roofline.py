@@ -1,7 +1,8 @@
 """roofline: how long compiled instructions take at least, where their compiler gives no estimate of its own.
 
 Each instruction that runs as a kernel of its own takes the longer of its products at the chip's peak and of its
-operands and result at the memory's bandwidth, and one kernel's overhead; a loop's, as often as it turns.
+operands and result at the memory's bandwidth, and one kernel's overhead; a loop's, as often as it turns. A library's
+attention is no plain product: it runs at the share of the peak that the hardware table says (`autoshard.fused`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from autoshard.collective import KINDS
+from autoshard.fused import WIDTH
 from autoshard.hlo import shape_bytes
 from autoshard.loops import multiplicities
 from autoshard.mesh import Hardware
@@ -30,6 +32,9 @@ _FREE = {
 }  # fmt: skip
 _SENT = {f"{kind}{part}" for kind in KINDS for part in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
+_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
+_CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
 _BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
 _INSIDE = ("calls", "to_apply")
 """How a kernel names what it computes; what loops and branches run stands in the module on its own."""
@@ -64,7 +69,26 @@ def instruction_seconds(
     inside = _inside(instruction, module)
     moved = _moved_alone(instruction, computation) if inside is None else _moved_inside(inside)
     products = sum(flops / hardware.peak(dtype) for flops, dtype in _products(instruction, computation, module))
+    products += _attention(instruction, computation, hardware)
     return max(products, moved / hardware.bandwidth) + hardware.overhead
+
+
+def _attention(instruction: Instruction, computation: Computation, hardware: Hardware) -> float:
+    """Seconds of cuDNN's attention; 0 of all else. A causal mask halves its work."""
+    kernel = _ATTENTION.search(instruction.attributes)
+    if not kernel:
+        return 0.0
+    scores = _SCORES.search(instruction.attributes)
+    query = _ARRAY.search(computation.instructions[instruction.names[0]].shape)
+    if not scores or not query:
+        raise ValueError(f"{instruction.name}: cuDNN's attention, and its HLO does not say of what shape")
+    batch, heads, rows, cols = _ints(scores[1].replace('"', ""))
+    width = max(WIDTH, math.prod(_ints(query[2])) // (batch * heads * rows))
+    backward = "Backward" in kernel[1]
+    flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
+    share = hardware.attention[backward] if hardware.attention else 1.0
+    masked = 2 if _CAUSAL.search(instruction.attributes) else 1
+    return flops / masked / share / hardware.peak(_DTYPES.get(query[1], query[1]))
 
 
 def _inside(instruction: Instruction, module: Module) -> Computation | None:

@@ -68,6 +68,8 @@ class Local:
     """``always``: also where the local factor is not split, with no ``axes``, since XLA gathers whatever else is.
     ``partial``: where a factor is split that is reduced, and nowhere else. ``scattered``: where the terms which that
     leaves are put together into parts, or operands come with their neighbours' edges, and nowhere else."""
+    slowest: Callable[[int, Sequence[float]], float] | None = None
+    """``slowest(parts, sizes)`` -> the work of the part that has most, over an even share; None: all have as much."""
 
 
 @dataclass(frozen=True, slots=True)

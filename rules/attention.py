@@ -2,7 +2,8 @@
 
 How they meet is what sends least: the whole sequence traded for fewer heads (`autoshard.rules.forms_exchange`), or
 blocks that travel (`autoshard.rules.forms_ring`), of keys and values, or in the backward part of queries. A sequence
-that is not split is taken a few heads or queries at a time (`autoshard.rules.forms_few`).
+that is not split is taken a few heads or queries at a time (`autoshard.rules.forms_few`). What the target has a kernel
+for, that computes, blocks too (`autoshard.rules.forms_fused`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from jax import numpy as jnp
 from jax.extend.core import Primitive
 
 from autoshard.attention import Form, attend, attention_backward_p, attention_p, gradients
+from autoshard.fused import masked
 from autoshard.rule import Aval, Local, Rule, RuleFn
 from autoshard.rules.family import Label, build
 from autoshard.rules.forms_exchange import attend_whole, gradients_whole, shared
 from autoshard.rules.forms_few import attend_few, gradients_few
+from autoshard.rules.forms_fused import attend_fused, gradients_fused
 from autoshard.rules.forms_ring import attend_round, gradients_round, moves_round, reach
 
 SEQUENCE = "sequence"
@@ -33,7 +36,8 @@ def attention(query: Aval, key: Aval, value: Aval, *extras: Aval, form: Form, **
     passing = set(form.rows)
     sides = [*_operands(form, query, key, passing), *_extras(form, query, key, passing)]
     results = [_labels(x, form, query, key, passing) for x in (form.out, form.rows, form.rows)]
-    return _rule(sides, results, _local(form, attend, attend_few, _forward, (query, key, value)))
+    alone = attend_fused if form.fused else attend_few
+    return _rule(sides, results, _local(form, attend, alone, _forward, (query, key, value)))
 
 
 def attention_backward(query: Aval, key: Aval, value: Aval, *rest: Aval, form: Form, **_: Any) -> Rule:
@@ -43,7 +47,8 @@ def attention_backward(query: Aval, key: Aval, value: Aval, *rest: Aval, form: F
     own = [_labels(x, form, query, key, passing) for x in (form.out, form.rows, form.rows, form.cotangent)]
     sides = [*_operands(form, query, key, passing), *own, *_extras(form, query, key, passing)]
     results = [_labels(x, form, query, key, passing) for x in form.grads]
-    return _rule(sides, results, _local(form, gradients, gradients_few, _backward, (query, key, value)))
+    alone = gradients_fused if form.fused else gradients_few
+    return _rule(sides, results, _local(form, gradients, alone, _backward, (query, key, value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ class Way:
 
     fun: Callable[..., Any]
     moves: Moves
+    slowest: float = 1.0
+    """The work of the part that has most of it, over an even share."""
 
     def sent(self, parts: int) -> float:
         """Bytes that leave the part that sends most."""
@@ -86,27 +93,39 @@ Ways = Callable[[Form, Split], Iterator[Way]]
 def _forward(form: Form, split: Split) -> Iterator[Way]:
     far, (q, k, v) = reach(form, split.parts, split.keys), split.sizes[:3]
     moves = moves_round(form, far, split.parts, (k, v), (), split.wide[2] // split.keys)
-    yield Way(functools.partial(attend_round, form, far), moves)
+    yield Way(functools.partial(attend_round, form, far), moves, _slowest(form, split.parts))
     if split.trades:
         made = split.sizes[-3:] if form.cotangent else split.sizes[-3:-2]  # nobody else asks for peak and total
         yield Way(functools.partial(attend_whole, form), split.traded(q, k, v, *made))
 
 
+def _slowest(form: Form, parts: int) -> float:
+    """Of a kernel that leaves masked keys out the last part has all blocks, one of them by half; on average half are.
+
+    Other forms compute what they mask, and as much was counted.
+    """
+    return (2 * parts - 1) / parts if form.fused and masked(form) is not None else 1.0
+
+
 def _backward(form: Form, split: Split) -> Iterator[Way]:
-    far, (q, k, v, _, row, _, ct) = reach(form, split.parts, split.keys), split.sizes[:7]
+    far, (q, k, v, out, row, _, ct) = reach(form, split.parts, split.keys), split.sizes[:7]
     dq, dk, dv = split.wide
     travelling = [("keys", (k, v), (dk, dv))]
-    if not any(form.row in x for x in form.extras):  # a mask of queries would travel with them
+    # A mask of queries would travel with them, and what came of them for a kernel that wants it.
+    if not form.fused and not any(form.row in x for x in form.extras):
         travelling.append(("queries", (q, 3 * row, ct), (dq,)))
     for what, there, back in travelling:
         moves = moves_round(form, far, split.parts, there, back, dv // split.keys)
-        yield Way(functools.partial(gradients_round, form, far, what), moves)
+        yield Way(functools.partial(gradients_round, form, far, what), moves, _slowest(form, split.parts))
     if split.trades:
-        yield Way(functools.partial(gradients_whole, form), split.traded(q, k, v, ct, row, row, row, *split.sizes[-3:]))
+        there = (ct, out, row) if form.fused else (ct, row, row, row)
+        yield Way(functools.partial(gradients_whole, form), split.traded(q, k, v, *there, *split.sizes[-3:]))
 
 
-def _local(form: Form, plain: Callable[..., Any], few: Callable[..., Any], ways: Ways, whole: Sequence[Aval]) -> Local:
-    """The form that takes the way that sends least; ``few`` heads or queries at a time where no sequence is split.
+def _local(
+    form: Form, plain: Callable[..., Any], alone: Callable[..., Any], ways: Ways, whole: Sequence[Aval]
+) -> Local:
+    """The form that takes the way that sends least; ``alone`` where no sequence is split.
 
     ``whole`` are query, key and value before they are split.
     """
@@ -123,12 +142,17 @@ def _local(form: Form, plain: Callable[..., Any], few: Callable[..., Any], ways:
 
     def fun(axes: tuple[str, ...], *operands: Any) -> Any:
         if not axes:
-            return few(form, *operands)
+            return alone(form, *operands)
         results = jax.eval_shape(functools.partial(plain, form=form), *operands)
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
         return least(jax.lax.axis_size(axes), sizes).fun(axes, *operands)
 
-    return Local(fun, lambda parts, sizes: least(parts, sizes).moves if parts > 1 else (), due="always")
+    return Local(
+        fun,
+        lambda parts, sizes: least(parts, sizes).moves if parts > 1 else (),
+        due="always",
+        slowest=lambda parts, sizes: least(parts, [int(n) for n in sizes]).slowest if parts > 1 else 1.0,
+    )
 
 
 def _labels(letters: str, form: Form, query: Aval, key: Aval, passing: set[str]) -> list[Label]:

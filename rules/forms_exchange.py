@@ -2,7 +2,8 @@
 
 One all-to-all of each operand and result (DeepSpeed-Ulysses, arXiv:2309.14509). Heads and sequences of the batch count
 alike: what query, key and value have in common is made one dimension, which is split. Over the whole sequence keys are
-then met block by block, as many at once as a part has, so that no more scores are held than in a ring.
+then met block by block, as many at once as a part has, so that no more scores are held than in a ring; or by the
+target's own kernel, which holds none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.attention import Form, block_gradients, inwards, logits, settled
+from autoshard.rules.forms_fused import attend_fused, gradients_fused
 from autoshard.rules.forms_ring import met, nothing, results
 
 Axes = tuple[str, ...]
@@ -38,8 +40,12 @@ def attend_whole(form: Form, axes: Axes, query: Any, key: Any, value: Any, *extr
         (k_part, v_part), col = trade.keys(k, v, at)
         return met(flat, sums, logits(flat, q, k_part, extras, 0, col), v_part), None
 
-    sums, _ = lax.scan(turn, nothing(flat, q, k, v), jnp.arange(parts))
-    sides = zip(results(flat, sums), (form.out, form.rows, form.rows), strict=True)
+    if form.fused:
+        made = attend_fused(flat, q, k, v)
+    else:
+        sums, _ = lax.scan(turn, nothing(flat, q, k, v), jnp.arange(parts))
+        made = results(flat, sums)
+    sides = zip(made, (form.out, form.rows, form.rows), strict=True)
     return tuple(trade.back(x, letters) for x, letters in sides)
 
 
@@ -62,6 +68,10 @@ def gradients_whole(
     query, key, value, cotangent = lax.optimization_barrier((query, key, value, cotangent))
     sides = ((query, form.query), (key, form.key), (value, form.value), (cotangent, form.cotangent))
     q, k, v, ct = (trade.there(x, letters) for x, letters in sides)
+    if form.fused:
+        came, logsum = trade.there(out, form.out), trade.there(peak + jnp.log(total), form.rows)
+        made = gradients_fused(flat, q, k, v, came, logsum, jnp.ones_like(logsum), ct)
+        return tuple(trade.back(x, c) for x, c in zip(made, form.grads, strict=True))
     highest, sums, inner = (trade.there(x, form.rows) for x in (peak, total, inwards(form, out, cotangent)))
     extras = tuple(trade.own(x, letters) for x, letters in zip(extras, form.extras, strict=True))
 

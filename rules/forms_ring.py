@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import numpy as jnp
 
 from autoshard.attention import Form, block_gradients, inwards, logits, settled
 from autoshard.halo import permute
+from autoshard.rules.forms_fused import attend_fused, gradients_fused
 
 Axes = tuple[str, ...]
 Moves = tuple[tuple[str, int], ...]
@@ -71,7 +72,7 @@ def unseen(form: Form) -> float | None:
 
 def beyond(form: Form, far: Reach) -> float | None:
     """The score of keys out of reach, where it may count; None where no key is, or they count nothing."""
-    score = None if far.ring else unseen(form)
+    score = None if far.ring or form.fused else unseen(form)  # a kernel never counts them
     return None if score == -math.inf else score
 
 
@@ -97,6 +98,20 @@ def met(form: Form, sums: Sums, scores: Any, value: Any, times: Any = 1) -> Sums
     return mixed * before[..., None] + added, highest, total * before + jnp.sum(e, -1) * times
 
 
+def joined(form: Form, sums: Sums, further: tuple[Any, Any, Any]) -> Sums:
+    """``sums`` and those over further keys, of which `attention_p` has made its results."""
+    (mixed, peak, total), (out, high, count) = sums, further
+    highest = jnp.maximum(peak, high)
+    before, after = jnp.exp(peak - highest), jnp.exp(high - highest) * count
+    out = jnp.transpose(out, [form.out.index(c) for c in form.rows + form.width]).astype(form.wide)
+    return mixed * before[..., None] + out * after[..., None], highest, total * before + after
+
+
+def open_(form: Form) -> Form:
+    """``form`` for keys that all its queries see."""
+    return replace(form, steps=tuple(s for s in form.steps if s.kind != "band"))
+
+
 def results(form: Form, sums: Sums) -> tuple[Any, Any, Any]:
     """The results of `attention_p`."""
     mixed, peak, total = sums
@@ -112,9 +127,15 @@ def attend_round(
     rows, cols = query.shape[form.query.index(form.row)], key.shape[form.key.index(form.col)]
 
     def meet(sums: Sums, k: Any, v: Any, source: Any) -> Sums:
+        if form.fused:  # of a causal mask, blocks that come by are seen whole
+            return joined(form, sums, attend_fused(open_(form), query, k, v))
         return met(form, sums, logits(form, query, k, extras, me * rows, source * cols), v)
 
-    sums = meet(nothing(form, query, key, value), key, value, me)
+    sums = nothing(form, query, key, value)
+    if form.fused:
+        sums = joined(form, sums, attend_fused(form, query, key, value))
+    else:
+        sums = meet(sums, key, value, me)
     for step, turns in ((1, far.before), (-1, far.behind)):
 
         def arrive(sums: Sums, blocks: Any, turn: Any, step: int = step) -> Sums:
@@ -153,7 +174,8 @@ def gradients_round(
     """The results of `attention_backward_p` for one part; ``keys`` travel, or ``queries``."""
     parts, me, queries = lax.axis_size(axes), lax.axis_index(axes), travels == "queries"
     rows, cols = query.shape[form.query.index(form.row)], key.shape[form.key.index(form.col)]
-    ours, theirs = (query, jnp.stack([peak, total, inwards(form, out, cotangent)]), cotangent), (key, value)
+    stats = (out, peak, total) if form.fused else jnp.stack([peak, total, inwards(form, out, cotangent)])
+    ours, theirs = (query, stats, cotangent), (key, value)
     # XLA would otherwise keep all that has come in the forward part.
     ours, theirs = lax.optimization_barrier((ours, theirs))
     own = ours if queries else theirs
@@ -161,11 +183,19 @@ def gradients_round(
     def meet(blocks: Any, source: Any) -> tuple[Any, Any]:
         """What a block adds to its own cotangents, and to those of what stays."""
         (q, stats, ct), (k, v) = (blocks, theirs) if queries else (ours, blocks)
+        if form.fused:
+            return fused(open_(form), q, stats, ct, k, v)
         places = (source * rows, me * cols) if queries else (me * rows, source * cols)
         dq, *both = block_gradients(form, q, k, v, stats[0], stats[1], ct, stats[2], extras, *places)
         return ([dq], both) if queries else (both, [dq])
 
-    went, stayed = meet(own, me)
+    def fused(seen: Form, q: Any, stats: Any, ct: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """The same by the kernel; it is the keys that travel."""
+        lies = replace(seen, grads=(form.query, form.key, form.value), dtypes=(str(form.wide),) * 3)
+        dq, *both = gradients_fused(lies, q, k, v, *stats, ct)
+        return both, [dq]
+
+    went, stayed = fused(form, *ours, *own) if form.fused else meet(own, me)
     for step, turns in ((1, far.before), (-1, far.behind)):
         toward = -step if queries else step
 

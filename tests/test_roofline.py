@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoshard.mesh import Hardware, Link
@@ -53,6 +55,22 @@ def test_the_derivatives_of_a_convolution_have_its_work(target, left, right, res
     lines = [f"%a = f32[{left}] parameter(0)", f"%b = f32[{right}] parameter(1)"]
     product = f"ROOT %c = (f32[{result}], u8[0]) custom-call(%a, %b), {call}"
     assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * (2 * 4 * 4 * 5) * (3 * 3 * 3) / 1e2)
+
+
+@pytest.mark.parametrize(("mask", "part"), [("NO_MASK", 1), ("CAUSAL", 2)])
+@pytest.mark.parametrize(("target", "products", "share"), [("Softmax", 2, 0.5), ("SoftmaxBackward", 5, 0.25)])
+def test_a_librarys_attention_has_its_products_at_its_share_of_the_peak(target, products, share, mask, part):
+    """Of 2 sequences of 16 queries and 32 keys, in 4 heads."""
+    shape = '{"element_type": "BF16", "dimensions": ["2", "4", "16", "32"]}'
+    config = f'{{"fmha_scale": 1, "intermediate_tensor_shape": {shape}, "mask_type": "{mask}"}}'
+    lines = [f"%{x} = bf16[2,{n},4,128] parameter({i})" for i, (x, n) in enumerate((("q", 16), ("k", 32), ("v", 32)))]
+    call = f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{target}", backend_config={config}'
+    kernel = f"ROOT %c = (bf16[2,4,16,128], f32[2,4,16], u8[0]) {call}"
+    flops = products * 2 * (2 * 4 * 16 * 32) * 128 / part
+    slow = replace(FAST_MEMORY, attention=(0.5, 0.25))
+    assert seconds(slow, [*lines, kernel])[0] == pytest.approx(flops / 1e3 / share)
+    moved = 2 * 4 * 128 * 2 * (16 + 32 + 32 + 16) + 2 * 4 * 16 * 4
+    assert seconds(FAST_PRODUCTS, [*lines, kernel])[0] == pytest.approx(moved / 1e2)
 
 
 def test_a_product_inside_a_fusion_counts_once():

@@ -2,7 +2,8 @@
 
 For a user, ``passes=["attention"]`` is what calling a library for attention over split sequences would be, without
 touching the model. What counts as attention is found in `reader`; the operations are in `autoshard.attention`. Where
-the sequence is not split they are the composition that they replace, up to how it is rounded.
+the sequence is not split they are the composition that they replace, up to how it is rounded. Where the target has a
+library with a kernel for them (`Hardware.attention`), it computes those that it takes.
 
 The backward part is found where it lies beside its forward part, or makes the scores again itself: under
 `jax.checkpoint`, or after the pass ``recompute:full``. Where the layers of a scan hold scores or weights for the loop
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -23,7 +24,8 @@ from autoshard import jaxpr as jx
 from autoshard import replay
 from autoshard.attention import Form, attention_backward_p, attention_p
 from autoshard.errors import PassError
-from autoshard.mesh import LogicalMesh
+from autoshard.fused import peak_flops, unfit
+from autoshard.mesh import Hardware, LogicalMesh
 from autoshard.passes.attention.facts import Above, Facts
 from autoshard.passes.attention.reader import Reader
 from autoshard.passes.attention.site import Site
@@ -41,9 +43,9 @@ class Attention(Pass):
     name: ClassVar[str] = "attention"
 
     least: str = ""
-    """An attention whose scores would take less, were they split over all devices, is left as it is. A size such as
-    ``32MiB``; or ``large``, a quarter of the memory on the chip: less has room there anyway, and without such memory
-    there is nothing to gain but room."""
+    """An attention whose scores would take less, were they split over all devices, is left as it is, unless the target
+    has a kernel for it. A size such as ``32MiB``; or ``large``, a quarter of the memory on the chip: less has room
+    there anyway, and without such memory there is nothing to gain but room."""
 
     def __post_init__(self) -> None:
         try:
@@ -57,35 +59,80 @@ class Attention(Pass):
             return mesh.hardware.on_chip / 4 * mesh.size or math.inf
         return parse_bytes(self.least) * mesh.size if self.least else 0
 
+    def _wanted(self, mesh: LogicalMesh) -> _Wanted:
+        return _Wanted(self._bytes(mesh), mesh.hardware)
+
     def __call__(self, program: Program) -> Program:
-        least = self._bytes(program.mesh)
+        wanted = self._wanted(program.mesh)
         before = jx.dead_code(program.jaxpr)
-        again = _held_no_more(before, least)
-        after = _rewritten(again, least)
+        again = _held_no_more(before, wanted)
+        after = _rewritten(again, wanted)
         return program if after is before else program.with_jaxpr(jx.dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
-        made = Counter([eqn.primitive for eqn in jx.walk(after.jaxpr)])
+        eqns = [eqn for eqn in jx.walk(after.jaxpr) if eqn.primitive in (attention_p, attention_backward_p)]
+        made = Counter([eqn.primitive for eqn in eqns])
         text = f"{made[attention_p]} forward and {made[attention_backward_p]} backward made one operation each"
-        least = self._bytes(after.mesh)
+        if fused := sum(eqn.params["form"].fused for eqn in eqns):
+            text += f", {'all' if fused == len(eqns) else fused} of them run by cuDNN"
+        wanted = self._wanted(after.mesh)
         alive = after.jaxpr if after is not before else jx.dead_code(after.jaxpr)
-        found = [s for s in _refused(alive) if s.bytes >= least]
+        found = [s for s in _refused(alive, wanted) if s.bytes >= wanted.told]
         left = Counter(f"{s.where or 'unknown line'}, {s.reason}" for s in found)
         lines = [f"{where}" + (f" ({n} times)" if n > 1 else "") for where, n in sorted(left.items())]
         return text + "".join(f"; left alone: {line}" for line in lines)
 
 
-def _refused(jaxpr: jx.Jaxpr, above: Above | None = None) -> Iterator[Site]:
+@dataclass(frozen=True)
+class _Wanted:
+    """Which attentions are to be replaced."""
+
+    least: float
+    """The least bytes of scores, of all devices together, where the target has no kernel."""
+    hardware: Hardware
+
+    @property
+    def told(self) -> float:
+        """The least bytes of scores of which it is said why they are left alone."""
+        return 0 if self.hardware.attention else self.least
+
+    def unfit(self, site: Site, form: Form) -> str:
+        """Why the target's kernel does not take it."""
+        assert site.value is not None
+        return unfit(form, *map(jx.aval, (site.query[0], site.key[0], site.value[0])))
+
+    def form(self, site: Site, form: Form) -> Form | None:
+        """The form in which it is replaced; None where it is not."""
+        if self.hardware.attention and not self.unfit(site, form):
+            return replace(form, fused=True)
+        return form if site.bytes >= self.least else None
+
+    def takes(self, site: Site) -> bool:
+        """Whether it is replaced, if nothing else is wrong with it."""
+        try:
+            return site.bytes >= self.least or self.form(site, site.form()) is not None
+        except PassError:
+            return False
+
+    def flops(self, form: Form, operands: Sequence[jx.Var], backward: bool = False) -> float:
+        """FLOPs of the products; of a kernel, what the peak does while it runs."""
+        if not form.fused or self.hardware.attention is None:
+            return form.flops(*map(jx.aval, operands), backward=backward)
+        return peak_flops(form, *map(jx.aval, operands), self.hardware.attention[backward], backward=backward)
+
+
+def _refused(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> Iterator[Site]:
     reader = Reader(jaxpr, above)
-    for site, _ in reader.attentions():
-        site.refuse("its results are used before its operands are there", jx.source(site.eqn))
+    for site, form in reader.attentions():
+        reason = "" if wanted.form(site, form) else wanted.unfit(site, form)
+        site.refuse(reason or "its results are used before its operands are there", jx.source(site.eqn))
     yield from reader.refused()
     for eqn in jx.nests(jaxpr):
         for region in jx.regions(eqn):
-            yield from _refused(region.body, reader.known.facts.inside(eqn, region))
+            yield from _refused(region.body, wanted, reader.known.facts.inside(eqn, region))
 
 
-def _held_no_more(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.Jaxpr:
+def _held_no_more(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with the loops of its backward part making scores and weights again that are held for them."""
     inner: set[jx.JaxprEqn] = set()
     nests = jx.nests(jaxpr)
@@ -95,11 +142,11 @@ def _held_no_more(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> 
     for eqn in nests:
         for region in jx.regions(eqn) if jx.scan(eqn) and replay.forward(eqn) else ():
             reader = Reader(region.body, facts.inside(eqn, region))
-            wanted = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and s.bytes >= least]
-            if wanted:
-                inner.update(reader.within(wanted), _of_nothing(region.body))
+            leaving = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and wanted.takes(s)]
+            if leaving:
+                inner.update(reader.within(leaving), _of_nothing(region.body))
     changed = {
-        e: jx.with_bodies(e, [_held_no_more(r.body, least, facts.inside(e, r)) for r in jx.regions(e)])
+        e: jx.with_bodies(e, [_held_no_more(r.body, wanted, facts.inside(e, r)) for r in jx.regions(e)])
         for e in nests
         if not jx.differentiated(e)
     }
@@ -118,18 +165,18 @@ def _of_nothing(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
             yield eqn
 
 
-def _rewritten(jaxpr: jx.Jaxpr, least: float, above: Above | None = None) -> jx.Jaxpr:
+def _rewritten(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with its attentions replaced, at every depth; itself where there are none."""
     reader = Reader(jaxpr, above)
     changed = {
-        e: jx.with_bodies(e, [_rewritten(r.body, least, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
+        e: jx.with_bodies(e, [_rewritten(r.body, wanted, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
         for e in jx.nests(jaxpr)
     }
     eqns = [changed.get(e, e) for e in jaxpr.eqns] if changed else jaxpr.eqns
-    sites = [(site, form) for site, form in reader.attentions() if site.bytes >= least]
+    sites = [(site, form) for site, found in reader.attentions() if (form := wanted.form(site, found)) is not None]
     places = _Places(jaxpr) if sites else None
     known: dict[Any, jx.JaxprEqn] = {}
-    plans = [plan for site, form in sites if places and (plan := _plan(places, site, form, known)) is not None]
+    plans = [plan for site, form in sites if places and (plan := _plan(places, site, form, wanted, known))]
     if not plans:
         same = all(now is e for e, now in changed.items())
         return jaxpr if same else jx.with_code(jaxpr, eqns)
@@ -169,7 +216,7 @@ class _Places:
                     self.read.setdefault(a, at)
 
 
-def _plan(places: _Places, site: Site, form: Form, known: dict[Any, jx.JaxprEqn]) -> _Plan | None:
+def _plan(places: _Places, site: Site, form: Form, wanted: _Wanted, known: dict[Any, jx.JaxprEqn]) -> _Plan | None:
     """How ``site`` is replaced; None where an operand comes too late. ``known``: equations that were staged."""
     extras = [v for v, _ in site.extras]
     assert site.value is not None
@@ -184,7 +231,7 @@ def _plan(places: _Places, site: Site, form: Form, known: dict[Any, jx.JaxprEqn]
     if backward and (late >= used or (forward is not None and forward.at >= late)):
         return None
     like = forward.eqn if forward else backward[0].eqn
-    flops = form.flops(*map(jx.aval, ours))
+    flops = wanted.flops(form, ours)
     out = [forward.eqn.outvars[0] if forward else None]
     ahead = _equation(attention_p, [*ours, *extras], form, flops, like, out, known)
     at = forward.at if forward else late
@@ -192,7 +239,7 @@ def _plan(places: _Places, site: Site, form: Form, known: dict[Any, jx.JaxprEqn]
         return _Plan(((at, (ahead,)),), (at,))
     assert site.cotangent is not None
     results = [site.roles[n].eqn.outvars[0] if n in site.roles else None for n in ("dq", "dk", "dv")]
-    flops = form.flops(*map(jx.aval, ours), backward=True)
+    flops = wanted.flops(form, ours, backward=True)
     given = [*ours, *ahead.outvars, site.cotangent[0], *extras]
     behind = _equation(attention_backward_p, given, form, flops, backward[0].eqn, results, known)
     added = ((at, (ahead,)), (late, (behind,))) if forward else ((late, (ahead, behind)),)

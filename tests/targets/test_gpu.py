@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,3 +67,17 @@ def test_other_gpus_compile_too(gpu):
 def test_nodes_follow_one_another_along_the_first_axis():
     found = arranged(Cluster("h100", 2, 4), (2, 4))
     assert [d.id for d in found.flat] == list(range(8))
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_attention_is_the_librarys_and_no_scores_are_in_memory(scan):
+    train, state, batch = decoder(32, layers=2, d_model=256, heads=4, kv_heads=2, vocab=256, seq=512, scan=scan)
+    step = autoshard.jit(train, mesh=MeshConfig(axes={"data": 4, "model": 2}, gpu="h100"), strategy="tp")
+    plan = step.plan(state, batch)
+    assert any(p.startswith("attention:large: ") and "all of them run by cuDNN" in p for p in plan.passes)
+    c = compilation(plan, lowered := step.lower(state, batch))
+    text = lowered.compile().as_text()
+    kernels = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text)
+    assert set(kernels) == {"Softmax", "SoftmaxBackward"}
+    assert not re.findall(r"\w+\[(?:\d+,)*512,512\]", text)
+    assert c.audit.clean, str(c.audit)
