@@ -23,6 +23,11 @@ from autoshard.primitive import define
 WIDTH = 128
 """The widest head that cuDNN takes on every GPU, forward and backward. Narrower heads count as if they were as wide:
 on an H100 they run at 0.65 to 0.8 of the rate (FlashAttention-3, arXiv:2407.08608, figure 5: 64 beside 128)."""
+MEASURED = 1024
+"""Keys of the measurements that a hardware table's shares are of."""
+START = 341
+"""Keys whose work beginning and ending a kernel is worth: on an H100 it runs at 0.32 of the peak for 512 keys, at 0.4 for
+1,024 (the same figure, with a causal mask)."""
 NEVER = -1e6
 """A masked score above this might still count; cuDNN leaves masked keys out."""
 DTYPES = ("bfloat16", "float16")
@@ -63,9 +68,14 @@ def masked(form: Form) -> float | None:
 
 def peak_flops(form: Form, query: Any, key: Any, value: Any, share: float, *, backward: bool = False) -> float:
     """What the peak does while the kernel runs, at its ``share`` of the peak. A causal mask halves its work."""
-    width = form.sizes(query, key, value)[form.within]
-    flops = form.flops(query, key, value, backward=backward) * max(1.0, WIDTH / width)
-    return flops / share / (1 if masked(form) is None else 2)
+    sizes = form.sizes(query, key, value)
+    flops = form.flops(query, key, value, backward=backward) * max(1.0, WIDTH / sizes[form.within])
+    return flops / rate(share, sizes[form.col]) / (1 if masked(form) is None else 2)
+
+
+def rate(share: float, keys: int) -> float:
+    """The share of the peak for so many keys, where it is ``share`` for `MEASURED`."""
+    return share * (1 + START / MEASURED) / (1 + START / keys)
 
 
 def _bands(form: Form) -> list[Step]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from autoshard.collective import KINDS
-from autoshard.fused import WIDTH
+from autoshard.fused import WIDTH, rate
 from autoshard.hlo import shape_bytes
 from autoshard.loops import multiplicities
 from autoshard.mesh import Hardware
@@ -86,7 +86,7 @@ def _attention(instruction: Instruction, computation: Computation, hardware: Har
     width = max(WIDTH, math.prod(_ints(query[2])) // (batch * heads * rows))
     backward = "Backward" in kernel[1]
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
-    share = hardware.attention[backward] if hardware.attention else 1.0
+    share = rate(hardware.attention[backward], cols) if hardware.attention else 1.0
     masked = 2 if _CAUSAL.search(instruction.attributes) else 1
     return flops / masked / share / hardware.peak(_DTYPES.get(query[1], query[1]))
 

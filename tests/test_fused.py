@@ -13,7 +13,7 @@ from jax import numpy as jnp
 from autoshard import fused
 from autoshard.attention import Form, Step
 from autoshard.errors import MeshError
-from autoshard.fused import fused_backward_p, fused_p, peak_flops, unfit
+from autoshard.fused import fused_backward_p, fused_p, peak_flops, rate, unfit
 
 SCALE, BAND = Step("scale", 0.3), Step("band", -1e9, high=0)
 FORM = Form("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), (), *["float32"] * 2, *["bfloat16"] * 2)
@@ -125,7 +125,14 @@ def test_time_is_that_of_the_work_below_a_causal_mask_and_of_heads_of_full_width
     q = jax.ShapeDtypeStruct((2, 16, 4, 128), "bfloat16")
     narrow = jax.ShapeDtypeStruct((2, 16, 4, 64), "bfloat16")
     products = 2 * (2 * 4 * 16 * 16) * 128
-    assert peak_flops(replace(FORM, steps=()), q, q, q, 0.5) == 2 * products / 0.5
-    assert peak_flops(FORM, q, q, q, 0.5) == 2 * products / 0.5 / 2
-    assert peak_flops(FORM, q, q, q, 0.25, backward=True) == 5 * products / 0.25 / 2
+    assert peak_flops(replace(FORM, steps=()), q, q, q, 0.5) == 2 * products / rate(0.5, 16)
+    assert peak_flops(FORM, q, q, q, 0.5) == 2 * products / rate(0.5, 16) / 2
+    assert peak_flops(FORM, q, q, q, 0.25, backward=True) == 5 * products / rate(0.25, 16) / 2
     assert peak_flops(FORM, narrow, narrow, narrow, 0.5) == peak_flops(FORM, q, q, q, 0.5)
+
+
+def test_short_sequences_run_at_less_of_the_peak():
+    assert rate(0.4, 1024) == 0.4
+    assert rate(0.4, 512) == pytest.approx(0.32, rel=1e-3)
+    assert rate(0.4, 16) < 0.03
+    assert rate(0.4, 2**20) < 0.54
