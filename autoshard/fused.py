@@ -26,8 +26,8 @@ on an H100 they run at 0.65 to 0.8 of the rate (FlashAttention-3, arXiv:2407.086
 MEASURED = 1024
 """Keys of the measurements that a hardware table's shares are of."""
 START = 341
-"""Keys whose work beginning and ending a kernel is worth: on an H100 it runs at 0.32 of the peak for 512 keys, at 0.4 for
-1,024 (the same figure, with a causal mask)."""
+"""Keys whose work beginning and ending a kernel is worth: on an H100 it runs at 0.32 of the peak for 512 keys, at 0.4
+for 1,024 (the same figure, with a causal mask)."""
 NEVER = -1e6
 """A masked score above this might still count; cuDNN leaves masked keys out."""
 DTYPES = ("bfloat16", "float16")
