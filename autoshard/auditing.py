@@ -18,7 +18,7 @@ from typing import Protocol
 from autoshard.collective import Collective
 from autoshard.hlo import collectives
 from autoshard.mesh import LogicalMesh
-from autoshard.rewrites import Axes, settled
+from autoshard.rewrites import Axes, Trade, settled
 from autoshard.units import size_text
 
 TOLERANCE = 0.05
@@ -152,24 +152,10 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
             sides.setdefault((c.kind, axes), ([], []))[side].append(c)
     before, after = ({key: float(_total(both[i])) for key, both in sides.items()} for i in (0, 1))
     explained: dict[tuple[str, Axes], float] = defaultdict(float)
-    differ = {key for key in sides if not _near(before[key], after[key])}
-    for (kind, axes), (planned_ones, emitted_ones) in sides.items():
-        if axes and (kind, axes) in differ:
-            over = after[kind, axes] - before[kind, axes]
-            if again := max(0.0, min(_again(emitted_ones), over)):
-                after[kind, axes] -= again
-                explained[f"{kind} of the same operand again", axes] += again
-            if once := max(0.0, min(_again(planned_ones), -over)):
-                before[kind, axes] -= once
-                over += once
-                explained[f"{kind} of the same operand once", axes] += once
-            if spared := max(0.0, min(_narrowed(planned_ones, emitted_ones), -over)):
-                before[kind, axes] -= spared
-                explained[f"{kind} in fewer bits", axes] += spared
     left = {key: after[key] - before[key] for key in sides}
     if not all(_near(before[key], after[key]) for key in sides):
         known, found = ({(kind, axes): n for (kind, axes), n in side.items() if axes} for side in (before, after))
-        for trade, units in settled(known, found, mesh):
+        for trade, units in settled(known, found, mesh, list(_seen(sides))):
             explained[trade.name, trade.axes] += units
             for sign, rates in ((-1, trade.emitted), (1, trade.planned)):
                 for key, rate in rates.items():
@@ -181,6 +167,16 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
         rows.append(Row(kind, axes, a, b, 0 if small else round(left[kind, axes])))
     done = [Explanation(name, axes, round(n)) for (name, axes), n in explained.items()]
     return Audit(tuple(rows), (*done, *_combined(sides)))
+
+
+def _seen(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) -> Iterator[tuple[Trade, float]]:
+    """Rewrites that collectives of one kind over the same axes show, each with the bytes that it may account for."""
+    for (kind, axes), (planned, emitted) in sides.items():
+        if axes:
+            this, nothing = {(kind, axes): 1.0}, dict[tuple[str, Axes], float]()
+            yield Trade(f"{kind} of the same operand again", axes, this, nothing), _again(emitted)
+            yield Trade(f"{kind} of the same operand once", axes, nothing, this), _again(planned)
+            yield Trade(f"{kind} in fewer bits", axes, nothing, this), _narrowed(planned, emitted)
 
 
 def _again(found: Iterable[Collective]) -> float:

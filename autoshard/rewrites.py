@@ -42,7 +42,12 @@ class Trade:
     """Those over the same axes that go another way are not done beside it; empty if none is the reverse of it."""
 
 
-def settled(planned: Mapping[Key, float], emitted: Mapping[Key, float], mesh: LogicalMesh) -> list[tuple[Trade, float]]:
+def settled(
+    planned: Mapping[Key, float],
+    emitted: Mapping[Key, float],
+    mesh: LogicalMesh,
+    seen: Sequence[tuple[Trade, float]] = (),
+) -> list[tuple[Trade, float]]:
     """The trades that account for what differs, each with its units.
 
     Each kind and axes is measured by the most bytes that it has, and a trade by the least of what it touches, so that
@@ -52,11 +57,12 @@ def settled(planned: Mapping[Key, float], emitted: Mapping[Key, float], mesh: Lo
       planned: bytes of each kind and axes.
       emitted: as ``planned``.
       mesh: says how many devices there are along an axis.
+      seen: trades that the collectives themselves show, each with the most units of it.
     """
     axes = sorted({axes for _, axes in (*planned, *emitted)})
     if not axes:
         return []
-    stages = list(_axes_put_right(axes, mesh)), list(_kinds(axes, mesh))
+    stages = [*(t for t, _ in seen), *_axes_put_right(axes, mesh)], list(_kinds(axes, mesh))
     size = {key: max(planned.get(key, 0.0), emitted.get(key, 0.0)) for key in (*planned, *emitted)}
     real = {key for key, n in size.items() if n}
     trades = [t for stage in stages for t in stage]
@@ -85,7 +91,9 @@ def settled(planned: Mapping[Key, float], emitted: Mapping[Key, float], mesh: Lo
     way = [(i, t.axes, t.way) for i, stage in enumerate(stages) for t in stage]
 
     def solved(barred: frozenset[tuple[int, Axes, str]]) -> tuple[float, np.ndarray]:
-        limits = [(0, 0 if w in barred else None) for w in way] + [(0, None if key in real else 0) for key in row] * 2
+        limits: list[tuple[float, float | None]] = [(0, 0 if w in barred else None) for w in way]
+        limits[: len(seen)] = [(0, units / m) for (_, units), m in zip(seen, most, strict=False)]
+        limits += [(0, None if key in real else 0) for key in row] * 2
         answer = linprog(cost, used, np.tile(given, len(stages)), settles, found - given, limits)
         if answer.x is None:
             raise RuntimeError(f"what the compiler rewrote could not be told: {answer.message}")
@@ -133,6 +141,8 @@ def _kinds(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Trade]:
         both = {scatter: 1.0, gather: 1.0}
         yield Trade("reduce-scatter + all-gather in place of all-reduce", axes, both, {reduce: 1.0}, "scattered")
         yield Trade("all-reduce in place of reduce-scatter + all-gather", axes, {reduce: 1.0}, both, "reduced")
+        # XLA for TPU, where parts fill no tiles or a torus of three dimensions is gathered whole.
+        yield Trade("all-gather as an all-reduce of parts among zeros", axes, {reduce: 1.0}, {gather: 1.0}, "reduced")
         # XLA on CPU never forms a reduce-scatter itself.
         yield Trade("all-reduce + slice in place of reduce-scatter", axes, {reduce: 1.0}, {scatter: 1.0}, "reduced")
         # Of n parts, n - 1 travel, or all n where a loop's last does too.
