@@ -128,6 +128,9 @@ def _axes_put_right(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Trade]
             if kind != _REDUCE or x < y:
                 yield Trade(f"{kind} in place of one over each", both, one, two, "together")
                 yield Trade(f"{kind} split by axes", both, two, one, "apart")
+            if kind != _REDUCE:
+                turned = {(kind, y): 1 / mesh.axes_size(x), (kind, x): 1.0}
+                yield Trade(f"{kind} over one axis before the other", both, turned, two)
     for wide, axes in itertools.permutations(every, 2):
         if set(axes) < set(wide):  # Pairs that all lie along fewer axes, as those of the last hops of a chain.
             name = "collective-permute along fewer axes than it is planned over"

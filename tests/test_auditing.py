@@ -411,6 +411,12 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
          ["all-gather of the same operand again"]),
         ([op(AG, "y", 800), replace(op(AG, "y", 800), again=True)], [op(AG, "y", 800)],
          ["all-gather of the same operand once"]),
+        ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "y", 400), op(AG, "x", 800)],
+         ["all-gather over one axis before the other"]),
+        ([op(AG, "xy", 800)], [op(AR, "xy", 800)], ["all-gather as an all-reduce of parts among zeros"]),
+        # Of what is gathered again in place of held, part is gathered over both axes at once.
+        ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "xy", 800), replace(op(AG, "xy", 400), again=True)],
+         ["all-gather of the same operand again", "all-gather in place of one over each"]),
     ],
 )  # fmt: skip
 def test_what_compilers_are_known_to_do_is_explained(
