@@ -67,7 +67,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
             scatter = computation.name.startswith(_SCATTER) and kind == "all-reduce"
             edges = kind == "collective-permute" and _evens(instruction, computation)
             same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
-            again = bool(instruction.operands.strip()) and same in done
+            again = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in done)
             done.add(same)
             found.append(
                 Collective(

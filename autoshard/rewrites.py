@@ -39,7 +39,10 @@ class Trade:
     emitted: Mapping[Key, float]
     planned: Mapping[Key, float]
     way: str = ""
-    """Those over the same axes that go another way are not done beside it; empty if none is the reverse of it."""
+    """Those of the same over the same axes that go another way are not done beside it; empty if none is the reverse of
+    it."""
+    of: str = ""
+    """What goes that way: gathers or sums."""
 
 
 def settled(
@@ -88,18 +91,18 @@ def settled(
     cost = np.concatenate([np.full(t, RELUCTANCE), np.ones(2 * n)])
     used = np.hstack([taken.reshape(-1, t), np.zeros((len(stages) * n, 2 * n))])
     settles = np.hstack([makes - takes, np.eye(n), -np.eye(n)])
-    way = [(i, t.axes, t.way) for i, stage in enumerate(stages) for t in stage]
+    way = [(i, t.axes, t.of, t.way) for i, stage in enumerate(stages) for t in stage]
 
-    def solved(barred: frozenset[tuple[int, Axes, str]]) -> tuple[float, np.ndarray]:
+    def solved(barred: frozenset[tuple[int, Axes, str, str]]) -> tuple[float, np.ndarray]:
         limits: list[tuple[float, float | None]] = [(0, 0 if w in barred else None) for w in way]
         limits[: len(seen)] = [(0, units / m) for (_, units), m in zip(seen, most, strict=False)]
         limits += [(0, None if key in real else 0) for key in row] * 2
         answer = linprog(cost, used, np.tile(given, len(stages)), settles, found - given, limits)
         if answer.x is None:
             raise RuntimeError(f"what the compiler rewrote could not be told: {answer.message}")
-        gone = {w for w, x in zip(way, answer.x, strict=False) if w[2] and x > _LEAST}
+        gone = {w for w, x in zip(way, answer.x, strict=False) if w[-1] and x > _LEAST}
         for a, b in itertools.combinations(sorted(gone), 2):
-            if a[:2] == b[:2]:
+            if a[:-1] == b[:-1]:
                 return min((solved(barred | {w}) for w in (a, b)), key=lambda found: found[0])
         return answer.fun, answer.x[:t]
 
@@ -119,15 +122,16 @@ def _axes_put_right(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Trade]
         for then in (_REDUCE, _SCATTER):
             planned = {(_SCATTER, x): 1.0, (then, y): 1 / mesh.axes_size(x)}
             name = f"all-reduce + slice in place of reduce-scatter + {then}"
-            yield Trade(name, both, {(_REDUCE, both): 1.0}, planned, "together")
+            yield Trade(name, both, {(_REDUCE, both): 1.0}, planned, "together", "sums")
         for kind in (_REDUCE, _GATHER, _SCATTER):
             # Gathered over the second last, or scattered over it first: only that one sees all the bytes.
             one, two = {(kind, both): 1.0}, {(kind, x): 1 / mesh.axes_size(y), (kind, y): 1.0}
             if kind == _REDUCE:
                 two[kind, x] = 1.0
             if kind != _REDUCE or x < y:
-                yield Trade(f"{kind} in place of one over each", both, one, two, "together")
-                yield Trade(f"{kind} split by axes", both, two, one, "apart")
+                what = "gathers" if kind == _GATHER else "sums"
+                yield Trade(f"{kind} in place of one over each", both, one, two, "together", what)
+                yield Trade(f"{kind} split by axes", both, two, one, "apart", what)
             if kind != _REDUCE:
                 turned = {(kind, y): 1 / mesh.axes_size(x), (kind, x): 1.0}
                 yield Trade(f"{kind} over one axis before the other", both, turned, two)

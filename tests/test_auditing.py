@@ -187,9 +187,10 @@ def test_what_is_sent_again_is_told_from_what_is_sent_besides() -> None:
     text = text_of(
         "%a = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
         "%b = f32[64]{0} all-gather(%p), channel_id=9, replica_groups=[1,8]<=[8], dimensions={0}",
+        "%d.remat2 = f32[64]{0} all-gather(%r), replica_groups=[1,8]<=[8], dimensions={0}",
         "ROOT %c = f32[64]{0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}",
     )
-    assert [c.again for c in collectives(text, MESH)] == [False, True, False]
+    assert [c.again for c in collectives(text, MESH)] == [False, True, True, False]
 
 
 # As the TPU compiler writes them: one all-gather spread over three fusions, and a padded reduce-scatter.
@@ -414,6 +415,10 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
         ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "y", 400), op(AG, "x", 800)],
          ["all-gather over one axis before the other"]),
         ([op(AG, "xy", 800)], [op(AR, "xy", 800)], ["all-gather as an all-reduce of parts among zeros"]),
+        # Gathers are put together, in either order, while scatters are split.
+        ([op(AG, "x", 600), op(AG, "y", 500), op(RS, "xy", 400)],
+         [op(AG, "xy", 800), op(RS, "y", 400), op(RS, "x", 100)],
+         ["all-gather in place of one over each", "reduce-scatter split by axes"]),
         # Of what is gathered again in place of held, part is gathered over both axes at once.
         ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "xy", 800), replace(op(AG, "xy", 400), again=True)],
          ["all-gather of the same operand again", "all-gather in place of one over each"]),
