@@ -48,8 +48,8 @@ class Collective:
     share: float = 1.0
     """Of a collective-permute, the share of the devices that send to another one."""
     again: bool = False
-    """Whether another one of the same computation does the same with the same operands, or the compiler made it again to
-    save memory; when planned, whether one does with what its operand is a view of."""
+    """Whether another one of the same computation does the same with the same operands, or the compiler made it again
+    to save memory; when planned, whether one does with what its operand is a view of."""
 
     @property
     def total(self) -> int:
