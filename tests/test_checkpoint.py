@@ -337,7 +337,7 @@ def adam_state() -> Any:
 
 
 def test_a_loaded_plan_restores_a_state_of_named_tuples_on_another_mesh(tmp_path: Path) -> None:
-    x = np.ones((16, 16), np.float32)
+    x = np.full((16, 16), 1 / 16, np.float32)  # where tanh is steep: Adam makes as much of a gradient that is rounding
     plans = [
         autoshard.jit(adam_step, mesh=mesh, strategy="fsdp").plan(adam_state(), x)
         for mesh in ({"data": 4, "model": 2}, {"data": 2})
