@@ -183,7 +183,7 @@ class Costing:
             for v, src, dst in moves:
                 for c in steps(src, dst, values[v].shape, values[v].bits, self.mesh):
                     key = self.same.get(v, v), c
-                    made_here.append(replace(c, again=key in sent))
+                    made_here.append(replace(c, again=True) if key in sent else c)
                     sent.add(key)
             for c in made_here:
                 share = node.kind.together if c.kind == "all-reduce" else 1
@@ -292,8 +292,7 @@ def way(kind: Kind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> Way:
     if partial:  # a result that has the factor itself is no sum over it
         gives = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in gives])
     inside = _inside(kind, needs, gives, chosen, mesh)
-    axes = next((axes for f, axes in chosen.items() if kinds.get(f) == "local"), ())
-    return Way(needs, gives, _compute(kind, needs, gives, chosen, mesh), inside, axes)
+    return Way(needs, gives, _compute(kind, needs, gives, chosen, mesh), inside, _local_axes(kind, chosen))
 
 
 def _run(kind: Kind, specs: tuple[Spec, ...], w: Way, mesh: LogicalMesh, anew: Positions = ()) -> Run:
@@ -335,7 +334,7 @@ def _inside(
 ) -> tuple[Collective, ...] | None:
     """The exchanges of edges and, when a local factor is split, the collectives of the local form; None where it cannot
     be split so."""
-    local = next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
+    local = _local_axes(kind, chosen)
     halos = [(halo, axes) for halo in kind.rule.halos if (axes := chosen.get(kind.rule.along(halo), ()))]
     if not halos and not local:
         return ()
@@ -353,6 +352,11 @@ def _inside(
     return None if moves is None else (*found, *(Collective(k, _ordered(local, mesh), b) for k, b in moves))
 
 
+def _local_axes(kind: Kind, chosen: Mapping[str, Axes]) -> Axes:
+    """The axes that split the factor for which a local form is there."""
+    return next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
+
+
 def _ordered(axes: Axes, mesh: LogicalMesh) -> Axes:
     return tuple(a for a in mesh.axis_names if a in axes)
 
@@ -362,7 +366,7 @@ def _compute(
 ) -> float:
     local = [b / s.shards(mesh.shape) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
     parts: float = math.prod(mesh.axes_size(a) for a in chosen.values())
-    axes = next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
+    axes = _local_axes(kind, chosen)
     if axes and kind.rule.local is not None and kind.rule.local.slowest is not None:
         parts /= kind.rule.local.slowest(mesh.axes_size(axes), local)
     return compute(kind, local, parts, mesh)

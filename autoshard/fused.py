@@ -40,10 +40,9 @@ def unfit(form: Form, query: Any, key: Any, value: Any) -> str:
     width, fill = sizes[form.within], masked(form)
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return f"cuDNN takes queries, keys and values of {' or '.join(DTYPES)}, not {', '.join(sorted(dtypes))}"
-    if any(s.kind not in {"scale", "band"} for s in form.steps):
-        kind = next(s.kind for s in form.steps if s.kind not in {"scale", "band"})
-        return f"cuDNN gets no mask or bias but the causal mask ({kind})"
-    if fill is not None and (len(_bands(form)) > 1 or (_bands(form)[0].low, _bands(form)[0].high) != (None, 0)):
+    if other := next((s.kind for s in form.steps if s.kind not in {"scale", "band"}), ""):
+        return f"cuDNN gets no mask or bias but the causal mask ({other})"
+    if fill is not None and [(s.low, s.high) for s in form.steps if s.kind == "band"] != [(None, 0)]:
         return "cuDNN gets no mask or bias but the causal mask (a window)"
     if fill is not None and fill > NEVER:
         return f"cuDNN leaves masked keys out, and these count by a score of {fill:g}"
@@ -67,19 +66,19 @@ def masked(form: Form) -> float | None:
 
 
 def peak_flops(form: Form, query: Any, key: Any, value: Any, share: float, *, backward: bool = False) -> float:
-    """What the peak does while the kernel runs, at its ``share`` of the peak. A causal mask halves its work."""
-    sizes = form.sizes(query, key, value)
-    flops = form.flops(query, key, value, backward=backward) * max(1.0, WIDTH / sizes[form.within])
-    return flops / rate(share, sizes[form.col]) / (1 if masked(form) is None else 2)
+    """What the peak does while the kernel runs, at its ``share`` of the peak."""
+    sizes, flops = form.sizes(query, key, value), form.flops(query, key, value, backward=backward)
+    return at_peak(flops, sizes[form.within], rate(share, sizes[form.col]), causal=masked(form) is not None)
+
+
+def at_peak(flops: float, width: int, share: float, *, causal: bool) -> float:
+    """What the peak does while the kernel does ``flops``, half of them where a causal mask leaves out the rest."""
+    return flops * max(1.0, WIDTH / width) / share / (2 if causal else 1)
 
 
 def rate(share: float, keys: int) -> float:
     """The share of the peak for so many keys, where it is ``share`` for `MEASURED`."""
     return share * (1 + START / MEASURED) / (1 + START / keys)
-
-
-def _bands(form: Form) -> list[Step]:
-    return [s for s in form.steps if s.kind == "band"]
 
 
 def _form(query: Any, key: Any, scale: float, causal: bool) -> Form:

@@ -60,7 +60,7 @@ def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: It
         layout = propagate(graph, [open_], given)
         origins = {k: why if k[0] in graph.pins or k[0] not in specs else CHOSEN for k, why in layout.origins.items()}
         layout = replace(layout, origins=origins, ways=ways)
-        split = tuple(_mostly(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
+        split = tuple(mostly(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
         return s.add(Choice(split, stored, 3 if stored else 0, solved=next(number)), layout)
 
     for _ in range(MOMENTS):
@@ -106,7 +106,7 @@ def marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:
     return found if len(found) > 1 else []
 
 
-def _mostly(found: Iterable[Axes]) -> Axes:
+def mostly(found: Iterable[Axes]) -> Axes:
     """The commonest; the longest of equally common ones."""
     have = Counter(found)
     return max(have, key=lambda a: (have[a], len(a)), default=())

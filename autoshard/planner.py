@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from autoshard.candidates import Candidate, Search
 from autoshard.dims import DimClass
 from autoshard.graph import Graph, build
 from autoshard.jaxpr import dtype_name
+from autoshard.layouts import mostly
 from autoshard.pins import islands, pins
 from autoshard.plan import Alternative, Place, Plan
 from autoshard.program import Leaf, Program, abstract
@@ -127,8 +127,8 @@ def _why(leaf: Leaf, v: int, layout: Layout) -> str:
 
 def _carried_by(c: DimClass, layout: Layout, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """The axes that split a class: those chosen, or, where pins or propagation decided, what its arguments have."""
-    have = Counter(layout.specs[v].dims[d] for v, d in c.inputs)
-    return chosen if not have or chosen in have else max(have, key=lambda a: (have[a], len(a)))
+    have = [layout.specs[v].dims[d] for v, d in c.inputs]
+    return chosen if not have or chosen in have else mostly(have)
 
 
 def _alternatives(best: Candidate, s: Search) -> tuple[Alternative, ...]:

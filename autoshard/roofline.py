@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from autoshard.collective import KINDS
-from autoshard.fused import WIDTH, rate
+from autoshard.fused import at_peak, rate
 from autoshard.hlo import shape_bytes
 from autoshard.loops import multiplicities
 from autoshard.mesh import Hardware
@@ -74,7 +74,7 @@ def instruction_seconds(
 
 
 def _attention(instruction: Instruction, computation: Computation, hardware: Hardware) -> float:
-    """Seconds of cuDNN's attention; 0 of all else. A causal mask halves its work."""
+    """Seconds of cuDNN's attention; 0 of all else."""
     kernel = _ATTENTION.search(instruction.attributes)
     if not kernel:
         return 0.0
@@ -83,12 +83,12 @@ def _attention(instruction: Instruction, computation: Computation, hardware: Har
     if not scores or not query:
         raise ValueError(f"{instruction.name}: cuDNN's attention, and its HLO does not say of what shape")
     batch, heads, rows, cols = _ints(scores[1].replace('"', ""))
-    width = max(WIDTH, math.prod(_ints(query[2])) // (batch * heads * rows))
+    width = math.prod(_ints(query[2])) // (batch * heads * rows)
     backward = "Backward" in kernel[1]
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
     share = rate(hardware.attention[backward], cols) if hardware.attention else 1.0
-    masked = 2 if _CAUSAL.search(instruction.attributes) else 1
-    return flops / masked / share / hardware.peak(_DTYPES.get(query[1], query[1]))
+    causal = _CAUSAL.search(instruction.attributes) is not None
+    return at_peak(flops, width, share, causal=causal) / hardware.peak(_DTYPES.get(query[1], query[1]))
 
 
 def _inside(instruction: Instruction, module: Module) -> Computation | None:
