@@ -7,6 +7,7 @@ layout that would be lowered.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from autoshard.cost import Cost, Costing
 from autoshard.dims import DimClass, Roles, classes, roles
 from autoshard.graph import Graph
+from autoshard.groups import Groups
 from autoshard.memory import Lives, Memory
 from autoshard.propagate import Layout, propagate
 from autoshard.spec import Axes, Spec, replicated
@@ -77,6 +79,11 @@ class Search:
         self.axes = self.graph.program.mesh.split_axes
         self.roles: Roles = roles(self.graph)
 
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """The graph's."""
+        return Groups(self.graph)
+
     @property
     def batch(self) -> list[int]:
         """The classes that the batch is of."""
@@ -102,7 +109,11 @@ class Search:
 
     def best(self, choices: Iterable[Choice]) -> Candidate:
         """The best of ``choices``; the first of equals."""
-        return min(map(self.price, choices), key=lambda c: c.key(self.budget))
+        return min(map(self.price, choices), key=self.key)
+
+    def key(self, found: Candidate) -> tuple[float, ...]:
+        """Sorts the best first."""
+        return found.key(self.budget)
 
     def _seeds(self, choice: Choice) -> tuple[list[dict[int, Spec]], dict[int, Spec]]:
         values, mesh = self.graph.values, self.graph.program.mesh

@@ -15,7 +15,7 @@ from autoshard.graph import Graph
 from autoshard.lays import lies
 from autoshard.merged import View, views
 from autoshard.problem import restricted
-from autoshard.propagate import propagate
+from autoshard.propagate import Layout, propagate
 from autoshard.solve import another, lightest, solve, unbudgeted
 from autoshard.space import Limits, build
 from autoshard.spec import Axes, Spec
@@ -23,7 +23,13 @@ from autoshard.spec import Axes, Spec
 CHOSEN = "solved for"
 """Why a value that the solver decides lies as it does."""
 AXES = 3
-"""Most mesh axes for which the space is solved; of more, neighbours are taken together."""
+"""Most mesh axes for which the space is solved as a whole."""
+COARSE = 2
+"""Of more, neighbours are first taken together until so many are left."""
+ROUNDS = 3
+"""Most rounds of looking near what was found so."""
+GAIN = 1e-3
+"""What a round has to gain for another, as a share of the time."""
 MOMENTS = 5
 """Most moments of a step whose memory is held within the budget while solving."""
 
@@ -38,15 +44,43 @@ def solved(s: Search, limits: Limits | None = None, stored: Axes = ()) -> Iterat
     """
     if s.axes and (limits is None or len(s.axes) <= AXES):  # limits name the mesh's own axes
         number = itertools.count(1)
+        if len(s.axes) <= AXES:
+            (whole,) = views(s.graph, AXES)
+            yield from _seen(s, whole, limits, stored, number)
+        else:
+            yield from _refined(s, limits, stored, number)
+
+
+def _refined(s: Search, limits: Limits | None, stored: Axes, number: Iterator[int]) -> Iterator[Choice]:
+    """What solving finds on few axes, neighbours taken together, and then near that on more of them, in rounds."""
+    found: list[Candidate] = []
+    """The best of each view."""
+
+    def noted(choices: Iterator[Choice]) -> Sequence[Choice]:
+        every = list(choices)
+        found.append(s.best(every))
+        return every
+
+    for view in [*views(s.graph, COARSE)] or views(s.graph, AXES):
+        yield from noted(_seen(s, view, limits, stored, number))
+    for _ in range(ROUNDS if found else 0):
+        before = min(found, key=s.key)
         for view in views(s.graph, AXES):
-            yield from _seen(s, view, limits, stored, number)
+            about = [layout for c in sorted(found, key=s.key) if (layout := view.layout(c.layout)) is not None]
+            if about:
+                yield from noted(_seen(s, view, limits, stored, number, about))
+        now = min(found, key=s.key)
+        if s.key(now)[0] == s.key(before)[0] and now.cost.seconds >= before.cost.seconds * (1 - GAIN):
+            return
 
 
-def _seen(s: Search, view: View, limits: Limits | None, stored: Axes, number: Iterator[int]) -> Iterator[Choice]:
-    """What solving finds for ``view``; layouts are numbered."""
+def _seen(
+    s: Search, view: View, limits: Limits | None, stored: Axes, number: Iterator[int], about: Sequence[Layout] = ()
+) -> Iterator[Choice]:
+    """What solving finds for ``view``, or there near the layouts ``about``; layouts are numbered."""
     graph, sizes = s.graph, s.graph.program.mesh
-    space = build(view.graph, limits)
-    problem, sure = space.problem, limits is None and view.graph is graph
+    space = build(view.graph, limits, about, s.groups)
+    problem, sure = space.problem, limits is None and view.graph is graph and not about
 
     def laid(found: Sequence[int]) -> Candidate:
         specs, ways = view.specs(space.specs(found)), view.ways(space.ways(found))

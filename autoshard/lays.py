@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.mesh import LogicalMesh
 from autoshard.moves import put
 from autoshard.problem import Array, Labels
-from autoshard.routes import prices
+from autoshard.routes import each, prices
 from autoshard.spec import Axes, Spec
 
 Places = tuple[int, ...]
@@ -32,27 +32,51 @@ class Lay:
     which: Labels
     """For each option, which of them."""
 
-
-def lay(specs: Iterable[Spec]) -> Lay:
-    number: dict[Spec, int] = {}
-    which = np.array([number.setdefault(s, len(number)) for s in specs], dtype=np.intp)
-    return Lay(tuple(number), which)
+    @property
+    def distinct(self) -> bool:
+        """Whether no two options are alike."""
+        return len(self.specs) == len(self.which)
 
 
 class Lays:
-    """How values lie under the options of a problem's variables."""
+    """How values lie under the options of a problem's variables. Options and lays that are equal are one object."""
 
-    def __init__(self, options: Sequence[Sequence[Spec]], mesh: LogicalMesh) -> None:
-        self.options, self.mesh = options, mesh
+    def __init__(self, options: Iterable[Sequence[Spec]], mesh: LogicalMesh) -> None:
+        self.mesh = mesh
+        self.options: list[Sequence[Spec]] = []
+        """Of each variable."""
+        self.alike: list[int] = []
+        """Of each variable the first with its options."""
+        self._first: dict[tuple[Spec, ...], int] = {}
+        self._known: dict[tuple[tuple[Spec, ...], bytes], Lay] = {}
         self._lays: dict[tuple[int, Places, Terms], Lay] = {}
         self._moves: dict[tuple[Lay, Lay, Places, int], Array] = {}
+        self._along: dict[tuple[Lay, Lay, Places, int], Array] = {}
         self._parts: dict[Lay, Array] = {}
+        for o in options:
+            self.add(o)
+
+    def add(self, options: Sequence[Spec]) -> None:
+        """The options of the next variable."""
+        self.alike.append(self._first.setdefault(tuple(options), len(self.options)))
+        self.options.append(self.options[self.alike[-1]] if self.alike[-1] < len(self.options) else options)
+
+    def lay(self, specs: Iterable[Spec]) -> Lay:
+        """A spec for each option."""
+        number: dict[Spec, int] = {}
+        which = np.array([number.setdefault(s, len(number)) for s in specs], dtype=np.intp)
+        key = tuple(number), which.tobytes()
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Lay(key[0], which)
+        return found
 
     def lies(self, i: int, where: Places, terms: Terms = ()) -> Lay:
         """How a value with these places lies under each option of variable ``i``; in terms along what splits some."""
-        found = self._lays.get((i, where, terms))
+        key = self.alike[i], where, terms
+        found = self._lays.get(key)
         if found is None:
-            found = self._lays[i, where, terms] = lay([lies(o, where, terms) for o in self.options[i]])
+            found = self._lays[key] = self.lay([lies(o, where, terms) for o in self.options[i]])
         return found
 
     def moves(self, src: Lay, dst: Lay, shape: Places, bits: int) -> Array:
@@ -60,15 +84,22 @@ class Lays:
         key = src, dst, shape, bits
         found = self._moves.get(key)
         if found is None:
-            each = prices(src.specs, dst.specs, shape, bits, self.mesh)
-            found = self._moves[key] = each[np.ix_(src.which, dst.which)]
+            apart = prices(src.specs, dst.specs, shape, bits, self.mesh)
+            found = self._moves[key] = apart if src.distinct and dst.distinct else apart[src.which[:, None], dst.which]
         return found
 
     def along(self, src: Lay, dst: Lay, shape: Places, bits: int) -> Array:
         """Seconds from each of ``src`` to the one of ``dst`` in the same place."""
-        if src is dst or (src.specs == dst.specs and np.array_equal(src.which, dst.which)):
+        if src is dst:
             return np.zeros(len(src.which))
-        return prices(src.specs, dst.specs, shape, bits, self.mesh)[src.which, dst.which]
+        key = src, dst, shape, bits
+        found = self._along.get(key)
+        if found is None:
+            pairs: dict[tuple[int, int], int] = {}
+            at = [pairs.setdefault(p, len(pairs)) for p in zip(src.which.tolist(), dst.which.tolist(), strict=True)]
+            srcs, dsts = [src.specs[s] for s, _ in pairs], [dst.specs[d] for _, d in pairs]
+            found = self._along[key] = each(srcs, dsts, shape, bits, self.mesh)[at]
+        return found
 
     def parts(self, lay: Lay) -> Array:
         """Into how many parts each of ``lay`` splits a value."""
@@ -105,3 +136,17 @@ def splits(sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[Spec,
             )
         ]
     return tuple(Spec(dims) for dims, _ in found)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def near(spec: Spec, sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[Spec, ...]:
+    """``spec`` and every way to split dimensions of ``sizes`` that differs from it in what one axis splits."""
+    found = {spec: None}
+    for axis in axes:
+        rest = tuple(tuple(a for a in d if a != axis) for d in spec.dims)
+        found[Spec(rest)] = None
+        for d, n in enumerate(sizes):
+            split = tuple(a for a in axes if a == axis or a in rest[d])
+            if n > 1 and n % mesh.axes_size(split) == 0:
+                found[Spec(put(rest, d, split))] = None
+    return tuple(s for s in found if all(n % mesh.axes_size(d) == 0 for n, d in zip(sizes, s.dims, strict=True)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.graph import Graph
 from autoshard.mesh import LogicalMesh
+from autoshard.propagate import Layout
 from autoshard.spec import Axes, Spec
 
 Factors = tuple[tuple[str, Axes], ...]
@@ -37,6 +38,16 @@ class View:
         """Of each value its spec over the mesh itself."""
         known = {spec: self.spec(spec) for spec in set(specs.values())}
         return {v: known[spec] for v, spec in specs.items()}
+
+    def layout(self, whole: Layout) -> Layout | None:
+        """A layout over the mesh itself as one over these axes; None where it splits over a part of one."""
+        specs = {spec: _merged(spec, self.axes) for spec in set(whole.specs)}
+        ways = {way: _merged(Spec(tuple(axes for _, axes in way)), self.axes) for way in set(whole.ways.values())}
+        said = {spec: s for spec, s in specs.items() if s is not None}
+        run = {w: tuple((f, axes) for (f, _), axes in zip(w, s.dims, strict=True)) for w, s in ways.items() if s}
+        if len(said) + len(run) < len(specs) + len(ways):
+            return None
+        return Layout(tuple([said[s] for s in whole.specs]), {}, ways={n: run[w] for n, w in whole.ways.items()})
 
     def ways(self, ways: Mapping[int, Factors]) -> dict[int, Factors]:
         """Of each node the axes of its factors, as those of the mesh itself."""

@@ -6,6 +6,7 @@ plus a time for each byte, so one graph serves every value, and is filled only w
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -150,9 +151,12 @@ class Graph:
         free = tuple(a for a in self.axes if a not in terms)
         if (parts, free) not in self.alike:
             self.alike[parts, free] = tuple(_layouts(parts, free, self.sizes))
+        here = _where(dims)
         for other in self.alike[parts, free]:
             if other != dims:
-                yield self.edge("collective-permute", _displaced(dims, other), (other, partial))
+                there = _where(other)
+                displaced = tuple(sorted(a for a in {*here, *there} if here.get(a) != there.get(a)))
+                yield self.edge("collective-permute", displaced, (other, partial))
 
 
 def put(dims: Dims, dim: int, axes: Axes) -> Dims:
@@ -164,14 +168,14 @@ def _layouts(parts: tuple[int, ...], free: Axes, sizes: Mapping[str, int]) -> It
     if not parts:
         yield ()
         return
-    for n in range(len(free) + 1):
+    for n in range(len(free) + 1 if parts[0] > 1 else 1):
         for axes in itertools.permutations(free, n):
             if math.prod([sizes[a] for a in axes]) == parts[0]:
                 for others in _layouts(parts[1:], tuple(a for a in free if a not in axes), sizes):
                     yield (axes, *others)
 
 
-def _displaced(before: tuple[Axes, ...], after: tuple[Axes, ...]) -> Axes:
-    """The axes that stand elsewhere in ``after`` than in ``before``."""
-    where = [{a: (dim, i) for dim, axes in enumerate(dims) for i, a in enumerate(axes)} for dims in (before, after)]
-    return tuple(sorted(a for a in {*where[0], *where[1]} if where[0].get(a) != where[1].get(a)))
+@functools.lru_cache(maxsize=1 << 14)
+def _where(dims: Dims) -> Mapping[str, tuple[int, int]]:
+    """Dimension and place there of each axis."""
+    return {a: (dim, i) for dim, axes in enumerate(dims) for i, a in enumerate(axes)}

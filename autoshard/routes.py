@@ -40,6 +40,8 @@ class _Net:
     """Whether a move's bytes are those after it rather than before it."""
     new: np.ndarray
     """[moves, axes]: whether a move begins to use an axis."""
+    idle: np.ndarray
+    """[axes, states]: whether a state splits nothing over an axis."""
     seen: dict[tuple[tuple[int, ...], Axes], dict[Spec, int]] = field(
         default_factory=dict[tuple[tuple[int, ...], Axes], dict[Spec, int]]
     )
@@ -50,6 +52,26 @@ def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], b
     """Seconds from each of ``srcs`` to each of ``dsts``, as `reshard.seconds`. No destination is partial."""
     if len(srcs) == 1 and srcs == dsts:
         return np.zeros((1, 1))
+    table, froms, goals = _asked(srcs, dsts, shape, bits, mesh)
+    columns = table.columns(goals)
+    return table.seconds[np.array(froms)[:, None], columns]
+
+
+def each(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> Array:
+    """Seconds from each of ``srcs`` to the one of ``dsts`` in the same place."""
+    apart = [k for k, (s, d) in enumerate(zip(srcs, dsts, strict=True)) if s != d]
+    found = np.zeros(len(srcs))
+    if apart:
+        table, froms, goals = _asked([srcs[k] for k in apart], [dsts[k] for k in apart], shape, bits, mesh)
+        columns = table.columns(goals)
+        found[apart] = table.seconds[froms, columns]
+    return found
+
+
+def _asked(
+    srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], bits: int, mesh: LogicalMesh
+) -> tuple[_Table, list[int], list[int]]:
+    """The table of such values, and its states for ``srcs`` and ``dsts``."""
     large = tuple(d for d, n in enumerate(shape) if n > 1)
     number, alike = _numbered(mesh)
     terms = tuple(sorted({(number[a], kind) for s in srcs for a, kind in s.partial if a in number}))
@@ -68,7 +90,7 @@ def prices(srcs: Sequence[Spec], dsts: Sequence[Spec], shape: tuple[int, ...], b
     n = np.array([shape[d] for d in large], dtype=float)
     size = np.ceil(np.prod(np.ceil(n / net.parts), axis=1) * bits / 8)
     whole = (n % net.parts == 0).all(axis=1)
-    return _table(known, size.tobytes(), whole.tobytes()).between([state(s) for s in srcs], [state(d) for d in dsts])
+    return _table(known, size.tobytes(), whole.tobytes()), [state(s) for s in srcs], [state(d) for d in dsts]
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,33 +108,32 @@ def _numbered(mesh: LogicalMesh) -> tuple[dict[str, str], LogicalMesh]:
 def _table(known: Any, sizes: bytes, divides: bytes) -> _Table:
     """``sizes`` and ``divides`` are arrays: the bytes that a device holds in each state, and whether that state splits
     evenly. All else about the value's shape does not count, so one table serves many shapes."""
-    return _Table(_net(*known), known[0], np.frombuffer(sizes), np.frombuffer(divides, dtype=bool))
+    return _Table(_net(*known), np.frombuffer(sizes), np.frombuffer(divides, dtype=bool))
 
 
 class _Table:
     """Seconds from every state of a net to those that were asked for, of values of one size."""
 
-    def __init__(self, net: _Net, axes: Axes, size: Array, whole: np.ndarray) -> None:
+    def __init__(self, net: _Net, size: Array, whole: np.ndarray) -> None:
         cost = net.fixed + net.each * np.where(net.gathers, size[net.after], size[net.before])
         can = whole[net.after]
         can[net.start] = True  # to stay costs nothing, and where it cannot be had, no move leads there
         self.start, self.after = np.cumsum(np.append(0, can))[net.start], net.after[can]
         self.cost, self.new = cost[can, None], net.new[can]
-        self.idle = np.array([[all(a not in d for d in dims) for dims, _ in net.number] for a in axes])
-        """[axes, states]: whether a state splits nothing over an axis."""
+        self.idle = net.idle
         self.known: dict[int, int] = {}
         """The column of each goal."""
         self.seconds = np.empty((len(net.number), 0))
         """[states, goals]"""
 
-    def between(self, srcs: Sequence[int], goals: Sequence[int]) -> Array:
-        """[srcs, goals]: seconds from state to state."""
+    def columns(self, goals: Sequence[int]) -> list[int]:
+        """The columns of ``goals``, which are priced if they were not."""
         new = sorted(set(goals).difference(self.known))
         if new:
             self.known.update(zip(new, range(len(self.known), len(self.known) + len(new)), strict=True))
             parts = [self._to(np.array(new[k : k + COLUMNS])) for k in range(0, len(new), COLUMNS)]
             self.seconds = np.concatenate([self.seconds, *parts], axis=1)
-        return self.seconds[np.ix_(srcs, [self.known[g] for g in goals])]
+        return [self.known[g] for g in goals]
 
     def _to(self, goals: np.ndarray) -> Array:
         begins = np.zeros((len(self.after), len(goals)), dtype=bool)
@@ -160,6 +181,7 @@ def _net(axes: tuple[str, ...], rank: int, terms: Terms, mesh: LogicalMesh) -> _
         np.array([e.each for _, e in edges]),
         np.array([e.kind == "all-gather" for _, e in edges]),
         ~held[before] & split[after],
+        ~split.T,
     )
 
 

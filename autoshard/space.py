@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,10 @@ import numpy as np
 from autoshard.cost import Way, brought_anew, compute, held, way
 from autoshard.graph import Graph, Kind
 from autoshard.groups import PARAMETER, Groups, Places
-from autoshard.lays import Lay, Lays, lay, lies, splits
+from autoshard.lays import Lay, Lays, lies, near, splits
 from autoshard.mesh import LogicalMesh
-from autoshard.problem import Array, Builder, Problem, Row
+from autoshard.problem import Array, Builder, Labels, Problem, Row
+from autoshard.propagate import Layout
 from autoshard.spec import REDUCED, Axes, Spec
 
 HELD = 1e-6
@@ -122,30 +123,39 @@ class Limits:
         return [o for o in options if set(self.never) <= set(axes(o))] or options
 
 
-def build(graph: Graph, limits: Limits | None = None) -> Space:
-    """The problem of laying out ``graph``; the user's pins leave the values that they name one option."""
-    return _Assembly(graph, limits or Limits()).space()
+def build(
+    graph: Graph, limits: Limits | None = None, about: Sequence[Layout] = (), groups: Groups | None = None
+) -> Space:
+    """The problem of laying out ``graph``, whose groups these are; the user's pins leave the values that they name one
+    option.
+
+    With layouts ``about``, each variable has what it has there, and what differs from that in what one axis splits.
+    """
+    return _Assembly(graph, limits or Limits(), about, groups or Groups(graph)).space()
 
 
 class _Assembly:
     """Adds up the tables."""
 
-    def __init__(self, graph: Graph, limits: Limits) -> None:
-        self.graph, self.mesh, self.limits = graph, graph.program.mesh, limits
+    def __init__(self, graph: Graph, limits: Limits, about: Sequence[Layout], groups: Groups) -> None:
+        self.graph, self.mesh, self.limits, self.about = graph, graph.program.mesh, limits, about
         self.axes = self.mesh.split_axes
-        self.groups = Groups(graph)
+        self.groups = groups
         self.builder = Builder()
-        self.options: list[Sequence[Spec]] = []
         self.nodes: dict[int, tuple[int, Sequence[Factors]]] = {}
-        self.kin: list[list[tuple[Any, ...]]] = []
-        """For each option, the dimension or factor that each axis splits."""
+        self.chosen: dict[int, Sequence[Mapping[str, Axes]]] = {}
+        """Of a node's variable the axes of its factors under each option."""
+        self.kin: dict[int, list[Labels]] = {}
+        self.plain: dict[Kind, bool] = {}
         self.variables: dict[Any, int] = {}
         self.ways: dict[tuple[Kind, tuple[Any, ...]], Way] = {}
-        self.lays = Lays(self.options, self.mesh)
+        self.lays = Lays((), self.mesh)
+        self.options = self.lays.options
 
     def space(self) -> Space:
         graph, places, color = self.graph, self.groups.places, self.groups.color
         sizes: dict[int, list[int]] = {}
+        known: dict[int, list[list[Axes]]] = {}
         batch: dict[int, set[int]] = defaultdict(set)
         pinned: dict[int, tuple[Spec, set[int]]] = {}
         shapes: dict[tuple[int, Places], set[tuple[int, ...]]] = defaultdict(set)
@@ -153,9 +163,13 @@ class _Assembly:
             c = color[root]
             rank = self.groups.rank(root)
             sizes.setdefault(c, [0] * rank)
-            shapes[c, where].add(graph.values[v].shape)
             if self.limits.batch:
                 batch[c].update(p for d, p in enumerate(where) if p >= 0 and (v, d) in self.limits.batch)
+            if (c, where) not in shapes:
+                for l, dims in zip(self.about, known.setdefault(c, [[()] * rank for _ in self.about]), strict=True):
+                    for p, axes in zip(where, l.specs[v].dims, strict=True):
+                        dims[p] = axes if p >= 0 else dims[p]
+            shapes[c, where].add(graph.values[v].shape)
             if v in graph.pins:
                 given = Spec(tuple(graph.pins[v].dims[where.index(p)] for p in range(rank)))
                 pinned[c] = given, {where[d] for d in graph.open.get(v, ())}
@@ -164,7 +178,7 @@ class _Assembly:
                 if p >= 0:
                     sizes[c][p] = math.gcd(sizes[c][p], shape[d])
         for c, dims in sizes.items():
-            free = self.limits.within(self._splits(dims), batch[c])
+            free = self.limits.within(self._splits(dims, (Spec(tuple(k)) for k in known[c])), batch[c])
             self._variable(c, self._within(*pinned[c], dims) if c in pinned else free)
         where = {v: (self.variables[color[root]], at) for v, (root, at) in places.items()}
         self.where = where
@@ -181,16 +195,51 @@ class _Assembly:
                 if n in read:
                     key = [copied.get((v, n), k) for v, k in zip(node.values, key, strict=True)]
                 alike[node.kind, *key].append(n)
+        plain: Counter[tuple[int, Places]] = Counter()
         for (kind, *key), nodes in alike.items():
-            self._node(kind, [ends[k] for k in key], nodes)
+            found = {ends[k] for k in key if k}
+            end = found.pop() if len(found) == 1 and self._plain(kind) else None
+            if end is None:
+                self._node(kind, [ends[k] for k in key], nodes)
+            else:  # values that lie alike, element by element
+                times = sum(graph.nodes[n].times for n in nodes)
+                plain[end] += times * compute(kind, kind.bytes, 1, self.mesh)  # type: ignore[assignment]
+        for (i, at), seconds in plain.items():
+            self.builder.alone(i, seconds / self.lays.parts(self.lays.lies(i, at)))
         slack = self._held()
-        kin = tuple(tuple(np.array(_labels(k, axis)) for k in self.kin) for axis in range(len(self.axes)))
-        return Space(self.builder.done(kin if len(kin) > 1 else ()), where, tuple(self.options), self.nodes, slack)
+        kin = tuple(zip(*map(self._kin, range(len(self.options))), strict=True)) if len(self.axes) > 1 else ()
+        return Space(self.builder.done(kin), where, tuple(self.options), self.nodes, slack)
+
+    def _plain(self, kind: Kind) -> bool:
+        """Whether an equation goes element by element through values of one shape, and numbers."""
+        if kind not in self.plain:
+            rule, form = kind.rule, self.groups.form(kind)
+            dims = (*rule.operands, *rule.results)
+            large = {(dims[p], n) for p, n in enumerate(kind.shapes) if n or p >= len(rule.operands)}
+            kinds = {rule.kind(f) for f in rule.factors}
+            self.plain[kind] = (
+                len(large) == 1 and bool(form.full) and not form.reduces and not rule.halos and "whole" not in kinds
+            )
+        return self.plain[kind] and not kind.flops
+
+    def _kin(self, i: int) -> list[Labels]:
+        """Of a variable, for each axis: the same number for options that differ at most in what that axis splits."""
+        found = self.kin.get(self.lays.alike[i])
+        if found is None:
+            split = (
+                [c.items() for c in self.chosen[i]]
+                if i in self.chosen
+                else [enumerate(o.dims) for o in self.options[i]]
+            )
+            places = list(map(self._places, split))
+            found = [np.array(_labels(places, axis)) for axis in range(len(self.axes))]
+            if i not in self.chosen:
+                self.kin[self.lays.alike[i]] = found
+        return found
 
     def _variable(self, key: Any, options: Sequence[Spec]) -> int:
         i = self.variables[key] = self.builder.variable(len(options))
-        self.options.append(options)
-        self.kin.append([self._places(enumerate(o.dims)) for o in options])
+        self.lays.add(options)
         return i
 
     def _places(self, split: Iterable[tuple[Any, Axes]]) -> tuple[Any, ...]:
@@ -208,8 +257,11 @@ class _Assembly:
         more = splits(tuple(sizes), rest, self.mesh)
         return [Spec(tuple(a + b for a, b in zip(pin.dims, m.dims, strict=True))) for m in more]
 
-    def _splits(self, sizes: Sequence[int]) -> Sequence[Spec]:
-        return splits(tuple(sizes), self.axes, self.mesh)
+    def _splits(self, sizes: Sequence[int], known: Iterable[Spec]) -> Sequence[Spec]:
+        """Every way to split ``sizes``; where the search is about some layouts, those near what they have."""
+        if not self.about:
+            return splits(tuple(sizes), self.axes, self.mesh)
+        return list(dict.fromkeys(s for spec in known for s in near(spec, tuple(sizes), self.axes, self.mesh)))
 
     def _held(self) -> float:
         """Charges a little for what arguments take, so that of layouts that are equal otherwise the smallest wins; the
@@ -247,7 +299,7 @@ class _Assembly:
             j = self.variables.get(key)
             if j is None:
                 batch = [d for d in range(len(shape)) if (v, d) in self.limits.batch]
-                options = self.limits.within(self._splits(shape), batch)
+                options = self.limits.within(self._splits(shape, self._read(v, nodes)), batch)
                 parameter = self.groups.labels[v] == PARAMETER
                 j = self._variable(key, self.limits.splitting(options, lambda s: s.axes) if parameter else options)
             edges[i, where, j, at, shape, graph.values[v].bits] += max(graph.nodes[n].times for n in nodes)
@@ -257,6 +309,15 @@ class _Assembly:
             self.builder.between(i, j, times * seconds)
         return found
 
+    def _read(self, v: int, nodes: Sequence[int]) -> Iterator[Spec]:
+        """How a value lies, and how equations read it, in what the search is about."""
+        for l in self.about:
+            yield l.specs[v]
+            for n in nodes:
+                if n in l.ways:
+                    node = self.graph.nodes[n]
+                    yield self._way(node.kind, dict(l.ways[n])).needs[node.operands.index(v)]
+
     def _node(self, kind: Kind, ends: Sequence[End], nodes: Sequence[int]) -> None:
         """Adds what nodes of a kind cost, whose values have these variables."""
         times = float(sum(self.graph.nodes[n].times for n in nodes))
@@ -264,10 +325,10 @@ class _Assembly:
             return
         leaders = self._leaders(kind, ends)
         if not leaders:
-            chosen = self._chosen(kind, self.graph.nodes[nodes[0]].values)
+            chosen = self._chosen(kind, nodes[0])
             i = self.builder.variable(len(chosen))
-            self.options.append([])
-            self.kin.append([self._places(c.items()) for c in chosen])
+            self.lays.add(())
+            self.chosen[i] = chosen
             factors = [tuple(sorted(c.items())) for c in chosen]
             self.nodes.update((n, (i, factors)) for n in nodes)
             self._add(i, *self._costs(kind, ends, i, *self._run(kind, chosen), times))
@@ -303,7 +364,7 @@ class _Assembly:
             shape, bits = kind.shapes[p], kind.bits[p]
             if end is None:  # a scalar, or what no other equation reads: only its terms cost
                 if p >= operands and any(s.partial for s in need.specs):
-                    reduced = Lay(tuple(s.reduced() for s in need.specs), need.which)
+                    reduced = lays.lay([need.specs[k].reduced() for k in need.which])
                     alone += times / kind.together * lays.along(need, reduced, shape, bits)
                 continue
             there = lays.lies(*end)
@@ -317,8 +378,8 @@ class _Assembly:
     def _run(self, kind: Kind, chosen: Sequence[Mapping[str, Axes]]) -> tuple[Array, list[Lay]]:
         """Seconds of a node whose factors have each of the axes ``chosen``, and what it asks of its values."""
         ways = [self._way(kind, c) for c in chosen]
-        asked = [lay([w.needs[p] for w in ways]) for p in range(len(kind.rule.operands))]
-        asked += [lay([w.gives[p] for w in ways]) for p in range(len(kind.rule.results))]
+        asked = [self.lays.lay([w.needs[p] for w in ways]) for p in range(len(kind.rule.operands))]
+        asked += [self.lays.lay([w.gives[p] for w in ways]) for p in range(len(kind.rule.results))]
         return np.array([w.seconds(self.mesh) if w.possible else math.inf for w in ways]), asked
 
     def _led_by(self, kind: Kind, p: int, i: int, at: Places) -> tuple[Array, list[Lay]] | None:
@@ -366,12 +427,14 @@ class _Assembly:
             self.ways[key] = way(kind, chosen, self.mesh)
         return self.ways[key]
 
-    def _chosen(self, kind: Kind, values: Sequence[int]) -> list[dict[str, Axes]]:
-        """Every way to give the axes to a kind's factors, of a node that has these values."""
+    def _chosen(self, kind: Kind, node: int) -> list[dict[str, Axes]]:
+        """Every way to give the axes to a kind's factors, of a node."""
+        values = self.graph.nodes[node].values
         free = [(f, n) for f, n in kind.sizes if n > 1 and kind.rule.kind(f) != "whole"]
         of_batch = {dim[0] for p, d, dim in kind.places if (values[p], d) in self.limits.batch}
         batch = [k for k, (f, _) in enumerate(free) if f in of_batch]
-        options = self.limits.within(self._splits([n for _, n in free]), batch)
+        known = [Spec(tuple(dict(l.ways.get(node, ())).get(f, ()) for f, _ in free)) for l in self.about]
+        options = self.limits.within(self._splits([n for _, n in free], known), batch)
         found = [dict(zip((f for f, _ in free), o.dims, strict=True)) for o in options]
         kept = [held(kind, {f: a for f, a in c.items() if a}, self.mesh) for c in found]
         ways = list({tuple(sorted(h.items())): h for h in kept}.values())

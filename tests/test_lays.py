@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from autoshard.config import load_hardware
-from autoshard.lays import Lays, lies, splits
+from autoshard.lays import Lays, lies, near, splits
 from autoshard.mesh import LogicalMesh
 from autoshard.reshard import seconds
 from autoshard.spec import Spec
@@ -42,3 +42,28 @@ def test_moves_are_those_of_each_pair_of_options():
     assert not lays.along(dst, same, shape, 32).any()
     np.testing.assert_allclose(lays.along(src, src, shape, 32), np.zeros(len(OPTIONS[0])))
     assert lays.parts(dst).tolist() == [o.shards(MESH.shape) for o in OPTIONS[1]]
+
+
+def test_options_that_are_equal_lie_alike():
+    lays = Lays((OPTIONS[0], list(OPTIONS[0]), OPTIONS[1]), MESH)
+    assert lays.lies(0, (0, -1)) is lays.lies(1, (0, -1)) is not lays.lies(2, (0, -1))
+    assert lays.lay([lies(o, (0, -1)) for o in OPTIONS[0]]) is lays.lies(0, (0, -1))
+
+
+def test_along_is_what_moves_has_for_the_same_option():
+    lays, shape = Lays(OPTIONS, MESH), (8, 12)
+    src, dst = lays.lies(1, (0, 1)), lays.lies(1, (-1, 1))
+    np.testing.assert_array_equal(lays.along(src, dst, shape, 32), np.diagonal(lays.moves(src, dst, shape, 32)))
+    assert lays.along(src, dst, shape, 32).any()
+
+
+def test_near_differs_in_what_one_axis_splits():
+    def split_by(spec: Spec) -> list[int | None]:
+        return [next((d for d, axes in enumerate(spec.dims) if a in axes), None) for a in ("a", "b")]
+
+    start, sizes = Spec((("a",), ("b",), ())), (8, 12, 2)
+    found = near(start, sizes, ("a", "b"), MESH)
+    every = splits(sizes, ("a", "b"), MESH)
+    assert found[0] == start
+    assert len(found) == len(set(found))
+    assert set(found) == {s for s in every if any(x == y for x, y in zip(split_by(s), split_by(start), strict=True))}

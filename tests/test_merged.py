@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from autoshard.layouts import GAIN
 from autoshard.merged import views
 from autoshard.mesh import Link, LogicalMesh
+from autoshard.propagate import propagate
 from autoshard.search import search
+from autoshard.solve import solve
+from autoshard.space import build
 from autoshard.spec import Spec
 from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
@@ -58,20 +63,48 @@ def test_a_merged_axis_runs_over_its_slowest_link():
     assert first.graph.program.mesh.axis_links == last.graph.program.mesh.axis_links == ("far", "near")
 
 
-@pytest.mark.parametrize(
-    ("fun", "args"),
-    [
-        (product, ((1024, 256), (256, 512))),
-        (gated, ((512, 64), (64, 256), (64, 256), (256, 64))),
-        (mlp_step, mlp_args(256, 64, 128)),
-    ],
-)
-def test_four_axes_do_no_worse_than_the_two_that_they_make(fun, args):
+def test_a_layout_is_said_in_merged_axes_or_not_at_all():
+    g = graph(product, ((64, 64), (64, 64)), FOUR)
+    first, middle, last = views(g, 3)
+    said = propagate(first.graph, [{g.inputs[0]: Spec((("c+d",), ("a",)))}])
+    said = replace(said, ways={0: (("m", ("c+d",)),)})
+    whole = replace(said, specs=tuple(map(first.spec, said.specs)), ways=first.ways(said.ways))
+    found = first.layout(whole)
+    assert found is not None
+    assert (found.specs, found.ways) == (said.specs, said.ways)
+    assert whole.specs[g.inputs[0]] == Spec((("c", "d"), ("a",)))
+    assert middle.layout(whole) is last.layout(whole) is None  # c without b, and a without b
+    narrow = last.layout(replace(whole, specs=(Spec((("c", "d"), ())),) * 4))
+    assert narrow is not None
+    assert (narrow.specs[0], narrow.ways) == (Spec((("c", "d"), ())), {0: (("m", ("c", "d")),)})
+
+
+CASES = {
+    "product": (product, ((1024, 256), (256, 512))),
+    "gated": (gated, ((512, 64), (64, 256), (64, 256), (256, 64))),
+    "trained": (mlp_step, mlp_args(256, 64, 128)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_four_axes_do_no_worse_than_the_two_that_they_make(case: str) -> None:
+    fun, args = CASES[case]
     best, s = search(graph(fun, args, FOUR))
     fewer, _ = search(graph(fun, args, mesh(ab=8, cd=4)))
     assert best.cost.seconds <= fewer.cost.seconds
     assert s.bound == 0  # of the whole mesh nothing is proven
     assert search(graph(fun, args, FOUR))[0].layout.specs == best.layout.specs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_looking_near_coarse_layouts_finds_what_solving_finer_views_does(case: str) -> None:
+    """Views of three axes solved as a whole, each alone, against views of two, and then what is near those."""
+    fun, args = CASES[case]
+    g = graph(fun, args, mesh(a=2, b=2, c=2, d=2))
+    best, s = search(g)
+    exact = [solve(build(v.graph).problem).cost for v in views(g, 3)]
+    assert best.cost.seconds <= min(exact) * (1 + GAIN)
+    assert len([c for c in s.tried if c.solved]) >= 6
 
 
 def deep(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -81,7 +114,7 @@ def deep(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("pins", [None, (P(("b", "a")), P("d", "c"))])
-def test_a_program_too_large_to_be_searched_has_a_plan(pins):
+def test_a_program_too_large_to_be_searched_has_a_plan(pins: Any) -> None:
     g = graph(deep, ((64, 64), (64, 64)), FOUR, in_shardings=pins)
     best, s = search(g)
     assert all(best.layout.specs[v] == spec for v, spec in g.pins.items())

@@ -10,7 +10,7 @@ import pytest
 from autoshard.lays import splits
 from autoshard.mesh import Link, LogicalMesh
 from autoshard.reshard import seconds
-from autoshard.routes import prices
+from autoshard.routes import each, prices
 from autoshard.spec import Spec
 from tests.programs import CHIP, mesh
 
@@ -53,3 +53,12 @@ def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:
         one = seconds(s, d, (64, 128, 16), 32, on)
         assert table[i, j] == pytest.approx(one, rel=0.2, abs=1e-15)
         assert (table[i, j] == 0) == (one == 0)
+
+
+def test_each_to_its_own_as_in_the_table() -> None:
+    on = mesh(a=2, b=4)
+    dsts = splits((8, 12), ("a", "b"), on)
+    srcs = [*dsts[1:], dsts[0]]
+    table = prices(srcs, dsts, (8, 12), 32, on)
+    assert each(srcs, dsts, (8, 12), 32, on).tolist() == table.diagonal().tolist()
+    assert not each(dsts, dsts, (8, 12), 32, on).any()
