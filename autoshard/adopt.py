@@ -5,6 +5,7 @@ It must be of the same program, and must not overrule what the user gives beside
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from autoshard.plan import Plan
 from autoshard.planner import Wish, budget_of, fingerprint
 from autoshard.program import Program, abstract
 from autoshard.rule import RuleTable
-from autoshard.settings import of_the_user, settings
+from autoshard.settings import keeps_apart, of_the_user, settings
 from autoshard.spec import Spec
 from autoshard.units import size_text
 
@@ -44,8 +45,9 @@ def adopt(plan: Plan, program: Program, table: RuleTable, wish: Wish) -> tuple[P
             f"{size_text(wish.memory_budget, 2)}: plan anew under it, or raise it",
             plan.memory.peak,
         )
-    given = (*of_the_user(plan.compiler_options), *wish.compiler_options)
-    options = settings(graph, plan.memory.peak, budget_of(wish, program), given)
+    said = of_the_user(plan.compiler_options)
+    peak = math.inf if len(said) < len(plan.compiler_options) else plan.memory.peak  # where it has ours, it needs them
+    options = settings(keeps_apart(graph, peak, budget_of(wish, program)), (*said, *wish.compiler_options))
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph
 
 

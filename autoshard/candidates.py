@@ -63,6 +63,8 @@ class Search:
 
     graph: Graph
     budget: float
+    apart: bool = False
+    """Whether gathers stay out of convolutions (`autoshard.settings`)."""
     classes: tuple[DimClass, ...] = ()
     costing: Costing = field(init=False)
     lives: Lives = field(init=False)
@@ -74,7 +76,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.costing = Costing(self.graph)
-        self.lives = Lives(self.graph, self.costing)
+        self.lives = Lives(self.graph, self.costing, self.apart)
         self.classes = classes(self.graph)[:CLASSES]
         self.axes = self.graph.program.mesh.split_axes
         self.roles: Roles = roles(self.graph)

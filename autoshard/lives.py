@@ -4,7 +4,8 @@
 
 - a product that is read through one value alone is computed with it, where the compiler fuses products: that value
   takes the room;
-- what is computed element by element is written over what it is computed from, if nothing reads that afterwards;
+- what is computed element by element is written over what it is computed from, if nothing reads that afterwards: of
+  several, over one that was made by itself, not as one with a reduction, nor with a weight's gather beside it;
 - a real number that products alone read has no more bits than they look at;
 - a result that replaces a donated argument has that argument's room.
 
@@ -46,6 +47,9 @@ class Rooms:
     """Whether a row is handed on."""
     over: Mapping[int, tuple[int, int]]
     """Of each product that is written over what it is added to: what becomes of it, and the node that adds."""
+    anew: Mapping[tuple[int, int], tuple[int, ...]]
+    """Of values computed element by element from several of their size, each with where: the products over whose
+    results they can be written, unless something is gathered beside those products."""
     begun: Mapping[int, int]
     """When each sum of products has its first term."""
     products: Numbers
@@ -65,6 +69,7 @@ def rooms(graph: Graph) -> Rooms:
     held = {v: n for v, n in found.made.items() if n >= 0 and v not in reused and v not in found.open and v}
     since = _in_place(found, held)
     over = {held[v]: (v, n - 1) for v, n in since.items() if graph.nodes[held[v]].kind.flops}
+    anew = _anew(found, held, since)
     held |= since
     bits = graph.program.mesh.hardware.operand_bits
     scale = {v: bits / x.bits for v in held if (x := graph.values[v]).bits > bits and _only_multiplied(found, v)}
@@ -95,6 +100,7 @@ def rooms(graph: Graph) -> Rooms:
         residuals=kept,
         handed=np.array(handed, dtype=np.bool_),
         over=over,
+        anew=anew,
         begun=found.begun,
         products=products,
         reads={n: sorted(by) for n, by in reads.items()},
@@ -130,6 +136,18 @@ def _in_place(found: Reading, held: Mapping[int, int]) -> dict[int, int]:
                 since[v] = n + 1
                 break
     return since
+
+
+def _anew(found: Reading, held: Mapping[int, int], since: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """What is written over one of several, and the products whose results may be it: each that is made by itself."""
+    nodes, values = found.graph.nodes, found.graph.values
+    products: dict[tuple[int, int], tuple[int, ...]] = {}
+    for v, n in ((v, after - 1) for v, after in since.items() if found.fused and held[v] == after - 1):
+        last = [r for r in found.built[v][1] if r in held and found.last[r] == n and values[r].bytes == values[v].bytes]
+        made = tuple(held[r] for r in last if r not in found.reduced)
+        if len(last) > 1 and all(nodes[m].kind.flops for m in made):
+            products[v, n] = made
+    return products
 
 
 def _only_multiplied(found: Reading, v: int) -> bool:

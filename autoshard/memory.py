@@ -59,10 +59,14 @@ def memory(graph: Graph, layout: Layout) -> Memory:
 
 
 class Lives:
-    """From when to when each value of a graph takes room; under any layout."""
+    """From when to when each value of a graph takes room; under any layout.
 
-    def __init__(self, graph: Graph, costing: Costing | None = None) -> None:
-        self.graph, self.mesh = graph, graph.program.mesh
+    Args:
+      apart: whether the compiler is told to make no gather part of a product.
+    """
+
+    def __init__(self, graph: Graph, costing: Costing | None = None, apart: bool = False) -> None:
+        self.graph, self.mesh, self.apart = graph, graph.program.mesh, apart
         self.costing = costing or Costing(graph)
         self.rooms, self.roles = rooms(graph), roles(graph)
         self.wanted = sorted({*graph.inputs, *map(int, self.rooms.values), *map(int, self.rooms.gradients)})
@@ -138,6 +142,8 @@ class Lives:
             if i in sent and i in r.over:  # what is sent cannot be written over what it is added to later
                 v, end = r.over[i]
                 rows.append((i, end, self.size(v, specs[v]), False))
+        hiding = self.hiding(layout, readers) if not self.apart else set[int]()
+        rows += [(n, n, self.size(v, specs[v]), False) for (v, n), by in r.anew.items() if hiding.issuperset(by)]
         later = {d.node: n for d in r.delays if (n := d.until(sent)) > d.node}
         for (v, need), at in readers.items():
             x, products = self.graph.values[v], {i for i in at if nodes[i].kind.flops}
@@ -149,6 +155,14 @@ class Lives:
             if until > last:
                 rows.append((last + 1, until, size, False))
         return rows + self.longer(layout, later)
+
+    def hiding(self, layout: Layout, readers: Mapping[tuple[int, Spec], list[int]]) -> set[int]:
+        """The products beside which something is gathered: gathers go one after the other, each until it is read by a
+        product, so that there are such until the last is."""
+        specs, nodes, sizes = layout.specs, self.graph.nodes, self.mesh.shape
+        gathered = (at for (v, need), at in readers.items() if need.shards(sizes) < specs[v].shards(sizes))
+        read = [min(products) for at in gathered if (products := [i for i in at if nodes[i].kind.flops])]
+        return {i for i, node in enumerate(nodes[: max(read, default=0)]) if node.kind.flops}
 
     def longer(self, layout: Layout, later: Mapping[int, int]) -> list[tuple[int, int, int, bool]]:
         """The values that products read that are done ``later``: from their last node to that, bytes, not handed on."""

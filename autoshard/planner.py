@@ -94,7 +94,7 @@ def describe(graph: Graph, best: Candidate, s: Search, wish: Wish) -> Plan:
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
         bound=s.bound,
-        compiler_options=settings(graph, best.memory.peak, s.budget, wish.compiler_options),
+        compiler_options=settings(s.apart, wish.compiler_options),
         in_tree=program.in_tree,
         out_tree=program.out_tree,
     )

@@ -83,6 +83,8 @@ class Reading:
         """The products that read one that takes room."""
         self.begun: dict[int, int] = {}
         """When each sum of products has its first term."""
+        self.reduced: set[int] = set()
+        """What is made last of the several things that a reduction is computed from: the two are made as one."""
         self.born: dict[int, int] = {}
         """The node that each value computed where it is read is the result of."""
         self.carried: set[int] = set()
@@ -191,8 +193,12 @@ class Reading:
         if local is None:
             local = self.local[node.kind] = is_local(node, self.fused)
         if not local:
-            heavy = (node.kind.flops and self.fused) or node.kind.op.startswith(("reduce", "arg"))
-            heavy = heavy or (node.kind.op == "gather" and _one_a_row(node))
+            reduces = not node.kind.flops and node.kind.op.startswith(("reduce", "arg"))
+            heavy = (node.kind.flops and self.fused) or reduces or (node.kind.op == "gather" and _one_a_row(node))
+            if reduces and self.fused:
+                several = {r for v in node.operands for r in self.roots(v)}
+                if len(several) > 1:
+                    self.reduced.add(max(several, key=lambda r: self.made.get(r, -1)))
             for v in node.operands:
                 if not (heavy or (node.kind.flops and self.is_same(v))):
                     self.settle(v, n)

@@ -18,6 +18,7 @@ from autoshard.graph import Graph
 from autoshard.layouts import solved
 from autoshard.lays import splits
 from autoshard.presets import PRESETS, preset
+from autoshard.settings import keeps_apart
 from autoshard.spec import Spec
 from autoshard.units import size_text
 
@@ -52,10 +53,16 @@ def explore(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> t
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
     s = Search(graph, budget)
-    found = s.best(_auto(s) if strategy == "auto" else preset(s, strategy))
-    if strategy == "auto" and not s.proven(found):
-        found = s.best(_by_input(s, found))
+    found = _explored(s, strategy)
+    if keeps_apart(graph, found.memory.peak, budget):
+        s = Search(graph, budget, apart=True)
+        found = _explored(s, strategy)
     return found, s
+
+
+def _explored(s: Search, strategy: str) -> Candidate:
+    found = s.best(_auto(s) if strategy == "auto" else preset(s, strategy))
+    return found if strategy != "auto" or s.proven(found) else s.best(_by_input(s, found))
 
 
 def _auto(s: Search) -> Iterator[Choice]:

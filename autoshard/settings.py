@@ -11,20 +11,24 @@ Options = tuple[tuple[str, Any], ...]
 APART = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
 """Of convolutions that fill the memory. The compiler makes a weight's gather part of the convolution before it, which
 hides the gather, but then some write their results anew (benchmarks/results/options.md)."""
-MORE = 4 / 3
-"""What such a program was seen to take of what it takes without, at the most."""
+MORE = 1.15
+"""What such a program was seen to take of what was foreseen, at the most."""
 
 
-def settings(graph: Graph, peak: float, budget: float, given: Options = ()) -> Options:
-    """What the compiler of the graph's mesh is given: ``given``, and of ours what that does not overrule.
+def keeps_apart(graph: Graph, peak: float, budget: float) -> bool:
+    """Whether gathers are to stay out of convolutions.
 
     Args:
-      peak: bytes per device that the plan foresees.
+      peak: bytes per device that are foreseen if they do not.
       budget: bytes per device that there are.
     """
     convolved = any(n.kind.op == "conv_general_dilated" for n in graph.nodes)
-    ours = APART if convolved and peak * MORE > budget and graph.program.mesh.platform == "tpu" else {}
-    return tuple(sorted({**ours, **dict(given)}.items()))
+    return convolved and peak * MORE > budget and graph.program.mesh.platform == "tpu"
+
+
+def settings(apart: bool, given: Options = ()) -> Options:
+    """What the compiler is given: ``given``, and of ours what that does not overrule; ``apart`` as `keeps_apart`."""
+    return tuple(sorted({**(APART if apart else {}), **dict(given)}.items()))
 
 
 def of_the_user(options: Options) -> Options:

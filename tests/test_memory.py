@@ -125,3 +125,24 @@ def test_what_a_gradient_s_product_reads_is_held_until_another_s_result_is_on_it
     assert held(whole, whole) == 0
     # of three layers: what went in beside its gradient's terms, and that beside the gradient that they are added to
     assert held(column, row) > 3
+
+
+def test_what_is_computed_from_several_is_written_over_one_that_was_made_alone() -> None:
+    """A weight gathered beside a product, or a reduction made with it, and nothing is written over its result."""
+
+    def fun(x, first, second):
+        h = x @ first
+        y = h @ second
+        total = (h * jnp.tanh(y)).sum()  # made with y
+        return jnp.sort(h * jnp.tanh(y)), total
+
+    def held(second: Spec) -> int:
+        g = graph(fun, ((4096, 64), (64, 64), (64, 64)), mesh(a=4))
+        x, first, w = g.inputs
+        lives = Lives(g)
+        layout = propagate(g, [{x: Spec((("a",), ())), first: Spec(((), ())), w: second}])
+        (sort,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sort"]
+        return round(int(lives.held(layout)[sort]) / lives.size(x, layout.specs[x]), 1)
+
+    assert held(Spec(((), ()))) == 3  # two, one of them written over, and what is sorted
+    assert held(Spec((("a",), ()))) == 4

@@ -6,6 +6,7 @@ import pytest
 
 from autoshard import MeshConfig, jit
 from autoshard.settings import APART, of_the_user
+from benchmarks.target_cases import PROGRAMS
 
 SLICE = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="320KiB")
 IMAGES, FILTERS = jax.ShapeDtypeStruct((16, 32, 32, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
@@ -32,6 +33,22 @@ def test_gathers_stay_out_of_convolutions_that_fill_a_tpu_s_memory(step, mesh, w
     plan = jit(step, mesh=mesh).plan(IMAGES, FILTERS)
     assert dict(plan.compiler_options) == wanted
     assert all(name in plan.explain() for name in wanted)
+
+
+def test_a_plan_that_needs_it_is_foreseen_with_it():
+    """A gradient is written over what it is computed from unless a weight is gathered while that is computed."""
+    step, state, batch = PROGRAMS["conv"]()
+
+    def planned(budget):
+        mesh = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget=budget)
+        return jit(step, mesh=mesh, strategy="fsdp", donate_argnums=0).plan(state, batch)
+
+    wide, narrow = planned("700MiB"), planned("500MiB")
+    assert (dict(wide.compiler_options), dict(narrow.compiler_options)) == ({}, APART)
+    result = 2048 * 64 * 64 * 128 * 2 / 16  # of the first convolution
+    assert wide.memory.peak - narrow.memory.peak == pytest.approx(result, rel=1e-3)
+    assert narrow.memory.peak < 500 * 2**20 < wide.memory.peak
+    assert [p.spec for p in wide.inputs] == [p.spec for p in narrow.inputs]
 
 
 def test_what_the_user_says_goes_before_it():
