@@ -17,7 +17,7 @@ import autoshard
 from autoshard.errors import MemoryBudgetError
 from autoshard.plan import Plan
 from benchmarks.answers import answer
-from benchmarks.target_cases import MESHES, MIB, Program, decoder, experts, mesh, mlp, options
+from benchmarks.target_cases import MESHES, MIB, Program, conv, decoder, experts, mesh, mlp, options
 
 RESERVE = 0.05
 GROWN: Mapping[str, Callable[[int], Program]] = {
@@ -25,6 +25,7 @@ GROWN: Mapping[str, Callable[[int], Program]] = {
     "decoder-unrolled": lambda n: decoder(n, layers=2, d_model=768, heads=6, vocab=8192, seq=1024, scan=False),
     "experts": lambda n: experts(batch=n, seq=512, width=1024, hidden=4096, count=8, layers=4),
     "mlp": lambda n: mlp(batch=256 * n, width=2048, hidden=8192, layers=3),
+    "conv": lambda n: conv(batch=16 * n, size=64, widths=(128, 256)),
 }
 """Programs by their batch, a multiple of the number of devices."""
 
