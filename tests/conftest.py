@@ -1,9 +1,15 @@
-"""Eight virtual CPU devices for every test, and properties that draw the same examples each time."""
+"""Eight virtual CPU devices for every test, and properties that draw the same examples each time.
+
+What is compiled runs once or a few times: LLVM's optimizations, of which sharding knows nothing, are left out, for they
+take longer than they save.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 from hypothesis import settings
 

@@ -28,8 +28,6 @@ SEED = int(os.environ.get("AUTOSHARD_SEED", "0"))
 CHUNKS = 12
 TOLERANCE = 1e-9
 """In float64; of a result's largest entry where that is more than one."""
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""What is compiled runs once."""
 
 FOUND = {
     "branches that end apart, under a pin": Recipe(
@@ -149,7 +147,6 @@ def check(recipe: Recipe) -> None:
             strategy=strategy,
             in_shardings=recipe.in_pins,
             out_shardings=recipe.out_pins,
-            compiler_options=QUICK,
         )
         return step(*args)
 
@@ -167,7 +164,7 @@ def check(recipe: Recipe) -> None:
 def on_one_device(recipe: Recipe, args: list[np.ndarray]) -> tuple[Any, ...]:
     """At once, or, where XLA's compiler for CPU lays out a transform as it then refuses to, one operation at a time."""
     try:
-        return jax.block_until_ready(jax.jit(recipe.__call__, compiler_options=QUICK)(*args))
+        return jax.block_until_ready(jax.jit(recipe.__call__)(*args))
     except jax.errors.JaxRuntimeError as e:
         if "fft_thunk" not in str(e):
             raise
