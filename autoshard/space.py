@@ -21,7 +21,6 @@ them: their costs are added up.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -31,21 +30,20 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost import Way, brought_anew, compute, held, way
+from autoshard.cost import brought_anew, compute, held
 from autoshard.graph import Graph, Kind
 from autoshard.groups import PARAMETER, Groups, Places
-from autoshard.lays import Lay, Lays, lies, near, splits
+from autoshard.lays import Lays, lies, near, splits
 from autoshard.mesh import LogicalMesh
 from autoshard.problem import Array, Builder, Labels, Problem, Row
 from autoshard.propagate import Layout
-from autoshard.spec import REDUCED, Axes, Spec
+from autoshard.spec import Axes, Spec
+from autoshard.tables import End, Tables
 
 HELD = 1e-6
 """What a byte of an argument costs, in reads of a byte from memory."""
 
 Factors = tuple[tuple[str, Axes], ...]
-End = tuple[int, Places] | None
-"""A value's variable, and its places there."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +144,10 @@ class _Assembly:
         self.chosen: dict[int, Sequence[Mapping[str, Axes]]] = {}
         """Of a node's variable the axes of its factors under each option."""
         self.kin: dict[int, list[Labels]] = {}
-        self.plain: dict[Kind, bool] = {}
         self.variables: dict[Any, int] = {}
-        self.ways: dict[tuple[Kind, tuple[Any, ...]], Way] = {}
         self.lays = Lays((), self.mesh)
         self.options = self.lays.options
+        self.tables = Tables(groups, self.lays)
 
     def space(self) -> Space:
         graph, places, color = self.graph, self.groups.places, self.groups.color
@@ -198,7 +195,7 @@ class _Assembly:
         plain: Counter[tuple[int, Places]] = Counter()
         for (kind, *key), nodes in alike.items():
             found = {ends[k] for k in key if k}
-            end = found.pop() if len(found) == 1 and self._plain(kind) else None
+            end = found.pop() if len(found) == 1 and self.tables.plain(kind) else None
             if end is None:
                 self._node(kind, [ends[k] for k in key], nodes)
             else:  # values that lie alike, element by element
@@ -209,18 +206,6 @@ class _Assembly:
         slack = self._held()
         kin = tuple(zip(*map(self._kin, range(len(self.options))), strict=True)) if len(self.axes) > 1 else ()
         return Space(self.builder.done(kin), where, tuple(self.options), self.nodes, slack)
-
-    def _plain(self, kind: Kind) -> bool:
-        """Whether an equation goes element by element through values of one shape, and numbers."""
-        if kind not in self.plain:
-            rule, form = kind.rule, self.groups.form(kind)
-            dims = (*rule.operands, *rule.results)
-            large = {(dims[p], n) for p, n in enumerate(kind.shapes) if n or p >= len(rule.operands)}
-            kinds = {rule.kind(f) for f in rule.factors}
-            self.plain[kind] = (
-                len(large) == 1 and bool(form.full) and not form.reduces and not rule.halos and "whole" not in kinds
-            )
-        return self.plain[kind] and not kind.flops
 
     def _kin(self, i: int) -> list[Labels]:
         """Of a variable, for each axis: the same number for options that differ at most in what that axis splits."""
@@ -282,7 +267,7 @@ class _Assembly:
         graph = self.graph
         readers: dict[int, list[int]] = defaultdict(list)
         for n, node in enumerate(graph.nodes):
-            if node.times and not self._led(node.kind, (self.where.get(v) for v in node.values)):
+            if node.times and not self.tables.led(node.kind, (self.where.get(v) for v in node.values)):
                 for v in dict.fromkeys(node.operands):
                     if v in self.where:
                         readers[v].append(n)
@@ -316,14 +301,14 @@ class _Assembly:
             for n in nodes:
                 if n in l.ways:
                     node = self.graph.nodes[n]
-                    yield self._way(node.kind, dict(l.ways[n])).needs[node.operands.index(v)]
+                    yield self.tables.way(node.kind, dict(l.ways[n])).needs[node.operands.index(v)]
 
     def _node(self, kind: Kind, ends: Sequence[End], nodes: Sequence[int]) -> None:
         """Adds what nodes of a kind cost, whose values have these variables."""
         times = float(sum(self.graph.nodes[n].times for n in nodes))
         if not any(ends) or not any(kind.shapes):
             return
-        leaders = self._leaders(kind, ends)
+        leaders = self.tables.leaders(kind, ends)
         if not leaders:
             chosen = self._chosen(kind, nodes[0])
             i = self.builder.variable(len(chosen))
@@ -331,12 +316,10 @@ class _Assembly:
             self.chosen[i] = chosen
             factors = [tuple(sorted(c.items())) for c in chosen]
             self.nodes.update((n, (i, factors)) for n in nodes)
-            self._add(i, *self._costs(kind, ends, i, *self._run(kind, chosen), times))
+            self._add(i, *self.tables.costs(kind, ends, i, *self.tables.run(kind, chosen), times))
             return
         found = {
-            i: self._costs(
-                kind, ends, i, *(self._led_by(kind, p, i, at) or self._run(kind, self._as(kind, p, i, at))), times
-            )
+            i: self.tables.costs(kind, ends, i, *self.tables.led_by(kind, p, i, at), times)
             for p, (i, at) in leaders.items()
         }
         if len(found) == 2 == len({end[0] for end in ends if end}):  # whichever of the two it is better run as
@@ -352,81 +335,6 @@ class _Assembly:
         for j, table in others.items():
             self.builder.between(i, j, table)
 
-    def _costs(
-        self, kind: Kind, ends: Sequence[End], i: int, alone: Array, asked: Sequence[Lay], times: float
-    ) -> tuple[Array, dict[int, Array]]:
-        """Seconds of a node under each option of ``i``, where it takes ``alone`` and asks this of its values: by that
-        option, and, for every other variable of its values, by that option and the other's."""
-        operands, lays = len(kind.rule.operands), self.lays
-        alone = times * alone
-        others: dict[int, Array] = {}
-        for p, (end, need) in enumerate(zip(ends, asked, strict=True)):
-            shape, bits = kind.shapes[p], kind.bits[p]
-            if end is None:  # a scalar, or what no other equation reads: only its terms cost
-                if p >= operands and any(s.partial for s in need.specs):
-                    reduced = lays.lay([need.specs[k].reduced() for k in need.which])
-                    alone += times / kind.together * lays.along(need, reduced, shape, bits)
-                continue
-            there = lays.lies(*end)
-            if end[0] == i:
-                alone += times * lays.along(*((there, need) if p < operands else (need, there)), shape, bits)
-            else:
-                table = lays.moves(there, need, shape, bits).T if p < operands else lays.moves(need, there, shape, bits)
-                others[end[0]] = others.get(end[0], 0.0) + times * table
-        return alone, others
-
-    def _run(self, kind: Kind, chosen: Sequence[Mapping[str, Axes]]) -> tuple[Array, list[Lay]]:
-        """Seconds of a node whose factors have each of the axes ``chosen``, and what it asks of its values."""
-        ways = [self._way(kind, c) for c in chosen]
-        asked = [self.lays.lay([w.needs[p] for w in ways]) for p in range(len(kind.rule.operands))]
-        asked += [self.lays.lay([w.gives[p] for w in ways]) for p in range(len(kind.rule.results))]
-        return np.array([w.seconds(self.mesh) if w.possible else math.inf for w in ways]), asked
-
-    def _led_by(self, kind: Kind, p: int, i: int, at: Places) -> tuple[Array, list[Lay]] | None:
-        """The same for an equation that runs as its value at position ``p`` lies, all options at once: each of its
-        values then lies as that does. None where neighbours exchange edges."""
-        rule = kind.rule
-        dims = (*rule.operands, *rule.results)
-        place = {dim[0]: d for dim, d in zip(dims[p], at, strict=True) if dim and rule.kind(dim[0]) != "whole"}
-        if rule.halos or len(place) < sum(bool(dim) and rule.kind(dim[0]) != "whole" for dim in dims[p]):
-            return None
-        where = [tuple([place.get(dim[0], -1) if dim else -1 for dim in ds]) for ds in dims]
-        terms = tuple((d, k) for f, k in rule.kinds if k in REDUCED and (d := place.get(f, -1)) >= 0)
-        count = len(rule.operands)
-        asked = [self.lays.lies(i, w, terms if q >= count else ()) for q, w in enumerate(where)]
-        local = [b / self.lays.parts(lay) for b, lay in zip(kind.bytes, asked, strict=True)]
-        seconds = compute(kind, local, self.lays.parts(self.lays.lies(i, where[p])), self.mesh, _least, _most)
-        return np.broadcast_to(seconds, len(self.options[i])), asked
-
-    def _led(self, kind: Kind, ends: Iterable[End]) -> bool:
-        """Whether the equation runs as one of its values lies."""
-        form = self.groups.form(kind)
-        choosing = self.groups.few and (form.reduces or len({end[0] for end in ends if end}) > 2)
-        return bool(form.full) and not choosing
-
-    def _leaders(self, kind: Kind, ends: Sequence[End]) -> dict[int, tuple[int, Places]]:
-        """The values as which the equation may be run, by position, one a variable: results first, then the largest."""
-        full = [p for p in self.groups.form(kind).full if ends[p]] if self._led(kind, ends) else []
-        found: dict[int, tuple[int, tuple[int, Places]]] = {}
-        for p in sorted(full, key=lambda p: (p < len(kind.rule.operands), -math.prod(kind.shapes[p]), p)):
-            if (end := ends[p]) is not None:
-                found.setdefault(end[0], (p, end))
-        return dict(found.values())
-
-    def _as(self, kind: Kind, p: int, i: int, at: Places) -> list[dict[str, Axes]]:
-        """The axes of the factors where the equation runs as its value at position ``p`` lies, option by option."""
-        dims = (*kind.rule.operands, *kind.rule.results)[p]
-        places = [(dim[0], d) for dim, d in zip(dims, at, strict=True) if dim and d >= 0]
-        return [{f: o.dims[d] for f, d in places if o.dims[d]} for o in self.options[i]]
-
-    def _way(self, kind: Kind, chosen: Mapping[str, Axes]) -> Way:
-        if any(k == "whole" for _, k in kind.rule.kinds):
-            chosen = {f: axes for f, axes in chosen.items() if kind.rule.kind(f) != "whole"}
-        key = kind, tuple(sorted(chosen.items()))
-        if key not in self.ways:
-            self.ways[key] = way(kind, chosen, self.mesh)
-        return self.ways[key]
-
     def _chosen(self, kind: Kind, node: int) -> list[dict[str, Axes]]:
         """Every way to give the axes to a kind's factors, of a node."""
         values = self.graph.nodes[node].values
@@ -440,7 +348,7 @@ class _Assembly:
         ways = list({tuple(sorted(h.items())): h for h in kept}.values())
         for p in range(len(kind.rule.operands)) if self.limits.never else ():
             if self.groups.labels[values[p]] == PARAMETER:
-                ways = list(self.limits.splitting(ways, lambda w, p=p: self._way(kind, w).needs[p].axes))
+                ways = list(self.limits.splitting(ways, lambda w, p=p: self.tables.way(kind, w).needs[p].axes))
         return ways
 
 
@@ -448,11 +356,3 @@ def _labels(options: Sequence[tuple[Any, ...]], axis: int) -> list[int]:
     """The same number for options that differ at most in what one axis splits."""
     seen: dict[Any, int] = {}
     return [seen.setdefault((*o[:axis], *o[axis + 1 :]), len(seen)) for o in options]
-
-
-def _least(arrays: Sequence[Any]) -> Array:
-    return functools.reduce(np.minimum, arrays)
-
-
-def _most(arrays: Sequence[Any]) -> Array:
-    return functools.reduce(np.maximum, arrays)

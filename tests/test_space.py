@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from autoshard import space
 from autoshard.graph import Graph
 from autoshard.search import search
 from autoshard.solve import solve
@@ -52,19 +50,3 @@ def test_the_solution_costs_what_its_layout_is_priced_at(case: str, axes: dict[s
     (priced,) = [c.cost.seconds for choice, c in s.tried.items() if choice.solved == 1]
     assert priced == pytest.approx(solution.cost, rel=1e-5)  # scalars are in no table
     assert s.bound <= priced
-
-
-@pytest.mark.parametrize("axes", [{"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_all_options_at_once_cost_what_they_do_one_by_one(
-    case: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    g = program(case, axes)
-    at_once = build(g).problem
-    monkeypatch.setattr(space._Assembly, "_led_by", lambda *_: None)
-    one_by_one = build(g).problem
-    for a, b in zip(at_once.unary, one_by_one.unary, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
-    assert at_once.pairs.keys() == one_by_one.pairs.keys()
-    for pair, table in at_once.pairs.items():
-        np.testing.assert_allclose(table, one_by_one.pairs[pair], rtol=1e-12)

@@ -1,0 +1,27 @@
+"""What equations cost under all options at once is what they cost under each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autoshard.space import build
+from autoshard.tables import Tables
+from tests.test_space import CASES, program
+
+
+@pytest.mark.parametrize("axes", [{"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_all_options_at_once_cost_what_they_do_one_by_one(
+    case: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = program(case, axes)
+    at_once = build(g).problem
+    monkeypatch.setattr(Tables, "plain", lambda *_: False)
+    monkeypatch.setattr(Tables, "led_by", lambda self, *led: self.run(led[0], self._as(*led)))
+    one_by_one = build(g).problem
+    for a, b in zip(at_once.unary, one_by_one.unary, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    assert at_once.pairs.keys() == one_by_one.pairs.keys()
+    for pair, table in at_once.pairs.items():
+        np.testing.assert_allclose(table, one_by_one.pairs[pair], rtol=1e-12)
