@@ -221,3 +221,19 @@ def _line(node: yaml.Node | None, keys: Keys) -> int:
             break
         line, node = entry[0].start_mark.line + 1, entry[1]
     return line
+
+
+def shipped(folder: str) -> list[epath.Path]:
+    """The configs of ``configs/FOLDER`` that ship with autoshard."""
+    return sorted((epath.resource_path("autoshard") / "configs" / folder).glob("*.yaml"))
+
+
+def find(folder: str, name: str | os.PathLike[str]) -> epath.Path:
+    """``name`` itself when it is a path; a bare name is one of the files that ship with autoshard."""
+    path = epath.Path(name)
+    if path.suffix or len(path.parts) > 1:
+        return path
+    known = {file.stem: file for file in shipped(folder)}
+    if str(path) not in known:
+        raise ConfigError(f"no {folder} config is named {str(path)!r}{nearest(str(path), known)}")
+    return known[str(path)]

@@ -12,8 +12,9 @@ import pytest
 import autoshard
 from autoshard import cluster as clusters
 from autoshard.cluster import GPUS, Cluster, described, target_config
-from autoshard.config import MeshConfig, load_hardware, resolve_mesh
+from autoshard.config import MeshConfig, resolve_mesh
 from autoshard.errors import ConfigError, MeshError
+from autoshard.hardware import load_hardware
 from autoshard.plan import Plan
 
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)

@@ -17,19 +17,15 @@ from autoshard.config import (
     Config,
     MeshConfig,
     fill,
-    hardware_of,
-    load_hardware,
     load_yaml,
     mesh_config,
     parse_bytes,
     resolve_mesh,
 )
 from autoshard.errors import ConfigError, MeshError
-from autoshard.mesh import LogicalMesh
 
 ROOT = Path(__file__).parent.parent
 MESHES = sorted((ROOT / "configs/mesh").glob("*.yaml"))
-TABLES = sorted((ROOT / "configs/hardware").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -57,37 +53,6 @@ def test_every_shipped_mesh_resolves(path):
     assert path.stem.endswith(f"-{mesh.size}")
     if config.memory_budget is not None:
         assert config.memory_budget < mesh.hardware.memory
-
-
-@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
-def test_every_hardware_table_is_plausible(path):
-    hardware = load_hardware(path.stem)
-    assert hardware.name == path.stem
-    assert {"bfloat16", "float32"} <= set(hardware.flops)
-    assert hardware.flops["bfloat16"] >= hardware.flops["float32"]
-    assert 1e9 < hardware.memory < 1e12
-    for link in hardware.links.values():
-        # A link within a machine may be as fast as the memory that it is made of; none is much faster.
-        assert 1e9 <= link.bandwidth <= 2 * hardware.bandwidth
-        assert 1e-7 < link.latency < 1e-3
-    first = next(iter(hardware.links.values()))
-    assert first == LogicalMesh(("a",), (2,), hardware).link(("a",))
-
-
-def test_no_two_tables_claim_one_kind_of_device():
-    kinds = [kind for path in TABLES for kind in _kinds(path)]
-    assert len(kinds) == len(set(kinds))
-    for path in TABLES:
-        for kind in _kinds(path):
-            assert hardware_of(kind).name == path.stem
-
-
-def _kinds(path):
-    return load_yaml(path, _Kinds).device_kinds
-
-
-class _Kinds(BaseModel):
-    device_kinds: list[str]
 
 
 # --- what is wrong is named ---
@@ -142,10 +107,6 @@ def test_a_directory_is_no_config():
 def test_a_missing_name_names_the_nearest():
     with pytest.raises(ConfigError, match="no mesh config is named 'cpu8'; did you mean 'cpu-8'"):
         resolve_mesh("cpu8")
-    with pytest.raises(ConfigError, match="no hardware config is named 'tpu-v5'; did you mean 'tpu-v5"):
-        load_hardware("tpu-v5")
-    with pytest.raises(ConfigError, match="no hardware table lists the device kind 'Abacus'.*cpu.*path"):
-        hardware_of("Abacus")
 
 
 def test_a_config_made_in_python_explains_itself_too():
@@ -296,18 +257,3 @@ def test_links_reach_the_mesh(write):
     assert mesh.axis_links == ("infiniband", "nvlink", "nvlink")
     assert mesh.link(("b", "c")).name == "nvlink"
     assert mesh.link(("a", "b")).name == "infiniband"
-
-
-def test_a_table_of_ones_own(tmp_path, write):
-    table = tmp_path / "mine.yaml"
-    table.write_text(
-        "flops: {float32: 1e12}\nmemory: 8GiB\nbandwidth: 1e11\nlinks: {wire: {bandwidth: 1e9, latency: 1e-6}}\n"
-    )
-    mesh = resolve_mesh(write(f"axes: {{a: 2}}\nhardware: {table}\n"))
-    assert (mesh.hardware.name, mesh.hardware.memory, mesh.link(("a",)).name) == ("mine", 8 * 2**30, "wire")
-    table.write_text("flops: {floaty: 1}\nmemory: 8GiB\nbandwidth: 0\nlinks: {}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_hardware(str(table))
-    assert len(str(caught.value).splitlines()) == 3
-    for text in ("mine.yaml:1: flops.floaty: should be 'bfloat16'", "mine.yaml:3: bandwidth", "mine.yaml:4: links"):
-        assert text in str(caught.value)

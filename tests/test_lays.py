@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from autoshard.config import load_hardware
+from autoshard.hardware import load_hardware
 from autoshard.lays import Lays, lies, near, splits
 from autoshard.mesh import LogicalMesh
 from autoshard.reshard import seconds
