@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoshard.errors import MemoryBudgetError, PlanError
-from autoshard.graph import Graph, build
+from autoshard.flatten import flatten
+from autoshard.graph import Graph
 from autoshard.jaxpr import dtype_name
 from autoshard.plan import Plan
 from autoshard.planner import Wish, budget_of, fingerprint
@@ -29,10 +30,10 @@ def adopt(plan: Plan, program: Program, table: RuleTable, wish: Wish) -> tuple[P
       PlanError: it was made for another program, or for other shapes, donations, passes or another mesh; or it lays
         a value out otherwise than the user pinned it. Names the first difference.
       MemoryBudgetError: it takes more than the budget that was given.
-      RuleError, SpecError: as `graph.build`.
+      RuleError, SpecError: as `flatten.flatten`.
     """
     _check_arguments(plan, program)
-    graph = build(program, table, strict=wish.strict)
+    graph = flatten(program, table, strict=wish.strict)
     _check_program(plan, graph, wish)
     for what, lies, wanted in _overruled(plan, graph):
         raise PlanError(

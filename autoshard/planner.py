@@ -10,7 +10,8 @@ from typing import Any
 
 from autoshard.candidates import Candidate, Search
 from autoshard.dims import DimClass
-from autoshard.graph import Graph, build
+from autoshard.flatten import flatten
+from autoshard.graph import Graph
 from autoshard.jaxpr import dtype_name
 from autoshard.layouts import mostly
 from autoshard.pins import islands, pins
@@ -38,9 +39,9 @@ def make(program: Program, table: RuleTable, wish: Wish) -> tuple[Plan, Graph]:
     """Plans ``program``: rules, propagation and search, then the pins that lowering needs.
 
     Raises:
-      RuleError, SpecError, ArgumentError, MemoryBudgetError: as `graph.build` and `search.search`.
+      RuleError, SpecError, ArgumentError, MemoryBudgetError: as `flatten.flatten` and `search.search`.
     """
-    graph = build(program, table, strict=wish.strict)
+    graph = flatten(program, table, strict=wish.strict)
     best, s = search(graph, wish.strategy, budget_of(wish, program))
     return describe(graph, best, s, wish), graph
 

@@ -22,7 +22,8 @@ from autoshard.carried import Carried, as_first, held_to
 from autoshard.config import MeshConfig, MeshLike, mesh_config, resolve_mesh
 from autoshard.entry import Entry
 from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
-from autoshard.graph import Graph, build
+from autoshard.flatten import flatten
+from autoshard.graph import Graph
 from autoshard.mesh import LogicalMesh
 from autoshard.plan import Alternative, Plan
 from autoshard.planner import Wish, budget_of, make
@@ -271,7 +272,7 @@ def _relaxed(program: Program, options: Options, least: float) -> str:
     def peak(relaxed: Program, wish: Wish) -> float:
         rewritten, wish = _passed(relaxed, passes, replace(options, wish=wish))
         try:
-            return explore(build(rewritten, options.table), wish.strategy, budget_of(wish, rewritten))[0].memory.peak
+            return explore(flatten(rewritten, options.table), wish.strategy, budget_of(wish, rewritten))[0].memory.peak
         except AutoshardError:  # a strategy that does not serve what is left
             return math.inf
 

@@ -23,7 +23,8 @@ from autoshard.compiling import Compilation, compilation
 from autoshard.decisions import Trial
 from autoshard.entry import Entry
 from autoshard.errors import CompileError, SpecError
-from autoshard.graph import Graph, build
+from autoshard.flatten import flatten
+from autoshard.graph import Graph
 from autoshard.plan import Plan
 from autoshard.planner import Wish, budget_of, describe
 from autoshard.presets import PRESETS, preset
@@ -65,7 +66,7 @@ class Draft:
 
 def drafts(program: Program, table: RuleTable, wish: Wish) -> Iterator[Draft]:
     """Every layout of ``program`` that the search tried; for ``auto`` what the presets would do as well."""
-    graph = build(program, table, strict=wish.strict)
+    graph = flatten(program, table, strict=wish.strict)
     s = explore(graph, wish.strategy, budget_of(wish, program))[1]
     found = {wish.strategy: list(s.tried.values())}
     for name in PRESETS if wish.strategy == "auto" else ():

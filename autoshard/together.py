@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from autoshard.graph import Node, Value
 from autoshard.spec import REDUCED
-
-if TYPE_CHECKING:
-    from autoshard.graph import Node, Value
 
 PASSED_ON = frozenset({"add", "add_any", "convert_element_type"})
 """What makes one number of several, or the same one in other bits."""

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autoshard.graph import Graph, build
+from autoshard.flatten import flatten
+from autoshard.graph import Graph
 from autoshard.mesh import Hardware, Link, LogicalMesh
 from autoshard.program import Program
 from autoshard.rules import TABLE
@@ -35,7 +36,7 @@ def program(fun: Callable[..., Any], args: Sequence[Any], on: LogicalMesh, **opt
 
 def graph(fun: Callable[..., Any], args: Sequence[Any], on: LogicalMesh, **options: Any) -> Graph:
     """``fun`` traced and flattened."""
-    return build(program(fun, args, on, **options), TABLE)
+    return flatten(program(fun, args, on, **options), TABLE)
 
 
 def mlp_step(params: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.graph import Graph, build
+from autoshard.flatten import flatten
+from autoshard.graph import Graph
 from autoshard.lives import rooms
 from autoshard.mesh import LogicalMesh
 from autoshard.passes import Sums
@@ -149,7 +150,7 @@ def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
 
     on = mesh(a=1)
     traced = Sums()(program(fun, (W, W, (4, *W)), on))
-    g = build(traced, TABLE)
+    g = flatten(traced, TABLE)
     (n,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sum_of_products"]
     products = [i for i, node in enumerate(g.nodes) if node.kind.op == "dot_general"]
     assert rooms(g).begun[n] < products[1] < n
