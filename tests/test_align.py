@@ -180,7 +180,7 @@ SLOPES: dict[str, Callable[[Any], Any]] = {
     "of a root": lambda x: jnp.sqrt(x[:-1]).sum(),
     "of a quotient": lambda x: (1 / (x[1:] - x[:-1])).sum(),
     "of a product": lambda x: (jnp.sqrt(x[:-1]).T @ jnp.outer(x[1:, 0], x[0])).sum(),
-    "of its own": lambda x: jax.nn.relu(x[1:] - x[:-1] + 1).sum() + jnp.logaddexp(x[1:], x[:-1]).mean(),
+    "of its own": lambda x: jax.nn.relu(x[1:] - x[:-1] + 1).sum() + jnp.logaddexp(x[1:], x[:-1]).mean(0).sum(),
 }
 
 
