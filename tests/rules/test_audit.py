@@ -10,7 +10,9 @@ from jax import lax
 from autoshard import jaxpr as jx
 from autoshard.rule import parse, whole
 from autoshard.rules import TABLE
-from autoshard.rules.audit import audit, audit_factors, audit_lets, audit_missing, chosen, load, main
+from autoshard.rules.audit import audit, audit_factors, audit_lets, chosen, main
+from autoshard.rules.evidence import load
+from autoshard.rules.missing import audit_missing
 from autoshard.rules.samples import Sample, samples
 
 ALL = samples()

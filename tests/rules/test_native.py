@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import jaxpr as jx
-from autoshard.rules.audit import load
+from autoshard.rules.evidence import load
 from autoshard.rules.native import GATHERED, LOOPS
 from autoshard.rules.samples import samples
 

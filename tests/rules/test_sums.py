@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from autoshard.rules.audit import audit_factors, load
+from autoshard.rules.audit import audit_factors
+from autoshard.rules.evidence import load
 from autoshard.rules.samples import Draw, Sample
 from autoshard.rules.sums import TABLE, sum_of_products
 from autoshard.sums import Term, flops, sum_of_products_p
