@@ -18,7 +18,7 @@ from autoshard.plan import Plan
 from autoshard.planner import Wish, budget_of, fingerprint
 from autoshard.program import Program, abstract
 from autoshard.rule import RuleTable
-from autoshard.settings import keeps_apart, of_the_user, settings
+from autoshard.settings import keeps_apart, of_the_user, overruled, settings
 from autoshard.spec import Spec
 from autoshard.units import size_text
 
@@ -47,8 +47,15 @@ def adopt(plan: Plan, program: Program, table: RuleTable, wish: Wish) -> tuple[P
             plan.memory.peak,
         )
     said = of_the_user(plan.compiler_options)
-    peak = math.inf if len(said) < len(plan.compiler_options) else plan.memory.peak  # where it has ours, it needs them
-    options = settings(keeps_apart(graph, peak, budget_of(wish, program)), (*said, *wish.compiler_options))
+    ours = len(said) < len(plan.compiler_options)
+    given = (*said, *wish.compiler_options)
+    if ours and (other := overruled(given)):
+        raise PlanError(
+            f"the plan's memory is foreseen with compiler options that are given otherwise: {other}; leave them out, "
+            "or plan anew"
+        )
+    peak = math.inf if ours else plan.memory.peak  # where it has ours, it needs them
+    options = settings(keeps_apart(graph, peak, budget_of(wish, program), given), given)
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph
 
 

@@ -20,6 +20,7 @@ from autoshard.graph import Graph
 from autoshard.groups import Groups
 from autoshard.memory import Lives, Memory
 from autoshard.propagate import Layout, propagate
+from autoshard.settings import Options, keeps_apart
 from autoshard.spec import Axes, Spec, replicated
 
 PROVEN = 2e-6
@@ -50,6 +51,8 @@ class Candidate:
     layout: Layout
     cost: Cost
     memory: Memory
+    apart: bool = False
+    """Whether it asks the compiler to keep gathers out of convolutions (`autoshard.settings`)."""
 
     def key(self, budget: float) -> tuple[float, ...]:
         """Sorts the best first: fitting before not, then by seconds, then by memory."""
@@ -63,20 +66,20 @@ class Search:
 
     graph: Graph
     budget: float
-    apart: bool = False
-    """Whether gathers stay out of convolutions (`autoshard.settings`)."""
+    options: Options = ()
+    """What the user tells the compiler."""
     classes: tuple[DimClass, ...] = ()
     costing: Costing = field(init=False)
     lives: Lives = field(init=False)
     bound: float = 0.0
     """Seconds that no layout of the space can go below, as the solver proved."""
     tried: dict[Choice, Candidate] = field(default_factory=dict[Choice, Candidate])
-    layouts: dict[Any, tuple[Cost, Memory]] = field(default_factory=dict[Any, tuple[Cost, Memory]])
+    layouts: dict[Any, tuple[Cost, Memory, bool]] = field(default_factory=dict[Any, tuple[Cost, Memory, bool]])
     """Of layouts, by their specs and ways."""
 
     def __post_init__(self) -> None:
         self.costing = Costing(self.graph)
-        self.lives = Lives(self.graph, self.costing, self.apart)
+        self.lives = Lives(self.graph, self.costing)
         self.classes = classes(self.graph)[:CLASSES]
         self.axes = self.graph.program.mesh.split_axes
         self.roles: Roles = roles(self.graph)
@@ -101,7 +104,10 @@ class Search:
         key = layout.specs, tuple(layout.ways.items())
         priced = self.layouts.get(key)
         if priced is None:
-            priced = self.layouts[key] = (self.costing.cost(layout), self.lives.memory(layout))
+            memory = self.lives.memory(layout)
+            apart = keeps_apart(self.graph, memory.peak, self.budget, self.options)
+            memory = self.lives.memory(layout, apart=True) if apart else memory
+            priced = self.layouts[key] = (self.costing.cost(layout), memory, apart)
         found = self.tried[choice] = Candidate(choice, layout, *priced)
         return found
 

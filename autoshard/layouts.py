@@ -46,36 +46,42 @@ def solved(s: Search, limits: Limits | None = None, stored: Axes = ()) -> Iterat
         number = itertools.count(1)
         if len(s.axes) <= AXES:
             (whole,) = views(s.graph, AXES)
-            yield from _seen(s, whole, limits, stored, number)
+            yield from _seen(s, whole, number, limits, stored)
         else:
-            yield from _refined(s, limits, stored, number)
+            yield from _refined(s, number)
 
 
-def _refined(s: Search, limits: Limits | None, stored: Axes, number: Iterator[int]) -> Iterator[Choice]:
-    """What solving finds on few axes, neighbours taken together, and then near that on more of them, in rounds."""
-    found: list[Candidate] = []
-    """The best of each view."""
+def _refined(s: Search, number: Iterator[int]) -> Iterator[Choice]:
+    """What solving finds on few axes, neighbours taken together, and then near that on more of them, in rounds. Under
+    pins that cannot be said on so few, what it finds on more."""
+    found: list[Candidate] = []  # the best of each view
 
     def noted(choices: Iterator[Choice]) -> Sequence[Choice]:
         every = list(choices)
         found.append(s.best(every))
         return every
 
-    for view in [*views(s.graph, COARSE)] or views(s.graph, AXES):
-        yield from noted(_seen(s, view, limits, stored, number))
-    for _ in range(ROUNDS if found else 0):
+    coarse = [*views(s.graph, COARSE)]
+    for view in coarse or views(s.graph, AXES):
+        yield from noted(_seen(s, view, number))
+    for _ in range(ROUNDS if coarse else 0):
         before = min(found, key=s.key)
         for view in views(s.graph, AXES):
             about = [layout for c in sorted(found, key=s.key) if (layout := view.layout(c.layout)) is not None]
             if about:
-                yield from noted(_seen(s, view, limits, stored, number, about))
+                yield from noted(_seen(s, view, number, about=about))
         now = min(found, key=s.key)
         if s.key(now)[0] == s.key(before)[0] and now.cost.seconds >= before.cost.seconds * (1 - GAIN):
             return
 
 
 def _seen(
-    s: Search, view: View, limits: Limits | None, stored: Axes, number: Iterator[int], about: Sequence[Layout] = ()
+    s: Search,
+    view: View,
+    number: Iterator[int],
+    limits: Limits | None = None,
+    stored: Axes = (),
+    about: Sequence[Layout] = (),
 ) -> Iterator[Choice]:
     """What solving finds for ``view``, or there near the layouts ``about``; layouts are numbered."""
     graph, sizes = s.graph, s.graph.program.mesh
@@ -111,7 +117,7 @@ def _seen(
             yield laid(another(problem)).choice  # the tables lack something of what the layout costs
         if peak <= s.budget or not problem.fits(found.choice):
             return
-        held = s.lives.held(layout)
+        held = s.lives.held(layout, apart=candidate.apart)
         moment = int(held.argmax())
         beside = int(held[moment] - s.lives.over_time(s.lives.sizes(layout))[moment])
         alive = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.lives.alive(moment)

@@ -105,8 +105,8 @@ class Lays:
         """Into how many parts each of ``lay`` splits a value."""
         found = self._parts.get(lay)
         if found is None:
-            each = np.array([s.shards(self.mesh.shape) for s in lay.specs])
-            found = self._parts[lay] = each[lay.which]
+            parts = np.array([s.shards(self.mesh.shape) for s in lay.specs])
+            found = self._parts[lay] = parts[lay.which]
         return found
 
 

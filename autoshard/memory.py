@@ -61,12 +61,11 @@ def memory(graph: Graph, layout: Layout) -> Memory:
 class Lives:
     """From when to when each value of a graph takes room; under any layout.
 
-    Args:
-      apart: whether the compiler is told to make no gather part of a product.
+    Where it is asked for ``apart``, the compiler is told to make no gather part of a product.
     """
 
-    def __init__(self, graph: Graph, costing: Costing | None = None, apart: bool = False) -> None:
-        self.graph, self.mesh, self.apart = graph, graph.program.mesh, apart
+    def __init__(self, graph: Graph, costing: Costing | None = None) -> None:
+        self.graph, self.mesh = graph, graph.program.mesh
         self.costing = costing or Costing(graph)
         self.rooms, self.roles = rooms(graph), roles(graph)
         self.wanted = sorted({*graph.inputs, *map(int, self.rooms.values), *map(int, self.rooms.gradients)})
@@ -101,11 +100,11 @@ class Lives:
             found[v] = found.get(v, 0.0) + self.graph.values[v].bytes * float(r.scale[i])
         return found
 
-    def held(self, layout: Layout) -> Numbers:
+    def held(self, layout: Layout, *, apart: bool = False) -> Numbers:
         """Bytes in memory, arguments aside, while each node runs."""
         r, nodes = self.rooms, len(self.graph.nodes)
         own = r.first, r.last, (self.sizes(layout)[r.values] * r.scale).astype(np.int64), r.handed.astype(np.int64)
-        copies = np.array(self.copies(layout) or [(0, 0, 0, 0)], dtype=np.int64).T
+        copies = np.array(self.copies(layout, apart=apart) or [(0, 0, 0, 0)], dtype=np.int64).T
         first, last, size, handed = (np.concatenate(pair) for pair in zip(own, copies, strict=True))
         room = int(self.mesh.hardware.on_chip * ROOM)
         on = (handed > 0) & (size <= room)
@@ -120,7 +119,7 @@ class Lives:
         v = max(there, key=lambda v: (int(sizes[v]), -v), default=0)
         return v, int(sizes[v])
 
-    def copies(self, layout: Layout) -> list[tuple[int, int, int, bool]]:
+    def copies(self, layout: Layout, *, apart: bool = False) -> list[tuple[int, int, int, bool]]:
         """What is held beside each value where that lies: first and last node, bytes, and whether it is handed on."""
         nodes, specs, r = self.graph.nodes, layout.specs, self.rooms
         bits = self.mesh.hardware.operand_bits
@@ -142,7 +141,7 @@ class Lives:
             if i in sent and i in r.over:  # what is sent cannot be written over what it is added to later
                 v, end = r.over[i]
                 rows.append((i, end, self.size(v, specs[v]), False))
-        hiding = self.hiding(layout, readers) if not self.apart else set[int]()
+        hiding = self.hiding(layout, readers) if r.anew and not apart else set[int]()
         rows += [(n, n, self.size(v, specs[v]), False) for (v, n), by in r.anew.items() if hiding.issuperset(by)]
         later = {d.node: n for d in r.delays if (n := d.until(sent)) > d.node}
         for (v, need), at in readers.items():
@@ -173,14 +172,14 @@ class Lives:
         found = ((i, int(r.values[i]), int(r.last[i]), n) for i, n in until.items())
         return [(b + 1, n, int(self.size(v, layout.specs[v]) * r.scale[i]), False) for i, v, b, n in found if n > b]
 
-    def memory(self, layout: Layout) -> Memory:
+    def memory(self, layout: Layout, *, apart: bool = False) -> Memory:
         """Bytes per device of one call under ``layout``."""
         size = self.sizes(layout)
         role = self.roles
         parameters, optimizer, inputs = (
             int(sum(size[self.graph.inputs[i]] for i in part)) for part in (role.parameters, role.optimizer, role.batch)
         )
-        held = int(self.held(layout).max())
+        held = int(self.held(layout, apart=apart).max())
         kept = int(size[self.rooms.values[self.rooms.residuals]].sum())
         grads = int(size[self.rooms.gradients].sum())
         peak = parameters + optimizer + inputs + held

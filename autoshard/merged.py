@@ -44,7 +44,11 @@ class View:
         specs = {spec: _merged(spec, self.axes) for spec in set(whole.specs)}
         ways = {way: _merged(Spec(tuple(axes for _, axes in way)), self.axes) for way in set(whole.ways.values())}
         said = {spec: s for spec, s in specs.items() if s is not None}
-        run = {w: tuple((f, axes) for (f, _), axes in zip(w, s.dims, strict=True)) for w, s in ways.items() if s}
+        run = {
+            w: tuple((f, axes) for (f, _), axes in zip(w, s.dims, strict=True))
+            for w, s in ways.items()
+            if s is not None
+        }
         if len(said) + len(run) < len(specs) + len(ways):
             return None
         return Layout(tuple([said[s] for s in whole.specs]), {}, ways={n: run[w] for n, w in whole.ways.items()})

@@ -42,7 +42,7 @@ def make(program: Program, table: RuleTable, wish: Wish) -> tuple[Plan, Graph]:
       RuleError, SpecError, ArgumentError, MemoryBudgetError: as `flatten.flatten` and `search.search`.
     """
     graph = flatten(program, table, strict=wish.strict)
-    best, s = search(graph, wish.strategy, budget_of(wish, program))
+    best, s = search(graph, wish.strategy, budget_of(wish, program), wish.compiler_options)
     return describe(graph, best, s, wish), graph
 
 
@@ -95,7 +95,7 @@ def describe(graph: Graph, best: Candidate, s: Search, wish: Wish) -> Plan:
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
         bound=s.bound,
-        compiler_options=settings(s.apart, wish.compiler_options),
+        compiler_options=settings(best.apart, wish.compiler_options),
         in_tree=program.in_tree,
         out_tree=program.out_tree,
     )

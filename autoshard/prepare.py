@@ -272,7 +272,8 @@ def _relaxed(program: Program, options: Options, least: float) -> str:
     def peak(relaxed: Program, wish: Wish) -> float:
         rewritten, wish = _passed(relaxed, passes, replace(options, wish=wish))
         try:
-            return explore(flatten(rewritten, options.table), wish.strategy, budget_of(wish, rewritten))[0].memory.peak
+            graph, budget = flatten(rewritten, options.table), budget_of(wish, rewritten)
+            return explore(graph, wish.strategy, budget, wish.compiler_options)[0].memory.peak
         except AutoshardError:  # a strategy that does not serve what is left
             return math.inf
 

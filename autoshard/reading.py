@@ -196,7 +196,8 @@ class Reading:
             reduces = not node.kind.flops and node.kind.op.startswith(("reduce", "arg"))
             heavy = (node.kind.flops and self.fused) or reduces or (node.kind.op == "gather" and _one_a_row(node))
             if reduces and self.fused:
-                several = {r for v in node.operands for r in self.roots(v)}
+                size = max(math.prod(values[v].shape) for v in node.operands)
+                several = {r for v in node.operands for r in self.roots(v) if math.prod(values[r].shape) >= size > 1}
                 if len(several) > 1:
                     self.reduced.add(max(several, key=lambda r: self.made.get(r, -1)))
             for v in node.operands:

@@ -67,7 +67,7 @@ class Draft:
 def drafts(program: Program, table: RuleTable, wish: Wish) -> Iterator[Draft]:
     """Every layout of ``program`` that the search tried; for ``auto`` what the presets would do as well."""
     graph = flatten(program, table, strict=wish.strict)
-    s = explore(graph, wish.strategy, budget_of(wish, program))[1]
+    s = explore(graph, wish.strategy, budget_of(wish, program), wish.compiler_options)[1]
     found = {wish.strategy: list(s.tried.values())}
     for name in PRESETS if wish.strategy == "auto" else ():
         if name != "auto":

@@ -18,7 +18,7 @@ from autoshard.graph import Graph
 from autoshard.layouts import solved
 from autoshard.lays import splits
 from autoshard.presets import PRESETS, preset
-from autoshard.settings import keeps_apart
+from autoshard.settings import Options
 from autoshard.spec import Spec
 from autoshard.units import size_text
 
@@ -30,20 +30,25 @@ POLISH = 40_000
 """Most nodes times specs of arguments that are tried one by one."""
 
 
-def search(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tuple[Candidate, Search]:
-    """The best layout of ``strategy`` whose peak memory is at most ``budget`` bytes per device.
+def search(
+    graph: Graph, strategy: str = "auto", budget: float = math.inf, options: Options = ()
+) -> tuple[Candidate, Search]:
+    """The best layout of ``strategy`` whose peak memory is at most ``budget`` bytes per device under compiler
+    ``options``.
 
     Raises:
       MemoryBudgetError: nothing that was tried fits; names the least that would.
       ArgumentError, SpecError: as `explore`.
     """
-    found, s = explore(graph, strategy, budget)
+    found, s = explore(graph, strategy, budget, options)
     if found.memory.peak > budget:
         raise MemoryBudgetError(_too_large(s), min(c.memory.peak for c in s.tried.values()))
     return found, s
 
 
-def explore(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> tuple[Candidate, Search]:
+def explore(
+    graph: Graph, strategy: str = "auto", budget: float = math.inf, options: Options = ()
+) -> tuple[Candidate, Search]:
     """The best layout of ``strategy``, which may be over the budget where nothing that was tried fits.
 
     Raises:
@@ -52,17 +57,11 @@ def explore(graph: Graph, strategy: str = "auto", budget: float = math.inf) -> t
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
-    s = Search(graph, budget)
-    found = _explored(s, strategy)
-    if keeps_apart(graph, found.memory.peak, budget):
-        s = Search(graph, budget, apart=True)
-        found = _explored(s, strategy)
-    return found, s
-
-
-def _explored(s: Search, strategy: str) -> Candidate:
+    s = Search(graph, budget, options)
     found = s.best(_auto(s) if strategy == "auto" else preset(s, strategy))
-    return found if strategy != "auto" or s.proven(found) else s.best(_by_input(s, found))
+    if strategy == "auto" and not s.proven(found):
+        found = s.best(_by_input(s, found))
+    return found, s
 
 
 def _auto(s: Search) -> Iterator[Choice]:

@@ -15,15 +15,22 @@ MORE = 1.15
 """What such a program was seen to take of what was foreseen, at the most."""
 
 
-def keeps_apart(graph: Graph, peak: float, budget: float) -> bool:
+def keeps_apart(graph: Graph, peak: float, budget: float, given: Options = ()) -> bool:
     """Whether gathers are to stay out of convolutions.
 
     Args:
       peak: bytes per device that are foreseen if they do not.
       budget: bytes per device that there are.
+      given: what the user says, which goes before it.
     """
-    convolved = any(n.kind.op == "conv_general_dilated" for n in graph.nodes)
-    return convolved and peak * MORE > budget and graph.program.mesh.platform == "tpu"
+    if peak * MORE <= budget or graph.program.mesh.platform != "tpu" or overruled(given):
+        return False
+    return any(n.kind.op == "conv_general_dilated" for n in graph.nodes)
+
+
+def overruled(given: Options) -> dict[str, Any]:
+    """What the user says otherwise than `settings` would."""
+    return {name: x for name, x in given if APART.get(name, x) != x}
 
 
 def settings(apart: bool, given: Options = ()) -> Options:

@@ -127,7 +127,8 @@ def build(
     """The problem of laying out ``graph``, whose groups these are; the user's pins leave the values that they name one
     option.
 
-    With layouts ``about``, each variable has what it has there, and what differs from that in what one axis splits.
+    With layouts ``about``, each variable that is not pinned has what it has there, and what differs from that in what
+    one axis splits.
     """
     return _Assembly(graph, limits or Limits(), about, groups or Groups(graph)).space()
 

@@ -39,11 +39,11 @@ class Tables:
             rule, form = kind.rule, self.groups.form(kind)
             dims = (*rule.operands, *rule.results)
             large = {(dims[p], n) for p, n in enumerate(kind.shapes) if n or p >= len(rule.operands)}
-            kinds = {rule.kind(f) for f in rule.factors}
-            self._plain[kind] = (
-                len(large) == 1 and bool(form.full) and not form.reduces and not rule.halos and "whole" not in kinds
-            )
-        return self._plain[kind] and not kind.flops
+            split = all(dim or n == 1 for ds, shape in large for dim, n in zip(ds, shape, strict=True))
+            whole = "whole" in {rule.kind(f) for f in rule.factors}
+            plain = len(large) == 1 and split and bool(form.full) and not (form.reduces or rule.halos or whole)
+            self._plain[kind] = plain and not kind.flops
+        return self._plain[kind]
 
     def led(self, kind: Kind, ends: Iterable[End]) -> bool:
         """Whether the equation runs as one of its values lies."""

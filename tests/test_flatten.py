@@ -64,7 +64,7 @@ def test_a_primitive_without_a_rule_is_kept_whole_and_named() -> None:
     assert len(found) == 1
     assert "no rule for the primitive 'odd'" in str(found[0])
     assert __file__ in found[0].source
-    with pytest.raises(RuleError, match=r"test_graph.py:\d+: odd is kept whole"):
+    with pytest.raises(RuleError, match=r"test_flatten.py:\d+: odd is kept whole"):
         flatten(p, TABLE, strict=True)
 
 
@@ -73,13 +73,13 @@ def test_a_rule_of_the_wrong_rank_is_refused_with_the_line() -> None:
         **TABLE,
         odd_p: lambda *_: TABLE[jax.lax.transpose_p](jax.ShapeDtypeStruct((2, 3), "float32"), permutation=(1, 0)),
     }
-    with pytest.raises(RuleError, match=r"test_graph.py:\d+: odd: rule .* other ranks"):
+    with pytest.raises(RuleError, match=r"test_flatten.py:\d+: odd: rule .* other ranks"):
         flatten(program(lambda x: odd_p.bind(x), ((4,),), MESH), from_text)  # noqa: PLW0108 -- its line is looked for
 
 
 def test_a_pin_inside_that_cannot_be_names_its_line() -> None:
     p = program(lambda x: annotate(x, P("dat")), ((4,),), MESH)
-    with pytest.raises(SpecError, match=r"pinned at .*test_graph.py:\d+: .*'dat'.*did you mean 'data'"):
+    with pytest.raises(SpecError, match=r"pinned at .*test_flatten.py:\d+: .*'dat'.*did you mean 'data'"):
         flatten(p, TABLE)
 
 

@@ -127,16 +127,17 @@ def test_what_a_gradient_s_product_reads_is_held_until_another_s_result_is_on_it
     assert held(column, row) > 3
 
 
-def test_what_is_computed_from_several_is_written_over_one_that_was_made_alone() -> None:
+@pytest.mark.parametrize("scale", [lambda _: 3.0, jnp.max], ids=["by a number", "by what is made last"])
+def test_what_is_computed_from_several_is_written_over_one_that_was_made_alone(scale) -> None:
     """A weight gathered beside a product, or a reduction made with it, and nothing is written over its result."""
 
     def fun(x, first, second):
         h = x @ first
         y = h @ second
-        total = (h * jnp.tanh(y)).sum()  # made with y
+        total = (h * jnp.tanh(y) * scale(first)).sum()  # made with y
         return jnp.sort(h * jnp.tanh(y)), total
 
-    def held(second: Spec) -> int:
+    def held(second: Spec) -> float:
         g = graph(fun, ((4096, 64), (64, 64), (64, 64)), mesh(a=4))
         x, first, w = g.inputs
         lives = Lives(g)

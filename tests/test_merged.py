@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from autoshard import layouts
 from autoshard.layouts import GAIN
 from autoshard.merged import views
 from autoshard.mesh import Link, LogicalMesh
@@ -96,15 +97,29 @@ def test_four_axes_do_no_worse_than_the_two_that_they_make(case: str) -> None:
     assert search(graph(fun, args, FOUR))[0].layout.specs == best.layout.specs
 
 
+def turned(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x.sum()
+
+
+CASES["gradients"] = (jax.grad(turned), (((256, 512), (512, 256), (256, 512)), (32, 256)))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_looking_near_coarse_layouts_finds_what_solving_finer_views_does(case: str) -> None:
-    """Views of three axes solved as a whole, each alone, against views of two, and then what is near those."""
+def test_looking_near_coarse_layouts_finds_what_solving_finer_views_does(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fun, args = CASES[case]
     g = graph(fun, args, mesh(a=2, b=2, c=2, d=2))
-    best, s = search(g)
-    exact = [solve(build(v.graph).problem).cost for v in views(g, 3)]
-    assert best.cost.seconds <= min(exact) * (1 + GAIN)
-    assert len([c for c in s.tried if c.solved]) >= 6
+
+    def solved() -> float:
+        return min(c.cost.seconds for choice, c in search(g)[1].tried.items() if choice.solved)
+
+    near = solved()
+    assert near <= min(solve(build(v.graph).problem).cost for v in views(g, 3)) * (1 + GAIN)
+    monkeypatch.setattr(layouts, "ROUNDS", 0)
+    assert (solved() > near * 1.04) == (case == "gradients")  # two axes are enough for the others
 
 
 def deep(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import MeshConfig, jit
+from autoshard.errors import MemoryBudgetError, PlanError
 from autoshard.settings import APART, of_the_user
 from benchmarks.target_cases import PROGRAMS
 
@@ -54,6 +55,23 @@ def test_a_plan_that_needs_it_is_foreseen_with_it():
 def test_what_the_user_says_goes_before_it():
     said = dict.fromkeys(APART, True)
     assert dict(jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS).compiler_options) == said
+
+
+def test_memory_is_foreseen_as_the_user_says():
+    step, state, batch = PROGRAMS["conv"]()
+    given = {
+        "mesh": MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="500MiB"),
+        "donate_argnums": 0,
+        "passes": ("dead_code", "turned"),
+    }
+    plan = jit(step, strategy="fsdp", **given).plan(state, batch)
+    fused = {"compiler_options": dict.fromkeys(APART, True), **given}
+    with pytest.raises(MemoryBudgetError, match=r"500.00 MiB.*the least that would is 516"):
+        jit(step, strategy="fsdp", **fused).plan(state, batch)
+    with pytest.raises(
+        PlanError, match=f"foreseen with compiler options that are given otherwise.*{next(iter(APART))}"
+    ):
+        jit(step, strategy=plan, **fused).plan(state, batch)
 
 
 def test_a_plan_made_elsewhere_brings_it_only_where_the_compiler_knows_it():

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
+from jax import lax
+from jax import numpy as jnp
 
+from autoshard.groups import FEW
 from autoshard.space import build
 from autoshard.tables import Tables
+from tests.programs import graph, mesh
 from tests.test_space import CASES, program
 
 
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Of many equations one, on values that lie alike, splits but one dimension of three."""
+    for _ in range(FEW):
+        x = jnp.tanh(x)
+    return x + lax.linalg.cholesky(x, symmetrize_input=False)
+
+
 @pytest.mark.parametrize("axes", [{"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "whole rows"])
 def test_all_options_at_once_cost_what_they_do_one_by_one(
     case: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    g = program(case, axes)
+    g = program(case, axes) if case in CASES else graph(whole_rows, ((8, 64, 64),), mesh(**axes))
     at_once = build(g).problem
     monkeypatch.setattr(Tables, "plain", lambda *_: False)
     monkeypatch.setattr(Tables, "led_by", lambda self, *led: self.run(led[0], self._as(*led)))
