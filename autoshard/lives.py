@@ -4,8 +4,8 @@
 
 - a product that is read through one value alone is computed with it, where the compiler fuses products: that value
   takes the room;
-- what is computed element by element is written over what it is computed from, if nothing reads that afterwards: of
-  several, over one that was made by itself, not as one with a reduction, nor with a weight's gather beside it;
+- what is computed element by element, or added to a product, is written over what it is computed from, if nothing reads
+  that afterwards, and no reduction was made with it: of several, over one beside which nothing was gathered;
 - a real number that products alone read has no more bits than they look at;
 - a result that replaces a donated argument has that argument's room.
 
@@ -127,11 +127,13 @@ def _join(found: Reading) -> dict[int, int]:
 
 
 def _in_place(found: Reading, held: Mapping[int, int]) -> dict[int, int]:
-    """From when the values take room of their own that are written over one that they are computed from."""
+    """From when the values take room of their own that are written over one that they are computed from, which no
+    reduction is made with."""
     values, taken, since = found.graph.values, set[int](), dict[int, int]()
     for v, (n, sources) in found.built.items():
         for r in sources if v in held else ():
-            if r in held and r not in taken and found.last[r] == n and values[r].bytes == values[v].bytes:
+            own = r in held and r not in taken and r not in found.reduced
+            if own and found.last[r] == n and values[r].bytes == values[v].bytes:
                 taken.add(r)
                 since[v] = n + 1
                 break

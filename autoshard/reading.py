@@ -196,10 +196,10 @@ class Reading:
             reduces = not node.kind.flops and node.kind.op.startswith(("reduce", "arg"))
             heavy = (node.kind.flops and self.fused) or reduces or (node.kind.op == "gather" and _one_a_row(node))
             if reduces and self.fused:
-                size = max(math.prod(values[v].shape) for v in node.operands)
-                several = {r for v in node.operands for r in self.roots(v) if math.prod(values[r].shape) >= size > 1}
+                sizes = {r: math.prod(values[r].shape) for v in node.operands for r in self.roots(v)}
+                several = [r for r, n in sizes.items() if n > 1]
                 if len(several) > 1:
-                    self.reduced.add(max(several, key=lambda r: self.made.get(r, -1)))
+                    self.reduced.add(max(several, key=lambda r: (sizes[r], self.made.get(r, -1))))
             for v in node.operands:
                 if not (heavy or (node.kind.flops and self.is_same(v))):
                     self.settle(v, n)

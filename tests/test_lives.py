@@ -154,3 +154,13 @@ def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
     (n,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sum_of_products"]
     products = [i for i, node in enumerate(g.nodes) if node.kind.op == "dot_general"]
     assert rooms(g).begun[n] < products[1] < n
+
+
+@pytest.mark.parametrize(("scale", "written"), [(3.0, True), (jnp.arange(64.0), False)])
+def test_a_product_is_not_written_over_what_a_reduction_of_several_arrays_is_made_with(scale, written):
+    def fun(x, w, v):
+        h = x @ w
+        total = (h * scale).sum(0)
+        return x @ v + h, total
+
+    assert bool(rooms(graph(fun, (W, W, W), mesh(a=1))).over) == written
