@@ -27,9 +27,9 @@ AXES = 3
 COARSE = 2
 """Of more, neighbours are first taken together until so many are left."""
 ROUNDS = 3
-"""Most rounds of looking near what was found so."""
+"""How often it is looked near what was found so, at the most."""
 GAIN = 1e-3
-"""What a round has to gain for another, as a share of the time."""
+"""What that has to gain to be done again, as a share of the time."""
 MOMENTS = 5
 """Most moments of a step whose memory is held within the budget while solving."""
 
@@ -52,8 +52,8 @@ def solved(s: Search, limits: Limits | None = None, stored: Axes = ()) -> Iterat
 
 
 def _refined(s: Search, number: Iterator[int]) -> Iterator[Choice]:
-    """What solving finds on few axes, neighbours taken together, and then near that on more of them, in rounds. Under
-    pins that cannot be said on so few, what it finds on more."""
+    """What solving finds on few axes, neighbours taken together, and then near that on more of them; again near the
+    best alone as long as it gains. Under pins that cannot be said on so few, what it finds on more."""
     found: list[Candidate] = []  # the best of each view
 
     def noted(choices: Iterator[Choice]) -> Sequence[Choice]:
@@ -64,10 +64,11 @@ def _refined(s: Search, number: Iterator[int]) -> Iterator[Choice]:
     coarse = [*views(s.graph, COARSE)]
     for view in coarse or views(s.graph, AXES):
         yield from noted(_seen(s, view, number))
-    for _ in range(ROUNDS if coarse else 0):
+    for turn in range(ROUNDS if coarse else 0):
         before = min(found, key=s.key)
+        starts = [before] if turn else sorted(found, key=s.key)
         for view in views(s.graph, AXES):
-            about = [layout for c in sorted(found, key=s.key) if (layout := view.layout(c.layout)) is not None]
+            about = [layout for c in starts if (layout := view.layout(c.layout)) is not None]
             if about:
                 yield from noted(_seen(s, view, number, about=about))
         now = min(found, key=s.key)
