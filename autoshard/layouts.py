@@ -42,13 +42,12 @@ def solved(s: Search, limits: Limits | None = None, stored: Axes = ()) -> Iterat
     the moment of its own peak to the problem, what it moves there included. Where no answer keeps all of them, the last
     is one that holds little.
     """
-    if s.axes and (limits is None or len(s.axes) <= AXES):  # limits name the mesh's own axes
-        number = itertools.count(1)
-        if len(s.axes) <= AXES:
-            (whole,) = views(s.graph, AXES)
-            yield from _seen(s, whole, number, limits, stored)
-        else:
-            yield from _refined(s, number)
+    number = itertools.count(1)
+    if 0 < len(s.axes) <= AXES:
+        (whole,) = views(s.graph, AXES)
+        yield from _seen(s, whole, number, limits, stored)
+    elif s.axes and limits is None:  # which name the mesh's own axes
+        yield from _refined(s, number)
 
 
 def _refined(s: Search, number: Iterator[int]) -> Iterator[Choice]:

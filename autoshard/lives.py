@@ -129,23 +129,27 @@ def _join(found: Reading) -> dict[int, int]:
 def _in_place(found: Reading, held: Mapping[int, int]) -> dict[int, int]:
     """From when the values take room of their own that are written over one that they are computed from, which no
     reduction is made with."""
-    values, taken, since = found.graph.values, set[int](), dict[int, int]()
-    for v, (n, sources) in found.built.items():
-        for r in sources if v in held else ():
-            own = r in held and r not in taken and r not in found.reduced
-            if own and found.last[r] == n and values[r].bytes == values[v].bytes:
-                taken.add(r)
-                since[v] = n + 1
-                break
+    taken, since = set[int](), dict[int, int]()
+    for v, (n, _) in found.built.items():
+        free = (r for r in _ends(found, held, v) if r not in taken and r not in found.reduced)
+        if v in held and (r := next(free, None)) is not None:
+            taken.add(r)
+            since[v] = n + 1
     return since
+
+
+def _ends(found: Reading, held: Mapping[int, int], v: int) -> list[int]:
+    """Of what ``v`` is computed from: what takes as much room, and is not read afterwards."""
+    values, (n, sources) = found.graph.values, found.built[v]
+    return [r for r in sources if r in held and found.last[r] == n and values[r].bytes == values[v].bytes]
 
 
 def _anew(found: Reading, held: Mapping[int, int], since: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, ...]]:
     """What is written over one of several, and the products whose results may be it: each that is made by itself."""
-    nodes, values = found.graph.nodes, found.graph.values
+    nodes = found.graph.nodes
     products: dict[tuple[int, int], tuple[int, ...]] = {}
     for v, n in ((v, after - 1) for v, after in since.items() if found.fused and held[v] == after - 1):
-        last = [r for r in found.built[v][1] if r in held and found.last[r] == n and values[r].bytes == values[v].bytes]
+        last = _ends(found, held, v)
         made = tuple(held[r] for r in last if r not in found.reduced)
         if len(last) > 1 and all(nodes[m].kind.flops for m in made):
             products[v, n] = made

@@ -136,7 +136,7 @@ def _alternatives(best: Candidate, s: Search) -> tuple[Alternative, ...]:
     """The runners-up, one a distinct cost: the cheapest other layouts that fit, led by the fastest of all if memory
     alone stood in its way; then those that do not fit."""
     fastest = min(s.tried.values(), key=lambda c: c.cost.seconds)
-    order = sorted(s.tried.values(), key=lambda c: c.key(s.budget))
+    order = sorted(s.tried.values(), key=s.key)
     seen = {(best.cost.seconds, best.memory.peak)}
     rows: list[Alternative] = []
     for c in [fastest, *order] if fastest.cost.seconds < best.cost.seconds else order:

@@ -68,12 +68,12 @@ def _improve(s: Search, start: Choice, free: Iterable[int], axes: Axes) -> Itera
         return [replace(choice, split=(*choice.split[:i], o, *choice.split[i + 1 :])) for o in options]
 
     yield start
-    alone = {i: min(s.price(c).key(s.budget) for c in tries(i, start)) for i in free}
+    alone = {i: min(s.key(s.price(c)) for c in tries(i, start)) for i in free}
     for _ in range(ROUNDS):
         before = best
         for i in sorted(alone, key=lambda i: (alone[i], i)):
             found = tries(i, best.choice)
             yield from found
-            best = min([best, *map(s.price, found)], key=lambda c: c.key(s.budget))
+            best = min([best, *map(s.price, found)], key=s.key)
         if best is before:
             return

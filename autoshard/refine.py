@@ -78,7 +78,7 @@ def drafts(program: Program, table: RuleTable, wish: Wish) -> Iterator[Draft]:
     seen: set[Any] = set()
     for strategy, candidates in found.items():
         rank = 0
-        for c in sorted(candidates, key=lambda c: c.key(s.budget)):
+        for c in sorted(candidates, key=s.key):
             key = c.layout.specs, tuple(c.layout.ways.items())
             if key not in seen:
                 yield Draft(graph, c, s, wish, strategy, rank)

@@ -106,7 +106,7 @@ def _by_input(s: Search, best: Candidate) -> Iterator[Choice]:
     for i, specs in options.items():
         tries = [replace(best.choice, inputs=(*best.choice.inputs, (i, spec)), solved=0) for spec in specs]
         yield from tries
-        best = min([best, *map(s.price, tries)], key=lambda c: c.key(s.budget))
+        best = min([best, *map(s.price, tries)], key=s.key)
 
 
 def _free_inputs(s: Search) -> list[int]:

@@ -142,9 +142,7 @@ class _Assembly:
         self.groups = groups
         self.builder = Builder()
         self.nodes: dict[int, tuple[int, Sequence[Factors]]] = {}
-        self.chosen: dict[int, Sequence[Mapping[str, Axes]]] = {}
-        """Of a node's variable the axes of its factors under each option."""
-        self.kin: dict[int, list[Labels]] = {}
+        self.kin: list[list[Labels]] = []
         self.variables: dict[Any, int] = {}
         self.lays = Lays((), self.mesh)
         self.options = self.lays.options
@@ -166,7 +164,8 @@ class _Assembly:
             if (c, where) not in shapes:
                 for l, dims in zip(self.about, known.setdefault(c, [[()] * rank for _ in self.about]), strict=True):
                     for p, axes in zip(where, l.specs[v].dims, strict=True):
-                        dims[p] = axes if p >= 0 else dims[p]
+                        if p >= 0:
+                            dims[p] = axes
             shapes[c, where].add(graph.values[v].shape)
             if v in graph.pins:
                 given = Spec(tuple(graph.pins[v].dims[where.index(p)] for p in range(rank)))
@@ -205,28 +204,20 @@ class _Assembly:
         for (i, at), seconds in plain.items():
             self.builder.alone(i, seconds / self.lays.parts(self.lays.lies(i, at)))
         slack = self._held()
-        kin = tuple(zip(*map(self._kin, range(len(self.options))), strict=True)) if len(self.axes) > 1 else ()
+        kin = tuple(zip(*self.kin, strict=True)) if len(self.axes) > 1 else ()
         return Space(self.builder.done(kin), where, tuple(self.options), self.nodes, slack)
-
-    def _kin(self, i: int) -> list[Labels]:
-        """Of a variable, for each axis: the same number for options that differ at most in what that axis splits."""
-        found = self.kin.get(self.lays.alike[i])
-        if found is None:
-            split = (
-                [c.items() for c in self.chosen[i]]
-                if i in self.chosen
-                else [enumerate(o.dims) for o in self.options[i]]
-            )
-            places = list(map(self._places, split))
-            found = [np.array(_labels(places, axis)) for axis in range(len(self.axes))]
-            if i not in self.chosen:
-                self.kin[self.lays.alike[i]] = found
-        return found
 
     def _variable(self, key: Any, options: Sequence[Spec]) -> int:
         i = self.variables[key] = self.builder.variable(len(options))
         self.lays.add(options)
+        first = self.lays.alike[i]
+        self.kin.append(self.kin[first] if first < i else self._kin(enumerate(o.dims) for o in options))
         return i
+
+    def _kin(self, options: Iterable[Iterable[tuple[Any, Axes]]]) -> list[Labels]:
+        """For each axis: the same number for options that differ at most in what that axis splits."""
+        places = list(map(self._places, options))
+        return [np.array(_labels(places, axis)) for axis in range(len(self.axes))]
 
     def _places(self, split: Iterable[tuple[Any, Axes]]) -> tuple[Any, ...]:
         """What each of the mesh's axes splits, or None."""
@@ -314,7 +305,7 @@ class _Assembly:
             chosen = self._chosen(kind, nodes[0])
             i = self.builder.variable(len(chosen))
             self.lays.add(())
-            self.chosen[i] = chosen
+            self.kin.append(self._kin(c.items() for c in chosen))
             factors = [tuple(sorted(c.items())) for c in chosen]
             self.nodes.update((n, (i, factors)) for n in nodes)
             self._add(i, *self.tables.costs(kind, ends, i, *self.tables.run(kind, chosen), times))

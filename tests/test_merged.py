@@ -80,10 +80,17 @@ def test_a_layout_is_said_in_merged_axes_or_not_at_all():
     assert (narrow.specs[0], narrow.ways) == (Spec((("c", "d"), ())), {0: (("m", ("c", "d")),)})
 
 
+def turned(weights: Any, x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x.sum()
+
+
 CASES = {
     "product": (product, ((1024, 256), (256, 512))),
     "gated": (gated, ((512, 64), (64, 256), (64, 256), (256, 64))),
     "trained": (mlp_step, mlp_args(256, 64, 128)),
+    "gradients": (jax.grad(turned), (((256, 512), (512, 256), (256, 512)), (32, 256))),
 }
 
 
@@ -95,15 +102,6 @@ def test_four_axes_do_no_worse_than_the_two_that_they_make(case: str) -> None:
     assert best.cost.seconds <= fewer.cost.seconds
     assert s.bound == 0  # of the whole mesh nothing is proven
     assert search(graph(fun, args, FOUR))[0].layout.specs == best.layout.specs
-
-
-def turned(weights: Any, x: jax.Array) -> jax.Array:
-    for w in weights:
-        x = jnp.tanh(x @ w)
-    return x.sum()
-
-
-CASES["gradients"] = (jax.grad(turned), (((256, 512), (512, 256), (256, 512)), (32, 256)))
 
 
 @pytest.mark.parametrize("case", CASES)
