@@ -48,10 +48,10 @@ $(TARGETS)/ready $(GPUS)/ready: pyproject.toml constraints.txt
 test-targets: test-tpu test-gpu ## compile for TPUs and GPUs, which need not be here, and read what comes of it
 
 test-tpu: $(TARGETS)/ready ## the same for TPUs alone
-	$(TARGETS)/bin/python -m pytest tests/targets/test_tpu.py tests/test_target.py
+	$(TARGETS)/bin/python -m pytest tests/targets/test_tpu.py tests/machine/test_target.py
 
 test-gpu: $(GPUS)/ready ## the same for GPUs alone
-	$(GPUS)/bin/python -m pytest tests/targets/test_gpu.py tests/test_cluster.py
+	$(GPUS)/bin/python -m pytest tests/targets/test_gpu.py tests/machine/test_gpu_cluster.py
 
 harness: $(READY) ## run the programs that JAX ships for its own tests sharded, and print a table by group
 	$(BIN)/python -m tests.harness --workers 2

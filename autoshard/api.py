@@ -11,21 +11,21 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from autoshard import registry
-from autoshard.config import MeshLike, mesh_config
 from autoshard.errors import ArgumentError, RuleError, nearest
+from autoshard.ir import rule_registry
+from autoshard.ir.rule import Local, RuleFn, RuleTable
+from autoshard.ir.rule_check import check
+from autoshard.ir.rule_registry import AnyRule
+from autoshard.machine.mesh_config import MeshLike, mesh_config
 from autoshard.passes import KNOWN
-from autoshard.plan import Plan
-from autoshard.planner import Wish
-from autoshard.prepare import Options
-from autoshard.presets import PRESETS
-from autoshard.ranks import check
-from autoshard.registry import AnyRule
-from autoshard.rewrite import Pass, parse
-from autoshard.rule import Local, RuleFn, RuleTable
+from autoshard.plan.planner import Wish
 from autoshard.rules import OWN, STRUCTURAL, TABLE
-from autoshard.step import Step
-from autoshard.strict import parse_bytes
+from autoshard.runtime.options import Options
+from autoshard.runtime.plan import Plan
+from autoshard.runtime.step import Step
+from autoshard.search.strategies import PRESETS
+from autoshard.strict_config import parse_bytes
+from autoshard.transforms.pipeline import Pass, parse
 
 DEFAULT = ("dead_code", "one_hot", "turned", "attention:large", "sums")
 LIGHTER = ("dead_code", "one_hot", "turned", "recompute", "attention:large", "sums")
@@ -210,26 +210,28 @@ def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
     Raises:
       RuleError: nothing is registered for it.
     """
-    if _registered.pop(registry.key(op), None) is None:
-        known = [registry.title(k) for k in _registered]
-        raise RuleError(f"no rule is registered for {registry.title(op)!r}{nearest(registry.title(op), known)}")
+    if _registered.pop(rule_registry.key(op), None) is None:
+        known = [rule_registry.title(k) for k in _registered]
+        raise RuleError(
+            f"no rule is registered for {rule_registry.title(op)!r}{nearest(rule_registry.title(op), known)}"
+        )
 
 
-_registered: dict[registry.Key, RuleFn] = {}
+_registered: dict[rule_registry.Key, RuleFn] = {}
 
 
 def _table(rules: Mapping[Primitive | str, AnyRule] | None) -> RuleTable:
     """The step's own rules over those registered, and these over those that ship."""
-    own = [_entry(op, rule, None, None) for op, rule in registry.pairs(rules)]
-    return registry.Rules({k: fn for entry in own for k, fn in entry.items()}, (_registered, TABLE, OWN))
+    own = [_entry(op, rule, None, None) for op, rule in rule_registry.pairs(rules)]
+    return rule_registry.Rules({k: fn for entry in own for k, fn in entry.items()}, (_registered, TABLE, OWN))
 
 
-def _entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[registry.Key, RuleFn]:
-    key = registry.key(op)
+def _entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[rule_registry.Key, RuleFn]:
+    key = rule_registry.key(op)
     if isinstance(key, Primitive) and key.name in STRUCTURAL:
         raise RuleError(
             f"{key.name} takes no rule ({STRUCTURAL[key.name]}); give one to a function or operation by its name"
         )
-    fn = registry.rule_fn(rule, local)
+    fn = rule_registry.rule_fn(rule, local)
     check(key if isinstance(key, Primitive) else op, fn, local, example)
     return {key: fn}

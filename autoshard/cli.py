@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 
 from autoshard import __version__
-from autoshard.compiling import compilation
-from autoshard.config import find_mesh
+from autoshard.backend.compilation import compilation
+from autoshard.backend.compile_report import show
 from autoshard.errors import AutoshardError
-from autoshard.recipe import TrainConfig
-from autoshard.train import plan_phase, train
-from autoshard.verdict import show
+from autoshard.machine.mesh_config import find_mesh
+from autoshard.train.config import TrainConfig
+from autoshard.train.loop import plan_phase, train
 
 app = typer.Typer(
     name="autoshard",

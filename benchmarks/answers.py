@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import jax
 
-from autoshard.compiling import Usage, refused, usage
-from autoshard.mesh import LogicalMesh
+from autoshard.backend.compilation import Usage, refused, usage
+from autoshard.machine.mesh import LogicalMesh
 
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jaxlib")
 

@@ -26,11 +26,11 @@ import jax
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.auditing import audit
-from autoshard.compiling import refused
-from autoshard.estimate import estimate
-from autoshard.hlo import collectives
-from autoshard.mesh import LogicalMesh
+from autoshard.backend.audit import audit
+from autoshard.backend.compilation import refused
+from autoshard.backend.estimate import estimate
+from autoshard.backend.hlo_collectives import collectives
+from autoshard.machine.mesh import LogicalMesh
 from benchmarks.answers import Answer, answer, asked, compilers, digest
 from benchmarks.baselines import BASELINES, abstract, lowered
 from benchmarks.cells import CELLS, COLUMNS, Cell

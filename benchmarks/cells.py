@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.config import MeshConfig
+from autoshard.machine.mesh_config import MeshConfig
 from benchmarks.zoo import Model, decoder, translator, unet, vision, wide_resnet
 
 RESERVE = 0.05

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.config import MeshConfig
-from autoshard.plan import Plan
+from autoshard.machine.mesh_config import MeshConfig
+from autoshard.runtime.plan import Plan
 from autoshard.units import size_text, time_text
 from benchmarks.target_cases import Program, decoder, experts
 

@@ -15,7 +15,7 @@ import jax
 
 import autoshard
 from autoshard.errors import MemoryBudgetError
-from autoshard.plan import Plan
+from autoshard.runtime.plan import Plan
 from benchmarks.answers import answer
 from benchmarks.target_cases import MESHES, MIB, Program, conv, decoder, experts, mesh, mlp, options
 

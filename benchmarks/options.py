@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 
-from autoshard.estimate import estimate
+from autoshard.backend.estimate import estimate
 from benchmarks.answers import answer
 from benchmarks.target_cases import MIB, Case, options, planned
 

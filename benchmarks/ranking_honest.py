@@ -3,7 +3,7 @@
     python -m benchmarks.ranking_honest [tpu|gpu] [--cache DIR] [--kept] [WORD]
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. Of each case (`benchmarks.target_cases`; with WORD, those that
-have it in their name) the seconds that the plan predicts beside those of `autoshard.estimate`: the TPU compiler's
+have it in their name) the seconds that the plan predicts beside those of `autoshard.backend.estimate`: the TPU compiler's
 cycles times loop trips, or the roofline of what the GPU compiler made, and its collectives on the link model. Then
 Kendall's tau over all pairs of plans of one program, of which the compiler's times differ by more than 10 %, below
 which its estimates tell nothing.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
-from autoshard.estimate import estimate
+from autoshard.backend.estimate import estimate
 from benchmarks.target_cases import answers, options
 
 NOISE = 0.1

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
-from autoshard.models import ModelConfig, OptimizerConfig, make_steps
+from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
 
 ROUNDS = 12
 BATCH = 8

@@ -21,8 +21,8 @@ import optax
 from flax import linen
 
 import autoshard
-from autoshard.models import ModelConfig, OptimizerConfig, make_steps
-from autoshard.plan import Plan
+from autoshard.runtime.plan import Plan
+from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
 from benchmarks.answers import Answer, answer, asked
 
 MIB = 2**20
@@ -170,8 +170,8 @@ def cases(platform: str) -> Iterator[Case]:
         )
 
 
-def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
-    """The plan of a case, the step lowered, and the seconds that planning took."""
+def decorated(case: Case) -> tuple[autoshard.Step, Any, Any]:
+    """The step of a case, to be planned, and the shapes of its state and batch."""
     step, state, batch = PROGRAMS[case.program]()
     jitted = autoshard.jit(
         step,
@@ -180,6 +180,12 @@ def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
         donate_argnums=0,
         passes=("dead_code", "one_hot", "turned", f"recompute:{case.recompute}", "sums") if case.recompute else None,
     )
+    return jitted, state, batch
+
+
+def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
+    """The plan of a case, the step lowered, and the seconds that planning took."""
+    jitted, state, batch = decorated(case)
     start = time.perf_counter()
     plan = jitted.plan(state, batch)
     return plan, jitted.lower(state, batch), time.perf_counter() - start

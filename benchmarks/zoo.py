@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from autoshard.models import rotary
+from autoshard.train.decoder import rotary
 
 type Tree = Any
 """A pytree."""

@@ -9,9 +9,9 @@ from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.recompute import Recompute
-from autoshard.passes.sums import Sums
-from autoshard.passes.turned import Turned
-from autoshard.rewrite import Pass
+from autoshard.passes.sum_products import Sums
+from autoshard.passes.transposed_products import Turned
+from autoshard.transforms.pipeline import Pass
 
 KNOWN: Mapping[str, type[Pass]] = {
     p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, Recompute, Sums, Turned)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard import jaxpr as jx
-from autoshard.program import Program
-from autoshard.rewrite import Pass
+from autoshard.ir.program import Program
+from autoshard.transforms.pipeline import Pass
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from jax import numpy as jnp
 from jax.lax import GatherScatterMode
 
 from autoshard import jaxpr as jx
-from autoshard.program import Program
-from autoshard.rewrite import Pass
+from autoshard.ir.program import Program
+from autoshard.transforms.pipeline import Pass
 
 
 @dataclass(frozen=True)

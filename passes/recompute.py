@@ -1,7 +1,7 @@
 """Recompute: the backward part makes values again instead of holding them, as a policy of `jax.checkpoint` says.
 
 For a user, ``passes=["recompute:full"]`` is what `jax.checkpoint` around each layer is, without touching the
-model: it works on the step as traced, already differentiated. How is in `autoshard.replay`.
+model: it works on the step as traced, already differentiated. How is in `autoshard.transforms.remat`.
 
 Between holding nothing and all lie ``recompute:products:1``, ``2``, ...: so many products of the forward part are held,
 those first that take most work for each byte; a product in all layers counts as one.
@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import jax
 
 from autoshard import jaxpr as jx
-from autoshard import replay
 from autoshard.errors import PassError, nearest
-from autoshard.program import Program
-from autoshard.rewrite import Pass
+from autoshard.ir.program import Program
+from autoshard.transforms import remat
+from autoshard.transforms.pipeline import Pass
 
 Policy = Callable[..., Any]
 
@@ -74,7 +74,7 @@ class Recompute(Pass):
         return tuple(Recompute(f"products:{n}" if n else "full") for n in range(count, -1, -1))
 
     def change(self, before: Program, after: Program) -> str:
-        sizes = " -> ".join(f"{replay.residual_bytes(p) / 2**20:.3g}" for p in (before, after))
+        sizes = " -> ".join(f"{remat.residual_bytes(p) / 2**20:.3g}" for p in (before, after))
         left = [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
         return f"residuals {sizes} MiB" + ("; left as they were: " + ", ".join(left) if left else "")
 
@@ -82,7 +82,7 @@ class Recompute(Pass):
         policy = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "policy")
         return f"{self.name}:{policy}"
 
-    def keep(self, jaxpr: jx.Jaxpr) -> replay.Keep:
+    def keep(self, jaxpr: jx.Jaxpr) -> remat.Keep:
         """Whether an equation's results are held: the policy allows it, here or inside, or it must not run twice."""
         chosen = set(products(jaxpr)[: self._count]) if self._count else frozenset[Product]()
 
@@ -111,9 +111,9 @@ class Recompute(Pass):
     def _left(self, program: Program) -> Mapping[str, int]:
         """Residuals of loops and branches that the policy would not hold: what they are -> bytes."""
         found, keep = Counter[str](), self.keep(program.jaxpr)
-        for body in replay.steps(program.jaxpr):
-            for var, eqn in replay.residuals(body).items():
-                if replay.forward(eqn) and jx.regions(eqn) and any(not keep(e) for e in _makers(eqn, var)):
+        for body in remat.steps(program.jaxpr):
+            for var, eqn in remat.residuals(body).items():
+                if remat.forward(eqn) and jx.regions(eqn) and any(not keep(e) for e in _makers(eqn, var)):
                     found[f"{eqn.primitive.name} at {jx.source(eqn) or 'unknown line'}"] += jx.aval_bytes(var.aval)
         return found
 
@@ -129,13 +129,13 @@ def _makers(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
                 yield from (e for e in region.body.eqns if end in e.outvars)
 
 
-def _rewritten(jaxpr: jx.Jaxpr, keep: replay.Keep) -> jx.Jaxpr:
+def _rewritten(jaxpr: jx.Jaxpr, keep: remat.Keep) -> jx.Jaxpr:
     eqns = [  # bodies that may hold both parts are rewritten by themselves, as when gradients are taken in a loop
         e if jx.differentiated(e) else jx.within(e, lambda b: _rewritten(b, keep)) for e in jaxpr.eqns
     ]
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         jaxpr = jx.with_code(jaxpr, eqns)
-    return replay.line(replay.scans(jaxpr, keep), keep)
+    return remat.line(remat.scans(jaxpr, keep), keep)
 
 
 def products(jaxpr: jx.Jaxpr) -> list[Product]:
@@ -143,12 +143,12 @@ def products(jaxpr: jx.Jaxpr) -> list[Product]:
 
     def walk(eqns: Iterable[jx.JaxprEqn], *, inside: bool) -> Iterator[tuple[float, int, Product]]:
         for eqn in eqns:
-            if found := _product(eqn) if inside or replay.forward(eqn) else None:
+            if found := _product(eqn) if inside or remat.forward(eqn) else None:
                 size = sum(jx.aval_bytes(v.aval) for v in eqn.outvars)
                 yield -jx.contraction_flops(eqn) / max(1, size), size, found
-            if inside or replay.forward(eqn) or not jx.differentiated(eqn):
+            if inside or remat.forward(eqn) or not jx.differentiated(eqn):
                 for region in jx.regions(eqn):
-                    yield from walk(region.body.eqns, inside=inside or replay.forward(eqn))
+                    yield from walk(region.body.eqns, inside=inside or remat.forward(eqn))
 
     return list(dict.fromkeys(p for _, _, p in sorted(walk(jaxpr.eqns, inside=False))))
 

@@ -9,10 +9,22 @@ from __future__ import annotations
 from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError
-from autoshard.rule import RuleFn
-from autoshard.rules import attention, contract, index, linalg, pointwise, random, reduce, shape, sort, sums, window
-from autoshard.rules.control import STRUCTURAL as STRUCTURAL
-from autoshard.rules.opaque import KEPT_WHOLE as KEPT_WHOLE
+from autoshard.ir.rule import RuleFn
+from autoshard.rules import (
+    attention,
+    contract,
+    index,
+    linalg,
+    pointwise,
+    random,
+    reduce,
+    shape,
+    sort,
+    sum_of_products,
+    window,
+)
+from autoshard.rules.kept_whole import KEPT_WHOLE as KEPT_WHOLE
+from autoshard.rules.structural import STRUCTURAL as STRUCTURAL
 
 FAMILIES = (contract, index, linalg, pointwise, random, reduce, shape, sort, window)
 
@@ -33,5 +45,5 @@ def join(*tables: dict[Primitive, RuleFn]) -> dict[Primitive, RuleFn]:
 
 
 TABLE = join(*(family.TABLE for family in FAMILIES))
-OWN = join(attention.TABLE, sums.TABLE)
+OWN = join(attention.TABLE, sum_of_products.TABLE)
 """The rules of what passes put in a program: primitives of autoshard's own."""

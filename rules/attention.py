@@ -1,9 +1,9 @@
 """Attention: batch and heads pass; a sequence that queries and keys share is split, and its parts meet.
 
-How they meet is what sends least: the whole sequence traded for fewer heads (`autoshard.rules.forms_exchange`), or
-blocks that travel (`autoshard.rules.forms_ring`), of keys and values, or in the backward part of queries. A sequence
-that is not split is taken a few heads or queries at a time (`autoshard.rules.forms_few`). What the target has a kernel
-for, that computes, blocks too (`autoshard.rules.forms_fused`).
+How they meet is what sends least: the whole sequence traded for fewer heads (`autoshard.rules.local_forms.attention_ulysses`), or
+blocks that travel (`autoshard.rules.local_forms.attention_ring`), of keys and values, or in the backward part of queries. A sequence
+that is not split is taken a few heads or queries at a time (`autoshard.rules.local_forms.attention_chunked`). What the target has a kernel
+for, that computes, blocks too (`autoshard.rules.local_forms.attention_cudnn`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import jax
 from jax import numpy as jnp
 from jax.extend.core import Primitive
 
-from autoshard.attention import Form, attend, attention_backward_p, attention_p, gradients
-from autoshard.fused import masked
-from autoshard.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.family import Label, build
-from autoshard.rules.forms_exchange import attend_whole, gradients_whole, shared
-from autoshard.rules.forms_few import attend_few, gradients_few
-from autoshard.rules.forms_fused import attend_fused, gradients_fused
-from autoshard.rules.forms_ring import attend_round, gradients_round, moves_round, reach
+from autoshard.ir.rule import Aval, Local, Rule, RuleFn
+from autoshard.rules.builders import Label, build
+from autoshard.rules.local_forms.attention_chunked import attend_few, gradients_few
+from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
+from autoshard.rules.local_forms.attention_ring import attend_round, gradients_round, moves_round, reach
+from autoshard.rules.local_forms.attention_ulysses import attend_whole, gradients_whole, shared
+from autoshard.transforms.attention_op import Form, attend, attention_backward_p, attention_p, gradients
+from autoshard.transforms.cudnn_attention import masked
 
 SEQUENCE = "sequence"
 Moves = tuple[tuple[str, int], ...]
@@ -110,7 +110,7 @@ def _slowest(form: Form, parts: int) -> float:
 def _backward(form: Form, split: Split) -> Iterator[Way]:
     far, (q, k, v, out, row, _, ct) = reach(form, split.parts, split.keys), split.sizes[:7]
     dq, dk, dv = split.wide
-    travelling = [("keys", (k, v), (dk, dv))]
+    travelling: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [("keys", (k, v), (dk, dv))]
     # A mask of queries would travel with them, and what came of them for a kernel that wants it.
     if not form.fused and not any(form.row in x for x in form.extras):
         travelling.append(("queries", (q, 3 * row, ct), (dq,)))
@@ -172,7 +172,7 @@ def _extras(form: Form, query: Aval, key: Aval, passing: set[str]) -> list[list[
 
 def _rule(operands: list[list[Label]], results: list[list[Label]], local: Local) -> Rule:
     kinds = {SEQUENCE: "local"} if any(SEQUENCE in side for side in operands) else {}
-    kinds |= {c: "sum" for c in operands[0] if c and any(c not in side for side in results)}
+    kinds |= {c: "sum" for c in operands[0] if isinstance(c, str) and any(c not in side for side in results)}
     return build(operands, results, kinds, local=local)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.halo import Halo, Window
-from autoshard.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.family import Label, alone, build, is_integer, table
+from autoshard.ir.halo import Halo, Window
+from autoshard.ir.rule import Aval, Local, Rule, RuleFn
+from autoshard.rules.builders import Label, alone, build, is_integer, table
 from autoshard.rules.window import length, meet, slide
 
 EITHER = "sum: 0 1"
@@ -183,7 +183,7 @@ def conv_general_dilated(
 
     def padded(w: Any) -> list[tuple[int, int]]:
         """The padding of a part that comes with its edges."""
-        found = list(map(tuple, padding))
+        found = [(low, high) for low, high in padding]
         for d, after, read in met:
             own = w.shape[kernel[d]]
             if own < read.count:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import ANY, Label, build, is_complex, is_float, is_key, rows, table, together
-from autoshard.rules.forms_dynamic import read, write
+from autoshard.ir.rule import Aval, Rule, RuleFn
+from autoshard.rules.builders import ANY, Label, build, is_complex, is_float, is_key, rows, table, together
+from autoshard.rules.local_forms.dynamic_slice import read, write
 
 IDEMPOTENT = "max: 0, min: 0, and: 0, or: 0"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import Label, build, rows, table
+from autoshard.ir.rule import Aval, Rule, RuleFn
+from autoshard.rules.builders import Label, build, rows, table
 
 
 def batched(operands: Sequence[int], results: Sequence[int], lets: str = "") -> RuleFn:
@@ -20,7 +20,8 @@ def batched(operands: Sequence[int], results: Sequence[int], lets: str = "") -> 
 
 def _batched(batch: Sequence[int], operands: Sequence[int], results: Sequence[int], lets: str = "") -> Rule:
     labels = rows(batch)
-    return build(*([[*labels, *[None] * n] for n in side] for side in (operands, results)), lets=lets)
+    before, after = ([[*labels, *[None] * n] for n in side] for side in (operands, results))
+    return build(before, after, lets=lets)
 
 
 def eig(x: Aval, *, compute_left_eigenvectors: bool, compute_right_eigenvectors: bool, **_: Any) -> Rule:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from autoshard.rule import Aval, Rule, RuleFn, whole
-from autoshard.rules.family import ANY, build, elementwise, is_complex, is_float, is_integer, rows, table, together
-from autoshard.spec import KINDS
+from autoshard.ir.rule import Aval, Rule, RuleFn, whole
+from autoshard.ir.spec import KINDS
+from autoshard.rules.builders import ANY, build, elementwise, is_complex, is_float, is_integer, rows, table, together
 
 INCREASING = "max: 0, min: 0"
 MULTIPLICATIVE = "prod: 0"

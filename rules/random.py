@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import build, elementwise, rows, table
+from autoshard.ir.rule import Aval, Rule, RuleFn
+from autoshard.rules.builders import build, elementwise, rows, table
 
 
 def pointwise(results: int = 1) -> RuleFn:

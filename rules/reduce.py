@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import build, is_complex, rows, table
-from autoshard.rules.forms_pick import arg
-from autoshard.rules.forms_scan import scan
+from autoshard.ir.rule import Aval, Rule, RuleFn
+from autoshard.rules.builders import build, is_complex, rows, table
+from autoshard.rules.local_forms.cumulative import scan
+from autoshard.rules.local_forms.top_k import arg
 
 
 def reduction(kind: str, lets: str = "", able: Callable[[Any], bool] = lambda dtype: True) -> RuleFn:

@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import ANY, Label, build, is_key, rows, table, together
-from autoshard.rules.forms_blocks import Stretch, rearrange
-from autoshard.rules.forms_dynamic import pick, put
+from autoshard.ir.rule import Aval, Rule, RuleFn
+from autoshard.rules.builders import ANY, Label, build, is_key, rows, table, together
+from autoshard.rules.local_forms.dynamic_slice import pick, put
+from autoshard.rules.local_forms.rearrange import Stretch, rearrange
 
 FEW = 4
 """Parts that a few elements are not worth being split into."""
@@ -103,7 +103,7 @@ def pad(x: Aval, value: Aval, *, padding_config: Sequence[tuple[int, int, int]],
     few = len(edges) == 1 and not aligned and all(_few(x.shape[d], n, d in stretches) for d, n in spread.items())
     if not few or is_key(x.dtype):
         return _moved([x.shape], edges, stretches, [spread], together(0, 2), others, aligned, scalars=1)
-    ((axis, (low, _, between)),) = edges.items()
+    ((axis, (low, _high, between)),) = edges.items()
     names = rows(x.shape)
     whole = [None if d == axis else f for d, f in enumerate(names)]
     form = put(low, between + 1, spread[axis], axis)
@@ -219,7 +219,7 @@ def slice_(
     few = len(picks) == 1 and not aligned and all(_few(n, x.shape[d], d in stretches) for d, n in kept.items())
     if not few or is_key(x.dtype):
         return _moved([x.shape], picks, stretches, [kept], ANY, others, aligned)
-    ((axis, (start, _, step)),) = picks.items()
+    ((axis, (start, _limit, step)),) = picks.items()
     names = rows(x.shape)
     return build(
         [names],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.family import build, rows, table
-from autoshard.rules.forms_pick import top
-from autoshard.rules.forms_sort import ordered
+from autoshard.ir.rule import Aval, Local, Rule, RuleFn
+from autoshard.rules.builders import build, rows, table
+from autoshard.rules.local_forms.sort import ordered
+from autoshard.rules.local_forms.top_k import top
 
 
 def sort(*xs: Aval, dimension: int, num_keys: int = 1, **_: Any) -> Rule:

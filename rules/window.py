@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.halo import Halo, Window
-from autoshard.rule import Aval, Rule, RuleFn
-from autoshard.rules.family import Label, alone, build, table
+from autoshard.ir.halo import Halo, Window
+from autoshard.ir.rule import Aval, Rule, RuleFn
+from autoshard.rules.builders import Label, alone, build, table
 
 
 def length(size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int) -> int:
@@ -99,7 +99,10 @@ def _windows(
     parts = zip(
         shape, window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones, strict=True
     )
-    pairs = [slide(f"d{d}", *part, kinds, sizes, reads) for d, part in enumerate(parts)]
+    pairs = [
+        slide(f"d{d}", size, window, stride, edges, base, dilation, kinds, sizes, reads)
+        for d, (size, window, stride, edges, base, dilation) in enumerate(parts)
+    ]
     halos = [Halo(0, d, reads[f"d{d}"]) for d in range(len(shape)) if f"d{d}" in reads]
     return [a for a, _ in pairs], [b for _, b in pairs], kinds, sizes, halos
 
@@ -202,7 +205,9 @@ def select_and_scatter_add(
 
     XLA (JAX 0.12) gives wrong numbers where split windows overlap, and in double precision an error.
     """
-    before, after, kinds, sizes, _ = _windows(operand.shape, window_dimensions, window_strides, padding, None, None)
+    before, after, kinds, sizes, _halos = _windows(
+        operand.shape, window_dimensions, window_strides, padding, None, None
+    )
     return build([after, before], [before], _without_edges(kinds), "sum: 0", sizes, local=alone())
 
 
@@ -217,7 +222,9 @@ def select_and_scatter(
     **_: Any,
 ) -> Rule:
     """The general form, of which nothing is known but its windows; overlapping ones as above."""
-    before, after, kinds, sizes, _ = _windows(operand.shape, window_dimensions, window_strides, padding, None, None)
+    before, after, kinds, sizes, _halos = _windows(
+        operand.shape, window_dimensions, window_strides, padding, None, None
+    )
     return build([before, after, []], [before], _without_edges(kinds), "", sizes, local=alone())
 
 

@@ -13,9 +13,9 @@ from jax import lax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from autoshard.mesh import Link, LogicalMesh
+from autoshard.machine.mesh import Link, LogicalMesh
 from autoshard.passes import KNOWN
-from autoshard.rewrite import Pipeline, parse
+from autoshard.transforms.pipeline import Pipeline, parse
 from tests.programs import CHIP, program
 
 HASTY = replace(CHIP, links={"link": Link("link", 1e3, 0.0)}, overhead=0.0, flops={"float32": 1e6, "bfloat16": 1e6})

@@ -28,8 +28,8 @@ from jax._src.internal_test_util import test_harnesses  # noqa: TID251 (the corp
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.graph import Graph, Kind
-from autoshard.verify import compare
+from autoshard.ir.graph import Graph, Kind
+from autoshard.runtime.verify import compare
 
 MESHES = ({"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2})
 TOLERANCE = 1e-5

@@ -17,7 +17,7 @@ from jax.extend import mlir
 from jax.extend.mlir import ir
 
 from autoshard import jaxpr as jx
-from autoshard import notation, shardy
+from autoshard.ir import shardy_mlir, shardy_notation
 
 Leaf = int
 
@@ -137,9 +137,9 @@ def theirs(eqn: jx.JaxprEqn) -> Map:
         return eqn.primitive.bind(*xs, **eqn.params)
 
     shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
-    with shardy.context():
+    with shardy_mlir.context():
         module = parsed(jax.jit(run, keep_unused=True).lower(*shapes))
-        shardy.apply(module, shardy.RULES)
+        shardy_mlir.apply(module, shardy_mlir.RULES)
         functions = {
             ir.StringAttr(f.attributes["sym_name"]).value: f
             for f in module.body.operations
@@ -218,7 +218,7 @@ class Call:
                 self.factors.join(d, [e])
 
     def rule(self, text: str, values: Values) -> None:
-        rule = notation.attribute(text)
+        rule = shardy_notation.attribute(text)
         leaves = {f: self.factors.new(n) for f, n in rule.sizes}
         for value, dims in zip(values, (*rule.operands, *rule.results), strict=True):
             for leaf, dim in zip(value, dims, strict=True):

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.auditing import Audit, audit
-from autoshard.hlo import collectives
-from autoshard.mesh import Link, LogicalMesh
+from autoshard.backend.audit import Audit, audit
+from autoshard.backend.hlo_collectives import collectives
+from autoshard.machine.mesh import Link, LogicalMesh
 from tests.programs import CHIP, mesh
 
 EIGHT, GRID = mesh(x=8), mesh(x=2, y=4)

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autoshard.flatten import flatten
-from autoshard.graph import Graph
-from autoshard.mesh import Hardware, Link, LogicalMesh
-from autoshard.program import Program
+from autoshard.ir.build_graph import flatten
+from autoshard.ir.graph import Graph
+from autoshard.ir.program import Program
+from autoshard.ir.trace import trace
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.rules import TABLE
-from autoshard.trace import trace
 
 CHIP = Hardware("chip", {"float32": 1e12, "bfloat16": 2e12}, 16e9, 1e11, {"link": Link("link", 1e10, 1e-6)}, 1e-6)
 

@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.config import MeshConfig
 from autoshard.errors import (
     ArgumentError,
     AutoshardError,
@@ -33,6 +32,7 @@ from autoshard.errors import (
     RuleError,
     SpecError,
 )
+from autoshard.machine.mesh_config import MeshConfig
 
 MESH = {"data": 4, "model": 2}
 

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost import Costing, Way, held, way
-from autoshard.graph import Graph, Kind, Node
-from autoshard.mesh import Hardware, Link, LogicalMesh
-from autoshard.reshard import seconds
-from autoshard.search import search
-from autoshard.spec import Axes, Spec
+from autoshard.cost.cost import Costing, Way, held, way
+from autoshard.cost.reshard import seconds
+from autoshard.ir.graph import Graph, Kind, Node
+from autoshard.ir.spec import Axes, Spec
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from autoshard.search.search import search
 from tests.programs import graph
 
 PROGRAMS = 200

@@ -17,11 +17,11 @@ import optax
 import pytest
 
 import autoshard
-from autoshard.auditing import audit
-from autoshard.collective import collective_seconds
-from autoshard.mesh import Hardware, Link, LogicalMesh
-from autoshard.models import ModelConfig, OptimizerConfig, make_steps
-from autoshard.plan import Plan
+from autoshard.backend.audit import audit
+from autoshard.machine.collective import collective_seconds
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from autoshard.runtime.plan import Plan
+from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
 
 Loss = Callable[[Any, Any], Any]
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.auditing import collectives
+from autoshard.backend.audit import collectives
 
 MESH = {"data": 2, "model": 4}
 TOLERANCE = 1e-10

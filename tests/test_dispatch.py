@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import autoshard
-from autoshard.entry import Entry
+from autoshard.backend.executable import Executable
 from autoshard.errors import ArgumentError, PlacementWarning
 
 jit = functools.partial(autoshard.jit, mesh={"data": 4, "model": 2})
@@ -22,16 +22,16 @@ STATE = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[Executable]:
     """The calls that went by way of Python, as they happen."""
-    seen: list[Entry] = []
-    original = Entry.call
+    seen: list[Executable] = []
+    original = Executable.call
 
-    def call(self: Entry, *args: Any) -> Any:
+    def call(self: Executable, *args: Any) -> Any:
         seen.append(self)
         return original(self, *args)
 
-    monkeypatch.setattr(Entry, "call", call)
+    monkeypatch.setattr(Executable, "call", call)
     return seen
 
 
@@ -39,7 +39,7 @@ def update(state: Any, batch: Any) -> Any:
     return {k: v + batch.sum() for k, v in state.items()}, batch * 2
 
 
-def test_placed_and_host_arguments_of_two_sizes_in_turn(slow: list[Entry]):
+def test_placed_and_host_arguments_of_two_sizes_in_turn(slow: list[Executable]):
     step = jit(update)
     ways: list[Any] = []
     for size in (16, 8):
@@ -55,7 +55,7 @@ def test_placed_and_host_arguments_of_two_sizes_in_turn(slow: list[Entry]):
     assert len(set(slow)) == 2
 
 
-def test_keywords_and_static_values(slow: list[Entry]):
+def test_keywords_and_static_values(slow: list[Executable]):
     def fun(x: Any, n: int, *, z: Any, a: Any, m: int = 1) -> Any:
         return (x - z * a) * n + m
 
@@ -67,7 +67,7 @@ def test_keywords_and_static_values(slow: list[Entry]):
     assert len(slow) == 3
 
 
-def test_modules(slow: list[Entry]):
+def test_modules(slow: list[Executable]):
     model, step = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jit(lambda model, x: model(x), strategy="dp")
     x = np.ones((8, 4), np.float32)
     for _ in range(4):
@@ -75,7 +75,7 @@ def test_modules(slow: list[Entry]):
     assert len(slow) <= 2  # on one device at first, then as planned
 
 
-def test_a_wrongly_placed_argument_does_not_slow_the_others(slow: list[Entry]):
+def test_a_wrongly_placed_argument_does_not_slow_the_others(slow: list[Executable]):
     step, x = jit(lambda x: x + 1), jnp.arange(8.0)
     far = jax.device_put(x, jax.devices()[3])
     with pytest.warns(PlacementWarning) as caught:
@@ -87,7 +87,7 @@ def test_a_wrongly_placed_argument_does_not_slow_the_others(slow: list[Entry]):
     assert len(slow) == 1 + 3 + 1
 
 
-def test_a_call_inside_a_trace_leaves_the_outer_calls_alone(slow: list[Entry]):
+def test_a_call_inside_a_trace_leaves_the_outer_calls_alone(slow: list[Executable]):
     step, x = jit(lambda x: x * 2), jnp.arange(8.0)
     for _ in range(3):
         np.testing.assert_array_equal(jax.jit(lambda y: step(y) + step(x))(x), 4 * x)

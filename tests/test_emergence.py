@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from autoshard.adopt import passes_of
-from autoshard.plan import Plan
+from autoshard.plan.adopt import passes_of
+from autoshard.runtime.plan import Plan
 from benchmarks.emergence import CASES, EIGHT, LARGE, WORDY, Case, planned, sent, told
 
 

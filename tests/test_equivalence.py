@@ -18,7 +18,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import autoshard
-from autoshard.presets import PRESETS
+from autoshard.search.strategies import PRESETS
 from tests import models
 
 STEPS = 20

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.auditing import collectives
+from autoshard.backend.audit import collectives
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 

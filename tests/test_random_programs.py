@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import SpecError
-from autoshard.verify import compare
+from autoshard.runtime.verify import compare
 from tests.random_programs import Call, Recipe, draw
 
 EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "500"))

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.config import MeshConfig
+from autoshard.machine.mesh_config import MeshConfig
 from benchmarks.baselines import BASELINES, abstract, lowered, spec
 from benchmarks.bench import floor
 from benchmarks.cells import CELLS, COLUMNS

@@ -1,7 +1,7 @@
 """Attention: softmax attention becomes one operation, forward and backward, that a plan can run as a ring.
 
 For a user, ``passes=["attention"]`` is what calling a library for attention over split sequences would be, without
-touching the model. What counts as attention is found in `reader`; the operations are in `autoshard.attention`. Where
+touching the model. What counts as attention is found in `reader`; the operations are in `autoshard.transforms.attention_op`. Where
 the sequence is not split they are the composition that they replace, up to how it is rounded. Where the target has a
 library with a kernel for them (`Hardware.attention`), it computes those that it takes.
 
@@ -21,17 +21,17 @@ from typing import Any, ClassVar
 import jax
 
 from autoshard import jaxpr as jx
-from autoshard import replay
-from autoshard.attention import Form, attention_backward_p, attention_p
 from autoshard.errors import PassError
-from autoshard.fused import peak_flops, unfit
-from autoshard.mesh import Hardware, LogicalMesh
+from autoshard.ir.program import Program
+from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.passes.attention.facts import Above, Facts
 from autoshard.passes.attention.reader import Reader
 from autoshard.passes.attention.site import Site
-from autoshard.program import Program
-from autoshard.rewrite import Pass
-from autoshard.strict import parse_bytes
+from autoshard.strict_config import parse_bytes
+from autoshard.transforms import remat
+from autoshard.transforms.attention_op import Form, attention_backward_p, attention_p
+from autoshard.transforms.cudnn_attention import peak_flops, unfit
+from autoshard.transforms.pipeline import Pass
 
 LARGE = "large"
 
@@ -118,7 +118,8 @@ class _Wanted:
         """FLOPs of the products; of a kernel, what the peak does while it runs."""
         if not form.fused or self.hardware.attention is None:
             return form.flops(*map(jx.aval, operands), backward=backward)
-        return peak_flops(form, *map(jx.aval, operands), self.hardware.attention[backward], backward=backward)
+        query, key, value = map(jx.aval, operands)
+        return peak_flops(form, query, key, value, self.hardware.attention[backward], backward=backward)
 
 
 def _refused(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> Iterator[Site]:
@@ -140,7 +141,7 @@ def _held_no_more(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) 
         return jaxpr
     facts = Facts(jaxpr, above)
     for eqn in nests:
-        for region in jx.regions(eqn) if jx.scan(eqn) and replay.forward(eqn) else ():
+        for region in jx.regions(eqn) if jx.scan(eqn) and remat.forward(eqn) else ():
             reader = Reader(region.body, facts.inside(eqn, region))
             leaving = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and wanted.takes(s)]
             if leaving:
@@ -152,7 +153,7 @@ def _held_no_more(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) 
     }
     if any(now is not e for e, now in changed.items()):
         jaxpr = jx.with_code(jaxpr, [changed.get(e, e) for e in jaxpr.eqns])
-    after = replay.scans(jaxpr, lambda e: e not in inner) if inner else jaxpr
+    after = remat.scans(jaxpr, lambda e: e not in inner) if inner else jaxpr
     return jaxpr if after is jaxpr else jx.dead_code(after)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.passes.attention.facts import Letters
+from autoshard.passes.attention.polynomials import WEIGHTS, is_cotangent
 from autoshard.passes.attention.site import (
     POLYNOMIAL,
     SCORES,
@@ -20,7 +21,6 @@ from autoshard.passes.attention.site import (
     is_free,
     product_letters,
 )
-from autoshard.passes.attention.terms import WEIGHTS, is_cotangent
 
 
 def backwards(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Letters) -> Letters:

@@ -18,12 +18,12 @@ import string
 from collections.abc import Collection
 
 from autoshard import jaxpr as jx
-from autoshard.attention import Form
 from autoshard.errors import PassError
 from autoshard.passes.attention.facts import Above, Facts
 from autoshard.passes.attention.products import product
 from autoshard.passes.attention.site import SCORES, Given, Known, Meaning, Site, is_float, is_free, product_letters
 from autoshard.passes.attention.steps import READERS
+from autoshard.transforms.attention_op import Form
 
 
 class Reader:

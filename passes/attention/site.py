@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import AxisType
 
 from autoshard import jaxpr as jx
-from autoshard.attention import Form, Step
 from autoshard.errors import PassError
 from autoshard.passes.attention.facts import Facts, Letters
-from autoshard.passes.attention.terms import Term, Terms
+from autoshard.passes.attention.polynomials import Term, Terms
+from autoshard.transforms.attention_op import Form, Step
 
 SCORES, PEAK, GAP, POLYNOMIAL = "scores", "peak", "gap", "polynomial"
 STRANGE = "it is combined with something that is no number and no cotangent of it, as by dropout"

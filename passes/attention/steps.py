@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard import jaxpr as jx
-from autoshard.attention import Step
 from autoshard.errors import PassError
 from autoshard.passes.attention.facts import Band, Letters, outside, reshaped
+from autoshard.passes.attention.polynomials import D, E, Z, combine, row_sum
 from autoshard.passes.attention.products import backwards
 from autoshard.passes.attention.site import GAP, PEAK, POLYNOMIAL, SCORES, Given, Known, Meaning, Site, is_float
-from autoshard.passes.attention.terms import D, E, Z, combine, row_sum
+from autoshard.transforms.attention_op import Step
 
 
 def moved(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:

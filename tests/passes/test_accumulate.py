@@ -11,12 +11,12 @@ import pytest
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.auditing import audit
+from autoshard.backend.audit import audit
 from autoshard.errors import PassError
-from autoshard.mesh import Hardware, Link, LogicalMesh
+from autoshard.ir.trace import trace
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import Accumulate
-from autoshard.rewrite import Pipeline
-from autoshard.trace import trace
+from autoshard.transforms.pipeline import Pipeline
 
 HARDWARE = Hardware("chip", {"float32": 1e10}, 8e9, 1e10, {"link": Link("link", 1e8, 1e-7)}, 1e-8)
 MESH = LogicalMesh(("data", "model"), (4, 2), HARDWARE)

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.attention import attention_backward_p, attention_p
 from autoshard.errors import PassError
 from autoshard.passes import KNOWN, Attention
-from autoshard.rewrite import parse
 from autoshard.rules import OWN
+from autoshard.transforms.attention_op import attention_backward_p, attention_p
+from autoshard.transforms.pipeline import parse
 from tests import attentions
 from tests.attentions import (
     BIAS,

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import jaxpr as jx
-from autoshard.mesh import Hardware, Link, LogicalMesh
+from autoshard.ir.trace import trace
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import DeadCode
-from autoshard.rewrite import Pipeline
-from autoshard.trace import trace
+from autoshard.transforms.pipeline import Pipeline
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("data",), (8,), HARDWARE)

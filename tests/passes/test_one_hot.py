@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.hlo import collectives
+from autoshard.backend.hlo_collectives import collectives
+from autoshard.ir.trace import trace
 from autoshard.passes import OneHot
-from autoshard.rewrite import Pipeline
-from autoshard.trace import trace
+from autoshard.transforms.pipeline import Pipeline
 from tests.programs import mesh
 
 EIGHT = mesh(x=8)

@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
-from autoshard.mesh import Hardware, Link, LogicalMesh
+from autoshard.ir.trace import trace
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import KNOWN, Recompute
 from autoshard.passes.recompute import products
-from autoshard.replay import residual_bytes
-from autoshard.rewrite import Pipeline, parse
-from autoshard.trace import trace
+from autoshard.transforms.pipeline import Pipeline, parse
+from autoshard.transforms.remat import residual_bytes
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("data",), (8,), HARDWARE)

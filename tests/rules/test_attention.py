@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.attention import Form, Step
-from autoshard.auditing import audit
-from autoshard.hlo import collectives
+from autoshard.backend.audit import audit
+from autoshard.backend.hlo_collectives import collectives
 from autoshard.rules import OWN
-from autoshard.rules.forms_ring import reach, unseen
+from autoshard.rules.local_forms.attention_ring import reach, unseen
+from autoshard.transforms.attention_op import Form, Step
 from tests.attentions import (
     FORMS,
     LAYOUTS,

@@ -10,8 +10,8 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError
 from autoshard.rules import FAMILIES, KEPT_WHOLE, STRUCTURAL, TABLE, join
-from autoshard.rules.native import GATHERED, LOOPS
-from autoshard.rules.reasons import NOT_LET, NOT_SPLIT
+from autoshard.rules.validation.known_gaps import NOT_LET, NOT_SPLIT
+from autoshard.rules.validation.xla_gaps import GATHERED, LOOPS
 
 OTHER_VERSIONS = {
     "0.11.2": {"program_order", "reduced_vary_cast_p", "vary_unreduced_cast_p"},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.rules.family import build
+from autoshard.rules.builders import build
 from autoshard.rules.shape import refine
 
 CASES = {

@@ -18,10 +18,10 @@ import pytest
 from jax import lax
 
 from autoshard import jaxpr as jx
-from autoshard.rule import Rule, parse
+from autoshard.ir.rule import Rule, parse
+from autoshard.ir.spec import KINDS
 from autoshard.rules import TABLE
-from autoshard.rules.samples import Sample, samples
-from autoshard.spec import KINDS
+from autoshard.rules.validation.samples import Sample, samples
 from tests.factors import Map, canonical, theirs
 
 NOT_SAMPLED = {"from_edtype", "to_edtype", "with_memory_space_constraint"}

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.cluster import GPUS, Cluster, needed
-from autoshard.compiling import compilation
-from autoshard.config import MeshConfig
+from autoshard.backend.compilation import compilation
 from autoshard.errors import MeshError
-from autoshard.target import arranged
+from autoshard.machine.gpu_cluster import GPUS, GpuCluster, needed
+from autoshard.machine.mesh_config import MeshConfig
+from autoshard.machine.target import arranged
 from benchmarks.target_cases import decoder
 
 if not all(needed().values()):
@@ -65,7 +65,7 @@ def test_other_gpus_compile_too(gpu):
 
 
 def test_nodes_follow_one_another_along_the_first_axis():
-    found = arranged(Cluster("h100", 2, 4), (2, 4))
+    found = arranged(GpuCluster("h100", 2, 4), (2, 4))
     assert [d.id for d in found.flat] == list(range(8))
 
 

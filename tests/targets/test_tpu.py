@@ -13,10 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.config import MeshConfig
+from autoshard.backend.estimate import estimate
 from autoshard.errors import MeshError
-from autoshard.estimate import estimate
-from autoshard.target import Target, arranged
+from autoshard.machine.mesh_config import MeshConfig
+from autoshard.machine.target import arranged
+from autoshard.machine.tpu_slice import TpuSlice
 from benchmarks.target_cases import decoder
 from tests.test_cli import call
 
@@ -78,13 +79,13 @@ def test_other_chips_compile_too(topology):
 
 
 def test_slices_follow_one_another_along_the_first_axis():
-    found = arranged(Target("v5e:2x2", 2), (4, 2))
+    found = arranged(TpuSlice("v5e:2x2", 2), (4, 2))
     assert [{d.slice_index for d in row} for row in found] == [{0}, {0}, {1}, {1}]
 
 
 def test_a_slice_that_the_compiler_does_not_know():
     with pytest.raises(MeshError, match="TPU v5e:3x5: the compiler for TPUs refuses it"):
-        arranged(Target("v5e:3x5"), (15,))
+        arranged(TpuSlice("v5e:3x5"), (15,))
 
 
 def compiled_by_command(folder: Path, text: str, *options: str):

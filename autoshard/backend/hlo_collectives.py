@@ -1,0 +1,264 @@
+"""The collectives in a compiled program, read from its HLO text.
+
+The text is that of ``compiled.as_text()`` on CPU, GPU and TPU. What is particular about each:
+
+- an asynchronous collective is a ``-start`` and a ``-done``: the start counts, the done does not;
+- the TPU compiler spreads one asynchronous collective over several fusions that share a ``chain_id``:
+  the first counts. It writes a reduce-scatter as a fusion named ``all-reduce-scatter`` around an
+  all-reduce of the padded operand: that is a reduce-scatter of the fusion's operands. What the padding
+  put on a neighbour then moves by a collective-permute: that is part of the reduce-scatter;
+- a loop's body stands once in the text, and its trip count is the compiler's ``known_trip_count`` or
+  else read from the loop's condition, initial value and step (`autoshard.backend.hlo_trip_counts`);
+- device groups come as lists ``{{0,1},{2,3}}``, as iotas ``[4,2]<=[2,4]T(1,0)`` and as meshes of the
+  compiler's own naming ``mesh['axis_0'=2,'axis_1'=4] {'axis_1'}``. Numbers are positions in the mesh,
+  row-major.
+
+A branch of a conditional counts as if it were always taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse
+from autoshard.backend.hlo_trip_counts import multiplicities
+from autoshard.machine.collective import KINDS, Collective
+from autoshard.machine.mesh import LogicalMesh
+
+Groups = tuple[tuple[int, ...], ...]
+
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<= ]*)\]")
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
+_LISTED = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_SCATTER = "all-reduce-scatter"
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+
+
+def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
+    """Every collective of a compiled module, in the order of the text.
+
+    Args:
+      text: HLO as `jax.stages.Compiled.as_text` gives it.
+      mesh: the mesh that the program was compiled for; it gives the groups their axes.
+    """
+    module = parse(text)
+    times = multiplicities(module)
+    naming = _Naming(mesh)
+    seen: set[tuple[str, str]] = set()
+    done: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
+    found: list[Collective] = []
+    for computation in module.computations.values():
+        if computation.name not in times:
+            continue
+        count, exact = times[computation.name]
+        for instruction in computation.instructions.values():
+            kind = instruction.opcode.removesuffix("-start")
+            if kind not in KINDS or _wraps(instruction, module) or _repeats(instruction, seen):
+                continue
+            axes, size = naming(kind, instruction.attributes)
+            scatter = computation.name.startswith(_SCATTER) and kind == "all-reduce"
+            edges = kind == "collective-permute" and _evens(instruction, computation)
+            same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
+            again = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in done)
+            done.add(same)
+            found.append(
+                Collective(
+                    kind="reduce-scatter" if scatter or edges else kind,
+                    axes=axes,
+                    bytes=_operands(computation) if scatter else _payload(kind, instruction, size),
+                    count=count,
+                    source=module.source(instruction) or module.caller_source(computation.name),
+                    operation=module.operation(instruction),
+                    computation=computation.name,
+                    exact=exact,
+                    share=_senders(instruction.attributes) / mesh.size if kind == "collective-permute" else 1.0,
+                    again=again,
+                )
+            )
+    return tuple(found)
+
+
+def _evens(permute: Instruction, computation: Computation) -> bool:
+    """Whether a permute is the end of a reduce-scatter: in parts that fill tiles, of which the edges then move on."""
+    body = computation.instructions
+    cut = body.get(permute.names[0]) if permute.names else None
+    whole = body.get(cut.names[0]) if cut is not None and cut.opcode == "slice" else None
+    return whole is not None and any(name.startswith(_SCATTER) for key, name in called(whole) if key == "calls")
+
+
+def _wraps(instruction: Instruction, module: Module) -> bool:
+    """Whether the collective stands in a computation of its own that is in the text too."""
+    return instruction.opcode.endswith("-start") and any(
+        name in module.computations for key, name in called(instruction) if key == "calls"
+    )
+
+
+def _senders(attributes: str) -> int:
+    """How many devices a collective-permute sends from, to others."""
+    pairs = _PAIRS.search(attributes)
+    return len({pair[0] for pair in _lists(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
+
+
+def _repeats(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
+    """Whether this is a further part of an asynchronous collective that has been counted."""
+    chain, channel = _CHAIN.search(instruction.attributes), _CHANNEL.search(instruction.attributes)
+    if chain is None or channel is None:
+        return False
+    key = chain[1], channel[1]
+    if key in seen:
+        return True
+    seen.add(key)
+    return False
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an HLO shape or tuple of shapes, each array's bits rounded up: ``(bf16[8,4]{1,0}, s4[3])``."""
+    total = 0
+    for dtype, dims in _SHAPE.findall(shape):
+        elements = math.prod(int(d.strip("<= ")) for d in dims.split(",") if d.strip())
+        total += -(-elements * _bits(dtype) // 8)
+    return total
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.search(r"\d+", dtype)  # f8e4m3fn, bf16, s4; token and opaque have none
+    return int(digits[0]) if digits else 0
+
+
+def _payload(kind: str, instruction: Instruction, group: int) -> int:
+    """Bytes of one run on one device, as `Collective.bytes` defines them."""
+    shape = instruction.shape
+    if instruction.opcode.endswith("-start"):
+        parts = _elements(
+            shape
+        )  # operand, result, and for some contexts; of an all-reduce the operands only as a tuple
+        apart = kind != "all-reduce" or parts[0].startswith("(")
+        shape = parts[1] if apart and len(parts) > 1 else shape
+    return shape_bytes(shape) * (group if kind == "reduce-scatter" else 1)
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple shape at its top level; a lone array is its own."""
+    if not shape.startswith("("):
+        return [shape]
+    parts, depth, start = [], 0, 1
+    for i, c in enumerate(shape):
+        depth += (c in "([{") - (c in ")]}")
+        if (c == "," and depth == 1) or depth == 0:
+            parts.append(shape[start:i].strip())
+            start = i + 1
+    return parts
+
+
+def _operands(computation: Computation) -> int:
+    return sum(shape_bytes(i.shape) for i in computation.instructions.values() if i.opcode == "parameter")
+
+
+class _Naming:
+    """Finds the mesh axes of device groups, each spelling of them once."""
+
+    def __init__(self, mesh: LogicalMesh) -> None:
+        self.mesh = mesh
+        self.names = [a for a, n in mesh.shape.items() if n > 1]
+        self.ids = np.arange(mesh.size).reshape(mesh.axis_sizes)
+        self.known: dict[str, tuple[tuple[str, ...] | None, int]] = {}
+        self.axes: dict[frozenset[frozenset[int]], tuple[str, ...]] = {}
+        for n in range(len(self.names) + 1):
+            for axes in itertools.combinations(self.names, n):
+                dims = [mesh.axis_names.index(a) for a in axes]
+                self.axes[_unordered(_along(self.ids, dims))] = axes
+
+    def __call__(self, kind: str, attributes: str) -> tuple[tuple[str, ...] | None, int]:
+        """Axes, or None when no set of them gives these groups, and the number of devices in a group."""
+        if kind == "collective-permute":
+            pairs = _PAIRS.search(attributes)
+            return (self._moved(_lists(pairs[1])), 2) if pairs else (None, 1)
+        spelling = re.search(r"replica_groups=.*?(?=, [a-z_]+=(?!\()|$)", attributes)
+        key = spelling[0] if spelling else ""
+        if key not in self.known:
+            groups = replica_groups(key, self.mesh.size)
+            axes = self.axes.get(_unordered(groups)) if groups else None
+            self.known[key] = axes, max((len(g) for g in groups), default=1) if groups else 1
+        return self.known[key]
+
+    def _moved(self, pairs: Groups) -> tuple[str, ...] | None:
+        """The axes along which some source and its target differ."""
+        if any(d >= self.mesh.size for pair in pairs for d in pair):
+            return None
+        places = [np.unravel_index(list(pair), self.mesh.axis_sizes) for pair in pairs if len(pair) == 2]
+        return tuple(
+            a for i, a in enumerate(self.mesh.axis_names) if any(int(at[i][0]) != int(at[i][1]) for at in places)
+        )
+
+
+def replica_groups(text: str, devices: int) -> Groups | None:
+    """The groups in ``replica_groups=...``, of any spelling; None when it is none that is known.
+
+    Args:
+      devices: how many there are, for the empty spelling ``{}`` that means one group of all.
+    """
+    if mesh := _MESH.search(text):
+        return _mesh_groups(mesh[1], mesh[2], mesh[3])
+    if iota := _IOTA.search(text):
+        dims, reshape, perm = (_ints(part or "") for part in iota.groups())
+        ids = np.arange(math.prod(reshape)).reshape(reshape)
+        return _rows((ids.transpose(perm) if perm else ids).reshape(dims))
+    if listed := _LISTED.search(text):
+        return _lists(listed[1]) or (tuple(range(devices)),)
+    return None
+
+
+def _mesh_groups(mesh: str, order: str | None, group: str) -> Groups:
+    """``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}``: axes, device order, what is grouped."""
+    sizes = {name.strip("' "): int(size) for name, size in (part.split("=") for part in mesh.split(","))}
+    # An axis of which only a part is grouped, `'b':(2)2`, is (major, part, minor).
+    parts = {name: (1, size, 1) for name, size in sizes.items()}
+    chosen: dict[str, int] = {}
+    for name, major, part in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", group):
+        if part:
+            parts[name] = int(major), int(part), sizes[name] // int(major) // int(part)
+        chosen[name] = list(sizes).index(name) * 3 + 1
+    ids = np.arange(math.prod(sizes.values()))
+    if order and order.startswith("["):
+        reshape, perm = (_ints(p) for p in re.findall(r"[\[(]([\d,]+)[\])]?", order)[:2])
+        ids = ids.reshape(reshape).transpose(perm)
+    elif order:
+        ids = np.asarray(_ints(order))
+    return _along(ids.reshape([n for name in sizes for n in parts[name]]), list(chosen.values()))
+
+
+def _along(ids: np.ndarray, dims: Sequence[int]) -> Groups:
+    """Devices that differ along ``dims`` alone, one group a row."""
+    others = [d for d in range(ids.ndim) if d not in dims]
+    return _rows(ids.transpose(*others, *dims).reshape(-1, math.prod(ids.shape[d] for d in dims)))
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(tuple(int(d) for d in row) for row in ids)
+
+
+def _lists(text: str) -> Groups:
+    return tuple(_ints(row) for row in re.findall(r"\{([\d, ]*)\}", text))
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(_numbers(text))
+
+
+def _numbers(text: str) -> Iterator[int]:
+    for digits in re.findall(r"\d+", text):
+        yield int(digits)
+
+
+def _unordered(groups: Groups) -> frozenset[frozenset[int]]:
+    return frozenset(frozenset(g) for g in groups)

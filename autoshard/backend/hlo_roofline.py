@@ -1,0 +1,173 @@
+"""roofline: how long compiled instructions take at least, where their compiler gives no estimate of its own.
+
+Each instruction that runs as a kernel of its own takes the longer of its products at the chip's peak and of its
+operands and result at the memory's bandwidth, and one kernel's overhead; a loop's, as often as it turns. A library's
+attention is no plain product: it runs at the share of the peak that the hardware table says (`autoshard.transforms.cudnn_attention`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from autoshard.backend.hlo_collectives import shape_bytes
+from autoshard.backend.hlo_text import Computation, Instruction, Module, called
+from autoshard.backend.hlo_trip_counts import multiplicities
+from autoshard.machine.collective import KINDS
+from autoshard.machine.mesh import Hardware
+from autoshard.transforms.cudnn_attention import at_peak, rate
+
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+_CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
+_LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->")
+_DTYPES = {
+    "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8",
+    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
+}  # fmt: skip
+_FREE = {
+    "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
+    "async-done", "copy-done", "fusion-done", "partition-id", "replica-id", "tuple", "while",
+}  # fmt: skip
+_SENT = {f"{kind}{part}" for kind in KINDS for part in ("", "-start", "-done")}
+_SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
+_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
+_CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
+_BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
+_INSIDE = ("calls", "to_apply")
+"""How a kernel names what it computes; what loops and branches run stands in the module on its own."""
+
+
+def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
+    """Seconds of one call, collectives left out, and whether every loop's trips are known."""
+    inner = {
+        name
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode != "call"
+        for key, name in called(instruction)
+        if key in _INSIDE
+    }
+    total, exact = 0.0, True
+    for name, (times, known) in multiplicities(module).items():
+        if name in inner:
+            continue
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            if instruction.opcode not in _FREE and instruction.opcode not in _SENT:
+                total += times * instruction_seconds(instruction, computation, module, hardware)
+                exact = exact and known
+    return total, exact
+
+
+def instruction_seconds(
+    instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
+) -> float:
+    """Seconds of one that runs as a kernel of its own."""
+    inside = _inside(instruction, module)
+    moved = _moved_alone(instruction, computation) if inside is None else _moved_inside(inside)
+    products = sum(flops / hardware.peak(dtype) for flops, dtype in _products(instruction, computation, module))
+    products += _attention(instruction, computation, hardware)
+    return max(products, moved / hardware.bandwidth) + hardware.overhead
+
+
+def _attention(instruction: Instruction, computation: Computation, hardware: Hardware) -> float:
+    """Seconds of cuDNN's attention; 0 of all else."""
+    kernel = _ATTENTION.search(instruction.attributes)
+    if not kernel:
+        return 0.0
+    scores = _SCORES.search(instruction.attributes)
+    query = _ARRAY.search(computation.instructions[instruction.names[0]].shape)
+    if not scores or not query:
+        raise ValueError(f"{instruction.name}: cuDNN's attention, and its HLO does not say of what shape")
+    batch, heads, rows, cols = _ints(scores[1].replace('"', ""))
+    width = math.prod(_ints(query[2])) // (batch * heads * rows)
+    backward = "Backward" in kernel[1]
+    flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
+    share = rate(hardware.attention[backward], cols) if hardware.attention else 1.0
+    causal = _CAUSAL.search(instruction.attributes) is not None
+    return at_peak(flops, width, share, causal=causal) / hardware.peak(_DTYPES.get(query[1], query[1]))
+
+
+def _inside(instruction: Instruction, module: Module) -> Computation | None:
+    """What a fusion computes; one that runs beside others is called through a computation that only calls it."""
+    found = next((module.computations.get(name) for key, name in called(instruction) if key == "calls"), None)
+    if found is None or found.instructions[found.root].opcode != "fusion":
+        return found
+    return _inside(found.instructions[found.root], module)
+
+
+def _moved_inside(fusion: Computation) -> int:
+    """Bytes that a fusion reads and writes: of an operand that it only takes slices of, those slices."""
+    body = fusion.instructions
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for instruction in body.values():
+        for name in dict.fromkeys(instruction.names):
+            users[name].append(instruction)
+    read = sum(_read(name, users, fusion) for name, i in body.items() if i.opcode == "parameter")
+    return read + _written(body[fusion.root], fusion)
+
+
+def _moved_alone(instruction: Instruction, computation: Computation) -> int:
+    """The same of an instruction that stands by itself."""
+    read = sum(_read(name, {name: [instruction]}, computation) for name in instruction.names)
+    return read + _written(instruction, computation)
+
+
+def _read(name: str, users: Mapping[str, list[Instruction]], computation: Computation) -> int:
+    """What ``users`` read of ``name``: of what is written into, nothing."""
+    whole = shape_bytes(computation.instructions[name].shape) if name in computation.instructions else 0
+    found = 0 if users.get(name) else whole
+    for user in users.get(name, ()):
+        if user.opcode == "bitcast":
+            found += _read(user.name, users, computation)
+        elif user.opcode not in _SLICES or user.names[0] != name:
+            found += whole
+        elif user.opcode != "dynamic-update-slice":
+            found += shape_bytes(user.shape)
+    return min(found, whole)
+
+
+def _written(instruction: Instruction, computation: Computation) -> int:
+    body = computation.instructions
+    if instruction.opcode == "tuple":
+        return sum(_written(body[name], computation) for name in instruction.names if name in body)
+    while instruction.opcode == "bitcast" and instruction.names[0] in body:
+        instruction = body[instruction.names[0]]
+    update = instruction.opcode == "dynamic-update-slice" and body.get(instruction.names[1])
+    return shape_bytes(update.shape if update else instruction.shape)
+
+
+def _products(instruction: Instruction, computation: Computation, module: Module) -> Iterator[tuple[float, str]]:
+    """FLOPs and operand type of every product in an instruction, those of the computations inside it included."""
+    for key, name in called(instruction):
+        inside = module.computations.get(name)
+        if key in _INSIDE and inside is not None:
+            for part in inside.instructions.values():
+                yield from _products(part, inside, module)
+    shapes = [computation.instructions[n].shape for n in instruction.names[:2] if n in computation.instructions]
+    if len(shapes) < 2 or instruction.opcode not in ("dot", "convolution", "custom-call"):
+        return
+    arrays = [_ARRAY.search(shape) for shape in (instruction.shape, *shapes)]
+    if not all(arrays):
+        return
+    (_, result), (dtype, left), (_, right) = [(a[1], _ints(a[2])) for a in arrays if a]
+    if labels := _LABELS.search(instruction.attributes):
+        # cuDNN's derivatives name dimensions as the convolution itself does: its output and kernel tell the work.
+        output, kernel = result, right
+        if _BACKWARD_INPUT in instruction.attributes:
+            output = left
+        elif _BACKWARD_FILTER in instruction.attributes:
+            output, kernel = right, result
+        result, depth = output, math.prod(n for n, label in zip(kernel, labels[1], strict=True) if label != "o")
+    elif contracting := _CONTRACTING.search(instruction.attributes):
+        depth = math.prod(left[d] for d in _ints(contracting[1].replace('"', "")))
+    else:
+        return
+    yield 2.0 * math.prod(result) * depth, _DTYPES.get(dtype, dtype)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]

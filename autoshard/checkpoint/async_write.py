@@ -1,0 +1,148 @@
+"""writing: one step on its way to disk, in the background, and what is done to a directory once it is there."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import json
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from autoshard.checkpoint.manifest import TEMPORARY, absolute, file_sizes, first_line, listed, problem_of
+from autoshard.errors import CheckpointError
+
+_DELETED = ".deleted"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint on its way to disk."""
+
+    step: int
+    path: epath.Path
+    future: concurrent.futures.Future[None]
+
+    @property
+    def done(self) -> bool:
+        """Whether the write has ended, well or badly."""
+        return self.future.done()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is whole on disk; raises `CheckpointError` when it could not be written."""
+        try:
+            self.future.result()
+        except Exception as error:
+            raise CheckpointError(
+                f"step {self.step} could not be written to {self.path}: {first_line(error)}; other steps are untouched"
+            ) from error
+
+
+# The one process-wide value: a write outlives the call that began it, and whoever next reads the directory,
+# or ends the program, has to find it.
+_in_flight: dict[str, Saving] = {}
+
+
+class _Handler(ocp.CompositeCheckpointHandler):
+    """Orbax's composite handler, which adds the inventory just before the step is renamed into place."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        super().finalize(directory)
+        items = [item for item in directory.iterdir() if item.is_dir()]
+        sizes = {f"{item.name}/{name}": size for item in items for name, size in file_sizes(item).items()}
+        (directory / "inventory.json").write_text(json.dumps(sizes, indent=0, sort_keys=True))
+
+
+@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
+class _Items(ocp.args.Composite):
+    """Arguments of `_Handler`."""
+
+
+def begin(root: epath.Path, step: int, items: dict[str, Any], keep: int | None) -> Saving:
+    """Writes ``items`` as step ``step`` of ``root`` in the background, and then removes all but ``keep`` whole steps.
+
+    Raises:
+      CheckpointError: the writing could not begin.
+    """
+    path = root / str(step)
+    # Directories made in the background can leave every writer waiting for them, 20 minutes, when the program ends.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    handler = _Handler(composite_options=ocp.CompositeOptions(async_options=options))
+    checkpointer: Any = ocp.AsyncCheckpointer(handler, async_options=options)
+    try:
+        checkpointer.save(path, args=_Items(**items))
+    except Exception as error:
+        raise CheckpointError(f"step {step} could not be written to {path}: {first_line(error)}") from error
+
+    def commit() -> None:
+        checkpointer.wait_until_finished()
+        checkpointer.close()
+        if jax.process_index() == 0:
+            _prune(root, step, keep)
+
+    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    saving = Saving(step, path, executor.submit(commit))
+    executor.shutdown(wait=False)
+    _in_flight[str(root)] = saving
+    return saving
+
+
+def finish(dir: epath.PathLike | None = None) -> None:
+    """Waits until what this process is saving to ``dir`` (None: anywhere) is whole on disk.
+
+    Raises:
+      CheckpointError: it could not be written. Raised once; all writes have ended by then.
+    """
+    roots = list(_in_flight) if dir is None else [str(absolute(dir))]
+    ended = [saving for root in roots if (saving := _in_flight.pop(root, None))]
+    concurrent.futures.wait([saving.future for saving in ended])
+    for saving in ended:
+        saving.wait()
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    # Too late to help: an interpreter that is ending starts no threads, and Orbax needs some to end a save.
+    for saving in _in_flight.values():
+        if saving.future.done() and saving.future.exception() is not None:
+            print(
+                f"autoshard: step {saving.step} is not in {saving.path.parent}: the program ended before it was whole. "
+                "Call autoshard.checkpoint.finish() before the program ends; earlier steps are untouched",
+                file=sys.stderr,
+            )
+
+
+def clear(path: epath.Path) -> None:
+    """Moves a damaged step aside, with a warning.
+
+    Raises:
+      CheckpointError: the step is whole.
+    """
+    problem = problem_of(path)
+    if problem is None:
+        raise CheckpointError(
+            f"step {path.name} is already in {path.parent}; save another step, or remove {path} first"
+        )
+    aside = next(p for n in range(1, 10_000) if not (p := path.parent / f"{path.name}.damaged-{n}").exists())
+    if jax.process_index() == 0:
+        path.rename(aside)
+    warnings.warn(f"step {path.name} in {path.parent} is damaged ({problem}); moved aside to {aside}", stacklevel=3)
+
+
+def _prune(root: epath.Path, step: int, keep: int | None) -> None:
+    """Removes what killed writers left, and whole steps beyond the newest ``keep``; never ``step`` itself."""
+    for path in root.iterdir():
+        if path.name.endswith((TEMPORARY, _DELETED)):
+            path.rmtree()
+    if keep is None:
+        return
+    others = [n for n in sorted(listed(root), reverse=True) if n != step and problem_of(root / str(n)) is None]
+    for old in others[keep - 1 :]:
+        gone = root / f"{old}{_DELETED}"
+        (root / str(old)).rename(gone)
+        gone.rmtree()

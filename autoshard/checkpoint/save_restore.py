@@ -1,0 +1,227 @@
+"""Checkpoints of any pytree: asynchronous, atomic, and independent of the mesh they were saved on.
+
+`autoshard.checkpoint.manifest` says what one step's directory holds and when it is whole, `autoshard.checkpoint.leaves` what becomes of
+each leaf, `autoshard.checkpoint.async_write` how a step comes to disk.
+
+The structure is not stored: at restore it is that of the plan or of ``like``, and the paths must agree. So
+named tuples, modules, None and empty containers need no support here, and nothing stored is ever executed.
+
+One process (or one multi-process program) at a time may write to a directory.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from autoshard.checkpoint.async_write import Saving as Saving
+from autoshard.checkpoint.async_write import begin, clear
+from autoshard.checkpoint.async_write import finish as finish
+from autoshard.checkpoint.leaves import Target, difference, flatten, match, restored, targets
+from autoshard.checkpoint.manifest import Leaf, Manifest, absolute, choose, first_line, listed, name_whole, problem_of
+from autoshard.errors import CheckpointError
+from autoshard.runtime import nnx
+
+
+class Planned(Protocol):
+    """What a checkpoint needs of a plan."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def in_avals(self) -> Sequence[Any]: ...
+    @property
+    def in_shardings(self) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """One checkpoint, read back. ``fingerprint``: of the plan it was saved under, if one was given."""
+
+    step: int
+    state: Any
+    extra: dict[str, Any]
+    fingerprint: str | None = None
+
+
+def save(
+    dir: epath.PathLike,
+    step: int,
+    state: Any,
+    *,
+    plan: Planned | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    wait: bool = False,
+) -> Saving:
+    """Writes ``state`` as ``DIR/STEP``, in the background.
+
+    When it returns, the state has been copied to the host: its buffers may be donated or changed. A save to the
+    same directory that is still under way is waited for first, so at most one such copy exists. Call `finish` before
+    the program ends: the interpreter starts no thread while it ends, and a save needs some to the last.
+
+    Args:
+      dir: a local directory or anything that `etils.epath` opens; made if it is absent.
+      step: 0 or more, and not yet in the directory. A damaged directory of this step is moved aside.
+      state: any pytree of arrays, typed PRNG keys and Python bool, int, float, str.
+      plan: the plan of which the state is argument 0; its fingerprint is recorded. Of an NNX module the state is
+        saved that the plan has there, so that a Variable that several modules share is written once.
+      extra: strict JSON (string keys, lists, no NaN) that comes back equal.
+      keep: after this step is whole, how many of the newest whole steps to keep, this one among them; None keeps all.
+      wait: return only when the step is whole on disk.
+
+    Raises:
+      CheckpointError: a leaf that is not of the kinds above, a state that is not the plan's, ``extra`` that is not
+        JSON, a step that is there, or an earlier save to this directory that failed. Nothing has been written then.
+    """
+    root, step = absolute(dir), _number(step)
+    if step < 0:
+        raise CheckpointError(f"step {step}: steps are 0 or more")
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"keep={keep} would delete the checkpoint just written; 1 is the least, None keeps all")
+    finish(root)
+    if plan is not None:
+        state = nnx.split((state,)).states[0]
+    leaves, arrays = flatten(state)
+    if plan is not None:
+        _check_fits(leaves, plan)
+    manifest = Manifest(fingerprint=plan.fingerprint if plan else None, extra=_json(extra or {}), leaves=leaves)
+    path = root / str(step)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be made a checkpoint directory: {first_line(error)}") from error
+    if path.exists():
+        clear(path)
+    items: dict[str, Any] = {"manifest": ocp.args.JsonSave(manifest.model_dump())}
+    if arrays:
+        items["arrays"] = ocp.args.PyTreeSave(arrays)
+    saving = begin(root, step, items, keep)
+    if wait:
+        finish(root)
+    return saving
+
+
+def _json(extra: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        back = json.loads(json.dumps(extra, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"extra is not JSON: {error}") from error
+    for key, value in extra.items():
+        if key not in back or back[key] != value:
+            raise CheckpointError(
+                f"extra[{key!r}] = {value!r} would come back as {back.get(str(key))!r}: use string keys and lists"
+            )
+    return back
+
+
+def steps(dir: epath.PathLike) -> tuple[int, ...]:
+    """The whole checkpoints in ``dir``, oldest first, this process's own save included; empty when there are none."""
+    root = absolute(dir)
+    finish(root)
+    return tuple(n for n in listed(root) if problem_of(root / str(n)) is None)
+
+
+def latest(dir: epath.PathLike) -> int | None:
+    """The newest whole checkpoint in ``dir``, or None."""
+    return max(steps(dir), default=None)
+
+
+def restore(dir: epath.PathLike, step: int | None = None, *, plan: Planned | None = None, like: Any = None) -> Restored:
+    """Reads a checkpoint straight into its shards: each device receives its own part, and nothing else of a leaf.
+
+    A leaf that is whole on every device is read once and copied to each.
+
+    Args:
+      dir: the directory that `save` wrote to.
+      step: which step; None takes the newest whole one, and warns of newer ones that are not.
+      plan: gives structure, shapes and shardings of the state: its argument 0. For an NNX module that is its state,
+        which ``nnx.update(module, state)`` takes over. A plan that was loaded knows no classes and gives its stand-ins
+        for them (`Plan.load`), the leaves in the same order: ``jax.tree.unflatten(jax.tree.structure(like), leaves)``.
+        Leaves are matched by path, else by what the path names: ``state.x`` and ``state['x']`` name the same.
+      like: instead of a plan, a pytree of `jax.ShapeDtypeStruct`, arrays and Python scalars. A leaf with a sharding
+        is restored to it, a numpy array as numpy, any other to the default device, uncommitted. A Python number
+        and a 0-d array of its family stand for each other; ``like`` decides.
+        With neither, the state is a dict from leaf path (``"state['w']"``) to numpy array or Python scalar; a typed
+        key comes as its words.
+
+    Raises:
+      CheckpointError: no checkpoint, no such step, a damaged step, or a checkpoint of another state. Nothing on disk
+        is changed.
+    """
+    if plan is not None and like is not None:
+        raise CheckpointError("restore takes a plan or `like`, not both: each gives the structure and the shardings")
+    root = absolute(dir)
+    finish(root)
+    step, manifest = choose(root, step if step is None else _number(step))
+    if plan is None and like is None:
+        goals, treedef = [Target(leaf, host=True) for leaf in manifest.leaves], None
+    else:
+        goals, treedef = targets(like) if plan is None else targets(_state(plan), plan.in_shardings[0])
+        if misfit := difference(manifest.leaves, [goal.leaf for goal in goals], "checkpoint"):
+            raise CheckpointError(
+                f"{root / str(step)} holds another state: {misfit}. Restore it with the model it was saved from, or "
+                "without `plan` and `like` to get its arrays by path"
+            )
+    found = cast("list[Leaf]", match(manifest.leaves, [goal.leaf for goal in goals]))
+    pairs = list(zip(found, goals, strict=True))
+    arrays = _read(root, step, [(leaf, goal) for leaf, goal in pairs if leaf.stored])
+    values = [restored(leaf, arrays.pop(leaf.path, None), goal, raw=treedef is None) for leaf, goal in pairs]
+    if treedef is None:
+        state: Any = {leaf.path: value for leaf, value in zip(found, values, strict=True)}
+    else:
+        state = jax.tree.unflatten(treedef, values)
+    return Restored(step, state, manifest.extra, manifest.fingerprint)
+
+
+def _number(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise CheckpointError(f"step {step!r} is a {type(step).__name__}; steps are whole numbers, 0 or more") from None
+
+
+def _state(plan: Planned) -> Any:
+    if not len(plan.in_avals):
+        raise CheckpointError("the plan's step takes no argument, so it has no state")
+    return plan.in_avals[0]
+
+
+def _check_fits(leaves: Sequence[Leaf], plan: Planned) -> None:
+    wanted = [goal.leaf for goal in targets(_state(plan))[0]]
+    if misfit := difference(wanted, leaves, "plan"):
+        raise CheckpointError(
+            f"the state is not argument 0 of the plan: {misfit}. Save the state that the planned step takes, or leave "
+            "`plan` out; nothing was written"
+        )
+
+
+def _read(root: epath.Path, step: int, pairs: Iterable[tuple[Leaf, Target]]) -> dict[str, Any]:
+    restore_args: dict[str, Any] = {}
+    for leaf, target in pairs:
+        sharding: Any = target.sharding
+        # Into a replicated sharding Orbax reads the leaf from disk once for every device; numpy is read once.
+        once = sharding is None or sharding.is_fully_replicated or target.leaf.kind not in ("array", "key")
+        restore_args[leaf.path] = (
+            ocp.RestoreArgs(restore_type=np.ndarray) if once else ocp.ArrayRestoreArgs(sharding=sharding)
+        )
+    if not restore_args:
+        return {}
+    args: Any = ocp.args.PyTreeRestore(dict.fromkeys(restore_args, 0), restore_args=restore_args)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return cast("dict[str, Any]", checkpointer.restore(root / str(step) / "arrays", args=args))
+    except Exception as error:
+        others = [n for n in steps(root) if n != step]
+        raise CheckpointError(
+            f"the arrays of step {step} in {root} cannot be read: {first_line(error)}. {name_whole(others)}; "
+            f"restore that with step={max(others, default=None)}"
+        ) from error

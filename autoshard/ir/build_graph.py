@@ -1,0 +1,285 @@
+"""flatten: a program's equations as the nodes of a `Graph`, nested programs in place."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard import jaxpr as jx
+from autoshard.errors import RuleError
+from autoshard.ir.annotate import annotate_p
+from autoshard.ir.combined_reductions import together
+from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, Graph, Kind, Node, Value
+from autoshard.ir.program import Program
+from autoshard.ir.rule import Rule, RuleTable, dims_of, names, whole
+from autoshard.ir.rule_registry import check_used, lookup, misspelt, sealed, unruled
+from autoshard.ir.spec import Spec, check, open_dims
+
+
+def flatten(program: Program, table: RuleTable, *, strict: bool = False) -> Graph:
+    """Flattens ``program`` and gives every equation its rule.
+
+    An equation that has no rule is kept whole and named in `Graph.diagnostics`.
+
+    Raises:
+      RuleError: under ``strict``, an equation without a rule; a rule that does not fit its equation; or a name among
+        the step's own rules that nothing in it has.
+      SpecError: a pin inside the step that does not fit its value or the mesh.
+    """
+    builder = _Builder(program, table, strict)
+    builder.jaxpr(program.jaxpr, 1, PLAIN)
+    check_used(table, builder.names)
+    builder.diagnostics += [Diagnostic("", text) for text in misspelt(table, builder.names)]
+    ids = builder.ids
+    inputs = tuple(ids[v] for v in program.jaxpr.invars)
+    outputs = tuple(builder.read(a) for a in program.jaxpr.outvars)
+    for x, gradient in builder.gathered():
+        builder.tie("gradient", x, gradient, False, 0, "", PLAIN)
+    kinds: dict[tuple[Kind, int], Kind] = {}
+    for i, count in together(builder.nodes, builder.values).items():
+        kind = builder.nodes[i].kind
+        kind = kinds.setdefault((kind, count), replace(kind, together=count))
+        builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
+    for i, o in program.carries:  # the next call begins where this one ends
+        builder.tie("carry", outputs[o], inputs[i], False, 1, "", PLAIN)
+    for v, leaf in (*zip(inputs, program.inputs, strict=True), *zip(outputs, program.outputs, strict=True)):
+        if leaf.pin is not None and v:
+            builder.pins.setdefault(v, leaf.pin)
+    for v, leaf in zip(inputs, program.inputs, strict=True):
+        old = builder.values[v]
+        builder.values[v] = Value(old.shape, old.bits, old.dtype, leaf.path)
+    return Graph(
+        program,
+        tuple(builder.values),
+        tuple(builder.nodes),
+        inputs,
+        outputs,
+        ids,
+        builder.pins,
+        tuple(dict.fromkeys(builder.diagnostics)),
+        builder.open,
+        tuple(builder.loops),
+    )
+
+
+class _Builder:
+    """Accumulates one graph; value 0 stands for every literal."""
+
+    def __init__(self, program: Program, table: RuleTable, strict: bool) -> None:
+        self.program, self.table, self.strict = program, table, strict
+        self.values: list[Value] = [Value((), 32, "float32", "literal")]
+        self.nodes: list[Node] = []
+        self.ids: dict[jx.Var, int] = {}
+        self.pins: dict[int, Spec] = {}
+        self.open: dict[int, frozenset[int]] = {}
+        self.diagnostics: list[Diagnostic] = []
+        self.kinds: dict[Any, Kind] = {}
+        self.met: dict[tuple[int, ...], Kind] = {}
+        """Kinds by the very parameters and abstract values of an equation, which many that are alike share."""
+        self.alike: dict[Any, Value] = {}
+        """By shape and dtype."""
+        self.seen: dict[int, Value] = {}
+        """By the very abstract value."""
+        self.names: set[str] = set()
+        self.loops: list[tuple[int, int]] = []
+
+    def read(self, atom: jx.Var | jx.Literal) -> int:
+        return 0 if isinstance(atom, jx.Literal) else self.ids[atom]
+
+    def define(self, var: jx.Var) -> int:
+        self.ids[var] = self.value(jx.aval(var))
+        return self.ids[var]
+
+    def pin(self, value: int, entries: PartitionSpec, source: str, free: frozenset[int] = frozenset()) -> None:
+        shape = self.values[value].shape
+        self.open[value] = free | open_dims(entries)
+        self.pins[value] = check(entries, shape, self.program.mesh.shape, f"the value pinned at {source}")
+
+    def value(self, aval: Any) -> int:
+        found = self.seen.get(id(aval))
+        if found is None:
+            key = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
+            name = "token" if key[1] is None else jx.dtype_name(key[1])
+            found = self.seen[id(aval)] = self.alike.setdefault(key, Value(key[0], _bits(aval), name))
+        self.values.append(found)
+        return len(self.values) - 1
+
+    def jaxpr(self, jaxpr: jx.Jaxpr, times: int, phase: str) -> None:
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            if var not in self.ids:
+                self.define(var)
+        for eqn in jaxpr.eqns:
+            inner = jx.derivative(eqn) or phase
+            self.names.add(eqn.primitive.name)
+            self.names.update(jx.names(eqn))
+            regions = jx.regions(eqn)
+            regions = () if regions and sealed(eqn, self.table) else regions
+            if regions:
+                self.regions(eqn, regions, times, inner)
+            elif jx.manual_specs(eqn):
+                self.manual(eqn, times, inner)
+            elif eqn.primitive in jx.SIDE_BY_SIDE:
+                self.side_by_side(eqn, times, inner)
+            else:
+                self.equation(eqn, times, inner)
+
+    def equation(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+        operands = tuple(map(self.read, eqn.invars))
+        results = tuple(map(self.define, eqn.outvars))
+        source = jx.source(eqn)
+        key = id(eqn.primitive), id(eqn.params), *[id(jx.aval(a)) for a in eqn.invars]
+        kind = self.met.get(key)
+        if kind is None:
+            kind = self.met[key] = self.kind(eqn, source)
+        self.nodes.append(Node(kind, operands, results, times, source, phase))
+        if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
+            entries = eqn.params["spec"] if eqn.primitive is annotate_p else eqn.params["sharding"].spec
+            self.pin(results[0], entries, source, frozenset(eqn.params.get("unconstrained_dims", ())))
+
+    def manual(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+        """A `shard_map` of the user's: what goes in and comes out lies as it says, and what it does is its own."""
+        specs, source = jx.manual_specs(eqn), jx.source(eqn)
+        assert specs is not None
+        name = eqn.primitive.name
+        for operand, spec in zip(eqn.invars, specs[0], strict=True):
+            inside = self.value(jx.aval(operand))
+            self.tie(name, self.read(operand), inside, False, times, source, phase)
+            self.pin(inside, spec, source)
+        results = tuple(map(self.define, eqn.outvars))
+        for result, spec in zip(results, specs[1], strict=True):
+            self.pin(result, spec, source)
+        avals = [jx.aval(v) for v in eqn.outvars]
+        shapes, bits = tuple(tuple(a.shape) for a in avals), tuple(map(_bits, avals))
+        kind = _kind(name, whole("", (), avals), shapes, bits, "", 0.0, source, tie=True)  # they come into being so
+        self.nodes.append(Node(kind, (), results, times, source, phase))
+        text = f"{name} is taken as it is; its compute and collectives are not costed"
+        self.diagnostics.append(Diagnostic(source, text))
+
+    def side_by_side(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+        """Each result is its operand, and no two have to do with each other."""
+        for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+            made = self.define(result)
+            self.tie(eqn.primitive.name, self.read(operand), made, False, times, jx.source(eqn), phase)
+
+    def kind(self, eqn: jx.JaxprEqn, source: str) -> Kind:
+        key = jx.signature(eqn)
+        if key is not None and key in self.kinds:
+            return self.kinds[key]
+        ins, outs = [jx.aval(a) for a in eqn.invars], [jx.aval(v) for v in eqn.outvars]
+        name = eqn.primitive.name
+        if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
+            rule = _identity(len(ins[0].shape))
+        else:
+            rule = self.rule(eqn, source)
+        if rule.reason:
+            if self.strict:
+                raise RuleError(f"{source}: {name} is kept whole: {rule.reason}; give a rule for it, or drop strict")
+            self.diagnostics.append(Diagnostic(source, f"{name} is kept whole: {rule.reason}"))
+        shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
+        dtype = str(getattr(outs[0], "dtype", "")) if outs else ""
+        bits = tuple(map(_bits, (*ins, *outs)))
+        kind = _kind(name, rule, shapes, bits, dtype, jx.contraction_flops(eqn), source)
+        if key is not None:
+            self.kinds[key] = kind
+        return kind
+
+    def rule(self, eqn: jx.JaxprEqn, source: str) -> Rule:
+        try:
+            return lookup(eqn, self.table, self.program.mesh) or unruled(eqn)
+        except RuleError as e:
+            raise RuleError(f"{source}: {eqn.primitive.name}: {e}") from None
+
+    def regions(self, eqn: jx.JaxprEqn, regions: tuple[jx.Region, ...], times: int, phase: str) -> None:
+        results = [self.define(v) for v in eqn.outvars]
+        operands = [self.read(a) for a in eqn.invars]
+        source, name = jx.source(eqn), eqn.primitive.name
+        if not all(r.known for r in regions):
+            text = f"{name}: how often it turns is not known; costed as one turn"
+            self.diagnostics.append(Diagnostic(source, text))
+        for region in regions:
+            inner, begin = times * region.times, len(self.nodes)
+            inside = [self.define(v) for v in region.body.invars]
+            for wire in region.entries:
+                often = inner if wire.lifted else times
+                self.tie(name, operands[wire.outside], inside[wire.inside], wire.lifted, often, source, phase)
+            self.jaxpr(region.body, inner, phase)
+            ends = [self.read(a) for a in region.body.outvars]
+            for end, start in region.loops:
+                self.tie(name, ends[end], inside[start], False, inner, source, phase)
+            for wire in region.exits:
+                often = inner if wire.lifted else times
+                self.tie(name, ends[wire.inside], results[wire.outside], wire.lifted, often, source, phase)
+            if region.loops or region.times > 1 or not region.known:
+                self.loops.append((begin, len(self.nodes) - 1))
+
+    def gathered(self) -> list[tuple[int, int]]:
+        """Arrays that are gathered from, each with its gradient: what is scattered to the same positions into zeros.
+
+        No operation has both, so nothing else would let the gradient of an embedding lie as the embedding does.
+        """
+        nodes, first = self.nodes, dict[tuple[int, tuple[int, ...]], int]()
+        for n in nodes:
+            if n.kind.op == "gather":
+                first.setdefault((n.operands[1], n.kind.shapes[0]), n.operands[0])
+        pairs = (
+            (first.get((n.operands[1], n.kind.shapes[0])), n.results[0])
+            for n in nodes
+            if n.kind.op == "scatter-add" and n.phase == BACKWARD
+        )
+        return [(x, gradient) for x, gradient in pairs if x]
+
+    def tie(self, name: str, a: int, b: int, lifted: bool, times: int, source: str, phase: str) -> None:
+        """``b`` is ``a``, or, lifted, a slice of one is the other."""
+        if not a or not b:
+            return
+        va, vb = self.values[a], self.values[b]
+        rule = _lifted(len(va.shape), len(vb.shape)) if lifted else _identity(len(va.shape))
+        key = ("tie", name, va.shape, vb.shape, va.bits, vb.dtype)
+        kind = self.kinds.get(key) or self.kinds.setdefault(
+            key, _kind(name, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source, tie=True)
+        )
+        self.nodes.append(Node(kind, (a,), (b,), times, source, phase))
+
+
+def _kind(
+    op: str,
+    rule: Rule,
+    shapes: tuple[tuple[int, ...], ...],
+    bits: tuple[int, ...],
+    dtype: str,
+    flops: float,
+    source: str,
+    *,
+    tie: bool = False,
+) -> Kind:
+    try:
+        if [len(d) for d in (*rule.operands, *rule.results)] != [len(s) for s in shapes]:
+            raise RuleError(f"rule {rule} has other ranks than the shapes {list(shapes)}")
+        sizes = rule.factor_sizes(shapes)
+    except (RuleError, ValueError) as e:
+        raise RuleError(f"{source}: {op}: {e}") from None
+    order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
+    dims = (*rule.operands, *rule.results)
+    places = tuple((i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
+    return Kind(op, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops, tie)
+
+
+@functools.cache
+def _identity(rank: int) -> Rule:
+    return Rule((dims_of(names(rank)),), (dims_of(names(rank)),))
+
+
+@functools.cache
+def _lifted(before: int, after: int) -> Rule:
+    inner, outer = min(before, after), max(before, after)
+    small, large = dims_of(names(inner)), ((), *dims_of(names(inner)))
+    assert outer == inner + 1
+    return Rule((small if before < after else large,), (small if after < before else large,))
+
+
+def _bits(aval: Any) -> int:
+    return jx.dtype_bits(aval.dtype) if hasattr(aval, "dtype") else 0

@@ -1,0 +1,193 @@
+"""propagate: from a few decided shardings to one for every value, to a fixed point.
+
+A decided dimension proposes its axes to every dimension that shares a factor with it. Proposals are taken
+the heaviest first, weight being the bytes of the value they come from: where two disagree, moving the smaller
+value is the cheaper repair. So the outcome depends on sizes, never on the order of equations. Seeds come in
+levels, and each level reaches its fixed point before the next begins (user pins first).
+
+A dimension only ever gains axes, minor to those it has, so the process ends, and running it on its own
+result changes nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.ir.graph import Graph, Kind
+from autoshard.ir.spec import Axes, Spec, replicated
+
+State = tuple[Axes, ...]
+Offer = tuple[int, int, Axes, int]
+Factors = dict[str, Axes]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A spec for every value of a graph, and where each split came from."""
+
+    specs: tuple[Spec, ...]
+    origins: Mapping[tuple[int, int], str]
+    """For a split dimension (value, dimension): the pin, or the equation that passed the split on."""
+    dropped: tuple[tuple[int, Spec, str], ...] = ()
+    """Seeds that could not be taken as they were: value, seed, reason."""
+    ways: Mapping[int, tuple[tuple[str, Axes], ...]] = field(default_factory=dict[int, tuple[tuple[str, Axes], ...]])
+    """For nodes of which it was decided: the axes of their factors. Any other runs the cheapest way under its specs."""
+
+
+def propagate(graph: Graph, levels: Sequence[Mapping[int, Spec]], hard: Mapping[int, Spec] | None = None) -> Layout:
+    """Spreads ``levels`` of seeds, after the user's pins, through the graph.
+
+    Args:
+      graph: the program.
+      levels: seeds by value, in falling priority; each is taken as far as it fits what is decided before.
+      hard: values whose spec is given and final, beside the user's pins.
+    """
+    final = {**(hard or {}), **graph.pins}
+    run = _Run(graph, final)
+    run.seed(final, "pin")
+    dropped = [d for level in levels for d in run.seed(level, "seed")]
+    known = {dims: Spec(dims) for dims in set(run.state)}
+    return Layout(tuple([known[dims] for dims in run.state]), run.origins, tuple(dropped))
+
+
+def factor_axes(
+    kind: Kind, state: Sequence[Sequence[Axes]], mesh: Mapping[str, int], first: int | None = None
+) -> Factors:
+    """The axes of each factor of a node that its values' shardings agree on; the largest value decides conflicts.
+
+    ``state`` holds the axes per dimension of each operand and result. With ``first``, the value at that
+    position decides before all others.
+    """
+    places = kind.places if first is None else sorted(kind.places, key=lambda p: p[0] != first)
+    sizes, kinds = dict(kind.sizes), dict(kind.rule.kinds)
+    chosen: Factors = {}
+    owner: dict[str, str] = {}
+    for i, d, dim in places:
+        rest = state[i][d]
+        for f in dim:
+            if not rest or kinds.get(f) == "whole":
+                break
+            take, parts = 0, 1
+            while take < len(rest) and sizes[f] % (parts * mesh[rest[take]]) == 0:
+                parts *= mesh[rest[take]]
+                take += 1
+            axes = rest[:take]
+            old = chosen.get(f, ())
+            if len(axes) > len(old) and axes[: len(old)] == old and all(owner.get(a, f) == f for a in axes):
+                chosen[f] = axes
+                owner.update(dict.fromkeys(axes, f))
+            if parts < sizes[f]:
+                break
+            rest = rest[take:]
+    return chosen
+
+
+def project(dim: Sequence[str], chosen: Mapping[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Axes:
+    """The axes of a dimension made of the factors ``dim``, when its factors have the ``chosen`` axes."""
+    axes: Axes = ()
+    for f in dim:
+        own = chosen.get(f, ())
+        axes += own
+        if math.prod(mesh[a] for a in own) < sizes[f]:
+            break
+    return axes
+
+
+class _Run:
+    """The state of one propagation."""
+
+    def __init__(self, graph: Graph, final: Mapping[int, Spec]) -> None:
+        self.graph, self.final, self.mesh = graph, final, graph.program.mesh.shape
+        self.state: list[State] = [((),) * len(v.shape) for v in graph.values]
+        self.origins: dict[tuple[int, int], str] = {}
+        loose = (v for v in range(1, len(graph.values)) if v not in final or v in graph.open)
+        self.loose = {n for v in loose for n in graph.uses[v]}
+        """Nodes with a value that is not given."""
+        self.queue: list[tuple[int, int, int, Axes, int]] = []
+
+    def seed(self, seeds: Mapping[int, Spec], what: str) -> list[tuple[int, Spec, str]]:
+        """Takes seeds, then runs to the fixed point. Returns those that did not fit whole."""
+        dropped: list[tuple[int, Spec, str]] = []
+        changed: list[int] = []
+        for v, spec in seeds.items():
+            for d, axes in enumerate(spec.dims):
+                if not axes:
+                    continue
+                if self.take(v, d, axes, f"{what} {self.graph.values[v].name or v}", pinned=self.final.get(v) is spec):
+                    changed.append(v)
+                elif self.state[v][d] != axes:
+                    dropped.append((v, spec, f"it already lies as {Spec(self.state[v])}"))
+        for v in changed:
+            self.visit(v)
+        self.drain()
+        return dropped
+
+    def drain(self) -> None:
+        while self.queue:
+            _, v, d, axes, n = heapq.heappop(self.queue)
+            if self.take(v, d, axes, ""):
+                node = self.graph.nodes[n]
+                self.origins[v, d] = f"{node.kind.op} at {node.source}" if node.source else node.kind.op
+                self.visit(v)
+
+    def take(self, v: int, d: int, axes: Axes, origin: str, *, pinned: bool = False) -> bool:
+        """Splits dimension ``d`` of value ``v`` over ``axes`` if that extends what it has and fits."""
+        dims = self.state[v]
+        old = dims[d]
+        if not (pinned or self.free(v, d)):
+            return False
+        if len(axes) <= len(old) or axes[: len(old)] != old:
+            return False
+        new = axes[len(old) :]
+        if any(a in other for a in new for other in dims):
+            return False
+        if self.graph.values[v].shape[d] % math.prod(self.mesh[a] for a in axes):
+            return False
+        self.state[v] = (*dims[:d], axes, *dims[d + 1 :])
+        self.origins[v, d] = origin
+        return True
+
+    def free(self, v: int, d: int) -> bool:
+        """Whether dimension ``d`` of ``v`` is not given."""
+        return v not in self.final or d in self.graph.open.get(v, ())
+
+    def visit(self, v: int) -> None:
+        nodes, state, final, memo = self.graph.nodes, self.state, self.final, self.graph.offers
+        for n in self.graph.uses[v]:
+            if n not in self.loose:
+                continue
+            values = nodes[n].values
+            key = nodes[n].kind, *[state[u] for u in values]
+            found = memo.get(key)
+            if found is None:
+                found = memo[key] = offers(nodes[n].kind, key[1:], self.mesh)
+            for i, d, axes, weight in found:
+                u = values[i]
+                if u and (u not in final or self.free(u, d)):
+                    heapq.heappush(self.queue, (-weight, u, d, axes, n))
+
+
+def offers(kind: Kind, state: Sequence[State], mesh: Mapping[str, int]) -> tuple[Offer, ...]:
+    """What a node whose values have this state proposes to them: (position, dimension, axes, weight)."""
+    sizes = dict(kind.sizes)
+    chosen = factor_axes(kind, state, mesh)
+    weights: dict[str, int] = {}
+    for i, d, dim in kind.places:
+        if state[i][d]:
+            bytes_ = math.prod(kind.shapes[i]) * kind.bits[i] // 8
+            for f in dim:
+                weights[f] = max(weights.get(f, 0), bytes_)
+    found: list[Offer] = []
+    for i, d, dim in kind.places:
+        axes = project(dim, chosen, sizes, mesh)
+        if len(axes) > len(state[i][d]):
+            found.append((i, d, axes, max(weights.get(f, 0) for f in dim)))
+    return tuple(found)
+
+
+def whole_layout(graph: Graph) -> Layout:
+    """The layout that splits nothing."""
+    return Layout(tuple(replicated(len(v.shape)) for v in graph.values), {})

@@ -1,0 +1,25 @@
+"""The abstract value of an argument, as `jax.jit` takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from autoshard.jaxpr.value import typeof
+
+Aval = tuple[tuple[int, ...], Any, bool]
+"""Shape, dtype and weak type."""
+
+
+def aval(x: Any) -> Aval:
+    """Shape, dtype and weak type of an argument, as `jax.jit` takes it (wide types narrowed where x64 is off).
+
+    Raises:
+      TypeError: ``x`` is no array.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return tuple(x.shape), dtype, bool(x.weak_type)
+    x = x if isinstance(x, jax.Array) else typeof(x)
+    return tuple(x.shape), x.dtype, bool(getattr(x, "weak_type", False))  # arrays of keys have none

@@ -1,0 +1,188 @@
+"""cluster: NVIDIA GPUs in nodes, to compile for where there are none.
+
+The compiler for GPUs is told what a chip is in figures, and needs neither the chip nor its driver; the extra ``gpu``
+installs it, with the assembler and the device library that it calls, and cuDNN, without which attention cannot be made
+its kernel (`autoshard.transforms.cudnn_attention`). Planning needs nothing of that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from autoshard.errors import MeshError, nearest
+
+
+@dataclass(frozen=True)
+class GpuChip:
+    """A GPU in the figures that its compiler asks for; sizes in bytes, rates in bytes/s and GHz."""
+
+    capability: int
+    """Major number of the CUDA compute capability."""
+    cores: int
+    """Streaming multiprocessors."""
+    units: int
+    """FP32 units of each."""
+    clock: float
+    memory: int
+    bandwidth: int
+    cache: int
+    shared: int
+    """Shared memory of a multiprocessor."""
+    most_shared: int
+    """Of it, what one block may ask for."""
+
+
+# NVIDIA's architecture papers (A100, H100, Blackwell) and CUDA's table of compute capabilities; memory, bandwidth and
+# clock are what the driver reports of SXM boards, as OpenXLA records them in xla/backends/gpu/target_config/specs.
+GPUS: Mapping[str, GpuChip] = {
+    "a100": GpuChip(8, 108, 64, 1.41, 85100068864, 2039040000000, 41943040, 167936, 166912),
+    "b200": GpuChip(10, 148, 128, 1.965, 191514411008, 7672320000000, 132644864, 233472, 232448),
+    "h100": GpuChip(9, 132, 128, 1.98, 84942979072, 3352320000000, 52428800, 233472, 232448),
+    "h200": GpuChip(9, 132, 128, 1.98, 151397597184, 4800000000000, 52428800, 233472, 232448),
+}
+
+
+@dataclass(frozen=True)
+class GpuCluster:
+    """Nodes of GPUs, all alike."""
+
+    gpu: str
+    nodes: int = 1
+    per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if self.gpu not in GPUS:
+            raise MeshError(f"gpu {self.gpu!r}: no GPU is named so{nearest(self.gpu, GPUS)}")
+        if self.nodes < 1 or self.per_node < 1:
+            raise MeshError(f"gpu {self.gpu!r}: {self.nodes} nodes of {self.per_node}; both are 1 or more")
+
+    @property
+    def platform(self) -> str:
+        return "gpu"
+
+    @property
+    def hardware(self) -> str:
+        """Name of its hardware table."""
+        return self.gpu
+
+    @property
+    def size(self) -> int:
+        """Number of devices, of all nodes together."""
+        return self.nodes * self.per_node
+
+    @property
+    def groups(self) -> int:
+        """How many groups of devices there are, joined by a slower link."""
+        return self.nodes
+
+    @property
+    def crossing(self) -> str:
+        """That link, by its name in the hardware table."""
+        return "infiniband"
+
+    @property
+    def sides(self) -> None:
+        """A switch joins a node's devices all alike."""
+        return None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.nodes} x {self.per_node} {self.gpu.upper()}"
+            if self.nodes > 1
+            else f"{self.size} {self.gpu.upper()}"
+        )
+
+
+def is_here(cluster: GpuCluster) -> bool:
+    """Whether this process sees such GPUs, as many."""
+    devices = jax.devices()
+    alike = cluster.gpu.upper() in str(devices[0].device_kind).upper()
+    return devices[0].platform == "gpu" and alike and len(devices) == cluster.size
+
+
+@functools.cache
+def described(cluster: GpuCluster) -> tuple[Any, ...]:
+    """Devices that stand for ``cluster``, node by node: programs can be compiled for them, and not run.
+
+    Raises:
+      MeshError: the compiler or what it calls is not installed, or JAX did not load it.
+    """
+    missing = [name for name, there in needed().items() if not there]
+    if missing:
+        raise MeshError(
+            f"{cluster} is not here, and neither is the compiler for GPUs (no {', no '.join(missing)}): "
+            "pip install 'autoshard[gpu]', in an environment without the extra 'tpu'; planning needs neither"
+        )
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target_config(GPUS[cluster.gpu]),
+            topology=f"{cluster.nodes}x1x{cluster.per_node}",
+        )
+    except jax.errors.JaxRuntimeError as e:
+        raise MeshError(f"{cluster}: the compiler for GPUs refuses it: {e}") from None
+    except RuntimeError:  # JAX's own word for a platform that it did not load
+        raise MeshError(
+            f"{cluster} is not here, and JAX left the compiler for GPUs out when it found none: start Python with "
+            "JAX_PLATFORMS=cpu to compile for GPUs on a machine without them"
+        ) from None
+    return tuple(found.devices)
+
+
+def needed() -> dict[str, bool]:
+    """What compiling for GPUs needs, and whether it is there. Without the last two the compiler ends the process.
+
+    cuDNN is not among it: only a step with an attention for it needs it, and says so where JAX finds none.
+    """
+    plugin = importlib.util.find_spec("jax_cuda13_plugin")
+    beside = Path(plugin.origin).parents[1] / "nvidia/cu13" if plugin and plugin.origin else None
+    places = [p for p in (beside, Path("/usr/local/cuda"), Path("/opt/cuda")) if p]
+    assembler = any(os.access(p / "bin/ptxas", os.X_OK) for p in places) or shutil.which("ptxas") is not None
+    return {
+        "jax-cuda13-plugin": plugin is not None,
+        "ptxas": assembler,
+        "libdevice": any((p / "nvvm/libdevice/libdevice.10.bc").is_file() for p in places),
+    }
+
+
+def target_config(chip: GpuChip) -> str:
+    """``chip`` as the text form of the compiler's `GpuTargetConfigProto`."""
+    own = "ACCELERATED_FEATURES" if chip.capability >= 9 else "NONE"
+    figures: dict[str, int | float] = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": chip.shared,
+        "shared_memory_per_block_optin": chip.most_shared,
+        "threads_per_core_limit": 2048,
+        "core_count": chip.cores,
+        "fpus_per_core": chip.units,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "clock_rate_ghz": chip.clock,
+        "memory_bandwidth": chip.bandwidth,
+        "device_memory_size": chip.memory,
+        "l2_cache_size": chip.cache,
+    }
+    lines = "\n".join(f"  {key}: {value}" for key, value in figures.items())
+    return (
+        f"gpu_device_info {{\n{lines}\n"
+        f"  cuda_compute_capability {{ major: {chip.capability} feature_extension: {own} }}\n}}\n"
+        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
+    )

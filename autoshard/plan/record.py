@@ -1,0 +1,120 @@
+"""PlanRecord: what was decided and what it costs, as frozen data. Comparable; `autoshard.plan.serialize` has its JSON."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autoshard.cost.cost import Cost
+from autoshard.cost.memory import Memory
+from autoshard.errors import PlanError
+from autoshard.ir.program import TreeDef
+from autoshard.jaxpr import dtype_named
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.plan.decisions import Alternative, Island, Pin, Place, Trial
+from autoshard.plan.treedef import describe
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """A spec for every value that matters, and the account of it.
+
+    The pytrees `in_specs`, `out_specs`, `in_shardings` and `out_shardings` have the shape of the positional
+    arguments (a tuple of them, static ones left out) and of the result.
+    """
+
+    name: str
+    mesh: LogicalMesh
+    strategy: str
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    intermediates: tuple[Pin, ...]
+    cost: Cost
+    memory: Memory
+    fingerprint: str
+    """Of the program, its shapes and the mesh's axes: a plan fits what has the same."""
+    islands: tuple[Island, ...] = ()
+    """Equations that run in their local form."""
+    choices: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
+    """Dimension classes (name, size) and the axes that split them."""
+    storage: tuple[str, ...] = ()
+    zero: int = 0
+    alternatives: tuple[Alternative, ...] = ()
+    diagnostics: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    memory_budget: float | None = None
+    considered: int = 1
+    bound: float = 0.0
+    """Seconds below which no layout of the space can go, as far as was proven; 0 where nothing was."""
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    refined: tuple[Trial, ...] = ()
+    """The layouts that were compiled to choose from, in the order of predictions; empty where that was not asked."""
+    in_tree: TreeDef | None = field(default=None, compare=False, repr=False)
+    out_tree: TreeDef | None = field(default=None, compare=False, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same was decided for the same arguments; a plan that was loaded equals the one saved."""
+        if not isinstance(other, PlanRecord):
+            return NotImplemented
+        alike = all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.compare)
+        return alike and self._structures == other._structures
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.fingerprint, self.inputs))
+
+    @functools.cached_property
+    def _structures(self) -> list[Any]:
+        return [None if tree is None else [describe(tree)] for tree in (self.in_tree, self.out_tree)]
+
+    @property
+    def in_specs(self) -> Any:
+        """`PartitionSpec`s of the positional arguments."""
+        return self._args([p.spec.partition_spec() for p in self.inputs])
+
+    @property
+    def out_specs(self) -> Any:
+        """`PartitionSpec`s of the result."""
+        return self._tree(self.out_tree).unflatten([p.spec.partition_spec() for p in self.outputs])
+
+    @property
+    def in_shardings(self) -> Any:
+        """`NamedSharding`s of the positional arguments. Needs the mesh's devices."""
+        return self._args(self.flat_in_shardings)
+
+    @property
+    def out_shardings(self) -> Any:
+        """`NamedSharding`s of the result. Needs the mesh's devices."""
+        return self._tree(self.out_tree).unflatten(self.flat_out_shardings)
+
+    @property
+    def in_avals(self) -> Any:
+        """`jax.ShapeDtypeStruct`s of the positional arguments."""
+        return self._args([jax.ShapeDtypeStruct(p.shape, dtype_named(p.dtype)) for p in self.inputs])
+
+    @functools.cached_property
+    def jax_mesh(self) -> jax.sharding.Mesh:
+        """The mesh over this machine's devices."""
+        return self.mesh.concrete()
+
+    @functools.cached_property
+    def flat_in_shardings(self) -> list[NamedSharding]:
+        """Flat form of `in_shardings`, keyword arguments included."""
+        return [NamedSharding(self.jax_mesh, p.spec.partition_spec()) for p in self.inputs]
+
+    @functools.cached_property
+    def flat_out_shardings(self) -> list[NamedSharding]:
+        """Flat form of `out_shardings`."""
+        return [NamedSharding(self.jax_mesh, p.spec.partition_spec()) for p in self.outputs]
+
+    def _args(self, leaves: Sequence[Any]) -> Any:
+        return self._tree(self.in_tree).unflatten(leaves)[0]
+
+    def _tree(self, tree: TreeDef | None) -> TreeDef:
+        if tree is None:
+            raise PlanError("this plan holds no argument structure")
+        return tree

@@ -1,0 +1,82 @@
+"""show: the review of a plan, set as plain text or as tables for a notebook. Both say the same."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from autoshard.plan.document import Section, Table
+from autoshard.plan.record import PlanRecord
+from autoshard.plan.review import review
+
+WIDTH = 120
+_COLUMN = 64
+
+
+def explain(plan: PlanRecord) -> str:
+    """The review of ``plan`` as plain text."""
+    return text(review(plan))
+
+
+def text(sections: Iterable[Section]) -> str:
+    """Sections as plain text, at most 120 columns wide; the first is the heading."""
+    lines: list[str] = []
+    for n, section in enumerate(sections):
+        indent = "  " if n else ""
+        lines += ["", section.title] if n else _wrapped(section.title, "", "")
+        for words in section.words:
+            lines += _wrapped(words, indent, indent)
+        if section.table:
+            lines += [f"{indent}{line}".rstrip() for line in _set(section.table, WIDTH - len(indent))]
+        for remark in section.remarks:
+            lines += _wrapped(remark, f"{indent}- ", f"{indent}  ")
+    return "\n".join(lines)
+
+
+def html(plan: PlanRecord) -> str:
+    """The review of ``plan`` as an HTML fragment: headings, paragraphs and tables, everything escaped."""
+    parts: list[str] = []
+    for n, section in enumerate(review(plan)):
+        size = "h4" if n else "h3"
+        parts.append(f"<{size}>{escape(section.title)}</{size}>")
+        parts += [f"<p>{escape(words)}</p>" for words in section.words]
+        if section.table:
+            parts.append(_html_table(section.table))
+        if section.remarks:
+            parts.append(f"<ul>{''.join(f'<li>{escape(r)}</li>' for r in section.remarks)}</ul>")
+    return f'<div class="autoshard-plan">{"".join(parts)}</div>'
+
+
+def _wrapped(text: str, first: str, then: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
+
+
+def _set(table: Table, width: int) -> Iterator[str]:
+    """``table`` in lines of at most ``width``; the widest columns give way, and their cells run over several lines."""
+    rows = [table.head, *table.rows]
+    wide = [min(_COLUMN, max(len(r[c]) for r in rows)) for c in range(len(table.head))]
+    while sum(wide) + 2 * (len(wide) - 1) > width:
+        wide[wide.index(max(wide))] -= 1
+    for row in rows:
+        cells = [textwrap.wrap(cell, w, break_on_hyphens=False) or [""] for cell, w in zip(row, wide, strict=True)]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            set_ = [
+                p.rjust(w) if c in table.numbers else p.ljust(w)
+                for c, (p, w) in enumerate(zip(parts, wide, strict=True))
+            ]
+            yield "  ".join(set_).rstrip()
+
+
+def _html_table(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        side = ["right" if c in table.numbers else "left" for c in range(len(cells))]
+        return (
+            "<tr>"
+            + "".join(f'<{tag} style="text-align:{s}">{escape(x)}</{tag}>' for x, s in zip(cells, side, strict=True))
+            + "</tr>"
+        )
+
+    body = "".join(row(r, "td") for r in table.rows)
+    return f"<table><thead>{row(table.head, 'th')}</thead><tbody>{body}</tbody></table>"

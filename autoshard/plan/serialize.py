@@ -1,0 +1,181 @@
+"""record: a plan as JSON values, and back. It is data: nothing in it is executed, and every entry is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import jax
+import pydantic
+
+from autoshard.errors import MeshError, PlanError
+from autoshard.ir.program import TreeDef
+from autoshard.ir.spec import Spec
+from autoshard.jaxpr import dtype_named
+from autoshard.machine.gpu_cluster import GpuCluster
+from autoshard.machine.mesh import Hardware, LogicalMesh
+from autoshard.machine.tpu_slice import TpuSlice
+from autoshard.plan.decisions import Place
+from autoshard.plan.record import PlanRecord
+from autoshard.plan.treedef import describe, paths, rebuild
+
+VERSION = 4
+_TREES = ("in_tree", "out_tree")
+
+
+def write(plan: PlanRecord) -> dict[str, Any]:
+    """``plan`` as JSON values."""
+    names = _names() - set(_TREES)
+    plain = {f.name: _plain(getattr(plan, f.name)) for f in dataclasses.fields(PlanRecord) if f.name in names}
+    trees = {name: None if (tree := getattr(plan, name)) is None else [describe(tree)] for name in _TREES}
+    return {"autoshard_plan": VERSION, **plain, **trees}
+
+
+def _names() -> set[str]:
+    return {f.name for f in dataclasses.fields(PlanRecord)}
+
+
+def read(stored: Any) -> PlanRecord:
+    """The plan that `write` was given.
+
+    Raises:
+      PlanError: not a plan, another version, a field that is missing, unknown or of the wrong type, or a spec that
+        does not fit its value or the mesh.
+    """
+    if not isinstance(stored, dict) or "autoshard_plan" not in stored:
+        raise PlanError("this is no plan: it has no 'autoshard_plan' entry")
+    if stored["autoshard_plan"] != VERSION:
+        raise PlanError(f"plan of version {stored['autoshard_plan']!r}; this autoshard reads {VERSION}: plan anew")
+    names = _names()
+    missing = sorted(names - set(stored))
+    if missing:
+        raise PlanError(f"the plan lacks {', '.join(map(repr, missing))}")
+    parts: dict[str, Any] = {}
+    for name in names - set(_TREES):
+        try:
+            parts[name] = _adapter(name).validate_json(json.dumps(stored[name]), strict=True)
+        except pydantic.ValidationError as e:
+            first = e.errors()[0]
+            raise PlanError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}") from None
+    mesh: _MeshRecord = parts["mesh"]
+    try:
+        parts["mesh"] = LogicalMesh(
+            mesh.axis_names, mesh.axis_sizes, mesh.hardware, mesh.axis_links, target=mesh.target
+        )
+    except MeshError as e:
+        raise PlanError(f"mesh: {e}") from None
+    for name, places in zip(_TREES, (parts["inputs"], parts["outputs"]), strict=True):
+        parts[name] = _tree(stored[name], places, name)
+    plan = PlanRecord(**parts)
+    stranger = _difference(json.loads(json.dumps(write(plan))), stored, "plan")
+    if stranger:
+        raise PlanError(f"{stranger}: not an entry that this version writes")
+    _check(plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _MeshRecord:
+    """A `LogicalMesh` as stored: without devices."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    axis_links: tuple[str, ...]
+    hardware: Hardware
+    target: TpuSlice | GpuCluster | None
+
+
+@functools.cache
+def _adapter(name: str) -> pydantic.TypeAdapter[Any]:
+    """Parses one field of a plan; its types are plain data all the way down."""
+    return pydantic.TypeAdapter(_MeshRecord if name == "mesh" else get_type_hints(PlanRecord)[name])
+
+
+def _tree(stored: Any, places: Sequence[Place], what: str) -> TreeDef | None:
+    """The structure with these leaves: `write` keeps it in a list, for a structure may be None itself."""
+    if stored is None:
+        return None
+    if not isinstance(stored, list) or len(stored) != 1:
+        raise PlanError(f"{what}: a list of one structure was expected")
+    try:
+        tree = rebuild(stored[0])
+    except (PlanError, RecursionError) as e:
+        raise PlanError(f"{what}: {e}") from None
+    if tree.num_leaves != len(places):
+        raise PlanError(f"{what}: it has {tree.num_leaves} leaves, and there are {len(places)} values")
+    top = tree.children() if what == "in_tree" else []
+    if what == "in_tree" and [t.node_data() and t.node_data()[0] for t in (tree, *top)] != [tuple, tuple, dict]:
+        raise PlanError(f"{what}: it is not positional arguments and keywords")
+    for path, place in zip(paths(tree), places, strict=True):
+        name = jax.tree_util.keystr(path[2:] if what == "in_tree" else path)
+        if not place.path.endswith(name):
+            raise PlanError(f"{what}: {name} stands where the value is {place.path}")
+    return tree
+
+
+def _check(plan: PlanRecord) -> None:
+    """Raises `PlanError` for a spec that does not fit its value or the mesh, or for no dtype."""
+    mesh = plan.mesh
+    for what, spec, shape in _specs(plan):
+        strange = sorted(set(spec.axes) - set(mesh.axis_names))
+        if strange:
+            raise PlanError(f"{what}: spec {spec} names mesh axis {strange[0]!r}, and the mesh is {mesh}")
+        twice = [a for a in mesh.axis_names if spec.axes.count(a) > 1]
+        if twice:
+            raise PlanError(f"{what}: spec {spec} uses mesh axis {twice[0]!r} twice")
+        if shape is not None and spec.rank != len(shape):
+            raise PlanError(f"{what}: spec {spec} has {spec.rank} entries, the shape is {list(shape)}")
+    for place in (*plan.inputs, *plan.outputs):
+        for d, (size, axes) in enumerate(zip(place.shape, place.spec.dims, strict=True)):
+            if size % (parts := mesh.axes_size(axes)):
+                raise PlanError(
+                    f"{place.path}: dimension {d} of shape {list(place.shape)} has size {size}, which does not divide "
+                    f"into {parts} parts over {'+'.join(axes)}"
+                )
+        try:
+            dtype_named(place.dtype)
+        except (TypeError, ValueError):
+            raise PlanError(f"{place.path}: {place.dtype!r} is no dtype") from None
+
+
+def _specs(plan: PlanRecord) -> Iterator[tuple[str, Spec, tuple[int, ...] | None]]:
+    """Every spec in ``plan`` with what it is of, and the shape where that is known."""
+    for place in (*plan.inputs, *plan.outputs):
+        yield place.path, place.spec, place.shape
+    for pin in plan.intermediates:
+        for spec in (pin.spec, *pin.via):
+            yield f"{pin.op} at {pin.source}", spec, pin.shape
+    for island in plan.islands:
+        for spec in (*island.needs, *island.gives, *island.leaves, Spec((island.axes,))):
+            yield f"{island.op} at {island.source}", spec, None
+
+
+def _difference(a: Any, b: Any, at: str) -> str:
+    """Where two JSON values first differ, or the empty string."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for k in sorted({*a, *b}, key=str):
+            if k not in a or k not in b:
+                return f"{at}.{k}"
+            if found := _difference(a[k], b[k], f"{at}.{k}"):
+                return found
+        return ""
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return next(filter(None, (_difference(x, y, f"{at}[{i}]") for i, (x, y) in pairs)), "")
+    return "" if a == b else at
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, LogicalMesh):
+        return _plain(_MeshRecord(x.axis_names, x.axis_sizes, x.axis_links, x.hardware, x.target))
+    if dataclasses.is_dataclass(x):
+        return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    if isinstance(x, Mapping):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, (tuple, list)):
+        return [_plain(v) for v in x]
+    return x

@@ -1,0 +1,199 @@
+"""Plan: a record of what was decided with the operations that a user has on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import jax
+from etils import epath
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import ArgumentError, PlanError
+from autoshard.jaxpr import dtype_name
+from autoshard.plan import render, serialize
+from autoshard.plan.decisions import Place
+from autoshard.plan.diff import compare
+from autoshard.plan.record import PlanRecord
+from autoshard.plan.treedef import difference
+from autoshard.runtime import nnx
+from autoshard.runtime.study import Study
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(PlanRecord):
+    """A spec for every value that matters, the account of it, and what can be done with it."""
+
+    study: Study | None = field(default=None, compare=False, repr=False)
+    """The step that the plan was made for, to ask further questions; a plan that was loaded has none."""
+
+    @classmethod
+    def of(cls, record: PlanRecord, study: Study | None = None) -> Self:
+        """``record`` with the operations of a plan."""
+        return cls(**{f.name: getattr(record, f.name) for f in dataclasses.fields(PlanRecord)}, study=study)
+
+    def init(self, fn: Callable[..., Any], *args: Any, argnum: int = 0) -> Any:
+        """Runs ``fn(*args)`` so that its result is born as argument ``argnum`` of the step is laid out.
+
+        No device ever holds more than its part. ``fn`` may make NNX modules.
+
+        Raises:
+          ArgumentError: the step has no such argument, or the result is not what it takes there: names the first
+            array or container that differs.
+        """
+        self.mesh.check_here(f"init for {self.name}")
+        avals = self.in_avals
+        if not -len(avals) <= argnum < len(avals):
+            raise ArgumentError(f"init: argnum={argnum}, and {self.name} takes {_count(len(avals), 'argument')}")
+        argnum %= len(avals)
+        start, end = (jax.tree.structure(avals[:n]).num_leaves for n in (argnum, argnum + 1))
+        rebuild: list[Callable[[Sequence[Any]], Any]] = []
+
+        def parts(*given: Any) -> Any:
+            return nnx.split((fn(*given),)).states[0]
+
+        def flat(*given: Any) -> list[Any]:
+            leaves, back = nnx.leaves_of(fn(*given))
+            rebuild[:] = [back]
+            return leaves
+
+        made = jax.eval_shape(parts, *args)
+        misfit = self._misfit(self.inputs[start:end], avals[argnum], made, "the function makes")
+        if misfit:
+            raise ArgumentError(f"init: {misfit}")
+        leaves = jax.jit(flat, out_shardings=self.flat_in_shardings[start:end])(*args)
+        return rebuild[0](leaves)
+
+    def put(self, *args: Any) -> Any:
+        """Places the positional arguments as the step wants them; a single one comes back alone. In place of NNX
+        modules come new ones, which share what those given at once share.
+
+        Raises:
+          ArgumentError: they differ from the plan's in structure or shape; names the first that does.
+        """
+        self.mesh.check_here(f"put for {self.name}")
+        avals = self.in_avals
+        if len(args) > len(avals):
+            raise ArgumentError(f"put: {self.name} takes {_count(len(avals), 'argument')}, {len(args)} were given")
+        parts = nnx.split(args)
+        given, tree = jax.tree.flatten(parts.states)
+        end = 0
+        for arg, want in zip(parts.states, avals, strict=False):
+            start, end = end, end + jax.tree.structure(want).num_leaves
+            misfit = self._misfit(self.inputs[start:end], want, arg, "it was given", dtypes=False)
+            if misfit:
+                raise ArgumentError(f"put: {misfit}")
+        placed = jax.tree.unflatten(tree, jax.device_put(given, self.flat_in_shardings[: len(given)]))
+        placed = nnx.merge(parts, placed, {})[0] if parts.where else placed
+        return placed[0] if len(args) == 1 else placed
+
+    def _misfit(self, places: Sequence[Place], want: Any, got: Any, verb: str, *, dtypes: bool = True) -> str:
+        """Where ``got`` is not the argument ``want``, whose arrays are ``places``; the empty string if it is."""
+        (wanted, want_tree), (given, tree) = map(jax.tree_util.tree_flatten_with_path, (want, got))
+        for place, (path, _), (at, leaf) in zip(places, wanted, given, strict=False):
+            name, shape = jax.tree_util.keystr(at), jax.numpy.shape(leaf)
+            if jax.tree_util.keystr(path) != name:
+                return f"{self.name} takes {place.path}, {verb} {name or 'one array'} there: the structures differ"
+            if place.shape != shape or (dtypes and place.dtype != dtype_name(leaf.dtype)):
+                dtype = dtype_name(leaf.dtype) if dtypes else ""
+                return f"{place.path} of {self.name} is {place.dtype}{list(place.shape)}, {verb} {dtype}{list(shape)}"
+        if len(given) != len(places):
+            return f"{self.name} takes {_count(len(places), 'array')}, {verb} {len(given)}: the structures differ"
+        found = difference(tree, want_tree)
+        return f"{self.name} takes another structure: {verb} one in which {found}" if found else ""
+
+    def explain(self) -> str:
+        """The plan as a colleague would review it, in plain text: what is split, what it costs, why others lost."""
+        return render.explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What changes from this plan to ``other``, another of the same step: specs, and by source line what it costs.
+
+        Raises:
+          PlanError: they are of different steps.
+        """
+        return render.text(compare(self, other))
+
+    def what_if(self, pins: Mapping[str, PartitionSpec]) -> Plan:
+        """The plan that would be made with further pins, by argument path or glob; `diff` tells them apart.
+
+        Raises:
+          PlanError: this plan was loaded, and knows its step no more.
+          ConfigError, SpecError: a pin that matches no argument, or does not fit it.
+          MemoryBudgetError: nothing fits so.
+        """
+        return Plan.of(*self._study("what_if").what_if(pins))
+
+    def why(self, path: str) -> str:
+        """Why the argument ``path`` lies as it does: with what it goes, and what every other way would cost.
+
+        Raises:
+          PlanError: this plan was loaded, and knows its step no more.
+          SpecError: no argument is called so.
+        """
+        return render.text(self._study("why").why(self, path))
+
+    def _study(self, asked: str) -> Study:
+        if self.study is None:
+            raise PlanError(f"{asked}: a plan that was loaded knows its step no more; ask the one that the step makes")
+        return self.study
+
+    def _repr_html_(self) -> str:
+        return render.html(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values. The inverse of `Plan.from_json`."""
+        return serialize.write(self)
+
+    @classmethod
+    def from_json(cls, stored: Any) -> Self:
+        """Reads what `to_json` wrote, strictly.
+
+        Raises:
+          PlanError: not a plan, another version, a field that is missing, unknown or of the wrong type, or a spec that
+            does not fit its value or the mesh.
+        """
+        return cls.of(serialize.read(stored))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; folders on the way that do not exist are made."""
+        file = epath.Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.to_json(), indent=1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a plan that `save` wrote. It is data: nothing in it is executed.
+
+        It equals the plan that was saved, and does all that one does. In the pytrees it gives, tuples, lists, dicts,
+        ordered dicts and None are what they were. A node of any other class (a named tuple, a dataclass, an NNX state)
+        is a `autoshard.plan.treedef.Node`, since classes are not stored: ``in_specs[0]["opt"][0].mu`` reaches what it did, and the
+        paths of the leaves are the same, but `jax.tree.map` over such specs and the state itself finds two classes.
+        ``autoshard.jit(step, strategy=plan).plan(state, batch)`` is the same plan with the classes of its arguments.
+
+        Raises:
+          PlanError: no such file, or it is not a plan.
+        """
+        try:
+            text = epath.Path(path).read_text()
+            stored = json.loads(text)
+        except FileNotFoundError:
+            raise PlanError(f"{path}: no such file") from None
+        except IsADirectoryError:
+            raise PlanError(f"{path}: a directory; a plan is a file in JSON") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise PlanError(f"{path}: not JSON: {e}") from None
+        except RecursionError:
+            raise PlanError(f"{path}: nested too deeply to be a plan") from None
+        try:
+            return cls.from_json(stored)
+        except PlanError as e:
+            raise PlanError(f"{path}: {e}") from None
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -1,0 +1,65 @@
+"""study: what a plan can still be asked while the step that it was made for is there: what if, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import SpecError, nearest
+from autoshard.ir.dim_classes import classes
+from autoshard.ir.graph import Graph
+from autoshard.ir.program import pinned
+from autoshard.ir.rule import RuleTable
+from autoshard.plan.diff import signed
+from autoshard.plan.document import Section, Table
+from autoshard.plan.planner import Wish, make
+from autoshard.plan.record import PlanRecord
+from autoshard.search.solved_layouts import marginals
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """The program that a plan was made for, with what was asked of planning."""
+
+    graph: Graph
+    table: RuleTable
+    wish: Wish
+
+    def what_if(self, pins: Mapping[str, PartitionSpec]) -> tuple[PlanRecord, Study]:
+        """The plan under further pins, by argument path or glob, and the study of it.
+
+        Raises:
+          ConfigError, SpecError, MemoryBudgetError: as planning does.
+        """
+        plan, graph = make(pinned(self.graph.program, pins, "the pin", over=True), self.table, self.wish)
+        return plan, replace(self, graph=graph)
+
+    def why(self, plan: PlanRecord, path: str) -> Iterator[Section]:
+        """Of one argument: what its dimensions belong to, and what the best plan would cost if it lay otherwise.
+
+        Raises:
+          SpecError: no argument is called so.
+        """
+        paths = [p.path for p in plan.inputs]
+        if path not in paths:
+            raise SpecError(f"no argument of {plan.name} is called {path!r}{nearest(path, paths)}")
+        place, v = plan.inputs[paths.index(path)], self.graph.inputs[paths.index(path)]
+        words = [f"{place.dtype}{list(place.shape)} lies as {place.spec}{': ' + place.why if place.why else ''}."]
+        for c in classes(self.graph):
+            for u, d in c.inputs:
+                if u == v:
+                    others = len({w for w, _ in c.inputs}) - 1
+                    shared = f"with {others} other arguments" if others else "of no other argument"
+                    words.append(f"Dimension {d} is of {c.name}, {shared}.")
+        yield Section(f"{path} of {plan.name}", tuple(words))
+        found = marginals(self.graph, v)
+        if not found:
+            yield Section("Otherwise", ("It has nothing to split, or the user pinned it.",))
+            return
+        here = next((s for spec, s in found if spec == place.spec), min(s for _, s in found))
+        order = sorted(found, key=lambda f: (f[0] != place.spec, f[1]))
+        rows = [(str(spec), signed(s - here), f"{s / here - 1:+.1%}") for spec, s in order]
+        table = Table(("lies as", "a call", ""), tuple(rows), frozenset({1, 2}))
+        yield Section("Otherwise, with all else solved for anew, memory aside", (), table)

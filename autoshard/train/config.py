@@ -1,0 +1,156 @@
+"""A training run as people write it in YAML: model, data, optimizer, and the meshes it runs on in turn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from etils import epath
+from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, ValidationInfo, field_validator
+
+from autoshard.machine.mesh_config import MeshConfig, mesh_config
+from autoshard.strict_config import Config
+from autoshard.train.data import STDLIB, VOCAB
+from autoshard.train.decoder import ModelConfig, OptimizerConfig
+
+Strategy = Literal["auto", "dp", "fsdp", "tp", "fsdp_tp", "zero1", "zero2", "zero3", "replicated"]
+
+
+def _beside(value: str, info: ValidationInfo) -> epath.Path:
+    """The file that ``value`` names, looked for in the folder of the configuration that names it."""
+    return epath.Path((info.context or {}).get("file", "")).parent / value
+
+
+def _read_model(value: object, info: ValidationInfo) -> object:
+    return ModelConfig.load(_beside(value, info)) if isinstance(value, str) else value
+
+
+def _read_mesh(value: Any, info: ValidationInfo) -> object:
+    if not isinstance(value, str):
+        return value
+    named = "/" not in value and not value.endswith(".yaml")  # "cpu-8" ships with autoshard
+    return mesh_config(value if named else _beside(value, info))
+
+
+def _read_source(value: str, info: ValidationInfo) -> str:
+    return value if value == STDLIB else str(_beside(value, info).expanduser().resolve())
+
+
+ModelEntry = Annotated[ModelConfig, BeforeValidator(_read_model)]
+"""A model in place, or the path of its file, relative to the file that names it."""
+MeshEntry = Annotated[MeshConfig, BeforeValidator(_read_mesh)]
+"""A mesh in place, the path of its file relative to the file that names it, or the name of a shipped one."""
+
+
+class Phase(Config):
+    """A stretch of the run on one mesh, from where the last one ended to step ``until``."""
+
+    mesh: MeshEntry
+    until: StrictInt = Field(ge=1)
+
+
+class DataConfig(Config):
+    """The text, split by file into train and held-out; see `autoshard.train.data.corpus`."""
+
+    source: Annotated[str, AfterValidator(_read_source)] = STDLIB
+    """``stdlib``, the Python library's own sources, or a directory relative to the file that names it."""
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] | None = None
+    holdout: StrictInt = Field(default=10, ge=2)
+    """One file in this many is held out."""
+
+
+class EvalConfig(Config):
+    """Held-out loss: every ``every`` steps (and where a phase ends) over ``batches`` batches, at the end over
+    ``final_batches``, in the order of the files; None is all of them.
+    """
+
+    every: StrictInt | None = Field(default=None, ge=1)
+    batches: StrictInt = Field(default=8, ge=1)
+    final_batches: StrictInt | None = Field(default=None, ge=1)
+
+
+class CheckpointConfig(Config):
+    """Where the run lives (relative to the working directory), and how often its state is saved."""
+
+    dir: str = Field(min_length=1)
+    every: StrictInt = Field(default=100, ge=1)
+    keep: StrictInt | None = Field(default=2, ge=1)
+    """How many of the newest states stay on disk; None keeps all."""
+
+
+class TrainConfig(Config):
+    """A whole run. Either ``mesh`` and ``steps``, or ``phases`` when the mesh changes on the way."""
+
+    model: ModelEntry
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch: StrictInt = Field(ge=1)
+    """Sequences in a step, over all devices."""
+    mesh: MeshEntry | None = None
+    steps: StrictInt | None = Field(default=None, ge=1)
+    phases: Annotated[tuple[Phase, ...], Field(validate_default=True)] = ()
+    strategy: Strategy = "auto"
+    refine: StrictInt = Field(default=0, ge=0)
+    """Layouts of the step that are compiled to choose from; see `autoshard.jit`."""
+    passes: tuple[str, ...] | None = None
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig
+    seed: StrictInt = Field(default=0, ge=0)
+    log_every: StrictInt = Field(default=10, ge=1)
+    """Steps between two progress lines where the output is no terminal."""
+    platform: Literal["cpu", "gpu", "tpu"] | None = None
+    """The JAX platform to run on; None takes the best that is there."""
+
+    @field_validator("model")
+    @classmethod
+    def _bytes(cls, model: ModelConfig) -> ModelConfig:
+        if model.vocab < VOCAB:
+            raise ValueError(f"vocab is {model.vocab}; a token is a byte, so it has to be {VOCAB} or more")
+        return model
+
+    @field_validator("phases")
+    @classmethod
+    def _one_schedule(cls, phases: tuple[Phase, ...], info: ValidationInfo) -> tuple[Phase, ...]:
+        single = [info.data[key] is not None for key in ("mesh", "steps") if key in info.data]
+        if any(single) if phases else not all(single):
+            raise ValueError(
+                "give `mesh` and `steps`, or else `phases`, a list with a `mesh` and an `until` in each entry"
+            )
+        ends = [phase.until for phase in phases]
+        if ends != sorted(set(ends)):
+            raise ValueError(f"the phases end at steps {ends}; each has to end after the one before")
+        return phases
+
+    @property
+    def stretches(self) -> tuple[Phase, ...]:
+        """The phases, also when the run has one mesh."""
+        if self.mesh is not None and self.steps is not None:
+            return (Phase(mesh=self.mesh, until=self.steps),)
+        return self.phases
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run is over."""
+        return self.stretches[-1].until
+
+    @property
+    def devices(self) -> int:
+        """The most devices that a phase's mesh asks for by itself; 1 when every size is left open."""
+        return max(phase.mesh.least for phase in self.stretches)
+
+    def identity(self) -> dict[str, Any]:
+        """The entries that a saved state depends on, by dotted key; a resumed run must agree in all of them."""
+        optimizer = self.optimizer.model_copy(update={"decay_steps": self.optimizer.decay_steps or self.last_step})
+        return {
+            **_flat("model", self.model.model_dump(mode="json")),
+            **_flat("data", self.data.model_dump(mode="json")),
+            **_flat("optimizer", optimizer.model_dump(mode="json")),
+            "batch": self.batch,
+            "seed": self.seed,
+        }
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {key: leaf for name, inner in value.items() for key, leaf in _flat(f"{prefix}.{name}", inner).items()}

@@ -1,0 +1,226 @@
+"""Runs a training configuration: phase by phase, resumable at any moment, with a report at the end.
+
+Everything random follows from the seed and the step: the state's birth, and the order of the batches. So
+a run that was killed and resumed takes the same steps, on the same numbers, as one that was not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from rich.console import Console
+
+from autoshard import checkpoint
+from autoshard.api import jit
+from autoshard.backend.audit import audit
+from autoshard.errors import ConfigError
+from autoshard.runtime.plan import Plan
+from autoshard.runtime.step import Step
+from autoshard.train import data
+from autoshard.train.config import Phase, TrainConfig
+from autoshard.train.decoder import Steps, Tree, make_steps
+from autoshard.train.progress import ProgressLine
+from autoshard.train.report import HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
+from autoshard.train.run_folder import RunFolder, write_json
+
+
+def train(config: TrainConfig, *, fresh: bool = False, console: Console | None = None) -> Report:
+    """Trains from the last whole checkpoint in ``config.checkpoint.dir``, or from the start, to the last step.
+
+    Args:
+      config: the run.
+      fresh: deletes what the folder holds of an earlier run, says what, and starts over.
+      console: where the plan, the progress and the report go; standard output when absent.
+
+    Raises:
+      ConfigError: the folder's run was begun with another model, data, optimizer, batch or seed.
+      CheckpointError: the folder holds something else, or its checkpoints do not fit.
+      MeshError: a phase's mesh needs more devices than there are.
+    """
+    console = console or Console(soft_wrap=True)
+    folder = RunFolder(epath.Path(config.checkpoint.dir))
+    if fresh:
+        deleted = folder.clear()
+        console.print(f"starting over: deleted {', '.join(deleted) or 'nothing'} in {folder.root}", markup=False)
+    folder.claim(config.identity())
+    done = checkpoint.latest(folder.checkpoints) or 0
+    if done > config.last_step:
+        raise ConfigError(
+            f"the run in {folder.root} is at step {done}, beyond this configuration's last step {config.last_step}; "
+            "choose another checkpoint.dir, or start over with --fresh"
+        )
+    if done == config.last_step and folder.report.exists():
+        report = Report.model_validate_json(folder.report.read_text())
+        console.print(f"the run in {folder.root} is finished; --fresh starts it over", markup=False)
+        console.print(str(report), markup=False, highlight=False)
+        return report
+    folder.cut(done)
+    if done:
+        console.print(f"resuming {folder.root} from its checkpoint at step {done} of {config.last_step}", markup=False)
+    return _finish(config, folder, console, done)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A phase before it runs: its step and eval functions with their plan, and what they are called with."""
+
+    step: Step
+    evaluate: Step
+    plan: Plan
+    state: Tree
+    """Shapes and dtypes of the state."""
+    batch: Tree
+    """Shapes and dtypes of a batch."""
+
+
+def plan_phase(config: TrainConfig, phase: Phase) -> Planned:
+    """The plan of one phase; needs no devices, and makes no array."""
+    steps = make_steps(config.model, config.optimizer, config.last_step)
+    step = jit(
+        steps.train,
+        mesh=phase.mesh,
+        strategy=config.strategy,
+        refine=config.refine,
+        passes=config.passes,
+        donate_argnums=0,
+    )
+    state = jax.eval_shape(steps.init, jax.eval_shape(lambda: jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((config.batch, config.model.seq), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    plan = step.plan(state, batch)
+    held = (plan.in_specs[0]["params"], plan.in_specs[1])
+    evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=held)
+    return Planned(step, evaluate, plan, state, batch)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every phase of a run shares."""
+
+    config: TrainConfig
+    folder: RunFolder
+    console: Console
+    corpus: data.Corpus
+    steps: Steps
+    progress: ProgressLine
+
+    def say(self, text: str) -> None:
+        """Prints ``text`` as it is."""
+        self.console.print(text, markup=False, highlight=False)
+
+
+def _finish(config: TrainConfig, folder: RunFolder, console: Console, done: int) -> Report:
+    """Takes the steps after ``done`` and writes the report."""
+    with ProgressLine(console, config.last_step, config.batch * config.model.seq, config.log_every) as progress:
+        steps = make_steps(config.model, config.optimizer, config.last_step)
+        run = _Run(config, folder, console, _corpus(config), steps, progress)
+        last = None
+        for index, phase in enumerate(config.stretches):
+            if phase.until > done:
+                last = _run_phase(run, index, done)
+                done = phase.until
+        last = last or plan_phase(config, config.stretches[-1])
+        # From the checkpoint in any case, so that a run that ends here and one that is taken up here do the same.
+        params = checkpoint.restore(folder.checkpoints, done, plan=last.plan).state["params"]
+        held_out, scored = _final(run, last, params)
+    report = make_report(
+        folder.records(),
+        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(last.state["params"])),
+        held_out=held_out,
+        bigram_bits=data.bigram_bits_per_byte(run.corpus.train, run.corpus.heldout[: scored + 1]),
+        scored=scored,
+        checkpoint=str(folder.checkpoints / str(done)),
+    )
+    write_json(folder.report, report.model_dump(mode="json"))
+    run.say(str(report))
+    return report
+
+
+def _run_phase(run: _Run, index: int, done: int) -> Planned:
+    """Takes the steps of phase ``index`` after step ``done``; ends with its last state whole on disk."""
+    config, folder, phase = run.config, run.folder, run.config.stretches[index]
+    planned = plan_phase(config, phase)
+    run.say(f"phase {index + 1} of {len(config.stretches)}: to step {phase.until} on mesh {planned.plan.mesh}")
+    run.say(planned.plan.explain())
+    planned.plan.save(os.fspath(folder.plan(index)))
+    _log_phase(run, planned, done)
+
+    batches = data.batches(run.corpus.train, batch=config.batch, seq=config.model.seq, seed=config.seed)
+    if done:
+        restored = checkpoint.restore(folder.checkpoints, done, plan=planned.plan)
+        state = restored.state
+        batches.set_state(restored.extra["batches"])
+    else:
+        state = planned.plan.init(run.steps.init, jax.random.key(config.seed))
+    if index and done == config.stretches[index - 1].until:
+        _log_held_out(run, planned, state, done)
+
+    run.progress.restart()
+    pending: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
+    for number in range(done + 1, phase.until + 1):
+        state, metrics = planned.step(state, next(batches))
+        pending.append((number, metrics))
+        saves = number == phase.until or number % config.checkpoint.every == 0
+        evaluates = number == phase.until or (config.eval.every is not None and number % config.eval.every == 0)
+        while len(pending) > (0 if saves or evaluates else 1):  # one step ahead of what is shown
+            _log_step(run, *pending.popleft())
+        if evaluates:
+            _log_held_out(run, planned, state, number)
+        if saves:
+            extra = {"batches": batches.get_state()}
+            keep = config.checkpoint.keep
+            checkpoint.save(folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
+    checkpoint.finish(folder.checkpoints)
+    return planned
+
+
+def _log_phase(run: _Run, planned: Planned, done: int) -> None:
+    """Notes the mesh and the step's collectives, unless the log's last phase is the same and is being resumed."""
+    compiled = planned.step.lower(planned.state, planned.batch).compile()
+    event = PhaseEvent(step=done, mesh=str(planned.plan.mesh), collectives=str(audit(compiled, planned.plan)))
+    earlier = [PhaseEvent.model_validate(record) for record in run.folder.records() if record["event"] == "phase"]
+    if not earlier or earlier[-1].model_copy(update={"step": done}) != event:
+        run.folder.append([event.model_dump(mode="json")])
+
+
+def _log_step(run: _Run, number: int, metrics: Mapping[str, jax.Array]) -> None:
+    values = {name: float(value) for name, value in metrics.items()}
+    run.folder.append([StepEvent.model_validate({"step": number, **values}).model_dump(mode="json")])
+    run.progress.step(number, values["loss"])
+
+
+def _log_held_out(run: _Run, planned: Planned, state: Tree, number: int) -> None:
+    """Notes the loss over the first batches of one shuffle of the held-out files: always the same ones."""
+    config = run.config
+    batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=0)
+    loss = _loss(planned, state["params"], itertools.islice(batches, config.eval.batches))
+    run.folder.append([HeldOutEvent(step=number, loss=loss).model_dump(mode="json")])
+    run.say(f"step {number}: held-out loss {loss:.4f}, {loss / math.log(2):.3f} bits per byte")
+    run.progress.restart()
+
+
+def _final(run: _Run, planned: Planned, params: Tree) -> tuple[float, int]:
+    """The loss, nats a byte, over the held-out files in order, and how many bytes it was scored on."""
+    config = run.config
+    batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=None)
+    count = min(batches.per_pass, config.eval.final_batches or batches.per_pass)
+    loss = _loss(planned, params, itertools.islice(batches, count))
+    return loss, count * config.batch * config.model.seq
+
+
+def _loss(planned: Planned, params: Tree, batches: Iterable[Tree]) -> float:
+    return float(np.mean([float(planned.evaluate(params, batch)["loss"]) for batch in batches]))
+
+
+def _corpus(config: TrainConfig) -> data.Corpus:
+    source = config.data
+    return data.corpus(source.source, include=source.include, exclude=source.exclude, holdout=source.holdout)

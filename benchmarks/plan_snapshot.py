@@ -1,0 +1,105 @@
+"""Whether two versions of autoshard make the same plans: the cells of the bench and the programs of the memory table.
+
+    python -m benchmarks.plan_snapshot write FOLDER [WORD]
+    python -m benchmarks.plan_snapshot compare BEFORE AFTER [OLD=NEW ...]
+
+``write`` plans every cell of `benchmarks.cells` and every case of `benchmarks.target_cases` for TPUs (with WORD, those
+that have it in their name), with no accelerator and no compiler, and stores each plan's JSON. ``compare`` reads two
+such folders: exit status 1 and one line a difference where anything but fingerprints, the JSON's version and sentences
+differs; how many sentences differ is printed. OLD=NEW renames a field (``leaves=out_specs_reduced``) or a value of the
+older plans before they are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import autoshard
+from benchmarks.baselines import abstract
+from benchmarks.cells import CELLS, COLUMNS
+from benchmarks.target_cases import cases, decorated
+
+IGNORED = frozenset({"autoshard_plan", "fingerprint"})
+SENTENCES = frozenset({"diagnostics", "passes", "source", "text", "why"})
+"""Fields whose values are for people to read: they may be worded otherwise by another version."""
+
+
+def plans(word: str) -> Iterator[tuple[str, Any]]:
+    """Name and JSON of each plan."""
+    for cell in CELLS:
+        if word in str(cell):
+            model = cell.build(False)
+            step = autoshard.jit(model.step(), mesh=COLUMNS[cell.column].mesh(), donate_argnums=0)
+            yield f"cell {cell}", step.plan(*abstract(model)).to_json()
+    for case in cases("tpu"):
+        name = f"case {case} {case.mesh} {case.strategy}"
+        if word in name:
+            step, *shapes = decorated(case)
+            yield name, step.plan(*shapes).to_json()
+
+
+def differences(before: Any, after: Any, renamed: Mapping[str, str], at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Path, old and new value of everything that differs; only the path's last name tells sentences from decisions."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        before = {renamed.get(k, k): v for k, v in before.items()}
+        for key in sorted({*before, *after} - IGNORED):
+            if key not in before or key not in after:
+                yield f"{at}.{key}", before.get(key, "(absent)"), after.get(key, "(absent)")
+            else:
+                yield from differences(before[key], after[key], renamed, f"{at}.{key}")
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from differences(old, new, renamed, f"{at}[{i}]")
+    elif (renamed.get(before, before) if isinstance(before, str) else before) != after:
+        yield at, before, after
+
+
+def is_sentence(path: str) -> bool:
+    """Whether the field that ``path`` ends in holds text for people."""
+    return re.sub(r"\[\d+\]", "", path).rpartition(".")[2] in SENTENCES
+
+
+def write(folder: Path, word: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    for name, plan in plans(word):
+        (folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json").write_text(json.dumps(plan, indent=1))
+        print(f"{time.perf_counter() - start:6.1f} s  {name}", flush=True)
+
+
+def compare(before: Path, after: Path, renamed: Mapping[str, str]) -> int:
+    """The number of plans that differ in more than sentences."""
+    names = sorted({path.name for folder in (before, after) for path in folder.glob("*.json")})
+    changed, sentences = 0, 0
+    for name in names:
+        if not all((folder / name).exists() for folder in (before, after)):
+            print(f"{name}: only in one folder")
+            changed += 1
+            continue
+        old, new = (json.loads((folder / name).read_text()) for folder in (before, after))
+        found = list(differences(old, new, renamed))
+        decided = [d for d in found if not is_sentence(d[0])]
+        sentences += len(found) - len(decided)
+        changed += bool(decided)
+        for path, a, b in decided[:5]:
+            print(f"{name}: {path}: {str(a)[:80]} -> {str(b)[:80]}")
+    print(f"{len(names)} plans, {changed} differ; {sentences} sentences are worded otherwise")
+    return changed
+
+
+def main() -> None:
+    command, *words = sys.argv[1:]
+    if command == "write":
+        write(Path(words[0]), " ".join(words[1:]))
+    else:
+        sys.exit(bool(compare(Path(words[0]), Path(words[1]), dict(w.split("=", 1) for w in words[2:]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The largest elements of a split dimension, and where they are: each part names its candidates.
+
+`jax.lax.argmax` prefers NaN, then the lowest position; `jax.lax.top_k` orders ties by position. Both orders hold
+between parts as they hold within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from autoshard.ir.rule import Local
+from autoshard.jaxpr import primitive
+
+
+def arg(largest: bool, dtype: Any, index_dtype: Any, size: int, axis: int) -> Local:
+    """The position of the largest or smallest element along ``axis``, of ``size`` elements in the whole.
+
+    Two all-reduces of one element a row: of the best key, then of the lowest position that has it.
+    """
+    position = index_dtype if np.dtype(index_dtype).itemsize == 8 else np.dtype("int32")
+
+    def fun(axes: tuple[str, ...], x: Any) -> Any:
+        pick, reduce = (lax.argmax, jnp.max) if largest else (lax.argmin, jnp.min)
+        key = _ordered(reduce(x, axis=axis), largest)
+        here = pick(x, axis, position) + (lax.axis_index(axes) * x.shape[axis]).astype(position)
+        nowhere = jnp.asarray(jnp.iinfo(position).max, position)
+        best = lax.pmax(key, axes)
+        return lax.pmin(jnp.where(key == best, here, nowhere), axes).astype(index_dtype)
+
+    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+        rows = sizes[1] // np.dtype(index_dtype).itemsize
+        wide = 8 if np.dtype(dtype).itemsize == 8 else 4
+        return ("all-reduce", rows * wide), ("all-reduce", rows * np.dtype(position).itemsize)
+
+    return Local(fun, moves)
+
+
+def _ordered(x: Any, largest: bool) -> Any:
+    """Integers of 32 bits or more that are the larger the better ``x`` is; NaN is best.
+
+    A maximum of floating-point numbers over devices need not keep NaN; one of integers is exact everywhere.
+    """
+    if not jax.dtypes.issubdtype(x.dtype, np.floating):
+        key = x if np.dtype(x.dtype).itemsize >= 4 else x.astype("int32")
+        return key if largest else ~key
+    x = x if x.dtype == np.float64 else x.astype("float32")
+    integer = np.dtype(f"int{8 * x.dtype.itemsize}")
+    most = jnp.asarray(np.iinfo(integer).max, integer)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), integer)
+    key = jnp.where(bits < 0, bits ^ most, bits)
+    return jnp.where(jnp.isnan(x), most, key if largest else ~key)
+
+
+def top(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
+    """The ``k`` largest along ``axis``, of ``size`` elements in the whole, out of the largest of each part.
+
+    Always an island: XLA gathers also where only rows are split.
+    """
+    top_k = primitive("top_k")
+    assert top_k is not None
+
+    def fun(axes: tuple[str, ...], x: Any) -> Any:
+        if not axes:
+            return tuple(top_k.bind(x, k=k, axis=axis, **params))
+        n = x.shape[axis]
+        values, at = top_k.bind(x, k=min(k, n), axis=axis, **params)
+        at += (lax.axis_index(axes) * n).astype(at.dtype)
+        values, at = (lax.all_gather(y, axes, axis=axis, tiled=True) for y in (values, at))
+        best, place = top_k.bind(values, k=k, axis=axis, **params)
+        return best, jnp.take_along_axis(at, place, axis, mode="clip")
+
+    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+        candidates = parts * min(k, size // parts)
+        return tuple(("all-gather", n * candidates // k) for n in sizes[1:])
+
+    return Local(fun, moves, due="always")

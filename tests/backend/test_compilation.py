@@ -1,0 +1,123 @@
+"""What a compiler made of a plan: whether it fits, what to change, and how it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+import autoshard
+from autoshard.backend.compilation import Refusal, compilation, refused
+from autoshard.backend.compile_report import show
+
+X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+def step(w, x):
+    return w - 0.1 * (x.T @ jnp.tanh(x @ w))
+
+
+@pytest.fixture(scope="module")
+def made():
+    jitted = autoshard.jit(step, mesh={"data": 4, "model": 2}, strategy="fsdp", donate_argnums=0)
+    return compilation(jitted.plan(X, X), jitted.lower(X, X))
+
+
+def shown(c, **settings):
+    out = io.StringIO()
+    show(c, Console(file=out, soft_wrap=True, **settings))
+    return out.getvalue()
+
+
+def over(c, memory):
+    """``c`` on a chip of so much memory."""
+    mesh = replace(c.plan.mesh, hardware=replace(c.plan.mesh.hardware, memory=memory))
+    return replace(c, plan=replace(c.plan, mesh=mesh))
+
+
+@dataclass
+class Refused:
+    """A lowering that its compiler refuses."""
+
+    message: str
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_it_fits_and_is_audited(made):
+    assert made.fits
+    assert made.remedies == ()
+    assert made.usage.arguments == 2 * 64 * 64 * 4 // 8
+    assert made.usage.peak == made.usage.arguments + made.usage.results - made.usage.aliased + made.usage.temporaries
+    assert made.audit.emitted
+    assert made.estimate.transfers == pytest.approx(sum(map(made.seconds_of, made.audit.emitted)))
+    text = shown(made)
+    assert text.startswith("Fits on (data=4, model=2) of cpu")
+    assert "tests/backend/test_compilation.py:22" in text
+    assert "\x1b" not in text
+
+
+def test_the_audit_is_the_public_one(made):
+    jitted = autoshard.jit(step, mesh={"data": 4, "model": 2}, strategy="fsdp", donate_argnums=0)
+    assert autoshard.audit(jitted.lower(X, X).compile(), made.plan).rows == made.audit.rows
+
+
+def test_json_holds_what_is_documented(made):
+    found = json.loads(json.dumps(made.as_json()))
+    assert found["fits"] is True
+    assert found["needs"] == made.usage.peak
+    assert found["memory"]["planned"]["parameters"] == made.plan.memory.parameters
+    assert found["estimate"]["sum"] == pytest.approx(made.estimate.seconds)
+    assert found["audit"]["clean"] is made.audit.clean
+    first = found["collectives"][0]
+    assert {"kind", "axes", "bytes", "count", "source", "operation", "seconds"} <= set(first)
+    assert "reduce_scatter" in " ".join(c["operation"] for c in found["collectives"])
+
+
+def test_what_was_not_planned_is_red_with_what_caused_it(made):
+    planned = replace(made.plan, cost=replace(made.plan.cost, collectives=()))
+    c = replace(made, plan=planned, audit=autoshard.backend.audit.compare((), made.audit.emitted, planned.mesh))
+    assert not c.audit.clean
+    coloured = shown(c, force_terminal=True, color_system="standard")
+    red = [line for line in coloured.splitlines() if line.startswith("\x1b[31m")]
+    assert any("unplanned" in line for line in red)
+    assert any("from tests/backend/test_compilation.py:22: jit(step)" in line for line in red)
+    assert "\x1b" not in shown(c)
+
+
+def test_too_much_is_said_with_what_to_change(made):
+    c = over(made, 1024)
+    assert not c.fits
+    text = " ".join(shown(c).split())
+    assert f"{made.usage.peak - 1024:,}".replace(",", "") in str(c.needs - c.has)
+    assert text.startswith("DOES NOT FIT")
+    assert "strategy: auto in place of fsdp" in text
+    assert "a smaller batch" in c.remedies[-1]
+
+
+@pytest.mark.parametrize(
+    ("message", "needs", "has"),
+    [
+        ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+         "temporaries (19.53G) exceeds available HBM (15.75G). HLO module: jit_g.", 19.53, 15.75),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded hbm capacity "
+         "by 4.75G.", 20.5, 15.75),
+    ],
+)  # fmt: skip
+def test_a_refusal_for_memory_says_how_much(made, message, needs, has):
+    assert refused(message) == Refusal(round(needs * 2**30), round(has * 2**30))
+    c = compilation(made.plan, Refused(message))
+    assert not c.fits
+    assert c.as_json()["audit"] is None
+    assert f"{needs - has:.2f} GiB too much" in " ".join(shown(c).split())
+
+
+def test_any_other_refusal_is_the_compiler_s_own_error(made):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such flag"):
+        compilation(made.plan, Refused("INVALID_ARGUMENT: no such flag"))

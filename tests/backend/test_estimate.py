@@ -1,0 +1,81 @@
+"""Estimates read from HLO as the TPU compiler writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from autoshard.backend.estimate import estimate
+from autoshard.backend.hlo_roofline import roofline_seconds
+from autoshard.backend.hlo_text import parse
+from tests.programs import CHIP, mesh
+
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[8] get-tuple-element(%state), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %f = f32[8] fusion(%x), kind=kLoop, calls=%inner, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %r = f32[8] all-reduce(%f), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %out = (s32[], f32[8]) tuple(%next, %r)
+}
+
+%condition (state: (s32[], f32[8])) -> pred[] {
+  %state = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %n = s32[] constant(LIMIT)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8]) tuple(%zero, %p)
+  %loop = (s32[], f32[8]) while(%start), condition=%condition, body=%body
+  %y = f32[8] get-tuple-element(%loop), index=1
+  ROOT %g = f32[8] fusion(%y), kind=kLoop, calls=%last, backend_config={"estimated_cycles":"7"}
+}
+"""
+MESH = replace(mesh(data=4), hardware=replace(CHIP, clock=1e9))
+
+
+@dataclass
+class Compiled:
+    text: str
+
+    def as_text(self) -> str:
+        return self.text
+
+
+def test_what_the_compiler_does_not_price_is_put_under_the_roofline():
+    text = TEXT.replace("LIMIT", "5").replace('"estimated_cycles":"7"', f'"estimated_cycles":"{2**63 - 1}"')
+    hardware = MESH.hardware
+    last = 2 * 32 / hardware.bandwidth + hardware.overhead
+    assert estimate(Compiled(text), MESH).compute == pytest.approx(500e-9 + last, abs=1e-9)
+
+
+def test_cycles_and_collectives_of_a_loop_count_as_often_as_it_turns():
+    found = estimate(Compiled(TEXT.replace("LIMIT", "5")), MESH)
+    assert found.exact
+    assert found.compute == pytest.approx(507e-9)
+    once = 2 * (3 / 4 * 32 / 1e10 + 3e-6) + 1e-6
+    assert found.transfers == pytest.approx(5 * once)
+    assert found.seconds == pytest.approx(found.compute + found.transfers)
+    assert found.bound == pytest.approx(found.transfers)
+
+
+def test_a_loop_of_unknown_length_is_said_to_be_one():
+    found = estimate(Compiled(TEXT.replace("constant(LIMIT)", "custom-call()")), MESH)
+    assert not found.exact
+    assert found.compute == pytest.approx(107e-9)
+
+
+def test_without_a_clock_it_is_the_roofline_of_what_was_compiled():
+    found = estimate(Compiled(TEXT.replace("LIMIT", "5")), mesh(data=4))
+    assert found.cycles is None
+    assert found.compute == pytest.approx(roofline_seconds(parse(TEXT.replace("LIMIT", "5")), CHIP)[0])
+    assert found.transfers == pytest.approx(estimate(Compiled(TEXT.replace("LIMIT", "5")), MESH).transfers)

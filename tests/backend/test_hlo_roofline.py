@@ -1,0 +1,140 @@
+"""The roofline of compiled instructions: products, bytes, slices of large operands, loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard.backend.hlo_roofline import roofline_seconds
+from autoshard.backend.hlo_text import parse
+from autoshard.machine.mesh import Hardware, Link
+from autoshard.transforms.cudnn_attention import rate
+
+LINKS = {"near": Link("near", 1e9, 0.0)}
+FAST_MEMORY = Hardware("chip", {"bfloat16": 1e3, "float32": 1e2}, 1e9, 1e30, LINKS)
+FAST_PRODUCTS = Hardware("chip", {"float32": 1e30}, 1e9, 1e2, LINKS)
+
+
+def seconds(hardware, entry, *others):
+    body = "\n".join(f"  {line}" for line in entry)
+    text = "HloModule test\n\n" + "".join(f"{o}\n\n" for o in others)
+    return roofline_seconds(parse(f"{text}ENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"), hardware)
+
+
+OPERANDS = ("%a = TYPE[4,8] parameter(0)", "%b = TYPE[8,16] parameter(1)")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "product"),
+    [
+        ("f32", "%d = f32[4,16] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"),
+        ("bf16", "%d = f32[4,16] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"),
+        ("f32", '%d = f32[4,16] custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend'
+         '_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}'),
+        ("f32", "%d = f32[4,16] convolution(%a, %b), dim_labels=bf_io->bf"),
+    ],
+    ids=["dot", "bfloat16", "gemm", "convolution"],
+)  # fmt: skip
+def test_products_go_at_the_peak_of_what_they_multiply(dtype, product):
+    lines = [line.replace("TYPE", dtype) for line in OPERANDS]
+    peak = {"f32": 1e2, "bf16": 1e3}[dtype]
+    assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * 4 * 8 * 16 / peak)
+
+
+@pytest.mark.parametrize(
+    ("target", "left", "right", "result"),
+    [
+        ("Forward", "2,9,9,3", "5,3,3,3", "2,4,4,5"),
+        ("BackwardInput", "2,4,4,5", "5,3,3,3", "2,9,9,3"),
+        ("BackwardFilter", "2,9,9,3", "2,4,4,5", "5,3,3,3"),
+    ],
+)
+def test_the_derivatives_of_a_convolution_have_its_work(target, left, right, result):
+    """A stride of two: a kernel of 3x3 from 3 to 5 features at each of 2x4x4 places."""
+    call = f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"'
+    lines = [f"%a = f32[{left}] parameter(0)", f"%b = f32[{right}] parameter(1)"]
+    product = f"ROOT %c = (f32[{result}], u8[0]) custom-call(%a, %b), {call}"
+    assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * (2 * 4 * 4 * 5) * (3 * 3 * 3) / 1e2)
+
+
+@pytest.mark.parametrize(("mask", "part"), [("NO_MASK", 1), ("CAUSAL", 2)])
+@pytest.mark.parametrize(("target", "products", "share"), [("Softmax", 2, 0.5), ("SoftmaxBackward", 5, 0.25)])
+def test_a_librarys_attention_has_its_products_at_its_share_of_the_peak(target, products, share, mask, part):
+    """Of 2 sequences of 16 queries and 32 keys, in 4 heads."""
+    shape = '{"element_type": "BF16", "dimensions": ["2", "4", "16", "32"]}'
+    config = f'{{"fmha_scale": 1, "intermediate_tensor_shape": {shape}, "mask_type": "{mask}"}}'
+    lines = [f"%{x} = bf16[2,{n},4,128] parameter({i})" for i, (x, n) in enumerate((("q", 16), ("k", 32), ("v", 32)))]
+    call = f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{target}", backend_config={config}'
+    kernel = f"ROOT %c = (bf16[2,4,16,128], f32[2,4,16], u8[0]) {call}"
+    flops = products * 2 * (2 * 4 * 16 * 32) * 128 / part
+    slow = replace(FAST_MEMORY, attention=(0.5, 0.25))
+    assert seconds(slow, [*lines, kernel])[0] == pytest.approx(flops / 1e3 / rate(share, 32))
+    moved = 2 * 4 * 128 * 2 * (16 + 32 + 32 + 16) + 2 * 4 * 16 * 4
+    assert seconds(FAST_PRODUCTS, [*lines, kernel])[0] == pytest.approx(moved / 1e2)
+
+
+def test_a_product_inside_a_fusion_counts_once():
+    inner = "\n  ".join(
+        (
+            "%inner (a: f32[4,8], b: f32[8,16]) -> f32[4,16] {",
+            *(line.replace("TYPE", "f32") for line in OPERANDS),
+            "ROOT %d = f32[4,16] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}",
+        )
+    )
+    lines = [line.replace("TYPE", "f32") for line in OPERANDS]
+    fused = [*lines, "ROOT %f = f32[4,16] fusion(%a, %b), kind=kOutput, calls=%inner"]
+    assert seconds(FAST_MEMORY, fused, inner)[0] == pytest.approx(2 * 4 * 8 * 16 / 1e2)
+    moved = (4 * 8 + 8 * 16 + 4 * 16) * 4
+    assert seconds(FAST_PRODUCTS, fused, inner)[0] == pytest.approx(moved / 1e2)
+
+
+def test_a_slice_of_a_large_operand_moves_the_slice():
+    large, i = "%x = f32[1000,8] parameter(0)", "%i = s32[] parameter(1)"
+    taken = "ROOT %s = f32[1,8] dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,8}"
+    assert seconds(FAST_PRODUCTS, [large, i, taken])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
+    put = ["%u = f32[1,8] parameter(2)", "ROOT %s = f32[1000,8] dynamic-update-slice(%x, %u, %i, %i)"]
+    assert seconds(FAST_PRODUCTS, [large, i, *put])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
+
+
+def test_what_is_written_into_behind_a_bitcast_or_beside_another_result_moves_what_is_written():
+    body = (
+        "%put (x: f32[8,1000], u: f32[1,8], i: s32[]) -> (f32[1000,8], f32[1,8]) {\n  %x = f32[8,1000] parameter(0)\n"
+        "  %y = f32[1000,8] bitcast(%x)\n  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  %s = f32[1000,8] dynamic-update-slice(%y, %u, %i, %i)\n  ROOT %t = (f32[1000,8], f32[1,8]) tuple(%s, %u)\n}"
+    )
+    given = ["%x = f32[8,1000] parameter(0)", "%u = f32[1,8] parameter(1)", "%i = s32[] parameter(2)"]
+    fused = "ROOT %f = (f32[1000,8], f32[1,8]) fusion(%x, %u, %i), kind=kLoop, calls=%put"
+    moved = 8 * 4 + 4 + 2 * 8 * 4  # the slice and its place are read, and the slice is written twice
+    assert seconds(FAST_PRODUCTS, [*given, fused], body)[0] == pytest.approx(moved / 1e2)
+
+
+def test_what_moves_nothing_and_what_is_sent_takes_no_time():
+    lines = [
+        "%a = f32[8] parameter(0)",
+        "%t = (f32[8]) tuple(%a)",
+        "%g = f32[8] get-tuple-element(%t), index=0",
+        "%s = f32[8] all-gather-start(%g), replica_groups={}",
+        "ROOT %r = f32[8] all-gather-done(%s)",
+    ]
+    assert seconds(FAST_PRODUCTS, lines) == (0.0, True)
+
+
+def test_a_fusion_beside_others_moves_what_it_moves_by_itself():
+    fused = (
+        "%put (x: f32[1000,8], u: f32[1,8], i: s32[]) -> f32[1000,8] {\n  %x = f32[1000,8] parameter(0)\n"
+        "  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  ROOT %s = f32[1000,8] dynamic-update-slice(%x, %u, %i, %i)\n}"
+    )
+    called = (
+        "%beside (x: f32[1000,8], u: f32[1,8], i: s32[]) -> f32[1000,8] {\n  %x = f32[1000,8] parameter(0)\n"
+        "  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  ROOT %f = f32[1000,8] fusion(%x, %u, %i), kind=kLoop, calls=%put\n}"
+    )
+    given = ["%x = f32[1000,8] parameter(0)", "%u = f32[1,8] parameter(1)", "%i = s32[] parameter(2)"]
+    start = "%a = ((f32[1000,8], f32[1,8], s32[]), f32[1000,8]) fusion-start(%x, %u, %i), calls=%beside"
+    done = "ROOT %d = f32[1000,8] fusion-done(%a)"
+    alone = "ROOT %f = f32[1000,8] fusion(%x, %u, %i), kind=kLoop, calls=%put"
+    beside = seconds(FAST_PRODUCTS, [*given, start, done], fused, called)[0]
+    assert beside == pytest.approx(seconds(FAST_PRODUCTS, [*given, alone], fused)[0])
+    assert beside < 2

@@ -1,0 +1,163 @@
+"""Lowering: what is planned is what the compiler emits, and values stay what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backend.audit import Audit, audit
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from tests.programs import mlp_args, mlp_step
+
+
+def shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def layers(params: Any, batch: Any) -> tuple[Any, Any]:
+    """A step of a scanned residual network."""
+
+    def loss(p: Any) -> Any:
+        def block(h: Any, w: Any) -> Any:
+            return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+        h, _ = jax.lax.scan(block, batch["x"], p["blocks"])
+        return jnp.mean((h @ p["out"] - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+LAYERS = ({"blocks": {"up": (4, 32, 64), "down": (4, 64, 32)}, "out": (32, 16)}, {"x": (64, 32), "y": (64, 16)})
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
+@pytest.mark.parametrize("strategy", ["auto", "dp", "fsdp", "zero2", "fsdp_tp", "replicated"])
+@pytest.mark.parametrize(("fun", "args"), [(mlp_step, mlp_args(64, 16, 32)), (layers, LAYERS)], ids=["mlp", "scanned"])
+def test_planned_and_emitted_collectives_agree(fun: Any, args: Any, strategy: str, mesh: dict[str, int]) -> None:
+    params, batch = (shapes(a) for a in args)
+    step = autoshard.jit(fun, mesh=mesh, strategy=strategy, donate_argnums=0)
+    plan = step.plan(params, batch)
+    found = audit(step.lower(params, batch).compile(), plan)
+    assert found.clean, str(found)
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype("f4")
+
+
+def scattered(fun: Any, mesh: Any, ins: Any, outs: Any, *args: Any, scatters: int = 1) -> Audit:
+    """The audit of ``fun``, which puts terms together only by so many reduce-scatters, as planned."""
+    step = autoshard.jit(fun, mesh=mesh, in_shardings=ins, out_shardings=outs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), step(*args), jax.jit(fun)(*args))
+    compiled = step.lower(*args).compile()
+    found = audit(compiled, step.plan(*args))
+    assert found.clean, str(found)
+    assert {c.kind for c in found.planned if c.kind != "collective-permute"} == {"reduce-scatter"}
+    text = compiled.as_text() or ""
+    assert text.count(" reduce-scatter(") == scatters
+    assert " all-reduce(" not in text
+    return found
+
+
+X, W = normal(16, 32), normal(32, 24, seed=1)
+ALONE, PAIR = {"a": 8}, {"a": 2, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ins", "out", "scatters"),
+    [
+        (ALONE, (P(None, "a"), P("a")), P("a"), 1),
+        (ALONE, (P(None, "a"), P("a")), P(None, "a"), 1),
+        (PAIR, (P(None, ("a", "b")), P(("a", "b"))), P(("a", "b")), 2),
+        (PAIR, (P(None, ("a", "b")), P(("a", "b"))), P("a", "b"), 2),
+        (PAIR, (P("b", "a"), P("a")), P(("b", "a")), 1),
+        (PAIR, (P("b", "a"), P("a")), P(("a", "b")), 1),
+    ],
+    ids=["rows", "columns", "rows over both", "an axis each", "behind another", "before another"],
+)
+def test_a_product_wanted_in_parts_is_scattered(mesh: Any, ins: Any, out: P, scatters: int) -> None:
+    """XLA for CPU would reduce it whole and cut."""
+    scattered(jnp.matmul, mesh, ins, out, X, W, scatters=scatters)
+
+
+def test_the_fastest_axis_is_scattered_over_first() -> None:
+    """Devices of one host, then hosts: those carry a fourth."""
+    links = {"fast": Link("fast", 1e11, 1e-6), "slow": Link("slow", 1e9, 1e-6)}
+    hardware = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, links, 1e-6)
+    mesh = LogicalMesh(("a", "b"), (2, 4), hardware, ("slow", "fast"))
+    found = scattered(jnp.matmul, mesh, (P(None, ("a", "b")), P(("a", "b"))), P(("a", "b")), X, W, scatters=2)
+    assert {c.axes: c.bytes for c in found.emitted} == {("b",): 16 * 24 * 4, ("a",): 16 * 24}
+
+
+def test_a_product_that_a_loop_carries_is_scattered_in_every_turn() -> None:
+    def fun(x: Any, ws: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+    scattered(fun, ALONE, (P(None, "a"), P(None, "a")), P(None, "a"), normal(16, 64), normal(3, 64, 64, seed=1) / 8)
+
+
+def test_a_product_that_several_read_in_parts_is_scattered_once() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        y = x @ w
+        return jnp.sin(y), y * y.max(1, keepdims=True)
+
+    scattered(fun, ALONE, (P(None, "a"), P("a")), (P("a"), P("a")), X, W)
+
+
+def test_the_gradient_of_a_window_is_scattered() -> None:
+    """As that of a product, where the batch is split and images are not."""
+
+    def gradient(x: Any, t: Any) -> Any:
+        def loss(w: Any) -> Any:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return jnp.sum(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers) * t)
+
+        return jax.grad(loss)(jnp.zeros((3, 3, 8, 16)))
+
+    scattered(gradient, ALONE, P("a"), P(None, None, "a"), normal(64, 8, 8, 8) / 8, normal(64, 8, 8, 16, seed=1))
+
+
+def test_a_product_over_a_size_that_does_not_divide_is_scattered() -> None:
+    """1023 rows, of which each device holds 128 with one that means nothing."""
+    scattered(lambda x: x[:-1].T @ x[1:] / 1000, ALONE, P("a"), P("a"), normal(1024, 64))
+
+
+def test_a_pin_inside_a_loop_holds_in_the_compiled_program() -> None:
+    def fun(x: Any, ws: Any) -> Any:
+        def body(h: Any, w: Any) -> Any:
+            return jnp.tanh(autoshard.annotate(h @ w, P(None, "a"))), None
+
+        return jax.lax.scan(body, x, ws)[0]
+
+    x, ws = np.ones((8, 16), "f4"), np.full((3, 16, 16), 0.1, "f4")
+    step = autoshard.jit(fun, mesh={"a": 8})
+    text = step.lower(x, ws).as_text()
+    assert "sdy.sharding_constraint" in text
+    assert '[{}, {"a"}]' in text
+    np.testing.assert_allclose(step(x, ws), jax.jit(fun)(x, ws), rtol=1e-6)
+
+
+def test_user_lines_reach_the_compiled_program() -> None:
+    step = autoshard.jit(lambda x, w: jnp.tanh(x @ w), mesh={"a": 8}, in_shardings=(P(None, "a"), P("a")))
+    text = step.lower(np.ones((8, 16), "f4"), np.ones((16, 8), "f4")).compile().as_text()
+    assert __file__ in text
+
+
+def test_nothing_is_constrained_on_one_device() -> None:
+    params, batch = (shapes(a) for a in LAYERS)
+    step = autoshard.jit(layers, mesh={"data": 1})
+    assert step.plan(params, batch).cost.collectives == ()
+    assert "all-" not in step.lower(params, batch).compile().as_text()
+
+
+def test_a_product_of_truths_is_a_product_of_truths() -> None:
+    step = autoshard.jit(jnp.matmul, mesh=ALONE, in_shardings=(P(None, "a"), P("a")), out_shardings=P("a"))
+    x, w = normal(64, 64) > 1, normal(64, 64, seed=1) > 1
+    np.testing.assert_array_equal(step(x, w), x @ w)

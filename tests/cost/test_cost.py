@@ -1,0 +1,88 @@
+"""Cost: closed forms on hardware whose figures are round."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.cost.cost import Costing
+from autoshard.ir.propagate import propagate
+from autoshard.ir.spec import Spec
+from autoshard.machine.collective import collective_seconds
+from tests.programs import CHIP, graph, mesh
+
+MESH = mesh(data=4)
+ROWS, COLUMNS, WHOLE = Spec((("data",), ())), Spec(((), ("data",))), Spec(((), ()))
+
+
+def price(fun, shapes, *specs, results=()):
+    g = graph(fun, shapes, MESH)
+    hard = dict(zip(g.inputs, specs, strict=False)) | dict(zip(g.outputs, results, strict=False))
+    return Costing(g).cost(propagate(g, [], hard))
+
+
+def test_a_product_takes_its_flops_over_the_peak() -> None:
+    n = 4096
+    cost = price(lambda x, w: x @ w, ((n, n), (n, n)), WHOLE, WHOLE)
+    assert cost.seconds == pytest.approx(2 * n**3 / CHIP.flops["float32"])
+    split = price(lambda x, w: x @ w, ((n, n), (n, n)), ROWS, WHOLE)
+    assert split.seconds == pytest.approx(cost.seconds / 4)
+
+
+def test_a_thin_product_takes_its_bytes_over_the_bandwidth() -> None:
+    cost = price(lambda x, w: x @ w, ((1, 8192), (8192, 8192)), WHOLE, WHOLE)
+    assert cost.compute == pytest.approx(4 * (8192 + 8192**2 + 8192) / CHIP.bandwidth)
+
+
+def test_contracting_a_split_dimension_costs_one_all_reduce() -> None:
+    cost = price(lambda x, w: x @ w, ((64, 4096), (4096, 64)), COLUMNS, ROWS)
+    (c,) = cost.collectives
+    assert (c.kind, c.axes, c.bytes, c.count) == ("all-reduce", ("data",), 64 * 64 * 4, 1)
+    assert cost.transfers == pytest.approx(collective_seconds("all-reduce", ("data",), 64 * 64 * 4, MESH))
+    assert __file__ in c.source
+
+
+def test_a_split_result_costs_a_reduce_scatter_instead() -> None:
+    cost = price(lambda x, w: x @ w, ((64, 4096), (4096, 64)), COLUMNS, ROWS, results=(ROWS,))
+    assert [c.kind for c in cost.collectives] == ["reduce-scatter"]
+
+
+def test_a_gather_that_two_readers_share_is_made_once() -> None:
+    def fun(x, w):
+        return (jnp.sin(x) @ w).sum() + (jnp.cos(x) @ w).sum()
+
+    cost = price(fun, ((65536, 64), (64, 64)), ROWS, ROWS)
+    assert [c.kind for c in cost.collectives].count("all-gather") == 1
+
+
+def test_inside_a_loop_everything_counts_as_often_as_it_turns() -> None:
+    def fun(x, w):
+        return jax.lax.fori_loop(0, 7, lambda _, h: jnp.tanh(h @ w), x)
+
+    cost = price(fun, ((64, 4096), (4096, 4096)), WHOLE, Spec((("data",), ())))
+    assert {c.count for c in cost.collectives if c.bytes > 4} == {7}
+
+
+def test_nothing_split_moves_nothing() -> None:
+    cost = price(lambda x, w: jnp.tanh(x @ w), ((64, 64), (64, 64)), WHOLE, WHOLE)
+    assert cost.collectives == ()
+    assert cost.transfers == 0
+
+
+def test_axes_that_split_what_must_be_whole_are_lent_to_another_dimension() -> None:
+    cost = price(lambda x: lax.fft(x, "RFFT", (4096,)).real, ((64, 4096),), COLUMNS, results=(Spec((("data",), ())),))
+    assert [c.kind for c in cost.collectives] == ["all-to-all"]
+
+
+def test_counted_positions_are_not_gathered() -> None:
+    cost = price(lambda x: jnp.argsort(x, 1), ((1, 40),), COLUMNS, results=(COLUMNS,))
+    assert [(c.kind, c.bytes) for c in cost.collectives] == [("all-gather", 160)]
+
+
+def test_a_split_that_a_merged_dimension_cannot_hold_is_paid_for() -> None:
+    cost = price(lambda x: x.reshape(-1), ((64, 64),), COLUMNS, results=(Spec(((),)),))
+    assert [c.kind for c in cost.collectives] == ["all-gather"]
+    cost = price(lambda x: x.reshape(-1), ((64, 64),), COLUMNS, results=(Spec((("data",),)),))
+    assert [c.kind for c in cost.collectives] == ["all-to-all"]

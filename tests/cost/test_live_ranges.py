@@ -1,0 +1,166 @@
+"""Lives: which values take room, and when, on programs small enough to say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.cost.live_ranges import rooms
+from autoshard.ir.build_graph import flatten
+from autoshard.ir.graph import Graph
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.passes import Sums
+from autoshard.rules import TABLE
+from tests.programs import CHIP, graph, mesh, program
+
+W = (64, 64)
+
+
+def taking(g: Graph, least: int = 64 * 64 * 2) -> list[tuple[str, float]]:
+    """Of what takes room, by the node that makes it: operation and share, where it is large."""
+    made = {v: n.kind.op for n in g.nodes for v in n.results}
+    r = rooms(g)
+    found = zip(r.values, r.scale, strict=True)
+    return sorted((made.get(int(v), "argument"), float(s)) for v, s in found if g.values[v].bytes * s >= least)
+
+
+def test_the_elementwise_end_of_a_product_is_what_takes_room():
+    g = graph(lambda x, w: (jnp.tanh(x @ w) * 2).sum(0) @ w, (W, W), mesh(a=1))
+    assert taking(g) == [("mul", 1.0)]
+
+
+def test_what_is_computed_where_it_is_read_is_not_kept_for_the_backward_pass():
+    def loss(w, x):
+        return ((jax.nn.silu(x @ w[0]) @ w[1]) ** 2).sum()
+
+    g = graph(jax.grad(loss), ((2, *W), W), mesh(a=1))
+    r = rooms(g)
+    kept = [g.values[v] for v in r.values[r.residuals] if g.values[v].shape == W]
+    assert len(kept) == 2  # the two products; not silu, nor its derivative
+
+
+def test_a_product_that_many_read_to_one_end_is_computed_with_it():
+    def gated(x, w):
+        h = x @ w
+        return (h * jax.nn.sigmoid(h)) @ w
+
+    assert taking(graph(lambda x, w: gated(x, w).sum(), (W, W), mesh(a=1))) == [("dot_general", 1.0), ("mul", 1.0)]
+
+
+def test_what_goes_into_a_product_of_a_library_and_comes_out_is_there():
+    library = replace(mesh(a=1), hardware=replace(CHIP, fused_products=False))
+
+    def fun(x, w):
+        return (jnp.tanh((x @ w).T) @ w).sum()
+
+    assert taking(graph(fun, (W, W), mesh(a=1))) == [("dot_general", 1.0), ("tanh", 1.0)]
+    assert taking(graph(fun, (W, W), library)) == [("dot_general", 1.0), ("dot_general", 1.0), ("tanh", 1.0)]
+
+
+def test_what_is_read_across_a_barrier_is_made():
+    def fun(x, w):
+        return (jax.lax.optimization_barrier(jnp.tanh(x)) @ w).sum()
+
+    assert taking(graph(fun, (W, W), mesh(a=1))) == [("dot_general", 1.0), ("tanh", 1.0)]
+
+
+def scanned(w, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
+
+
+def test_what_a_loop_stacks_lives_from_its_beginning_to_the_end_of_the_loop_that_reads_it():
+    g = graph(jax.grad(scanned), ((5, *W), W), mesh(a=1))
+    r = rooms(g)
+    (forward, backward) = sorted(g.loops)
+    stacks = [i for i in r.residuals if g.values[r.values[i]].shape == (5, *W)]
+    assert stacks
+    for i in stacks:
+        assert r.first[i] == forward[0]
+        assert r.last[i] == backward[1]
+
+
+def test_weights_that_loops_take_in_fewer_bits_are_there_in_them():
+    def narrow(w, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w.astype(jnp.bfloat16)), None), x, w)[0].sum()
+
+    args = (jax.ShapeDtypeStruct((5, *W), jnp.float32), jax.ShapeDtypeStruct(W, jnp.bfloat16))
+    g = graph(narrow, args, mesh(a=1))
+    r = rooms(g)
+    halves = [(g.values[v].shape, s) for v, s in zip(r.values, r.scale, strict=True) if s != 1]
+    assert halves == [((5, *W), 0.5)]
+
+
+def test_a_sum_is_written_over_a_term_that_nothing_reads_afterwards():
+    def fun(x, w):
+        return jnp.sort(jnp.sort(x, axis=0) + jnp.sort(w, axis=0), axis=0)
+
+    g = graph(fun, (W, W), mesh(a=1))
+    last = max(i for i, n in enumerate(g.nodes) if n.kind.op == "sort")
+    r = rooms(g)
+    assert ((r.first <= last) & (last <= r.last)).sum() == 3  # two terms, one of them the sum too, and the result
+
+
+def test_a_broadcast_that_a_loop_reads_is_made_nowhere():
+    def fun(x, w):
+        mask = jnp.broadcast_to(jnp.arange(64) > 3, W)
+        return jax.lax.fori_loop(0, 3, lambda _, h: jnp.where(mask, h @ w, 0.0), x)
+
+    g = graph(fun, (W, W), mesh(a=1))
+    r = rooms(g)
+    assert not [v for v in r.values if g.values[v].dtype == "bool" and g.values[v].shape == W]
+
+
+def test_a_row_s_one_element_is_compared_not_scattered():
+    def loss(x, label):
+        return jnp.take_along_axis(jax.nn.log_softmax(x), label[:, None], axis=1).mean()
+
+    args = (jax.ShapeDtypeStruct(W, jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32))
+    g = graph(jax.grad(lambda x, label: loss(x @ x, label)), args, mesh(a=1))
+    assert "scatter-add" not in dict(taking(g))
+
+
+@pytest.mark.parametrize(("bits", "share"), [(16, 0.5), (64, 1.0)])
+def test_what_products_alone_read_has_no_more_bits_than_they_look_at(bits, share):
+    on = LogicalMesh(("a",), (1,), replace(CHIP, operand_bits=bits))
+    g = graph(lambda x, w: ((x @ w) @ w).sum(), (W, W), on)
+    assert taking(g) == sorted([("dot_general", share), ("dot_general", 1.0)])
+
+
+def test_a_product_done_between_keeps_what_waits_for_a_later_one_from_being_handed_on():
+    def fun(x, w, between):
+        h = jnp.sort(x @ w, axis=0)
+        k = jnp.sort(w @ w, axis=0) if between else w
+        return jnp.sort(h @ k, axis=0).sum()
+
+    for between in (False, True):
+        g = graph(lambda x, w, between=between: fun(x, w, between), (W, W), mesh(a=1))
+        made = {v: n.kind.op for n in g.nodes for v in n.results}
+        r = rooms(g)
+        sorts = [bool(h) for v, h in zip(r.values, r.handed, strict=True) if made[int(v)] == "sort"]
+        assert sorts == ([False, True, True] if between else [True, True])
+
+
+def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
+    def fun(x, y, w):
+        late = jnp.sort(jnp.sort(y @ w[0], axis=0) @ w[1], axis=0)
+        return (x @ w[2] + late @ w[3]).sum()
+
+    on = mesh(a=1)
+    traced = Sums()(program(fun, (W, W, (4, *W)), on))
+    g = flatten(traced, TABLE)
+    (n,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sum_of_products"]
+    products = [i for i, node in enumerate(g.nodes) if node.kind.op == "dot_general"]
+    assert rooms(g).begun[n] < products[1] < n
+
+
+@pytest.mark.parametrize(("scale", "written"), [(3.0, True), (jnp.arange(64.0), False)])
+def test_a_product_is_not_written_over_what_a_reduction_of_several_arrays_is_made_with(scale, written):
+    def fun(x, w, v):
+        h = x @ w
+        total = (h * scale).sum(0)
+        return x @ v + h, total
+
+    assert bool(rooms(graph(fun, (W, W, W), mesh(a=1))).over) == written

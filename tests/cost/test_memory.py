@@ -1,0 +1,149 @@
+"""Memory: exact for state, bounded for what is in between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.cost.memory import Lives, memory, tiled
+from autoshard.ir.dim_classes import roles
+from autoshard.ir.propagate import propagate
+from autoshard.ir.spec import Spec
+from autoshard.search.search import search
+from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
+
+
+def test_state_is_counted_to_the_byte() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
+    found = memory(g, propagate(g, []))
+    assert found.parameters == 2 * 16 * 32 * 4
+    assert found.optimizer == 0
+    assert found.inputs == 2 * 64 * 16 * 4
+    assert found.gradients == 2 * 16 * 32 * 4
+    assert found.peak >= found.parameters + found.inputs + found.gradients
+
+
+def test_split_state_takes_its_part() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
+    whole, parts = (search(g, s)[0].memory for s in ("dp", "zero3"))
+    assert parts.parameters * 4 == whole.parameters
+    assert parts.gradients * 4 == whole.gradients
+
+
+def test_residuals_grow_with_the_batch_and_the_layers() -> None:
+    def fun(ws, x):
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+        return jnp.mean(h**2)
+
+    def residuals(layers: int, batch: int) -> int:
+        g = graph(jax.grad(fun), ((layers, 16, 16), (batch, 16)), mesh(a=4))
+        return memory(g, propagate(g, [])).residuals
+
+    one = residuals(2, 32)
+    assert one >= 2 * 32 * 16 * 4
+    assert residuals(4, 32) > 1.8 * one - 32 * 16 * 4
+    assert residuals(2, 64) > 1.9 * one
+
+
+def test_sub_byte_types_count_their_bits() -> None:
+    g = graph(lambda x: x, (jax.ShapeDtypeStruct((64,), jnp.int4),), mesh(a=4))
+    assert memory(g, propagate(g, [{g.inputs[0]: Spec((("a",),))}])).inputs == math.ceil(64 * 4 / 8 / 4)
+
+
+def test_roles() -> None:
+    def step(state, batch):
+        grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+        m = 0.9 * state["m"] + grads
+        return {"w": state["w"] - m, "m": m}, grads.sum()
+
+    g = graph(step, ({"w": (8, 8), "m": (8, 8)}, (4, 8)), mesh(a=4))
+    found = roles(g)
+    names = [leaf.path for leaf in g.program.inputs]
+    assert {names[i] for i in found.parameters} == {"state['w']"}
+    assert {names[i] for i in found.optimizer} == {"state['m']"}
+    assert {names[i] for i in found.batch} == {"batch"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "size"),
+    [
+        ([1024, 1024], 32, 1024 * 1024 * 4),
+        ([4, 1024, 172], 16, 4 * 1024 * 176 * 2),  # 1024 along the lanes: 172 rows are padded less than 172 columns
+        ([1024, 1], 32, 1024 * 8 * 4),
+        ([8, 64, 1], 32, 8 * 64 * 128 * 4 // 128 * 2),
+        ([100], 32, 128 * 4),
+        ([1025], 32, 2048 * 4),
+        ([0, 8], 32, 0),
+    ],
+)
+def test_arrays_are_stored_in_tiles(shape, bits, size) -> None:
+    assert tiled(shape, bits, (8, 128)) == size
+    assert tiled(shape, bits, (1, 1)) == math.prod(shape) * bits // 8
+
+
+def test_weights_gathered_at_use_are_there_from_the_first_use_to_the_last() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
+    best = search(g, "fsdp")[0]
+    lives = Lives(g)
+    weight = 16 * 32 * 4
+    spans = {(g.nodes[a].phase, g.nodes[b].phase) for a, b, size, _ in lives.copies(best.layout) if size == weight}
+    assert ("forward", "backward") in spans  # the second layer's weight: gathered once, read by both passes
+    assert ("backward", "backward") in spans  # a gradient before it is scattered
+    assert best.memory.peak == memory(g, best.layout).peak
+    beside = lives.held(best.layout) - lives.over_time(lives.sizes(best.layout))
+    assert int(beside.max()) >= 2 * weight
+
+
+@pytest.mark.parametrize(("on_chip", "kept"), [(0, 0), (64 * 64 * 4, 0), (2 * 64 * 64 * 4, 1), (8 * 64 * 64 * 4, 2)])
+def test_what_is_handed_on_stays_on_the_chip_as_far_as_it_has_room(on_chip, kept) -> None:
+    def fun(x, w):
+        return jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w).sum()
+
+    on = replace(mesh(a=1), hardware=replace(CHIP, on_chip=on_chip))
+    held = [Lives(g).held(propagate(g, [])) for g in (graph(fun, ((64, 64), (64, 64)), m) for m in (mesh(a=1), on))]
+    assert int(held[0].max() - held[1].max()) == kept * 64 * 64 * 4  # two at a time: what is read and what is made
+
+
+def test_what_a_gradient_s_product_reads_is_held_until_another_s_result_is_on_its_way() -> None:
+    def loss(ws, x):
+        for up, down in ws:
+            x = x + jnp.tanh(x @ up) @ down
+        return (x**2).sum()
+
+    def held(up: Spec, down: Spec) -> int:
+        g = graph(jax.grad(loss), ([((64, 64), (64, 64))] * 3, (4096, 64)), mesh(a=4))
+        layout = propagate(g, [dict(zip(g.inputs[:6], (up, down) * 3, strict=True))])
+        lives = Lives(g)
+        x = 4096 * 64 * 4
+        return sum(size == x and not handed for _, _, size, handed in lives.copies(layout))
+
+    column, row, whole = Spec(((), ("a",))), Spec((("a",), ())), Spec(((), ()))
+    assert held(whole, whole) == 0
+    # of three layers: what went in beside its gradient's terms, and that beside the gradient that they are added to
+    assert held(column, row) > 3
+
+
+@pytest.mark.parametrize("scale", [lambda _: 3.0, jnp.max], ids=["by a number", "by what is made last"])
+def test_what_is_computed_from_several_is_written_over_one_that_was_made_alone(scale) -> None:
+    """A weight gathered beside a product, or a reduction made with it, and nothing is written over its result."""
+
+    def fun(x, first, second):
+        h = x @ first
+        y = h @ second
+        total = (h * jnp.tanh(y) * scale(first)).sum()  # made with y
+        return jnp.sort(h * jnp.tanh(y)), total
+
+    def held(second: Spec) -> float:
+        g = graph(fun, ((4096, 64), (64, 64), (64, 64)), mesh(a=4))
+        x, first, w = g.inputs
+        lives = Lives(g)
+        layout = propagate(g, [{x: Spec((("a",), ())), first: Spec(((), ())), w: second}])
+        (sort,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sort"]
+        return round(int(lives.held(layout)[sort]) / lives.size(x, layout.specs[x]), 1)
+
+    assert held(Spec(((), ()))) == 3  # two, one of them written over, and what is sorted
+    assert held(Spec((("a",), ()))) == 4

@@ -1,0 +1,64 @@
+"""Prices of all reshards at once are those of each."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from autoshard.cost.reshard import seconds
+from autoshard.cost.reshard_tables import each, prices
+from autoshard.ir.spec import Spec
+from autoshard.machine.mesh import Link, LogicalMesh
+from autoshard.search.spec_tables import splits
+from tests.programs import CHIP, mesh
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [({"a": 8}, (4, 8)), ({"a": 2, "b": 4}, (8, 1, 16)), ({"a": 2, "b": 3}, (12, 6)), ({"a": 2, "b": 2}, (4, 8, 2, 6))],
+    ids=str,
+)
+def test_as_one_by_one(axes: dict[str, int], shape: tuple[int, ...]) -> None:
+    on = mesh(**axes)
+    dsts = splits(shape, tuple(axes), on)
+    srcs = [
+        Spec(d.dims, tuple((a, kind) for a in held))
+        for d in dsts
+        for n in range(len(axes) + 1)
+        for held in itertools.combinations([a for a in axes if a not in d.axes], n)
+        for kind in ("sum", "max")
+    ]
+    table = prices(srcs, dsts, shape, 16, on)
+    for (i, s), (j, d) in itertools.product(enumerate(srcs), enumerate(dsts)):
+        assert table[i, j] == pytest.approx(seconds(s, d, shape, 16, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
+
+
+def test_as_one_by_one_on_unequal_links() -> None:
+    """One link is slow, the other late to answer."""
+    links = {"a": Link("a", 1e6, 1e-8), "b": Link("b", 1e9, 1e-5)}
+    on = LogicalMesh(("a", "b"), (2, 2), replace(CHIP, links=links), ("a", "b"))
+    dsts = splits((24, 8), ("a", "b"), on)
+    table = prices(dsts, dsts, (24, 8), 32, on)
+    for (i, s), (j, d) in itertools.product(enumerate(dsts), enumerate(dsts)):
+        assert table[i, j] == pytest.approx(seconds(s, d, (24, 8), 32, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
+
+
+def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:
+    on = mesh(a=2, b=2, c=4)
+    dsts = splits((64, 128, 16), ("a", "b", "c"), on)
+    table = prices(dsts, dsts, (64, 128, 16), 32, on)
+    for (i, s), (j, d) in itertools.product(enumerate(dsts), enumerate(dsts)):
+        one = seconds(s, d, (64, 128, 16), 32, on)
+        assert table[i, j] == pytest.approx(one, rel=0.2, abs=1e-15)
+        assert (table[i, j] == 0) == (one == 0)
+
+
+def test_each_to_its_own_as_in_the_table() -> None:
+    on = mesh(a=2, b=4)
+    dsts = splits((8, 12), ("a", "b"), on)
+    srcs = [*dsts[1:], dsts[0]]
+    table = prices(srcs, dsts, (8, 12), 32, on)
+    assert each(srcs, dsts, (8, 12), 32, on).tolist() == table.diagonal().tolist()
+    assert not each(dsts, dsts, (8, 12), 32, on).any()

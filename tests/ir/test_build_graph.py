@@ -1,0 +1,93 @@
+"""Graphs: flattening, multiplicities, phases, diagnostics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
+
+from autoshard.errors import RuleError, SpecError
+from autoshard.ir.annotate import annotate
+from autoshard.ir.build_graph import flatten
+from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN
+from autoshard.rules import TABLE
+from tests.programs import graph, mesh, mlp_args, mlp_step, program
+
+MESH = mesh(data=4)
+
+odd_p = Primitive("odd")
+odd_p.def_impl(lambda x: x)
+odd_p.def_abstract_eval(lambda x: x)
+
+
+def test_a_loop_body_runs_as_often_as_it_turns() -> None:
+    def fun(x: Any, ws: Any) -> Any:
+        def outer(h: Any, w: Any) -> Any:
+            return jax.lax.fori_loop(0, 5, lambda _, c: jnp.sin(c @ w), h), None
+
+        return jax.lax.scan(outer, x, ws)[0]
+
+    g = graph(fun, ((4, 4), (3, 4, 4)), MESH)
+    assert [n.times for n in g.nodes if n.kind.op == "dot_general"] == [15]
+
+
+def test_calls_are_inlined_and_values_defined_once() -> None:
+    inner = jax.jit(lambda x: jnp.sin(x) + 1)
+    g = graph(lambda x: inner(inner(x)), ((4,),), MESH)
+    assert [n.kind.op for n in g.nodes] == ["sin", "add", "sin", "add"]
+    made = [v for n in g.nodes for v in n.results]
+    assert len(made) == len(set(made))
+
+
+def test_forward_and_backward_are_told_apart() -> None:
+    g = graph(mlp_step, mlp_args(8, 4, 4), MESH)
+    phases = {p: [n.kind.op for n in g.nodes if n.phase == p] for p in (FORWARD, BACKWARD, PLAIN)}
+    assert phases[FORWARD].count("dot_general") == 2
+    assert phases[BACKWARD].count("dot_general") == 3
+    assert "dot_general" not in phases[PLAIN]
+    assert phases[PLAIN].count("sub") == 2
+
+
+def test_a_carried_argument_is_tied_to_its_successor() -> None:
+    g = graph(mlp_step, mlp_args(8, 4, 4), MESH)
+    ties = [(n.operands, n.results) for n in g.nodes if n.kind.op == "carry"]
+    assert ties == [((g.outputs[i],), (g.inputs[i],)) for i in (0, 1)]
+
+
+def test_a_primitive_without_a_rule_is_kept_whole_and_named() -> None:
+    p = program(lambda x: jnp.sin(odd_p.bind(x)), ((4,),), MESH)
+    found = flatten(p, TABLE).diagnostics
+    assert len(found) == 1
+    assert "no rule for the primitive 'odd'" in str(found[0])
+    assert __file__ in found[0].source
+    with pytest.raises(RuleError, match=r"test_flatten.py:\d+: odd is kept whole"):
+        flatten(p, TABLE, strict=True)
+
+
+def test_a_rule_of_the_wrong_rank_is_refused_with_the_line() -> None:
+    from_text = {
+        **TABLE,
+        odd_p: lambda *_: TABLE[jax.lax.transpose_p](jax.ShapeDtypeStruct((2, 3), "float32"), permutation=(1, 0)),
+    }
+    with pytest.raises(RuleError, match=r"test_flatten.py:\d+: odd: rule .* other ranks"):
+        flatten(program(lambda x: odd_p.bind(x), ((4,),), MESH), from_text)  # noqa: PLW0108 -- its line is looked for
+
+
+def test_a_pin_inside_that_cannot_be_names_its_line() -> None:
+    p = program(lambda x: annotate(x, P("dat")), ((4,),), MESH)
+    with pytest.raises(SpecError, match=r"pinned at .*test_flatten.py:\d+: .*'dat'.*did you mean 'data'"):
+        flatten(p, TABLE)
+
+
+def test_a_loop_of_unknown_length_is_named() -> None:
+    g = graph(lambda x: jax.lax.while_loop(lambda c: c.sum() < 3, jnp.sin, x), ((4,),), MESH)
+    assert any("how often it turns is not known" in str(d) for d in g.diagnostics)
+
+
+def test_alike_nodes_share_their_kind() -> None:
+    g = graph(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), ((4, 4),), MESH)
+    assert len({id(n.kind) for n in g.nodes}) == 1

@@ -1,0 +1,58 @@
+"""Specs: printing, conversion, and what `check` refuses."""
+
+from __future__ import annotations
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard.errors import SpecError
+from autoshard.ir.spec import Spec, check, from_partition_spec, replicated
+
+SIZES = {"data": 4, "model": 2, "one": 1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (Spec((("data",), (), ("data", "model"))), "[data, _, data+model]"),
+        (Spec(((),), (("model", "sum"),)), "[_] sum(model)"),
+        (Spec((), (("data", "max"), ("model", "sum"))), "[] max(data) sum(model)"),
+    ],
+)
+def test_text(spec: Spec, text: str) -> None:
+    assert str(spec) == text
+
+
+@pytest.mark.parametrize("entries", [P(), P("data"), P(None, "model"), P(("data", "model"), None), P("data", "model")])
+def test_partition_spec_round_trip(entries: P) -> None:
+    spec = from_partition_spec(entries, 2)
+    assert from_partition_spec(spec.partition_spec(), 2) == spec
+
+
+def test_shards_counts_parts() -> None:
+    assert Spec((("data",), ("model",))).shards(SIZES) == 8
+    assert replicated(3).shards(SIZES) == 1
+
+
+def test_reduced_drops_partial_terms() -> None:
+    assert Spec(((),), (("data", "sum"),)).reduced() == replicated(1)
+
+
+def test_axes_of_size_one_and_dimensions_of_size_one_split_nothing() -> None:
+    assert check(P("one", "data"), (4, 8), SIZES, "x") == Spec(((), ("data",)))
+    assert check(P(("one", "model")), (4,), SIZES, "x") == Spec((("model",),))
+
+
+@pytest.mark.parametrize(
+    ("entries", "shape", "message"),
+    [
+        (P("dta"), (8,), r"state\['w'\]: .* names mesh axis 'dta'.*did you mean 'data'"),
+        (P("data", None), (8,), r"state\['w'\] has 1 dimensions .* longest spec that fits is P\('data'\)"),
+        (P("data", "data"), (8, 8), r"uses mesh axis 'data' on dimensions 0 and 1"),
+        (P("data"), (10,), r"dimension 0 .* has size 10, .* 4 parts over data; it divides into 1, 2, or pad it to 12"),
+        (P(("data", "model")), (4,), r"size 4, .* 8 parts over data\+model; it divides into 1, 2, 4, or pad it to 8"),
+    ],
+)
+def test_what_does_not_fit_is_named(entries: P, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        check(entries, shape, SIZES, "state['w']")

@@ -1,0 +1,94 @@
+"""Clusters of GPUs: what a config says, what a plan keeps of it, what is said where devices or compiler are missing.
+
+None of this needs the extra ``gpu``; `tests/targets` holds what does.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard.errors import ConfigError, MeshError
+from autoshard.machine import gpu_cluster as clusters
+from autoshard.machine.gpu_cluster import GPUS, GpuCluster, described, target_config
+from autoshard.machine.hardware import load_hardware
+from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
+from autoshard.runtime.plan import Plan
+
+X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+TWO = MeshConfig(axes={"data": -1, "model": 8}, gpu="h100", nodes=2)
+
+
+def step(w, x):
+    return w - 0.1 * (x.T @ (x @ w))
+
+
+def test_the_first_axis_crosses_nodes_over_infiniband():
+    mesh = resolve_mesh(TWO)
+    assert (mesh.shape, mesh.hardware.name, mesh.target) == ({"data": 2, "model": 8}, "h100", GpuCluster("h100", 2, 8))
+    assert [mesh.link((a,)).name for a in mesh.axis_names] == ["infiniband", "nvlink"]
+    one = resolve_mesh(MeshConfig(axes={"data": 4, "model": 2}, gpu="b200"))
+    assert [one.link((a,)).name for a in one.axis_names] == ["nvlink", "nvlink"]
+    chosen = resolve_mesh(TWO.model_copy(update={"links": {"data": "nvlink"}}))
+    assert chosen.link(("data",)).name == "nvlink"
+
+
+def test_nodes_are_an_axis_of_their_own_where_planning_chooses():
+    assert all(
+        mesh.axis_names[0] == "pod" and mesh.axis_sizes[0] == 2
+        for mesh in MeshConfig(axes="auto", gpu="h100", nodes=2).meshes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"gpu": "h1000"}, "no GPU is named so; did you mean 'h100'"),
+        ({"nodes": 2}, "nodes are of GPUs; say which with gpu:"),
+        ({"gpu": "h100", "devices": 4, "axes": {"data": 4}}, "8 H100 has 8 devices, not 4"),
+        (
+            {"gpu": "h100", "nodes": 3, "axes": {"data": 8, "model": 3}},
+            "3 nodes do not divide the first axis, of size 8",
+        ),
+        ({"gpu": "h100", "tpu": "v5e:4x4", "axes": {"data": -1}}, "give tpu: or gpu:"),
+        ({"gpu": "h100", "axes": {"data": 3}}, "make 3 devices, not 8"),
+    ],
+)
+def test_no_cluster(entries, message):
+    with pytest.raises(ConfigError, match=message):
+        MeshConfig(**{"axes": {"data": 4, "model": 2}, **entries})
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_a_table_that_agrees_with_what_its_compiler_is_told(name):
+    table, chip = load_hardware(name), GPUS[name]
+    assert set(table.links) == {"nvlink", "infiniband"}
+    assert chip.bandwidth == pytest.approx(table.bandwidth, rel=0.05)
+    assert 0 < chip.memory - table.memory < 0.08 * table.memory  # a card holds more than it is sold by
+    # A multiprocessor's tensor cores do a power of two of FLOP a cycle, near the clock told.
+    flops = table.peak("bfloat16") / chip.cores / (chip.clock * 1e9)
+    assert 0.9 < flops / {8: 2048, 9: 4096, 10: 8192}[chip.capability] < 1.001
+    assert f"core_count: {chip.cores}\n" in target_config(chip)
+
+
+def test_planning_needs_no_compiler_and_the_plan_keeps_its_target(monkeypatch):
+    monkeypatch.setattr(clusters, "needed", lambda: {"ptxas": False})
+    plan = autoshard.jit(step, mesh=TWO, strategy="tp").plan(X, X)
+    assert str(plan.mesh) == "(data=2, model=8) of 2 x 8 H100"
+    assert Plan.from_json(plan.to_json()).mesh.target == GpuCluster("h100", 2, 8)
+
+
+def test_without_the_extra_compiling_names_it(monkeypatch):
+    described.cache_clear()
+    monkeypatch.setattr(clusters, "needed", lambda: {"jax-cuda13-plugin": True, "ptxas": False, "libdevice": False})
+    jitted = autoshard.jit(step, mesh=TWO, strategy="tp")
+    with pytest.raises(MeshError, match=r"no ptxas, no libdevice\): pip install 'autoshard\[gpu\]'"):
+        jitted.lower(X, X)
+
+
+def test_running_is_refused():
+    jitted, x = autoshard.jit(step, mesh=TWO, strategy="tp"), jnp.ones((16, 16))
+    with pytest.raises(MeshError, match="the devices of 2 x 8 H100 are not here"):
+        jitted(x, x)

@@ -1,0 +1,68 @@
+"""Hardware tables: what ships is plausible, and what is not there or wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from autoshard.errors import ConfigError
+from autoshard.machine.hardware import hardware_of, load_hardware
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.mesh_config import MeshConfig, load_yaml
+
+TABLES = sorted((Path(__file__).parents[2] / "configs/hardware").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
+def test_every_hardware_table_is_plausible(path):
+    hardware = load_hardware(path.stem)
+    assert hardware.name == path.stem
+    assert {"bfloat16", "float32"} <= set(hardware.flops)
+    assert hardware.flops["bfloat16"] >= hardware.flops["float32"]
+    assert 1e9 < hardware.memory < 1e12
+    for link in hardware.links.values():
+        # A link within a machine may be as fast as the memory that it is made of; none is much faster.
+        assert 1e9 <= link.bandwidth <= 2 * hardware.bandwidth
+        assert 1e-7 < link.latency < 1e-3
+    first = next(iter(hardware.links.values()))
+    assert first == LogicalMesh(("a",), (2,), hardware).link(("a",))
+
+
+def test_no_two_tables_claim_one_kind_of_device():
+    kinds = [kind for path in TABLES for kind in _kinds(path)]
+    assert len(kinds) == len(set(kinds))
+    for path in TABLES:
+        for kind in _kinds(path):
+            assert hardware_of(kind).name == path.stem
+
+
+def _kinds(path):
+    return load_yaml(path, _Kinds).device_kinds
+
+
+class _Kinds(BaseModel):
+    device_kinds: list[str]
+
+
+def test_a_missing_name_names_the_nearest():
+    with pytest.raises(ConfigError, match="no hardware config is named 'tpu-v5'; did you mean 'tpu-v5"):
+        load_hardware("tpu-v5")
+    with pytest.raises(ConfigError, match="no hardware table lists the device kind 'Abacus'.*cpu.*path"):
+        hardware_of("Abacus")
+
+
+def test_a_table_of_ones_own(tmp_path):
+    table = tmp_path / "mine.yaml"
+    table.write_text(
+        "flops: {float32: 1e12}\nmemory: 8GiB\nbandwidth: 1e11\nlinks: {wire: {bandwidth: 1e9, latency: 1e-6}}\n"
+    )
+    mesh = MeshConfig(axes={"a": 2}, hardware=str(table)).mesh()
+    assert (mesh.hardware.name, mesh.hardware.memory, mesh.link(("a",)).name) == ("mine", 8 * 2**30, "wire")
+    table.write_text("flops: {floaty: 1}\nmemory: 8GiB\nbandwidth: 0\nlinks: {}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(str(table))
+    assert len(str(caught.value).splitlines()) == 3
+    for text in ("mine.yaml:1: flops.floaty: should be 'bfloat16'", "mine.yaml:3: bandwidth", "mine.yaml:4: links"):
+        assert text in str(caught.value)

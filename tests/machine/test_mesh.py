@@ -1,0 +1,82 @@
+"""Logical meshes: shapes, links, and the devices behind them."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from autoshard.errors import MeshError
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+
+FAST = Link("fast", 4e11, 1e-6)
+SLOW = Link("slow", 2e10, 5e-6)
+CHIP = Hardware("chip", {"bfloat16": 1e15, "float32": 5e14}, 8e10, 3e12, {"fast": FAST, "slow": SLOW})
+
+
+def test_shape_and_size():
+    mesh = LogicalMesh(("data", "model"), (4, 2), CHIP)
+    assert mesh.shape == {"data": 4, "model": 2}
+    assert mesh.size == 8
+    assert mesh.axes_size(()) == 1
+    assert mesh.axes_size(("data", "model")) == 8
+    assert str(mesh) == "(data=4, model=2) of chip"
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "message"),
+    [
+        (("a", "a"), (2, 2), "axis names repeat"),
+        (("a",), (2, 2), r"axes \('a',\) but sizes \(2, 2\)"),
+        (("a", "b"), (2, 0), "'b' has size 0"),
+    ],
+)
+def test_what_is_no_mesh(names, sizes, message):
+    with pytest.raises(MeshError, match=message):
+        LogicalMesh(names, sizes, CHIP)
+
+
+def test_a_collective_waits_for_its_slowest_link():
+    mesh = LogicalMesh(("pod", "chip"), (2, 4), CHIP, ("slow", "fast"))
+    assert mesh.link(("chip",)) is FAST
+    assert mesh.link(("pod", "chip")) is SLOW
+    assert LogicalMesh(("a",), (2,), CHIP).link(("a",)) is FAST
+
+
+def test_peak_of_a_dtype_that_is_not_listed_is_the_slowest():
+    assert CHIP.peak("bfloat16") == 1e15
+    assert CHIP.peak("float64") == 5e14
+
+
+def test_devices_do_not_enter_comparison():
+    bare = LogicalMesh(("a",), (2,), CHIP)
+    placed = LogicalMesh(("a",), (2,), CHIP, devices=tuple(jax.devices()[2:4]))
+    assert bare == placed
+    assert hash(bare) == hash(placed)
+    assert bare != LogicalMesh(("a",), (4,), CHIP)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2), (1, 8), (1,), (3,)])
+def test_concrete(sizes):
+    names = tuple("abc"[: len(sizes)])
+    mesh = LogicalMesh(names, sizes, CHIP)
+    concrete = mesh.concrete()
+    assert concrete.axis_names == names
+    assert concrete.devices.shape == sizes
+    assert len(set(concrete.devices.flat)) == mesh.size
+    assert set(concrete.axis_types) == {AxisType.Auto}
+    assert mesh.abstract().axis_sizes == sizes
+    assert set(mesh.abstract().axis_types) == {AxisType.Auto}
+    assert mesh.sharding(PartitionSpec("a")).mesh == concrete
+
+
+def test_chosen_devices_stay():
+    chosen = tuple(jax.devices()[:3:-1])
+    assert tuple(LogicalMesh(("a", "b"), (2, 2), CHIP, devices=chosen).concrete().devices.flat) == chosen
+
+
+def test_a_mesh_larger_than_the_machine_names_both_sizes():
+    mesh = LogicalMesh(("a", "b"), (8, 4), CHIP)
+    assert mesh.abstract().size == 32  # planning for it works
+    with pytest.raises(MeshError, match=r"needs 32 devices and this machine has 8 \(cpu\).*JAX_NUM_CPU_DEVICES=32"):
+        mesh.concrete()

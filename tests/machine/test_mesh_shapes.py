@@ -1,0 +1,29 @@
+"""Shapes: the meshes to choose among hold all devices, and keep whole sides together."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoshard.machine.mesh_shapes import shapes
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((1,), [{"data": 1}]),
+        ((7,), [{"data": 7}]),
+        ((8,), [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}]),
+        ((16, 2), [{"pod": 2, "data": 8}, {"pod": 2, "data": 4, "model": 2}, {"pod": 2, "data": 2, "model": 4}]),
+        ((16, 1, (4, 4)), [{"data": 16}, {"data": 4, "model": 4}]),
+        ((32, 1, (4, 8)), [{"data": 32}, {"data": 8, "model": 4}, {"data": 4, "model": 8}]),
+        ((64, 1, (4, 4, 4)), [{"data": 64}, {"data": 16, "model": 4}, {"data": 4, "model": 16}]),
+        ((8, 1, (2, 2, 1)), [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}]),
+    ],
+    ids=str,
+)
+def test_every_mesh_has_all_devices(given, expected):
+    found = shapes(*given)
+    assert found == expected
+    assert all(math.prod(s.values()) == given[0] for s in found)

@@ -1,0 +1,134 @@
+"""Products that are only added to one another become one operation; everything else stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import jaxpr as jx
+from autoshard.ir.program import Program
+from autoshard.ir.trace import trace
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from autoshard.passes import Sums
+from autoshard.transforms.pipeline import Pipeline
+from autoshard.transforms.sum_of_products import sum_of_products_p
+
+HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
+MESH = LogicalMesh(("data",), (8,), HARDWARE)
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def rewritten(fun: Any, *args: Any) -> Program:
+    return Pipeline((Sums(),)).run(trace(jax.jit(fun), args, {}, MESH))[0]
+
+
+def joined(jaxpr: jx.Jaxpr) -> list[jx.JaxprEqn]:
+    """The sums of products, at every depth."""
+    return [e for e in jaxpr.eqns if e.primitive is sum_of_products_p] + [
+        e for eqn in jaxpr.eqns for r in jx.regions(eqn) for e in joined(r.body)
+    ]
+
+
+X, W, V = normal(8, 16), normal(16, 4, seed=1), normal(16, 4, seed=2)
+
+
+def same(fun: Any, *args: Any) -> list[jx.JaxprEqn]:
+    """The sums in ``fun`` rewritten, which gives what ``fun`` does."""
+    program = rewritten(fun, *args)
+    got = jx.as_fun(program.jaxpr)(*jax.tree.leaves(args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, jax.tree.leaves(fun(*args)))
+    return joined(program.jaxpr)
+
+
+def test_two_products_that_are_added_become_one_operation() -> None:
+    (eqn,) = same(lambda x, w, v: x @ w + jnp.sin(x) @ v, X, W, V)
+    assert eqn.params["terms"] == (("ac", "cb"), ("ac", "cb"))
+    assert eqn.params["flops"] == 2 * (2 * 8 * 16 * 4)
+
+
+def test_what_is_no_product_is_added_afterwards() -> None:
+    (eqn,) = same(lambda x, w, v, b: x @ w + b + x @ v, X, W, V, normal(8, 4))
+    assert len(eqn.invars) == 4
+
+
+def test_transposed_products_with_batch_dimensions() -> None:
+    def fun(q: jax.Array, k: jax.Array) -> jax.Array:
+        return (
+            jnp.einsum("bhe,bte->bht", q, k)
+            + jnp.einsum("bte,bhe->bht", k, q)
+            + jnp.einsum("bhe,bte->tbh", q, k).transpose(1, 2, 0)
+        )
+
+    (eqn,) = same(fun, normal(2, 3, 5), normal(2, 7, 5, seed=1))
+    assert len(eqn.params["terms"]) == 3
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w, v: (y := x @ w) + x @ v + jnp.sum(y),
+        lambda x, w, v: ((y := x @ w) + x @ v, y),
+        lambda x, w, v: x @ w,
+        lambda x, w, v: jnp.sin(x @ w) + x @ v,
+        lambda x, w, v: x @ w + (x @ v)[:1],
+        lambda x, w, v: x @ w + (x.astype("bfloat16") @ v.astype("bfloat16")).astype("float32"),
+        lambda x, w, v: x @ w + jnp.matmul(x, v, precision="highest"),
+    ],
+    ids=["read twice", "a result", "one product", "not only added", "stretched", "other dtypes", "other precision"],
+)
+def test_other_sums_stay(fun: Any) -> None:
+    assert same(fun, X, W, V) == []
+
+
+def test_gradients_of_what_several_projections_read() -> None:
+    def loss(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+        return sum((jnp.tanh(x @ w) ** 2).sum() for w in weights)  # type: ignore[return-value]
+
+    (eqn,) = same(jax.grad(loss), X, [normal(16, n, seed=n) for n in (4, 8, 8)])
+    assert len(eqn.params["terms"]) == 3
+
+
+def test_inside_a_loop() -> None:
+    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x @ w), None), x, None, length=3)[0]
+
+    assert len(same(fun, normal(8, 8), normal(8, 8, seed=1))) == 1
+
+
+@pytest.mark.parametrize("split", [("m", None), (None, "m")], ids=["columns", "rows"])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_terms_are_put_together_once_and_numbers_stay(split: Any, dtype: str) -> None:
+    """Rows of the weights split: each product is partial, and their sum is reduced once, or scattered."""
+    mesh = {"m": 8}
+    x, y, w, v = (
+        a.astype(dtype)
+        for a in (
+            10 * normal(8, 16),
+            10 * normal(8, 32, seed=1),
+            10 * normal(16, 24, seed=2),
+            10 * normal(32, 24, seed=3),
+        )
+    )
+
+    def fun(x: jax.Array, y: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        return x @ w + y @ v
+
+    rows = jax.sharding.PartitionSpec(None, "m"), jax.sharding.PartitionSpec("m", None)
+    step = autoshard.jit(
+        fun,
+        mesh=mesh,
+        in_shardings=(rows[0], rows[0], rows[1], rows[1]),
+        out_shardings=jax.sharding.PartitionSpec(*split),
+    )
+    np.testing.assert_allclose(step(x, y, w, v), fun(x, y, w, v), rtol=1e-4, atol=1e-3)
+    text = step.lower(x, y, w, v).compile().as_text()
+    assert text.count(" reduce-scatter(") == 1
+    assert " all-reduce(" not in text

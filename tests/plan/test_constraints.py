@@ -1,0 +1,80 @@
+"""What is pinned: the stops between two specs, and what an operation whose edges are exchanged makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.ir.graph import Value
+from autoshard.ir.spec import Spec
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from autoshard.plan.constraints import stops
+
+HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
+MESH = LogicalMesh(("d", "m"), (4, 2), HARDWARE)
+IMAGE = Value((32, 32, 32), 32, "float32")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "between"),
+    [
+        ((("d",), ("m",), ()), ((), (), ("d", "m")), 1),
+        (((), ("m",), ()), ((), (), ("m",)), 0),
+        ((("d",), (), ()), ((), (), ()), 0),
+        (((), (), ()), (("d",), (), ("m",)), 0),
+        ((("d", "m"), (), ()), ((), (), ("m",)), 1),
+    ],
+    ids=["two moves to one dimension", "one move", "a gather", "slices", "a move and a gather"],
+)
+def test_stops_are_where_an_axis_moves_and_more_is_sent(
+    before: tuple[tuple[str, ...], ...], after: tuple[tuple[str, ...], ...], between: int
+) -> None:
+    assert len(stops(Spec(before), Spec(after), IMAGE, MESH)) == between
+
+
+def test_gathers_that_would_be_reductions_go_axis_by_axis() -> None:
+    before, after = Spec((("d", "m"), (), ())), Spec(((), (), ()))
+    summed = [replace(MESH, hardware=replace(HARDWARE, summed_gathers=n)) for n in (8, 9)]
+    assert [stops(before, after, IMAGE, mesh) for mesh in summed] == [(Spec((("d",), (), ())),), ()]
+    assert stops(Spec((("d",), (), ())), after, IMAGE, summed[0]) == ()
+
+
+def test_a_value_that_moves_twice_is_not_gathered() -> None:
+    """XLA alone gathers it."""
+    before, after = P("d", "m"), P(None, None, ("d", "m"))
+
+    def step(x: jax.Array) -> jax.Array:
+        return autoshard.annotate(autoshard.annotate(jnp.sin(x), before) * 2, after)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16, 16)), jnp.float32)
+    jitted = autoshard.jit(step, mesh={"d": 4, "m": 2}, in_shardings=before, out_shardings=after)
+    text = jitted.lower(x).compile().as_text()
+    assert "all-to-all" in text
+    assert "all-gather" not in text
+    np.testing.assert_allclose(jitted(x), jnp.sin(x) * 2, rtol=1e-6)
+
+
+def test_what_a_convolution_of_split_images_makes_is_pinned_as_it_is_made() -> None:
+    """Where edges are exchanged XLA computes it, and would take its result's layout from what reads it."""
+    split, moved = P(None, ("d", "m")), P(None, "d", None, "m")
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        made = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return autoshard.annotate(made, moved)
+
+    numbers = np.random.default_rng(0)
+    x, w = (jnp.asarray(numbers.standard_normal(s), jnp.float32) for s in ((2, 64, 8, 4), (3, 3, 4, 8)))
+    jitted = autoshard.jit(
+        step, mesh={"d": 4, "m": 2}, strategy="replicated", in_shardings=(split, None), out_shardings=moved
+    )
+    np.testing.assert_allclose(jitted(x, w), step(x, w), rtol=1e-4, atol=1e-4)
+    pinned = {(p.shape, p.spec) for p in jitted.plan(x, w).intermediates if p.op == "conv_general_dilated"}
+    rows = Spec(((), ("d", "m"), (), ()))
+    assert {(x.shape, rows), ((2, 64, 8, 8), rows)} <= pinned

@@ -1,0 +1,90 @@
+"""Attention a few heads or queries at a time: the same numbers, and only so many scores at once."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.rules.local_forms import attention_chunked
+from autoshard.rules.local_forms.attention_chunked import attend_few, cuts, gradients_few
+from autoshard.transforms.attention_op import Form, Step, attend, gradients
+
+BAND = Step("band", -1e9, high=0)
+MASK = Step("keep", -1e9, operand=0)
+BIAS = Step("bias", operand=0)
+FORMS = {
+    "heads": Form("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (Step("scale", 0.3), BAND), (), *["float32"] * 4),
+    "groups": Form("bqghd", "bkgd", "bkge", "bqghe", "bghq", "q", "k", (BAND,), (), *["float32"] * 4),
+    "one head": Form("qd", "kd", "ke", "qe", "q", "q", "k", (BAND,), (), *["float32"] * 4),
+    "mask": Form("hqd", "hkd", "hke", "hqe", "hq", "q", "k", (MASK,), (".qk",), *["float32"] * 4),
+    "bias": Form("hqd", "hkd", "hke", "hqe", "hq", "q", "k", (BIAS, BAND), ("hqk",), *["float32"] * 4),
+    "narrow": Form("bhqd", "bhkd", "bhke", "bhqe", "bhq", "q", "k", (), (), *["float32"] * 2, *["bfloat16"] * 2),
+}  # fmt: skip
+SIZES = {"b": 2, "h": 6, "g": 3, "q": 32, "k": 32, "d": 8, "e": 4, ".": 1}
+
+
+def operands(form, dtype="float32"):
+    rng = np.random.default_rng(0)
+    made = [jnp.asarray(rng.normal(size=[SIZES[c] for c in s]), dtype) for s in (form.query, form.key, form.value)]
+    extras = [rng.normal(size=[SIZES[c] for c in s]) for s in form.extras]
+    return made, [jnp.asarray(x > -1 if form.steps[0] is MASK else x) for x in extras]
+
+
+def with_backward(form):
+    grads = {"cotangent": form.out, "grads": (form.query, form.key, form.value), "dtypes": (form.result,) * 3}
+    return Form(**{f: getattr(form, f) for f in form.__slots__} | grads)
+
+
+@pytest.mark.parametrize("block", [2048, 600])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_numbers_are_those_of_the_composition(name, block, monkeypatch):
+    monkeypatch.setattr(attention_chunked, "BLOCK", block)
+    monkeypatch.setattr(attention_chunked, "ROWS", 4)
+    form = with_backward(FORMS[name])
+    dtype = form.result
+    ours, extras = operands(form, dtype)
+    assert cuts(form, *ours), "or nothing is tested"
+    want = attend(*ours, *extras, form=form)
+    have = jax.jit(functools.partial(attend_few, form))(*ours, *extras)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-2 if dtype == "bfloat16" else 1e-5, atol=1e-5)
+    for a, b in zip(have, want, strict=True):
+        assert a.dtype == b.dtype
+        close(a.astype("float32"), b.astype("float32"))
+    cotangent = jnp.cos(jnp.arange(want[0].size, dtype="float32")).reshape(want[0].shape).astype(dtype)
+    want = gradients(*ours, *want, cotangent, *extras, form=form)
+    have = jax.jit(functools.partial(gradients_few, form))(*ours, *have, cotangent, *extras)
+    close = functools.partial(close, atol=2e-2 if dtype == "bfloat16" else 1e-5)
+    for a, b in zip(have, want, strict=True):
+        assert a.dtype == b.dtype
+        close(a.astype("float32"), b.astype("float32"))
+
+
+def test_heads_are_taken_apart_before_queries_and_queries_only_as_far_as_needed(monkeypatch):
+    ours, _ = operands(FORMS["heads"])
+    one = 4 * 32 * 32
+    for limit, want in (
+        (12 * one, []),
+        (4 * one, [("h", 3)]),
+        (2 * one, [("h", 6)]),
+        (one, [("h", 6), ("b", 2)]),
+        (one // 2, [("h", 6), ("b", 2), ("q", 2)]),
+        (1, [("h", 6), ("b", 2), ("q", 2)]),
+    ):
+        monkeypatch.setattr(attention_chunked, "BLOCK", limit)
+        assert [(c.letter, c.count) for c in cuts(FORMS["heads"], *ours)] == want
+
+
+def test_no_array_of_all_scores_is_made(monkeypatch):
+    monkeypatch.setattr(attention_chunked, "BLOCK", 4 * 32 * 32)
+    ours, _ = operands(FORMS["heads"])
+    few, all_ = (
+        str(jax.make_jaxpr(f)(*ours))
+        for f in (functools.partial(attend_few, FORMS["heads"]), functools.partial(attend, form=FORMS["heads"]))
+    )
+    assert "f32[2,6,32,32]" in all_
+    assert "f32[2,6,32,32]" not in few
+    assert "f32[1,1,32,32]" in few

@@ -1,0 +1,140 @@
+"""Attention by a kernel: the numbers of the composition, however operands lie and along whatever the plan splits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backend.audit import audit
+from autoshard.backend.hlo_collectives import collectives
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.rules import OWN
+from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
+from autoshard.transforms import cudnn_attention
+from autoshard.transforms.attention_op import Form, Step, attend, attention_p, gradients
+from tests.attentions import FORMS as WRITTEN
+from tests.attentions import HASTY, LAYOUTS, close, operands, trained
+
+BAND, SCALE = Step("band", -1e9, high=0), Step("scale", 0.3)
+REST = ((), *["float32"] * 4)
+FORMS = {
+    "heads last": Form("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), *REST),
+    "heads first": Form("bhqd", "bhkd", "bhke", "bqhe", "bhq", "q", "k", (BAND, SCALE), *REST),
+    "groups": Form("bqhgd", "bkhd", "bkhe", "bqhge", "bhgq", "q", "k", (BAND,), *REST),
+    "groups first": Form("gbhqd", "hbkd", "hkbe", "bqhge", "bghq", "q", "k", (), *REST),
+    "one key head": Form("bqgd", "bkd", "bke", "bqge", "bgq", "q", "k", (SCALE, SCALE), *REST),
+    "one head": Form("qd", "kd", "ke", "qe", "q", "q", "k", (BAND,), *REST),
+}
+SIZES = {"b": 2, "h": 3, "g": 2, "q": 16, "k": 16, "d": 8, "e": 8}
+
+
+def shaped(letters, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=[SIZES[c] for c in letters]), "float32")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_numbers_are_those_of_the_composition(name):
+    form = FORMS[name]
+    grads = tuple(x[::-1] for x in (form.query, form.key, form.value))
+    form = replace(form, cotangent=form.out[::-1], grads=grads, dtypes=("float32",) * 3)
+    ours = [shaped(x, i) for i, x in enumerate((form.query, form.key, form.value))]
+    assert "float32" in cudnn_attention.unfit(form, *ours), "and nothing else stands in the way"
+    want, have = jax.jit(lambda *a: (attend(*a, form=form), attend_fused(form, *a)))(*ours)
+    np.testing.assert_allclose(have[0], want[0], rtol=1e-5, atol=1e-5)
+    logs = [peak + jnp.log(total) for _, peak, total in (want, have)]
+    np.testing.assert_allclose(*logs, rtol=1e-5, atol=1e-5)
+    cotangent = shaped(form.cotangent, 3)
+    both = jax.jit(lambda *a: (gradients_fused(form, *a), gradients(*a, form=form)))(*ours, *want, cotangent)
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+KERNEL = replace(HASTY, attention=(0.5, 0.4))
+BATCHES = LogicalMesh(("b",), (4,), KERNEL), P("b")
+HEADS = LogicalMesh(("b", "h"), (2, 2), KERNEL), P("b", None, "h")
+SPLITS = {**{name: (replace(on, hardware=KERNEL), spec) for name, (on, spec) in LAYOUTS.items()}}
+SPLITS |= {"batch": BATCHES, "batch and heads": HEADS}
+
+
+@pytest.fixture
+def any_float(monkeypatch):
+    """The library takes float32 too, so that numbers can be held against one device's closely."""
+    monkeypatch.setattr(cudnn_attention, "DTYPES", (*cudnn_attention.DTYPES, "float32"))
+
+
+def sharded(fun, split, backward=True):
+    on, spec = SPLITS[split]
+    out = ((P(), spec), (spec,) * 3) if backward else spec
+    fun = trained(fun) if backward else fun
+    return autoshard.jit(fun, mesh=on, strategy="replicated", in_shardings=(spec,) * 3, out_shardings=out)
+
+
+def said(plan):
+    return next(p for p in plan.passes if p.startswith("attention"))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", ["full", "causal", "jax.nn groups", "groups", "one key head"])
+def test_numbers_of_whatever_is_split(name, split, any_float):
+    fun, heads, _ = WRITTEN[name]
+    args = operands(heads=heads)
+    if name == "one key head" and "heads" in split:
+        pytest.skip("there are no key heads to split")
+    step = sharded(fun, split)
+    plan = step.plan(*args)
+    assert "1 forward and 1 backward made one operation each, all of them run by cuDNN" in said(plan)
+    assert [bool(i.axes) for i in plan.islands] == [split not in ("nothing", "batch", "batch and heads")] * 2
+    close(step(*args), jax.jit(trained(fun))(*args))
+    assert audit(step.lower(*args).compile(), plan).clean
+
+
+@pytest.mark.parametrize("split", ["sequence", "sequence and heads", "two axes in another order"])
+@pytest.mark.parametrize("name", ["full", "causal", "groups"])
+def test_numbers_where_blocks_travel(name, split, any_float):
+    """Three sequences, and heads that are few or split themselves: none can be traded."""
+    fun, heads, _ = WRITTEN[name]
+    args = operands(heads=heads, batch=3)
+    step = sharded(fun, split)
+    plan, compiled = step.plan(*args), step.lower(*args).compile()
+    assert "all of them run by cuDNN" in said(plan)
+    assert "collective-permute" in {c.kind for c in collectives(compiled.as_text(), plan.mesh)}
+    assert audit(compiled, plan).clean, str(audit(compiled, plan))
+    close(step(*args), jax.jit(trained(fun))(*args))
+
+
+@pytest.mark.parametrize("split", ["batch", "sequence", "sequence and heads"])
+def test_numbers_in_half_precision(split):
+    fun, heads, _ = WRITTEN["groups"]
+    args = tuple(jnp.asarray(x, "bfloat16") for x in operands(heads=heads))
+    step = sharded(fun, split)
+    assert "all of them run by cuDNN" in said(step.plan(*args))
+    close(step(*args), jax.jit(trained(fun))(*args), rtol=3e-2)
+
+
+def test_what_the_kernel_does_not_take_is_left_alone_and_the_plan_says_why():
+    fun, heads, _ = WRITTEN["causal"]
+    plan = sharded(fun, "batch").plan(*operands(heads=heads))
+    assert "0 forward and 0 backward" in said(plan)
+    assert "cuDNN takes queries, keys and values of bfloat16 or float16, not float32" in said(plan)
+    half = tuple(jnp.asarray(x, "bfloat16") for x in operands())
+    plan = sharded(WRITTEN["padded"][0], "batch").plan(*half)
+    assert "cuDNN gets no mask or bias but the causal mask (keep)" in said(plan)
+
+
+@pytest.mark.parametrize(("batch", "name", "slowest"), [(4, "causal", 1), (3, "causal", 15 / 8), (3, "full", 1)])
+def test_the_last_part_of_a_causal_ring_has_most_of_the_work(batch, name, slowest):
+    """Where heads are traded, four sequences of four heads, all have as much."""
+    masks = (BAND,) if name == "causal" else ()
+    form = replace(FORMS["heads last"], steps=masks, fused=True)
+    sides = [jax.ShapeDtypeStruct((batch, 16, 4, 8), "bfloat16")] * 3
+    local = OWN[attention_p](*sides, form=form).local
+    part = batch * 2 * 4 * 8 * 2
+    assert local.slowest(8, [part] * 4 + [part // 4] * 2) == slowest
+    plain = OWN[attention_p](*sides, form=replace(form, fused=False)).local
+    assert plain.slowest(8, [part] * 4 + [part // 4] * 2) == 1

@@ -1,0 +1,39 @@
+"""What equations cost under all options at once is what they cost under each."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax import numpy as jnp
+
+from autoshard.search.build_problem import build
+from autoshard.search.node_costs import Tables
+from autoshard.search.value_groups import FEW
+from tests.programs import graph, mesh
+from tests.search.test_build_problem import CASES, program
+
+
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Of many equations one, on values that lie alike, splits but one dimension of three."""
+    for _ in range(FEW):
+        x = jnp.tanh(x)
+    return x + lax.linalg.cholesky(x, symmetrize_input=False)
+
+
+@pytest.mark.parametrize("axes", [{"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}], ids=str)
+@pytest.mark.parametrize("case", [*CASES, "whole rows"])
+def test_all_options_at_once_cost_what_they_do_one_by_one(
+    case: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = program(case, axes) if case in CASES else graph(whole_rows, ((8, 64, 64),), mesh(**axes))
+    at_once = build(g).problem
+    monkeypatch.setattr(Tables, "plain", lambda *_: False)
+    monkeypatch.setattr(Tables, "led_by", lambda self, *led: self.run(led[0], self._as(*led)))
+    one_by_one = build(g).problem
+    for a, b in zip(at_once.unary, one_by_one.unary, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    assert at_once.pairs.keys() == one_by_one.pairs.keys()
+    for pair, table in at_once.pairs.items():
+        np.testing.assert_allclose(table, one_by_one.pairs[pair], rtol=1e-12)

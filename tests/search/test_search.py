@@ -1,0 +1,129 @@
+"""Search: closed forms, brute force, budgets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autoshard.cost.cost import Costing
+from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
+from autoshard.ir.graph import Graph
+from autoshard.ir.propagate import propagate
+from autoshard.ir.spec import Spec
+from autoshard.search.candidates import Search, stored_in_parts
+from autoshard.search.search import _specs, search
+from tests.programs import graph, mesh, mlp_args, mlp_step
+
+
+def brute_force(g: Graph) -> float:
+    """The least cost over every combination of argument specs."""
+    s, costing = Search(g, math.inf), Costing(g)
+    options = [_specs(s, i) for i in range(len(g.inputs))]
+    carried = dict(g.program.carries)
+
+    def price(specs: tuple[Spec, ...]) -> float:
+        hard = dict(zip(g.inputs, specs, strict=True))
+        hard |= {g.outputs[o]: specs[i] for i, o in carried.items()}
+        return costing.cost(propagate(g, [], hard)).seconds
+
+    return min(map(price, itertools.product(*options)))
+
+
+CASES = {
+    "product": (lambda x, w: x @ w, ((64, 64), (64, 128))),
+    "wide product": (lambda x, w: x @ w, ((8, 4096), (4096, 4096))),
+    "chain": (lambda x, a, b: jnp.tanh(x @ a) @ b, ((512, 64), (64, 256), (256, 64))),
+    "narrow chain": (lambda x, a, b: jnp.tanh(x @ a) @ b, ((8, 1024), (1024, 2048), (2048, 1024))),
+    "gram": (lambda x: x.T @ x, ((4096, 32),)),
+    "attention": (lambda q, k: jnp.einsum("bqd,bkd->bqk", q, k), ((4, 64, 32), (4, 64, 32))),
+    "uneven": (lambda x, w: (x @ w).sum(), ((6, 9), (9, 10))),
+}
+
+
+@pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_auto_is_as_good_as_every_combination_of_argument_specs(case: str, axes: dict[str, int]) -> None:
+    fun, shapes = CASES[case]
+    g = graph(fun, shapes, mesh(**axes))
+    assert search(g)[0].cost.seconds <= brute_force(g) * (1 + 1e-12)
+
+
+def test_auto_trains_a_small_network_as_well_as_every_combination() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4))
+    assert search(g)[0].cost.seconds <= brute_force(g) * (1 + 1e-12)
+
+
+def test_large_batch_and_small_weights_give_data_parallelism() -> None:
+    best, s = search(graph(mlp_step, mlp_args(8192, 64, 64), mesh(data=4), donate_argnums=0))
+    split = {c.name: axes for c, axes in zip(s.classes, best.choice.split, strict=True)}
+    batch = best.layout.specs[s.graph.inputs[2]]
+    assert batch == Spec((("data",), ())), (split, batch)
+    assert {c.kind for c in best.cost.collectives} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert all(c.bytes <= 64 * 64 * 4 for c in best.cost.collectives), "only gradients and weights travel"
+
+
+def test_small_batch_and_large_weights_split_the_hidden_dimension() -> None:
+    shapes = ((4, 512), (512, 2048), (2048, 512))
+    g = graph(lambda x, a, b: jnp.tanh(x @ a) @ b, shapes, mesh(model=4), out_shardings=P())
+    best, _ = search(g)
+    assert [(c.kind, c.bytes) for c in best.cost.collectives] == [("all-reduce", 4 * 512 * 4)]
+    assert [best.layout.specs[v] for v in g.inputs[1:]] == [Spec(((), ("model",))), Spec((("model",), ()))]
+
+
+def test_memory_budget_is_kept_where_it_can_be() -> None:
+    g = graph(mlp_step, mlp_args(64, 256, 1024), mesh(a=4), donate_argnums=0)
+    free = search(g)[0]
+    whole = search(g, "dp")[0]
+    budget = whole.memory.peak * 0.6
+    tight = search(g, "auto", budget)[0]
+    assert tight.memory.peak <= budget
+    assert tight.cost.seconds >= free.cost.seconds
+
+
+def test_a_budget_that_nothing_fits_names_the_least_that_would() -> None:
+    g = graph(mlp_step, mlp_args(64, 64, 64), mesh(a=4))
+    least = r"fits 100 B a device: the least that would is [\d.]+ KiB, of which \w+ take [\d.]+ KiB"
+    with pytest.raises(MemoryBudgetError, match=least):
+        search(g, "auto", 100)
+
+
+def test_unknown_strategy_names_the_nearest() -> None:
+    g = graph(lambda x: x, ((8,),), mesh(a=4))
+    with pytest.raises(ArgumentError, match="did you mean 'fsdp'"):
+        search(g, "fdsp")
+
+
+def test_a_batch_that_does_not_divide_names_argument_and_size() -> None:
+    g = graph(mlp_step, mlp_args(10, 16, 16), mesh(a=4))
+    with pytest.raises(SpecError, match=r"dimension 0 of batch\['x'\] has size 10 .* pad the batch to 12"):
+        search(g, "dp")
+
+
+def test_zero_presets_store_what_they_say() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
+    parts = {z: search(g, z)[0].memory.parameters for z in ("dp", "zero3", "fsdp")}
+    assert parts["zero3"] == parts["fsdp"] == parts["dp"] // 4
+
+
+def test_search_is_deterministic() -> None:
+    runs = [search(graph(mlp_step, mlp_args(64, 16, 32), mesh(a=2, b=2)))[0] for _ in range(2)]
+    assert runs[0].choice == runs[1].choice
+    assert runs[0].layout.specs == runs[1].layout.specs
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "want"),
+    [
+        ((8, 16), ("a", "b"), Spec(((), ("a", "b")))),
+        ((2, 4), ("a", "b"), Spec(((), ("a", "b")))),
+        ((2, 2), ("a", "b"), Spec((("b",), ("a",)))),
+        ((3, 5), ("a",), Spec(((), ()))),
+        ((1, 1), ("a", "b"), Spec(((), ()))),
+    ],
+)
+def test_stored_in_parts(shape: tuple[int, ...], axes: tuple[str, ...], want: Spec) -> None:
+    assert stored_in_parts(Spec(((), ())), shape, axes, {"a": 2, "b": 2}) == want

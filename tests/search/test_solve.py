@@ -1,0 +1,145 @@
+"""The solver: what every combination tried one by one says, with a bound that never lies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.errors import PlanError
+from autoshard.search.problem import Problem, Row
+from autoshard.search.solve import exactly, lightest, solve, unbudgeted
+
+
+def random_problem(seed: int, rows: int = 0) -> Problem:
+    """Two to six variables of one to four options, most pairs of them with a table."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 5, rng.integers(2, 7))
+    pairs = {
+        (i, j): rng.random((sizes[i], sizes[j]))
+        for i, j in itertools.combinations(range(len(sizes)), 2)
+        if rng.random() < 0.6
+    }
+    budgets = [Row({i: rng.random(n) for i, n in enumerate(sizes)}, rng.uniform(0.3, 0.6) * len(sizes))] * rows
+    kin = (tuple(np.arange(n) // 2 for n in sizes),)
+    return Problem(tuple(rng.random(n) for n in sizes), pairs, tuple(budgets), kin)
+
+
+def every(p: Problem) -> float:
+    """The least cost of all choices that keep the budgets."""
+    choices = itertools.product(*(range(len(u)) for u in p.unary))
+    return min((p.cost(c) for c in choices if p.fits(c)), default=math.inf)
+
+
+@given(st.integers(0, 2**32))
+def test_elimination_finds_the_best_of_all(seed: int) -> None:
+    p = random_problem(seed)
+    found = unbudgeted(p)
+    assert found.cost == pytest.approx(every(p), abs=1e-12)
+    assert found.gap < 1e-12
+    assert found.cost == p.cost(found.choice)
+
+
+@given(st.integers(0, 2**32))
+def test_where_tables_would_be_large_the_bound_holds(seed: int) -> None:
+    p = random_problem(seed)
+    found = unbudgeted(p, largest=8)
+    assert found.bound <= every(p) + 1e-12
+    assert found.cost >= every(p) - 1e-12
+
+
+@given(st.integers(0, 2**32))
+def test_highs_agrees(seed: int) -> None:
+    p = random_problem(seed, rows=seed % 2)
+    if every(p) == math.inf:
+        with pytest.raises(PlanError, match="no choice keeps the budgets"):
+            exactly(p)
+    else:
+        found = exactly(p)
+        assert found.cost == pytest.approx(every(p), abs=1e-6)
+        assert found.bound == pytest.approx(found.cost, abs=1e-6)
+        assert p.fits(found.choice)
+
+
+@given(st.integers(0, 2**32))
+def test_budgets_are_kept_and_the_gap_is_honest(seed: int) -> None:
+    p = random_problem(seed, rows=1)
+    best = every(p)
+    try:
+        found = solve(p, small=seed % 2 * 4000)
+    except PlanError:
+        assert best == math.inf or seed % 2 == 0
+        return
+    assert p.fits(found.choice)
+    assert found.bound - 1e-9 <= best <= found.cost + 1e-9
+
+
+def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
+    found = 0
+    for seed in range(100):
+        p = random_problem(seed, rows=1)
+        try:
+            found += solve(p, small=0).cost <= every(p) * 1.02
+        except PlanError:
+            found += every(p) == math.inf
+    assert found >= 70
+
+
+def test_an_option_that_is_not_to_be_had_is_not_taken() -> None:
+    p = Problem((np.array([0.0, 1.0]), np.zeros(2)), {(0, 1): np.array([[math.inf, math.inf], [3.0, 2.0]])})
+    assert unbudgeted(p).choice == (1, 1)
+    assert exactly(p).choice == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_hopeless_no_choice_keeps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    unary = tuple(np.where(rng.random(3) < 0.3, math.inf, rng.random(3)) for _ in range(4))
+    unary = tuple(np.where(np.isinf(u).all(), 1.0, u) for u in unary)
+    row = Row({i: rng.random(3) for i in range(4)}, float(rng.uniform(0.2, 1.2)))
+    problem = Problem(unary, {}, (row,))
+    kept = [c for c in itertools.product(range(3), repeat=4) if problem.fits(c) and math.isfinite(problem.cost(c))]
+    assert problem.hopeless() is not bool(kept)
+    if not kept:
+        with pytest.raises(PlanError, match="keeps the budgets"):
+            solve(problem, small=0)
+        allowed = [c for c in itertools.product(range(3), repeat=4) if math.isfinite(problem.cost(c))]
+        assert row.load(lightest(problem).choice) == pytest.approx(min(map(row.load, allowed)))
+
+
+def test_kindred_options_lead_out_of_a_bad_start() -> None:
+    """Two variables that must change together: one at a time nothing is better, all at once it is."""
+    table = np.full((4, 4), 5.0)
+    np.fill_diagonal(table, [3.0, 2.0, 1.0, 0.5])
+    wide = {(0, 1): table, (1, 2): table, (0, 2): table}
+    kin = tuple(tuple(np.array(k) for _ in range(3)) for k in ([0, 0, 1, 1], [0, 1, 0, 1]))
+    p = Problem((np.zeros(4),) * 3, wide, kin=kin)
+    assert unbudgeted(p, largest=4).choice == (3, 3, 3)
+
+
+def test_two_products_on_a_mesh_of_two_by_two() -> None:
+    """XLA's solver test in plain numbers: [64,64] x [64,128] x [128,64] on (2, 2), one axis a hundredth as dear."""
+    # Options of a product's factors (rows, contracted, columns): which axis splits which; beta of the axes is (.01, 1).
+    beta, n = (0.01, 1.0), 2
+
+    def reduced(axis: int, size: float) -> float:
+        return 2 * (n - 1) / n * size * beta[axis]
+
+    options = [(a, b) for a in range(3) for b in range(3) if a != b]  # factor split by axis 0, by axis 1
+    first = np.array([sum(reduced(k, 64 * 128 / n) for k in (0, 1) if o[k] == 1) for o in options])
+    second = np.array([sum(reduced(k, 64 * 64 / n) for k in (0, 1) if o[k] == 1) for o in options])
+    # The hidden value is (rows, columns) of the first, (rows, contracted) of the second: free where they agree.
+    agree = [
+        [all((x == 0) == (y == 0) and (x == 2) == (y == 1) for x, y in zip(o, p, strict=True)) for p in options]
+        for o in options
+    ]
+    p = Problem((first, second), {(0, 1): np.where(agree, 0.0, math.inf)})
+    found = unbudgeted(p)
+    o, q = (options[c] for c in found.choice)
+    assert (o, q) == ((2, 0), (1, 0))  # axis 0 on the hidden dimension, axis 1 on the rows
+    assert found.cost == pytest.approx(reduced(0, 64 * 64 / n))
+    assert exactly(p).choice == found.choice

@@ -1,0 +1,69 @@
+"""How values lie under many options at once, against one at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from autoshard.cost.reshard import seconds
+from autoshard.ir.spec import Spec
+from autoshard.machine.hardware import load_hardware
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.search.spec_tables import Lays, lies, near, splits
+
+MESH = LogicalMesh(("a", "b"), (2, 4), load_hardware("tpu-v5p"))
+OPTIONS = (splits((8, 6, 1), ("a", "b"), MESH), splits((8, 12), ("a", "b"), MESH))
+
+
+def test_splits_are_all_that_divide_in_the_order_of_their_axes():
+    found = [
+        Spec(tuple(tuple(a for a, c in zip(("a", "b"), chosen, strict=True) if c == d) for d in range(3)))
+        for chosen in itertools.product((-1, 0, 1, 2), repeat=2)
+        if chosen[0] != 2 and chosen[1] not in (1, 2)  # one element cannot be split, and 6 not into 4
+    ]
+    assert list(OPTIONS[0]) == found
+
+
+def test_what_splits_a_dimension_with_terms_is_what_the_value_is_in_terms_along():
+    option = Spec((("a",), ("b",)))
+    assert lies(option, (1, -1), ((0, "sum"),)) == Spec((("b",), ()), (("a", "sum"),))
+    assert lies(option, (1, -1), ()) == Spec((("b",), ()))
+
+
+def test_moves_are_those_of_each_pair_of_options():
+    lays, shape = Lays(OPTIONS, MESH), (8, 12)
+    src, dst = lays.lies(0, (0, -1), ((1, "sum"),)), lays.lies(1, (0, 1))
+    table = lays.moves(src, dst, shape, 32)
+    each = [[seconds(lies(o, (0, -1), ((1, "sum"),)), p, shape, 32, MESH) for p in OPTIONS[1]] for o in OPTIONS[0]]
+    np.testing.assert_allclose(table, each, rtol=1e-12)
+    same = lays.lies(1, (0, 1))
+    assert same is dst
+    assert not lays.along(dst, same, shape, 32).any()
+    np.testing.assert_allclose(lays.along(src, src, shape, 32), np.zeros(len(OPTIONS[0])))
+    assert lays.parts(dst).tolist() == [o.shards(MESH.shape) for o in OPTIONS[1]]
+
+
+def test_options_that_are_equal_lie_alike():
+    lays = Lays((OPTIONS[0], list(OPTIONS[0]), OPTIONS[1]), MESH)
+    assert lays.lies(0, (0, -1)) is lays.lies(1, (0, -1)) is not lays.lies(2, (0, -1))
+    assert lays.lay([lies(o, (0, -1)) for o in OPTIONS[0]]) is lays.lies(0, (0, -1))
+
+
+def test_along_is_what_moves_has_for_the_same_option():
+    lays, shape = Lays(OPTIONS, MESH), (8, 12)
+    src, dst = lays.lies(1, (0, 1)), lays.lies(1, (-1, 1))
+    np.testing.assert_array_equal(lays.along(src, dst, shape, 32), np.diagonal(lays.moves(src, dst, shape, 32)))
+    assert lays.along(src, dst, shape, 32).any()
+
+
+def test_near_differs_in_what_one_axis_splits():
+    def split_by(spec: Spec) -> list[int | None]:
+        return [next((d for d, axes in enumerate(spec.dims) if a in axes), None) for a in ("a", "b")]
+
+    start, sizes = Spec((("a",), ("b",), ())), (8, 12, 2)
+    found = near(start, sizes, ("a", "b"), MESH)
+    every = splits(sizes, ("a", "b"), MESH)
+    assert found[0] == start
+    assert len(found) == len(set(found))
+    assert set(found) == {s for s in every if any(x == y for x, y in zip(split_by(s), split_by(start), strict=True))}

@@ -1,0 +1,68 @@
+"""Presets are the layouts that people write by hand, and the compiled program has their collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard.backend.audit import audit
+from autoshard.runtime.plan import Plan
+from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
+
+LAYERS = 2
+MODEL = ModelConfig(layers=LAYERS, scan=False, d_model=256, heads=8, d_ff=1024, vocab=1024, seq=64)
+ACTIVATION = 8 * MODEL.seq * MODEL.d_model * 4
+
+
+def planned(strategy: str, mesh: dict[str, int], batch: int = 8) -> tuple[Plan, Any]:
+    steps = make_steps(MODEL, OptimizerConfig(), 100)
+    state = jax.eval_shape(steps.init, jax.random.key(0))
+    tokens = {k: jax.ShapeDtypeStruct((batch, MODEL.seq), jnp.int32) for k in ("inputs", "targets")}
+    step = autoshard.jit(steps.train, mesh=mesh, strategy=strategy, donate_argnums=0)
+    return step.plan(state, tokens), step.lower(state, tokens).compile()
+
+
+def specs(plan: Plan) -> dict[str, str]:
+    """Of each parameter of the first layer, and of what stands outside of the layers."""
+    found = {p.path.removeprefix("state['params']"): str(p.spec) for p in plan.inputs if "['params']" in p.path}
+    return {k: v for k, v in found.items() if "[1]" not in k}
+
+
+def test_tp_splits_heads_and_hidden_width_by_columns_and_then_by_rows() -> None:
+    """Megatron's, with the sequence split in between: 4 gathers and 4 scatters a layer, of the layer's input."""
+    plan, compiled = planned("tp", {"model": 8})
+    found = specs(plan)
+    for name in ("wq", "wk", "wv"):
+        assert found[f"['layers'][0]['attention']['{name}']"] == "[_, model, _]"
+    assert found["['layers'][0]['attention']['wo']"] == "[model, _, _]"
+    for name in ("up", "gate"):
+        assert found[f"['layers'][0]['mlp']['{name}']"] == "[_, model]"
+    assert found["['layers'][0]['mlp']['down']"] == "[model, _]"
+    sent: Counter[str] = Counter()
+    for c in plan.cost.collectives:
+        sent[c.kind] += c.count * (c.bytes == ACTIVATION)
+    assert sent["all-gather"] == sent["reduce-scatter"] == 4 * LAYERS + 1
+    assert audit(compiled, plan).clean, str(audit(compiled, plan))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 2, "model": 4}], ids=str)
+def test_fsdp_tp_splits_the_batch_over_the_first_axis_and_weights_over_both(mesh: dict[str, int]) -> None:
+    plan, _ = planned("fsdp_tp", mesh)
+    for p in plan.inputs:
+        if p.path.startswith("batch"):
+            assert p.spec.dims[0] == ("data",)
+        elif "['mlp']" in p.path or "['attention']" in p.path:
+            assert set(p.spec.axes) == {"data", "model"}, p.path
+    gathered = {c.axes for c in plan.cost.collectives if c.kind == "all-gather" and c.bytes >= 2**16}
+    assert ("data",) in gathered
+
+
+def test_no_preset_but_the_replicated_one_leaves_the_state_whole() -> None:
+    whole = planned("replicated", {"data": 8})[0].memory
+    for strategy in ("zero1", "fsdp", "tp"):
+        assert planned(strategy, {"data": 8})[0].memory.optimizer <= whole.optimizer / 7

@@ -1,0 +1,95 @@
+"""Training configurations: what a file may say, where its paths lead, and what a resumed run must agree in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoshard.errors import ConfigError
+from autoshard.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+PLAIN = """
+model: {layers: 1, d_model: 8, heads: 2, seq: 8}
+batch: 8
+mesh: {axes: {data: 4}, hardware: cpu}
+steps: 10
+checkpoint: {dir: run}
+"""
+PHASES = PLAIN.replace("mesh: ", "phases: [{until: 4, mesh: ").replace(
+    "cpu}\nsteps: 10", "cpu}}, {until: 10, mesh: cpu-8}]"
+)
+
+
+def read(folder: Path, text: str) -> TrainConfig:
+    path = folder / "train.yaml"
+    path.write_text(text)
+    return TrainConfig.load(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/train").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_configurations_are_valid(path: Path):
+    assert TrainConfig.load(path).last_step > 0
+
+
+def test_one_mesh_is_one_phase(tmp_path: Path):
+    config = read(tmp_path, PLAIN)
+    assert [(phase.until, phase.mesh.axes) for phase in config.stretches] == [(10, {"data": 4})]
+    assert (config.last_step, config.devices) == (10, 4)
+
+
+def test_phases_ask_for_the_devices_of_the_largest(tmp_path: Path):
+    config = read(tmp_path, PHASES)
+    assert [phase.until for phase in config.stretches] == [4, 10]
+    assert config.devices == 8
+
+
+def test_paths_lead_from_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/small.yaml").write_text("{layers: 3, d_model: 8, heads: 2, seq: 8}")
+    (tmp_path / "mesh.yaml").write_text("{axes: {data: 2}, hardware: cpu}")
+    text = PLAIN.replace(
+        "model: {layers: 1, d_model: 8, heads: 2, seq: 8}", "model: models/small.yaml\ndata: {source: text}"
+    )
+    monkeypatch.chdir("/")
+    config = read(tmp_path, text.replace("{axes: {data: 4}, hardware: cpu}", "mesh.yaml"))
+    assert config.model.layers == 3
+    assert config.stretches[0].mesh.axes == {"data": 2}
+    assert config.data.source == str(tmp_path / "text")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("batch: 8", "bach: 8", "train.yaml:3: bach: unknown key; did you mean 'batch'"),
+        ("d_model: 8", "dmodel: 8", "train.yaml:2: model.dmodel: unknown key; did you mean 'd_model'"),
+        ("batch: 8", "", "batch: this key is required"),
+        ("batch: 8", "batch: 0", "train.yaml:3: batch: should be greater than or equal to 1; it is 0"),
+        ("steps: 10", "", "give `mesh` and `steps`, or else `phases`"),
+        ("steps: 10", "steps: 10\nphases: [{mesh: cpu-8, until: 3}]", "give `mesh` and `steps`, or else `phases`"),
+        ("seq: 8", "seq: 8, vocab: 100", "vocab is 100; a token is a byte, so it has to be 256"),
+        ("{layers: 1, d_model: 8, heads: 2, seq: 8}", "no/such.yaml", "cannot read .*no/such.yaml"),
+        ("{axes: {data: 4}, hardware: cpu}", "cpu-9", "no mesh config is named 'cpu-9'; did you mean 'cpu-8'"),
+        ("steps: 10", "steps: 10\nstrategy: fdsp", "strategy: .*'fsdp'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, old: str, new: str, message: str):
+    assert old in PLAIN
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, PLAIN.replace(old, new))
+
+
+def test_phases_must_move_on(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"the phases end at steps \[10, 10\]"):
+        read(tmp_path, PHASES.replace("until: 4", "until: 10"))
+
+
+def test_identity_is_what_the_state_depends_on(tmp_path: Path):
+    plain, phases = read(tmp_path, PLAIN), read(tmp_path, PHASES)
+    assert plain.identity() == phases.identity()  # the mesh may change
+    assert plain.identity()["optimizer.decay_steps"] == 10
+    longer = read(tmp_path, PLAIN.replace("steps: 10", "steps: 20"))
+    other = {key for key, value in longer.identity().items() if value != plain.identity()[key]}
+    assert other == {"optimizer.decay_steps"}

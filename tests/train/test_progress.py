@@ -1,0 +1,43 @@
+"""The progress line: what it says, on a terminal and in a file."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+
+from autoshard.train.progress import ProgressLine
+
+
+def test_lines_come_now_and_then_where_there_is_no_terminal():
+    shown = io.StringIO()
+    with ProgressLine(Console(file=shown, soft_wrap=True), total=7, tokens=100, every=3) as progress:
+        for step in range(1, 8):
+            progress.step(step, 2.5)
+    lines = shown.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
+    for line in lines:
+        assert re.fullmatch(r"step ./7  loss 2\.5000  [\d,]+ tokens/s  0:00 left", line)
+
+
+def test_the_rate_is_forgotten_when_the_run_pauses():
+    shown = io.StringIO()
+    with ProgressLine(Console(file=shown, soft_wrap=True), total=9, tokens=100, every=1) as progress:
+        progress.step(1, 2.5)
+        progress.step(2, 2.5)
+        progress.restart()
+        progress.step(3, 2.5)
+    first, second, third = shown.getvalue().splitlines()
+    assert "tokens/s" in second
+    assert "tokens/s" not in first + third
+
+
+def test_a_terminal_shows_one_line_that_is_redrawn():
+    shown = io.StringIO()
+    with ProgressLine(Console(file=shown, force_terminal=True, width=100), total=9, tokens=100, every=1) as progress:
+        assert shown.getvalue() == ""
+        progress.step(1, 2.5)
+        progress.step(2, 2.25)
+    assert "step 2/9  loss 2.2500" in shown.getvalue()
+    assert "\x1b[2K" in shown.getvalue()
