@@ -178,7 +178,9 @@ def decorated(case: Case) -> tuple[autoshard.Step, Any, Any]:
         mesh=mesh(case.platform, case.mesh),
         strategy=case.strategy,
         donate_argnums=0,
-        passes=("dead_code", "one_hot", "turned", f"recompute:{case.recompute}", "sums") if case.recompute else None,
+        passes=("dead_code", "one_hot", "transposed_products", f"recompute:{case.recompute}", "sum_products")
+        if case.recompute
+        else None,
     )
     return jitted, state, batch
 

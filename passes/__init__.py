@@ -9,13 +9,13 @@ from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.recompute import Recompute
-from autoshard.passes.sum_products import Sums
-from autoshard.passes.transposed_products import Turned
+from autoshard.passes.sum_products import SumProducts
+from autoshard.passes.transposed_products import TransposedProducts
 from autoshard.transforms.pipeline import Pass
 
 KNOWN: Mapping[str, type[Pass]] = {
-    p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, Recompute, Sums, Turned)
+    p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, Recompute, SumProducts, TransposedProducts)
 }
 """What a user can name in ``passes=[...]``."""
 
-__all__ = ["KNOWN", "Accumulate", "Attention", "DeadCode", "OneHot", "Recompute", "Sums", "Turned"]
+__all__ = ["KNOWN", "Accumulate", "Attention", "DeadCode", "OneHot", "Recompute", "SumProducts", "TransposedProducts"]

@@ -23,10 +23,10 @@ ADD = frozenset({"add", "add_any"})
 
 
 @dataclass(frozen=True)
-class Sums(Pass):
+class SumProducts(Pass):
     """Joins products that are only added to one another; the plan then reduces their sum once."""
 
-    name: ClassVar[str] = "sums"
+    name: ClassVar[str] = "sum_products"
 
     def __call__(self, program: Program) -> Program:
         after = _rewritten(program.jaxpr, {})

@@ -18,10 +18,10 @@ from autoshard.transforms.pipeline import Pass
 
 
 @dataclass(frozen=True)
-class Turned(Pass):
+class TransposedProducts(Pass):
     """Writes products the way round in which they are read."""
 
-    name: ClassVar[str] = "turned"
+    name: ClassVar[str] = "transposed_products"
 
     def __call__(self, program: Program) -> Program:
         after = _rewritten(program.jaxpr)

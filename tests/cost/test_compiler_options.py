@@ -62,7 +62,7 @@ def test_memory_is_foreseen_as_the_user_says():
     given = {
         "mesh": MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="500MiB"),
         "donate_argnums": 0,
-        "passes": ("dead_code", "turned"),
+        "passes": ("dead_code", "transposed_products"),
     }
     plan = jit(step, strategy="fsdp", **given).plan(state, batch)
     fused = {"compiler_options": dict.fromkeys(APART, True), **given}

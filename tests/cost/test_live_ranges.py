@@ -12,7 +12,7 @@ from autoshard.cost.live_ranges import rooms
 from autoshard.ir.build_graph import flatten
 from autoshard.ir.graph import Graph
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.passes import Sums
+from autoshard.passes import SumProducts
 from autoshard.rules import TABLE
 from tests.programs import CHIP, graph, mesh, program
 
@@ -149,7 +149,7 @@ def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
         return (x @ w[2] + late @ w[3]).sum()
 
     on = mesh(a=1)
-    traced = Sums()(program(fun, (W, W, (4, *W)), on))
+    traced = SumProducts()(program(fun, (W, W, (4, *W)), on))
     g = flatten(traced, TABLE)
     (n,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sum_of_products"]
     products = [i for i, node in enumerate(g.nodes) if node.kind.op == "dot_general"]

@@ -15,7 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.passes import Turned
+from autoshard.passes import TransposedProducts
 from autoshard.transforms.pipeline import Pipeline
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
@@ -35,7 +35,7 @@ def operations(jaxpr: jx.Jaxpr) -> list[str]:
 
 def rewritten(fun: Any, *args: Any) -> Program:
     """``fun`` as a program with its products turned, which gives what ``fun`` does."""
-    program = Pipeline((Turned(),)).run(trace(jax.jit(fun), args, {}, MESH))[0]
+    program = Pipeline((TransposedProducts(),)).run(trace(jax.jit(fun), args, {}, MESH))[0]
     got = jx.as_fun(program.jaxpr)(*jax.tree.leaves(args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, jax.tree.leaves(fun(*args)))
     return program

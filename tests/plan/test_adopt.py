@@ -88,7 +88,7 @@ def test_the_passes_are_named(plan: autoshard.Plan):
 
     with pytest.raises(
         PlanError,
-        match=r"made with passes=\['dead_code', .*, 'attention:large', 'sums'\], and wasteful runs with passes=\[\]",
+        match=r"made with passes=\['dead_code', .*, 'attention:large', 'sum_products'\], and wasteful runs with passes=\[\]",
     ):
         jit(wasteful, strategy=jit(wasteful).plan(X), passes=[]).plan(X)
     assert jit(step, strategy=plan, passes=[]).plan(STATE, X) == plan  # there was nothing that the pass could do
