@@ -69,9 +69,9 @@ def jit(
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects.
         None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products"]``; before them
-        ``"accumulate"`` along those axes of the mesh, if any, with which the step is fastest; and where memory stands in
-        the way of the fastest layout, ``"recompute:products:N"`` or ``"recompute:full"`` beside them if that is faster
-        than other layouts.
+        ``"accumulate"`` along those axes of the mesh, if any, with which the step is fastest; and where memory stands
+        in the way of the fastest layout, ``"recompute:products:N"`` or ``"recompute:full"`` beside them if that is
+        faster than other layouts.
       rules: rules of this step alone, as `register_rule` takes them, by primitive, name of a primitive, or name of a
         kernel or function; they go before all others.
       strict: an operation that has to be kept whole is an error rather than a diagnostic.
