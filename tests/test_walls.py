@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = ("autoshard", "passes", "rules")
+from docs.packages import PICTURE, ROOT, imports, module_of, modules, picture
 
 MAY_IMPORT: Mapping[str, str] = {
     "errors": "",
@@ -40,34 +38,8 @@ MAY_IMPORT: Mapping[str, str] = {
 may import, it may import as well; a single module named here brings nothing else."""
 
 
-def modules() -> dict[str, str]:
-    """Every source of the three folders by its name after ``autoshard.``: ``cost.reshard``, ``rules.local_forms.sort``.
-
-    Links are not followed: `autoshard/rules` shows what stands in `rules/`.
-    """
-    found: dict[str, str] = {}
-    for top in FOLDERS:
-        for folder, _, files in os.walk(ROOT / top, followlinks=False):
-            for file in (Path(folder, f) for f in files if f.endswith(".py")):
-                parts = file.relative_to(ROOT).with_suffix("").parts
-                parts = parts[1:] if top == "autoshard" else parts
-                name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-                found[name] = file.read_text()
-    return found
-
-
 SOURCES = modules()
 PACKAGES = sorted({name.split(".")[0] for name in SOURCES})
-
-
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything that is imported; relative imports start with a dot."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
 def dotted(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -77,16 +49,6 @@ def dotted(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def under(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
-
-
-def target_of(imported: str) -> str | None:
-    """The module of autoshard that an import names, or None where it names none."""
-    if imported == "autoshard" or not imported.startswith("autoshard."):
-        return "__init__" if imported == "autoshard" else None
-    name = imported.removeprefix("autoshard.")
-    while name not in SOURCES and "." in name:
-        name = name.rpartition(".")[0]
-    return name if name in SOURCES else "__init__"
 
 
 def allowed(row: str) -> set[str]:
@@ -112,7 +74,7 @@ def wrong_imports(sources: Mapping[str, str]) -> list[str]:
         row = name.split(".")[0]
         may = allowed(row)
         for line, imported in imports(ast.parse(text)):
-            target = target_of(imported)
+            target = module_of(imported, SOURCES)
             inside_rules = under(name, "rules.local_forms") and target is not None and under(target, "rules")
             if (
                 under(imported, "rules", "passes")
@@ -133,7 +95,7 @@ def wrong_imports(sources: Mapping[str, str]) -> list[str]:
 def circles(sources: Mapping[str, str]) -> list[str]:
     """Every module that imports itself by way of others."""
     edges = {
-        name: {t for _, imported in imports(ast.parse(text)) if (t := target_of(imported)) and t != name}
+        name: {t for _, imported in imports(ast.parse(text)) if (t := module_of(imported, SOURCES)) and t != name}
         for name, text in sources.items()
     }
     done: set[str] = set()
@@ -171,6 +133,10 @@ def test_imports_go_one_way():
 
 def test_no_circle():
     assert circles(SOURCES) == []
+
+
+def test_the_picture_of_the_packages_is_current():
+    assert PICTURE.read_text() == picture(SOURCES), "run: python -m docs.packages"
 
 
 @pytest.mark.parametrize("row", sorted(set(MAY_IMPORT) - {"cli", "__main__"}))
