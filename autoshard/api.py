@@ -13,12 +13,12 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import ArgumentError, RuleError, nearest
 from autoshard.ir import rule_registry
-from autoshard.ir.rule import Local, RuleFn, RuleTable
+from autoshard.ir.rule import Local, RuleFn
 from autoshard.ir.rule_check import check
 from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import MeshLike, mesh_config
 from autoshard.passes import KNOWN
-from autoshard.plan.planner import Wish
+from autoshard.plan.planner import PlanRequest
 from autoshard.rules import OWN, STRUCTURAL, TABLE
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
@@ -120,7 +120,7 @@ def jit(
         raise ArgumentError(f"refine={refine!r}: it is how many layouts are compiled to choose from, 0 or more")
     if refine and isinstance(strategy, Plan):
         raise ArgumentError(f"refine={refine}: a plan that is given as the strategy is taken as it is; leave one out")
-    wish = Wish(
+    request = PlanRequest(
         strategy if isinstance(strategy, str) else strategy.strategy,
         budget,
         strict,
@@ -134,11 +134,11 @@ def jit(
         Options(
             config or mesh,
             strategy if isinstance(strategy, Plan) else None,
-            wish,
+            request,
             chosen,
             lighter,
             parse(WEIGHED if passes is None else None, KNOWN),
-            _table(rules),
+            _rules(rules),
             in_shardings,
             out_shardings,
             *static,
@@ -220,7 +220,7 @@ def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
 _registered: dict[rule_registry.Key, RuleFn] = {}
 
 
-def _table(rules: Mapping[Primitive | str, AnyRule] | None) -> RuleTable:
+def _rules(rules: Mapping[Primitive | str, AnyRule] | None) -> rule_registry.Rules:
     """The step's own rules over those registered, and these over those that ship."""
     own = [_entry(op, rule, None, None) for op, rule in rule_registry.pairs(rules)]
     return rule_registry.Rules({k: fn for entry in own for k, fn in entry.items()}, (_registered, TABLE, OWN))

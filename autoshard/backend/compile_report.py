@@ -11,8 +11,8 @@ from rich.text import Text
 from autoshard.backend.audit import Audit, Row
 from autoshard.backend.compilation import Compilation
 from autoshard.backend.estimate import Estimate
-from autoshard.plan.document import Section, Table, count, near
-from autoshard.plan.render import text
+from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.render import as_text
 from autoshard.plan.review import trials
 from autoshard.units import size_text, time_text
 
@@ -25,15 +25,15 @@ def show(c: Compilation, console: Console) -> None:
     heading = _heading(c)
     made = [_time(c, c.estimate), _collectives(c, c.audit)] if c.estimate and c.audit else []
     others = [trials(c.plan.refined)] if c.plan.refined else []
-    body = Text(text([heading, _memory(c), *made, *others]))
+    body = Text(as_text([heading, _memory(c), *made, *others]))
     if not c.fits:
-        body.stylize("bold red", 0, len(text([heading])))
+        body.stylize("bold red", 0, len(as_text([heading])))
     console.print(body)
     if c.audit is None:
         return
     console.print(Text("\nAudit: bytes a device, planned and emitted"))
     for line, row in c.audit.lines():
-        console.print(Text(f"  {near(line)}", "red" if row and row.unexplained else ""))
+        console.print(Text(f"  {shorten_paths(line)}", "red" if row and row.unexplained else ""))
         if row and row.verdict in ("unplanned", "differs"):
             for cause in _causes(row):
                 console.print(Text(f"    {cause}", "red"))
@@ -84,14 +84,14 @@ def _collectives(c: Compilation, audit: Audit) -> Section:
     alike, seconds = Counter[tuple[str, str, int, str]](), defaultdict[tuple[str, str, int, str], float](float)
     for x in audit.emitted:
         axes = "unknown groups" if x.axes is None else "+".join(x.axes) or "no axis"
-        key = x.kind, axes, x.bytes, near(x.source) or x.operation or "unknown"
+        key = x.kind, axes, x.bytes, shorten_paths(x.source) or x.operation or "unknown"
         alike[key] += x.count
         seconds[key] += c.seconds_of(x)
     if not alike:
         return Section("Collectives", ("None: nothing is sent between devices.",))
     order = sorted(alike, key=lambda k: (-seconds[k], k))
     rows = [(time_text(seconds[k]), k[0], k[1], size_text(k[2]), str(alike[k]), k[3]) for k in order[:ROWS]]
-    rest = f"{count(len(order) - ROWS, 'smaller row')} left out: --json has each."
+    rest = f"{plural(len(order) - ROWS, 'smaller row')} left out: --json has each."
     sent = sum(x.total for x in audit.emitted)
     return Section(
         "Collectives",
@@ -104,4 +104,4 @@ def _collectives(c: Compilation, audit: Audit) -> Section:
 def _causes(row: Row) -> Iterator[str]:
     """Where the emitted collectives of a row come from: line and operation, those of most bytes first."""
     for x in row.emitted[:3]:
-        yield f"from {near(x.source) or 'no line of yours'}: {x.operation or x.computation}"
+        yield f"from {shorten_paths(x.source) or 'no line of yours'}: {x.operation or x.computation}"

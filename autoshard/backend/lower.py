@@ -34,7 +34,7 @@ def constrained(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     """The program's jaxpr with a constraint for each pin and an island for each local form, at every depth."""
     plan_pins = plan.intermediates
     shardings = {
-        (p.value, p.node): [NamedSharding(mesh, s.partition_spec()) for s in (*p.via, p.spec)] for p in plan_pins
+        (p.value, p.node): [NamedSharding(mesh, s.partition_spec()) for s in (*p.waypoints, p.spec)] for p in plan_pins
     }
     results = {v: s for (v, n), s in shardings.items() if n is None}
     operands = {(v, n): s for (v, n), s in shardings.items() if n is not None}
@@ -107,17 +107,17 @@ class _Lowering:
         rule, island = self.local[node or 0]
         form, sizes = rule.local, self.mesh.shape
         assert form is not None
-        edges = halo_axes(rule, island.needs, island.gives)
+        edges = halo_axes(rule, island.in_specs, island.out_specs)
         if edges == set(sizes):
             return [eqn.replace(invars=invars)]
         needs, leaves = (
-            tuple(_without(s, edges).partition_spec() for s in side) for side in (island.needs, island.leaves)
+            tuple(_without(s, edges).partition_spec() for s in side) for side in (island.in_specs, island.reduced_specs)
         )
         itself = jx.on_part(
             eqn,
             [
                 [n // math.prod(sizes[a] for a in axes) for n, axes in zip(jx.aval(v).shape, s.dims, strict=True)]
-                for v, s in zip(eqn.outvars, island.gives, strict=True)
+                for v, s in zip(eqn.outvars, island.out_specs, strict=True)
             ],
         )
 
@@ -125,7 +125,7 @@ class _Lowering:
             operands = _with_edges(operands, rule, island, sizes)
             out = itself(*operands) if form.fun is None else form.fun(island.axes, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
-            ends = zip(results, island.gives, island.leaves, strict=True)
+            ends = zip(results, island.out_specs, island.reduced_specs, strict=True)
             return tuple(_combined(x, given, left, self.links) for x, given, left in ends)
 
         whole = jax.shard_map(
@@ -199,8 +199,8 @@ def _with_edges(operands: Sequence[Any], rule: Rule, island: Island, sizes: Mapp
     """The parts with what they read of their neighbours, where that is not left to XLA."""
     found = list(operands)
     for halo in rule.halos:
-        axes = island.needs[halo.operand].dims[halo.dim]
-        if axes and rule.kind(rule.along(halo)) != "halo":
+        axes = island.in_specs[halo.operand].dims[halo.dim]
+        if axes and rule.kind(rule.halo_factor(halo)) != "halo":
             rows = halo.window.rows(math.prod(sizes[a] for a in axes))
             found[halo.operand] = extended(found[halo.operand], axes, halo.dim, *rows)
     return tuple(found)

@@ -10,20 +10,19 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from autoshard.cost.compiler_options import keeps_apart, of_the_user, overruled, settings
+from autoshard.cost.compiler_options import should_disable_all_gather_fusion, user_options, conflicting_options, effective_options
 from autoshard.errors import MemoryBudgetError, PlanError
-from autoshard.ir.build_graph import flatten
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program, abstract
-from autoshard.ir.rule import RuleTable
 from autoshard.ir.spec import Spec
 from autoshard.jaxpr import dtype_name
-from autoshard.plan.planner import Wish, budget_of, fingerprint
+from autoshard.plan.planner import PlanRequest, budget_of, fingerprint
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text
 
 
-def adopt(plan: PlanRecord, program: Program, table: RuleTable, wish: Wish) -> tuple[PlanRecord, Graph]:
+def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[PlanRecord, Graph]:
     """``plan`` for ``program``, with the structures of its arguments and the compiler options given beside it.
 
     Raises:
@@ -33,29 +32,29 @@ def adopt(plan: PlanRecord, program: Program, table: RuleTable, wish: Wish) -> t
       RuleError, SpecError: as `flatten.flatten`.
     """
     _check_arguments(plan, program)
-    graph = flatten(program, table, strict=wish.strict)
-    _check_program(plan, graph, wish)
+    graph = build_graph(program, strict=request.strict)
+    _check_program(plan, graph, request)
     for what, lies, wanted in _overruled(plan, graph):
         raise PlanError(
             f"{what} is pinned to {wanted}, and the plan lays it out as {lies}: a pin is never overruled; plan anew "
             "with it, or leave it out"
         )
-    if wish.memory_budget is not None and plan.memory.peak > wish.memory_budget:
+    if request.memory_budget is not None and plan.memory.peak > request.memory_budget:
         raise MemoryBudgetError(
             f"the plan takes {size_text(plan.memory.peak, 2)} a device at its peak, and the memory budget is "
-            f"{size_text(wish.memory_budget, 2)}: plan anew under it, or raise it",
+            f"{size_text(request.memory_budget, 2)}: plan anew under it, or raise it",
             plan.memory.peak,
         )
-    said = of_the_user(plan.compiler_options)
+    said = user_options(plan.compiler_options)
     ours = len(said) < len(plan.compiler_options)
-    given = (*said, *wish.compiler_options)
-    if ours and (other := overruled(given)):
+    given = (*said, *request.compiler_options)
+    if ours and (other := conflicting_options(given)):
         raise PlanError(
             f"the plan's memory is foreseen with compiler options that are given otherwise: {other}; leave them out, "
             "or plan anew"
         )
     peak = math.inf if ours else plan.memory.peak  # where it has ours, it needs them
-    options = settings(keeps_apart(graph, peak, budget_of(wish, program), given), given)
+    options = effective_options(should_disable_all_gather_fusion(graph, peak, budget_of(request, program), given), given)
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph
 
 
@@ -86,11 +85,11 @@ def passes_of(passes: Iterable[str]) -> tuple[str, ...]:
     return tuple(text.split(": ", 1)[0] for text in passes)
 
 
-def _check_program(plan: PlanRecord, graph: Graph, wish: Wish) -> None:
+def _check_program(plan: PlanRecord, graph: Graph, request: PlanRequest) -> None:
     program, now = graph.program, fingerprint(graph)
     if now == plan.fingerprint:
         return
-    ran = [list(passes_of(texts)) for texts in (plan.passes, wish.passes)]
+    ran = [list(passes_of(texts)) for texts in (plan.passes, request.passes)]
     if ran[0] != ran[1]:
         raise PlanError(
             f"the plan was made with passes={ran[0]}, and {program.name} runs with passes={ran[1]}: give the same, or "
@@ -125,7 +124,7 @@ def _overruled(plan: PlanRecord, graph: Graph) -> Iterator[tuple[str, Spec, Spec
     results = {v for v, leaf in zip(graph.outputs, program.outputs, strict=True) if leaf.pin == graph.pins.get(v)}
     for value in sorted(graph.pins.keys() & pinned.keys() - results):
         pin, want = pinned[value], graph.pins[value]
-        if differ(pin.spec, want, graph.open.get(value, frozenset())):
+        if differ(pin.spec, want, graph.unconstrained_dims.get(value, frozenset())):
             yield f"{pin.op} at {pin.source}", pin.spec, want
 
 

@@ -22,11 +22,11 @@ class Place:
 
     def bytes_on(self, mesh: LogicalMesh, bits: int) -> int:
         """Bytes on one device."""
-        return -(-math.prod(self.shape) * bits // 8 // self.spec.shards(mesh.shape))
+        return -(-math.prod(self.shape) * bits // 8 // self.spec.num_shards(mesh.shape))
 
 
 @dataclass(frozen=True)
-class Pin:
+class Constraint:
     """An intermediate that is pinned when the step is lowered.
 
     ``value`` is its number in the program's graph. ``node`` is the one equation that reads it so, or None when
@@ -40,7 +40,7 @@ class Pin:
     shape: tuple[int, ...]
     why: str
     node: int | None = None
-    via: tuple[Spec, ...] = ()
+    waypoints: tuple[Spec, ...] = ()
     """What it is brought to on the way, where XLA cannot go all the way at once."""
 
 
@@ -51,9 +51,9 @@ class Island:
     node: int
     axes: tuple[str, ...]
     """Mesh axes that split its local factor."""
-    needs: tuple[Spec, ...]
-    gives: tuple[Spec, ...]
-    leaves: tuple[Spec, ...]
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec, ...]
+    reduced_specs: tuple[Spec, ...]
     """How its results lie once their terms are put together: as given, or scattered on the way."""
     op: str
     source: str
@@ -77,12 +77,12 @@ class Trial:
     """Seconds of one call."""
     peak: int
     """Predicted bytes."""
-    needs: int = 0
-    has: int = 0
+    required: int = 0
+    available: int = 0
     """Bytes that there are, by the compiler's account, or what the user allows if that is less."""
     seconds: float | None = None
     """Of one call by the compiler's account, nothing hidden; None where it refused the layout."""
-    bound: float | None = None
+    overlapped: float | None = None
     """The same where all is hidden that can be."""
     exact: bool = True
     """False where some loop's trips are not known: they count as one."""
@@ -93,4 +93,4 @@ class Trial:
     @property
     def fits(self) -> bool:
         """Whether the devices have the memory that it needs."""
-        return not self.reason and self.needs <= self.has
+        return not self.reason and self.required <= self.available

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from autoshard.errors import PlanError
 from autoshard.machine.collective import collective_seconds
-from autoshard.plan.document import Section, Table, count, near
-from autoshard.plan.grouping import families
+from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.grouping import group_arrays
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text, time_text
 
@@ -71,9 +71,9 @@ def _arguments(plan: PlanRecord, other: PlanRecord) -> Section:
     rows = [
         (family.path, str(len(family.places)), str(family.first.spec), spec)
         for spec, places in alike.items()
-        for family in families([moved[i] for i in places])
+        for family in group_arrays([moved[i] for i in places])
     ]
-    words = f"{count(len(moved), 'array')} of {len(plan.inputs)} lie otherwise."
+    words = f"{plural(len(moved), 'array')} of {len(plan.inputs)} lie otherwise."
     return Section("Arguments", (words,), _table(("array", "arrays", "here", "there"), rows, {1}))
 
 
@@ -82,7 +82,7 @@ def _time(plan: PlanRecord, other: PlanRecord) -> Section:
     here, there = _seconds(plan), _seconds(other)
     order = sorted({*here, *there}, key=lambda k: (-abs(there[k] - here[k]), k))
     rows = [
-        (signed(there[k] - here[k]), time_text(here[k]), time_text(there[k]), *k)
+        (signed_time(there[k] - here[k]), time_text(here[k]), time_text(there[k]), *k)
         for k in order
         if abs(there[k] - here[k]) > 1e-9
     ]
@@ -95,11 +95,11 @@ def _seconds(plan: PlanRecord) -> Counter[tuple[str, str, str]]:
     found = Counter({("compute", "", ""): plan.cost.compute})
     for c in plan.cost.collectives:
         seconds = collective_seconds(c.kind, c.axes or (), c.bytes, plan.mesh) * c.count
-        found[c.kind, "+".join(c.axes or ()), near(c.source)] += seconds  # type: ignore[assignment]
+        found[c.kind, "+".join(c.axes or ()), shorten_paths(c.source)] += seconds  # type: ignore[assignment]
     return found  # type: ignore[return-value]
 
 
-def signed(seconds: float) -> str:
+def signed_time(seconds: float) -> str:
     """A difference of times, with its sign."""
     return f"{'-' if seconds < 0 else '+'}{time_text(abs(seconds))}"
 

@@ -31,12 +31,12 @@ class Section:
     remarks: tuple[str, ...] = ()
 
 
-def near(text: str) -> str:
+def shorten_paths(text: str) -> str:
     """``text`` with its source paths as seen from the working directory, from the library, or as a notebook's cell."""
     return _IN_TEXT.sub(lambda m: _file(m[0]), text)
 
 
-def count(n: int, what: str) -> str:
+def plural(n: int, what: str) -> str:
     """``n`` and the noun, in the plural where that is due."""
     return f"{n} {what}{'' if n == 1 else 's'}"
 

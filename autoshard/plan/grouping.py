@@ -28,7 +28,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Family:
+class ArrayGroup:
     """Arrays of one shape, dtype and spec whose paths go together."""
 
     steps: Steps
@@ -45,7 +45,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Followers:
+class MatchingSubtree:
     """A subtree whose arrays lie as those of the same name under ``leader``."""
 
     path: str
@@ -53,22 +53,22 @@ class Followers:
     places: tuple[Place, ...]
 
 
-def bytes_each(places: Iterable[Place], mesh: Mapping[str, int]) -> int:
+def bytes_per_device(places: Iterable[Place], mesh: Mapping[str, int]) -> int:
     """Bytes that ``places`` take on one device of a mesh with these axis sizes."""
-    return sum(-(-math.prod(p.shape) * dtype_bits(dtype_named(p.dtype)) // (8 * p.spec.shards(mesh))) for p in places)
+    return sum(-(-math.prod(p.shape) * dtype_bits(dtype_named(p.dtype)) // (8 * p.spec.num_shards(mesh))) for p in places)
 
 
-def families(places: Sequence[Place]) -> list[Family]:
+def group_arrays(places: Sequence[Place]) -> list[ArrayGroup]:
     """Groups ``places``; families come in the order of their first member, members in theirs."""
-    rows = [Family(tuple((s,) for s in _steps(p.path)), (p,)) for p in places]
+    rows = [ArrayGroup(tuple((s,) for s in _steps(p.path)), (p,)) for p in places]
     for depth in range(max((len(r.steps) for r in rows), default=0)):
         rows = _merged(rows, depth)
     return rows
 
 
-def told(places: Sequence[Place]) -> list[Family | Followers]:
+def report_rows(places: Sequence[Place]) -> list[ArrayGroup | MatchingSubtree]:
     """The families of ``places``, with every subtree that follows another as one entry."""
-    rows = families(places)
+    rows = group_arrays(places)
     trees: dict[Steps, list[int]] = defaultdict(list)
     holders: dict[object, list[Steps]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -81,7 +81,7 @@ def told(places: Sequence[Place]) -> list[Family | Followers]:
             leader = _leader(tree, rows, trees, holders, leaders)
             if leader:
                 leaders[tree] = leader
-    found: list[Family | Followers] = []
+    found: list[ArrayGroup | MatchingSubtree] = []
     done: set[Steps] = set()
     for row in rows:
         tree = next((row.steps[:n] for n in range(1, len(row.steps)) if row.steps[:n] in leaders), None)
@@ -91,34 +91,34 @@ def told(places: Sequence[Place]) -> list[Family | Followers]:
             done.add(tree)
             members = itertools.chain.from_iterable(rows[i].places for i in trees[tree])
             path, leader = ("".join(map(_alternatives, t)) for t in (tree, leaders[tree]))
-            found.append(Followers(path, leader, tuple(members)))
+            found.append(MatchingSubtree(path, leader, tuple(members)))
     return found
 
 
-def _merged(rows: Sequence[Family], depth: int) -> list[Family]:
+def _merged(rows: Sequence[ArrayGroup], depth: int) -> list[ArrayGroup]:
     """``rows`` with those put together that differ in step ``depth`` alone."""
-    groups: dict[object, list[Family]] = {}
+    groups: dict[object, list[ArrayGroup]] = {}
     for row in rows:
         p, others = row.first, (len(row.steps), row.steps[:depth], row.steps[depth + 1 :])
         groups.setdefault((others, p.shape, p.dtype, p.spec, p.why == "pinned"), []).append(row)
     return [group[0] if len(group) == 1 else _union(group, depth) for group in groups.values()]
 
 
-def _union(group: Sequence[Family], depth: int) -> Family:
+def _union(group: Sequence[ArrayGroup], depth: int) -> ArrayGroup:
     steps = group[0].steps
     either = tuple(dict.fromkeys(s for row in group for s in row.steps[depth]))
     places = itertools.chain.from_iterable(row.places for row in group)
-    return Family((*steps[:depth], either, *steps[depth + 1 :]), tuple(places))
+    return ArrayGroup((*steps[:depth], either, *steps[depth + 1 :]), tuple(places))
 
 
-def _member(row: Family, n: int) -> object:
+def _member(row: ArrayGroup, n: int) -> object:
     """What a subtree's member must share with one in another: the rest of its path, its shape, its spec."""
     return row.steps[n:], row.first.shape, row.first.spec
 
 
 def _leader(
     tree: Steps,
-    rows: Sequence[Family],
+    rows: Sequence[ArrayGroup],
     trees: Mapping[Steps, list[int]],
     holders: Mapping[object, list[Steps]],
     leaders: Mapping[Steps, Steps],

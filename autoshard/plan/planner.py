@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.cost.compiler_options import settings
-from autoshard.ir.build_graph import flatten
+from autoshard.cost.compiler_options import effective_options
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Leaf, Program, abstract
 from autoshard.ir.propagate import Layout
-from autoshard.ir.rule import RuleTable
 from autoshard.ir.spec import Spec, replicated
 from autoshard.jaxpr import dtype_name
-from autoshard.plan.constraints import islands, pins
+from autoshard.plan.constraints import islands, sharding_constraints
 from autoshard.plan.decisions import Alternative, Place
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
@@ -26,7 +25,7 @@ from autoshard.search.solved_layouts import mostly
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanRequest:
     """What the user asked of planning."""
 
     strategy: str = "auto"
@@ -36,23 +35,23 @@ class Wish:
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
 
-def make(program: Program, table: RuleTable, wish: Wish) -> tuple[PlanRecord, Graph]:
+def make_plan(program: Program, request: PlanRequest) -> tuple[PlanRecord, Graph]:
     """Plans ``program``: rules, propagation and search, then the pins that lowering needs.
 
     Raises:
       RuleError, SpecError, ArgumentError, MemoryBudgetError: as `flatten.flatten` and `search.search`.
     """
-    graph = flatten(program, table, strict=wish.strict)
-    best, s = search(graph, wish.strategy, budget_of(wish, program), wish.compiler_options)
-    return describe(graph, best, s, wish), graph
+    graph = build_graph(program, strict=request.strict)
+    best, s = search(graph, request.strategy, budget_of(request, program), request.compiler_options)
+    return plan_from_candidate(graph, best, s, request), graph
 
 
-def budget_of(wish: Wish, program: Program) -> float:
+def budget_of(request: PlanRequest, program: Program) -> float:
     """Bytes per device that a plan may use."""
-    return wish.memory_budget if wish.memory_budget is not None else program.mesh.hardware.memory
+    return request.memory_budget if request.memory_budget is not None else program.mesh.hardware.memory
 
 
-def describe(graph: Graph, best: Candidate, s: Search, wish: Wish) -> PlanRecord:
+def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanRequest) -> PlanRecord:
     """The account of a layout that was chosen."""
     program, layout = graph.program, best.layout
     outs = {o: i for i, o in program.carries}
@@ -79,24 +78,24 @@ def describe(graph: Graph, best: Candidate, s: Search, wish: Wish) -> PlanRecord
     return PlanRecord(
         name=program.name,
         mesh=program.mesh,
-        strategy=wish.strategy,
+        strategy=request.strategy,
         inputs=inputs,
         outputs=tuple(outputs),
-        intermediates=pins(graph, layout, s.costing, [p.spec for p in outputs]),
-        islands=islands(graph, layout, s.costing),
+        intermediates=sharding_constraints(graph, layout, s.cost_model, [p.spec for p in outputs]),
+        islands=islands(graph, layout, s.cost_model),
         cost=best.cost,
         memory=best.memory,
         fingerprint=fingerprint(graph),
-        choices=split,
+        dim_splits=split,
         storage=best.choice.storage,
         zero=best.choice.zero,
         alternatives=_alternatives(best, s),
         diagnostics=(*map(str, graph.diagnostics), *_dropped(graph, layout)),
-        passes=wish.passes,
+        passes=request.passes,
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
         bound=s.bound,
-        compiler_options=settings(best.apart, wish.compiler_options),
+        compiler_options=effective_options(best.all_gather_fusion_disabled, request.compiler_options),
         in_tree=program.in_tree,
         out_tree=program.out_tree,
     )
@@ -115,7 +114,7 @@ def fingerprint(graph: Graph) -> str:
         text = kinds.get(id(n.kind)) or kinds.setdefault(  # type: ignore[attr-defined]
             id(n.kind), f"{n.kind.op} {n.kind.rule} {n.kind.shapes} {n.kind.bits}"
         )
-        lines.append(f"{text} {n.operands} {n.results} {n.times}\n")
+        lines.append(f"{text} {n.operands} {n.results} {n.trip_count}\n")
     digest.update("".join(lines).encode())
     return digest.hexdigest()[:32]
 
@@ -144,11 +143,11 @@ def _alternatives(best: Candidate, s: Search) -> tuple[Alternative, ...]:
         key = (c.cost.seconds, c.memory.peak)
         if key not in seen and len(rows) < 5:
             seen.add(key)
-            rows.append(Alternative(choice_text(c, s), c.cost.seconds, c.memory.peak))
+            rows.append(Alternative(describe_choice(c, s), c.cost.seconds, c.memory.peak))
     return tuple(rows)
 
 
-def choice_text(c: Candidate, s: Search) -> str:
+def describe_choice(c: Candidate, s: Search) -> str:
     """A choice in words: ``batch over data; w1.1 over model; state in parts over data``."""
     words = [f"{k.name} over {'+'.join(a)}" for k, a in zip(s.classes, c.choice.split, strict=True) if a]
     if c.choice.zero:

@@ -16,8 +16,8 @@ from autoshard.errors import PlanError
 from autoshard.ir.program import TreeDef
 from autoshard.jaxpr import dtype_named
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.plan.decisions import Alternative, Island, Pin, Place, Trial
-from autoshard.plan.treedef import describe
+from autoshard.plan.decisions import Alternative, Island, Constraint, Place, Trial
+from autoshard.plan.treedef import treedef_to_json
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class PlanRecord:
     strategy: str
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
-    intermediates: tuple[Pin, ...]
+    intermediates: tuple[Constraint, ...]
     cost: Cost
     memory: Memory
     fingerprint: str
     """Of the program, its shapes and the mesh's axes: a plan fits what has the same."""
     islands: tuple[Island, ...] = ()
     """Equations that run in their local form."""
-    choices: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
+    dim_splits: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
     """Dimension classes (name, size) and the axes that split them."""
     storage: tuple[str, ...] = ()
     zero: int = 0
@@ -69,7 +69,7 @@ class PlanRecord:
 
     @functools.cached_property
     def _structures(self) -> list[Any]:
-        return [None if tree is None else [describe(tree)] for tree in (self.in_tree, self.out_tree)]
+        return [None if tree is None else [treedef_to_json(tree)] for tree in (self.in_tree, self.out_tree)]
 
     @property
     def in_specs(self) -> Any:

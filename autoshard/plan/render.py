@@ -17,10 +17,10 @@ _COLUMN = 64
 
 def explain(plan: PlanRecord) -> str:
     """The review of ``plan`` as plain text."""
-    return text(review(plan))
+    return as_text(review(plan))
 
 
-def text(sections: Iterable[Section]) -> str:
+def as_text(sections: Iterable[Section]) -> str:
     """Sections as plain text, at most 120 columns wide; the first is the heading."""
     lines: list[str] = []
     for n, section in enumerate(sections):
@@ -35,7 +35,7 @@ def text(sections: Iterable[Section]) -> str:
     return "\n".join(lines)
 
 
-def html(plan: PlanRecord) -> str:
+def as_html(plan: PlanRecord) -> str:
     """The review of ``plan`` as an HTML fragment: headings, paragraphs and tables, everything escaped."""
     parts: list[str] = []
     for n, section in enumerate(review(plan)):

@@ -9,10 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoshard.machine.collective import collective_seconds
-from autoshard.plan.decisions import Alternative, Pin, Place, Trial
-from autoshard.plan.document import Section, Table, count, near
-from autoshard.plan.grouping import Family, bytes_each, told
+from autoshard.machine.collective import ALL_REDUCE, CollectiveKind, collective_seconds
+from autoshard.plan.decisions import Alternative, Constraint, Place, Trial
+from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.grouping import ArrayGroup, bytes_per_device, report_rows
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text, time_text
 
@@ -20,7 +20,7 @@ TRANSFERS, PINS = 24, 12
 """Rows that a table of these has at most; what is left out is summed up beneath."""
 
 
-_REDUCES = ("all-reduce",)
+_REDUCES = (ALL_REDUCE,)
 _REPLACES = ", which it replaces"
 _BRINGS = ("brought there", "needed so", "pinned")
 
@@ -41,7 +41,7 @@ def review(plan: PlanRecord) -> Iterator[Section]:
     yield Section(
         "Diagnostics",
         () if plan.diagnostics else ("None: nothing was kept whole and no wish was dropped.",),
-        remarks=tuple(map(near, plan.diagnostics)),
+        remarks=tuple(map(shorten_paths, plan.diagnostics)),
     )
 
 
@@ -60,27 +60,27 @@ def _heading(plan: PlanRecord) -> Section:
         words.append(f"Compiler options: {', '.join(f'{k}={v!r}' for k, v in plan.compiler_options)}.")
     words.append(f"Fingerprint {plan.fingerprint}.")
     if plan.refined:
-        sure = f"of {count(len(plan.refined), 'layout')} that were compiled the one that the compiler likes best"
+        sure = f"of {plural(len(plan.refined), 'layout')} that were compiled the one that the compiler likes best"
     title = f"Plan of {plan.name} on the mesh {plan.mesh}: strategy {plan.strategy}, {sure}"
     return Section(title, tuple(words))
 
 
 def _dimensions(plan: PlanRecord) -> Section:
-    if not plan.choices:
+    if not plan.dim_splits:
         return Section("Dimensions", ("No argument has a dimension that could be split.",))
     words = [
         "Dimensions that are split alike wherever they meet, heaviest first. Size is their greatest common divisor.",
         "Over is what the search chose; pins and stored state come on top, as the specs of the arguments show.",
     ]
-    example = next((n for n, _, _ in plan.choices if re.search(r"\.\d+$", n)), None)
+    example = next((n for n, _, _ in plan.dim_splits if re.search(r"\.\d+$", n)), None)
     if example:
         leaf, dim = example.rsplit(".", 1)
         words.append(f"Names come from the largest argument: {example} is dimension {dim} of {leaf}, counted from 0.")
     rows = [
         (name, str(size), "+".join(axes) or "none, whole", str(size // plan.mesh.axes_size(axes)))
-        for name, size, axes in plan.choices
+        for name, size, axes in plan.dim_splits
     ]
-    split = {a for _, _, axes in plan.choices for a in axes} | set(plan.storage)
+    split = {a for _, _, axes in plan.dim_splits for a in axes} | set(plan.storage)
     used = {a for p in (*plan.inputs, *plan.outputs, *plan.intermediates) for a in p.spec.axes} | split
     idle = [(a, n) for a, n in plan.mesh.shape.items() if n > 1 and a not in used]
     remarks = [f"Nothing is split over {a}: all {n} devices along it do the same work." for a, n in idle]
@@ -101,19 +101,19 @@ def _state(plan: PlanRecord) -> Section:
     for p in state:
         kinds.setdefault(tuple(a for a in plan.mesh.axis_names if a in p.spec.axes), []).append(p)
     once = dict.fromkeys(plan.mesh.axis_names, 1)
-    order = sorted(kinds, key=lambda axes: (-bytes_each(kinds[axes], once), axes))
+    order = sorted(kinds, key=lambda axes: (-bytes_per_device(kinds[axes], once), axes))
     rows = [
         (
             "+".join(axes) or "none, whole",
             str(plan.mesh.axes_size(axes)),
             str(len(kinds[axes])),
-            size_text(bytes_each(kinds[axes], once)),
-            size_text(bytes_each(kinds[axes], plan.mesh.shape)),
+            size_text(bytes_per_device(kinds[axes], once)),
+            size_text(bytes_per_device(kinds[axes], plan.mesh.shape)),
         )
         for axes in order
     ]
-    whole, part = (size_text(bytes_each(state, sizes)) for sizes in (once, plan.mesh.shape))
-    words = f"What is carried from call to call: {count(len(state), 'array')}, {whole}, of which a device holds {part}."
+    whole, part = (size_text(bytes_per_device(state, sizes)) for sizes in (once, plan.mesh.shape))
+    words = f"What is carried from call to call: {plural(len(state), 'array')}, {whole}, of which a device holds {part}."
     table = Table(("split over", "parts", "arrays", "in all", "a device"), tuple(rows), frozenset({1, 2, 3, 4}))
     split = {a for axes in kinds for a in axes if plan.mesh.shape[a] > 1}
     return Section("State", (words,), table, (_moved(plan, split),) if split else ())
@@ -127,7 +127,7 @@ def _moved(plan: PlanRecord, axes: set[str]) -> str:
     runs = Counter[str]()
     for c in found:
         runs[c.kind] += c.count
-    what = " and ".join(count(n, kind) for kind, n in runs.most_common())
+    what = " and ".join(plural(n, kind) for kind, n in runs.most_common())
     return (
         f"Along these axes a call runs {what}, {size_text(sum(c.total for c in found))} a device: what an operation "
         "needs otherwise than it lies is brought there for it. Cost has each."
@@ -140,17 +140,17 @@ def _replaced(plan: PlanRecord) -> set[str]:
 
 
 def _arguments(plan: PlanRecord) -> Section:
-    total = size_text(bytes_each(plan.inputs, plan.mesh.shape))
+    total = size_text(bytes_per_device(plan.inputs, plan.mesh.shape))
     donated = _roots(p for p in plan.inputs if p.donated)
     words = [
-        f"{count(len(plan.inputs), 'array')}, {total} on each device. A spec has the mesh axes that split each "
+        f"{plural(len(plan.inputs), 'array')}, {total} on each device. A spec has the mesh axes that split each "
         "dimension, _ where none does."
     ]
     if donated:
         words.append(f"Donated, so that results take their room: {', '.join(donated)}.")
     replaced = _replaced(plan)
     twice = [p for p in plan.inputs if p.path in replaced and not p.donated]
-    size = size_text(bytes_each(twice, plan.mesh.shape))
+    size = size_text(bytes_per_device(twice, plan.mesh.shape))
     remark = f"Replaced by a result and not donated, so that {size} are there twice: {', '.join(_roots(twice))}."
     return Section("Arguments", tuple(words), _places(plan.inputs, plan), (remark,) if twice else ())
 
@@ -166,7 +166,7 @@ def _results(plan: PlanRecord) -> Section:
     words: list[str] = []
     if carried:
         each = "replaces its argument and lies as it does" if carried == 1 else "replace arguments and lie as those do"
-        words.append(f"{count(carried, 'array')} {each}.")
+        words.append(f"{plural(carried, 'array')} {each}.")
     if not plan.outputs:
         words.append("The step returns nothing.")
     return Section("Results", tuple(words), _places(others, plan) if others else None)
@@ -174,10 +174,10 @@ def _results(plan: PlanRecord) -> Section:
 
 def _places(places: Sequence[Place], plan: PlanRecord) -> Table:
     rows: list[tuple[str, ...]] = []
-    for entry in told(places):
-        size = size_text(bytes_each(entry.places, plan.mesh.shape))
+    for entry in report_rows(places):
+        size = size_text(bytes_per_device(entry.places, plan.mesh.shape))
         n = len(entry.places)
-        if isinstance(entry, Family):
+        if isinstance(entry, ArrayGroup):
             p = entry.first
             array = f"{p.dtype}[{','.join(map(str, p.shape))}]"
             kind, note = array if n == 1 else f"{n} x {array}", "pinned" if p.why == "pinned" else ""
@@ -209,9 +209,9 @@ def _cost(plan: PlanRecord) -> Section:
         return Section(
             "Cost", (f"{time_text(cost.seconds)} a call, all of it compute: nothing is sent between devices.",)
         )
-    alike = Counter[tuple[str, tuple[str, ...], int, str]]()
+    alike = Counter[tuple[CollectiveKind, tuple[str, ...], int, str]]()
     for c in cost.collectives:
-        alike[c.kind, c.axes or (), c.bytes, near(c.source)] += c.count
+        alike[c.kind, c.axes or (), c.bytes, shorten_paths(c.source)] += c.count
     seconds = {k: collective_seconds(k[0], k[1], k[2], plan.mesh) * n for k, n in alike.items()}
     order = sorted(alike, key=lambda k: (-seconds[k], k))
     rows = [
@@ -226,7 +226,7 @@ def _cost(plan: PlanRecord) -> Section:
         f"{time_text(cost.seconds)} a call: {time_text(cost.compute)} of compute, then {time_text(cost.transfers)} "
         f"({share}) of transfers: {sum(alike.values())} of them, {sent} a device."
     )
-    remarks = (f"{count(len(rest), 'smaller row')} left out, {less}.",) if rest else ()
+    remarks = (f"{plural(len(rest), 'smaller row')} left out, {less}.",) if rest else ()
     head = ("in all", "collective", "over", "each", "runs", "for")
     return Section("Cost", (words,), Table(head, tuple(rows), frozenset({0, 3, 4})), remarks)
 
@@ -254,11 +254,11 @@ def _pins(plan: PlanRecord) -> Section:
     if not pins:
         return Section("Pinned inside the step", ("Nothing: arguments and results settle it.",))
     first = Counter(_reason(p) for p in pins)
-    words = f"{count(len(pins), 'value')}: {', '.join(f'{n} {reason}' for reason, n in first.most_common())}."
-    shown = Counter((p.op, p.shape, str(p.spec), p.why, near(p.source)) for p in pins if p.why.startswith(_BRINGS))
+    words = f"{plural(len(pins), 'value')}: {', '.join(f'{n} {reason}' for reason, n in first.most_common())}."
+    shown = Counter((p.op, p.shape, str(p.spec), p.why, shorten_paths(p.source)) for p in pins if p.why.startswith(_BRINGS))
     order = sorted(shown, key=lambda k: (not k[3].startswith("pinned"), k[4], k))
     rows = [
-        (op, str(list(shape)), spec, near(why) + (f" (x{shown[k]})" if shown[k] > 1 else ""), source)
+        (op, str(list(shape)), spec, shorten_paths(why) + (f" (x{shown[k]})" if shown[k] > 1 else ""), source)
         for k in order[:PINS]
         for op, shape, spec, why, source in (k,)
     ]
@@ -267,7 +267,7 @@ def _pins(plan: PlanRecord) -> Section:
     return Section("Pinned inside the step", (words,), table, tuple(rest))
 
 
-def _reason(pin: Pin) -> str:
+def _reason(pin: Constraint) -> str:
     """The kind of reason, without what is particular to one pin."""
     kinds = {
         "brought there": "brought there by transfers",
@@ -284,15 +284,15 @@ def trials(found: Sequence[Trial]) -> Section:
     """What was predicted of each, what its compiler said, and why it won or lost."""
     best = next(t for t in found if t.chosen)
     words = (
-        f"{count(len(found), 'layout')} compiled, the one that predictions choose first. What fits by the compiler's "
+        f"{plural(len(found), 'layout')} compiled, the one that predictions choose first. What fits by the compiler's "
         "account goes before what does not; then the fewest seconds win, with nothing hidden; of as fast ones, the "
         "fewest with all hidden that can be."
     )
     rows: list[tuple[str, ...]] = []
     for t in found:
         more = "" if t.exact else " or more"
-        said = ["" if x is None else time_text(x) + more for x in (t.seconds, t.bound)]
-        rows.append((t.text, time_text(t.predicted), *said, size_text(t.needs) if t.needs else "", verdict(t, best)))
+        said = ["" if x is None else time_text(x) + more for x in (t.seconds, t.overlapped)]
+        rows.append((t.text, time_text(t.predicted), *said, size_text(t.required) if t.required else "", verdict(t, best)))
     head = ("layout", "predicted", "compiled", "all hidden", "needs", "")
     return Section("Compiled to choose from", (words,), Table(head, tuple(rows), frozenset({1, 2, 3, 4})))
 
@@ -301,11 +301,11 @@ def verdict(t: Trial, best: Trial) -> str:
     """Why a layout won or lost."""
     if t.reason:
         return f"refused: {t.reason}"
-    over = "" if t.fits else f"over by {size_text(t.needs - t.has, 2)}"
+    over = "" if t.fits else f"over by {size_text(t.required - t.available, 2)}"
     if t.chosen:
         return f"chosen: {over}, the least" if over else "chosen: the fastest that fits"
-    if over or t.seconds is None or best.seconds is None or t.bound is None or best.bound is None:
+    if over or t.seconds is None or best.seconds is None or t.overlapped is None or best.overlapped is None:
         return over or "its compiler estimates no time"
     if t.seconds > best.seconds:
         return f"slower by {t.seconds / best.seconds - 1:.1%}"
-    return f"as fast, with all hidden slower by {t.bound / best.bound - 1:.1%}" if t.bound > best.bound else "as fast"
+    return f"as fast, with all hidden slower by {t.overlapped / best.overlapped - 1:.1%}" if t.overlapped > best.overlapped else "as fast"

@@ -21,17 +21,17 @@ from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.plan.decisions import Place
 from autoshard.plan.record import PlanRecord
-from autoshard.plan.treedef import describe, paths, rebuild
+from autoshard.plan.treedef import treedef_to_json, leaf_paths, treedef_from_json
 
 VERSION = 4
 _TREES = ("in_tree", "out_tree")
 
 
-def write(plan: PlanRecord) -> dict[str, Any]:
+def plan_to_json(plan: PlanRecord) -> dict[str, Any]:
     """``plan`` as JSON values."""
     names = _names() - set(_TREES)
     plain = {f.name: _plain(getattr(plan, f.name)) for f in dataclasses.fields(PlanRecord) if f.name in names}
-    trees = {name: None if (tree := getattr(plan, name)) is None else [describe(tree)] for name in _TREES}
+    trees = {name: None if (tree := getattr(plan, name)) is None else [treedef_to_json(tree)] for name in _TREES}
     return {"autoshard_plan": VERSION, **plain, **trees}
 
 
@@ -39,7 +39,7 @@ def _names() -> set[str]:
     return {f.name for f in dataclasses.fields(PlanRecord)}
 
 
-def read(stored: Any) -> PlanRecord:
+def plan_from_json(stored: Any) -> PlanRecord:
     """The plan that `write` was given.
 
     Raises:
@@ -71,7 +71,7 @@ def read(stored: Any) -> PlanRecord:
     for name, places in zip(_TREES, (parts["inputs"], parts["outputs"]), strict=True):
         parts[name] = _tree(stored[name], places, name)
     plan = PlanRecord(**parts)
-    stranger = _difference(json.loads(json.dumps(write(plan))), stored, "plan")
+    stranger = _difference(json.loads(json.dumps(plan_to_json(plan))), stored, "plan")
     if stranger:
         raise PlanError(f"{stranger}: not an entry that this version writes")
     _check(plan)
@@ -102,7 +102,7 @@ def _tree(stored: Any, places: Sequence[Place], what: str) -> TreeDef | None:
     if not isinstance(stored, list) or len(stored) != 1:
         raise PlanError(f"{what}: a list of one structure was expected")
     try:
-        tree = rebuild(stored[0])
+        tree = treedef_from_json(stored[0])
     except (PlanError, RecursionError) as e:
         raise PlanError(f"{what}: {e}") from None
     if tree.num_leaves != len(places):
@@ -110,7 +110,7 @@ def _tree(stored: Any, places: Sequence[Place], what: str) -> TreeDef | None:
     top = tree.children() if what == "in_tree" else []
     if what == "in_tree" and [t.node_data() and t.node_data()[0] for t in (tree, *top)] != [tuple, tuple, dict]:
         raise PlanError(f"{what}: it is not positional arguments and keywords")
-    for path, place in zip(paths(tree), places, strict=True):
+    for path, place in zip(leaf_paths(tree), places, strict=True):
         name = jax.tree_util.keystr(path[2:] if what == "in_tree" else path)
         if not place.path.endswith(name):
             raise PlanError(f"{what}: {name} stands where the value is {place.path}")
@@ -147,10 +147,10 @@ def _specs(plan: PlanRecord) -> Iterator[tuple[str, Spec, tuple[int, ...] | None
     for place in (*plan.inputs, *plan.outputs):
         yield place.path, place.spec, place.shape
     for pin in plan.intermediates:
-        for spec in (pin.spec, *pin.via):
+        for spec in (pin.spec, *pin.waypoints):
             yield f"{pin.op} at {pin.source}", spec, pin.shape
     for island in plan.islands:
-        for spec in (*island.needs, *island.gives, *island.leaves, Spec((island.axes,))):
+        for spec in (*island.in_specs, *island.out_specs, *island.reduced_specs, Spec((island.axes,))):
             yield f"{island.op} at {island.source}", spec, None
 
 

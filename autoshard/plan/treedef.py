@@ -29,7 +29,7 @@ _NUMBERED = {"index": SequenceKey, "flat": FlattenedIndexKey}
 
 
 @dataclass(frozen=True)
-class Verbatim:
+class TextKey:
     """One step of a path that is neither an attribute nor a key of text or a number, as it is written."""
 
     text: str
@@ -40,7 +40,7 @@ class Verbatim:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, repr=False)
-class Node:
+class UnknownNode:
     """Stands for a node of a pytree whose class is not known here.
 
     Its parts are reached as they were: ``node.mu`` or ``node[1]`` where it was a named tuple, ``node["kernel"]`` where
@@ -81,18 +81,18 @@ class Node:
         return list(zip(map(_key, self._steps), self._parts, strict=True)), (self._class, self._steps)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[str, tuple[Step, ...]], parts: Any) -> Node:
+    def tree_unflatten(cls, aux: tuple[str, tuple[Step, ...]], parts: Any) -> UnknownNode:
         """For `jax.tree_util`."""
         return cls(*aux, tuple(parts))
 
 
-def describe(tree: TreeDef) -> Any:
+def treedef_to_json(tree: TreeDef) -> Any:
     """``tree`` as JSON values. Of a tree that `rebuild` made it is what that was made from."""
     slot = object()
     return _describe(tree.unflatten([slot] * tree.num_leaves), slot)
 
 
-def rebuild(stored: Any) -> TreeDef:
+def treedef_from_json(stored: Any) -> TreeDef:
     """The tree that `describe` was given, with a `Node` for every class that is not plain.
 
     Raises:
@@ -102,17 +102,17 @@ def rebuild(stored: Any) -> TreeDef:
         tree = jax.tree.structure(_build(stored))
     except (TypeError, ValueError):  # keys that cannot be sorted
         tree = None
-    if tree is None or describe(tree) != stored:
+    if tree is None or treedef_to_json(tree) != stored:
         raise PlanError("its keys are not in the order in which JAX has them")
     return tree
 
 
 def difference(a: TreeDef, b: TreeDef) -> str:
     """Where two structures first differ, as a sentence about ``a``; the empty string if they do not."""
-    return _difference(describe(a), describe(b), "")
+    return _difference(treedef_to_json(a), treedef_to_json(b), "")
 
 
-def paths(tree: TreeDef) -> list[tuple[Any, ...]]:
+def leaf_paths(tree: TreeDef) -> list[tuple[Any, ...]]:
     """The path of each leaf, as `jax.tree_util` gives it."""
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten([0] * tree.num_leaves))[0]]
 
@@ -129,7 +129,7 @@ def _describe(x: Any, slot: object) -> Any:
         return {kind: [part for _, part in parts]}
     if type(x) is _MAPPINGS.get(kind) and all(step == "key" for (step, _), _ in parts):
         return {kind: [[name, part] for (_, name), part in parts]}
-    return {"class": x._class if isinstance(x, Node) else kind, "parts": [[*step, part] for step, part in parts]}
+    return {"class": x._class if isinstance(x, UnknownNode) else kind, "parts": [[*step, part] for step, part in parts]}
 
 
 def _build(stored: Any) -> Any:
@@ -137,7 +137,7 @@ def _build(stored: Any) -> Any:
         return stored
     match stored:
         case {"class": str(name), "parts": list(parts)} if len(stored) == 2 and all(map(_is_part, parts)):
-            return Node(name, tuple((kind, at) for kind, at, _ in parts), tuple(_build(part) for *_, part in parts))
+            return UnknownNode(name, tuple((kind, at) for kind, at, _ in parts), tuple(_build(part) for *_, part in parts))
         case dict() if len(stored) == 1:
             kind, parts = next(iter(cast("dict[str, Any]", stored).items()))
             if kind in _SEQUENCES and isinstance(parts, list):
@@ -207,4 +207,4 @@ def _key(step: Step) -> Any:
     kind, name = step
     if kind in _NUMBERED:
         return _NUMBERED[kind](name)
-    return GetAttrKey(name) if kind == "attr" else DictKey(name) if kind == "key" else Verbatim(name)
+    return GetAttrKey(name) if kind == "attr" else DictKey(name) if kind == "key" else TextKey(name)

@@ -9,12 +9,12 @@ import math
 from dataclasses import replace
 
 from autoshard.errors import AutoshardError, MemoryBudgetError
-from autoshard.ir.build_graph import flatten
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.plan.planner import Wish, budget_of, make
+from autoshard.plan.planner import PlanRequest, budget_of, make_plan
 from autoshard.plan.record import PlanRecord
-from autoshard.plan.relax import helps_most
+from autoshard.plan.relax import best_relaxation
 from autoshard.runtime.options import Options, lighter_passes, rewritten, weighed_forms
 from autoshard.search.search import explore
 from autoshard.transforms.pipeline import Pass
@@ -30,10 +30,10 @@ def plan_within_memory(program: Program, options: Options) -> tuple[PlanRecord, 
     Raises:
       MemoryBudgetError: nothing fits.
     """
-    room = program.mesh.hardware.room
-    if room < budget_of(options.wish, program):
+    room = program.mesh.hardware.remat_threshold
+    if room < budget_of(options.request, program):
         with contextlib.suppress(MemoryBudgetError):
-            return _within(program, replace(options, wish=replace(options.wish, memory_budget=room)))
+            return _within(program, replace(options, request=replace(options.request, memory_budget=room)))
     return _within(program, options)
 
 
@@ -48,9 +48,9 @@ def _within(program: Program, options: Options) -> tuple[PlanRecord, Graph]:
     refused: list[MemoryBudgetError] = []
 
     def unhindered(passes: tuple[Pass, ...], way: tuple[Pass, ...] | None = None) -> bool:
-        changed, wish = rewritten(program, way or passes, options)
+        changed, request = rewritten(program, way or passes, options)
         try:
-            plan, graph = make(changed, options.table, wish)
+            plan, graph = make_plan(changed, request)
         except MemoryBudgetError as e:
             refused.append(e)
             return False
@@ -83,15 +83,15 @@ def relaxation_hint(program: Program, options: Options, least: float) -> str:
     """What to let go of so that less than ``least`` bytes would do, as a sentence ends; empty where none helps."""
     *_, passes = options.passes, *lighter_passes(program, options)
 
-    def peak(relaxed: Program, wish: Wish) -> float:
-        changed, wish = rewritten(relaxed, passes, replace(options, wish=wish))
+    def peak(relaxed: Program, request: PlanRequest) -> float:
+        changed, request = rewritten(relaxed, passes, replace(options, request=request))
         try:
-            graph, budget = flatten(changed, options.table), budget_of(wish, changed)
-            return explore(graph, wish.strategy, budget, wish.compiler_options)[0].memory.peak
+            graph, budget = build_graph(changed), budget_of(request, changed)
+            return explore(graph, request.strategy, budget, request.compiler_options)[0].memory.peak
         except AutoshardError:  # a strategy that does not serve what is left
             return math.inf
 
-    peak_then, words = helps_most(program, options.wish, peak)
+    peak_then, words = best_relaxation(program, options.request, peak)
     return f"; {words}, {size_text(peak_then, 2)} would do" if peak_then < least * (1 - HELPS) else ""
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.ir.program import Program
-from autoshard.ir.rule import RuleTable
+from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh_config import MeshLike
-from autoshard.plan.planner import Wish
+from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
 from autoshard.transforms.pad_uneven import aligned
 from autoshard.transforms.pipeline import Pass, Pipeline
@@ -22,14 +22,14 @@ class Options:
 
     mesh: MeshLike
     plan: PlanRecord | None
-    wish: Wish
+    request: PlanRequest
     passes: tuple[Pass, ...]
     lighter: tuple[Pass, ...]
     """Passes to weigh in place of them where memory stands in the way, what is new among them in all its forms, from
     what holds most to what holds least; none where the user chose the passes."""
     weighed: tuple[Pass, ...]
     """Passes whose every form is weighed against going without."""
-    table: RuleTable
+    rules: Rules
     in_shardings: Any
     out_shardings: Any
     static_nums: tuple[int, ...]
@@ -50,16 +50,16 @@ class Options:
         return replace(self, static_nums=shifted(self.static_nums), donate_nums=shifted(self.donate_nums))
 
 
-def rewritten(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Program, Wish]:
+def rewritten(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Program, PlanRequest]:
     program, reports = Pipeline(passes).run(program)
-    return aligned(program, options.table), replace(options.wish, passes=tuple(map(str, reports)))
+    return aligned(program), replace(options.request, passes=tuple(map(str, reports)))
 
 
 def weighed_forms(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
     """``passes``, and ``passes`` after each form of those that are weighed."""
     yield passes
     for weighed in options.weighed:
-        for form in weighed.forms(program):
+        for form in weighed.variants(program):
             yield form, *passes
 
 
@@ -79,5 +79,5 @@ def lighter_passes(program: Program, options: Options) -> Iterator[tuple[Pass, .
     """What holds less than the passes that were chosen, from most to least."""
     for i, lighter in enumerate(options.lighter):
         if lighter not in options.passes:
-            for form in lighter.forms(program):
+            for form in lighter.variants(program):
                 yield *options.lighter[:i], form, *options.lighter[i + 1 :]

@@ -116,7 +116,7 @@ class Plan(PlanRecord):
         Raises:
           PlanError: they are of different steps.
         """
-        return render.text(compare(self, other))
+        return render.as_text(compare(self, other))
 
     def what_if(self, pins: Mapping[str, PartitionSpec]) -> Plan:
         """The plan that would be made with further pins, by argument path or glob; `diff` tells them apart.
@@ -135,7 +135,7 @@ class Plan(PlanRecord):
           PlanError: this plan was loaded, and knows its step no more.
           SpecError: no argument is called so.
         """
-        return render.text(self._study("why").why(self, path))
+        return render.as_text(self._study("why").why(self, path))
 
     def _study(self, asked: str) -> Study:
         if self.study is None:
@@ -143,11 +143,11 @@ class Plan(PlanRecord):
         return self.study
 
     def _repr_html_(self) -> str:
-        return render.html(self)
+        return render.as_html(self)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values. The inverse of `Plan.from_json`."""
-        return serialize.write(self)
+        return serialize.plan_to_json(self)
 
     @classmethod
     def from_json(cls, stored: Any) -> Self:
@@ -157,7 +157,7 @@ class Plan(PlanRecord):
           PlanError: not a plan, another version, a field that is missing, unknown or of the wrong type, or a spec that
             does not fit its value or the mesh.
         """
-        return cls.of(serialize.read(stored))
+        return cls.of(serialize.plan_from_json(stored))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; folders on the way that do not exist are made."""

@@ -19,7 +19,7 @@ from autoshard.jaxpr.arguments import Aval
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import mesh_config, resolve_mesh
 from autoshard.plan.adopt import adopt, passes_of
-from autoshard.plan.planner import make
+from autoshard.plan.planner import make_plan
 from autoshard.plan.record import PlanRecord
 from autoshard.runtime.carried_state import Carried, as_first, held_to
 from autoshard.runtime.choose_mesh import candidate_meshes, cheapest_mesh
@@ -74,7 +74,9 @@ def prepare(
 
     def traced(mesh: LogicalMesh) -> Program:
         pins = options.in_shardings, options.out_shardings
-        program = trace(jitted, args, kwargs, mesh, in_shardings=pins[0], out_shardings=pins[1])
+        program = trace(
+            jitted, args, kwargs, mesh, rules=options.rules, in_shardings=pins[0], out_shardings=pins[1]
+        )
         config = mesh_config(options.mesh)
         return pinned(program, config.specs() if config else {}, "the mesh's pin")
 
@@ -107,9 +109,9 @@ def prepare(
         program = traced(resolve_mesh(options.mesh) if chosen else options.plan.mesh)
         ways = pass_choices(program, options)
         passes = next((w for w in ways if tuple(map(str, w)) == passes_of(options.plan.passes)), options.passes)
-        program, wish = rewritten(program, passes, options)
-        plan, graph = adopt(options.plan, program, options.table, wish)
-    elif first is not None and first.specs and options.wish.strategy == "auto":
+        program, request = rewritten(program, passes, options)
+        plan, graph = adopt(options.plan, program, request)
+    elif first is not None and first.specs and options.request.strategy == "auto":
         try:
             program, bound = as_first(traced(first.mesh), first)
             plan, graph = fitting(program)
@@ -122,9 +124,9 @@ def prepare(
         ways = (
             rewritten(program, way, options) for program in served for way in pass_choices(program, options, LIGHTER)
         )
-        plan, graph, ready = refine((plan, graph), ways, options.table, avals, options.refine, options.cache)
+        plan, graph, ready = refine((plan, graph), ways, avals, options.refine, options.cache)
     plan = held_to(plan, first, bound, why) if first is not None else plan
-    study = Study(graph, options.table, replace(options.wish, passes=plan.passes))
+    study = Study(graph, replace(options.request, passes=plan.passes))
     plain = functools.partial(_plain, graph.program, plan, options, avals) if graph.program.written else None
     return Executable(graph.program, graph, Plan.of(plan, study), avals, plain, ready)
 
@@ -138,5 +140,5 @@ def _plain(program: Program, plan: PlanRecord, options: Options, avals: tuple[Av
     )
     assert program.written is not None
     program = replace(program, jaxpr=program.written, written=None, inputs=inputs, outputs=outputs)
-    plan, graph = make(program, options.table, replace(options.wish, memory_budget=math.inf))
+    plan, graph = make_plan(program, replace(options.request, memory_budget=math.inf))
     return Executable(program, graph, plan, avals)

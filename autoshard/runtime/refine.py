@@ -20,14 +20,13 @@ from autoshard.backend.compilation import Compilation, compilation
 from autoshard.backend.compile_cache import Answer, digest, folder, load, store
 from autoshard.backend.executable import Executable
 from autoshard.errors import CompileError, SpecError
-from autoshard.ir.build_graph import flatten
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.ir.rule import RuleTable
 from autoshard.jaxpr.arguments import Aval
 from autoshard.plan.adopt import passes_of
 from autoshard.plan.decisions import Trial
-from autoshard.plan.planner import Wish, budget_of, describe
+from autoshard.plan.planner import PlanRequest, budget_of, plan_from_candidate
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.search import explore
@@ -48,7 +47,7 @@ class Draft:
     graph: Graph
     candidate: Candidate
     search: Search
-    wish: Wish
+    request: PlanRequest
     strategy: str
     """That it is of: a preset, or the one that was asked for."""
     rank: int
@@ -64,12 +63,12 @@ class Draft:
         return self.candidate.memory.peak <= self.search.budget * share
 
 
-def drafts(program: Program, table: RuleTable, wish: Wish) -> Iterator[Draft]:
+def drafts(program: Program, request: PlanRequest) -> Iterator[Draft]:
     """Every layout of ``program`` that the search tried; for ``auto`` what the presets would do as well."""
-    graph = flatten(program, table, strict=wish.strict)
-    s = explore(graph, wish.strategy, budget_of(wish, program), wish.compiler_options)[1]
-    found = {wish.strategy: list(s.tried.values())}
-    for name in PRESETS if wish.strategy == "auto" else ():
+    graph = build_graph(program, strict=request.strict)
+    s = explore(graph, request.strategy, budget_of(request, program), request.compiler_options)[1]
+    found = {request.strategy: list(s.tried.values())}
+    for name in PRESETS if request.strategy == "auto" else ():
         if name != "auto":
             try:
                 found[name] = [s.price(choice) for choice in preset(s, name)]
@@ -79,9 +78,9 @@ def drafts(program: Program, table: RuleTable, wish: Wish) -> Iterator[Draft]:
     for strategy, candidates in found.items():
         rank = 0
         for c in sorted(candidates, key=s.key):
-            key = c.layout.specs, tuple(c.layout.ways.items())
+            key = c.layout.specs, tuple(c.layout.strategies.items())
             if key not in seen:
-                yield Draft(graph, c, s, wish, strategy, rank)
+                yield Draft(graph, c, s, request, strategy, rank)
                 seen.add(key)
                 rank += 1
 
@@ -104,8 +103,7 @@ def ordered(found: Sequence[Draft]) -> list[Draft]:
 
 def refine(
     made: tuple[PlanRecord, Graph],
-    programs: Iterable[tuple[Program, Wish]],
-    table: RuleTable,
+    programs: Iterable[tuple[Program, PlanRequest]],
     avals: tuple[Aval, ...],
     most: int,
     cache: str | os.PathLike[str] | None = None,
@@ -129,10 +127,10 @@ def refine(
         said = "not refined: the step closes over values of a trace around it, and cannot be compiled by itself"
         return replace(plan, diagnostics=(*plan.diagnostics, said)), graph, None
     chosen = {_layout(plan): (plan, graph, plan.strategy)}
-    for d in ordered([d for program, wish in programs for d in drafts(program, table, wish)]):
+    for d in ordered([d for program, request in programs for d in drafts(program, request)]):
         if len(chosen) == most:
             break
-        other = describe(d.graph, d.candidate, d.search, d.wish)
+        other = plan_from_candidate(d.graph, d.candidate, d.search, d.request)
         chosen.setdefault(_layout(other), (other, d.graph, d.strategy))
     at, trials, steps = folder(cache), list[Trial](), list[tuple[PlanRecord, Graph, jax.stages.Lowered]]()
     for other, its, strategy in chosen.values():
@@ -151,9 +149,9 @@ def refine(
 
 def _layout(plan: PlanRecord) -> Any:
     """What makes two plans lay something out differently."""
-    inside = tuple((p.value, p.node, p.spec, p.via) for p in plan.intermediates)
+    inside = tuple((p.value, p.node, p.spec, p.waypoints) for p in plan.intermediates)
     ends = tuple(tuple(p.spec for p in side) for side in (plan.inputs, plan.outputs))
-    return plan.fingerprint, plan.mesh, *ends, inside, tuple((i.node, i.axes, i.leaves) for i in plan.islands)
+    return plan.fingerprint, plan.mesh, *ends, inside, tuple((i.node, i.axes, i.reduced_specs) for i in plan.islands)
 
 
 def _ask(lowered: jax.stages.Lowered, plan: PlanRecord, at: Path) -> Compilation | str:
@@ -185,15 +183,15 @@ def _key(t: Trial) -> tuple[float, ...]:
     """Sorts the best first; of what does not fit, what lacks least."""
     never = math.inf
     return (
-        max(0, t.needs - t.has),
+        max(0, t.required - t.available),
         never if t.seconds is None else t.seconds,
-        never if t.bound is None else t.bound,
+        never if t.overlapped is None else t.overlapped,
     )
 
 
 def _unfit(best: Trial) -> Iterator[str]:
     if not best.fits:
-        lacks = size_text(best.needs - best.has, 2)
+        lacks = size_text(best.required - best.available, 2)
         yield (
             f"none of the layouts that were compiled fits by the compiler's account: the one that was chosen lacks "
             f"{lacks}, the least; refine with more of them, or use a smaller batch or more devices"
@@ -202,7 +200,7 @@ def _unfit(best: Trial) -> Iterator[str]:
 
 def _told(plan: PlanRecord, first: PlanRecord, strategy: str) -> str:
     """A plan in words, by what it has otherwise than ``first``: ``fsdp: batch over data; w as [data, _]``."""
-    words = [f"{name} over {'+'.join(axes)}" for name, _, axes in plan.choices if axes]
+    words = [f"{name} over {'+'.join(axes)}" for name, _, axes in plan.dim_splits if axes]
     if plan.zero:
         words.append(f"{'state' if plan.zero == 3 else 'optimizer state'} in parts over {'+'.join(plan.storage)}")
     ran, before = passes_of(plan.passes), passes_of(first.passes)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import SpecError, nearest
-from autoshard.ir.dim_classes import classes
+from autoshard.ir.dim_classes import dim_classes
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import pinned
-from autoshard.ir.rule import RuleTable
-from autoshard.plan.diff import signed
+from autoshard.plan.diff import signed_time
 from autoshard.plan.document import Section, Table
-from autoshard.plan.planner import Wish, make
+from autoshard.plan.planner import PlanRequest, make_plan
 from autoshard.plan.record import PlanRecord
 from autoshard.search.solved_layouts import marginals
 
@@ -24,8 +23,7 @@ class Study:
     """The program that a plan was made for, with what was asked of planning."""
 
     graph: Graph
-    table: RuleTable
-    wish: Wish
+    request: PlanRequest
 
     def what_if(self, pins: Mapping[str, PartitionSpec]) -> tuple[PlanRecord, Study]:
         """The plan under further pins, by argument path or glob, and the study of it.
@@ -33,7 +31,7 @@ class Study:
         Raises:
           ConfigError, SpecError, MemoryBudgetError: as planning does.
         """
-        plan, graph = make(pinned(self.graph.program, pins, "the pin", over=True), self.table, self.wish)
+        plan, graph = make_plan(pinned(self.graph.program, pins, "the pin", over=True), self.request)
         return plan, replace(self, graph=graph)
 
     def why(self, plan: PlanRecord, path: str) -> Iterator[Section]:
@@ -47,7 +45,7 @@ class Study:
             raise SpecError(f"no argument of {plan.name} is called {path!r}{nearest(path, paths)}")
         place, v = plan.inputs[paths.index(path)], self.graph.inputs[paths.index(path)]
         words = [f"{place.dtype}{list(place.shape)} lies as {place.spec}{': ' + place.why if place.why else ''}."]
-        for c in classes(self.graph):
+        for c in dim_classes(self.graph):
             for u, d in c.inputs:
                 if u == v:
                     others = len({w for w, _ in c.inputs}) - 1
@@ -60,6 +58,6 @@ class Study:
             return
         here = next((s for spec, s in found if spec == place.spec), min(s for _, s in found))
         order = sorted(found, key=lambda f: (f[0] != place.spec, f[1]))
-        rows = [(str(spec), signed(s - here), f"{s / here - 1:+.1%}") for spec, s in order]
+        rows = [(str(spec), signed_time(s - here), f"{s / here - 1:+.1%}") for spec, s in order]
         table = Table(("lies as", "a call", ""), tuple(rows), frozenset({1, 2}))
         yield Section("Otherwise, with all else solved for anew, memory aside", (), table)

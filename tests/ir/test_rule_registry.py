@@ -142,7 +142,7 @@ def test_every_reduction_of_a_kernel_is_combined(register: Any, kind: str, expec
     register(reduce_kernel, f"ab -> a {{b: {kind}}}", local=lambda _, x: call(x))
     x = real(8, 16)
     plan, text, _ = planned(call, x, in_shardings=(P("a", "b"),), out_shardings=P("a"), strategy="replicated")
-    assert plan.islands[0].gives[0].partial == (("b", kind),)
+    assert plan.islands[0].out_specs[0].partial == (("b", kind),)
     assert "all-" in text
     np.testing.assert_allclose(autoshard.jit(call, mesh=MESH)(x), expected(x, 1), rtol=1e-5)
 

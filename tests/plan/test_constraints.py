@@ -15,7 +15,7 @@ import autoshard
 from autoshard.ir.graph import Value
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.plan.constraints import stops
+from autoshard.plan.constraints import reshard_waypoints
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("d", "m"), (4, 2), HARDWARE)
@@ -36,14 +36,14 @@ IMAGE = Value((32, 32, 32), 32, "float32")
 def test_stops_are_where_an_axis_moves_and_more_is_sent(
     before: tuple[tuple[str, ...], ...], after: tuple[tuple[str, ...], ...], between: int
 ) -> None:
-    assert len(stops(Spec(before), Spec(after), IMAGE, MESH)) == between
+    assert len(reshard_waypoints(Spec(before), Spec(after), IMAGE, MESH)) == between
 
 
 def test_gathers_that_would_be_reductions_go_axis_by_axis() -> None:
     before, after = Spec((("d", "m"), (), ())), Spec(((), (), ()))
     summed = [replace(MESH, hardware=replace(HARDWARE, summed_gathers=n)) for n in (8, 9)]
-    assert [stops(before, after, IMAGE, mesh) for mesh in summed] == [(Spec((("d",), (), ())),), ()]
-    assert stops(Spec((("d",), (), ())), after, IMAGE, summed[0]) == ()
+    assert [reshard_waypoints(before, after, IMAGE, mesh) for mesh in summed] == [(Spec((("d",), (), ())),), ()]
+    assert reshard_waypoints(Spec((("d",), (), ())), after, IMAGE, summed[0]) == ()
 
 
 def test_a_value_that_moves_twice_is_not_gathered() -> None:

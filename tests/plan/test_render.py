@@ -20,10 +20,10 @@ from autoshard.cost.memory import Memory
 from autoshard.ir.spec import Spec, replicated
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.plan.decisions import Alternative, Pin, Place
-from autoshard.plan.document import near
-from autoshard.plan.grouping import Followers, bytes_each, families, told
-from autoshard.plan.render import WIDTH, explain, html
+from autoshard.plan.decisions import Alternative, Constraint, Place
+from autoshard.plan.document import shorten_paths
+from autoshard.plan.grouping import MatchingSubtree, bytes_per_device, group_arrays, report_rows
+from autoshard.plan.render import WIDTH, as_html, explain
 from autoshard.plan.review import TRANSFERS, review
 from autoshard.runtime.plan import Plan
 from autoshard.units import size_text, time_text
@@ -55,8 +55,8 @@ def plan_by_hand():
     reduce = Collective("all-reduce", ("data", "model"), 4, 1, "/usr/lib/python3/site-packages/optax/_src/loss.py:7")
     sent = sum(collective_seconds(c.kind, c.axes, c.bytes, MESH) * c.count for c in (gather, reduce))
     pins = (
-        Pin(9, spec("data", "", "model"), "dot_general", f"{here}:12", (32, 16, 64), "result of a product"),
-        Pin(
+        Constraint(9, spec("data", "", "model"), "dot_general", f"{here}:12", (32, 16, 64), "result of a product"),
+        Constraint(
             9,
             spec("data", "", ""),
             "dot_general",
@@ -65,7 +65,7 @@ def plan_by_hand():
             "needed so by dot_general, lies as [_]",
             4,
         ),
-        Pin(5, spec("data", ""), "annotate", f"{here}:10", (32, 64), "pinned in the step"),
+        Constraint(5, spec("data", ""), "annotate", f"{here}:10", (32, 64), "pinned in the step"),
     )
     return Plan(
         name="train_step",
@@ -77,7 +77,7 @@ def plan_by_hand():
         cost=Cost(1e-3 + sent, 1e-3, (gather, reduce)),
         memory=Memory(81920, 40960, 512, 20480, 300000, 5000, 428392),
         fingerprint="0123456789abcdef",
-        choices=(("batch", 32, ("data",)), ("embed.1", 64, ("model",)), ("embed.0", 256, ())),
+        dim_splits=(("batch", 32, ("data",)), ("embed.1", 64, ("model",)), ("embed.0", 256, ())),
         storage=("data",),
         zero=2,
         alternatives=(
@@ -195,7 +195,7 @@ def flat(text):
 
 def test_says_all_that_a_plan_holds(real):
     text = real.explain()
-    for name, size, axes in real.choices:
+    for name, size, axes in real.dim_splits:
         assert re.search(rf"^  {re.escape(name)} +{size} +{re.escape('+'.join(axes) or 'none')}", text, re.MULTILINE)
     for entry in (real.name, real.strategy, str(real.mesh), real.fingerprint, *real.passes):
         assert entry in flat(text)
@@ -203,12 +203,12 @@ def test_says_all_that_a_plan_holds(real):
         assert re.search(rf"^  {what} +{re.escape(size_text(size))} ", text, re.MULTILINE)
     for c in real.cost.collectives:
         assert re.search(
-            rf" {c.kind} +{re.escape('+'.join(c.axes))} .*{re.escape(near(c.source) or 'unknown')}$", text, re.MULTILINE
+            rf" {c.kind} +{re.escape('+'.join(c.axes))} .*{re.escape(shorten_paths(c.source) or 'unknown')}$", text, re.MULTILINE
         )
     for other in real.alternatives:
         assert time_text(other.seconds) in text
     for diagnostic in real.diagnostics:
-        assert flat(near(diagnostic)) in flat(text)
+        assert flat(shorten_paths(diagnostic)) in flat(text)
     assert len(real.diagnostics) or "nothing was kept whole" in text
 
 
@@ -263,7 +263,7 @@ def test_an_unknown_operation_is_named():
 
     plan = autoshard.jit(step, mesh={"data": 8}, strategy="dp").plan(X)
     assert plan.diagnostics
-    assert all(flat(near(d)) in flat(plan.explain()) for d in plan.diagnostics)
+    assert all(flat(shorten_paths(d)) in flat(plan.explain()) for d in plan.diagnostics)
     assert "pure_callback is kept whole" in plan.explain()
 
 
@@ -328,7 +328,7 @@ def read(page):
 
 
 def test_html_says_the_same(real):
-    page = read(html(real))
+    page = read(as_html(real))
     assert page.tags <= {"div", "h3", "h4", "p", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}
     sections = list(review(real))
     assert len(sections) == 10
@@ -353,19 +353,19 @@ def test_html_escapes_everything():
         intermediates=pins,
         diagnostics=(nasty,),
         passes=(nasty,),
-        choices=((nasty, 8, ("data",)),),
+        dim_splits=((nasty, 8, ("data",)),),
         alternatives=(Alternative(nasty, 1.0, 1),),
         fingerprint=nasty,
         cost=replace(plan.cost, collectives=(Collective("all-gather", ("data",), 1, 1, nasty),)),
     )
-    page = read(html(plan))
+    page = read(as_html(plan))
     assert "script" not in page.tags
     assert "".join(page.text).count(nasty) >= 10
 
 
 def test_layers_and_moments_are_told_together():
     plan = plan_by_hand()
-    found = families(plan.inputs)
+    found = group_arrays(plan.inputs)
     assert [f.path for f in found] == [
         "state['opt'].mu|nu['layers'][0..2]['wk'|'wv']",
         "state['opt'].mu|nu['embed']",
@@ -380,8 +380,8 @@ def test_layers_and_moments_are_told_together():
 def test_what_lies_as_its_parameter_follows_it():
     plan = plan_by_hand()
     alike = [replace(p, spec=spec("data", "model")) for p in plan.inputs[:-1]]
-    follower, *rest = told([*alike, plan.inputs[-1]])
-    assert isinstance(follower, Followers)
+    follower, *rest = report_rows([*alike, plan.inputs[-1]])
+    assert isinstance(follower, MatchingSubtree)
     assert (follower.path, follower.leader, len(follower.places)) == ("state['opt'].mu|nu", "state['params']", 14)
     assert [f.path for f in rest] == [
         "state['params']['layers'][0..2]['wk'|'wv']",
@@ -405,7 +405,7 @@ def test_what_lies_as_its_parameter_follows_it():
     ],
 )
 def test_paths_in_one(paths, told_as):
-    assert [f.path for f in families([place(p, (8,), replicated(1)) for p in paths])] == told_as
+    assert [f.path for f in group_arrays([place(p, (8,), replicated(1)) for p in paths])] == told_as
 
 
 def test_families_keep_apart_what_differs():
@@ -416,15 +416,15 @@ def test_families_keep_apart_what_differs():
         place("p[1]", (8, 8), replicated(2), "bfloat16"),
         place("p[1]", (8, 8), replicated(2), why="pinned"),
     ):
-        assert [f.path for f in families([base, other])] == ["p[0]", "p[1]"]
+        assert [f.path for f in group_arrays([base, other])] == ["p[0]", "p[1]"]
 
 
 def test_bytes_count_bits_and_keys():
     sizes = MESH.shape
-    assert bytes_each([place("a", (8, 8), spec("data", "model"), "bfloat16")], sizes) == 16
-    assert bytes_each([place("a", (8, 8), spec("data", ""), "int4")], sizes) == 8
-    assert bytes_each([place("a", (), replicated(0), "key<threefry2x32>")], sizes) == 8
-    assert bytes_each([place("a", (3,), replicated(1), "bool")], sizes) == 3
+    assert bytes_per_device([place("a", (8, 8), spec("data", "model"), "bfloat16")], sizes) == 16
+    assert bytes_per_device([place("a", (8, 8), spec("data", ""), "int4")], sizes) == 8
+    assert bytes_per_device([place("a", (), replicated(0), "key<threefry2x32>")], sizes) == 8
+    assert bytes_per_device([place("a", (3,), replicated(1), "bool")], sizes) == 3
 
 
 @pytest.mark.parametrize(
@@ -445,13 +445,13 @@ def test_time_text(seconds, text):
     assert time_text(seconds) == text
 
 
-def test_sources_are_near(monkeypatch, tmp_path):
+def test_sources_are_shorten_paths(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     here = Path.cwd()
-    assert near(f"{here}/model/block.py:12") == "model/block.py:12"
-    assert near(f"mul at {here}/a.py:3; add at {here}/b.py:4") == "mul at a.py:3; add at b.py:4"
-    assert near("/opt/venv/lib/python3.12/site-packages/optax/_src/update.py:42") == "optax/_src/update.py:42"
-    assert near("/var/ipykernel_4242/123456.py:7: odd") == "cell:7: odd"
-    assert near("/elsewhere/a.py:3") == "/elsewhere/a.py:3"
-    assert near("nothing to see: 12:30, a/b") == "nothing to see: 12:30, a/b"
-    assert near("") == ""
+    assert shorten_paths(f"{here}/model/block.py:12") == "model/block.py:12"
+    assert shorten_paths(f"mul at {here}/a.py:3; add at {here}/b.py:4") == "mul at a.py:3; add at b.py:4"
+    assert shorten_paths("/opt/venv/lib/python3.12/site-packages/optax/_src/update.py:42") == "optax/_src/update.py:42"
+    assert shorten_paths("/var/ipykernel_4242/123456.py:7: odd") == "cell:7: odd"
+    assert shorten_paths("/elsewhere/a.py:3") == "/elsewhere/a.py:3"
+    assert shorten_paths("nothing to see: 12:30, a/b") == "nothing to see: 12:30, a/b"
+    assert shorten_paths("") == ""

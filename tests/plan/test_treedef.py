@@ -16,7 +16,7 @@ from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.plan.treedef import Node, describe, difference, paths, rebuild
+from autoshard.plan.treedef import UnknownNode, difference, leaf_paths, treedef_from_json, treedef_to_json
 
 
 @struct.dataclass
@@ -58,7 +58,7 @@ CLASSES = [
 def again(tree: Any) -> Any:
     """``tree`` with its structure taken through JSON."""
     leaves, structure = jax.tree.flatten(tree)
-    return rebuild(json.loads(json.dumps(describe(structure)))).unflatten(leaves)
+    return treedef_from_json(json.loads(json.dumps(treedef_to_json(structure)))).unflatten(leaves)
 
 
 @pytest.mark.parametrize("tree", PLAIN, ids=str)
@@ -71,15 +71,15 @@ def test_plain_containers_come_back_as_they_were(tree: Any):
 def test_a_class_comes_back_as_a_node_with_the_same_paths(tree: Any):
     back = again(tree)
     both = [jax.tree.structure(t) for t in (tree, back)]
-    assert [jax.tree_util.keystr(p) for p in paths(both[0])] == [jax.tree_util.keystr(p) for p in paths(both[1])]
-    assert describe(both[0]) == describe(both[1])
+    assert [jax.tree_util.keystr(p) for p in leaf_paths(both[0])] == [jax.tree_util.keystr(p) for p in leaf_paths(both[1])]
+    assert treedef_to_json(both[0]) == treedef_to_json(both[1])
     assert not difference(*both)
     assert jax.tree.structure(copy.deepcopy(back)) == both[1]
 
 
 def test_the_parts_of_a_node_are_reached_as_they_were():
     adam = again(CLASSES[0])[1][0]
-    assert type(adam) is Node
+    assert type(adam) is UnknownNode
     assert adam.mu == adam[1] == {"none": {}, "w": [0.0, (0.0,)]}
     assert (len(adam), list(adam)) == (3, [adam.count, adam.mu, adam.nu])
     assert str(again(Pair(1, None))) == "Pair(first=1, second=None)"

@@ -276,7 +276,7 @@ def test_the_budget_counts_by_the_compiler_s_account(monkeypatch, tmp_path):
 
     answering(monkeypatch, first_above)
     jitted = autoshard.jit(small, mesh={"data": 8}, refine=2, cache=tmp_path, memory_budget="1MiB")
-    assert [(t.has, t.fits, t.chosen) for t in jitted.plan(S, S).refined] == [
+    assert [(t.available, t.fits, t.chosen) for t in jitted.plan(S, S).refined] == [
         (2**20, False, False),
         (2**20, True, True),
     ]
