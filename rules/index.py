@@ -19,7 +19,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from autoshard.ir.rule import Aval, Rule, RuleFn
-from autoshard.rules.builders import ANY, Label, build, is_complex, is_float, is_key, rows, table, together
+from autoshard.rules.builders import ANY, Label, build, is_key, rows, table, together
 from autoshard.rules.local_forms.dynamic_slice import read, write
 
 IDEMPOTENT = "max: 0, min: 0, and: 0, or: 0"
@@ -58,17 +58,15 @@ def gather(
     batch = iter(positions)
     rank = len(n.offset_dims) + len(positions)
     out = [next(window) if d in n.offset_dims else next(batch) for d in range(rank)]
-    lets = ANY if _fill_combines(x.dtype, mode, fill_value) else IDEMPOTENT
+    lets = ANY if _fill_combines(mode, fill_value) else IDEMPOTENT
     kinds = {labels[d]: "or" if x.dtype == np.bool_ else "sum" for d in masked}
     return build([operand, [*positions, None]], [out], kinds, lets)
 
 
-def _fill_combines(dtype: Any, mode: Any, fill_value: Any) -> bool:
+def _fill_combines(mode: Any, fill_value: Any) -> bool:
     """Whether what stands for positions out of bounds survives being combined with itself by any reduction."""
     if GatherScatterMode.from_any(mode) != GatherScatterMode.FILL_OR_DROP:
         return True
-    if fill_value is None:
-        return is_float(dtype) or is_complex(dtype)
     return bool(np.isnan(fill_value)) or fill_value == 0
 
 

@@ -78,7 +78,13 @@ def test_a_conflict_is_won_by_the_larger_value() -> None:
         assert outputs(g, *(specs[s] for s in shapes)) == ["[data, _]"]
 
 
+def test_the_larger_value_wins_a_conflict_equations_away() -> None:
+    g = graph(lambda x, y: jnp.sin(x.sum(2)) + y, ((8, 4, 16), (8, 4)), MESH)
+    assert outputs(g, spec("data", None, None), spec(None, "data")) == ["[data, _]"]
+
+
 def test_annotation_inside_is_kept_and_spreads() -> None:
+
     g = graph(lambda x: jnp.cos(annotate(jnp.sin(x), P(None, "model"))), ((8, 4),), MESH)
     assert outputs(g, spec("data", None)) == ["[_, model]"]
 
