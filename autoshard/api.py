@@ -25,7 +25,7 @@ from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.search.strategies import PRESETS
 from autoshard.strict_config import parse_bytes
-from autoshard.transforms.pipeline import Pass, parse
+from autoshard.transforms.pipeline import Pass, parse_passes
 
 DEFAULT = ("dead_code", "one_hot", "transposed_products", "attention:large", "sum_products")
 LIGHTER = ("dead_code", "one_hot", "transposed_products", "recompute", "attention:large", "sum_products")
@@ -107,8 +107,8 @@ def jit(
             refine=refine,
             cache=cache,
         )
-    chosen = parse(DEFAULT if passes is None else passes, KNOWN)
-    lighter = parse(LIGHTER if passes is None else None, KNOWN)
+    chosen = parse_passes(DEFAULT if passes is None else passes, KNOWN)
+    lighter = parse_passes(LIGHTER if passes is None else None, KNOWN)
     config = mesh_config(mesh)
     try:
         budget = parse_bytes(memory_budget) if memory_budget is not None else config.memory_budget if config else None
@@ -137,7 +137,7 @@ def jit(
             request,
             chosen,
             lighter,
-            parse(WEIGHED if passes is None else None, KNOWN),
+            parse_passes(WEIGHED if passes is None else None, KNOWN),
             _rules(rules),
             in_shardings,
             out_shardings,

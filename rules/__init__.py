@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError
 from autoshard.ir.rule import RuleFn
+from autoshard.ir.rule_registry import Rules
 from autoshard.rules import (
     attention,
     contract,
@@ -47,3 +48,5 @@ def join(*tables: dict[Primitive, RuleFn]) -> dict[Primitive, RuleFn]:
 TABLE = join(*(family.TABLE for family in FAMILIES))
 OWN = join(attention.TABLE, sum_of_products.TABLE)
 """The rules of what passes put in a program: primitives of autoshard's own."""
+SHIPPED = Rules({}, (TABLE, OWN))
+"""All of them, without any that a user gave."""

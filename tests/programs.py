@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autoshard.ir.build_graph import flatten
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.rules import TABLE
+from autoshard.rules import SHIPPED
 
 CHIP = Hardware("chip", {"float32": 1e12, "bfloat16": 2e12}, 16e9, 1e11, {"link": Link("link", 1e10, 1e-6)}, 1e-6)
 
@@ -31,12 +31,12 @@ def program(fun: Callable[..., Any], args: Sequence[Any], on: LogicalMesh, **opt
 
     avals = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32) if is_shape(s) else s, args, is_leaf=is_shape)
     jitted = jax.jit(fun, donate_argnums=options.pop("donate_argnums", None))
-    return trace(jitted, avals, {}, on, **options)
+    return trace(jitted, avals, {}, on, **{"rules": SHIPPED, **options})
 
 
 def graph(fun: Callable[..., Any], args: Sequence[Any], on: LogicalMesh, **options: Any) -> Graph:
     """``fun`` traced and flattened."""
-    return flatten(program(fun, args, on, **options), TABLE)
+    return build_graph(program(fun, args, on, **options))
 
 
 def mlp_step(params: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[Any, Any]:

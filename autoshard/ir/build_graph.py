@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec
 from autoshard import jaxpr as jx
 from autoshard.errors import RuleError
 from autoshard.ir.annotate import annotate_p
-from autoshard.ir.combined_reductions import together
-from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, Graph, Kind, Node, Value
+from autoshard.ir.combined_reductions import combined_reduction_counts
+from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, Graph, OpKind, Node, Value
 from autoshard.ir.program import Program
-from autoshard.ir.rule import Rule, RuleTable, dims_of, names, whole
+from autoshard.ir.rule import Rule, single_factor_dims, factor_names, replicated_rule
 from autoshard.ir.rule_registry import check_used, lookup, misspelt, sealed, unruled
-from autoshard.ir.spec import Spec, check, open_dims
+from autoshard.ir.spec import Spec, checked_spec, unconstrained_dims
 
 
-def flatten(program: Program, table: RuleTable, *, strict: bool = False) -> Graph:
+def build_graph(program: Program, *, strict: bool = False) -> Graph:
     """Flattens ``program`` and gives every equation its rule.
 
     An equation that has no rule is kept whole and named in `Graph.diagnostics`.
@@ -30,17 +30,17 @@ def flatten(program: Program, table: RuleTable, *, strict: bool = False) -> Grap
         the step's own rules that nothing in it has.
       SpecError: a pin inside the step that does not fit its value or the mesh.
     """
-    builder = _Builder(program, table, strict)
+    builder = _Builder(program, strict)
     builder.jaxpr(program.jaxpr, 1, PLAIN)
-    check_used(table, builder.names)
-    builder.diagnostics += [Diagnostic("", text) for text in misspelt(table, builder.names)]
+    check_used(program.rules, builder.names)
+    builder.diagnostics += [Diagnostic("", text) for text in misspelt(program.rules, builder.names)]
     ids = builder.ids
     inputs = tuple(ids[v] for v in program.jaxpr.invars)
     outputs = tuple(builder.read(a) for a in program.jaxpr.outvars)
     for x, gradient in builder.gathered():
         builder.tie("gradient", x, gradient, False, 0, "", PLAIN)
-    kinds: dict[tuple[Kind, int], Kind] = {}
-    for i, count in together(builder.nodes, builder.values).items():
+    kinds: dict[tuple[OpKind, int], OpKind] = {}
+    for i, count in combined_reduction_counts(builder.nodes, builder.values).items():
         kind = builder.nodes[i].kind
         kind = kinds.setdefault((kind, count), replace(kind, together=count))
         builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
@@ -69,16 +69,16 @@ def flatten(program: Program, table: RuleTable, *, strict: bool = False) -> Grap
 class _Builder:
     """Accumulates one graph; value 0 stands for every literal."""
 
-    def __init__(self, program: Program, table: RuleTable, strict: bool) -> None:
-        self.program, self.table, self.strict = program, table, strict
+    def __init__(self, program: Program, strict: bool) -> None:
+        self.program, self.rules, self.strict = program, program.rules, strict
         self.values: list[Value] = [Value((), 32, "float32", "literal")]
         self.nodes: list[Node] = []
         self.ids: dict[jx.Var, int] = {}
         self.pins: dict[int, Spec] = {}
         self.open: dict[int, frozenset[int]] = {}
         self.diagnostics: list[Diagnostic] = []
-        self.kinds: dict[Any, Kind] = {}
-        self.met: dict[tuple[int, ...], Kind] = {}
+        self.kinds: dict[Any, OpKind] = {}
+        self.met: dict[tuple[int, ...], OpKind] = {}
         """Kinds by the very parameters and abstract values of an equation, which many that are alike share."""
         self.alike: dict[Any, Value] = {}
         """By shape and dtype."""
@@ -96,8 +96,8 @@ class _Builder:
 
     def pin(self, value: int, entries: PartitionSpec, source: str, free: frozenset[int] = frozenset()) -> None:
         shape = self.values[value].shape
-        self.open[value] = free | open_dims(entries)
-        self.pins[value] = check(entries, shape, self.program.mesh.shape, f"the value pinned at {source}")
+        self.open[value] = free | unconstrained_dims(entries)
+        self.pins[value] = checked_spec(entries, shape, self.program.mesh.shape, f"the value pinned at {source}")
 
     def value(self, aval: Any) -> int:
         found = self.seen.get(id(aval))
@@ -117,7 +117,7 @@ class _Builder:
             self.names.add(eqn.primitive.name)
             self.names.update(jx.names(eqn))
             regions = jx.regions(eqn)
-            regions = () if regions and sealed(eqn, self.table) else regions
+            regions = () if regions and sealed(eqn, self.rules) else regions
             if regions:
                 self.regions(eqn, regions, times, inner)
             elif jx.manual_specs(eqn):
@@ -154,7 +154,7 @@ class _Builder:
             self.pin(result, spec, source)
         avals = [jx.aval(v) for v in eqn.outvars]
         shapes, bits = tuple(tuple(a.shape) for a in avals), tuple(map(_bits, avals))
-        kind = _kind(name, whole("", (), avals), shapes, bits, "", 0.0, source, tie=True)  # they come into being so
+        kind = _kind(name, replicated_rule("", (), avals), shapes, bits, "", 0.0, source, tie=True)  # they come into being so
         self.nodes.append(Node(kind, (), results, times, source, phase))
         text = f"{name} is taken as it is; its compute and collectives are not costed"
         self.diagnostics.append(Diagnostic(source, text))
@@ -165,7 +165,7 @@ class _Builder:
             made = self.define(result)
             self.tie(eqn.primitive.name, self.read(operand), made, False, times, jx.source(eqn), phase)
 
-    def kind(self, eqn: jx.JaxprEqn, source: str) -> Kind:
+    def kind(self, eqn: jx.JaxprEqn, source: str) -> OpKind:
         key = jx.signature(eqn)
         if key is not None and key in self.kinds:
             return self.kinds[key]
@@ -189,7 +189,7 @@ class _Builder:
 
     def rule(self, eqn: jx.JaxprEqn, source: str) -> Rule:
         try:
-            return lookup(eqn, self.table, self.program.mesh) or unruled(eqn)
+            return lookup(eqn, self.rules, self.program.mesh) or unruled(eqn)
         except RuleError as e:
             raise RuleError(f"{source}: {eqn.primitive.name}: {e}") from None
 
@@ -255,7 +255,7 @@ def _kind(
     source: str,
     *,
     tie: bool = False,
-) -> Kind:
+) -> OpKind:
     try:
         if [len(d) for d in (*rule.operands, *rule.results)] != [len(s) for s in shapes]:
             raise RuleError(f"rule {rule} has other ranks than the shapes {list(shapes)}")
@@ -265,18 +265,18 @@ def _kind(
     order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
     dims = (*rule.operands, *rule.results)
     places = tuple((i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
-    return Kind(op, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops, tie)
+    return OpKind(op, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops, tie)
 
 
 @functools.cache
 def _identity(rank: int) -> Rule:
-    return Rule((dims_of(names(rank)),), (dims_of(names(rank)),))
+    return Rule((single_factor_dims(factor_names(rank)),), (single_factor_dims(factor_names(rank)),))
 
 
 @functools.cache
 def _lifted(before: int, after: int) -> Rule:
     inner, outer = min(before, after), max(before, after)
-    small, large = dims_of(names(inner)), ((), *dims_of(names(inner)))
+    small, large = single_factor_dims(factor_names(inner)), ((), *single_factor_dims(factor_names(inner)))
     assert outer == inner + 1
     return Rule((small if before < after else large,), (small if after < before else large,))
 

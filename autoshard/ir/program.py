@@ -5,14 +5,15 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import ConfigError, nearest
-from autoshard.ir.spec import Spec, check
+from autoshard.ir.rule_registry import Rules
+from autoshard.ir.spec import Spec, checked_spec
 from autoshard.jaxpr import Jaxpr, dtype_bits
 from autoshard.machine.mesh import LogicalMesh
 
@@ -43,6 +44,8 @@ class Program:
     name: str
     jaxpr: Jaxpr
     mesh: LogicalMesh
+    rules: Rules = field(compare=False, repr=False)
+    """Of the operations in it: what plans and rewrites it asks them how each may be split."""
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     in_tree: TreeDef
@@ -51,7 +54,7 @@ class Program:
     carries: tuple[tuple[int, int], ...] = ()
     """(input, output) pairs of flat positions that are one state before and after the step."""
     source: str = ""
-    written: Jaxpr | None = None
+    unpadded_jaxpr: Jaxpr | None = None
     """`jaxpr` without elements that mean nothing, where it has some (`autoshard.transforms.pad_uneven`)."""
 
     def with_jaxpr(self, jaxpr: Jaxpr) -> Program:
@@ -65,16 +68,16 @@ class Program:
             notes = [f"pinned {leaf.pin}"] * (leaf.pin is not None) + ["donated"] * leaf.donated
             if i in outs:
                 notes.append(f"-> {self.outputs[outs[i]].path}")
-            rows.append(f"  {leaf.path}: {abstract(leaf.aval)}{'  ' if notes else ''}{', '.join(notes)}")
+            rows.append(f"  {leaf.path}: {aval_text(leaf.aval)}{'  ' if notes else ''}{', '.join(notes)}")
         return "\n".join(rows)
 
 
-def abstract(aval: Any) -> str:
+def aval_text(aval: Any) -> str:
     """Short text of an abstract value: ``float32[8,16]``."""
     return f"{aval.dtype.name if hasattr(aval.dtype, 'name') else aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def pinned(program: Program, pins: Mapping[str, PartitionSpec], what: str, *, over: bool = False) -> Program:
+def with_pins(program: Program, pins: Mapping[str, PartitionSpec], what: str, *, over: bool = False) -> Program:
     """``program`` with pins by argument-path glob; one that an argument has already wins, unless ``over``.
 
     Raises:
@@ -92,5 +95,5 @@ def pinned(program: Program, pins: Mapping[str, PartitionSpec], what: str, *, ov
         for i in hits:
             leaf = inputs[i]
             if over or leaf.pin is None:
-                inputs[i] = replace(leaf, pin=check(spec, leaf.aval.shape, program.mesh.shape, leaf.path))
+                inputs[i] = replace(leaf, pin=checked_spec(spec, leaf.aval.shape, program.mesh.shape, leaf.path))
     return replace(program, inputs=tuple(inputs))

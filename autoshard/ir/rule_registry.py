@@ -17,7 +17,8 @@ from jax.extend.core import Primitive
 from autoshard import jaxpr as jx
 from autoshard.errors import RuleError, nearest
 from autoshard.ir import shardy_mlir, shardy_notation
-from autoshard.ir.rule import Local, Rule, RuleFn, RuleTable, parse, whole
+from autoshard.ir.rule import Local, Rule, RuleFn, RuleTable, parse, replicated_rule
+from autoshard.machine.collective import CollectiveKind
 from autoshard.machine.mesh import LogicalMesh
 
 Key = Primitive | str
@@ -126,15 +127,14 @@ def rule_fn(rule: AnyRule, local: Local | Callable[..., Any] | None = None) -> R
     return read if form is None else lambda *avals, **params: _with_local(read(*avals, **params), form)
 
 
-def lookup(eqn: jx.JaxprEqn, table: RuleTable, mesh: LogicalMesh) -> Rule | None:
+def lookup(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
     """The rule of ``eqn``; None where it has none.
 
     Raises:
       RuleError: a kernel has a rule that splits it and no form in which to run a part.
     """
-    by_key = cast(Mapping[Key, RuleFn], table)
     keys = [*jx.names(eqn), eqn.primitive, eqn.primitive.name]
-    fn = next((by_key[k] for k in keys if k in by_key), None)
+    fn = next((rules[k] for k in keys if k in rules), None)
     operands = [jx.aval(a) for a in eqn.invars]
     if fn is None:
         rule = carried(eqn, mesh)
@@ -150,9 +150,9 @@ def lookup(eqn: jx.JaxprEqn, table: RuleTable, mesh: LogicalMesh) -> Rule | None
     return _with_local(rule, Local(None, _silent))
 
 
-def sealed(eqn: jx.JaxprEqn, table: RuleTable) -> bool:
+def sealed(eqn: jx.JaxprEqn, rules: Rules) -> bool:
     """Whether a function has a rule of its own, so that its body is not looked into."""
-    return any(n in table for n in jx.names(eqn))
+    return any(n in rules for n in jx.names(eqn))
 
 
 def carried(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
@@ -182,26 +182,25 @@ def unruled(eqn: jx.JaxprEqn) -> Rule:
         text = f"no rule for {called[0]!r}; autoshard.register_rule({called[1]!r}, ...) gives one"
     else:
         text = f"no rule for the primitive {eqn.primitive.name!r}"
-    rule = whole(text, map(jx.aval, eqn.invars), map(jx.aval, eqn.outvars))
+    rule = replicated_rule(text, map(jx.aval, eqn.invars), map(jx.aval, eqn.outvars))
     alone = jx.opaque(eqn) and not jx.resizable(eqn) and not jx.interpreted(eqn)  # XLA does not even repeat it
     return replace(rule, local=Local(None, _silent)) if alone else rule
 
 
-def check_used(table: RuleTable, names: set[str]) -> None:
+def check_used(rules: Rules, names: set[str]) -> None:
     """Raises `RuleError` for a name among a step's own rules that stands nowhere in its program."""
-    if isinstance(table, Rules):
-        for k in table.own:
-            if isinstance(k, str) and k not in names:
-                raise RuleError(
-                    f"rules names {k!r}, which is no primitive of this JAX and no kernel or function of "
-                    f"the step{nearest(k, {*names, *jx.all_primitives()})}"
-                )
+    for k in rules.own:
+        if isinstance(k, str) and k not in names:
+            raise RuleError(
+                f"rules names {k!r}, which is no primitive of this JAX and no kernel or function of "
+                f"the step{nearest(k, {*names, *jx.all_primitives()})}"
+            )
 
 
-def misspelt(table: RuleTable, names: set[str]) -> Iterator[str]:
+def misspelt(rules: Rules, names: set[str]) -> Iterator[str]:
     """What to say of names registered for every step that this one has not, but one much alike: perhaps slips, perhaps
     operations of other steps."""
-    for k in table:
+    for k in rules:
         if isinstance(k, str) and k not in names and not jx.primitive(k):
             for close in difflib.get_close_matches(k, names, n=1, cutoff=0.8):
                 yield f"a rule is registered for {k!r}, which the step has not; did you mean {close!r}?"
@@ -213,7 +212,7 @@ def title(of: Key | Callable[..., Any]) -> str:
     return k.name if isinstance(k, Primitive) else k
 
 
-def _silent(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+def _silent(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
     """The moves of a form without collectives."""
     return ()
 

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import jaxpr as jx
 from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.program import Leaf, Program
-from autoshard.ir.spec import Spec, check
+from autoshard.ir.rule_registry import Rules
+from autoshard.ir.spec import Spec, checked_spec
 from autoshard.machine.mesh import LogicalMesh
 
 _EXPLICIT = (
@@ -27,6 +28,7 @@ def trace(
     kwargs: Mapping[str, Any],
     mesh: LogicalMesh,
     *,
+    rules: Rules,
     in_shardings: Any = None,
     out_shardings: Any = None,
 ) -> Program:
@@ -69,16 +71,17 @@ def trace(
         name=traced.fun_name,
         jaxpr=jaxpr,
         mesh=mesh,
+        rules=rules,
         inputs=inputs,
         outputs=outputs,
         in_tree=in_tree,
         out_tree=out_tree,
-        carries=carries([*info[0], *(info[1][k] for k in sorted(info[1]))], traced.out_info),
+        carries=match_carries([*info[0], *(info[1][k] for k in sorted(info[1]))], traced.out_info),
         source=next((s for s in map(jx.source, traced.jaxpr.eqns) if s), ""),
     )
 
 
-def carries(args: Sequence[Any], result: Any) -> tuple[tuple[int, int], ...]:
+def match_carries(args: Sequence[Any], result: Any) -> tuple[tuple[int, int], ...]:
     """Pairs each argument with the part of the result that replaces it at the next call.
 
     The result itself, or one of its top-level elements, replaces an argument when it has the same tree and
@@ -163,4 +166,4 @@ def _check(pin: Any, shape: Sequence[int], mesh: LogicalMesh, path: str) -> Spec
         if dict(pin.mesh.shape) != mesh.shape:
             raise SpecError(f"{path}: its sharding is over the mesh {dict(pin.mesh.shape)}, the step's is {mesh.shape}")
         pin = pin.spec
-    return check(pin, shape, mesh.shape, path)
+    return checked_spec(pin, shape, mesh.shape, path)

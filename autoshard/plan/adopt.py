@@ -14,7 +14,7 @@ from autoshard.cost.compiler_options import should_disable_all_gather_fusion, us
 from autoshard.errors import MemoryBudgetError, PlanError
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
-from autoshard.ir.program import Program, abstract
+from autoshard.ir.program import Program, aval_text
 from autoshard.ir.spec import Spec
 from autoshard.jaxpr import dtype_name
 from autoshard.plan.planner import PlanRequest, budget_of, fingerprint
@@ -99,7 +99,7 @@ def _check_program(plan: PlanRecord, graph: Graph, request: PlanRequest) -> None
         if (place.path, place.shape, place.dtype) != (leaf.path, leaf.aval.shape, dtype_name(leaf.aval.dtype)):
             raise PlanError(
                 f"the plan is for another program than {program.name}: its result {o} is {place.path}: "
-                f"{place.dtype}{list(place.shape)}, the step's {leaf.path}: {abstract(leaf.aval)}; plan anew"
+                f"{place.dtype}{list(place.shape)}, the step's {leaf.path}: {aval_text(leaf.aval)}; plan anew"
             )
     raise PlanError(
         f"the plan is for another program than {program.name}: the arguments agree, the operations do not "

@@ -12,7 +12,7 @@ from autoshard.cost.compiler_options import effective_options
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import Graph
-from autoshard.ir.program import Leaf, Program, abstract
+from autoshard.ir.program import Leaf, Program, aval_text
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Spec, replicated
 from autoshard.jaxpr import dtype_name
@@ -107,7 +107,7 @@ def fingerprint(graph: Graph) -> str:
     program = graph.program
     digest.update(repr((sorted(program.mesh.shape.items()), program.mesh.axis_names, program.carries)).encode())
     for leaf in (*program.inputs, *program.outputs):
-        digest.update(f"{leaf.path} {abstract(leaf.aval)} {leaf.donated}\n".encode())
+        digest.update(f"{leaf.path} {aval_text(leaf.aval)} {leaf.donated}\n".encode())
     kinds: Mapping[int, str] = {}
     lines: list[str] = []
     for n in graph.nodes:

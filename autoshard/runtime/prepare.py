@@ -13,7 +13,7 @@ from typing import Any
 from autoshard.backend.executable import Executable
 from autoshard.errors import AutoshardError, MemoryBudgetError
 from autoshard.ir.graph import Graph
-from autoshard.ir.program import Program, pinned
+from autoshard.ir.program import Program, with_pins
 from autoshard.ir.trace import trace
 from autoshard.jaxpr.arguments import Aval
 from autoshard.machine.mesh import LogicalMesh
@@ -78,7 +78,7 @@ def prepare(
             jitted, args, kwargs, mesh, rules=options.rules, in_shardings=pins[0], out_shardings=pins[1]
         )
         config = mesh_config(options.mesh)
-        return pinned(program, config.specs() if config else {}, "the mesh's pin")
+        return with_pins(program, config.specs() if config else {}, "the mesh's pin")
 
     served: list[Program] = []
 
@@ -127,7 +127,7 @@ def prepare(
         plan, graph, ready = refine((plan, graph), ways, avals, options.refine, options.cache)
     plan = held_to(plan, first, bound, why) if first is not None else plan
     study = Study(graph, replace(options.request, passes=plan.passes))
-    plain = functools.partial(_plain, graph.program, plan, options, avals) if graph.program.written else None
+    plain = functools.partial(_plain, graph.program, plan, options, avals) if graph.program.unpadded_jaxpr else None
     return Executable(graph.program, graph, Plan.of(plan, study), avals, plain, ready)
 
 
@@ -138,7 +138,7 @@ def _plain(program: Program, plan: PlanRecord, options: Options, avals: tuple[Av
         tuple(replace(leaf, pin=place.spec) for leaf, place in zip(leaves, places, strict=True))
         for leaves, places in ends
     )
-    assert program.written is not None
-    program = replace(program, jaxpr=program.written, written=None, inputs=inputs, outputs=outputs)
+    assert program.unpadded_jaxpr is not None
+    program = replace(program, jaxpr=program.unpadded_jaxpr, written=None, inputs=inputs, outputs=outputs)
     plan, graph = make_plan(program, replace(options.request, memory_budget=math.inf))
     return Executable(program, graph, plan, avals)

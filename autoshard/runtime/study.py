@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from autoshard.errors import SpecError, nearest
 from autoshard.ir.dim_classes import dim_classes
 from autoshard.ir.graph import Graph
-from autoshard.ir.program import pinned
+from autoshard.ir.program import with_pins
 from autoshard.plan.diff import signed_time
 from autoshard.plan.document import Section, Table
 from autoshard.plan.planner import PlanRequest, make_plan
@@ -31,7 +31,7 @@ class Study:
         Raises:
           ConfigError, SpecError, MemoryBudgetError: as planning does.
         """
-        plan, graph = make_plan(pinned(self.graph.program, pins, "the pin", over=True), self.request)
+        plan, graph = make_plan(with_pins(self.graph.program, pins, "the pin", over=True), self.request)
         return plan, replace(self, graph=graph)
 
     def why(self, plan: PlanRecord, path: str) -> Iterator[Section]:

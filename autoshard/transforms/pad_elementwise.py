@@ -11,11 +11,11 @@ from autoshard import jaxpr as jx
 from autoshard.ir.annotate import annotate_p
 from autoshard.ir.rule import Dims, Rule
 from autoshard.ir.rule_registry import lookup
-from autoshard.ir.spec import KINDS
+from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.transforms.pad_state import SIZED, Body
 from autoshard.transforms.window import kept, neutral
 
-REDUCED = frozenset({"dot_general", *(f"reduce_{k}" for k in KINDS)})
+REDUCED = frozenset({"dot_general", *(f"reduce_{k}" for k in REDUCTION_KINDS)})
 """Operations that read nothing of a reduced dimension but its elements."""
 ITERATIVE = frozenset(
     {
@@ -45,7 +45,7 @@ def longer(body: Body, eqn: jx.JaxprEqn) -> bool:
             length = body.length(m, n)
             if length and length > m and len(dim) == 1 and _passes(eqn, rule, dim[0]):
                 wanted.setdefault(dim[0], length)
-    fills = {f: rule.kind(f) for f in wanted if rule.kind(f) in KINDS}
+    fills = {f: rule.kind(f) for f in wanted if rule.kind(f) in REDUCTION_KINDS}
     if not wanted:
         return False
     lengths, results = (
@@ -85,7 +85,7 @@ def _rule(body: Body, eqn: jx.JaxprEqn) -> Rule | None:
     fixed = eqn.effects or jx.names(eqn) or jx.regions(eqn) or eqn.primitive in (annotate_p, jx.CONSTRAINT)
     if fixed or eqn.primitive.name in ITERATIVE or not all(map(jx.is_array, eqn.invars)):
         return None
-    return lookup(eqn, body.table, body.mesh)
+    return lookup(eqn, body.rules, body.mesh)
 
 
 def _passes(eqn: jx.JaxprEqn, rule: Rule, factor: str) -> bool:
@@ -93,7 +93,7 @@ def _passes(eqn: jx.JaxprEqn, rule: Rule, factor: str) -> bool:
     kind = rule.kind(factor)
     if any(factor in dim and len(dim) > 1 for dims in (*rule.operands, *rule.results) for dim in dims):
         return False
-    if kind in KINDS:
+    if kind in REDUCTION_KINDS:
         able = all(neutral(kind, jx.aval(a).dtype) is not None for a in eqn.invars)
         return able and eqn.primitive.name in REDUCED
     return kind == "parallel"

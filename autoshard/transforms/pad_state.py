@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard import jaxpr as jx
-from autoshard.ir.rule import RuleTable
+from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.transforms.window import Place, View, of, placed
 
@@ -27,7 +27,7 @@ FREE = frozenset({"broadcast_in_dim", "iota"})
 class Body:
     """One jaxpr on its way."""
 
-    table: RuleTable
+    rules: Rules
     mesh: LogicalMesh
     eqns: list[jx.JaxprEqn] = field(default_factory=list[jx.JaxprEqn])
     views: dict[jx.Var, View] = field(default_factory=dict[jx.Var, View])

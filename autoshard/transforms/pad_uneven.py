@@ -16,8 +16,7 @@ from dataclasses import replace
 
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
-from autoshard.ir.rule import RuleTable
-from autoshard.ir.rule_registry import sealed
+from autoshard.ir.rule_registry import Rules, sealed
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.transforms.pad_elementwise import longer
 from autoshard.transforms.pad_moves import laid, tiled, viewed
@@ -26,14 +25,14 @@ from autoshard.transforms.pad_state import FREE, Body
 MOVES = {"concatenate": laid, "pad": viewed, "slice": viewed, "split": viewed, "tile": tiled}
 
 
-def aligned(program: Program, table: RuleTable) -> Program:
+def aligned(program: Program) -> Program:
     """``program`` with its uneven values made longer; the same object where there are none."""
-    jaxpr = _aligned(program.jaxpr, table, program.mesh)
+    jaxpr = _aligned(program.jaxpr, program.rules, program.mesh)
     return program if jaxpr is program.jaxpr else replace(program, jaxpr=jaxpr, written=program.jaxpr)
 
 
-def _aligned(jaxpr: jx.Jaxpr, table: RuleTable, mesh: LogicalMesh) -> jx.Jaxpr:
-    body = Body(table, mesh)
+def _aligned(jaxpr: jx.Jaxpr, rules: Rules, mesh: LogicalMesh) -> jx.Jaxpr:
+    body = Body(rules, mesh)
     for eqn in jaxpr.eqns:
         _run(body, eqn)
     outvars = [body.exact(a) for a in jaxpr.outvars]
@@ -53,13 +52,13 @@ def _run(body: Body, eqn: jx.JaxprEqn) -> None:
     full = all(map(jx.is_array, eqn.outvars)) and all(math.prod(jx.aval(a).shape) for a in shaped)
     if full and name in MOVES and MOVES[name](body, eqn):
         return
-    inner = sealed(eqn, body.table)
+    inner = sealed(eqn, body.rules)
     if full and uneven and (_called(body, eqn) if name == "custom_jvp_call" and not inner else longer(body, eqn)):
         return
     eqn = eqn.replace(invars=[body.exact(a) for a in eqn.invars])
     if name in FREE:
         body.makers[eqn.outvars[0]] = eqn
-    new = eqn if inner else jx.within(eqn, lambda b: _aligned(b, body.table, body.mesh))
+    new = eqn if inner else jx.within(eqn, lambda b: _aligned(b, body.rules, body.mesh))
     body.changed |= new is not eqn
     body.eqns.append(new)
 

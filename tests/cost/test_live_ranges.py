@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost.live_ranges import rooms
-from autoshard.ir.build_graph import flatten
+from autoshard.cost.live_ranges import find_live_ranges
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes import SumProducts
-from autoshard.rules import TABLE
 from tests.programs import CHIP, graph, mesh, program
 
 W = (64, 64)
@@ -22,7 +21,7 @@ W = (64, 64)
 def taking(g: Graph, least: int = 64 * 64 * 2) -> list[tuple[str, float]]:
     """Of what takes room, by the node that makes it: operation and share, where it is large."""
     made = {v: n.kind.op for n in g.nodes for v in n.results}
-    r = rooms(g)
+    r = find_live_ranges(g)
     found = zip(r.values, r.scale, strict=True)
     return sorted((made.get(int(v), "argument"), float(s)) for v, s in found if g.values[v].bytes * s >= least)
 
@@ -37,7 +36,7 @@ def test_what_is_computed_where_it_is_read_is_not_kept_for_the_backward_pass():
         return ((jax.nn.silu(x @ w[0]) @ w[1]) ** 2).sum()
 
     g = graph(jax.grad(loss), ((2, *W), W), mesh(a=1))
-    r = rooms(g)
+    r = find_live_ranges(g)
     kept = [g.values[v] for v in r.values[r.residuals] if g.values[v].shape == W]
     assert len(kept) == 2  # the two products; not silu, nor its derivative
 
@@ -73,7 +72,7 @@ def scanned(w, x):
 
 def test_what_a_loop_stacks_lives_from_its_beginning_to_the_end_of_the_loop_that_reads_it():
     g = graph(jax.grad(scanned), ((5, *W), W), mesh(a=1))
-    r = rooms(g)
+    r = find_live_ranges(g)
     (forward, backward) = sorted(g.loops)
     stacks = [i for i in r.residuals if g.values[r.values[i]].shape == (5, *W)]
     assert stacks
@@ -88,7 +87,7 @@ def test_weights_that_loops_take_in_fewer_bits_are_there_in_them():
 
     args = (jax.ShapeDtypeStruct((5, *W), jnp.float32), jax.ShapeDtypeStruct(W, jnp.bfloat16))
     g = graph(narrow, args, mesh(a=1))
-    r = rooms(g)
+    r = find_live_ranges(g)
     halves = [(g.values[v].shape, s) for v, s in zip(r.values, r.scale, strict=True) if s != 1]
     assert halves == [((5, *W), 0.5)]
 
@@ -99,7 +98,7 @@ def test_a_sum_is_written_over_a_term_that_nothing_reads_afterwards():
 
     g = graph(fun, (W, W), mesh(a=1))
     last = max(i for i, n in enumerate(g.nodes) if n.kind.op == "sort")
-    r = rooms(g)
+    r = find_live_ranges(g)
     assert ((r.first <= last) & (last <= r.last)).sum() == 3  # two terms, one of them the sum too, and the result
 
 
@@ -109,7 +108,7 @@ def test_a_broadcast_that_a_loop_reads_is_made_nowhere():
         return jax.lax.fori_loop(0, 3, lambda _, h: jnp.where(mask, h @ w, 0.0), x)
 
     g = graph(fun, (W, W), mesh(a=1))
-    r = rooms(g)
+    r = find_live_ranges(g)
     assert not [v for v in r.values if g.values[v].dtype == "bool" and g.values[v].shape == W]
 
 
@@ -138,8 +137,8 @@ def test_a_product_done_between_keeps_what_waits_for_a_later_one_from_being_hand
     for between in (False, True):
         g = graph(lambda x, w, between=between: fun(x, w, between), (W, W), mesh(a=1))
         made = {v: n.kind.op for n in g.nodes for v in n.results}
-        r = rooms(g)
-        sorts = [bool(h) for v, h in zip(r.values, r.handed, strict=True) if made[int(v)] == "sort"]
+        r = find_live_ranges(g)
+        sorts = [bool(h) for v, h in zip(r.values, r.on_chip_candidate, strict=True) if made[int(v)] == "sort"]
         assert sorts == ([False, True, True] if between else [True, True])
 
 
@@ -150,10 +149,10 @@ def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
 
     on = mesh(a=1)
     traced = SumProducts()(program(fun, (W, W, (4, *W)), on))
-    g = flatten(traced, TABLE)
+    g = build_graph(traced)
     (n,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sum_of_products"]
     products = [i for i, node in enumerate(g.nodes) if node.kind.op == "dot_general"]
-    assert rooms(g).begun[n] < products[1] < n
+    assert find_live_ranges(g).sum_start[n] < products[1] < n
 
 
 @pytest.mark.parametrize(("scale", "written"), [(3.0, True), (jnp.arange(64.0), False)])
@@ -163,4 +162,4 @@ def test_a_product_is_not_written_over_what_a_reduction_of_several_arrays_is_mad
         total = (h * scale).sum(0)
         return x @ v + h, total
 
-    assert bool(rooms(graph(fun, (W, W, W), mesh(a=1))).over) == written
+    assert bool(find_live_ranges(graph(fun, (W, W, W), mesh(a=1))).in_place_products) == written

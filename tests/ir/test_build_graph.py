@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import RuleError, SpecError
 from autoshard.ir.annotate import annotate
-from autoshard.ir.build_graph import flatten
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN
-from autoshard.rules import TABLE
+from autoshard.rules import SHIPPED, TABLE
 from tests.programs import graph, mesh, mlp_args, mlp_step, program
 
 MESH = mesh(data=4)
@@ -60,27 +61,27 @@ def test_a_carried_argument_is_tied_to_its_successor() -> None:
 
 def test_a_primitive_without_a_rule_is_kept_whole_and_named() -> None:
     p = program(lambda x: jnp.sin(odd_p.bind(x)), ((4,),), MESH)
-    found = flatten(p, TABLE).diagnostics
+    found = build_graph(p).diagnostics
     assert len(found) == 1
     assert "no rule for the primitive 'odd'" in str(found[0])
     assert __file__ in found[0].source
-    with pytest.raises(RuleError, match=r"test_flatten.py:\d+: odd is kept whole"):
-        flatten(p, TABLE, strict=True)
+    with pytest.raises(RuleError, match=r"test_build_graph.py:\d+: odd is kept whole"):
+        build_graph(p, strict=True)
 
 
 def test_a_rule_of_the_wrong_rank_is_refused_with_the_line() -> None:
-    from_text = {
-        **TABLE,
+    transposing = {
         odd_p: lambda *_: TABLE[jax.lax.transpose_p](jax.ShapeDtypeStruct((2, 3), "float32"), permutation=(1, 0)),
     }
-    with pytest.raises(RuleError, match=r"test_flatten.py:\d+: odd: rule .* other ranks"):
-        flatten(program(lambda x: odd_p.bind(x), ((4,),), MESH), from_text)  # noqa: PLW0108 -- its line is looked for
+    p = program(lambda x: odd_p.bind(x), ((4,),), MESH, rules=replace(SHIPPED, own=transposing))  # noqa: PLW0108
+    with pytest.raises(RuleError, match=r"test_build_graph.py:\d+: odd: rule .* other ranks"):
+        build_graph(p)
 
 
 def test_a_pin_inside_that_cannot_be_names_its_line() -> None:
     p = program(lambda x: annotate(x, P("dat")), ((4,),), MESH)
-    with pytest.raises(SpecError, match=r"pinned at .*test_flatten.py:\d+: .*'dat'.*did you mean 'data'"):
-        flatten(p, TABLE)
+    with pytest.raises(SpecError, match=r"pinned at .*test_build_graph.py:\d+: .*'dat'.*did you mean 'data'"):
+        build_graph(p)
 
 
 def test_a_loop_of_unknown_length_is_named() -> None:

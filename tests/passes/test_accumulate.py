@@ -16,6 +16,7 @@ from autoshard.errors import PassError
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import Accumulate
+from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline
 
 HARDWARE = Hardware("chip", {"float32": 1e10}, 8e9, 1e10, {"link": Link("link", 1e8, 1e-7)}, 1e-8)
@@ -29,7 +30,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 def in_terms(fun: Any, *args: Any) -> int:
     """How many arrays the loops of ``fun`` add up in terms; rewritten, it gives what it gave."""
-    before = trace(jax.jit(fun), args, {}, MESH)
+    before = trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED)
     after = Pipeline((Accumulate("data"),)).run(before)[0]
     got, want = (jx.as_fun(p.jaxpr)(*jax.tree.leaves(args)) for p in (after, before))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, want)
@@ -158,17 +159,17 @@ def test_whole_numbers_are_not_divided_in_terms() -> None:
 
 def test_an_axis_that_the_mesh_lacks_is_named() -> None:
     with pytest.raises(PassError, match="no axis 'date'; did you mean 'data'"):
-        Accumulate("date")(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH))
+        Accumulate("date")(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH, rules=SHIPPED))
 
 
 def test_forms_are_one_for_each_number_of_parts_where_a_loop_adds_up() -> None:
-    program = trace(jax.jit(lambda p, b: accumulated(network, p, b)), (weights(), batches()), {}, MESH)
+    program = trace(jax.jit(lambda p, b: accumulated(network, p, b)), (weights(), batches()), {}, MESH, rules=SHIPPED)
     assert [str(f) for f in Accumulate().forms(program)] == [
         "accumulate:data+model",
         "accumulate:data",
         "accumulate:model",
     ]
-    assert Accumulate().forms(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH)) == ()
+    assert Accumulate().forms(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH, rules=SHIPPED)) == ()
 
 
 def test_the_planner_takes_it_where_it_pays_and_the_numbers_are_those_of_one_device() -> None:

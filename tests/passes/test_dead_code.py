@@ -10,6 +10,7 @@ from autoshard import jaxpr as jx
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import DeadCode
+from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
@@ -26,7 +27,7 @@ def test_unused_equations_go_and_inputs_stay():
         jnp.tanh(y)
         return jnp.sin(x)
 
-    before = trace(jax.jit(step), (X, X), {}, MESH)
+    before = trace(jax.jit(step), (X, X), {}, MESH, rules=SHIPPED)
     after, (report,) = Pipeline((DeadCode(),)).run(before)
     assert names(after.jaxpr) == ["sin"]
     assert len(after.jaxpr.invars) == 2
@@ -42,7 +43,7 @@ def test_unused_results_of_loops_go():
 
         return jax.lax.scan(turn, x, length=3)[0]
 
-    after = DeadCode()(trace(jax.jit(step), (X,), {}, MESH))
+    after = DeadCode()(trace(jax.jit(step), (X,), {}, MESH, rules=SHIPPED))
     (scan,) = after.jaxpr.eqns
     assert names(jx.regions(scan)[0].body) == ["sin"]
 
@@ -54,7 +55,7 @@ def test_effects_stay():
         jax.debug.callback(lambda v: seen.append(float(v)), jnp.tanh(x).sum())
         return jnp.sin(x)
 
-    after, _ = Pipeline((DeadCode(),)).run(trace(jax.jit(step), (X,), {}, MESH))
+    after, _ = Pipeline((DeadCode(),)).run(trace(jax.jit(step), (X,), {}, MESH, rules=SHIPPED))
     assert "debug_callback" in names(after.jaxpr)
     jax.block_until_ready(jax.jit(jx.as_fun(after.jaxpr))(jnp.zeros((8, 4))))
     jax.effects_barrier()

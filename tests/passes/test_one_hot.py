@@ -15,6 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.ir.trace import trace
 from autoshard.passes import OneHot
+from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline
 from tests.programs import mesh
 
@@ -71,7 +72,7 @@ LOSSES = [by_softmax, by_one_hot, by_comparison, sideways, in_layers, twice_a_ro
 
 def traced(fun, *args):
     avals = tuple(jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in args)
-    return trace(jax.jit(fun), avals, {}, EIGHT)
+    return trace(jax.jit(fun), avals, {}, EIGHT, rules=SHIPPED)
 
 
 def long_sums(program):

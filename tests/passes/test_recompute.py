@@ -17,6 +17,7 @@ from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import KNOWN, Recompute
 from autoshard.passes.recompute import products
+from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline, parse
 from autoshard.transforms.remat import residual_bytes
 
@@ -81,7 +82,7 @@ def decoder_run(scanned, policy):
 
 
 def traced(fun, *args):
-    return trace(jax.jit(fun), args, {}, MESH)
+    return trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED)
 
 
 def compiled(program, args):

@@ -15,6 +15,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import SumProducts
+from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline
 from autoshard.transforms.sum_of_products import sum_of_products_p
 
@@ -27,7 +28,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 def rewritten(fun: Any, *args: Any) -> Program:
-    return Pipeline((SumProducts(),)).run(trace(jax.jit(fun), args, {}, MESH))[0]
+    return Pipeline((SumProducts(),)).run(trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED))[0]
 
 
 def joined(jaxpr: jx.Jaxpr) -> list[jx.JaxprEqn]:

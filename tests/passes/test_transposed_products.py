@@ -16,6 +16,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import TransposedProducts
+from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
@@ -35,7 +36,7 @@ def operations(jaxpr: jx.Jaxpr) -> list[str]:
 
 def rewritten(fun: Any, *args: Any) -> Program:
     """``fun`` as a program with its products turned, which gives what ``fun`` does."""
-    program = Pipeline((TransposedProducts(),)).run(trace(jax.jit(fun), args, {}, MESH))[0]
+    program = Pipeline((TransposedProducts(),)).run(trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED))[0]
     got = jx.as_fun(program.jaxpr)(*jax.tree.leaves(args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, jax.tree.leaves(fun(*args)))
     return program
@@ -49,7 +50,7 @@ X, W = normal(8, 16), normal(16, 4, seed=1)
 
 
 def test_the_gradient_of_a_weight_has_no_transpose() -> None:
-    assert "transpose" in operations(trace(jax.jit(jax.grad(product, 1)), (X, W), {}, MESH).jaxpr)
+    assert "transpose" in operations(trace(jax.jit(jax.grad(product, 1)), (X, W), {}, MESH, rules=SHIPPED).jaxpr)
     program = rewritten(jax.grad(product, 1), X, W)
     assert "transpose" not in operations(program.jaxpr)
 
@@ -88,7 +89,7 @@ def test_batch_dimensions_stay_first_and_each_precision_with_its_operand() -> No
     ids=["read otherwise too", "another order", "something between"],
 )
 def test_other_products_stay(fun: Any) -> None:
-    before = operations(trace(jax.jit(fun), (X, W), {}, MESH).jaxpr)
+    before = operations(trace(jax.jit(fun), (X, W), {}, MESH, rules=SHIPPED).jaxpr)
     assert "transpose" in before
     after = operations(rewritten(fun, X, W).jaxpr)
     assert Counter(after) == Counter(before)

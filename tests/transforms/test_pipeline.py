@@ -15,6 +15,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import KNOWN, DeadCode, Recompute
+from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pass, Pipeline, parse
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
@@ -28,7 +29,7 @@ def step(x, y):
 
 def program(fun=step) -> Program:
     x = jax.ShapeDtypeStruct((8, 4), "float32")
-    return trace(jax.jit(fun), (x, x), {}, MESH)
+    return trace(jax.jit(fun), (x, x), {}, MESH, rules=SHIPPED)
 
 
 @dataclass(frozen=True)
