@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost.cost import Costing, Way, held, way
-from autoshard.cost.reshard import seconds
+from autoshard.cost.cost import CostModel, NodeStrategy, expressible_factors, node_strategy
+from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.graph import Graph, Kind, Node
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
@@ -136,26 +136,26 @@ def splits(sizes: Sequence[int], mesh: LogicalMesh) -> list[tuple[Axes, ...]]:
     return found
 
 
-def ways(kind: Kind, mesh: LogicalMesh) -> list[Way]:
+def ways(kind: Kind, mesh: LogicalMesh) -> list[NodeStrategy]:
     """Every way to run an equation."""
     free = [(f, n) for f, n in kind.sizes if kind.rule.kind(f) != "whole"]
     chosen = [{f: a for (f, _), a in zip(free, s, strict=True) if a} for s in splits([n for _, n in free], mesh)]
-    found = [way(kind, c, mesh) for c in chosen if held(kind, c, mesh) == c]
-    return [w for w in found if w.possible]
+    found = [node_strategy(kind, c, mesh) for c in chosen if expressible_factors(kind, c, mesh) == c]
+    return [w for w in found if w.feasible]
 
 
 def least(g: Graph) -> float:
     """The least cost of all layouts of all values and all ways of all equations."""
-    mesh, anew = g.program.mesh, Costing(g).anew
+    mesh, free = g.program.mesh, CostModel(g).free_to_reshard
     nodes: list[Node] = [n for n in g.nodes if n.times]
     options = [[Spec(s) for s in splits(v.shape, mesh)] for v in g.values]
-    move = functools.cache(lambda v, a, b: seconds(a, b, g.values[v].shape, g.values[v].bits, mesh))
+    move = functools.cache(lambda v, a, b: reshard_seconds(a, b, g.values[v].shape, g.values[v].bits, mesh))
 
     @functools.cache
     def lying(v: int, made: Spec | None, read: frozenset[Spec]) -> float:
         """What it takes at least to bring a value from how it is made to where it lies, and to all who read it."""
         return min(
-            (0 if made is None else move(v, made, s)) + (0 if v in anew else sum(move(v, s, r) for r in read))
+            (0 if made is None else move(v, made, s)) + (0 if v in free else sum(move(v, s, r) for r in read))
             for s in options[v]
         )
 
@@ -166,8 +166,8 @@ def least(g: Graph) -> float:
         total = 0.0
         for n, w in zip(nodes, chosen, strict=True):
             total += w.seconds(mesh)
-            made.update(zip(n.results, w.gives, strict=True))
-            for v, need in zip(n.operands, w.needs, strict=True):
+            made.update(zip(n.results, w.out_specs, strict=True))
+            for v, need in zip(n.operands, w.in_specs, strict=True):
                 read.setdefault(v, set()).add(need)
         total += sum(lying(v, made.get(v), frozenset(read.get(v, ()))) for v in {*made, *read} if v)
         best = min(best, total)

@@ -10,28 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from autoshard.cost.liveness import is_local
+from autoshard.cost.liveness import is_fusible
 from autoshard.ir.graph import BACKWARD, Graph
 
 
 @dataclass(frozen=True)
-class Delay:
+class DelayedProduct:
     """When a product is done that a program says is done at ``node``."""
 
     node: int
-    others: tuple[int, ...]
+    sibling_products: tuple[int, ...]
     """The next products that read what it reads."""
-    loop: int
+    loop_end: int
     """The end of the last loop before anything reads what it makes; its own place where there is none."""
 
-    def until(self, sent: Set[int]) -> int:
+    def completes_at(self, sent: Set[int]) -> int:
         """The node that it is done with, where those ``sent`` send what they make."""
         if self.node in sent:
             return self.node
-        return max([self.loop, *(n for n in self.others if n in sent)])
+        return max([self.loop_end, *(n for n in self.sibling_products if n in sent)])
 
 
-def delays(graph: Graph) -> Iterator[Delay]:
+def delayed_products(graph: Graph) -> Iterator[DelayedProduct]:
     """The products that may be done later."""
     nodes, ends = graph.nodes, _ends(graph)
     used = _used(graph)
@@ -44,7 +44,7 @@ def delays(graph: Graph) -> Iterator[Delay]:
         read = min((used.get(v, len(nodes)) for v in node.results), default=n)
         loop = max((b for a, b in graph.loops if n < a and b < read), default=n) if n not in ends else n
         if others or loop > n:
-            yield Delay(n, tuple(sorted(others)), loop)
+            yield DelayedProduct(n, tuple(sorted(others)), loop)
         after.update(dict.fromkeys(node.operands, n))
 
 
@@ -62,7 +62,7 @@ def _used(graph: Graph) -> dict[int, int]:
     found: dict[int, int] = {}
     for n in reversed(range(len(graph.nodes))):
         node = graph.nodes[n]
-        passes = node.tie or is_local(node)
+        passes = node.tie or is_fusible(node)
         first = min((found[v] for v in node.results if v in found), default=None) if passes else n
         if first is not None:
             for v in node.operands:

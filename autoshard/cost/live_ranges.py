@@ -23,66 +23,68 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.delayed_products import Delay, delays
-from autoshard.cost.liveness import Reading
+from autoshard.cost.delayed_products import DelayedProduct, delayed_products
+from autoshard.cost.liveness import Liveness
 from autoshard.ir.graph import Graph
 
-Numbers = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Rooms:
+class LiveRanges:
     """What takes room, and when: row i is value ``values[i]``, from node ``first[i]`` to ``last[i]``."""
 
-    values: Numbers
-    first: Numbers
-    last: Numbers
+    values: IntArray
+    first: IntArray
+    last: IntArray
     scale: npt.NDArray[np.float64]
     """What of the value's bytes a row takes: a copy in fewer bits takes less."""
-    gradients: Numbers
+    gradients: IntArray
     """Values that the backward pass hands to the update."""
-    residuals: Numbers
+    residuals: IntArray
     """Rows that the forward pass makes and the backward pass reads."""
-    handed: npt.NDArray[np.bool_]
+    on_chip_candidate: npt.NDArray[np.bool_]
     """Whether a row is handed on."""
-    over: Mapping[int, tuple[int, int]]
+    in_place_products: Mapping[int, tuple[int, int]]
     """Of each product that is written over what it is added to: what becomes of it, and the node that adds."""
-    anew: Mapping[tuple[int, int], tuple[int, ...]]
+    overwritable_products: Mapping[tuple[int, int], tuple[int, ...]]
     """Of values computed element by element from several of their size, each with where: the products over whose
     results they can be written, unless something is gathered beside those products."""
-    begun: Mapping[int, int]
+    sum_start: Mapping[int, int]
     """When each sum of products has its first term."""
-    products: Numbers
+    product_count: IntArray
     """How many products there are up to each node."""
-    reads: Mapping[int, list[int]]
+    product_reads: Mapping[int, list[int]]
     """The rows that each product reads."""
-    delays: tuple[Delay, ...]
+    delayed_products: tuple[DelayedProduct, ...]
     """Products that may be done later."""
 
 
-def rooms(graph: Graph) -> Rooms:
+def find_live_ranges(graph: Graph) -> LiveRanges:
     """Finds the rooms of ``graph``."""
-    found = Reading(graph)
+    found = Liveness(graph)
     donated = {v for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if leaf.donated}
     reused = {found.root(graph.outputs[o]) for i, o in graph.program.carries if graph.inputs[i] in donated}
-    joined = _join(found) if found.fused else {}
-    held = {v: n for v, n in found.made.items() if n >= 0 and v not in reused and v not in found.open and v}
-    since = _in_place(found, held)
+    joined = _fuse_readers(found) if found.fuses_products else {}
+    held = {
+        v: n for v, n in found.allocated_at.items() if n >= 0 and v not in reused and v not in found.open_fusions and v
+    }
+    since = _in_place_starts(found, held)
     over = {held[v]: (v, n - 1) for v, n in since.items() if graph.nodes[held[v]].kind.flops}
-    anew = _anew(found, held, since)
+    anew = _overwritable_products(found, held, since)
     held |= since
     bits = graph.program.mesh.hardware.operand_bits
-    scale = {v: bits / x.bits for v in held if (x := graph.values[v]).bits > bits and _only_multiplied(found, v)}
-    rows = [(v, n, max(found.last.get(v, n), n), scale.get(v, 1.0)) for v, n in held.items()]
+    scale = {v: bits / x.bits for v in held if (x := graph.values[v]).bits > bits and _only_read_by_products(found, v)}
+    rows = [(v, n, max(found.last_use.get(v, n), n), scale.get(v, 1.0)) for v, n in held.items()]
     index = {v: i for i, v in enumerate(held)}
-    rows += [(v, a, b, fewer / graph.values[v].bits) for (v, fewer), (a, b) in found.narrow.items()]
+    rows += [(v, a, b, fewer / graph.values[v].bits) for (v, fewer), (a, b) in found.hoisted_converts.items()]
     columns = list(zip(*rows, strict=True)) if rows else [(), (), (), ()]
     values, first, last = (np.array(c, dtype=np.int64) for c in columns[:3])
     kept = np.array(sorted(index[v] for v in found.residuals if v in index), dtype=np.int64)
     grads = np.array(sorted(found.gradients), dtype=np.int64)
     products = np.cumsum([bool(n.kind.flops) for n in graph.nodes], dtype=np.int64)
     reads: dict[int, set[int]] = defaultdict(set)
-    for v, readers in found.multiplied.items():
+    for v, readers in found.product_readers.items():
         if (i := index.get(joined.get(v, v))) is not None:
             for n in readers:
                 reads[n].add(i)
@@ -91,71 +93,77 @@ def rooms(graph: Graph) -> Rooms:
         i < len(held) and b < len(graph.nodes) and not graph.nodes[a].tie and products[b] - products[a] == count[i]
         for i, (_, a, b, _) in enumerate(rows)
     ]
-    return Rooms(
+    return LiveRanges(
         values=values,
         first=first,
         last=last,
         scale=np.array(columns[3], dtype=np.float64),
         gradients=grads,
         residuals=kept,
-        handed=np.array(handed, dtype=np.bool_),
-        over=over,
-        anew=anew,
-        begun=found.begun,
-        products=products,
-        reads={n: sorted(by) for n, by in reads.items()},
-        delays=tuple(delays(graph)),
+        on_chip_candidate=np.array(handed, dtype=np.bool_),
+        in_place_products=over,
+        overwritable_products=anew,
+        sum_start=found.sum_start,
+        product_count=products,
+        product_reads={n: sorted(by) for n, by in reads.items()},
+        delayed_products=tuple(delayed_products(graph)),
     )
 
 
-def _join(found: Reading) -> dict[int, int]:
+def _fuse_readers(found: Liveness) -> dict[int, int]:
     """Moves the room of a product to the one value that it is read through; which has moved where."""
     nodes, values, moved = found.graph.nodes, found.graph.values, dict[int, int]()
-    for v in [v for v, n in found.made.items() if n >= 0 and nodes[n].kind.flops and len(found.via[v]) == 1]:
-        (w,) = found.via[v]
-        n = found.made[v]
-        if w not in found.born or values[w].bytes > values[v].bytes:
+    for v in [
+        v for v, n in found.allocated_at.items() if n >= 0 and nodes[n].kind.flops and len(found.read_through[v]) == 1
+    ]:
+        (w,) = found.read_through[v]
+        n = found.allocated_at[v]
+        if w not in found.computed_at or values[w].bytes > values[v].bytes:
             continue
-        if found.loops.get(n) != found.loops.get(found.born[w]):
+        if found.enclosing_loops.get(n) != found.enclosing_loops.get(found.computed_at[w]):
             continue
-        if w not in found.made:
-            found.last[w] = found.last[v]
-        found.made[w] = n
+        if w not in found.allocated_at:
+            found.last_use[w] = found.last_use[v]
+        found.allocated_at[w] = n
         moved[v] = w
-        del found.made[v]
+        del found.allocated_at[v]
     return moved
 
 
-def _in_place(found: Reading, held: Mapping[int, int]) -> dict[int, int]:
+def _in_place_starts(found: Liveness, held: Mapping[int, int]) -> dict[int, int]:
     """From when the values take room of their own that are written over one that they are computed from, which no
     reduction is made with."""
     taken, since = set[int](), dict[int, int]()
-    for v, (n, _) in found.built.items():
-        free = (r for r in _ends(found, held, v) if r not in taken and r not in found.reduced)
+    for v, (n, _) in found.elementwise_from.items():
+        free = (r for r in _dying_sources(found, held, v) if r not in taken and r not in found.fused_with_reduction)
         if v in held and (r := next(free, None)) is not None:
             taken.add(r)
             since[v] = n + 1
     return since
 
 
-def _ends(found: Reading, held: Mapping[int, int], v: int) -> list[int]:
+def _dying_sources(found: Liveness, held: Mapping[int, int], v: int) -> list[int]:
     """Of what ``v`` is computed from: what takes as much room, and is not read afterwards."""
-    values, (n, sources) = found.graph.values, found.built[v]
-    return [r for r in sources if r in held and found.last[r] == n and values[r].bytes == values[v].bytes]
+    values, (n, sources) = found.graph.values, found.elementwise_from[v]
+    return [r for r in sources if r in held and found.last_use[r] == n and values[r].bytes == values[v].bytes]
 
 
-def _anew(found: Reading, held: Mapping[int, int], since: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, ...]]:
+def _overwritable_products(
+    found: Liveness, held: Mapping[int, int], since: Mapping[int, int]
+) -> dict[tuple[int, int], tuple[int, ...]]:
     """What is written over one of several, and the products whose results may be it: each that is made by itself."""
     nodes = found.graph.nodes
     products: dict[tuple[int, int], tuple[int, ...]] = {}
-    for v, n in ((v, after - 1) for v, after in since.items() if found.fused and held[v] == after - 1):
-        last = _ends(found, held, v)
-        made = tuple(held[r] for r in last if r not in found.reduced)
+    for v, n in ((v, after - 1) for v, after in since.items() if found.fuses_products and held[v] == after - 1):
+        last = _dying_sources(found, held, v)
+        made = tuple(held[r] for r in last if r not in found.fused_with_reduction)
         if len(last) > 1 and all(nodes[m].kind.flops for m in made):
             products[v, n] = made
     return products
 
 
-def _only_multiplied(found: Reading, v: int) -> bool:
+def _only_read_by_products(found: Liveness, v: int) -> bool:
     """Whether products alone read ``v``, a real number."""
-    return v not in found.read_whole and v in found.last and found.graph.values[v].dtype.startswith("float")
+    return (
+        v not in found.read_outside_products and v in found.last_use and found.graph.values[v].dtype.startswith("float")
+    )

@@ -28,18 +28,25 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from autoshard.cost.reshard_moves import FREE, Edge, Graph, Move, Sizes, State, Terms
+from autoshard.cost.reshard_moves import FREE_MOVES, Edge, LocalBytes, Move, PartialAxes, ReshardGraph, State
 from autoshard.errors import SpecError, nearest
 from autoshard.ir.spec import Axes, Spec
-from autoshard.machine.collective import Collective
+from autoshard.machine.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Collective,
+    CollectiveKind,
+)
 from autoshard.machine.mesh import LogicalMesh
 
-TIE = 1e-12
+TIE_BREAK_SECONDS = 1e-12
 """Seconds added to each move while searching, so that of equally cheap sequences the shortest wins; a reduce-scatter
 has twice that, so that what is scattered only to be gathered is reduced instead, as XLA does."""
 
 
-def steps(
+def reshard_collectives(
     src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh
 ) -> tuple[Collective, ...]:
     """The collectives that bring a value from ``src`` to ``dst`` at the least cost, in order.
@@ -51,51 +58,53 @@ def steps(
     Raises:
       SpecError: a spec's rank is not the shape's, or it names an axis that the mesh lacks.
     """
-    moves = path(src, dst, shape, itemsize_bits, mesh)
+    moves = reshard_path(src, dst, shape, itemsize_bits, mesh)
     order = {axis: i for i, axis in enumerate(mesh.axis_names)}
     return tuple(
-        Collective(m.kind, tuple(sorted(m.axes, key=order.__getitem__)), m.bytes) for m in moves if m.kind not in FREE
+        Collective(m.kind, tuple(sorted(m.axes, key=order.__getitem__)), m.bytes)
+        for m in moves
+        if m.kind not in FREE_MOVES
     )
 
 
-def seconds(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> float:
+def reshard_seconds(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> float:
     """Seconds that `steps` takes on ``mesh``: 0 exactly when no collective is needed."""
     if src is dst or src == dst:
         return 0.0
-    return _route(src, dst, shape, itemsize_bits, mesh)[0]
+    return _path(src, dst, shape, itemsize_bits, mesh)[0]
 
 
-def path(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> tuple[Move, ...]:
+def reshard_path(
+    src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh
+) -> tuple[Move, ...]:
     """Every move from ``src`` to ``dst``, the free ones too, with the spec after each."""
-    return () if src == dst else _route(src, dst, shape, itemsize_bits, mesh)[1]
+    return () if src == dst else _path(src, dst, shape, itemsize_bits, mesh)[1]
 
 
-def combined(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> Spec:
+def spec_after_reduction(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> Spec:
     """How a value lies once its terms are put together, where that is the first thing on its way to ``dst``: sums are
     scattered along dimensions, as far as the way has it so."""
     kinds, found = dict(src.partial), src
-    for move in path(src, dst, shape, itemsize_bits, mesh) if src.partial else ():
-        sums = move.kind == "reduce-scatter" and all(kinds[a] == "sum" for a in move.axes)
-        if not sums and move.kind != "all-reduce":
+    for move in reshard_path(src, dst, shape, itemsize_bits, mesh) if src.partial else ():
+        sums = move.kind == REDUCE_SCATTER and all(kinds[a] == "sum" for a in move.axes)
+        if not sums and move.kind != ALL_REDUCE:
             break
         found = move.spec
     return found.reduced()
 
 
 @functools.lru_cache(maxsize=1 << 17)
-def _route(
-    src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh
-) -> tuple[float, tuple[Move, ...]]:
+def _path(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> tuple[float, tuple[Move, ...]]:
     """Sets aside what both specs agree on, solves the rest, and puts it back."""
     sizes = mesh.shape
     for spec in (src, dst):
-        _fits(spec, shape, sizes)
+        _check_spec(spec, shape, sizes)
     lone = {a for a, n in sizes.items() if n == 1}
-    start, goal = _without(src, lone), _without(dst, lone)
-    kept = tuple(_common(a, b) for a, b in zip(start.dims, goal.dims, strict=True))
+    start, goal = _without_axes(src, lone), _without_axes(dst, lone)
+    kept = tuple(_common_prefix(a, b) for a, b in zip(start.dims, goal.dims, strict=True))
     held = tuple(t for t in start.partial if t in goal.partial)
     local = tuple(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in zip(shape, kept, strict=True))
-    moves = _solve(_rest(start, kept, held), _rest(goal, kept, held), local, bits, mesh)
+    moves = _solve_rest(_without_common(start, kept, held), _without_common(goal, kept, held), local, bits, mesh)
     whole = tuple(
         Move(
             m.kind,
@@ -113,26 +122,26 @@ def _route(
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _solve(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> tuple[Move, ...]:
+def _solve_rest(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> tuple[Move, ...]:
     """The cheapest moves between two specs that have nothing in common in front."""
     used = {*src.axes, *dst.axes}
     graph = _graph(tuple(a for a in mesh.axis_names if a in used), src.rank, dst.partial, mesh)
     start, goal = ((s.dims, tuple(sorted(s.partial))) for s in (src, dst))
-    sizes = Sizes(start, goal, shape, bits, graph.sizes)
+    sizes = LocalBytes(start, goal, shape, bits, graph.sizes)
     if not src.partial and all(b[: len(a)] == a for a, b in zip(src.dims, dst.dims, strict=True)):
-        return _free(src, dst)
-    edge = _single(src, dst)
+        return _free_moves(src, dst)
+    edge = _single_collective(src, dst)
     if edge is None:
         return tuple(graph.move(e, before, sizes) for before, e in _shortest(graph, start, goal, sizes))
     return (graph.move(graph.edge(*edge, goal), start, sizes),)
 
 
 @functools.lru_cache(maxsize=256)
-def _graph(axes: Axes, rank: int, terms: Terms, mesh: LogicalMesh) -> Graph:
-    return Graph(axes, rank, terms, mesh)
+def _graph(axes: Axes, rank: int, terms: PartialAxes, mesh: LogicalMesh) -> ReshardGraph:
+    return ReshardGraph(axes, rank, terms, mesh)
 
 
-def _shortest(graph: Graph, start: State, goal: State, sizes: Sizes) -> list[tuple[State, Edge]]:
+def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes) -> list[tuple[State, Edge]]:
     """A* from ``start`` until ``goal`` is settled: the edges in order, each with the state it leaves.
 
     The bound on what is still to pay: a device that must come to hold ``d`` bytes more receives them no
@@ -144,7 +153,7 @@ def _shortest(graph: Graph, start: State, goal: State, sizes: Sizes) -> list[tup
     def bound(state: State, held: int) -> float:
         if wishes.issuperset(state[1]) and all(b[: len(a)] == a for a, b in zip(state[0], goal[0], strict=True)):
             return 0.0
-        return max(0, wanted - held) / graph.fastest + graph.quickest
+        return max(0, wanted - held) / graph.max_bandwidth + graph.min_collective_seconds
 
     best: dict[State, float] = {start: 0.0}
     back: dict[State, tuple[State, Edge]] = {}
@@ -159,12 +168,17 @@ def _shortest(graph: Graph, start: State, goal: State, sizes: Sizes) -> list[tup
             break
         done.add(state)
         cost, held = best[state], sizes(state) or 0
-        for edge in graph.away(state):
+        for edge in graph.edges_from(state):
             after = edge.after
             if after in done or (size := sizes(after)) is None:
                 continue
-            total = cost + edge.fixed + edge.each * (size if edge.kind == "all-gather" else held) + TIE
-            total += TIE if edge.kind == "reduce-scatter" else 0.0
+            total = (
+                cost
+                + edge.fixed_seconds
+                + edge.seconds_per_byte * (size if edge.kind == ALL_GATHER else held)
+                + TIE_BREAK_SECONDS
+            )
+            total += TIE_BREAK_SECONDS if edge.kind == REDUCE_SCATTER else 0.0
             if total < best.get(after, math.inf):
                 best[after] = total
                 back[after] = (state, edge)
@@ -176,7 +190,7 @@ def _shortest(graph: Graph, start: State, goal: State, sizes: Sizes) -> list[tup
     return found[::-1]
 
 
-def _free(src: Spec, dst: Spec) -> tuple[Move, ...]:
+def _free_moves(src: Spec, dst: Spec) -> tuple[Move, ...]:
     """Slices, then terms: the path from a value that is replicated along all that is asked for."""
     moves: list[Move] = []
     for dim, axes in enumerate(dst.dims):
@@ -191,7 +205,7 @@ def _free(src: Spec, dst: Spec) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def _single(src: Spec, dst: Spec) -> tuple[str, Axes] | None:
+def _single_collective(src: Spec, dst: Spec) -> tuple[CollectiveKind, Axes] | None:
     """The one collective that leads from ``src`` to ``dst``, which no longer path can beat."""
     changed = [i for i, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)) if a != b]
     if dst.partial or len(changed) > 2 or len({kind for _, kind in src.partial}) > 1:
@@ -199,17 +213,17 @@ def _single(src: Spec, dst: Spec) -> tuple[str, Axes] | None:
     if src.partial:
         gone = tuple(a for a, _ in src.partial)
         if not changed:
-            return "all-reduce", gone
+            return ALL_REDUCE, gone
         grown = dst.dims[changed[0]] if len(changed) == 1 and not src.dims[changed[0]] else ()
-        return ("reduce-scatter", grown) if set(grown) == set(gone) else None
+        return (REDUCE_SCATTER, grown) if set(grown) == set(gone) else None
     if len(changed) == 1:
-        return None if dst.dims[changed[0]] else ("all-gather", src.dims[changed[0]])
+        return None if dst.dims[changed[0]] else (ALL_GATHER, src.dims[changed[0]])
     i, j = changed if src.dims[changed[0]] else changed[::-1]
     moved = src.dims[i] == dst.dims[j] and not dst.dims[i] and not src.dims[j]
-    return ("all-to-all", src.dims[i]) if moved else None
+    return (ALL_TO_ALL, src.dims[i]) if moved else None
 
 
-def _fits(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+def _check_spec(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
     if spec.rank != len(shape):
         raise SpecError(f"spec {spec} has {spec.rank} dimensions and the value has {len(shape)}: {shape}")
     for axis in spec.axes:
@@ -221,7 +235,7 @@ def _fits(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
         raise SpecError(f"spec {spec} uses a mesh axis twice")
 
 
-def _common(a: Axes, b: Axes) -> Axes:
+def _common_prefix(a: Axes, b: Axes) -> Axes:
     """The axes that ``a`` and ``b`` both begin with."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
@@ -229,12 +243,12 @@ def _common(a: Axes, b: Axes) -> Axes:
     return a[:n]
 
 
-def _rest(spec: Spec, kept: tuple[Axes, ...], held: Terms) -> Spec:
+def _without_common(spec: Spec, kept: tuple[Axes, ...], held: PartialAxes) -> Spec:
     dims = tuple(axes[len(front) :] for axes, front in zip(spec.dims, kept, strict=True))
     return Spec(dims, tuple(t for t in spec.partial if t not in held))
 
 
-def _without(spec: Spec, lone: set[str]) -> Spec:
+def _without_axes(spec: Spec, lone: set[str]) -> Spec:
     """``spec`` with its axes of one device dropped: they neither split nor hold terms."""
     if not lone:
         return spec

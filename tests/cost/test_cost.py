@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.cost.cost import Costing
+from autoshard.cost.cost import CostModel
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import collective_seconds
@@ -20,7 +20,7 @@ ROWS, COLUMNS, WHOLE = Spec((("data",), ())), Spec(((), ("data",))), Spec(((), (
 def price(fun, shapes, *specs, results=()):
     g = graph(fun, shapes, MESH)
     hard = dict(zip(g.inputs, specs, strict=False)) | dict(zip(g.outputs, results, strict=False))
-    return Costing(g).cost(propagate(g, [], hard))
+    return CostModel(g).cost(propagate(g, [], hard))
 
 
 def test_a_product_takes_its_flops_over_the_peak() -> None:

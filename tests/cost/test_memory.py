@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost.memory import Lives, memory, tiled
+from autoshard.cost.memory import MemoryModel, memory, tiled_bytes
 from autoshard.ir.dim_classes import roles
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
@@ -81,20 +81,22 @@ def test_roles() -> None:
     ],
 )
 def test_arrays_are_stored_in_tiles(shape, bits, size) -> None:
-    assert tiled(shape, bits, (8, 128)) == size
-    assert tiled(shape, bits, (1, 1)) == math.prod(shape) * bits // 8
+    assert tiled_bytes(shape, bits, (8, 128)) == size
+    assert tiled_bytes(shape, bits, (1, 1)) == math.prod(shape) * bits // 8
 
 
 def test_weights_gathered_at_use_are_there_from_the_first_use_to_the_last() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
     best = search(g, "fsdp")[0]
-    lives = Lives(g)
+    model = MemoryModel(g)
     weight = 16 * 32 * 4
-    spans = {(g.nodes[a].phase, g.nodes[b].phase) for a, b, size, _ in lives.copies(best.layout) if size == weight}
+    spans = {
+        (g.nodes[a].phase, g.nodes[b].phase) for a, b, size, _ in model.layout_ranges(best.layout) if size == weight
+    }
     assert ("forward", "backward") in spans  # the second layer's weight: gathered once, read by both passes
     assert ("backward", "backward") in spans  # a gradient before it is scattered
     assert best.memory.peak == memory(g, best.layout).peak
-    beside = lives.held(best.layout) - lives.over_time(lives.sizes(best.layout))
+    beside = model.usage(best.layout) - model.live_bytes(model.sizes(best.layout))
     assert int(beside.max()) >= 2 * weight
 
 
@@ -104,7 +106,9 @@ def test_what_is_handed_on_stays_on_the_chip_as_far_as_it_has_room(on_chip, kept
         return jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w).sum()
 
     on = replace(mesh(a=1), hardware=replace(CHIP, on_chip=on_chip))
-    held = [Lives(g).held(propagate(g, [])) for g in (graph(fun, ((64, 64), (64, 64)), m) for m in (mesh(a=1), on))]
+    held = [
+        MemoryModel(g).usage(propagate(g, [])) for g in (graph(fun, ((64, 64), (64, 64)), m) for m in (mesh(a=1), on))
+    ]
     assert int(held[0].max() - held[1].max()) == kept * 64 * 64 * 4  # two at a time: what is read and what is made
 
 
@@ -117,9 +121,9 @@ def test_what_a_gradient_s_product_reads_is_held_until_another_s_result_is_on_it
     def held(up: Spec, down: Spec) -> int:
         g = graph(jax.grad(loss), ([((64, 64), (64, 64))] * 3, (4096, 64)), mesh(a=4))
         layout = propagate(g, [dict(zip(g.inputs[:6], (up, down) * 3, strict=True))])
-        lives = Lives(g)
+        model = MemoryModel(g)
         x = 4096 * 64 * 4
-        return sum(size == x and not handed for _, _, size, handed in lives.copies(layout))
+        return sum(size == x and not handed for _, _, size, handed in model.layout_ranges(layout))
 
     column, row, whole = Spec(((), ("a",))), Spec((("a",), ())), Spec(((), ()))
     assert held(whole, whole) == 0
@@ -140,10 +144,10 @@ def test_what_is_computed_from_several_is_written_over_one_that_was_made_alone(s
     def held(second: Spec) -> float:
         g = graph(fun, ((4096, 64), (64, 64), (64, 64)), mesh(a=4))
         x, first, w = g.inputs
-        lives = Lives(g)
+        model = MemoryModel(g)
         layout = propagate(g, [{x: Spec((("a",), ())), first: Spec(((), ())), w: second}])
         (sort,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sort"]
-        return round(int(lives.held(layout)[sort]) / lives.size(x, layout.specs[x]), 1)
+        return round(int(model.usage(layout)[sort]) / model.size(x, layout.specs[x]), 1)
 
     assert held(Spec(((), ()))) == 3  # two, one of them written over, and what is sorted
     assert held(Spec((("a",), ()))) == 4

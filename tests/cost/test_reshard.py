@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from autoshard.cost import reshard
-from autoshard.cost.reshard_moves import FREE, Graph, Sizes
+from autoshard.cost.reshard_moves import FREE_MOVES, LocalBytes, ReshardGraph
 from autoshard.errors import SpecError
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import collective_seconds
@@ -143,14 +143,14 @@ def test_moves_bring_every_shard_to_its_place(src: Spec) -> None:
     value = np.arange(math.prod(SHAPE)).reshape(SHAPE) ** 2
     for dst in specs("xy", 2):
         shards, spec = place(value, src, MESH), src
-        for move in reshard.path(src, dst, SHAPE, 32, MESH):
+        for move in reshard.reshard_path(src, dst, SHAPE, 32, MESH):
             sent = shards
             if move.kind == "collective-permute":
                 shards = permute(move, spec, shards, MESH, value)
             else:
                 shards = run(move, spec, shards, MESH)
             payload = shards if move.kind == "all-gather" else sent
-            assert move.bytes == (0 if move.kind in FREE else payload[0, 0].size * 4)
+            assert move.bytes == (0 if move.kind in FREE_MOVES else payload[0, 0].size * 4)
             spec = move.spec
         assert spec == dst, f"{src} -> {dst}"
         whole = combined(shards, dst, MESH)
@@ -163,8 +163,8 @@ def test_moves_bring_every_shard_to_its_place(src: Spec) -> None:
 def exhaustive(src: Spec, dst: Spec, shape: tuple[int, ...], mesh: LogicalMesh) -> float:
     """Plain Dijkstra over the axes that either spec uses: nothing set aside, no bound, no short cut."""
     used = tuple(a for a in mesh.axis_names if a in {*src.axes, *dst.axes})
-    graph = Graph(used, src.rank, dst.partial, mesh)
-    sizes = Sizes((src.dims, src.partial), (dst.dims, dst.partial), shape, 32, graph.sizes)
+    graph = ReshardGraph(used, src.rank, dst.partial, mesh)
+    sizes = LocalBytes((src.dims, src.partial), (dst.dims, dst.partial), shape, 32, graph.sizes)
     best, queue = {(src.dims, src.partial): 0.0}, [(0.0, (src.dims, src.partial))]
     while queue:
         cost, state = heapq.heappop(queue)
@@ -172,11 +172,11 @@ def exhaustive(src: Spec, dst: Spec, shape: tuple[int, ...], mesh: LogicalMesh) 
             return cost
         if cost > best[state]:
             continue
-        for edge in graph.away(state):
+        for edge in graph.edges_from(state):
             size = sizes(edge.after if edge.kind == "all-gather" else state)
             if size is None or sizes(edge.after) is None:
                 continue
-            total = cost + edge.fixed + edge.each * size
+            total = cost + edge.fixed_seconds + edge.seconds_per_byte * size
             if total < best.get(edge.after, math.inf):
                 best[edge.after] = total
                 heapq.heappush(queue, (total, edge.after))
@@ -190,7 +190,9 @@ ELEMENTS = st.sampled_from([(8, 8, 8), (64, 64, 64), (1024, 512, 64)])
 @given(st.sampled_from(specs("xyz", 3)), st.sampled_from(specs("xyz", 3)), ELEMENTS)
 def test_no_sequence_is_cheaper(src: Spec, dst: Spec, shape: tuple[int, ...]) -> None:
     mesh = mesh_of(2, 2, 4)
-    assert reshard.seconds(src, dst, shape, 32, mesh) == pytest.approx(exhaustive(src, dst, shape, mesh), rel=1e-6)
+    assert reshard.reshard_seconds(src, dst, shape, 32, mesh) == pytest.approx(
+        exhaustive(src, dst, shape, mesh), rel=1e-6
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -198,7 +200,7 @@ def test_no_sequence_is_cheaper(src: Spec, dst: Spec, shape: tuple[int, ...]) ->
 def test_triangle_inequality(a: Spec, b: Spec, c: Spec, shape: tuple[int, ...]) -> None:
     assume({*b.axes} <= {*a.axes, *c.axes})
     mesh = mesh_of(2, 2, 4)
-    cost = functools.partial(reshard.seconds, shape=shape, itemsize_bits=16, mesh=mesh)
+    cost = functools.partial(reshard.reshard_seconds, shape=shape, itemsize_bits=16, mesh=mesh)
     assert cost(a, c) <= (cost(a, b) + cost(b, c)) * (1 + 1e-9) + 1e-11
 
 
@@ -211,21 +213,23 @@ def free(src: Spec, dst: Spec) -> bool:
 @given(st.sampled_from(specs("xyz", 2)), st.sampled_from(specs("xyz", 2)))
 def test_zero_exactly_when_nothing_travels(src: Spec, dst: Spec) -> None:
     mesh = mesh_of(2, 2, 4)
-    cost = reshard.seconds(src, dst, (64, 32), 32, mesh)
+    cost = reshard.reshard_seconds(src, dst, (64, 32), 32, mesh)
     assert (cost == 0.0) == free(src, dst)
-    assert (cost == 0.0) == (reshard.steps(src, dst, (64, 32), 32, mesh) == ())
+    assert (cost == 0.0) == (reshard.reshard_collectives(src, dst, (64, 32), 32, mesh) == ())
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(specs("xy", 2)), st.sampled_from(specs("xy", 2)), st.integers(1, 6), st.integers(1, 6))
 def test_more_bytes_never_cost_less(src: Spec, dst: Spec, small: int, extra: int) -> None:
     low, high = (8 * small, 16), (8 * (small + extra), 16)
-    assert reshard.seconds(src, dst, low, 32, MESH) <= reshard.seconds(src, dst, high, 32, MESH) + 1e-11
-    assert reshard.seconds(src, dst, low, 8, MESH) <= reshard.seconds(src, dst, low, 32, MESH) + 1e-11
+    assert reshard.reshard_seconds(src, dst, low, 32, MESH) <= reshard.reshard_seconds(src, dst, high, 32, MESH) + 1e-11
+    assert reshard.reshard_seconds(src, dst, low, 8, MESH) <= reshard.reshard_seconds(src, dst, low, 32, MESH) + 1e-11
 
 
 def described(src: Spec, dst: Spec, shape: tuple[int, ...] = (64, 64), mesh: LogicalMesh = MESH) -> list[str]:
-    return [f"{c.kind} {'+'.join(c.axes or ())} {c.bytes}" for c in reshard.steps(src, dst, shape, 32, mesh)]
+    return [
+        f"{c.kind} {'+'.join(c.axes or ())} {c.bytes}" for c in reshard.reshard_collectives(src, dst, shape, 32, mesh)
+    ]
 
 
 X, Y, XY, YX, N = ("x",), ("y",), ("x", "y"), ("y", "x"), ()
@@ -269,7 +273,7 @@ def test_steps(src: Spec, dst: Spec, expected: list[str]) -> None:
     ids=["scattered", "reduced", "over both", "before a permute", "before a gather", "no sum"],
 )
 def test_terms_are_put_together_first(src: Spec, dst: Spec, left: tuple[tuple[str, ...], ...]) -> None:
-    assert reshard.combined(src, dst, (64, 64), 32, MESH) == Spec(left)
+    assert reshard.spec_after_reduction(src, dst, (64, 64), 32, MESH) == Spec(left)
 
 
 def test_the_slow_axis_gathers_while_the_value_is_small() -> None:
@@ -280,7 +284,7 @@ def test_the_slow_axis_gathers_while_the_value_is_small() -> None:
 
 
 def test_bits_are_counted_not_bytes() -> None:
-    (gather,) = reshard.steps(Spec((X,)), Spec((N,)), (64,), 4, MESH)
+    (gather,) = reshard.reshard_collectives(Spec((X,)), Spec((N,)), (64,), 4, MESH)
     assert gather.bytes == 32
 
 
@@ -291,8 +295,8 @@ def test_uneven_ends_are_allowed() -> None:
 
 def test_axes_of_one_device_do_nothing() -> None:
     mesh = mesh_of(1, 8)
-    assert reshard.steps(Spec((X, N), ()), Spec((N, N)), (64, 64), 32, mesh) == ()
-    assert reshard.seconds(Spec((N, N), SUM_X), Spec((N, N)), (64, 64), 32, mesh) == 0.0
+    assert reshard.reshard_collectives(Spec((X, N), ()), Spec((N, N)), (64, 64), 32, mesh) == ()
+    assert reshard.reshard_seconds(Spec((N, N), SUM_X), Spec((N, N)), (64, 64), 32, mesh) == 0.0
 
 
 def test_prices_follow_the_documented_formulas() -> None:
@@ -312,8 +316,8 @@ def test_prices_follow_the_documented_formulas() -> None:
 
 def test_specs_that_do_not_fit_are_named() -> None:
     with pytest.raises(SpecError, match="has 1 dimensions and the value has 2"):
-        reshard.seconds(Spec((X,)), Spec((N, N)), SHAPE, 32, MESH)
+        reshard.reshard_seconds(Spec((X,)), Spec((N, N)), SHAPE, 32, MESH)
     with pytest.raises(SpecError, match="'q'"):
-        reshard.seconds(Spec((("q",), N)), Spec((N, N)), SHAPE, 32, MESH)
+        reshard.reshard_seconds(Spec((("q",), N)), Spec((N, N)), SHAPE, 32, MESH)
     with pytest.raises(SpecError, match="twice"):
-        reshard.steps(Spec((X, X)), Spec((N, N)), SHAPE, 32, MESH)
+        reshard.reshard_collectives(Spec((X, X)), Spec((N, N)), SHAPE, 32, MESH)

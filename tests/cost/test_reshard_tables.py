@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.cost.reshard import seconds
-from autoshard.cost.reshard_tables import each, prices
+from autoshard.cost.reshard import reshard_seconds
+from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import Link, LogicalMesh
 from autoshard.search.spec_tables import splits
@@ -30,9 +30,9 @@ def test_as_one_by_one(axes: dict[str, int], shape: tuple[int, ...]) -> None:
         for held in itertools.combinations([a for a in axes if a not in d.axes], n)
         for kind in ("sum", "max")
     ]
-    table = prices(srcs, dsts, shape, 16, on)
+    table = reshard_seconds_table(srcs, dsts, shape, 16, on)
     for (i, s), (j, d) in itertools.product(enumerate(srcs), enumerate(dsts)):
-        assert table[i, j] == pytest.approx(seconds(s, d, shape, 16, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
+        assert table[i, j] == pytest.approx(reshard_seconds(s, d, shape, 16, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
 
 
 def test_as_one_by_one_on_unequal_links() -> None:
@@ -40,17 +40,17 @@ def test_as_one_by_one_on_unequal_links() -> None:
     links = {"a": Link("a", 1e6, 1e-8), "b": Link("b", 1e9, 1e-5)}
     on = LogicalMesh(("a", "b"), (2, 2), replace(CHIP, links=links), ("a", "b"))
     dsts = splits((24, 8), ("a", "b"), on)
-    table = prices(dsts, dsts, (24, 8), 32, on)
+    table = reshard_seconds_table(dsts, dsts, (24, 8), 32, on)
     for (i, s), (j, d) in itertools.product(enumerate(dsts), enumerate(dsts)):
-        assert table[i, j] == pytest.approx(seconds(s, d, (24, 8), 32, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
+        assert table[i, j] == pytest.approx(reshard_seconds(s, d, (24, 8), 32, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
 
 
 def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:
     on = mesh(a=2, b=2, c=4)
     dsts = splits((64, 128, 16), ("a", "b", "c"), on)
-    table = prices(dsts, dsts, (64, 128, 16), 32, on)
+    table = reshard_seconds_table(dsts, dsts, (64, 128, 16), 32, on)
     for (i, s), (j, d) in itertools.product(enumerate(dsts), enumerate(dsts)):
-        one = seconds(s, d, (64, 128, 16), 32, on)
+        one = reshard_seconds(s, d, (64, 128, 16), 32, on)
         assert table[i, j] == pytest.approx(one, rel=0.2, abs=1e-15)
         assert (table[i, j] == 0) == (one == 0)
 
@@ -59,6 +59,6 @@ def test_each_to_its_own_as_in_the_table() -> None:
     on = mesh(a=2, b=4)
     dsts = splits((8, 12), ("a", "b"), on)
     srcs = [*dsts[1:], dsts[0]]
-    table = prices(srcs, dsts, (8, 12), 32, on)
-    assert each(srcs, dsts, (8, 12), 32, on).tolist() == table.diagonal().tolist()
-    assert not each(dsts, dsts, (8, 12), 32, on).any()
+    table = reshard_seconds_table(srcs, dsts, (8, 12), 32, on)
+    assert reshard_seconds_pairwise(srcs, dsts, (8, 12), 32, on).tolist() == table.diagonal().tolist()
+    assert not reshard_seconds_pairwise(dsts, dsts, (8, 12), 32, on).any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost.cost import Costing
+from autoshard.cost.cost import CostModel
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import collective_seconds
@@ -18,7 +18,7 @@ ONE = collective_seconds("all-reduce", ("data",), 4, MESH)
 
 def transfers(fun, count):
     g = graph(fun, ((64, 64),) * count, MESH)
-    return Costing(g).cost(propagate(g, [], dict.fromkeys(g.inputs, ROWS))).transfers
+    return CostModel(g).cost(propagate(g, [], dict.fromkeys(g.inputs, ROWS))).transfers
 
 
 def test_the_norm_of_many_arrays_is_reduced_once() -> None:

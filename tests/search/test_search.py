@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.cost.cost import Costing
+from autoshard.cost.cost import CostModel
 from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import propagate
@@ -21,14 +21,14 @@ from tests.programs import graph, mesh, mlp_args, mlp_step
 
 def brute_force(g: Graph) -> float:
     """The least cost over every combination of argument specs."""
-    s, costing = Search(g, math.inf), Costing(g)
+    s, cost_model = Search(g, math.inf), CostModel(g)
     options = [_specs(s, i) for i in range(len(g.inputs))]
     carried = dict(g.program.carries)
 
     def price(specs: tuple[Spec, ...]) -> float:
         hard = dict(zip(g.inputs, specs, strict=True))
         hard |= {g.outputs[o]: specs[i] for i, o in carried.items()}
-        return costing.cost(propagate(g, [], hard)).seconds
+        return cost_model.cost(propagate(g, [], hard)).seconds
 
     return min(map(price, itertools.product(*options)))
 

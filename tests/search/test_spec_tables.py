@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from autoshard.cost.reshard import seconds
+from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.spec import Spec
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh import LogicalMesh
@@ -35,7 +35,7 @@ def test_moves_are_those_of_each_pair_of_options():
     lays, shape = Lays(OPTIONS, MESH), (8, 12)
     src, dst = lays.lies(0, (0, -1), ((1, "sum"),)), lays.lies(1, (0, 1))
     table = lays.moves(src, dst, shape, 32)
-    each = [[seconds(lies(o, (0, -1), ((1, "sum"),)), p, shape, 32, MESH) for p in OPTIONS[1]] for o in OPTIONS[0]]
+    each = [[reshard_seconds(lies(o, (0, -1), ((1, "sum"),)), p, shape, 32, MESH) for p in OPTIONS[1]] for o in OPTIONS[0]]
     np.testing.assert_allclose(table, each, rtol=1e-12)
     same = lays.lies(1, (0, 1))
     assert same is dst
