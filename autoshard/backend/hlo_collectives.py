@@ -27,7 +27,7 @@ import numpy as np
 
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse
 from autoshard.backend.hlo_trip_counts import multiplicities
-from autoshard.machine.collective import KINDS, Collective
+from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, COLLECTIVE_KINDS, REDUCE_SCATTER, Collective
 from autoshard.machine.mesh import LogicalMesh
 
 Groups = tuple[tuple[int, ...], ...]
@@ -61,17 +61,17 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
         count, exact = times[computation.name]
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
-            if kind not in KINDS or _wraps(instruction, module) or _repeats(instruction, seen):
+            if kind not in COLLECTIVE_KINDS or _wraps(instruction, module) or _repeats(instruction, seen):
                 continue
             axes, size = naming(kind, instruction.attributes)
-            scatter = computation.name.startswith(_SCATTER) and kind == "all-reduce"
-            edges = kind == "collective-permute" and _evens(instruction, computation)
+            scatter = computation.name.startswith(_SCATTER) and kind == ALL_REDUCE
+            edges = kind == COLLECTIVE_PERMUTE and _evens(instruction, computation)
             same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
             again = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in done)
             done.add(same)
             found.append(
                 Collective(
-                    kind="reduce-scatter" if scatter or edges else kind,
+                    kind=REDUCE_SCATTER if scatter or edges else kind,
                     axes=axes,
                     bytes=_operands(computation) if scatter else _payload(kind, instruction, size),
                     count=count,
@@ -79,8 +79,8 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                     operation=module.operation(instruction),
                     computation=computation.name,
                     exact=exact,
-                    share=_senders(instruction.attributes) / mesh.size if kind == "collective-permute" else 1.0,
-                    again=again,
+                    share=_senders(instruction.attributes) / mesh.size if kind == COLLECTIVE_PERMUTE else 1.0,
+                    redundant=again,
                 )
             )
     return tuple(found)
@@ -142,9 +142,9 @@ def _payload(kind: str, instruction: Instruction, group: int) -> int:
         parts = _elements(
             shape
         )  # operand, result, and for some contexts; of an all-reduce the operands only as a tuple
-        apart = kind != "all-reduce" or parts[0].startswith("(")
+        apart = kind != ALL_REDUCE or parts[0].startswith("(")
         shape = parts[1] if apart and len(parts) > 1 else shape
-    return shape_bytes(shape) * (group if kind == "reduce-scatter" else 1)
+    return shape_bytes(shape) * (group if kind == REDUCE_SCATTER else 1)
 
 
 def _elements(shape: str) -> list[str]:
@@ -180,7 +180,7 @@ class _Naming:
 
     def __call__(self, kind: str, attributes: str) -> tuple[tuple[str, ...] | None, int]:
         """Axes, or None when no set of them gives these groups, and the number of devices in a group."""
-        if kind == "collective-permute":
+        if kind == COLLECTIVE_PERMUTE:
             pairs = _PAIRS.search(attributes)
             return (self._moved(_lists(pairs[1])), 2) if pairs else (None, 1)
         spelling = re.search(r"replica_groups=.*?(?=, [a-z_]+=(?!\()|$)", attributes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
+from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from autoshard.machine.mesh import LogicalMesh
 
 Axes = tuple[str, ...]
@@ -27,7 +28,7 @@ RELUCTANCE = 1e-3
 _LEAST = 1e-6
 """Less than counts of a trade, by its own measure."""
 
-_REDUCE, _GATHER, _SCATTER, _PERMUTE = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+_REDUCE, _GATHER, _SCATTER, _PERMUTE = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, COLLECTIVE_PERMUTE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,19 @@ compiler emitted (`autoshard.backend.hlo_collectives`), so that the two can be l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, Literal
 
 from autoshard.machine.mesh import LogicalMesh
 
-KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+type CollectiveKind = Literal["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
+"""The HLO opcode of a collective."""
+
+ALL_GATHER: Final = "all-gather"
+ALL_REDUCE: Final = "all-reduce"
+ALL_TO_ALL: Final = "all-to-all"
+COLLECTIVE_PERMUTE: Final = "collective-permute"
+REDUCE_SCATTER: Final = "reduce-scatter"
+COLLECTIVE_KINDS: Final = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUTE, REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class Collective:
     in all is `sent`.
     """
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...] | None
     """Mesh axes in mesh order; None when the device groups match no set of axes of the mesh."""
     bytes: int
@@ -47,20 +56,20 @@ class Collective:
     """False when an enclosing loop's trip count is not known, so that ``count`` is a lower bound."""
     share: float = 1.0
     """Of a collective-permute, the share of the devices that send to another one."""
-    again: bool = False
+    redundant: bool = False
     """Whether another one of the same computation does the same with the same operands, or the compiler made it again
     to save memory; when planned, whether one does with what its operand is a view of."""
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes per device over all runs."""
         return self.bytes * self.count
 
-    def sent(self, mesh: LogicalMesh) -> float:
+    def wire_bytes(self, mesh: LogicalMesh) -> float:
         """Bytes that leave a device of ``mesh`` over all runs, on average, with reductions and gathers run as rings."""
         n = mesh.size if self.axes is None else mesh.axes_size(self.axes)
-        rounds = {"all-reduce": 2 * (n - 1) / n, "collective-permute": self.share}.get(self.kind, (n - 1) / n)
-        return self.total * rounds
+        rounds = {ALL_REDUCE: 2 * (n - 1) / n, COLLECTIVE_PERMUTE: self.share}.get(self.kind, (n - 1) / n)
+        return self.total_bytes * rounds
 
     def __str__(self) -> str:
         axes = "unknown groups" if self.axes is None else "+".join(self.axes) or "no axis"
@@ -69,7 +78,7 @@ class Collective:
         return f"{self.kind} over {axes}: {self.bytes:,} bytes x {self.count}{more}{at}"
 
 
-def collective_seconds(kind: str, axes: tuple[str, ...], size: float, mesh: LogicalMesh) -> float:
+def collective_seconds(kind: CollectiveKind, axes: tuple[str, ...], size: float, mesh: LogicalMesh) -> float:
     """Seconds that one collective takes, with ``size`` in bytes as `Collective.bytes` defines it.
 
     Each axis is a ring of its own, as a torus and a hierarchical network both run them: with ``n``
@@ -107,15 +116,15 @@ def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
     return found
 
 
-def rings_seconds(kind: str, over: list[Ring], size: float, overhead: float) -> float:
+def rings_seconds(kind: CollectiveKind, over: list[Ring], size: float, overhead: float) -> float:
     """`collective_seconds` for axes already looked up, each of two devices or more."""
     if not over:
         return 0.0
-    if kind == "collective-permute":
+    if kind == COLLECTIVE_PERMUTE:
         return overhead + size / min(b for _, b, _ in over) + max(l for _, _, l in over)
-    rounds = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}[kind]
+    rounds = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2, ALL_TO_ALL: 1}[kind]
     seconds = 0.0
-    for n, bandwidth, latency in sorted(over, key=lambda ring: ring[1], reverse=kind != "all-to-all"):
+    for n, bandwidth, latency in sorted(over, key=lambda ring: ring[1], reverse=kind != ALL_TO_ALL):
         seconds += (n - 1) / n * size / bandwidth + (n - 1) * latency
         size /= n
     return rounds * seconds + overhead
