@@ -25,7 +25,7 @@ def should_disable_all_gather_fusion(graph: Graph, peak: float, budget: float, g
     """
     if peak * PEAK_MARGIN <= budget or graph.program.mesh.platform != "tpu" or conflicting_options(given):
         return False
-    return any(n.kind.op == "conv_general_dilated" for n in graph.nodes)
+    return any(n.kind.traits.convolution for n in graph.nodes)
 
 
 def conflicting_options(given: CompilerOptions) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""cost: seconds per equation and per reshard, for a layout on given hardware.
+"""Cost model: seconds of one call of a step under a `Layout`, from a `Graph` and the hardware of its mesh.
 
-For each node the cheapest way to run it under the layout: which factors are split over which axes, what
-that asks of its operands, and what its results then are (perhaps partial). Time is
+For each node the model takes the cheapest strategy: an assignment of mesh axes to the factors of the node's rule, which
+fixes the specs it reads its operands in and the (perhaps partial) specs it produces its results in. Per execution,
 
-    compute   = max(flops / (peak * parts), bytes moved per device / bandwidth), at least the chip's overhead
-    transfers = the reshards of operands to what the node needs, and of results to what the layout says
+    compute   = max(FLOPs / (peak * parts), bytes read and written per device / bandwidth, kernel overhead)
+    transfers = reshards of operands from the layout's specs to ``in_specs``, and of results from ``out_specs`` to the
+                layout's specs, halo exchanges, and the collectives of a local form
 
-summed over nodes, times how often they run. A reshard that several nodes ask of one value is made once.
-Compute and transfers are added, not overlapped.
+Both are summed over nodes, weighted by trip count. Only operations whose FLOPs matter (products) are charged so: views
+are free, and any other operation is taken to be fused with its producers and is charged for writing its results. A
+reshard of one value to one spec is charged once, however many nodes read it. Compute and transfers are added, with no
+overlap.
 """
 
 from __future__ import annotations
@@ -26,53 +29,32 @@ from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
 from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, Collective, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 
-VIEWS = frozenset(
-    {
-        "annotate",
-        "bitcast_convert_type",
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "iota",
-        "name",
-        "optimization_barrier",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
-"""Operations that XLA folds into their users."""
-SPREAD = frozenset({"broadcast_in_dim", "iota"})
-"""Operations whose results are the same everywhere but for the position, when they read scalars alone."""
-Positions = tuple[int, ...]
+OperandPositions = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStrategy:
-    """How one kind of node runs with given axes on its factors."""
+    """How nodes of one kind run under one assignment of mesh axes to factors."""
 
     in_specs: tuple[Spec, ...]
-    """What it asks of each operand."""
+    """Spec in which each operand is read."""
     out_specs: tuple[Spec, ...]
-    """What its results then are, partial terms included."""
+    """Spec in which each result is produced, partial axes included."""
     compute_seconds: float
-    """Seconds on one device, once."""
+    """Compute seconds of one execution on one device."""
     collectives: tuple[Collective, ...] | None = ()
-    """Exchanges of edges, and collectives of the local form when the node runs in it; None where it does not serve so
-    many parts."""
+    """Halo exchanges and the collectives inside the local form; None where the local form does not support this many
+    parts."""
     local_axes: Axes = ()
-    """Axes that split the local factor."""
+    """Mesh axes that split the rule's `local` factor."""
 
     @property
     def feasible(self) -> bool:
-        """Whether it can be had: a local form's results are never partial."""
+        """Whether the node can run so: the local form supports the number of parts, and leaves no result partial."""
         return self.collectives is not None and not (self.local_axes and any(s.partial for s in self.out_specs))
 
     def seconds(self, mesh: LogicalMesh) -> float:
-        """Compute and collectives of the local form, once; what the operands and results need is not in it."""
+        """Seconds of one execution: compute and ``collectives``, without reshards of operands and results."""
         return self.compute_seconds + sum(
             collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in self.collectives or ()
         )
@@ -80,33 +62,36 @@ class NodeStrategy:
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """How one kind of node runs under given specs."""
+    """The cheapest strategy of nodes of one kind under given operand and result specs, with its cost."""
 
     in_specs: tuple[Spec, ...]
-    """What it asks of each operand."""
+    """Spec in which each operand is read."""
     out_specs: tuple[Spec, ...]
-    """What its results are, partial terms included, before they are brought to the layout's specs."""
+    """Spec in which each result is produced, partial axes included, before it is resharded to the layout's spec."""
     compute_seconds: float
-    """Seconds on one device, once."""
+    """Compute seconds of one execution on one device."""
     seconds: float
-    """Compute and transfers, once."""
+    """Seconds of one execution, reshards of operands and results included."""
     collectives: tuple[Collective, ...] = ()
-    """Exchanges of edges, and collectives of the local form when the node runs in it."""
+    """Halo exchanges and the collectives inside the local form."""
     local_axes: Axes = ()
-    """Axes that split the local factor."""
+    """Mesh axes that split the rule's `local` factor."""
     uses_local_form: bool = False
-    """Whether the node runs in its local form; else as XLA partitions it."""
+    """Whether the node runs as its rule's local form in a `shard_map` island; otherwise XLA partitions it."""
     resharded: bool = False
-    """Whether it asks an operand otherwise than that lies, or makes a result so."""
+    """Whether ``in_specs`` and ``out_specs`` differ from the layout's specs."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one call of the step, and the transfers in it."""
+    """Predicted seconds of one call of the step, and its collectives."""
 
     seconds: float
+    """Compute and transfers, added."""
     compute: float
+    """Seconds of compute."""
     collectives: tuple[Collective, ...]
+    """Every collective of the call, with its trip count and source line."""
 
     @property
     def transfers(self) -> float:
@@ -115,60 +100,60 @@ class Cost:
 
 
 class CostModel:
-    """Prices layouts of one graph; alike nodes under alike specs are priced once."""
+    """Prices layouts of one graph. Nodes of one kind under the same specs are priced once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.mesh = graph, graph.program.mesh
-        self._cache: dict[tuple[OpKind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, Positions], NodeCost] = (
-            graph.node_cost_cache
-        )
+        self._cache: dict[
+            tuple[OpKind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, OperandPositions], NodeCost
+        ] = graph.node_cost_cache
         self.free_to_reshard = {
             v
             for n in graph.nodes
-            if n.kind.op in SPREAD and not any(map(len, n.kind.shapes[: len(n.operands)]))
+            if n.kind.traits.broadcasts and not any(map(len, n.kind.shapes[: len(n.operands)]))
             for v in n.results
         }
-        """Values that the partitioner makes again wherever they are read otherwise than they lie."""
+        """Broadcasts of scalars and iotas: XLA's partitioner recomputes them in whatever spec they are read."""
         self.per_call_inputs = find_per_call_inputs(graph)
         self.view_of: dict[int, int] = {}
-        """Of values that are others seen otherwise, or the other way round, which."""
+        """For each view (or reversal) of another value, the value at the root of the chain of views."""
         for n in graph.nodes:
-            if any(n.operands[:1]) and (n.kind.op in VIEWS or n.kind.op == "rev"):
+            if any(n.operands[:1]) and n.kind.traits.view:
                 self.view_of.update((v, self.view_of.get(n.operands[0], n.operands[0])) for v in n.results)
         self._last: tuple[Layout | None, list[NodeCost]] = None, []
-        """The layout that was asked for last, and how its nodes run."""
+        """The layout priced last and its node costs, which the memory model and the plan ask for next."""
 
     def input_write_seconds(self, layout: Layout) -> float:
-        """Seconds to write what every call of a step brings anew: its batch."""
+        """Seconds to write what is not carried from call to call (the batch) to device memory."""
         values = self.graph.values
-        held = sum(values[v].bytes / layout.specs[v].num_shards(self.mesh.shape) for v in self.per_call_inputs)
-        return held / self.mesh.hardware.bandwidth
+        local = sum(values[v].bytes / layout.specs[v].num_shards(self.mesh.shape) for v in self.per_call_inputs)
+        return local / self.mesh.hardware.bandwidth
 
     def node_costs(self, layout: Layout) -> Sequence[NodeCost]:
-        """How each node runs under ``layout``."""
+        """The cost of each node under ``layout``, by node number."""
         if self._last[0] is not layout:
             self._last = layout, [self._cost_of(n, layout) for n in range(len(self.graph.nodes))]
         return self._last[1]
 
     def _cost_of(self, node: int, layout: Layout) -> NodeCost:
         kind, specs = self.graph.nodes[node].kind, layout.specs
-        anew = tuple([i for i, v in enumerate(self.graph.nodes[node].operands) if v in self.free_to_reshard])
-        key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.strategies.get(node), anew
+        free_operands = tuple([i for i, v in enumerate(self.graph.nodes[node].operands) if v in self.free_to_reshard])
+        key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.strategies.get(node), free_operands
         found = self._cache.get(key)
         if found is None:
             found = self._cache[key] = (
-                cheapest_node_cost(kind, key[1], self.mesh, anew)
+                cheapest_node_cost(kind, key[1], self.mesh, free_operands)
                 if key[2] is None
-                else _node_cost(kind, key[1], node_strategy(kind, dict(key[2]), self.mesh), self.mesh, anew)
+                else _node_cost(kind, key[1], node_strategy(kind, dict(key[2]), self.mesh), self.mesh, free_operands)
             )
         return found
 
     def cost(self, layout: Layout) -> Cost:
-        """Prices ``layout``."""
+        """Predicted cost of one call under ``layout``."""
         specs, values = layout.specs, self.graph.values
         compute, transfers = self.input_write_seconds(layout), 0.0
         collectives: list[Collective] = []
-        made: set[tuple[int, Spec]] = set()
+        charged: set[tuple[int, Spec]] = set()
         sent: set[tuple[int, Collective]] = set()
         for node, run in zip(self.graph.nodes, self.node_costs(layout), strict=True):
             if not node.trip_count:
@@ -177,26 +162,26 @@ class CostModel:
             if not run.resharded and not run.collectives:
                 continue
             moves = [
-                (v, specs[v], need)
-                for v, need in zip(node.operands, run.in_specs, strict=True)
-                if need != specs[v] and (v, need) not in made and v not in self.free_to_reshard
+                (v, specs[v], required)
+                for v, required in zip(node.operands, run.in_specs, strict=True)
+                if required != specs[v] and (v, required) not in charged and v not in self.free_to_reshard
             ]
-            made.update((v, need) for v, _, need in moves)
+            charged.update((v, required) for v, _, required in moves)
             moves += [
-                (v, give, specs[v]) for v, give in zip(node.results, run.out_specs, strict=True) if give != specs[v]
+                (v, made, specs[v]) for v, made in zip(node.results, run.out_specs, strict=True) if made != specs[v]
             ]
-            made_here = list(run.collectives)
+            issued = list(run.collectives)
             for v, src, dst in moves:
                 for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
                     key = self.view_of.get(v, v), c
-                    made_here.append(replace(c, again=True) if key in sent else c)
+                    issued.append(replace(c, again=True) if key in sent else c)
                     sent.add(key)
-            for c in made_here:
+            for c in issued:
                 share = node.kind.combined_count if c.kind == ALL_REDUCE else 1
                 transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh) * node.trip_count / share
                 collectives.append(replace(c, count=node.trip_count, source=node.source))
         for v, leaf in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
-            if v and leaf.pin is not None and leaf.pin != specs[v]:  # what it stands for is pinned elsewhere too
+            if v and leaf.pin is not None and leaf.pin != specs[v]:  # its value is pinned to another spec elsewhere
                 for c in reshard_collectives(specs[v], leaf.pin, values[v].shape, values[v].bits, self.mesh):
                     transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh)
                     collectives.append(replace(c, source=leaf.path))
@@ -204,68 +189,88 @@ class CostModel:
 
 
 def find_per_call_inputs(graph: Graph) -> list[int]:
-    """The arguments of a step that are not carried from call to call; of a function that carries nothing, none."""
+    """The arguments of a step that are not carried from call to call, as value numbers; none if nothing is carried."""
     return [graph.inputs[i] for i in sorted(argument_roles(graph).batch)] if graph.program.carries else []
 
 
-def cheapest_node_cost(kind: OpKind, specs: tuple[Spec, ...], mesh: LogicalMesh, anew: Positions = ()) -> NodeCost:
-    """The cheapest way to run a node whose operands and results have ``specs``; to move operands ``anew`` is free.
+def cheapest_node_cost(
+    kind: OpKind, specs: tuple[Spec, ...], mesh: LogicalMesh, free_operands: OperandPositions = ()
+) -> NodeCost:
+    """The cheapest strategy for a node whose operands and results have ``specs``.
 
-    What would be reduced is gathered, or lent, only where less is sent so, too: of small values a gather is a little
-    faster than a reduction, but many small reductions can be made at once.
+    Strategies that gather an operand, or move its axes to another factor, instead of reducing a partial result must
+    send fewer bytes as well as take less time: a gather of a small value is slightly faster than a reduction, but XLA
+    combines many small reductions into one.
+
+    Args:
+      specs: of the operands, then of the results.
+      free_operands: positions of operands that cost nothing to reshard (`CostModel.free_to_reshard`).
     """
     state = [s.dims for s in specs]
-    agreed = (factor_axes(kind, state, mesh.shape, first) for first in (None, *range(len(specs))))
-    found = _deduplicated(expressible_factors(kind, chosen, mesh) for chosen in agreed)
-    best = _cheapest_of(kind, specs, found, mesh, anew)
+    proposed = (factor_axes(kind, state, mesh.shape, first) for first in (None, *range(len(specs))))
+    found = _deduplicated(expressible_factors(kind, assignment, mesh) for assignment in proposed)
+    best = _cheapest_of(kind, specs, found, mesh, free_operands)
     if not any(k in REDUCTION_KINDS for _, k in kind.rule.kinds):
         return best
     reduced = [f for f, k in kind.rule.kinds if k in REDUCTION_KINDS]
-    without = [({f}, chosen) for chosen in found for f in chosen] + [(set(reduced), chosen) for chosen in found]
-    fewer = _deduplicated({f: a for f, a in c.items() if f not in out} for out, c in without)
-    other = _cheapest_of(kind, specs, fewer, mesh, anew)
-    faster = other.seconds < best.seconds
-    return (
-        other
-        if faster and _bytes_sent(kind, specs, other, mesh, anew) < _bytes_sent(kind, specs, best, mesh, anew)
-        else best
-    )
+    fewer = [({f}, assignment) for assignment in found for f in assignment]
+    fewer += [(set(reduced), assignment) for assignment in found]
+    smaller = _deduplicated({f: a for f, a in c.items() if f not in dropped} for dropped, c in fewer)
+    other = _cheapest_of(kind, specs, smaller, mesh, free_operands)
+    if other.seconds >= best.seconds:
+        return best
+    other_bytes, best_bytes = (_bytes_sent(kind, specs, cost, mesh, free_operands) for cost in (other, best))
+    return other if other_bytes < best_bytes else best
 
 
 def _cheapest_of(
-    kind: OpKind, specs: tuple[Spec, ...], found: Sequence[Mapping[str, Axes]], mesh: LogicalMesh, anew: Positions
+    kind: OpKind,
+    specs: tuple[Spec, ...],
+    found: Sequence[Mapping[str, Axes]],
+    mesh: LogicalMesh,
+    free_operands: OperandPositions,
 ) -> NodeCost:
-    """The cheapest of these ways, and of those in which axes are lent or a local form is not used."""
-    ways = {tuple(sorted(w.items())) for w in found}
-    ways |= {tuple(sorted(w.items())) for chosen in found for w in _reassign_idle_axes(kind, specs, chosen, mesh)}
-    if kind.rule.local is not None:  # gathering what the local form would split
-        ways |= {tuple((f, a) for f, a in w if kind.rule.kind(f) != "local") for w in ways}
-    runs = (node_strategy(kind, dict(w), mesh) for w in sorted(ways))
-    return min((_node_cost(kind, specs, w, mesh, anew) for w in runs if w.feasible), key=lambda r: r.seconds)
+    """The cheapest of these assignments, their variants with idle axes reassigned, and those without the local form."""
+    tried = {tuple(sorted(assignment.items())) for assignment in found}
+    for assignment in found:
+        tried |= {tuple(sorted(other.items())) for other in _reassign_idle_axes(kind, specs, assignment, mesh)}
+    if kind.rule.local is not None:  # gather what the local form would split
+        tried |= {tuple((f, axes) for f, axes in pairs if kind.rule.kind(f) != "local") for pairs in tried}
+    strategies = (node_strategy(kind, dict(pairs), mesh) for pairs in sorted(tried))
+    costs = (_node_cost(kind, specs, s, mesh, free_operands) for s in strategies if s.feasible)
+    return min(costs, key=lambda cost: cost.seconds)
 
 
-def _deduplicated(ways: Iterable[dict[str, Axes]]) -> list[dict[str, Axes]]:
-    return list({tuple(sorted(w.items())): w for w in ways}.values())
+def _deduplicated(assignments: Iterable[dict[str, Axes]]) -> list[dict[str, Axes]]:
+    return list({tuple(sorted(a.items())): a for a in assignments}.values())
 
 
-def _reshards(specs: tuple[Spec, ...], run: NodeCost | NodeStrategy, anew: Positions) -> list[tuple[int, Spec, Spec]]:
-    """Which values of a node are moved, and from where to where."""
+def _reshards(
+    specs: tuple[Spec, ...], run: NodeCost | NodeStrategy, free_operands: OperandPositions
+) -> list[tuple[int, Spec, Spec]]:
+    """The reshards of a node: (position among operands and results, source spec, destination spec)."""
     ends = [*zip(specs, run.in_specs, strict=False), *zip(run.out_specs, specs[len(run.in_specs) :], strict=True)]
-    return [(i, a, b) for i, (a, b) in enumerate(ends) if a != b and i not in anew]
+    return [(i, a, b) for i, (a, b) in enumerate(ends) if a != b and i not in free_operands]
 
 
-def _bytes_sent(kind: OpKind, specs: tuple[Spec, ...], run: NodeCost, mesh: LogicalMesh, anew: Positions) -> float:
-    """Bytes that leave a device."""
-    moves = _reshards(specs, run, anew)
-    made = [c for i, a, b in moves for c in reshard_collectives(a, b, kind.shapes[i], kind.bits[i], mesh)]
-    return sum(c.sent(mesh) for c in (*made, *run.collectives))
+def _bytes_sent(
+    kind: OpKind, specs: tuple[Spec, ...], run: NodeCost, mesh: LogicalMesh, free_operands: OperandPositions
+) -> float:
+    """Bytes that leave a device in one execution."""
+    reshards = _reshards(specs, run, free_operands)
+    issued = [c for i, a, b in reshards for c in reshard_collectives(a, b, kind.shapes[i], kind.bits[i], mesh)]
+    return sum(c.wire_bytes(mesh) for c in (*issued, *run.collectives))
 
 
-def expressible_factors(kind: OpKind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
-    """``chosen`` without the factors that some dimension cannot hold: those behind one that is not split entirely."""
-    kept, compound = dict(chosen), [dim for _, _, dim in kind.factored_dims if len(dim) > 1]
+def expressible_factors(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
+    """``assignment`` without the factors whose split no spec can express.
+
+    In a dimension merged from several factors, a minor factor can only be split where every more major one is split
+    down to parts of one.
+    """
+    kept, compound = dict(assignment), [dim for _, _, dim in kind.factored_dims if len(dim) > 1]
     sizes = dict(kind.factor_sizes) if compound else {}
-    for _ in compound:  # what is dropped for one may be what another stands behind
+    for _ in compound:  # a factor dropped for one dimension may block another one
         for dim in compound:
             parts = [mesh.axes_size(kept.get(f, ())) == sizes[f] for f in dim]
             for f in dim[parts.index(False) + 1 :] if not all(parts) else ():
@@ -274,98 +279,112 @@ def expressible_factors(kind: OpKind, chosen: Mapping[str, Axes], mesh: LogicalM
 
 
 def _reassign_idle_axes(
-    kind: OpKind, specs: Sequence[Spec], chosen: Mapping[str, Axes], mesh: LogicalMesh
+    kind: OpKind, specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
 ) -> Iterator[dict[str, Axes]]:
-    """Ways in which axes that split what has to be whole split another factor meanwhile: two all-to-alls."""
-    used = {a for axes in chosen.values() for a in axes}
+    """Assignments in which axes that would go unused split one more parallel factor.
+
+    The axes of a dimension that the node cannot split are moved to one that it can, and back afterwards: two
+    all-to-alls rather than an all-gather.
+    """
+    used = {a for axes in assignment.values() for a in axes}
     idle = tuple(dict.fromkeys(a for s in specs for a in s.axes if a not in used))
     for f, size in kind.factor_sizes if idle else ():
-        axes = (*chosen.get(f, ()), *idle)
+        axes = (*assignment.get(f, ()), *idle)
         if kind.rule.kind(f) == "parallel" and size % mesh.axes_size(axes) == 0:
-            lent = expressible_factors(kind, {**chosen, f: axes}, mesh)
-            if f in lent:
-                yield lent
+            reassigned = expressible_factors(kind, {**assignment, f: axes}, mesh)
+            if f in reassigned:
+                yield reassigned
 
 
-def node_strategy(kind: OpKind, chosen: Mapping[str, Axes], mesh: LogicalMesh) -> NodeStrategy:
-    """How a node runs whose factors have the axes ``chosen``."""
+def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMesh) -> NodeStrategy:
+    """The strategy of a node whose factors are split as ``assignment`` says: factor -> mesh axes."""
     sizes, kinds, shape = dict(kind.factor_sizes), dict(kind.rule.kinds), mesh.shape
 
     def spec(dims: Sequence[Sequence[str]]) -> Spec:
         return Spec(
             tuple(
                 [
-                    axes_of_dim(d, chosen, sizes, shape) if len(d) > 1 else chosen.get(d[0], ()) if d else ()
+                    axes_of_dim(d, assignment, sizes, shape) if len(d) > 1 else assignment.get(d[0], ()) if d else ()
                     for d in dims
                 ]
             )
         )
 
-    needs = tuple(map(spec, kind.rule.operands))
+    in_specs = tuple(map(spec, kind.rule.operands))
     partial = tuple(
-        sorted([(a, kinds[f]) for f, axes in chosen.items() if kinds.get(f) in REDUCTION_KINDS for a in axes])
+        sorted([(a, kinds[f]) for f, axes in assignment.items() if kinds.get(f) in REDUCTION_KINDS for a in axes])
     )
-    gives = tuple(map(spec, kind.rule.results))
-    if partial:  # a result that has the factor itself is no sum over it
-        gives = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in gives])
-    inside = _strategy_collectives(kind, needs, gives, chosen, mesh)
+    out_specs = tuple(map(spec, kind.rule.results))
+    if partial:  # a result that has the reduced factor as a dimension is not partial over it
+        out_specs = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in out_specs])
+    collectives = _strategy_collectives(kind, in_specs, out_specs, assignment, mesh)
     return NodeStrategy(
-        needs, gives, _strategy_compute_seconds(kind, needs, gives, chosen, mesh), inside, _local_axes(kind, chosen)
+        in_specs,
+        out_specs,
+        _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh),
+        collectives,
+        _local_axes(kind, assignment),
     )
 
 
 def _node_cost(
-    kind: OpKind, specs: tuple[Spec, ...], w: NodeStrategy, mesh: LogicalMesh, anew: Positions = ()
+    kind: OpKind,
+    specs: tuple[Spec, ...],
+    strategy: NodeStrategy,
+    mesh: LogicalMesh,
+    free_operands: OperandPositions = (),
 ) -> NodeCost:
     transfers = sum(
         reshard_seconds(a, b, kind.shapes[i], kind.bits[i], mesh) / (kind.combined_count if a.partial else 1)
-        for i, a, b in _reshards(specs, w, anew)
+        for i, a, b in _reshards(specs, strategy, free_operands)
     )
     return NodeCost(
-        w.in_specs,
-        w.out_specs,
-        w.compute_seconds,
-        w.seconds(mesh) + transfers,
-        w.collectives or (),
-        w.local_axes,
-        _uses_local_form(kind, specs, w, mesh),
-        (*w.in_specs, *w.out_specs) != specs,
+        strategy.in_specs,
+        strategy.out_specs,
+        strategy.compute_seconds,
+        strategy.seconds(mesh) + transfers,
+        strategy.collectives or (),
+        strategy.local_axes,
+        _uses_local_form(kind, specs, strategy, mesh),
+        (*strategy.in_specs, *strategy.out_specs) != specs,
     )
 
 
-def _uses_local_form(kind: OpKind, specs: Sequence[Spec], w: NodeStrategy, mesh: LogicalMesh) -> bool:
-    """Whether the local form is due: where its factor is split; edges are exchanged; or, with neither, always."""
+def _uses_local_form(kind: OpKind, specs: Sequence[Spec], strategy: NodeStrategy, mesh: LogicalMesh) -> bool:
+    """Whether the local form runs (`Local.used_when`): by default where its factor is split or halos are exchanged, and
+    always where the rule has neither."""
     if kind.rule.local is None:
         return False
     if kind.rule.local.used_when == "partial":
-        return any(s.partial for s in w.out_specs)
+        return any(s.partial for s in strategy.out_specs)
     if kind.rule.local.used_when == "scattered":
-        n = len(w.in_specs)
-        ends = zip(w.out_specs, specs[n:], kind.shapes[n:], kind.bits[n:], strict=True)
+        n = len(strategy.in_specs)
+        ends = zip(strategy.out_specs, specs[n:], kind.shapes[n:], kind.bits[n:], strict=True)
         scattered = any(
-            spec_after_reduction(give, lies, shape, bits, mesh).dims != give.dims for give, lies, shape, bits in ends
+            spec_after_reduction(made, target, shape, bits, mesh).dims != made.dims
+            for made, target, shape, bits in ends
         )
-        return scattered or any(w.in_specs[h.operand].dims[h.dim] for h in kind.rule.halos)
+        return scattered or any(strategy.in_specs[h.operand].dims[h.dim] for h in kind.rule.halos)
     kinds = dict(kind.rule.kinds)
     if "halo" in kinds.values():
         return any(specs[i].dims[d] for i, d, dim in kind.factored_dims if kinds.get(dim[0]) == "halo")
-    return bool(w.local_axes) or kind.rule.local.used_when == "always" or "local" not in kinds.values()
+    return bool(strategy.local_axes) or kind.rule.local.used_when == "always" or "local" not in kinds.values()
 
 
 def _strategy_collectives(
-    kind: OpKind, needs: Sequence[Spec], gives: Sequence[Spec], chosen: Mapping[str, Axes], mesh: LogicalMesh
+    kind: OpKind, in_specs: Sequence[Spec], out_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
 ) -> tuple[Collective, ...] | None:
-    """The exchanges of edges and, when a local factor is split, the collectives of the local form; None where it cannot
-    be split so."""
-    local = _local_axes(kind, chosen)
-    halos = [(halo, axes) for halo in kind.rule.halos if (axes := chosen.get(kind.rule.halo_factor(halo), ()))]
+    """Halo exchanges and, where the local factor is split, the collectives of the local form; None where the local form
+    does not support the split."""
+    local = _local_axes(kind, assignment)
+    halos = [(halo, axes) for halo in kind.rule.halos if (axes := assignment.get(kind.rule.halo_factor(halo), ()))]
     if not halos and not local:
         return ()
-    sizes = [math.ceil(b / s.num_shards(mesh.shape)) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
+    sizes = [math.ceil(b / s.num_shards(mesh.shape)) for b, s in zip(kind.bytes, (*in_specs, *out_specs), strict=True)]
     found: list[Collective] = []
     for halo, axes in halos:
         parts, size = mesh.axes_size(axes), sizes[halo.operand]
-        own, sides = halo.window.size // parts, halo.window.rows(parts)
+        own, sides = halo.window.input_size // parts, halo.window.halo_rows(parts)
         sent = [math.ceil(size * n / own) for rows in sides for n in rows_per_hop(rows, own)]
         found += [Collective(COLLECTIVE_PERMUTE, _in_mesh_order(axes, mesh), n) for n in sent]
         sizes[halo.operand] = math.ceil(size * (own + sum(sides)) / own)
@@ -375,9 +394,9 @@ def _strategy_collectives(
     return None if moves is None else (*found, *(Collective(k, _in_mesh_order(local, mesh), b) for k, b in moves))
 
 
-def _local_axes(kind: OpKind, chosen: Mapping[str, Axes]) -> Axes:
-    """The axes that split the factor for which a local form is there."""
-    return next((axes for f, axes in chosen.items() if kind.rule.kind(f) == "local"), ())
+def _local_axes(kind: OpKind, assignment: Mapping[str, Axes]) -> Axes:
+    """The mesh axes that split the rule's `local` factor."""
+    return next((axes for f, axes in assignment.items() if kind.rule.kind(f) == "local"), ())
 
 
 def _in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
@@ -385,11 +404,11 @@ def _in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
 
 
 def _strategy_compute_seconds(
-    kind: OpKind, needs: Sequence[Spec], gives: Sequence[Spec], chosen: Mapping[str, Axes], mesh: LogicalMesh
+    kind: OpKind, in_specs: Sequence[Spec], out_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
 ) -> float:
-    local = [b / s.num_shards(mesh.shape) for b, s in zip(kind.bytes, (*needs, *gives), strict=True)]
-    parts: float = math.prod(mesh.axes_size(a) for a in chosen.values())
-    axes = _local_axes(kind, chosen)
+    local = [b / s.num_shards(mesh.shape) for b, s in zip(kind.bytes, (*in_specs, *out_specs), strict=True)]
+    parts: float = math.prod(mesh.axes_size(a) for a in assignment.values())
+    axes = _local_axes(kind, assignment)
     if axes and kind.rule.local is not None and kind.rule.local.imbalance is not None:
         parts /= kind.rule.local.imbalance(mesh.axes_size(axes), local)
     return compute_seconds(kind, local, parts, mesh)
@@ -400,17 +419,25 @@ def compute_seconds(
     local: Sequence[Any],
     parts: Any,
     mesh: LogicalMesh,
-    least: Callable[[Sequence[Any]], Any] = min,
-    most: Callable[[Sequence[Any]], Any] = max,
+    minimum: Callable[[Sequence[Any]], Any] = min,
+    maximum: Callable[[Sequence[Any]], Any] = max,
 ) -> Any:
-    """Seconds on one device of a node whose operands and results have ``local`` bytes there and whose factors are split
-    into so many ``parts``; or an array of each, with ``least`` and ``most`` that take arrays."""
+    """Compute seconds of one execution of a node on one device.
+
+    Args:
+      local: bytes per device of each operand and then of each result.
+      parts: product of the sizes of all axes that split the node's factors.
+      minimum: reduces a sequence of numbers; elementwise where ``local`` and ``parts`` are arrays.
+      maximum: the same for the maximum.
+    """
     hardware = mesh.hardware
-    if kind.op in VIEWS or not kind.shapes:
+    if kind.traits.fused_into_consumer or not kind.shapes:
         return 0.0
-    if kind.tie:  # what goes into or out of a loop is a slice of what is stacked there; else nothing moves
+    if kind.tie:  # slices of a stacked operand or result of a loop are copied; any other tie moves nothing
         ranks = {len(n) for n in kind.shapes}
-        return least(local) / hardware.bandwidth if len(ranks) > 1 else 0.0
-    if not kind.flops:  # fused with its neighbours: what it writes counts, what it reads was counted there
+        return minimum(local) / hardware.bandwidth if len(ranks) > 1 else 0.0
+    if not kind.flops:  # fused with its producers, which were charged for what it reads
         return sum(local[len(kind.rule.operands) :]) / hardware.bandwidth
-    return most([kind.flops / parts / hardware.peak(kind.dtype), sum(local) / hardware.bandwidth, hardware.overhead])
+    return maximum(
+        [kind.flops / parts / hardware.peak_flops(kind.dtype), sum(local) / hardware.bandwidth, hardware.overhead]
+    )

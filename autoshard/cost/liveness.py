@@ -17,16 +17,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from autoshard.cost.cost import VIEWS
 from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN, Graph, Node, OpKind
 
-MOVED = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice", "split", "stack", "tile", "unstack"})
-"""Operations that only take elements from elsewhere: done where they are read."""
-SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"})
-IN_PLACE = frozenset({"dynamic_update_slice", *SCATTERS})
-"""Operations that write into their first operand where nothing else reads it any more."""
-LOOPS = frozenset({"scan", "while"})
-SUM = "sum_of_products"
 SOURCES = 8
 """Most values that one is computed from where it is read; with more it is made."""
 
@@ -37,11 +29,8 @@ def is_fusible(node: Node, fused: bool = True) -> bool:
     Args:
       fused: whether the hardware has `fused_products`; where it has not, a scatter is written, too.
     """
-    if (
-        node.kind.op in VIEWS
-        or node.kind.op in MOVED
-        or (fused and node.kind.op in SCATTERS and _one_element_per_row(node))
-    ):
+    traits = node.kind.traits
+    if traits.fused_into_consumer or traits.moves_data or (fused and traits.scatters and _one_element_per_row(node)):
         return True
     rule = node.kind.rule
     return not (node.tie or node.kind.flops or rule.kinds or rule.reason or rule.local)
@@ -101,7 +90,7 @@ class Liveness:
             if node.trip_count or not node.tie:
                 for v in node.operands:
                     self.reader_count[v] += 1
-            if node.kind.op in LOOPS:
+            if node.kind.traits.loop:
                 self.loop_carried.update(entered.intersection(node.results))
                 entered.update(node.results)
         for v in graph.outputs:
@@ -191,17 +180,17 @@ class Liveness:
             self.allocated_at[v] = n
 
     def _visit_operation(self, n: int, node: Node) -> None:
-        values = self.graph.values
+        values, traits = self.graph.values, node.kind.traits
         self.phase.update(dict.fromkeys(node.results, node.phase))
         local = self._fusible.get(node.kind)
         if local is None:
             local = self._fusible[node.kind] = is_fusible(node, self.fuses_products)
         if not local:
-            reduces = not node.kind.flops and node.kind.op.startswith(("reduce", "arg"))
+            reduces = not node.kind.flops and traits.reduces
             heavy = (
                 (node.kind.flops and self.fuses_products)
                 or reduces
-                or (node.kind.op == "gather" and _one_element_per_row(node))
+                or (traits.gathers and _one_element_per_row(node))
             )
             if reduces and self.fuses_products:
                 sizes = {r: math.prod(values[r].shape) for v in node.operands for r in self._buffers_of(v)}
@@ -212,14 +201,12 @@ class Liveness:
                 if not (heavy or (node.kind.flops and self._is_permutation(v))):
                     self._materialize(v, n)
                 self._use(v, n)
-            if (
-                node.kind.op in IN_PLACE
-                and self.reader_count[node.operands[0]] == 1
-                and self.allocated_at.get(self.root(node.operands[0]), -1) >= 0
-            ):
-                self.alias[node.results[0]] = node.operands[0]
-                return
-            if node.kind.op == SUM:
+            if traits.in_place_operand is not None:
+                target = node.operands[traits.in_place_operand]
+                if self.reader_count[target] == 1 and self.allocated_at.get(self.root(target), -1) >= 0:
+                    self.alias[node.results[0]] = target
+                    return
+            if traits.sums_products:
                 self.sum_start[n] = self._first_term_ready(n, node)
             for v in node.results:
                 self.allocated_at[v] = n
@@ -238,7 +225,7 @@ class Liveness:
                     found.append(r)
         for v in node.results:
             first = node.operands[0] if node.operands else 0
-            same = node.kind.op in VIEWS and first and values[first].shape == values[v].shape
+            same = traits.fused_into_consumer and first and values[first].shape == values[v].shape
             if same and values[first].bits == values[v].bits:
                 self.alias[v] = first
                 continue
@@ -247,7 +234,7 @@ class Liveness:
             if written and len(node.results) == 1 and values[v].bytes <= values[written[0]].bytes:
                 self._extend_fusion(v, n, written[0], found)
             else:
-                if node.kind.op in VIEWS and len(found) + len(written) == 1 and self._is_view(node.operands[0]):
+                if traits.fused_into_consumer and len(found) + len(written) == 1 and self._is_view(node.operands[0]):
                     self.views.add(v)
                 else:
                     self.read_outside_products.update(found, written)
@@ -290,9 +277,9 @@ class Liveness:
             self.allocated_at.update(dict.fromkeys(node.results, n))
             return
         (a,), (b,) = node.operands, node.results
-        loop = self.enclosing_loops.get(n, ()) if node.kind.op in LOOPS else ()
+        loop = self.enclosing_loops.get(n, ()) if node.kind.traits.loop else ()
         stacked = len(values[a].shape) != len(values[b].shape)
-        if node.kind.op == "optimization_barrier":
+        if node.kind.traits.barrier:
             self._materialize(a, n)
             self.alias[b] = a
         elif not loop:  # the border of a call is nothing; and what comes round to an argument has its room

@@ -53,11 +53,6 @@ class Memory:
         return list(asdict(self).items())
 
 
-def memory(graph: Graph, layout: Layout) -> Memory:
-    """Bytes per device of one call under ``layout``."""
-    return MemoryModel(graph).memory(layout)
-
-
 class MemoryModel:
     """From when to when each value of a graph takes room; under any layout.
 

@@ -84,7 +84,7 @@ def _lookup(
     terms = tuple(sorted({(number[a], kind) for s in srcs for a, kind in s.partial if a in number}))
     known = alike.axis_names, len(large), terms, alike
     net = _state_graph(*known)
-    seen = net.spec_states.setdefault((large, mesh.split_axes), {})
+    seen = net.spec_states.setdefault((large, mesh.nontrivial_axes), {})
 
     def state(s: Spec) -> int:
         found = seen.get(s)
@@ -105,7 +105,7 @@ def _canonical_axes(mesh: LogicalMesh) -> tuple[dict[str, str], LogicalMesh]:
     """Of each axis of more than one device its number by size and link, and the mesh of axes so named: what is worked
     out for that serves all meshes of such axes, whatever their names and order."""
     link = dict(zip(mesh.axis_names, mesh.axis_links, strict=False))
-    axes = sorted(mesh.split_axes, key=lambda a: (mesh.shape[a], link.get(a, "")))
+    axes = sorted(mesh.nontrivial_axes, key=lambda a: (mesh.shape[a], link.get(a, "")))
     number = {a: str(k) for k, a in enumerate(axes)}
     sizes, links = tuple(mesh.shape[a] for a in axes), tuple(link[a] for a in axes if link)
     return number, LogicalMesh(tuple(number.values()), sizes, mesh.hardware, links)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost.memory import MemoryModel, memory, tiled_bytes
-from autoshard.ir.dim_classes import roles
+from autoshard.cost.memory import MemoryModel, tiled_bytes
+from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.search.search import search
@@ -19,7 +19,7 @@ from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
 def test_state_is_counted_to_the_byte() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
-    found = memory(g, propagate(g, []))
+    found = MemoryModel(g).memory(propagate(g, []))
     assert found.parameters == 2 * 16 * 32 * 4
     assert found.optimizer == 0
     assert found.inputs == 2 * 64 * 16 * 4
@@ -41,7 +41,7 @@ def test_residuals_grow_with_the_batch_and_the_layers() -> None:
 
     def residuals(layers: int, batch: int) -> int:
         g = graph(jax.grad(fun), ((layers, 16, 16), (batch, 16)), mesh(a=4))
-        return memory(g, propagate(g, [])).residuals
+        return MemoryModel(g).memory(propagate(g, [])).residuals
 
     one = residuals(2, 32)
     assert one >= 2 * 32 * 16 * 4
@@ -51,7 +51,7 @@ def test_residuals_grow_with_the_batch_and_the_layers() -> None:
 
 def test_sub_byte_types_count_their_bits() -> None:
     g = graph(lambda x: x, (jax.ShapeDtypeStruct((64,), jnp.int4),), mesh(a=4))
-    assert memory(g, propagate(g, [{g.inputs[0]: Spec((("a",),))}])).inputs == math.ceil(64 * 4 / 8 / 4)
+    assert MemoryModel(g).memory(propagate(g, [{g.inputs[0]: Spec((("a",),))}])).inputs == math.ceil(64 * 4 / 8 / 4)
 
 
 def test_roles() -> None:
@@ -61,7 +61,7 @@ def test_roles() -> None:
         return {"w": state["w"] - m, "m": m}, grads.sum()
 
     g = graph(step, ({"w": (8, 8), "m": (8, 8)}, (4, 8)), mesh(a=4))
-    found = roles(g)
+    found = argument_roles(g)
     names = [leaf.path for leaf in g.program.inputs]
     assert {names[i] for i in found.parameters} == {"state['w']"}
     assert {names[i] for i in found.optimizer} == {"state['m']"}
@@ -95,7 +95,7 @@ def test_weights_gathered_at_use_are_there_from_the_first_use_to_the_last() -> N
     }
     assert ("forward", "backward") in spans  # the second layer's weight: gathered once, read by both passes
     assert ("backward", "backward") in spans  # a gradient before it is scattered
-    assert best.memory.peak == memory(g, best.layout).peak
+    assert best.memory.peak == MemoryModel(g).memory(best.layout).peak
     beside = model.usage(best.layout) - model.live_bytes(model.sizes(best.layout))
     assert int(beside.max()) >= 2 * weight
 
