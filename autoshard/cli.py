@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from autoshard import __version__
-from autoshard.backend.compilation import compilation
-from autoshard.backend.compile_report import show
+from autoshard.backend.compilation import compile_plan
+from autoshard.backend.compile_report import print_compilation
 from autoshard.errors import AutoshardError
 from autoshard.machine.mesh_config import find_mesh
 from autoshard.train.config import TrainConfig
@@ -78,11 +78,11 @@ def compile_command(
     console, found = Console(soft_wrap=True), []
     for number, phase in enumerate(recipe.stretches, 1):
         planned = plan_phase(recipe, phase)
-        made = compilation(planned.plan, planned.step.lower(planned.state, planned.batch))
+        made = compile_plan(planned.plan, planned.step.lower(planned.state, planned.batch))
         found.append(made)
         if not as_json:
             console.print(f"phase {number}: to step {phase.until}", markup=False, highlight=False)
-            show(made, console)
+            print_compilation(made, console)
     if as_json:
         typer.echo(json.dumps({"phases": [made.as_json() for made in found]}, indent=1))
     if not all(made.fits for made in found):

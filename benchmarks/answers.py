@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import jax
 
-from autoshard.backend.compilation import Usage, refused, usage
+from autoshard.backend.compilation import MemoryUsage, memory_usage, parse_refusal
 from autoshard.machine.mesh import LogicalMesh
 
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jaxlib")
@@ -48,9 +48,9 @@ class Answer:
         """Bytes per device at the moment when most are held, as the TPU compiler counts them."""
         return self.memory["peak_memory_in_bytes"]
 
-    def usage(self, mesh: LogicalMesh) -> Usage | None:
+    def memory_usage(self, mesh: LogicalMesh) -> MemoryUsage | None:
         """By class; None where it was refused."""
-        return None if self.refusal else usage(self, mesh)
+        return None if self.refusal else memory_usage(self, mesh)
 
 
 def asked(argv: Sequence[str], flag: str) -> tuple[Path | None, bool, list[str]]:
@@ -92,7 +92,7 @@ def answer(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if refused(str(error)) is None:
+        if parse_refusal(str(error)) is None:
             raise
         made = Answer({}, "", time.perf_counter() - start, str(error)[:2000])
     else:

@@ -27,7 +27,7 @@ import jax
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
-from autoshard.backend.compilation import refused
+from autoshard.backend.compilation import parse_refusal
 from autoshard.backend.estimate import estimate
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.machine.mesh import LogicalMesh
@@ -98,10 +98,10 @@ def _line(
 ) -> Line:
     has, today = int(mesh.hardware.memory), datetime.date.today().isoformat()
     if found.refusal:
-        said = refused(found.refusal)
-        needs, has = (said.needs, said.has) if said else (0, has)
+        said = parse_refusal(found.refusal)
+        needs, has = (said.needed_bytes, said.available_bytes) if said else (0, has)
         return Line(plan, needs, has, None, None, None, found.seconds, seconds, foreseen, None, today)
-    used, took = found.usage(mesh), estimate(found, mesh)
+    used, took = found.memory_usage(mesh), estimate(found, mesh)
     needs = used.peak if used else 0
     sent = sum(c.total for c in collectives(found.text, mesh))
     return Line(plan, needs, has, took.seconds, took.bound, sent, found.seconds, seconds, foreseen, differences, today)

@@ -54,9 +54,9 @@ def state(arrays: int) -> dict[str, Any]:
 
 def bare(planned: Any, *args: Any) -> Any:
     """The program that ``planned`` runs for these arguments, under `jax.jit` alone."""
-    entry, plan = planned.entry(*args), planned.plan(*args)
+    executable, plan = planned.executable(*args), planned.plan(*args)
     return jax.jit(
-        lambda *given: entry.run(jax.tree.leaves(given)),
+        lambda *given: executable.eval_jaxpr(jax.tree.leaves(given)),
         in_shardings=plan.in_shardings,
         out_shardings=plan.out_shardings,
     )

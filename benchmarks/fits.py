@@ -73,7 +73,7 @@ def main() -> None:
                 continue
             batch, plan, lowered = filled(name, strategy, chosen.platform)
             found = answer(lowered, plan.mesh, chosen.cache)
-            used = found.usage(plan.mesh) if found is not None else None
+            used = found.memory_usage(plan.mesh) if found is not None else None
             said = f"- | NO: {found.refusal[:200]}" if found is not None else "- | -"
             if used is not None:
                 taken = "yes" if used.peak <= plan.mesh.hardware.memory else "NO"

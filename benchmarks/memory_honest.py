@@ -20,7 +20,7 @@ def main() -> None:
     print("| program | mesh | strategy | predicted MiB | compiler MiB | error | plan s | compile s |")
     print("|---|---|---|--:|--:|--:|--:|--:|")
     for case, plan, found, seconds in answers(options()):
-        used = found.usage(plan.mesh)
+        used = found.memory_usage(plan.mesh)
         if used is None:
             print(
                 f"| {case} | {case.mesh} | {case.strategy} | {plan.memory.peak / MIB:,.0f} | refused | | | |",

@@ -93,7 +93,7 @@ def run(index: int, harness: Any) -> Iterator[Outcome]:
 def attempt(fun: Any, axes: Mapping[str, int], args: Sequence[Any], expected: Any) -> tuple[str, str, float]:
     """Runs ``fun`` on one mesh: the status, the note and the difference of its outcome."""
     try:
-        graph = autoshard.jit(fun, mesh=axes, strategy="replicated").entry(*args).graph
+        graph = autoshard.jit(fun, mesh=axes, strategy="replicated").executable(*args).graph
         split = pins(graph, axes, one=axes is MESHES[0])
         wrong, off = sharded(fun, axes, split, args, expected)
     except Exception as e:
@@ -120,7 +120,7 @@ def sharded(fun: Any, axes: Mapping[str, int], split: Split, args: Sequence[Any]
     )
     step = autoshard.jit(fun, mesh=axes, strategy="replicated", in_shardings=ins, out_shardings=outs)
     got = step(*args)
-    taken = jax.tree.leaves(step.entry(*args).compiled.input_shardings[0], is_leaf=lambda x: x is None)
+    taken = jax.tree.leaves(step.executable(*args).compiled.input_shardings[0], is_leaf=lambda x: x is None)
     made = [x.sharding for x in jax.tree.leaves(got)]
     arrays = jax.tree.leaves((tuple(args), expected))
     for i, (pin, sharding, x) in enumerate(zip(split.arguments + split.results, taken + made, arrays, strict=True)):

@@ -49,7 +49,7 @@ def test_what_stays_whole_says_why() -> None:
     def reason(fun, *shapes: tuple[int, ...]) -> str:
         step = autoshard.jit(fun, mesh={"a": 2, "b": 4}, strategy="replicated")
         args = [np.zeros(s, "f4") for s in shapes]
-        return corpus.pins(step.entry(*args).graph, {"a": 2, "b": 4}, one=True).reason
+        return corpus.pins(step.executable(*args).graph, {"a": 2, "b": 4}, one=True).reason
 
     assert reason(lambda x: x + 1, (3, 2)) == ""
     assert reason(lambda x: x + 1, (3, 5)) == corpus.INDIVISIBLE

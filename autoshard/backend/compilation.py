@@ -11,13 +11,13 @@ from typing import Any
 import jax
 
 from autoshard.backend.audit import Audit, audit
-from autoshard.backend.estimate import Estimate, estimate, seconds_of
+from autoshard.backend.estimate import Estimate, estimate, total_seconds
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text
 
-_REFUSED = (
+_OUT_OF_MEMORY = (
     re.compile(r"required for .*?\(([\d.]+)([KMGT]?)i?B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)i?B?\)"),
     re.compile(r"Used ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm"),
 )
@@ -25,7 +25,7 @@ _REFUSED = (
 
 
 @dataclass(frozen=True)
-class Usage:
+class MemoryUsage:
     """Bytes per device, by the compiler's account."""
 
     arguments: int
@@ -42,8 +42,8 @@ class Usage:
 class Refusal:
     """The compiler would not have a program for lack of memory: bytes per device needed and there."""
 
-    needs: int
-    has: int
+    needed_bytes: int
+    available_bytes: int
 
 
 @dataclass(frozen=True)
@@ -51,38 +51,38 @@ class Compilation:
     """A planned step as its target's compiler made it; what the compiler refused has no usage, estimate or audit."""
 
     plan: PlanRecord
-    seconds: float
+    compile_seconds: float
     """What compiling took."""
-    usage: Usage | None = None
+    usage: MemoryUsage | None = None
     refusal: Refusal | None = None
     estimate: Estimate | None = None
     audit: Audit | None = None
 
     @property
-    def needs(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes per device."""
         if self.refusal is not None:
-            return self.refusal.needs
+            return self.refusal.needed_bytes
         return self.usage.peak if self.usage else 0
 
     @property
-    def has(self) -> int:
+    def available_bytes(self) -> int:
         """Bytes per device that there are."""
-        return self.refusal.has if self.refusal is not None else int(self.plan.mesh.hardware.memory)
+        return self.refusal.available_bytes if self.refusal is not None else int(self.plan.mesh.hardware.memory)
 
     @property
     def fits(self) -> bool:
         """Whether the devices have the memory that it needs."""
-        return self.refusal is None and self.needs <= self.has
+        return self.refusal is None and self.needed_bytes <= self.available_bytes
 
     @property
     def remedies(self) -> tuple[str, ...]:
         """What to change where it does not fit, likeliest first."""
         return () if self.fits else tuple(_remedies(self))
 
-    def seconds_of(self, c: Collective) -> float:
+    def collective_seconds(self, c: Collective) -> float:
         """What all runs of an emitted collective take on the link model."""
-        return seconds_of(c, self.plan.mesh)
+        return total_seconds(c, self.plan.mesh)
 
     def as_json(self) -> dict[str, Any]:
         """The account as plain JSON values: bytes are per device, times are seconds.
@@ -102,20 +102,20 @@ class Compilation:
             "devices": self.plan.mesh.size,
             "strategy": self.plan.strategy,
             "compiler_options": dict(self.plan.compiler_options),
-            "compile_seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
             "fits": self.fits,
-            "needs": self.needs,
-            "has": self.has,
+            "needs": self.needed_bytes,
+            "has": self.available_bytes,
             "remedies": list(self.remedies),
             "memory": {"planned": asdict(self.plan.memory), "compiled": asdict(self.usage) if self.usage else None},
             "estimate": asdict(e) | {"sum": e.seconds, "bound": e.bound} if e else None,
-            "collectives": [asdict(c) | {"seconds": self.seconds_of(c)} for c in emitted],
+            "collectives": [asdict(c) | {"seconds": self.collective_seconds(c)} for c in emitted],
             "refined": [asdict(t) for t in self.plan.refined],
             "audit": self.audit.as_json() if self.audit else None,
         }
 
 
-def compilation(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
+def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
     """Compiles a step that was lowered as ``plan`` says, and reads what came of it.
 
     Raises:
@@ -125,17 +125,17 @@ def compilation(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        refusal = refused(str(error))
+        refusal = parse_refusal(str(error))
         if refusal is None:
             raise
         return Compilation(plan, time.perf_counter() - start, refusal=refusal)
     seconds = time.perf_counter() - start
     return Compilation(
-        plan, seconds, usage(compiled, plan.mesh), estimate=estimate(compiled, plan.mesh), audit=audit(compiled, plan)
+        plan, seconds, memory_usage(compiled, plan.mesh), estimate=estimate(compiled, plan.mesh), audit=audit(compiled, plan)
     )
 
 
-def usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> Usage | None:
+def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsage | None:
     """What ``compiled`` takes of a device's memory; None where its compiler does not say.
 
     The peak is the TPU compiler's own; that of other compilers leaves temporaries out, so there it is the sum of all.
@@ -149,23 +149,23 @@ def usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> Usage | None:
     )
     whole = given + made - shared + between
     peak = int(getattr(found, "peak_memory_in_bytes", 0)) if mesh.hardware.clock else 0
-    return Usage(given, made, shared, between, code, peak or whole)
+    return MemoryUsage(given, made, shared, between, code, peak or whole)
 
 
-def refused(message: str) -> Refusal | None:
+def parse_refusal(message: str) -> Refusal | None:
     """What a compiler's message says of memory; None where it is about something else."""
-    for pattern in _REFUSED:
+    for pattern in _OUT_OF_MEMORY:
         if found := pattern.search(message):
-            return Refusal(_size(found[1], found[2]), _size(found[3], found[4]))
+            return Refusal(_bytes(found[1], found[2]), _bytes(found[3], found[4]))
     return None
 
 
-def _size(number: str, unit: str) -> int:
+def _bytes(number: str, unit: str) -> int:
     return round(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
 def _remedies(c: Compilation) -> list[str]:
-    plan, over = c.plan, c.needs - c.has
+    plan, over = c.plan, c.needed_bytes - c.available_bytes
     found: list[str] = []
     classes: Mapping[str, int] = dict(plan.memory.items())
     if not any(name.startswith("recompute") for name in plan.passes) and classes["residuals"] >= classes["peak"] / 10:
@@ -173,7 +173,7 @@ def _remedies(c: Compilation) -> list[str]:
         found.append(f"passes: [..., 'recompute:full'] makes again in the backward pass what holds {kept}")
     if plan.strategy != "auto":
         found.append(f"strategy: auto in place of {plan.strategy}, which splits only what it names")
-    if plan.memory.peak < c.has:
+    if plan.memory.peak < c.available_bytes:
         budget = plan.memory.peak - over
         missed = f"planning foresaw {size_text(plan.memory.peak)}"
         if budget > 0:

@@ -16,38 +16,38 @@ from pathlib import Path
 import jax
 
 from autoshard.backend import compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts
-from autoshard.backend.compilation import Compilation, Refusal, Usage
+from autoshard.backend.compilation import Compilation, MemoryUsage, Refusal
 from autoshard.backend.estimate import Estimate
 from autoshard.errors import CacheWarning, ConfigError
 from autoshard.machine import collective
 from autoshard.plan.record import PlanRecord
 from autoshard.strict_config import Config
 
-VARIABLE = "AUTOSHARD_CACHE"
+CACHE_VARIABLE = "AUTOSHARD_CACHE"
 """Of the environment: the folder of answers, where the step names none."""
-READERS = (collective, compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts)
+PARSERS = (collective, compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts)
 """What reads the compiler's output: an answer holds what they made of it."""
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables of the environment that compilers read."""
 
 
-class Answer(Config):
+class CachedCompilation(Config):
     """What a compiler said of a program."""
 
-    asked: str
+    digest: str
     """The digest that it answers."""
-    usage: Usage | None
+    usage: MemoryUsage | None
     refusal: Refusal | None
     estimate: Estimate | None
 
-    def of(self, plan: PlanRecord) -> Compilation:
+    def compilation(self, plan: PlanRecord) -> Compilation:
         """As a compilation that took no time, and whose collectives are not told."""
         return Compilation(plan, 0.0, self.usage, self.refusal, self.estimate)
 
 
-def folder(given: str | os.PathLike[str] | None = None) -> Path:
+def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
     """Where answers are kept: ``given``, or what the environment says, or the user's own folder for what is cached."""
-    chosen = given or os.environ.get(VARIABLE)
+    chosen = given or os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute, says its specification
@@ -62,20 +62,20 @@ def digest(lowered: jax.stages.Lowered, plan: PlanRecord) -> str:
         lowered.as_text(),
         repr((plan.mesh.axis_names, plan.mesh.axis_sizes, plan.mesh.axis_links, plan.mesh.hardware, plan.mesh.target)),
         repr(sorted(plan.compiler_options)),
-        repr([os.environ.get(name) for name in FLAGS]),
+        repr([os.environ.get(name) for name in COMPILER_VARIABLES]),
         repr([(d.platform, d.device_kind, d.id) for d in devices]),
         repr((jax.__version__, metadata.version("jaxlib"), devices[0].client.platform_version, plugins)),
-        *(Path(reader.__file__ or "").read_text() for reader in READERS),
+        *(Path(reader.__file__ or "").read_text() for reader in PARSERS),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def load(at: Path, asked: str) -> Answer | None:
+def load(at: Path, asked: str) -> CachedCompilation | None:
     """The answer to ``asked`` that is kept in the folder ``at``; None where there is none that can be read."""
     path = at / f"{asked}.json"
     try:
         text = path.read_text()
-        found = Answer.model_validate_json(text, strict=True)
+        found = CachedCompilation.model_validate_json(text, strict=True)
         if found.asked != asked or json.loads(found.model_dump_json()) != json.loads(text):
             raise ConfigError("an entry is not what this version writes for it")
     except FileNotFoundError:
@@ -87,10 +87,10 @@ def load(at: Path, asked: str) -> Answer | None:
     return found
 
 
-def store(at: Path, answer: Answer) -> None:
+def store(at: Path, answer: CachedCompilation) -> None:
     """Keeps ``answer`` in the folder ``at``; another process that does the same meanwhile is no harm."""
-    path = at / f"{answer.asked}.json"
-    partial = at / f"{answer.asked}.{os.getpid()}.partial"
+    path = at / f"{answer.digest}.json"
+    partial = at / f"{answer.digest}.{os.getpid()}.partial"
     try:
         at.mkdir(parents=True, exist_ok=True)
         partial.write_text(answer.model_dump_json(indent=1) + "\n")

@@ -16,11 +16,11 @@ from autoshard.plan.render import as_text
 from autoshard.plan.review import trials
 from autoshard.units import size_text, time_text
 
-ROWS = 20
+MAX_COLLECTIVE_ROWS = 20
 """Collectives shown, those that take longest first."""
 
 
-def show(c: Compilation, console: Console) -> None:
+def print_compilation(c: Compilation, console: Console) -> None:
     """Prints a compilation; what was not planned is red where the console has colours."""
     heading = _heading(c)
     made = [_time(c, c.estimate), _collectives(c, c.audit)] if c.estimate and c.audit else []
@@ -40,11 +40,11 @@ def show(c: Compilation, console: Console) -> None:
 
 
 def _heading(c: Compilation) -> Section:
-    here = f"on {c.plan.mesh}, compiled in {time_text(c.seconds)}"
-    share = f"{size_text(c.needs, 2)} of {size_text(c.has, 2)} on each device"
+    here = f"on {c.plan.mesh}, compiled in {time_text(c.compile_seconds)}"
+    share = f"{size_text(c.needed_bytes, 2)} of {size_text(c.available_bytes, 2)} on each device"
     if c.fits:
-        return Section(f"Fits {here}: {share}, {size_text(c.has - c.needs, 2)} left")
-    words = f"DOES NOT FIT {here}: {share}, {size_text(c.needs - c.has, 2)} too much"
+        return Section(f"Fits {here}: {share}, {size_text(c.available_bytes - c.needed_bytes, 2)} left")
+    words = f"DOES NOT FIT {here}: {share}, {size_text(c.needed_bytes - c.available_bytes, 2)} too much"
     return Section(words, remarks=tuple(c.remedies))
 
 
@@ -86,18 +86,18 @@ def _collectives(c: Compilation, audit: Audit) -> Section:
         axes = "unknown groups" if x.axes is None else "+".join(x.axes) or "no axis"
         key = x.kind, axes, x.bytes, shorten_paths(x.source) or x.operation or "unknown"
         alike[key] += x.count
-        seconds[key] += c.seconds_of(x)
+        seconds[key] += c.collective_seconds(x)
     if not alike:
         return Section("Collectives", ("None: nothing is sent between devices.",))
     order = sorted(alike, key=lambda k: (-seconds[k], k))
-    rows = [(time_text(seconds[k]), k[0], k[1], size_text(k[2]), str(alike[k]), k[3]) for k in order[:ROWS]]
-    rest = f"{plural(len(order) - ROWS, 'smaller row')} left out: --json has each."
-    sent = sum(x.total for x in audit.emitted)
+    rows = [(time_text(seconds[k]), k[0], k[1], size_text(k[2]), str(alike[k]), k[3]) for k in order[:MAX_COLLECTIVE_ROWS]]
+    rest = f"{plural(len(order) - MAX_COLLECTIVE_ROWS, 'smaller row')} left out: --json has each."
+    sent = sum(x.total_bytes for x in audit.emitted)
     return Section(
         "Collectives",
         (f"{sum(alike.values())} in a step, {size_text(sent)} a device.",),
         Table(("in all", "collective", "over", "each", "runs", "for"), tuple(rows), frozenset({0, 3, 4})),
-        (rest,) if len(order) > ROWS else (),
+        (rest,) if len(order) > MAX_COLLECTIVE_ROWS else (),
     )
 
 

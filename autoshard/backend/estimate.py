@@ -20,7 +20,7 @@ from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, LogicalMesh
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN = 2**63 - 1
+_UNPRICED = 2**63 - 1
 """The cycles of what the compiler does not price, such as gathers that a v5p leaves to its SparseCores."""
 
 
@@ -67,7 +67,7 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
         compute = cycles / clock
     else:
         compute, exact = roofline_seconds(module, mesh.hardware)
-    return Estimate(compute, sum(seconds_of(c, mesh) for c in collectives(text, mesh)), exact, cycles)
+    return Estimate(compute, sum(total_seconds(c, mesh) for c in collectives(text, mesh)), exact, cycles)
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
@@ -78,7 +78,7 @@ def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
         for instruction in computation.instructions.values():
             if match := _CYCLES.search(instruction.attributes):
                 priced = int(match[1])
-                if priced == _UNKNOWN:
+                if priced == _UNPRICED:
                     priced = round(instruction_seconds(instruction, computation, module, hardware) * hardware.clock)
                 cycles += priced
         total += cycles * times
@@ -86,7 +86,7 @@ def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
     return total, exact
 
 
-def seconds_of(c: Collective, mesh: LogicalMesh) -> float:
+def total_seconds(c: Collective, mesh: LogicalMesh) -> float:
     """Seconds of all runs of a collective on the link model."""
     axes = mesh.axis_names if c.axes is None else c.axes  # groups of no known axes: as if of all
     return collective_seconds(c.kind, axes, c.bytes, mesh) * c.count

@@ -13,8 +13,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
-from autoshard.backend.lower import constrained
-from autoshard.cost.compiler_options import of_the_user
+from autoshard.backend.lower import constrain
+from autoshard.cost.compiler_options import user_options
 from autoshard.errors import PlacementWarning
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
@@ -37,55 +37,55 @@ class Executable[P: PlanRecord]:
     plan: P
     avals: tuple[Aval, ...]
     """Of each flat argument."""
-    plain: Callable[[], Executable[PlanRecord]] | None = None
+    unpadded: Callable[[], Executable[PlanRecord]] | None = None
     """The step laid out alike, without elements that mean nothing, where the program has some: slopes around the step
     would run through what stands there, and zero times infinity is no number."""
-    ready: jax.stages.Lowered | None = None
+    prelowered: jax.stages.Lowered | None = None
     """The step lowered, where that was done to choose its plan; it keeps what it was compiled to."""
 
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:
         """The program with its constraints, on this machine's devices."""
-        return constrained(self.graph, self.plan, self.plan.jax_mesh)
+        return constrain(self.graph, self.plan, self.plan.jax_mesh)
 
     @functools.cached_property
-    def closes(self) -> bool:
+    def closes_over_tracers(self) -> bool:
         """Whether the program holds values of a trace around the step."""
         return jx.any_tracer(self.program.jaxpr.consts)
 
-    def run(self, leaves: Sequence[Any]) -> Any:
+    def eval_jaxpr(self, leaves: Sequence[Any]) -> Any:
         """The constrained program on flat arguments, while `jax.jit` traces it."""
         assert tuple(map(aval, leaves)) == self.avals
         return self.program.out_tree.unflatten(jx.as_fun(self.jaxpr)(*leaves))
 
     @functools.cached_property
-    def inner(self) -> Any:
+    def nested_jit(self) -> Any:
         """The `jax.jit` object that takes flat arguments inside another trace, and is traced anew there.
 
         It takes them as they lie: a tracer does not tell where its values are, and cannot be moved beforehand.
         """
-        if self.plain is not None:
-            return self.plain().inner
+        if self.unpadded is not None:
+            return self.unpadded().nested_jit
 
         def planned(*leaves: Any) -> Any:
             placed = jax.lax.with_sharding_constraint(list(leaves), self.plan.flat_in_shardings)
-            return jax.lax.with_sharding_constraint(self.run(placed), self.plan.out_shardings)
+            return jax.lax.with_sharding_constraint(self.eval_jaxpr(placed), self.plan.out_shardings)
 
         def step(*leaves: Any) -> Any:
-            if self._results_around() is None:
+            if self._result_shardings_on_caller_mesh() is None:
                 return planned(*leaves)
             return jax.sharding.auto_axes(planned, out_sharding=self.plan.out_specs)(*leaves)
 
         donated = [i for i, leaf in enumerate(self.program.inputs) if leaf.donated]
-        given = dict(of_the_user(self.plan.compiler_options))  # which JAX refuses here: they are for whole programs
+        given = dict(user_options(self.plan.compiler_options))  # which JAX refuses here: they are for whole programs
         return jax.jit(step, donate_argnums=donated, compiler_options=given or None)
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The step lowered, of flat arguments."""
-        return self.ready or self._lower(range(len(self.avals)))
+        return self.prelowered or self._lower(range(len(self.avals)))
 
-    def lowered_as(self, tree: Any, order: Sequence[int]) -> jax.stages.Lowered:
+    def lower_for_call(self, tree: Any, order: Sequence[int]) -> jax.stages.Lowered:
         """The step lowered for calls whose ``(args, kwargs)`` have the structure ``tree``.
 
         Args:
@@ -93,16 +93,16 @@ class Executable[P: PlanRecord]:
         """
         as_is = list(order) == list(range(len(self.avals)))
         lowered = jx.in_form(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
-        return lowered if self.plan.mesh.here else jx.Elsewhere(lowered, self._refuse)
+        return lowered if self.plan.mesh.is_available else jx.Elsewhere(lowered, self._refuse_other_machine)
 
-    def _refuse(self, *_: Any, **__: Any) -> None:
-        self.plan.mesh.check_here(self.program.name)
+    def _refuse_other_machine(self, *_: Any, **__: Any) -> None:
+        self.plan.mesh.require_available(self.program.name)
 
     def _lower(self, order: Sequence[int]) -> jax.stages.Lowered:
         places = [order.index(i) for i in range(len(self.avals))]  # the program's argument at each place of the call
 
         def step(*given: Any) -> Any:
-            return jax.tree.leaves(self.run([given[i] for i in order]))
+            return jax.tree.leaves(self.eval_jaxpr([given[i] for i in order]))
 
         step.__name__ = self.program.name
         mesh = self.plan.jax_mesh
@@ -128,9 +128,9 @@ class Executable[P: PlanRecord]:
         Returns:
           The result in the form of ``out_tree``, and the shortcut to the next call with such arguments.
         """
-        return jx.run(self.compiled, leaves, out_tree, self.program.jaxpr.effects, self._results_around())
+        return jx.run(self.compiled, leaves, out_tree, self.program.jaxpr.effects, self._result_shardings_on_caller_mesh())
 
-    def _results_around(self) -> list[NamedSharding] | None:
+    def _result_shardings_on_caller_mesh(self) -> list[NamedSharding] | None:
         """Where results lie, on the mesh that the caller has set, if that is the plan's with Explicit axes.
 
         What the caller then does with them is checked by their types, and those name that mesh.
@@ -141,11 +141,11 @@ class Executable[P: PlanRecord]:
         typed = Mesh(mesh.devices, mesh.axis_names, axis_types=around.axis_types)
         return [NamedSharding(typed, s.spec) for s in self.plan.flat_out_shardings]
 
-    def place_all(self, leaves: Sequence[Any]) -> list[Any]:
+    def device_put(self, leaves: Sequence[Any]) -> list[Any]:
         """Copies of ``leaves``, placed as planned."""
         return jax.device_put(list(leaves), self.plan.flat_in_shardings)
 
-    def place(self, leaves: Sequence[Any], warned: set[str]) -> list[Any]:
+    def move_misplaced(self, leaves: Sequence[Any], warned: set[str]) -> list[Any]:
         """``leaves``, those committed elsewhere than planned moved, which is reported once for each argument."""
         placed = list(leaves)
         for i, (leaf, want) in enumerate(zip(leaves, self.plan.flat_in_shardings, strict=True)):
@@ -156,7 +156,7 @@ class Executable[P: PlanRecord]:
                 if path not in warned:
                     warned.add(path)
                     warnings.warn(
-                        f"{path} was on {_where(leaf.sharding)}, the plan wants {want.spec}: moved at this call, and "
+                        f"{path} was on {_placement_text(leaf.sharding)}, the plan wants {want.spec}: moved at this call, and "
                         "silently at later ones; plan.put(...) places arguments beforehand",
                         PlacementWarning,
                         skip_file_prefixes=(_PACKAGE,),
@@ -165,7 +165,7 @@ class Executable[P: PlanRecord]:
         return placed
 
 
-def _where(sharding: jax.sharding.Sharding) -> str:
+def _placement_text(sharding: jax.sharding.Sharding) -> str:
     if isinstance(sharding, jax.sharding.NamedSharding):
         return f"{dict(sharding.mesh.shape)} as {sharding.spec}"
     return ", ".join(map(str, sorted(sharding.device_set, key=lambda d: d.id)))

@@ -62,7 +62,7 @@ class Step:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Needs only the mesh's description."""
-        return self.entry(*args, **kwargs).plan
+        return self.executable(*args, **kwargs).plan
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The program that is planned for these arguments, after the passes, with what `jax.stages.Traced` offers."""
@@ -74,9 +74,9 @@ class Step:
         """Lowers for these arguments, as planned. ``.compile()`` gives what `jax.stages` offers."""
         step, called = self._pure(args, kwargs)
         form = (args, kwargs) if step is self else called
-        return step._entry(*called).lowered_as(*step._signature.order(*form))
+        return step._entry(*called).lower_for_call(*step._signature.order(*form))
 
-    def entry(self, *args: Any, **kwargs: Any) -> Executable[Plan]:
+    def executable(self, *args: Any, **kwargs: Any) -> Executable[Plan]:
         """What was planned for these arguments, made now if need be."""
         step, called = self._pure(args, kwargs)
         return step._entry(*called)
@@ -106,11 +106,11 @@ class Step:
             return self._mutating(*args, **kwargs), None
         entry = self._entry(args, kwargs)
         if not jx.tracing():
-            entry.plan.mesh.check_here(entry.program.name)
+            entry.plan.mesh.require_available(entry.program.name)
         leaves = jax.tree.leaves(self._signature.dynamic(args, kwargs))
-        placed = entry.place(leaves, self._warned)
+        placed = entry.move_misplaced(leaves, self._warned)
         if jx.tracing():
-            result = entry.inner(*placed)
+            result = entry.nested_jit(*placed)
             return (result if pure is None else pure.with_values(result)), None
         out_tree = entry.program.out_tree
         if pure is not None:
@@ -136,7 +136,7 @@ class Step:
             avals = tuple(map(aval, jax.tree.leaves(self._signature.dynamic(args, kwargs))))
             first = self._carried[0] if self._carried else None
             found = prepare(self._jitted, *self._abstract(args, kwargs), avals, self._options, first)
-            if not found.closes:  # what closes over a trace is good for that trace only
+            if not found.closes_over_tracers:  # what closes over a trace is good for that trace only
                 self._entries[key] = found
                 if not self._carried and carried(found).specs:
                     self._carried.append(carried(found))

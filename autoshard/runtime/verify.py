@@ -11,7 +11,7 @@ import numpy as np
 
 from autoshard import jaxpr as jx
 from autoshard.errors import VerificationError
-from autoshard.ir.program import abstract
+from autoshard.ir.program import aval_text
 from autoshard.runtime.step import Step
 
 COARSE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
@@ -66,15 +66,15 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verifica
     """
     if not isinstance(step, Step):
         raise VerificationError(f"verify takes what autoshard.jit returned, not {type(step).__name__}")
-    entry = step.entry(*args, **kwargs)
+    entry = step.executable(*args, **kwargs)
     leaves = [_host(x) for x in jax.tree.leaves(step.dynamic(*args, **kwargs))]
-    expected = _run(entry.program.written or entry.program.jaxpr, leaves)
-    got = _run(entry.jaxpr, entry.place_all(leaves))
+    expected = _run(entry.program.unpadded_jaxpr or entry.program.jaxpr, leaves)
+    got = _run(entry.jaxpr, entry.device_put(leaves))
     paths = [leaf.path for leaf in entry.program.outputs]
     results = sorted(_compare_all(paths, expected, got, rtol), key=lambda d: -d.relative)
     wrong = [d for d in results if not d.equal]
     if wrong:
-        where = _first_divergence(entry.program.jaxpr, entry.jaxpr, leaves, entry.place_all(leaves), rtol)
+        where = _first_divergence(entry.program.jaxpr, entry.jaxpr, leaves, entry.device_put(leaves), rtol)
         raise VerificationError(
             f"{entry.program.name}: {len(wrong)} of {len(results)} results differ between {entry.plan.mesh} and one "
             f"device; {wrong[0]}. {where}"
@@ -121,7 +121,7 @@ def _first_divergence(
         if not d.equal:
             where = jx.source(eqn) or "an equation without a source line"
             return (
-                f"They part first at {where}: {eqn.primitive.name} -> {abstract(var.aval)}, off by "
+                f"They part first at {where}: {eqn.primitive.name} -> {aval_text(var.aval)}, off by "
                 f"{d.absolute:.3g} ({d.relative:.3g} of its largest entry)"
             )
     return "No equation differs once every intermediate is kept: the difference comes with fusion or scheduling"

@@ -190,7 +190,7 @@ def test_what_is_sent_again_is_told_from_what_is_sent_besides() -> None:
         "%d.remat2 = f32[64]{0} all-gather(%r), replica_groups=[1,8]<=[8], dimensions={0}",
         "ROOT %c = f32[64]{0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}",
     )
-    assert [c.again for c in collectives(text, MESH)] == [False, True, True, False]
+    assert [c.redundant for c in collectives(text, MESH)] == [False, True, True, False]
 
 
 # As the TPU compiler writes them: one all-gather spread over three fusions, and a padded reduce-scatter.
@@ -357,8 +357,8 @@ AR, AG, RS, CP = "all-reduce", "all-gather", "reduce-scatter", "collective-permu
 
 @pytest.mark.parametrize(("kind", "sent"), [(AG, 700), (AR, 1400), (RS, 700), ("all-to-all", 700), (CP, 800)])
 def test_what_leaves_a_device_in_all(kind: str, sent: float) -> None:
-    assert op(kind, "xy", 400, 2).sent(MESH) == sent
-    assert op(kind, None, 400, 2).sent(MESH) == sent
+    assert op(kind, "xy", 400, 2).wire_bytes(MESH) == sent
+    assert op(kind, None, 400, 2).wire_bytes(MESH) == sent
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
     text = jax.jit(mapped).lower(jnp.ones((2, 8), "float32")).compile().as_text()
     (found,) = collectives(text, MESH)
     assert (found.kind, found.axes, found.bytes, found.share) == (CP, ("y",), 8, share)
-    assert found.sent(MESH) == 8 * share
+    assert found.wire_bytes(MESH) == 8 * share
 
 
 @pytest.mark.parametrize(
@@ -408,9 +408,9 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
          ["collective-permute along fewer axes than it is planned over"]),
         ([op("all-to-all", "y", 800), op("all-to-all", "y", 400)], [op("all-to-all", "y", 400, 2)],
          ["all-to-all in fewer bits"]),
-        ([op(AG, "y", 800)], [op(AG, "y", 800), replace(op(AG, "y", 800), again=True)],
+        ([op(AG, "y", 800)], [op(AG, "y", 800), replace(op(AG, "y", 800), redundant=True)],
          ["all-gather of the same operand again"]),
-        ([op(AG, "y", 800), replace(op(AG, "y", 800), again=True)], [op(AG, "y", 800)],
+        ([op(AG, "y", 800), replace(op(AG, "y", 800), redundant=True)], [op(AG, "y", 800)],
          ["all-gather of the same operand once"]),
         ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "y", 400), op(AG, "x", 800)],
          ["all-gather over one axis before the other"]),
@@ -420,7 +420,7 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
          [op(AG, "xy", 800), op(RS, "y", 400), op(RS, "x", 100)],
          ["all-gather in place of one over each", "reduce-scatter split by axes"]),
         # Of what is gathered again in place of held, part is gathered over both axes at once.
-        ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "xy", 800), replace(op(AG, "xy", 400), again=True)],
+        ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "xy", 800), replace(op(AG, "xy", 400), redundant=True)],
          ["all-gather of the same operand again", "all-gather in place of one over each"]),
     ],
 )  # fmt: skip

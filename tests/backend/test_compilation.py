@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 import autoshard
-from autoshard.backend.compilation import Refusal, compilation, refused
-from autoshard.backend.compile_report import show
+from autoshard.backend.compilation import Refusal, compile_plan, parse_refusal
+from autoshard.backend.compile_report import print_compilation
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
@@ -25,12 +25,12 @@ def step(w, x):
 @pytest.fixture(scope="module")
 def made():
     jitted = autoshard.jit(step, mesh={"data": 4, "model": 2}, strategy="fsdp", donate_argnums=0)
-    return compilation(jitted.plan(X, X), jitted.lower(X, X))
+    return compile_plan(jitted.plan(X, X), jitted.lower(X, X))
 
 
 def shown(c, **settings):
     out = io.StringIO()
-    show(c, Console(file=out, soft_wrap=True, **settings))
+    print_compilation(c, Console(file=out, soft_wrap=True, **settings))
     return out.getvalue()
 
 
@@ -56,7 +56,7 @@ def test_it_fits_and_is_audited(made):
     assert made.usage.arguments == 2 * 64 * 64 * 4 // 8
     assert made.usage.peak == made.usage.arguments + made.usage.results - made.usage.aliased + made.usage.temporaries
     assert made.audit.emitted
-    assert made.estimate.transfers == pytest.approx(sum(map(made.seconds_of, made.audit.emitted)))
+    assert made.estimate.transfers == pytest.approx(sum(map(made.collective_seconds, made.audit.emitted)))
     text = shown(made)
     assert text.startswith("Fits on (data=4, model=2) of cpu")
     assert "tests/backend/test_compilation.py:22" in text
@@ -95,7 +95,7 @@ def test_too_much_is_said_with_what_to_change(made):
     c = over(made, 1024)
     assert not c.fits
     text = " ".join(shown(c).split())
-    assert f"{made.usage.peak - 1024:,}".replace(",", "") in str(c.needs - c.has)
+    assert f"{made.usage.peak - 1024:,}".replace(",", "") in str(c.needed_bytes - c.available_bytes)
     assert text.startswith("DOES NOT FIT")
     assert "strategy: auto in place of fsdp" in text
     assert "a smaller batch" in c.remedies[-1]
@@ -111,8 +111,8 @@ def test_too_much_is_said_with_what_to_change(made):
     ],
 )  # fmt: skip
 def test_a_refusal_for_memory_says_how_much(made, message, needs, has):
-    assert refused(message) == Refusal(round(needs * 2**30), round(has * 2**30))
-    c = compilation(made.plan, Refused(message))
+    assert parse_refusal(message) == Refusal(round(needs * 2**30), round(has * 2**30))
+    c = compile_plan(made.plan, Refused(message))
     assert not c.fits
     assert c.as_json()["audit"] is None
     assert f"{needs - has:.2f} GiB too much" in " ".join(shown(c).split())
@@ -120,4 +120,4 @@ def test_a_refusal_for_memory_says_how_much(made, message, needs, has):
 
 def test_any_other_refusal_is_the_compiler_s_own_error(made):
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such flag"):
-        compilation(made.plan, Refused("INVALID_ARGUMENT: no such flag"))
+        compile_plan(made.plan, Refused("INVALID_ARGUMENT: no such flag"))

@@ -20,7 +20,7 @@ import autoshard
 from autoshard.errors import PlanError, RuleError
 from autoshard.ir.rule import parse
 from autoshard.ir.rule_registry import key
-from autoshard.jaxpr import primitive
+from autoshard.jaxpr import find_primitive
 
 MESH = {"a": 2, "b": 4}
 GATHERS = re.compile(r"\b(all-gather|all-to-all|collective-permute)\(")
@@ -207,7 +207,7 @@ def test_a_kernel_without_a_rule_runs_whole_and_says_so() -> None:
 
 
 def for_tpu(step: Any, x: Any) -> str:
-    return step.entry(x).inner.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    return step.executable(x).nested_jit.trace(x).lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_a_kernel_for_an_accelerator_is_an_island_with_a_rule_or_without(register: Any) -> None:
@@ -262,7 +262,7 @@ def test_a_function_with_a_rule_is_not_looked_into(register: Any) -> None:
     assert axes(planned(fun, x, w, **options)[0])[-1] == (("a",), ("b",))
     register(scaled, "ab, ab -> ab {b: whole}", example=(x, w))
     step = autoshard.jit(fun, mesh=MESH, **options)
-    ops = [n.kind.op for n in step.entry(x, w).graph.nodes]
+    ops = [n.kind.op for n in step.executable(x, w).graph.nodes]
     assert "tanh" not in ops
     assert ops.count("custom_vjp_call") == 1
     plan, _, _ = planned(fun, x, w, **options)
@@ -328,7 +328,7 @@ def test_a_custom_partitioning_rule_is_read_as_it_stands(rule: Any, options: Any
     plan = step.plan(x, w)
     assert plan.diagnostics == ()
     assert [c.kind for c in plan.cost.collectives] == ["all-reduce"]
-    (found,) = [n.kind.rule for n in step.entry(x, w).graph.nodes if n.kind.op == "custom_partitioning"]
+    (found,) = [n.kind.rule for n in step.executable(x, w).graph.nodes if n.kind.op == "custom_partitioning"]
     letter = {"inner": None, "x": "x"}.get(next(iter(options.get("reduction_factors", "k"))), "k")
     assert [k for _, k in found.kinds] == ["sum"]
     assert letter is None or dict(found.kinds) == {letter: "sum"}
@@ -339,7 +339,7 @@ def test_a_registered_rule_goes_before_the_one_carried(register: Any) -> None:
     product = partitioned("m k, k n -> m n", reduction_factors=("k",))
     register("product", "mk, kn -> mn {k: whole}")
     step = autoshard.jit(product, mesh=MESH)
-    graph = step.entry(real(8, 16), real(16, 8)).graph
+    graph = step.executable(real(8, 16), real(16, 8)).graph
     assert [str(n.kind.rule) for n in graph.nodes] == ["mk, kn -> mn {k: whole}"]
 
 
@@ -377,7 +377,7 @@ def test_sizes_that_disagree_are_said() -> None:
 def test_every_form_of_a_rule(rule: Any, expected: str) -> None:
     x, w = real(8, 16), real(16, 8)
     step = autoshard.jit(odd_p.bind, mesh=MESH, rules={odd_p: rule})
-    (node,) = step.entry(x, w).graph.nodes
+    (node,) = step.executable(x, w).graph.nodes
     assert str(node.kind.rule) == expected
 
 
@@ -521,7 +521,7 @@ def test_a_misspelt_name_is_not_taken_back() -> None:
 def test_a_rule_that_ships_can_be_overruled(register: Any) -> None:
     register("tanh", ". -> .")
     assert axes(autoshard.jit(jnp.tanh, mesh=MESH).plan(real(16))) == [((),), ((),)]
-    register(primitive("tanh"), "a -> a")
+    register(find_primitive("tanh"), "a -> a")
     assert axes(autoshard.jit(jnp.tanh, mesh=MESH, strategy="replicated", in_shardings=P("a")).plan(real(16))) == [
         (("a",),),
         (("a",),),

@@ -56,7 +56,7 @@ def real(*shape: int) -> np.ndarray:
 
 
 def only(jaxpr: Any) -> jx.JaxprEqn:
-    (eqn,) = [e for e in jaxpr.eqns if e.primitive is jx.HIGH]
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive is jx.CALL_HI_PRIMITIVE]
     return eqn
 
 
@@ -68,8 +68,8 @@ def test_the_normal_form_holds_its_program() -> None:
     assert [e.primitive.name for e in region.body.eqns] == ["mul", "reduce_sum"]
     assert {jx.source(e) for e in region.body.eqns} == {jx.source(eqn)}
     assert list(jx.subjaxprs(eqn)) == [region.body]
-    assert jx.parameters(eqn) == {"scale": 0.5}
-    assert jx.replayable(eqn)
+    assert jx.op_params(eqn) == {"scale": 0.5}
+    assert jx.is_recomputable(eqn)
     again = only(jx.normalize(jaxpr))
     assert not set(jx.regions(again)[0].body.invars) & set(region.body.invars)
 
@@ -157,7 +157,7 @@ def test_split_by_rows_it_is_equal_and_sends_no_more_than_it_must(fun: Any, args
     sent = collectives(compiled.as_text(), plan.mesh)
     assert sum(c.sent(plan.mesh) for c in sent) <= most, sent
     assert all(row.unexplained <= 0 for row in audit(compiled, plan).rows)
-    assert not step.entry(*args).graph.diagnostics
+    assert not step.executable(*args).graph.diagnostics
     got, expected = (jax.tree.leaves(f(*args)) for f in (step, jax.jit(fun)))
     for a, b in zip(got, expected, strict=True):
         exact = np.testing.assert_array_equal

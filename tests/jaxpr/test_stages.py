@@ -58,7 +58,7 @@ def test_the_executable_of_a_call_is_that_of_its_lowering(monkeypatch: pytest.Mo
     np.testing.assert_array_equal(compiled(left=X, a=X), -X)
     one = step.lower(X, X).compile()
     step(X, X)
-    assert step.entry(X, X).compiled.runtime_executable() is one.runtime_executable()
+    assert step.executable(X, X).compiled.runtime_executable() is one.runtime_executable()
 
 
 def test_traced_as_in_jax():

@@ -15,8 +15,8 @@ from rich.console import Console
 
 import autoshard
 from autoshard.backend import compile_cache
-from autoshard.backend.compilation import Refusal, compilation
-from autoshard.backend.compile_report import show
+from autoshard.backend.compilation import Refusal, compile_plan
+from autoshard.backend.compile_report import print_compilation
 from autoshard.errors import ArgumentError, CacheWarning, CompileError, ConfigError, MeshError
 from autoshard.plan.review import trials
 from autoshard.runtime import refine
@@ -66,9 +66,9 @@ def compiles(monkeypatch):
 
     def counted(plan, lowered):
         asked.append(plan)
-        return compilation(plan, lowered)
+        return compile_plan(plan, lowered)
 
-    monkeypatch.setattr(refine, "compilation", counted)
+    monkeypatch.setattr(refine, "compile_plan", counted)
     return asked
 
 
@@ -79,8 +79,8 @@ def chosen(plan):
 
 def test_the_compiler_s_favourite_wins_where_predictions_prefer_another(refined):
     plan, first = refined.plan(W, X), autoshard.jit(step, mesh=MESH, donate_argnums=0)
-    by_hand = compilation(first.plan(W, X), first.lower(W, X))
-    best = compilation(plan, refined.lower(W, X))
+    by_hand = compile_plan(first.plan(W, X), first.lower(W, X))
+    best = compile_plan(plan, refined.lower(W, X))
     assert best.fits
     assert best.estimate.seconds < by_hand.estimate.seconds
     assert plan.cost.seconds > first.plan(W, X).cost.seconds
@@ -97,7 +97,7 @@ def test_a_preset_among_those_compiled_is_never_better(refined):
     assert presets
     for name in presets:
         other = autoshard.jit(step, mesh=MESH, strategy=name, donate_argnums=0)
-        c = compilation(other.plan(W, X), other.lower(W, X))
+        c = compile_plan(other.plan(W, X), other.lower(W, X))
         assert chosen(plan).seconds <= c.estimate.seconds
 
 
@@ -115,7 +115,7 @@ def test_what_runs_is_what_was_chosen_and_equals_one_device(refined):
     want = refined.reference(w, x)
     got = refined(refined.plan(w, x).put(w), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
-    assert refined.entry(W, X).lowered is refined.entry(W, X).ready
+    assert refined.executable(W, X).lowered is refined.executable(W, X).prelowered
 
 
 def test_explain_and_json_say_what_was_compiled_and_why_one_won(refined):
@@ -130,9 +130,9 @@ def test_explain_and_json_say_what_was_compiled_and_why_one_won(refined):
 
 def test_the_account_of_a_compilation_has_the_others_too(refined):
     plan = refined.plan(W, X)
-    made, out = compilation(plan, refined.lower(W, X)), io.StringIO()
+    made, out = compile_plan(plan, refined.lower(W, X)), io.StringIO()
     assert [t["chosen"] for t in made.as_json()["refined"]] == [t.chosen for t in plan.refined]
-    show(made, Console(file=out, soft_wrap=True))
+    print_compilation(made, Console(file=out, soft_wrap=True))
     assert "Compiled to choose from" in out.getvalue()
 
 
@@ -159,7 +159,7 @@ def test_nothing_is_asked_twice(refined, kept, compiles):
         lambda text: "[]",
         lambda text: text.replace('"peak"', '"speak"'),
         lambda text: text.replace('"peak"', '"more": 1, "peak"'),
-        lambda text: text.replace('"asked": "', '"asked": "0'),
+        lambda text: text.replace('"digest": "', '"digest": "0'),
         lambda text: "\ud800".encode("utf-8", "surrogatepass"),
     ],
     ids=["half", "a list", "missing", "unknown", "of another", "no text"],
@@ -193,14 +193,14 @@ def test_where_answers_are_kept(monkeypatch, tmp_path):
     monkeypatch.delenv("AUTOSHARD_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compile_cache.folder() == tmp_path / ".cache/autoshard"
+    assert compile_cache.cache_folder() == tmp_path / ".cache/autoshard"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert compile_cache.folder() == tmp_path / ".cache/autoshard"
+    assert compile_cache.cache_folder() == tmp_path / ".cache/autoshard"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert compile_cache.folder() == tmp_path / "xdg/autoshard"
+    assert compile_cache.cache_folder() == tmp_path / "xdg/autoshard"
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "own"))
-    assert compile_cache.folder() == tmp_path / "own"
-    assert compile_cache.folder(tmp_path / "given") == tmp_path / "given"
+    assert compile_cache.cache_folder() == tmp_path / "own"
+    assert compile_cache.cache_folder(tmp_path / "given") == tmp_path / "given"
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, "3", True])
@@ -239,12 +239,12 @@ def answering(monkeypatch, how):
         asked.append(plan)
         return how(len(asked) - 1, plan, lowered)
 
-    monkeypatch.setattr(refine, "compilation", answered)
+    monkeypatch.setattr(refine, "compile_plan", answered)
 
 
 def test_a_layout_refused_for_memory_loses_and_is_kept_as_such(monkeypatch, tmp_path):
     def first_refused(n, plan, lowered):
-        made = compilation(plan, lowered)
+        made = compile_plan(plan, lowered)
         return made if n else replace(made, usage=None, estimate=None, refusal=Refusal(3 * 2**30, 2**30))
 
     def planned():
@@ -261,7 +261,7 @@ def test_a_layout_refused_for_memory_loses_and_is_kept_as_such(monkeypatch, tmp_
 
 def test_where_nothing_fits_the_least_that_is_lacking_is_taken_and_said(monkeypatch, tmp_path):
     def refused(n, plan, lowered):
-        return replace(compilation(plan, lowered), usage=None, estimate=None, refusal=Refusal((9 - n) * 2**30, 2**30))
+        return replace(compile_plan(plan, lowered), usage=None, estimate=None, refusal=Refusal((9 - n) * 2**30, 2**30))
 
     answering(monkeypatch, refused)
     plan = autoshard.jit(small, mesh={"data": 8}, refine=3, cache=tmp_path).plan(S, S)
@@ -271,7 +271,7 @@ def test_where_nothing_fits_the_least_that_is_lacking_is_taken_and_said(monkeypa
 
 def test_the_budget_counts_by_the_compiler_s_account(monkeypatch, tmp_path):
     def first_above(n, plan, lowered):
-        made = compilation(plan, lowered)
+        made = compile_plan(plan, lowered)
         return made if n else replace(made, usage=replace(made.usage, peak=2**20 + 1))
 
     answering(monkeypatch, first_above)
@@ -286,7 +286,7 @@ def test_a_layout_refused_for_another_reason_is_named_and_left_out(monkeypatch, 
     def broken(n, plan, lowered):
         if n < 1:
             raise jax.errors.JaxRuntimeError("INTERNAL: no such luck\nat some length")
-        return compilation(plan, lowered)
+        return compile_plan(plan, lowered)
 
     answering(monkeypatch, broken)
     plan = autoshard.jit(small, mesh={"data": 8}, refine=2, cache=tmp_path).plan(S, S)

@@ -265,13 +265,13 @@ def test_one_executable_however_arguments_come():
     want = jnp.tanh(x @ w)
     host = (np.asarray(w), np.asarray(x))
     same(step(*host), want)
-    entry = step.entry(w, x)
+    entry = step.executable(w, x)
     executable = entry.compiled
     for args in (host, (w, x), plan.put(w, x), (w, host[1]), (host[0], plan.put(w, x)[1])):
         for _ in range(2):
             same(step(*args), want)
     assert fun.runs == 1
-    assert step.entry(w, x) is entry
+    assert step.executable(w, x) is entry
     assert entry.compiled is executable
 
 

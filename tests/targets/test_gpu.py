@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.backend.compilation import compilation
+from autoshard.backend.compilation import compile_plan
 from autoshard.errors import MeshError
 from autoshard.machine.gpu_cluster import GPUS, GpuCluster, needed
 from autoshard.machine.mesh_config import MeshConfig
@@ -27,7 +27,7 @@ def made():
     mesh = MeshConfig(axes={"data": -1, "model": 4}, gpu="h100", nodes=2, per_node=4)
     step = autoshard.jit(train, mesh=mesh, strategy="fsdp", donate_argnums=0)
     lowered = step.lower(state, batch)
-    return step, (state, batch), lowered, compilation(step.plan(state, batch), lowered)
+    return step, (state, batch), lowered, compile_plan(step.plan(state, batch), lowered)
 
 
 def test_it_fits_and_is_audited(made):
@@ -61,7 +61,7 @@ def test_calling_it_says_that_the_devices_are_not_here(made):
 def test_other_gpus_compile_too(gpu):
     step = autoshard.jit(lambda w, x: jnp.tanh(x @ w), mesh=MeshConfig(axes={"data": -1}, gpu=gpu), strategy="dp")
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-    assert compilation(step.plan(x, x), step.lower(x, x)).fits
+    assert compile_plan(step.plan(x, x), step.lower(x, x)).fits
 
 
 def test_nodes_follow_one_another_along_the_first_axis():
@@ -75,7 +75,7 @@ def test_attention_is_the_librarys_and_no_scores_are_in_memory(scan):
     step = autoshard.jit(train, mesh=MeshConfig(axes={"data": 4, "model": 2}, gpu="h100"), strategy="tp")
     plan = step.plan(state, batch)
     assert any(p.startswith("attention:large: ") and "all of them run by cuDNN" in p for p in plan.passes)
-    c = compilation(plan, lowered := step.lower(state, batch))
+    c = compile_plan(plan, lowered := step.lower(state, batch))
     text = lowered.compile().as_text()
     kernels = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text)
     assert set(kernels) == {"Softmax", "SoftmaxBackward"}

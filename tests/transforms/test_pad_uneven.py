@@ -189,7 +189,7 @@ def test_slopes_around_a_step_do_not_run_through_what_means_nothing(fun: Callabl
     """Of what stands there, a root at zero among it, they would be zero times infinity."""
     x = np.broadcast_to(np.arange(31, -1, -1, dtype="f4")[:, None], (32, 24))
     ours = autoshard.jit(fun, mesh={"x": 8}, strategy=strategy, in_shardings=(P("x"),))
-    assert ours.entry(x).plain is not None
+    assert ours.executable(x).unpadded is not None
     same(ours(x), jax.jit(fun)(x), scale=1.0)
     for slope in (jax.grad, jax.jacfwd, lambda f: jax.grad(jax.jit(f))):
         got = slope(ours)(x)
@@ -200,4 +200,4 @@ def test_slopes_around_a_step_do_not_run_through_what_means_nothing(fun: Callabl
 def test_a_step_with_such_values_is_verified_against_what_was_written() -> None:
     ours = autoshard.jit(neighbours, mesh={"x": 8}, strategy="replicated", in_shardings=(P("x"),))
     assert all(d.equal for d in autoshard.verify(ours, X).results)
-    assert autoshard.jit(jnp.sin, mesh={"x": 8}).entry(X).plain is None
+    assert autoshard.jit(jnp.sin, mesh={"x": 8}).executable(X).unpadded is None
