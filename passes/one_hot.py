@@ -62,7 +62,7 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     eqns: list[jx.JaxprEqn] = []
     changed = False
     for eqn in jaxpr.eqns:
-        new = jx.within(eqn, _rewritten)
+        new = jx.map_bodies(eqn, _rewritten)
         eqn, changed = new, changed or new is not eqn
         found = reader.sum(eqn)
         eqns += [eqn] if found is None else found

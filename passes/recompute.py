@@ -68,7 +68,7 @@ class Recompute(Pass):
         after = _rewritten(program.jaxpr, self.keep(program.jaxpr))
         return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
 
-    def forms(self, program: Program) -> tuple[Pass, ...]:
+    def variants(self, program: Program) -> tuple[Pass, ...]:
         """What holds most products, to what holds none."""
         count = len(products(program.jaxpr))
         return tuple(Recompute(f"products:{n}" if n else "full") for n in range(count, -1, -1))
@@ -82,7 +82,7 @@ class Recompute(Pass):
         policy = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "policy")
         return f"{self.name}:{policy}"
 
-    def keep(self, jaxpr: jx.Jaxpr) -> remat.Keep:
+    def keep(self, jaxpr: jx.Jaxpr) -> remat.SavePolicy:
         """Whether an equation's results are held: the policy allows it, here or inside, or it must not run twice."""
         chosen = set(products(jaxpr)[: self._count]) if self._count else frozenset[Product]()
 
@@ -90,7 +90,7 @@ class Recompute(Pass):
             here = _product(eqn) in chosen if self._count is not None else self._allows(eqn)
             return here or any(allows(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
 
-        return lambda eqn: not jx.replayable(eqn) or allows(eqn)
+        return lambda eqn: not jx.is_recomputable(eqn) or allows(eqn)
 
     @property
     def _count(self) -> int | None:
@@ -111,9 +111,9 @@ class Recompute(Pass):
     def _left(self, program: Program) -> Mapping[str, int]:
         """Residuals of loops and branches that the policy would not hold: what they are -> bytes."""
         found, keep = Counter[str](), self.keep(program.jaxpr)
-        for body in remat.steps(program.jaxpr):
+        for body in remat.differentiated_bodies(program.jaxpr):
             for var, eqn in remat.residuals(body).items():
-                if remat.forward(eqn) and jx.regions(eqn) and any(not keep(e) for e in _makers(eqn, var)):
+                if remat.is_forward(eqn) and jx.regions(eqn) and any(not keep(e) for e in _makers(eqn, var)):
                     found[f"{eqn.primitive.name} at {jx.source(eqn) or 'unknown line'}"] += jx.aval_bytes(var.aval)
         return found
 
@@ -123,19 +123,19 @@ def _makers(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
     place = eqn.outvars.index(var)
     for region in jx.regions(eqn):
         carried = {end for end, _ in region.loops}
-        for wire in region.exits:
+        for wire in region.outputs:
             if wire.outside == place and wire.inside not in carried:
                 end = region.body.outvars[wire.inside]
                 yield from (e for e in region.body.eqns if end in e.outvars)
 
 
-def _rewritten(jaxpr: jx.Jaxpr, keep: remat.Keep) -> jx.Jaxpr:
+def _rewritten(jaxpr: jx.Jaxpr, keep: remat.SavePolicy) -> jx.Jaxpr:
     eqns = [  # bodies that may hold both parts are rewritten by themselves, as when gradients are taken in a loop
-        e if jx.differentiated(e) else jx.within(e, lambda b: _rewritten(b, keep)) for e in jaxpr.eqns
+        e if jx.differentiated(e) else jx.map_bodies(e, lambda b: _rewritten(b, keep)) for e in jaxpr.eqns
     ]
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         jaxpr = jx.with_code(jaxpr, eqns)
-    return remat.line(remat.scans(jaxpr, keep), keep)
+    return remat.recompute_in_straight_line(remat.recompute_in_scans(jaxpr, keep), keep)
 
 
 def products(jaxpr: jx.Jaxpr) -> list[Product]:
@@ -143,12 +143,12 @@ def products(jaxpr: jx.Jaxpr) -> list[Product]:
 
     def walk(eqns: Iterable[jx.JaxprEqn], *, inside: bool) -> Iterator[tuple[float, int, Product]]:
         for eqn in eqns:
-            if found := _product(eqn) if inside or remat.forward(eqn) else None:
+            if found := _product(eqn) if inside or remat.is_forward(eqn) else None:
                 size = sum(jx.aval_bytes(v.aval) for v in eqn.outvars)
                 yield -jx.contraction_flops(eqn) / max(1, size), size, found
-            if inside or remat.forward(eqn) or not jx.differentiated(eqn):
+            if inside or remat.is_forward(eqn) or not jx.differentiated(eqn):
                 for region in jx.regions(eqn):
-                    yield from walk(region.body.eqns, inside=inside or remat.forward(eqn))
+                    yield from walk(region.body.eqns, inside=inside or remat.is_forward(eqn))
 
     return list(dict.fromkeys(p for _, _, p in sorted(walk(jaxpr.eqns, inside=False))))
 

@@ -16,7 +16,7 @@ from jax.extend.core import primitives as _prims
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.transforms.pipeline import Pass
-from autoshard.transforms.sum_of_products import Term, flops, sum_of_products_p
+from autoshard.transforms.sum_of_products import ProductDims, flops, sum_of_products_p
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ADD = frozenset({"add", "add_any"})
@@ -78,8 +78,8 @@ def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
         return _Product(eqn, order)
 
     instead: dict[jx.JaxprEqn, list[jx.JaxprEqn]] = {}
-    for eqn in jx.nests(jaxpr):
-        new = jx.within(eqn, lambda b: _rewritten(b, known))
+    for eqn in jx.eqns_with_regions(jaxpr):
+        new = jx.map_bodies(eqn, lambda b: _rewritten(b, known))
         if new is not eqn:
             instead[eqn] = [new]
     for eqn in additions:
@@ -136,7 +136,7 @@ def _joined(
     return jx.splice(known[key], eqn, values)
 
 
-def _letters(product: _Product, out: str) -> Term:
+def _letters(product: _Product, out: str) -> ProductDims:
     """A letter for every dimension of the two operands: those of ``out`` where the sum has them, others after them."""
     (summed, batch), ranks = (
         product.eqn.params["dimension_numbers"],

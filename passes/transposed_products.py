@@ -49,7 +49,7 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     for eqn in jaxpr.eqns:
         if eqn in dropped:
             continue
-        eqns.append(turned.get(eqn) or jx.within(eqn, _rewritten))
+        eqns.append(turned.get(eqn) or jx.map_bodies(eqn, _rewritten))
         changed |= eqns[-1] is not eqn
     return jx.with_code(jaxpr, eqns) if changed else jaxpr
 

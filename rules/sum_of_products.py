@@ -9,13 +9,13 @@ from jax.extend.core import Primitive
 
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
 from autoshard.rules.builders import Label, build
-from autoshard.transforms.sum_of_products import Term, contracted, sum_of_products_p
+from autoshard.transforms.sum_of_products import ProductDims, contracted_dims, sum_of_products_p
 
 
-def sum_of_products(*operands: Aval, terms: tuple[Term, ...], out: str, **_: Any) -> Rule:
+def sum_of_products(*operands: Aval, terms: tuple[ProductDims, ...], out: str, **_: Any) -> Rule:
     """The dimensions of the sum pass. The first contracted dimensions of all terms are split together, as far as their
     sizes have parts in common, and so on with the second; one that some term has not stays whole."""
-    sums = [contracted(term, out) for term in terms]
+    sums = [contracted_dims(term, out) for term in terms]
     sizes: dict[str, int] = {}
     kinds: dict[str, str] = {}
     labels: list[dict[str, Label]] = [{c: c for c in out} for _ in terms]
@@ -29,7 +29,7 @@ def sum_of_products(*operands: Aval, terms: tuple[Term, ...], out: str, **_: Any
             sizes |= {f"sum {j}": common, rest: n // common if len(having) == len(terms) else n}
             kinds |= {f"sum {j}": "sum", rest: "whole"}
     sides = [[labels[t][c] for c in letters] for t, term in enumerate(terms) for letters in term]
-    return build(sides, [list(out)], kinds, sizes=sizes, local=Local(None, lambda *_: (), due="partial"))
+    return build(sides, [list(out)], kinds, sizes=sizes, local=Local(None, lambda *_: (), used_when="partial"))
 
 
 TABLE: dict[Primitive, RuleFn] = {sum_of_products_p: sum_of_products}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.machine.mesh import Link, LogicalMesh
 from autoshard.passes import KNOWN
-from autoshard.transforms.pipeline import Pipeline, parse
+from autoshard.transforms.pipeline import Pipeline, parse_passes
 from tests.programs import CHIP, program
 
 HASTY = replace(CHIP, links={"link": Link("link", 1e3, 0.0)}, overhead=0.0, flops={"float32": 1e6, "bfloat16": 1e6})
@@ -102,17 +102,17 @@ FORMS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "padded": (
         lambda q, k, v: mix(jax.nn.softmax(jnp.where(padding(q), scores(q, k), -1e9), -1), v),
         H,
-        "scale keep",
+        "scale mask",
     ),
     "padded and causal": (
         lambda q, k, v: mix(jax.nn.softmax(jnp.where(padding(q), causal(scores(q, k)), -1e9), -1), v),
         H,
-        "scale band keep",
+        "scale band mask",
     ),
     "masked out": (
         lambda q, k, v: mix(jax.nn.softmax(jnp.where(~padding(q), -1e30, scores(q, k)), -1), v),
         H,
-        "scale keep",
+        "scale mask",
     ),
     "biased": (lambda q, k, v: mix(jax.nn.softmax(scores(q, k) + BIAS, -1), v), H, "scale bias"),
     "window": (windowed, H, "scale band"),
@@ -122,7 +122,7 @@ FORMS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "jax.nn mask and bias": (
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, BIAS[None], padding(q)),
         H,
-        "scale bias keep",
+        "scale bias mask",
     ),
     "one key head": (
         lambda q, k, v: jnp.einsum(
@@ -148,7 +148,7 @@ def trained(fun):
 
 def rewritten(fun, args, passes=("attention",)):
     """The program after the passes, and the attention's report."""
-    done, reports = Pipeline(parse(passes, KNOWN)).run(program(fun, args, mesh(s=8)))
+    done, reports = Pipeline(parse_passes(passes, KNOWN)).run(program(fun, args, mesh(s=8)))
     return done, next(r.change for r in reports if r.name == "attention")
 
 

@@ -17,77 +17,91 @@ from jax import numpy as jnp
 from jax.interpreters import mlir
 
 from autoshard.errors import MeshError
-from autoshard.transforms.attention_op import Form, Step, attend, block_gradients, inwards, settled
-from autoshard.transforms.primitive import define
+from autoshard.transforms.attention_op import (
+    AttentionConfig,
+    ScoreOp,
+    attend,
+    block_gradients,
+    finalize_gradients,
+    out_dot_cotangent,
+)
+from autoshard.transforms.primitive import define_primitive
 
-WIDTH = 128
+MAX_HEAD_WIDTH = 128
 """The widest head that cuDNN takes on every GPU, forward and backward. Narrower heads count as if they were as wide:
 on an H100 they run at 0.65 to 0.8 of the rate (FlashAttention-3, arXiv:2407.08608, figure 5: 64 beside 128)."""
-MEASURED = 1024
+MEASURED_KEYS = 1024
 """Keys of the measurements that a hardware table's shares are of."""
-START = 341
+STARTUP_KEYS = 341
 """Keys whose work beginning and ending a kernel is worth: on an H100 it runs at 0.32 of the peak for 512 keys, at 0.4
 for 1,024 (the same figure, with a causal mask)."""
-NEVER = -1e6
+NEGLIGIBLE_SCORE = -1e6
 """A masked score above this might still count; cuDNN leaves masked keys out."""
 DTYPES = ("bfloat16", "float16")
 
 
-def unfit(form: Form, query: Any, key: Any, value: Any) -> str:
+def unsupported_reason(form: AttentionConfig, query: Any, key: Any, value: Any) -> str:
     """Why the library does not take an attention; empty where it does."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     sizes = form.sizes(query, key, value)
-    width, fill = sizes[form.within], masked(form)
+    width, fill = sizes[form.head_width], causal_fill(form)
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return f"cuDNN takes queries, keys and values of {' or '.join(DTYPES)}, not {', '.join(sorted(dtypes))}"
-    if other := next((s.kind for s in form.steps if s.kind not in {"scale", "band"}), ""):
+    if other := next((s.kind for s in form.score_ops if s.kind not in {"scale", "band"}), ""):
         return f"cuDNN gets no mask or bias but the causal mask ({other})"
-    if fill is not None and [(s.low, s.high) for s in form.steps if s.kind == "band"] != [(None, 0)]:
+    if fill is not None and [(s.low, s.high) for s in form.score_ops if s.kind == "band"] != [(None, 0)]:
         return "cuDNN gets no mask or bias but the causal mask (a window)"
-    if fill is not None and fill > NEVER:
+    if fill is not None and fill > NEGLIGIBLE_SCORE:
         return f"cuDNN leaves masked keys out, and these count by a score of {fill:g}"
-    if fill is not None and sizes[form.row] != sizes[form.col]:
-        return f"its causal mask is of {sizes[form.row]} queries and {sizes[form.col]} keys, cuDNN's of as many of both"
-    if set(form.query) != {*form.rows, form.within} or set(form.key) ^ set(form.value) != {form.within, form.width}:
+    if fill is not None and sizes[form.query_position] != sizes[form.key_position]:
+        return f"its causal mask is of {sizes[form.query_position]} queries and {sizes[form.key_position]} keys, cuDNN's of as many of both"
+    if set(form.query_dims) != {*form.row_dims, form.head_width} or set(form.key_dims) ^ set(form.value_dims) != {
+        form.head_width,
+        form.value_width,
+    }:
         return "cuDNN takes keys and values of the same heads, and no more of them than of queries"
-    if form.result not in dtypes:  # cotangents may be asked wider: what they are of is not, nor are they in the end
-        return f"cuDNN's result is {dtypes.pop()}, as its operands, not {form.result}"
-    if width % 8 or width > WIDTH or sizes[form.width] != width:
-        return f"cuDNN takes heads that are a multiple of 8 and at most {WIDTH} wide, not {width}"
+    if form.out_dtype not in dtypes:  # cotangents may be asked wider: what they are of is not, nor are they in the end
+        return f"cuDNN's result is {dtypes.pop()}, as its operands, not {form.out_dtype}"
+    if width % 8 or width > MAX_HEAD_WIDTH or sizes[form.value_width] != width:
+        return f"cuDNN takes heads that are a multiple of 8 and at most {MAX_HEAD_WIDTH} wide, not {width}"
     return ""
 
 
-def masked(form: Form) -> float | None:
+def causal_fill(form: AttentionConfig) -> float | None:
     """The score of what the causal mask leaves out, of forms of scales and bands alone; None without a mask."""
     score = None
-    for step in form.steps:
-        score = step.number if step.kind == "band" else score and score * step.number
+    for step in form.score_ops:
+        score = step.constant if step.kind == "band" else score and score * step.constant
     return score
 
 
-def peak_flops(form: Form, query: Any, key: Any, value: Any, share: float, *, backward: bool = False) -> float:
+def kernel_flops_at_peak(
+    form: AttentionConfig, query: Any, key: Any, value: Any, share: float, *, backward: bool = False
+) -> float:
     """What the peak does while the kernel runs, at its ``share`` of the peak."""
     sizes, flops = form.sizes(query, key, value), form.flops(query, key, value, backward=backward)
-    return at_peak(flops, sizes[form.within], rate(share, sizes[form.col]), causal=masked(form) is not None)
+    return flops_at_peak(
+        flops, sizes[form.head_width], peak_share(share, sizes[form.key_position]), causal=causal_fill(form) is not None
+    )
 
 
-def at_peak(flops: float, width: int, share: float, *, causal: bool) -> float:
+def flops_at_peak(flops: float, width: int, share: float, *, causal: bool) -> float:
     """What the peak does while the kernel does ``flops``, half of them where a causal mask leaves out the rest."""
-    return flops * max(1.0, WIDTH / width) / share / (2 if causal else 1)
+    return flops * max(1.0, MAX_HEAD_WIDTH / width) / share / (2 if causal else 1)
 
 
-def rate(share: float, keys: int) -> float:
+def peak_share(share: float, keys: int) -> float:
     """The share of the peak for so many keys, where it is ``share`` for `MEASURED`."""
-    return share * (1 + START / MEASURED) / (1 + START / keys)
+    return share * (1 + STARTUP_KEYS / MEASURED_KEYS) / (1 + STARTUP_KEYS / keys)
 
 
-def _form(query: Any, key: Any, scale: float, causal: bool) -> Form:
+def _form(query: Any, key: Any, scale: float, causal: bool) -> AttentionConfig:
     """The form of the operations here, with the queries' heads apart that share a key head."""
     dtype = str(query.dtype)
-    steps = (Step("scale", scale), *([Step("band", -math.inf, high=0)] if causal else []))
-    return Form(
+    steps = (ScoreOp("scale", scale), *([ScoreOp("band", -math.inf, high=0)] if causal else []))
+    return AttentionConfig(
         "bqhgd", "bkhd", "bkhe", "bqhge", "bhgq", "q", "k", steps, (), "float32", "float32", dtype, dtype,
-        cotangent="bqhge", grads=("bqhgd", "bkhd", "bkhe"), dtypes=(dtype, str(key.dtype), str(key.dtype)),
+        cotangent_dims="bqhge", grad_dims=("bqhgd", "bkhd", "bkhe"), grad_dtypes=(dtype, str(key.dtype), str(key.dtype)),
     )  # fmt: skip
 
 
@@ -106,8 +120,10 @@ def _plain_backward(
     form = _form(query, key, scale, causal)
     q, o, ct = (_apart(x, key) for x in (query, out, cotangent))
     peak = logsum.reshape(logsum.shape[0], key.shape[2], -1, logsum.shape[2])
-    inner = inwards(form, o, ct)
-    dq, dk, dv = settled(form, block_gradients(form, q, key, value, peak, jnp.ones_like(peak), ct, inner, ()))
+    inner = out_dot_cotangent(form, o, ct)
+    dq, dk, dv = finalize_gradients(
+        form, block_gradients(form, q, key, value, peak, jnp.ones_like(peak), ct, inner, ())
+    )
     return dq.reshape(query.shape), dk, dv
 
 
@@ -167,10 +183,10 @@ def _backward_shapes(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tu
     return query, key, value
 
 
-fused_p = define("attention_kernel", _plain, _shapes)
+attention_kernel_p = define_primitive("attention_kernel", _plain, _shapes)
 """(query, key, value) -> (what comes out, the logarithm of each row's sum of exponentials [batch, heads, length])."""
-fused_backward_p = define("attention_kernel_backward", _plain_backward, _backward_shapes)
+attention_kernel_backward_p = define_primitive("attention_kernel_backward", _plain_backward, _backward_shapes)
 """(query, key, value, what came out, logarithms, cotangent) -> cotangents of query, key and value. The second and
 third may be those over more keys than these, whose part the result then is."""
-for _p, _fun in ((fused_p, _cudnn), (fused_backward_p, _cudnn_backward)):
+for _p, _fun in ((attention_kernel_p, _cudnn), (attention_kernel_backward_p, _cudnn_backward)):
     mlir.register_lowering(_p, mlir.lower_fun(_fun, multiple_results=True), platform="cuda")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
-from autoshard.ir.program import Program, abstract
+from autoshard.ir.program import Program, aval_text
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Pass:
         """One line on what was changed, for the report."""
         return "changed" if before.jaxpr is not after.jaxpr else "nothing to change"
 
-    def forms(self, program: Program) -> tuple[Pass, ...]:
+    def variants(self, program: Program) -> tuple[Pass, ...]:
         """The forms of the pass that change ``program``, where the planner is to say which of them serves, if any."""
         return (self,) if self(program) is not program else ()
 
     @classmethod
-    def of(cls, option: str | None) -> Self:
+    def from_option(cls, option: str | None) -> Self:
         """The pass from what follows the colon in ``"name:option"``: the value of its first field.
 
         Raises:
@@ -54,17 +54,17 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Report:
+class PassReport:
     """What one pass did."""
 
     name: str
-    before: int
+    equations_before: int
     """Equations at every depth, before the pass."""
-    after: int
+    equations_after: int
     change: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.change} ({self.before} -> {self.after} equations)"
+        return f"{self.name}: {self.change} ({self.equations_before} -> {self.equations_after} equations)"
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Pipeline:
 
     passes: tuple[Pass, ...] = ()
 
-    def run(self, program: Program) -> tuple[Program, tuple[Report, ...]]:
+    def run(self, program: Program) -> tuple[Program, tuple[PassReport, ...]]:
         """The program after every pass, and a report of each.
 
         Raises:
           PassError: a pass that broke the program; the message names the pass and what is wrong.
         """
-        reports: list[Report] = []
+        reports: list[PassReport] = []
         had = _survey(program.jaxpr)
         for step in self.passes:
             after, has = step(program), had
@@ -87,12 +87,12 @@ class Pipeline:
                 after = _checked(step, program, after)
                 has = _survey(after.jaxpr)
                 _same_effects(step, had.effects, has.effects)
-            reports.append(Report(str(step), had.equations, has.equations, step.change(program, after)))
+            reports.append(PassReport(str(step), had.equations, has.equations, step.change(program, after)))
             program, had = after, has
         return program, tuple(reports)
 
 
-def parse(specs: str | Pass | Iterable[str | Pass] | None, known: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:
+def parse_passes(specs: str | Pass | Iterable[str | Pass] | None, known: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:
     """Passes from what a user writes: ``"dead_code"``, ``"recompute:full"``, a `Pass`, or several of these.
 
     Raises:
@@ -111,7 +111,7 @@ def _parse(spec: Any, known: Mapping[str, type[Pass]]) -> Pass:
     name, colon, option = (part.strip() for part in spec.partition(":"))
     if name not in known:
         raise PassError(f"unknown pass {name!r} in passes={spec!r}{nearest(name, known)}")
-    return known[name].of(option if colon else None)
+    return known[name].from_option(option if colon else None)
 
 
 def _checked(step: Pass, before: Program, after: Program) -> Program:
@@ -127,7 +127,7 @@ def _checked(step: Pass, before: Program, after: Program) -> Program:
         for i, (a, b) in enumerate(zip(old, new, strict=False)):
             if not _same(a, b):
                 leaf = (before.inputs if what == "inputs" else before.outputs)[i]
-                raise PassError(f"the pass {step} changed {leaf.path} from {abstract(a)} to {abstract(b)}")
+                raise PassError(f"the pass {step} changed {leaf.path} from {aval_text(a)} to {aval_text(b)}")
         if len(old) != len(new):
             raise PassError(f"the pass {step} changed the number of {what} from {len(old)} to {len(new)}")
     if not _defined_once(after.jaxpr):
@@ -157,7 +157,7 @@ def _survey(jaxpr: jx.Jaxpr) -> _Survey:
     while bodies:
         body = bodies.pop()
         count += len(body.eqns)
-        nests = set(jx.nests(body))
+        nests = set(jx.eqns_with_regions(body))
         for e in [e for e in body.eqns if e.effects or e in nests]:
             inner = jx.subjaxprs(e)
             bodies += inner
@@ -180,6 +180,6 @@ def _defined_once(jaxpr: jx.Jaxpr) -> bool:
         before = len(seen)
         seen.update(found)
         fresh = len(seen) == before + len(found)
-        return fresh and all(all_new(r.body) for e in jx.nests(body) for r in jx.regions(e))
+        return fresh and all(all_new(r.body) for e in jx.eqns_with_regions(body) for r in jx.regions(e))
 
     return all_new(jaxpr)

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def define(name: str, plain: Callable[..., Any], shapes: Callable[..., Any]) -> Primitive:
+def define_primitive(name: str, plain: Callable[..., Any], shapes: Callable[..., Any]) -> Primitive:
     """An operation that is the composition ``plain`` wherever a plan does not run it otherwise.
 
     Under differentiation and batching it dissolves into that composition.

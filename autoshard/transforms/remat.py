@@ -24,13 +24,13 @@ from itertools import pairwise
 
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
-from autoshard.transforms.remat_segments import Made, cuts
+from autoshard.transforms.remat_segments import Value, choose_cuts
 
-Keep = Callable[[jx.JaxprEqn], bool]
+SavePolicy = Callable[[jx.JaxprEqn], bool]
 """Whether an equation's results are held rather than made again."""
 
 
-def forward(eqn: jx.JaxprEqn) -> bool:
+def is_forward(eqn: jx.JaxprEqn) -> bool:
     """Whether the equation is in the forward part of a differentiated function."""
     return jx.differentiated(eqn) and not jx.backward(eqn)
 
@@ -46,27 +46,27 @@ def residual_bytes(program: Program) -> int:
 
     A loop whose turns each have both parts (accumulation over microbatches) counts one turn.
     """
-    return _bytes(v for body in steps(program.jaxpr) for v in residuals(body))
+    return _bytes(v for body in differentiated_bodies(program.jaxpr) for v in residuals(body))
 
 
-def steps(jaxpr: jx.Jaxpr) -> Iterator[jx.Jaxpr]:
+def differentiated_bodies(jaxpr: jx.Jaxpr) -> Iterator[jx.Jaxpr]:
     """``jaxpr``, and every body in it, outside differentiated code, that may have both parts itself."""
     yield jaxpr
     for eqn in jaxpr.eqns:
         if not jx.differentiated(eqn):
             for region in jx.regions(eqn):
-                yield from steps(region.body)
+                yield from differentiated_bodies(region.body)
 
 
 @dataclass(frozen=True)
-class Slice:
+class ProgramSlice:
     """Equations to run again, in order, and what they read but do not make."""
 
     eqns: tuple[jx.JaxprEqn, ...]
     inputs: tuple[jx.Var, ...]
 
 
-def backslice(eqns: Sequence[jx.JaxprEqn], targets: Iterable[jx.Var], held: Collection[jx.Var]) -> Slice:
+def program_slice(eqns: Sequence[jx.JaxprEqn], targets: Iterable[jx.Var], held: Collection[jx.Var]) -> ProgramSlice:
     """The least of ``eqns`` that make ``targets`` from ``held`` values and from what ``eqns`` do not make."""
     needed = dict.fromkeys(targets)
     chosen: list[jx.JaxprEqn] = []
@@ -75,10 +75,10 @@ def backslice(eqns: Sequence[jx.JaxprEqn], targets: Iterable[jx.Var], held: Coll
             chosen.append(eqn)
             needed |= dict.fromkeys(_variables(eqn.invars))
     made = {v for e in chosen for v in e.outvars if v not in held}
-    return Slice(tuple(reversed(chosen)), tuple(v for v in needed if v not in made))
+    return ProgramSlice(tuple(reversed(chosen)), tuple(v for v in needed if v not in made))
 
 
-def scans(jaxpr: jx.Jaxpr, keep: Keep) -> jx.Jaxpr:
+def recompute_in_scans(jaxpr: jx.Jaxpr, keep: SavePolicy) -> jx.Jaxpr:
     """``jaxpr`` with its backward scans making residuals themselves; the same object where none can.
 
     Left as they are: scans whose stacked results are read other than slice by slice in backward scans of the
@@ -93,7 +93,7 @@ def scans(jaxpr: jx.Jaxpr, keep: Keep) -> jx.Jaxpr:
     results = set(_variables(jaxpr.outvars))
     changed = False
     for i, eqn in enumerate(jaxpr.eqns):
-        shape = jx.scan(eqn) if forward(eqn) else None
+        shape = jx.scan_groups(eqn) if is_forward(eqn) else None
         if shape is None:
             continue
         stacked = eqn.outvars[shape.carry :]
@@ -113,14 +113,14 @@ def scans(jaxpr: jx.Jaxpr, keep: Keep) -> jx.Jaxpr:
 
 
 def _reads_slices(eqn: jx.JaxprEqn, var: jx.Var, length: int) -> bool:
-    shape = jx.scan(eqn) if jx.backward(eqn) else None
+    shape = jx.scan_groups(eqn) if jx.backward(eqn) else None
     return shape is not None and shape.length == length and var not in eqn.invars[: shape.consts + shape.carry]
 
 
 class _Pair:
     """One forward scan, and the backward scans that read what it stacks."""
 
-    def __init__(self, eqn: jx.JaxprEqn, shape: jx.Scan, keep: Keep, free: set[jx.Var]) -> None:
+    def __init__(self, eqn: jx.JaxprEqn, shape: jx.ScanGroups, keep: SavePolicy, free: set[jx.Var]) -> None:
         self.eqn, self.shape, self.body = eqn, shape, jx.regions(eqn)[0].body
         self.held = {v for e in self.body.eqns if keep(e) for v in e.outvars}
         inputs = self.body.invars
@@ -136,7 +136,7 @@ class _Pair:
         """Body values that are stacked and stay so -> the stacks."""
         self.dropped = {v: a for a, v in ends if isinstance(a, jx.Var) and a not in self.outside}
         """Stacks to make again -> the body values."""
-        self.slices: dict[int, Slice] = {}
+        self.slices: dict[int, ProgramSlice] = {}
         self.new: dict[jx.Var, jx.Var] = {}
         """Body values to be stacked in their place -> the stacks."""
 
@@ -145,7 +145,7 @@ class _Pair:
         for j, reader in readers.items():
             targets = [self.dropped[v] for v in _variables(reader.invars) if v in self.dropped]
             if targets:
-                self.slices[j] = backslice(self.body.eqns, targets, self.held | set(self.outside))
+                self.slices[j] = program_slice(self.body.eqns, targets, self.held | set(self.outside))
         for v in (v for s in self.slices.values() for v in s.inputs):
             if v not in self.sources and v not in self.outside:
                 self.new.setdefault(v, jx.lift(v, self.shape.length))
@@ -162,11 +162,11 @@ class _Pair:
         """The forward scan, stacking the new values too."""
         body = jx.with_code(self.body, self.body.eqns, outvars=[*self.body.outvars, *self.new])
         groups = (self.shape.consts, self.shape.carry, self.shape.xs)
-        return jx.with_scan(self.eqn, body, groups, self.eqn.invars, [*self.eqn.outvars, *self.new.values()])
+        return jx.rebuild_scan(self.eqn, body, groups, self.eqn.invars, [*self.eqn.outvars, *self.new.values()])
 
     def backward(self, eqn: jx.JaxprEqn, j: int) -> jx.JaxprEqn:
         """The backward scan, making what is no longer stacked at the start of each turn."""
-        shape, body, work = jx.scan(eqn), jx.regions(eqn)[0].body, self.slices[j]
+        shape, body, work = jx.scan_groups(eqn), jx.regions(eqn)[0].body, self.slices[j]
         assert shape is not None
         n, m = shape.consts, shape.consts + shape.carry
         consts, xs = (list(zip(eqn.invars[s], body.invars[s], strict=True)) for s in (slice(n), slice(m, None)))
@@ -180,7 +180,7 @@ class _Pair:
                 group.append((outer, inner))
             here[v] = inner
         begin: list[jx.JaxprEqn] = []
-        if not shape.loops and here:  # the body stands beside the forward one, where a compiler could see both
+        if not shape.iterates and here:  # the body stands beside the forward one, where a compiler could see both
             wall = jx.barrier(list(dict.fromkeys(here.values())), eqn)
             begin.append(wall)
             behind = dict(zip(_variables(wall.invars), wall.outvars, strict=True))
@@ -194,10 +194,10 @@ class _Pair:
             outvars=_swapped(body.outvars, swap),
         )
         operands = [*(a for a, _ in consts), *eqn.invars[n:m], *(a for a, _ in xs)]
-        return jx.with_scan(eqn, code, (len(consts), shape.carry, len(xs)), operands, eqn.outvars)
+        return jx.rebuild_scan(eqn, code, (len(consts), shape.carry, len(xs)), operands, eqn.outvars)
 
 
-def line(jaxpr: jx.Jaxpr, keep: Keep) -> jx.Jaxpr:
+def recompute_in_straight_line(jaxpr: jx.Jaxpr, keep: SavePolicy) -> jx.Jaxpr:
     """``jaxpr`` with segments of its straight forward code run again; the same object where nothing is gained.
 
     Values that are read outside both parts, or are results, are held whatever ``keep`` says; so are those that
@@ -213,12 +213,12 @@ def line(jaxpr: jx.Jaxpr, keep: Keep) -> jx.Jaxpr:
                 first.setdefault(v, i)
             if groups[-1]:
                 groups.append([])  # what comes later is another function's forward part
-        elif forward(eqn):
+        elif is_forward(eqn):
             groups[-1].append(eqn)
         else:
             pinned |= set(_variables(eqn.invars))
     crossing = residuals(jaxpr)
-    due: dict[int, list[tuple[Slice, list[jx.Var]]]] = defaultdict(list)
+    due: dict[int, list[tuple[ProgramSlice, list[jx.Var]]]] = defaultdict(list)
     for group in groups:
         for work, targets in _segments(group, crossing, pinned, keep):
             due[min(first[v] for v in targets)].append((work, targets))
@@ -246,25 +246,25 @@ def line(jaxpr: jx.Jaxpr, keep: Keep) -> jx.Jaxpr:
 
 
 def _segments(
-    group: Sequence[jx.JaxprEqn], crossing: Collection[jx.Var], pinned: Collection[jx.Var], keep: Keep
-) -> Iterator[tuple[Slice, list[jx.Var]]]:
+    group: Sequence[jx.JaxprEqn], crossing: Collection[jx.Var], pinned: Collection[jx.Var], keep: SavePolicy
+) -> Iterator[tuple[ProgramSlice, list[jx.Var]]]:
     """What to run again, and for which residuals, one segment at a time."""
     kept = {v for e in group if jx.regions(e) or keep(e) for v in e.outvars}
     held = kept | {v for e in group for v in e.outvars if v in pinned}
     wanted = {v: None for e in group for v in e.outvars if v in crossing and v not in held}
-    eqns = backslice(group, wanted, held).eqns
+    eqns = program_slice(group, wanted, held).eqns
     at = {v: i for i, e in enumerate(eqns) for v in e.outvars if v not in held}
     last = dict(at)
     for i, eqn in enumerate(eqns):
         last |= {v: i for v in _variables(eqn.invars) if v in at}
-    made = {v: Made(at[v], last[v], jx.aval_bytes(v.aval)) for v in at}
+    made = {v: Value(at[v], last[v], jx.aval_bytes(v.aval)) for v in at}
     leaves = [_bytes(v for v in e.outvars if v in wanted) for e in eqns]
-    places = cuts(len(eqns), list(made.values()), leaves, _bytes(v for v in crossing if v not in wanted))
+    places = choose_cuts(len(eqns), list(made.values()), leaves, _bytes(v for v in crossing if v not in wanted))
     held |= {v for v, m in made.items() if any(m.at < c <= m.last for c in places)}
     for a, b in pairwise((0, *places)):
         targets = [v for e in eqns[a:b] for v in e.outvars if v in wanted and v not in held]
         if targets:
-            yield backslice(eqns[a:b], targets, held), targets
+            yield program_slice(eqns[a:b], targets, held), targets
 
 
 def _run(eqns: Iterable[jx.JaxprEqn], here: dict[jx.Var, jx.Var], like: jx.JaxprEqn | None = None) -> list[jx.JaxprEqn]:

@@ -31,7 +31,7 @@ _SLACK = 1.02
 
 
 @dataclass(frozen=True)
-class Made:
+class Value:
     """A value: made by the work at ``at``, read last by the work at ``last`` (``at`` when nothing reads it)."""
 
     at: int
@@ -39,7 +39,7 @@ class Made:
     bytes: int
 
 
-def cuts(n: int, made: Sequence[Made], residual: Sequence[int], anyway: int = 0) -> tuple[int, ...]:
+def choose_cuts(n: int, made: Sequence[Value], residual: Sequence[int], anyway: int = 0) -> tuple[int, ...]:
     """Positions at which to cut n pieces of work; none where no cut makes `held` enough smaller to matter.
 
     ``residual``: bytes that each piece leaves for later, [n]. ``anyway``: bytes held beside them, however it is cut.
@@ -55,18 +55,18 @@ def cuts(n: int, made: Sequence[Made], residual: Sequence[int], anyway: int = 0)
         if found is None:
             continue  # only where candidates were left out
         at = tuple(places[i] for i in found)
-        options.append((held(n, made, residual, at), at))
+        options.append((saved_bytes(n, made, residual, at), at))
     most = _SLACK * (anyway + min(bytes for bytes, _ in options))
     return next(at for bytes, at in reversed(options) if anyway + bytes <= most)
 
 
-def held(n: int, made: Sequence[Made], residual: Sequence[int], at: Sequence[int]) -> int:
+def saved_bytes(n: int, made: Sequence[Value], residual: Sequence[int], at: Sequence[int]) -> int:
     """Bytes held at once under the cuts ``at``: what crosses any of them, and the largest segment's residual."""
     crossing = sum(m.bytes for m in made if any(m.at < c <= m.last for c in at))
     return crossing + max(sum(residual[a:b]) for a, b in pairwise((0, *at, n)))
 
 
-def _candidates(n: int, made: Sequence[Made]) -> list[int]:
+def _candidates(n: int, made: Sequence[Value]) -> list[int]:
     """0, n, and the inner positions; where there are many, those that cost no more than their neighbours to cut."""
     if n <= _CANDIDATES:
         return list(range(n + 1))
@@ -81,7 +81,7 @@ def _candidates(n: int, made: Sequence[Made]) -> list[int]:
     return [0, *sorted(sorted(low, key=lambda p: crossed[p])[:_CANDIDATES]), n]
 
 
-def _saved(places: Sequence[int], made: Sequence[Made]) -> np.ndarray:
+def _saved(places: Sequence[int], made: Sequence[Value]) -> np.ndarray:
     """[i, j]: bytes made from place i on that cross place j."""
     where = np.asarray(places)
     corners = np.zeros((len(places) + 1, len(places) + 1))

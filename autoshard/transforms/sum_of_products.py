@@ -15,18 +15,18 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.transforms.primitive import define
+from autoshard.transforms.primitive import define_primitive
 
-Term = tuple[str, str]
+ProductDims = tuple[str, str]
 """How the two operands of a product lie, a letter a dimension; letters that the sum has not are contracted."""
 
 
-def contracted(term: Term, out: str) -> str:
+def contracted_dims(term: ProductDims, out: str) -> str:
     """The letters that ``term`` sums over."""
     return "".join(c for c in term[0] if c in term[1] and c not in out)
 
 
-def flops(operands: Sequence[Any], terms: Sequence[Term], out: str) -> float:
+def flops(operands: Sequence[Any], terms: Sequence[ProductDims], out: str) -> float:
     """Floating-point operations of the products, multiply and add counted."""
     total = 0.0
     for i, term in enumerate(terms):
@@ -35,11 +35,13 @@ def flops(operands: Sequence[Any], terms: Sequence[Term], out: str) -> float:
             for letters, x in zip(term, operands[2 * i :], strict=False)
             for c, n in zip(letters, x.shape, strict=True)
         }
-        total += 2.0 * math.prod(sizes[c] for c in out + contracted(term, out))
+        total += 2.0 * math.prod(sizes[c] for c in out + contracted_dims(term, out))
     return total
 
 
-def sum_of_products(*operands: Any, terms: tuple[Term, ...], out: str, dtype: str, precision: Any, flops: float) -> Any:
+def sum_of_products(
+    *operands: Any, terms: tuple[ProductDims, ...], out: str, dtype: str, precision: Any, flops: float
+) -> Any:
     """``sum(left * right for left, right in pairs of operands)``, contracted as ``terms`` say."""
     del flops
     pairs = zip(operands[::2], operands[1::2], terms, strict=True)
@@ -47,16 +49,16 @@ def sum_of_products(*operands: Any, terms: tuple[Term, ...], out: str, dtype: st
     return (functools.reduce(operator.add, found),)
 
 
-def _product(a: Any, b: Any, term: Term, out: str, dtype: str, precision: Any) -> Any:
+def _product(a: Any, b: Any, term: ProductDims, out: str, dtype: str, precision: Any) -> Any:
     left, right = term
-    summed, both = contracted(term, out), [c for c in left if c in right and c in out]
+    summed, both = contracted_dims(term, out), [c for c in left if c in right and c in out]
     numbers = tuple(([left.index(c) for c in cs], [right.index(c) for c in cs]) for cs in (summed, both))
     made = lax.dot_general(a, b, (numbers[0], numbers[1]), precision=precision, preferred_element_type=jnp.dtype(dtype))
     order = [*both, *(c for x in term for c in x if c not in both and c not in summed)]
     return jnp.transpose(made, [order.index(c) for c in out])
 
 
-def _shapes(*operands: Any, terms: tuple[Term, ...], out: str, dtype: str, precision: Any, flops: float) -> Any:
+def _shapes(*operands: Any, terms: tuple[ProductDims, ...], out: str, dtype: str, precision: Any, flops: float) -> Any:
     del precision, flops
     sizes = {
         c: n for letters, x in zip(terms[0], operands, strict=False) for c, n in zip(letters, x.shape, strict=True)
@@ -64,4 +66,4 @@ def _shapes(*operands: Any, terms: tuple[Term, ...], out: str, dtype: str, preci
     return (operands[0].update(shape=tuple(sizes[c] for c in out), dtype=jnp.dtype(dtype), weak_type=False),)
 
 
-sum_of_products_p = define("sum_of_products", sum_of_products, _shapes)
+sum_of_products_p = define_primitive("sum_of_products", sum_of_products, _shapes)

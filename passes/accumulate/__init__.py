@@ -45,11 +45,11 @@ class Accumulate(Pass):
     def change(self, before: Program, after: Program) -> str:
         return "sums of loops kept in terms" if before.jaxpr is not after.jaxpr else "no loop only adds up"
 
-    def forms(self, program: Program) -> tuple[Pass, ...]:
+    def variants(self, program: Program) -> tuple[Pass, ...]:
         """One for each number of parts that some of the mesh's axes make."""
         if in_terms(program.jaxpr, 1) is program.jaxpr:
             return ()
-        axes = program.mesh.split_axes
+        axes = program.mesh.nontrivial_axes
         some = [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]
         forms = [Accumulate("+".join(a)) for a in {program.mesh.axes_size(a): a for a in some}.values()]
         return tuple(f for f in forms if f(program) is not program)

@@ -75,7 +75,7 @@ Tree = list[tuple[jx.JaxprEqn, How]]
 def in_terms(jaxpr: jx.Jaxpr, parts: int) -> jx.Jaxpr:
     """``jaxpr`` with what its loops add up in ``parts`` terms; itself where they add up nothing that can be. What is
     inside of such a loop and has no part in its sums stays as it is."""
-    body = _Body(jaxpr, parts) if any(map(jx.scan, jaxpr.eqns)) else None
+    body = _Body(jaxpr, parts) if any(map(jx.scan_groups, jaxpr.eqns)) else None
     eqns: list[jx.JaxprEqn] = []
     changed = False
     for eqn in jaxpr.eqns:
@@ -83,7 +83,7 @@ def in_terms(jaxpr: jx.Jaxpr, parts: int) -> jx.Jaxpr:
             eqns += body.summed(eqn, sums)
             changed = True
             continue
-        eqns.append(jx.within(eqn, lambda b: in_terms(b, parts)))
+        eqns.append(jx.map_bodies(eqn, lambda b: in_terms(b, parts)))
         changed |= eqns[-1] is not eqn
     return jx.with_code(jaxpr, eqns) if changed else jaxpr
 
@@ -105,14 +105,14 @@ class _Body:
 
     def sums(self, eqn: jx.JaxprEqn) -> list[int]:
         """The carries of a loop that it only adds to, and what it adds can be made in terms."""
-        shape = jx.scan(eqn)
+        shape = jx.scan_groups(eqn)
         if shape is None or shape.length < 2:
             return []
         return [c for c in range(shape.carry) if self.adds(eqn, c)]
 
     def adds(self, eqn: jx.JaxprEqn, c: int) -> Tree | None:
         """How the body of a loop makes its carry ``c``, where that is what it was and something in terms."""
-        shape, inner = jx.scan(eqn), self.inner(eqn)
+        shape, inner = jx.scan_groups(eqn), self.inner(eqn)
         assert shape is not None
         start, end = inner.jaxpr.invars[shape.consts + c], inner.jaxpr.outvars[c]
         tree = inner.tree(end, start)
@@ -144,7 +144,7 @@ class _Body:
 
     def within(self, eqn: jx.JaxprEqn, result: int) -> Tree | None:
         """How the equation's body makes its result ``result`` in terms."""
-        shape, inner = jx.scan(eqn), self.inner(eqn)
+        shape, inner = jx.scan_groups(eqn), self.inner(eqn)
         if shape is not None and result < shape.carry:
             adds = shape.length > 0 and _zero(self.made, eqn.invars[shape.consts + result]) and self.adds(eqn, result)
             return [(eqn, _Within(result))] if adds else None
@@ -161,7 +161,7 @@ class _Body:
 
     def summed(self, eqn: jx.JaxprEqn, carries: Sequence[int]) -> list[jx.JaxprEqn]:
         """The loop with ``carries`` in terms, and what they add up to."""
-        shape, now = jx.scan(eqn), dict[jx.Var, jx.Var]()
+        shape, now = jx.scan_groups(eqn), dict[jx.Var, jx.Var]()
         assert shape is not None
 
         def total(terms: Any, *start: Any) -> Any:
@@ -193,7 +193,7 @@ class _Body:
 
     def terms(self, eqn: jx.JaxprEqn, how: How, now: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
         """``eqn`` with a term for each part in its result."""
-        itself, parts = jx.on_part(eqn, []), self.parts
+        itself, parts = jx.bind_on_shards(eqn, []), self.parts
         if isinstance(how, _Dealt):
             dims = how.dims
         else:
@@ -213,7 +213,7 @@ class _Body:
 
     def rebuilt(self, eqn: jx.JaxprEqn, results: Sequence[int], now: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
         """``eqn``, a loop or a body run again, with some of its results in terms."""
-        shape, inner = jx.scan(eqn), self.inner(eqn)
+        shape, inner = jx.scan_groups(eqn), self.inner(eqn)
         body, carry = inner.jaxpr, shape.carry if shape else 0
         tree: Tree = []
         for r in results:
@@ -241,7 +241,7 @@ class _Body:
         ends = {r: jx.lift(inside[v], shape.length) for r, v in stacked.items() if isinstance(v, jx.Var)}
         outvars = [ends[r] if r in ends else now.get(v, v) for r, v in enumerate(eqn.outvars)]
         operands = [zeros.get(i, a) for i, a in enumerate(eqn.invars)]
-        loop = jx.with_scan(eqn, body, (shape.consts, shape.carry, shape.xs), operands, outvars)
+        loop = jx.rebuild_scan(eqn, body, (shape.consts, shape.carry, shape.xs), operands, outvars)
         turned = [
             e
             for r, v in ends.items()

@@ -29,8 +29,8 @@ from autoshard.passes.attention.reader import Reader
 from autoshard.passes.attention.site import Site
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms import remat
-from autoshard.transforms.attention_op import Form, attention_backward_p, attention_p
-from autoshard.transforms.cudnn_attention import peak_flops, unfit
+from autoshard.transforms.attention_op import AttentionConfig, attention_backward_p, attention_p
+from autoshard.transforms.cudnn_attention import kernel_flops_at_peak, unsupported_reason
 from autoshard.transforms.pipeline import Pass
 
 LARGE = "large"
@@ -96,12 +96,12 @@ class _Wanted:
         """The least bytes of scores of which it is said why they are left alone."""
         return 0 if self.hardware.attention else self.least
 
-    def unfit(self, site: Site, form: Form) -> str:
+    def unfit(self, site: Site, form: AttentionConfig) -> str:
         """Why the target's kernel does not take it."""
         assert site.value is not None
-        return unfit(form, *map(jx.aval, (site.query[0], site.key[0], site.value[0])))
+        return unsupported_reason(form, *map(jx.aval, (site.query[0], site.key[0], site.value[0])))
 
-    def form(self, site: Site, form: Form) -> Form | None:
+    def form(self, site: Site, form: AttentionConfig) -> AttentionConfig | None:
         """The form in which it is replaced; None where it is not."""
         if self.hardware.attention and not self.unfit(site, form):
             return replace(form, fused=True)
@@ -114,12 +114,12 @@ class _Wanted:
         except PassError:
             return False
 
-    def flops(self, form: Form, operands: Sequence[jx.Var], backward: bool = False) -> float:
+    def flops(self, form: AttentionConfig, operands: Sequence[jx.Var], backward: bool = False) -> float:
         """FLOPs of the products; of a kernel, what the peak does while it runs."""
         if not form.fused or self.hardware.attention is None:
             return form.flops(*map(jx.aval, operands), backward=backward)
         query, key, value = map(jx.aval, operands)
-        return peak_flops(form, query, key, value, self.hardware.attention[backward], backward=backward)
+        return kernel_flops_at_peak(form, query, key, value, self.hardware.attention[backward], backward=backward)
 
 
 def _refused(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> Iterator[Site]:
@@ -128,7 +128,7 @@ def _refused(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> It
         reason = "" if wanted.form(site, form) else wanted.unfit(site, form)
         site.refuse(reason or "its results are used before its operands are there", jx.source(site.eqn))
     yield from reader.refused()
-    for eqn in jx.nests(jaxpr):
+    for eqn in jx.eqns_with_regions(jaxpr):
         for region in jx.regions(eqn):
             yield from _refused(region.body, wanted, reader.known.facts.inside(eqn, region))
 
@@ -136,12 +136,12 @@ def _refused(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> It
 def _held_no_more(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with the loops of its backward part making scores and weights again that are held for them."""
     inner: set[jx.JaxprEqn] = set()
-    nests = jx.nests(jaxpr)
+    nests = jx.eqns_with_regions(jaxpr)
     if not nests:
         return jaxpr
     facts = Facts(jaxpr, above)
     for eqn in nests:
-        for region in jx.regions(eqn) if jx.scan(eqn) and remat.forward(eqn) else ():
+        for region in jx.regions(eqn) if jx.scan_groups(eqn) and remat.is_forward(eqn) else ():
             reader = Reader(region.body, facts.inside(eqn, region))
             leaving = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and wanted.takes(s)]
             if leaving:
@@ -153,7 +153,7 @@ def _held_no_more(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) 
     }
     if any(now is not e for e, now in changed.items()):
         jaxpr = jx.with_code(jaxpr, [changed.get(e, e) for e in jaxpr.eqns])
-    after = remat.scans(jaxpr, lambda e: e not in inner) if inner else jaxpr
+    after = remat.recompute_in_scans(jaxpr, lambda e: e not in inner) if inner else jaxpr
     return jaxpr if after is jaxpr else jx.dead_code(after)
 
 
@@ -171,7 +171,7 @@ def _rewritten(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> 
     reader = Reader(jaxpr, above)
     changed = {
         e: jx.with_bodies(e, [_rewritten(r.body, wanted, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
-        for e in jx.nests(jaxpr)
+        for e in jx.eqns_with_regions(jaxpr)
     }
     eqns = [changed.get(e, e) for e in jaxpr.eqns] if changed else jaxpr.eqns
     sites = [(site, form) for site, found in reader.attentions() if (form := wanted.form(site, found)) is not None]
@@ -217,7 +217,9 @@ class _Places:
                     self.read.setdefault(a, at)
 
 
-def _plan(places: _Places, site: Site, form: Form, wanted: _Wanted, known: dict[Any, jx.JaxprEqn]) -> _Plan | None:
+def _plan(
+    places: _Places, site: Site, form: AttentionConfig, wanted: _Wanted, known: dict[Any, jx.JaxprEqn]
+) -> _Plan | None:
     """How ``site`` is replaced; None where an operand comes too late. ``known``: equations that were staged."""
     extras = [v for v, _ in site.extras]
     assert site.value is not None
@@ -250,7 +252,7 @@ def _plan(places: _Places, site: Site, form: Form, wanted: _Wanted, known: dict[
 def _equation(
     primitive: jx.Primitive,
     operands: Sequence[jx.Var],
-    form: Form,
+    form: AttentionConfig,
     flops: float,
     like: jx.JaxprEqn,
     results: Sequence[jx.Var | None],

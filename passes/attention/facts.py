@@ -73,12 +73,12 @@ class Facts:
     def inside(self, eqn: jx.JaxprEqn, region: jx.Region) -> Above:
         """What the inputs of a body are here, those that stay the same in every turn."""
         turning = {start for _, start in region.loops}
-        if not region.known:  # a `while`: what its condition looks at turns too
+        if not region.trip_count_known:  # a `while`: what its condition looks at turns too
             return {}
         return {
             region.body.invars[w.inside]: (self, eqn.invars[w.outside])
-            for w in region.entries
-            if not w.lifted and w.inside not in turning
+            for w in region.inputs
+            if not w.stacked and w.inside not in turning
         }
 
     def const(self, atom: jx.Var | jx.Literal) -> float | None:

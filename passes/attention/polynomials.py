@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.errors import PassError
-from autoshard.transforms.attention_op import Step
+from autoshard.transforms.attention_op import ScoreOp
 
 Term = tuple[tuple[Any, int], ...]
 Terms = dict[Term, float]
@@ -54,10 +54,10 @@ def row_sum(terms: Terms, size: int) -> Terms:
     return done
 
 
-def is_cotangent(terms: Terms, steps: Sequence[Step]) -> bool:
+def is_cotangent(terms: Terms, steps: Sequence[ScoreOp]) -> bool:
     """Whether ``terms`` are the cotangent of the product of queries and keys."""
-    scale = math.prod([s.number for s in steps if s.kind == "scale"])
-    kept = tuple((i, 1) for i, s in enumerate(steps) if s.masks)
+    scale = math.prod([s.constant for s in steps if s.kind == "scale"])
+    kept = tuple((i, 1) for i, s in enumerate(steps) if s.is_mask)
     expected: Terms = {(): scale}
     for factor in ({((E, 1), (Z, -1)): 1.0}, {kept: 1.0}, {((D, 1),): 1.0, ((T, 1), (Z, -1)): -1.0}):
         expected = combine("mul", expected, factor)

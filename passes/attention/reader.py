@@ -23,7 +23,7 @@ from autoshard.passes.attention.facts import Above, Facts
 from autoshard.passes.attention.products import product
 from autoshard.passes.attention.site import SCORES, Given, Known, Meaning, Site, is_float, is_free, product_letters
 from autoshard.passes.attention.steps import READERS
-from autoshard.transforms.attention_op import Form
+from autoshard.transforms.attention_op import AttentionConfig
 
 
 class Reader:
@@ -73,9 +73,9 @@ class Reader:
         meanings = self.known.meanings
         return [e for e in self.jaxpr.eqns if any(v in meanings and meanings[v].site in sites for v in e.outvars)]
 
-    def attentions(self) -> list[tuple[Site, Form]]:
+    def attentions(self) -> list[tuple[Site, AttentionConfig]]:
         """Those among the equations of this jaxpr itself."""
-        found: list[tuple[Site, Form]] = []
+        found: list[tuple[Site, AttentionConfig]] = []
         for site in self.sites:
             if site.steps is not None and site.roles and not site.reason:
                 try:

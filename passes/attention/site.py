@@ -15,7 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.passes.attention.facts import Facts, Letters
 from autoshard.passes.attention.polynomials import Term, Terms
-from autoshard.transforms.attention_op import Form, Step
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
 
 SCORES, PEAK, GAP, POLYNOMIAL = "scores", "peak", "gap", "polynomial"
 STRANGE = "it is combined with something that is no number and no cotangent of it, as by dropout"
@@ -28,7 +28,7 @@ class Meaning:
     site: Site
     stage: str
     letters: Letters
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ScoreOp, ...] = ()
     terms: Terms = field(default_factory=dict[Term, float])
 
 
@@ -54,7 +54,7 @@ class Site:
     width: str
     col: str = ""
     row: str = ""
-    steps: tuple[Step, ...] | None = None
+    steps: tuple[ScoreOp, ...] | None = None
     """Known once the exponential is taken."""
     dtype: str = ""
     extras: list[tuple[jx.Var, str]] = field(default_factory=list[tuple[jx.Var, str]])
@@ -102,7 +102,7 @@ class Site:
     def refuse(self, reason: str, where: str) -> None:
         self.reason, self.where = self.reason or reason, self.where or where
 
-    def form(self) -> Form:
+    def form(self) -> AttentionConfig:
         """Raises `PassError` where what was found is no whole attention."""
         if self.value is None:
             raise PassError("its values are not known")
@@ -122,7 +122,7 @@ class Site:
             raise PassError("it is not multiplied by values")
         if set(out) != set(self.rows) | {self.width} or set(value) - set(self.rows) != {self.col, self.width}:
             raise PassError("its values lie otherwise than its scores")
-        form = Form(
+        form = AttentionConfig(
             query,
             key,
             value,

@@ -14,7 +14,7 @@ from autoshard.passes.attention.facts import Band, Letters, outside, reshaped
 from autoshard.passes.attention.polynomials import D, E, Z, combine, row_sum
 from autoshard.passes.attention.products import backwards
 from autoshard.passes.attention.site import GAP, PEAK, POLYNOMIAL, SCORES, Given, Known, Meaning, Site, is_float
-from autoshard.transforms.attention_op import Step
+from autoshard.transforms.attention_op import ScoreOp
 
 
 def moved(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
@@ -71,9 +71,9 @@ def exponential(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
     return Meaning(site, POLYNOMIAL, m.letters, terms={((E, 1),): 1.0})
 
 
-def _settle(known: Known, site: Site, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _settle(known: Known, site: Site, steps: tuple[ScoreOp, ...]) -> tuple[ScoreOp, ...]:
     """``steps`` with bands turned the way of queries and keys, now that these are told apart."""
-    done: list[Step] = []
+    done: list[ScoreOp] = []
     for step in steps:
         if step.kind in _KINDS:
             done.append(step)
@@ -83,7 +83,7 @@ def _settle(known: Known, site: Site, steps: tuple[Step, ...]) -> tuple[Step, ..
         if band.col != site.col or site.row not in {"", band.row}:
             raise PassError("its masks are of positions in several dimensions")
         site.row = band.row
-        done.append(Step("band", step.number, low=band.low, high=band.high))
+        done.append(ScoreOp("band", step.constant, low=band.low, high=band.high))
     return tuple(done)
 
 
@@ -138,24 +138,24 @@ def binary(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
     return Meaning(m.site, POLYNOMIAL, letters, terms=combine(name, own, other) if x else combine(name, other, own))
 
 
-def _step(known: Known, eqn: jx.JaxprEqn, name: str, m: Meaning, first: bool, number: float | None) -> Step:
+def _step(known: Known, eqn: jx.JaxprEqn, name: str, m: Meaning, first: bool, number: float | None) -> ScoreOp:
     """What a binary equation does to scores."""
     if number is not None and math.isfinite(number):
         if name == "mul":
-            return Step("scale", number)
+            return ScoreOp("scale", number)
         if name == "div" and first and number:
-            return Step("scale", 1 / number)
+            return ScoreOp("scale", 1 / number)
         if name == "add" or (name == "sub" and first):
-            return Step("shift", number if name == "add" else -number)
+            return ScoreOp("shift", number if name == "add" else -number)
     if name == "add" and number is None:
-        return Step("bias", operand=_extra(known, m.site, eqn.invars[first], m.letters))
+        return ScoreOp("bias", extra=_extra(known, m.site, eqn.invars[first], m.letters))
     raise PassError(f"{name} of scores and something that is no number and no bias")
 
 
 def negative(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
     m = _only(eqn, given)
     if m.stage == SCORES:
-        return replace(m, steps=(*m.steps, Step("scale", -1.0)))
+        return replace(m, steps=(*m.steps, ScoreOp("scale", -1.0)))
     if m.stage != POLYNOMIAL:
         raise PassError("the negative of a maximum")
     return replace(m, terms={t: -c for t, c in m.terms.items()})
@@ -187,7 +187,7 @@ def chosen(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
     if m.stage == SCORES:
         return replace(m, steps=(*m.steps, step))
     steps = m.site.steps or ()
-    same = [i for i, s in enumerate(steps) if s.masks and replace(s, number=0.0) == replace(step, number=0.0)]
+    same = [i for i, s in enumerate(steps) if s.is_mask and replace(s, number=0.0) == replace(step, number=0.0)]
     if fill or not same:
         raise PassError("weights are masked, not scores")
     return replace(m, terms=combine("mul", m.terms, {((i, 1),): 1.0 for i in same[:1]}))
@@ -208,7 +208,9 @@ def _extra(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Letters
     return site.extras.index(entry)
 
 
-def _mask(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Letters, positive: bool, fill: float) -> Step:
+def _mask(
+    known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Letters, positive: bool, fill: float
+) -> ScoreOp:
     """The step that keeps a score where ``atom`` is ``positive``."""
     if not isinstance(atom, jx.Var) or jx.aval(atom).dtype != np.bool_:
         raise PassError("it chooses by something that is no mask")
@@ -216,18 +218,18 @@ def _mask(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Letters,
     if band is not None and not positive:
         band = outside(band)
     if band is None or {band.row, band.col} - set(site.cells) or band.row == band.col:
-        return Step("keep", fill, _extra(known, site, atom, letters), positive)
+        return ScoreOp("mask", fill, _extra(known, site, atom, letters), positive)
     if (site.col and band.col != site.col) or (site.row and band.row != site.row):
         band = band.turned()
     if (site.col and band.col != site.col) or (site.row and band.row != site.row):
-        return Step("keep", fill, _extra(known, site, atom, letters), positive)
+        return ScoreOp("mask", fill, _extra(known, site, atom, letters), positive)
     if not site.col:  # keys and queries are told apart by which is reduced: remember the pair until then
-        return Step(f"{band.row}{band.col}", fill, low=band.low, high=band.high)
+        return ScoreOp(f"{band.row}{band.col}", fill, low=band.low, high=band.high)
     site.row = band.row
-    return Step("band", fill, low=band.low, high=band.high)
+    return ScoreOp("band", fill, low=band.low, high=band.high)
 
 
-_KINDS = frozenset({"scale", "shift", "bias", "keep", "band"})
+_KINDS = frozenset({"scale", "shift", "bias", "mask", "band"})
 
 
 def _only(eqn: jx.JaxprEqn, given: Sequence[Meaning | None]) -> Meaning:

@@ -16,7 +16,13 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.transforms.attention_op import Form, attend, block_gradients, inwards, settled
+from autoshard.transforms.attention_op import (
+    AttentionConfig,
+    attend,
+    block_gradients,
+    finalize_gradients,
+    out_dot_cotangent,
+)
 
 BLOCK = 2**25
 """Most bytes of scores that are made at once. A TPU core has 64 or 128 MiB on the chip, an H100 50, a CPU as much."""
@@ -24,18 +30,18 @@ ROWS = 16
 """Fewest queries at once: fewer leave a matrix unit idle."""
 
 
-def attend_few(form: Form, query: Any, key: Any, value: Any, *extras: Any) -> tuple[Any, ...]:
+def attend_few(form: AttentionConfig, query: Any, key: Any, value: Any, *extras: Any) -> tuple[Any, ...]:
     """The results of `attention_p` for one part."""
 
     def block(row: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...]:
         return attend(q, k, v, *rest, form=form, row=row)
 
-    given = (form.query, form.key, form.value, *form.extras)
-    return _turns(form, block, given, (form.out, form.rows, form.rows), (query, key, value, *extras))
+    given = (form.query_dims, form.key_dims, form.value_dims, *form.extra_dims)
+    return _turns(form, block, given, (form.out_dims, form.row_dims, form.row_dims), (query, key, value, *extras))
 
 
 def gradients_few(
-    form: Form,
+    form: AttentionConfig,
     query: Any,
     key: Any,
     value: Any,
@@ -51,9 +57,20 @@ def gradients_few(
         highest, whole, ct, inner, *more = rest
         return block_gradients(form, q, k, v, highest, whole, ct, inner, more, row)
 
-    given = (form.query, form.key, form.value, form.rows, form.rows, form.cotangent, form.rows, *form.extras)
-    operands = (query, key, value, peak, total, cotangent, inwards(form, out, cotangent), *extras)
-    return settled(form, _turns(form, block, given, (form.query, form.key, form.value), operands))
+    given = (
+        form.query_dims,
+        form.key_dims,
+        form.value_dims,
+        form.row_dims,
+        form.row_dims,
+        form.cotangent_dims,
+        form.row_dims,
+        *form.extra_dims,
+    )
+    operands = (query, key, value, peak, total, cotangent, out_dot_cotangent(form, out, cotangent), *extras)
+    return finalize_gradients(
+        form, _turns(form, block, given, (form.query_dims, form.key_dims, form.value_dims), operands)
+    )
 
 
 @dataclass(frozen=True)
@@ -75,14 +92,14 @@ class _Cut:
         return x.reshape(*x.shape[:d], x.shape[d] * x.shape[d + 1], *x.shape[d + 2 :])
 
 
-def cuts(form: Form, query: Any, key: Any, value: Any) -> list[_Cut]:
+def cuts(form: AttentionConfig, query: Any, key: Any, value: Any) -> list[_Cut]:
     """What to take apart, outermost first, until few enough scores are made at once."""
     sizes = form.sizes(query, key, value)
-    left = math.prod(sizes[c] for c in form.rows + form.col) * jnp.dtype(form.wide).itemsize
-    common = [c for c in form.rows if c in form.query and c in form.key and c in form.value]
+    left = math.prod(sizes[c] for c in form.row_dims + form.key_position) * jnp.dtype(form.accum_dtype).itemsize
+    common = [c for c in form.row_dims if c in form.query_dims and c in form.key_dims and c in form.value_dims]
     found: list[_Cut] = []
-    for letter in (*sorted(common, key=lambda c: -sizes[c]), form.row):
-        least = ROWS if letter == form.row else 1
+    for letter in (*sorted(common, key=lambda c: -sizes[c]), form.query_position):
+        least = ROWS if letter == form.query_position else 1
         counts = [n for n in range(1, sizes[letter] + 1) if sizes[letter] % n == 0 and sizes[letter] // n >= least]
         count = next((n for n in counts if left <= n * BLOCK), max(counts, default=1))
         if count > 1:
@@ -92,7 +109,7 @@ def cuts(form: Form, query: Any, key: Any, value: Any) -> list[_Cut]:
 
 
 def _turns(
-    form: Form,
+    form: AttentionConfig,
     block: Callable[..., Sequence[Any]],
     given: Sequence[str],
     made: Sequence[str],
@@ -114,7 +131,11 @@ def _turns(
         xs = lax.optimization_barrier(tuple(xs))
         mine = [cut.letter in letters for letters in given]
         split = tuple(cut.apart(x, s) for x, s, own in zip(xs, given, mine, strict=True) if own)
-        rows = xs[0].shape[form.query.index(form.row)] // cut.count if cut.letter == form.row else 0
+        rows = (
+            xs[0].shape[form.query_dims.index(form.query_position)] // cut.count
+            if cut.letter == form.query_position
+            else 0
+        )
 
         def turn(sums: tuple[Any, ...], now: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             at, parts = now
@@ -129,7 +150,7 @@ def _turns(
             )
             return added, tuple(x for x, s in zip(results, made, strict=True) if cut.letter in s)
 
-        none = tuple(jnp.zeros(xs[given.index(s)].shape, form.wide) for s in made if cut.letter not in s)
+        none = tuple(jnp.zeros(xs[given.index(s)].shape, form.accum_dtype) for s in made if cut.letter not in s)
         sums, stacks = lax.scan(turn, none, (jnp.arange(cut.count), split))
         added, apart = iter(sums), iter(stacks)
         return tuple(cut.together(next(apart), s) if cut.letter in s else next(added) for s in made)

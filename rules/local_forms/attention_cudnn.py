@@ -9,46 +9,48 @@ from typing import Any
 
 from jax import numpy as jnp
 
-from autoshard.transforms.attention_op import Form, settled
-from autoshard.transforms.cudnn_attention import fused_backward_p, fused_p, masked
+from autoshard.transforms.attention_op import AttentionConfig, finalize_gradients
+from autoshard.transforms.cudnn_attention import attention_kernel_backward_p, attention_kernel_p, causal_fill
 
 
 @dataclass(frozen=True)
 class _Lay:
     """Which letters are the batch, and which the heads: of those that all share, these that come after the queries."""
 
-    form: Form
+    form: AttentionConfig
     sizes: Mapping[str, int]
     batch: str
     heads: str
     groups: str
 
     @classmethod
-    def of(cls, form: Form, query: Any, key: Any, value: Any) -> _Lay:
-        at = form.query.index(form.row)
-        shared = [(d, c) for d, c in enumerate(form.query) if c in form.key and c in form.value]
+    def of(cls, form: AttentionConfig, query: Any, key: Any, value: Any) -> _Lay:
+        at = form.query_dims.index(form.query_position)
+        shared = [(d, c) for d, c in enumerate(form.query_dims) if c in form.key_dims and c in form.value_dims]
         return cls(
             form,
             form.sizes(query, key, value),
             "".join(c for d, c in shared if d < at),
             "".join(c for d, c in shared if d > at),
-            "".join(c for c in form.query if c in form.rows and c not in form.key and c != form.row),
+            "".join(
+                c for c in form.query_dims if c in form.row_dims and c not in form.key_dims and c != form.query_position
+            ),
         )
 
     @property
     def params(self) -> dict[str, Any]:
-        scale = math.prod(s.number for s in self.form.steps if s.kind == "scale")
-        return {"scale": float(scale), "causal": masked(self.form) is not None}
+        scale = math.prod(s.constant for s in self.form.score_ops if s.kind == "scale")
+        return {"scale": float(scale), "causal": causal_fill(self.form) is not None}
 
     def query(self, width: str) -> tuple[str, ...]:
-        return self.batch, self.form.row, self.heads + self.groups, width
+        return self.batch, self.form.query_position, self.heads + self.groups, width
 
     def key(self, width: str) -> tuple[str, ...]:
-        return self.batch, self.form.col, self.heads, width
+        return self.batch, self.form.key_position, self.heads, width
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return self.batch, self.heads + self.groups, self.form.row
+        return self.batch, self.heads + self.groups, self.form.query_position
 
     def merged(self, x: Any, letters: str, to: Sequence[str]) -> Any:
         """``x`` with a dimension for each of ``to``."""
@@ -64,33 +66,33 @@ class _Lay:
     def operands(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         form = self.form
         return (
-            self.merged(query, form.query, self.query(form.within)),
-            self.merged(key, form.key, self.key(form.within)),
-            self.merged(value, form.value, self.key(form.width)),
+            self.merged(query, form.query_dims, self.query(form.head_width)),
+            self.merged(key, form.key_dims, self.key(form.head_width)),
+            self.merged(value, form.value_dims, self.key(form.value_width)),
         )
 
 
-def attend_fused(form: Form, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+def attend_fused(form: AttentionConfig, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     """The results of `attention_p` for one part: of each row, the sums' logarithm is the peak, and the total is 1."""
     lay = _Lay.of(form, query, key, value)
-    out, logsum = fused_p.bind(*lay.operands(query, key, value), **lay.params)
-    peak = lay.apart(logsum, lay.rows, form.rows)
-    return lay.apart(out, lay.query(form.width), form.out), peak, jnp.ones_like(peak)
+    out, logsum = attention_kernel_p.bind(*lay.operands(query, key, value), **lay.params)
+    peak = lay.apart(logsum, lay.rows, form.row_dims)
+    return lay.apart(out, lay.query(form.value_width), form.out_dims), peak, jnp.ones_like(peak)
 
 
 def gradients_fused(
-    form: Form, query: Any, key: Any, value: Any, out: Any, peak: Any, total: Any, cotangent: Any
+    form: AttentionConfig, query: Any, key: Any, value: Any, out: Any, peak: Any, total: Any, cotangent: Any
 ) -> tuple[Any, Any, Any]:
     """The results of `attention_backward_p` for one part."""
     lay = _Lay.of(form, query, key, value)
     ours = lay.operands(query, key, value)
-    came = lay.merged(out, form.out, lay.query(form.width))
-    logsum = lay.merged(peak + jnp.log(total), form.rows, lay.rows)
-    ct = lay.merged(cotangent, form.cotangent, lay.query(form.width)).astype(came.dtype)
-    dq, dk, dv = fused_backward_p.bind(*ours, came, logsum, ct, **lay.params)
+    came = lay.merged(out, form.out_dims, lay.query(form.value_width))
+    logsum = lay.merged(peak + jnp.log(total), form.row_dims, lay.rows)
+    ct = lay.merged(cotangent, form.cotangent_dims, lay.query(form.value_width)).astype(came.dtype)
+    dq, dk, dv = attention_kernel_backward_p.bind(*ours, came, logsum, ct, **lay.params)
     found = (
-        lay.apart(dq, lay.query(form.within), form.query),
-        lay.apart(dk, lay.key(form.within), form.key),
-        lay.apart(dv, lay.key(form.width), form.value),
+        lay.apart(dq, lay.query(form.head_width), form.query_dims),
+        lay.apart(dk, lay.key(form.head_width), form.key_dims),
+        lay.apart(dv, lay.key(form.value_width), form.value_dims),
     )
-    return settled(form, found)
+    return finalize_gradients(form, found)

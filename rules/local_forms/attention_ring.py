@@ -21,12 +21,19 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.halo import permute
+from autoshard.ir.halo import permute_shards
+from autoshard.machine.collective import ALL_GATHER, COLLECTIVE_PERMUTE, CollectiveKind
 from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
-from autoshard.transforms.attention_op import Form, block_gradients, inwards, logits, settled
+from autoshard.transforms.attention_op import (
+    AttentionConfig,
+    block_gradients,
+    finalize_gradients,
+    logits,
+    out_dot_cotangent,
+)
 
 Axes = tuple[str, ...]
-Moves = tuple[tuple[str, int], ...]
+Moves = tuple[tuple[CollectiveKind, int], ...]
 Pairs = list[tuple[int, int]]
 Sums = tuple[Any, Any, Any]
 """Of each row, over the keys so far: mixed values, the largest score, the sum of exponentials of what others lack."""
@@ -41,9 +48,9 @@ class Reach:
     ring: bool
 
 
-def reach(form: Form, parts: int, length: int) -> Reach:
+def reach(form: AttentionConfig, parts: int, length: int) -> Reach:
     """Which of ``parts``, each of ``length`` positions, must meet."""
-    most, bands = parts - 1, [s for s in form.steps if s.kind == "band"]
+    most, bands = parts - 1, [s for s in form.score_ops if s.kind == "band"]
     if not bands or unseen(form) is None:
         return Reach(most, 0, ring=True)
     low = max([s.low for s in bands if s.low is not None], default=-parts * length)
@@ -53,78 +60,89 @@ def reach(form: Form, parts: int, length: int) -> Reach:
     return Reach(before, 0 if ring else behind, ring)
 
 
-def unseen(form: Form) -> float | None:
+def unseen(form: AttentionConfig) -> float | None:
     """The score of every key that some band masks: a number, or minus infinity; None where it is not the same."""
     found: set[float] = set()
-    lone = sum(s.kind == "band" for s in form.steps) == 1
-    for step in form.steps:
+    lone = sum(s.kind == "band" for s in form.score_ops) == 1
+    for step in form.score_ops:
         if step.kind == "band":
-            found = {step.number} if lone else found | {step.number}
-        elif step.kind == "keep":
-            found |= {step.number}
+            found = {step.constant} if lone else found | {step.constant}
+        elif step.kind == "mask":
+            found |= {step.constant}
         elif step.kind == "bias" and found - {-math.inf}:
             return None
         elif step.kind != "bias":
-            found = {x * step.number if step.kind == "scale" else x + step.number for x in found}
+            found = {x * step.constant if step.kind == "scale" else x + step.constant for x in found}
     (score,) = found if len(found) == 1 else (math.nan,)
     return score if score < math.inf else None
 
 
-def beyond(form: Form, far: Reach) -> float | None:
+def beyond(form: AttentionConfig, far: Reach) -> float | None:
     """The score of keys out of reach, where it may count; None where no key is, or they count nothing."""
     score = None if far.ring or form.fused else unseen(form)  # a kernel never counts them
     return None if score == -math.inf else score
 
 
-def nothing(form: Form, query: Any, key: Any, value: Any) -> Sums:
+def nothing(form: AttentionConfig, query: Any, key: Any, value: Any) -> Sums:
     """The sums over no keys."""
     sizes = form.sizes(query, key, value)
-    rows = tuple(sizes[c] for c in form.rows)
+    rows = tuple(sizes[c] for c in form.row_dims)
     return (
-        jnp.zeros((*rows, sizes[form.width]), form.wide),
-        jnp.full(rows, -jnp.inf, form.wide),
-        jnp.zeros(rows, form.wide),
+        jnp.zeros((*rows, sizes[form.value_width]), form.accum_dtype),
+        jnp.full(rows, -jnp.inf, form.accum_dtype),
+        jnp.zeros(rows, form.accum_dtype),
     )
 
 
-def met(form: Form, sums: Sums, scores: Any, value: Any, times: Any = 1) -> Sums:
+def met(form: AttentionConfig, sums: Sums, scores: Any, value: Any, times: Any = 1) -> Sums:
     """``sums`` and those over further keys, each of which counts ``times``."""
     mixed, peak, total = sums
     highest = jnp.maximum(peak, jnp.max(scores, -1))
     base = jnp.where(highest == -jnp.inf, 0, highest)  # of nothing but masked scores: their exponentials are 0
     e, before = jnp.exp(scores - base[..., None]), jnp.exp(peak - base)
-    text = f"{form.rows}{form.col},{form.value}->{form.rows}{form.width}"
-    added = jnp.einsum(text, e.astype(form.weights), value, precision=form.mixing, preferred_element_type=form.wide)
+    text = f"{form.row_dims}{form.key_position},{form.value_dims}->{form.row_dims}{form.value_width}"
+    added = jnp.einsum(
+        text,
+        e.astype(form.weight_dtype),
+        value,
+        precision=form.value_precision,
+        preferred_element_type=form.accum_dtype,
+    )
     return mixed * before[..., None] + added, highest, total * before + jnp.sum(e, -1) * times
 
 
-def joined(form: Form, sums: Sums, further: tuple[Any, Any, Any]) -> Sums:
+def joined(form: AttentionConfig, sums: Sums, further: tuple[Any, Any, Any]) -> Sums:
     """``sums`` and those over further keys, of which `attention_p` has made its results."""
     (mixed, peak, total), (out, high, count) = sums, further
     highest = jnp.maximum(peak, high)
     before, after = jnp.exp(peak - highest), jnp.exp(high - highest) * count
-    out = jnp.transpose(out, [form.out.index(c) for c in form.rows + form.width]).astype(form.wide)
+    out = jnp.transpose(out, [form.out_dims.index(c) for c in form.row_dims + form.value_width]).astype(
+        form.accum_dtype
+    )
     return mixed * before[..., None] + out * after[..., None], highest, total * before + after
 
 
-def open_(form: Form) -> Form:
+def open_(form: AttentionConfig) -> AttentionConfig:
     """``form`` for keys that all its queries see."""
-    return replace(form, steps=tuple(s for s in form.steps if s.kind != "band"))
+    return replace(form, steps=tuple(s for s in form.score_ops if s.kind != "band"))
 
 
-def results(form: Form, sums: Sums) -> tuple[Any, Any, Any]:
+def results(form: AttentionConfig, sums: Sums) -> tuple[Any, Any, Any]:
     """The results of `attention_p`."""
     mixed, peak, total = sums
-    order = [(form.rows + form.width).index(c) for c in form.out]
-    return jnp.transpose(mixed / total[..., None], order).astype(form.result), peak, total
+    order = [(form.row_dims + form.value_width).index(c) for c in form.out_dims]
+    return jnp.transpose(mixed / total[..., None], order).astype(form.out_dtype), peak, total
 
 
 def attend_round(
-    form: Form, far: Reach, axes: Axes, query: Any, key: Any, value: Any, *extras: Any
+    form: AttentionConfig, far: Reach, axes: Axes, query: Any, key: Any, value: Any, *extras: Any
 ) -> tuple[Any, Any, Any]:
     """The results of `attention_p` for one part."""
     parts, me = lax.axis_size(axes), lax.axis_index(axes)
-    rows, cols = query.shape[form.query.index(form.row)], key.shape[form.key.index(form.col)]
+    rows, cols = (
+        query.shape[form.query_dims.index(form.query_position)],
+        key.shape[form.key_dims.index(form.key_position)],
+    )
 
     def meet(sums: Sums, k: Any, v: Any, source: Any) -> Sums:
         if form.fused:  # of a causal mask, blocks that come by are seen whole
@@ -149,17 +167,17 @@ def attend_round(
         sums = _walk(axes, far, step, turns, (key, value), sums, arrive)
     score = beyond(form, far)
     if score is not None:
-        values = jnp.sum(value, form.value.index(form.col), form.wide, keepdims=True)
+        values = jnp.sum(value, form.value_dims.index(form.key_position), form.accum_dtype, keepdims=True)
         away = _away(far, me, parts)
         count = jnp.sum(away) * cols
-        alike = jnp.full((*sums[1].shape, 1), jnp.where(count > 0, score, -jnp.inf), form.wide)
-        values = jnp.tensordot(away.astype(form.wide), lax.all_gather(values, axes), 1)
+        alike = jnp.full((*sums[1].shape, 1), jnp.where(count > 0, score, -jnp.inf), form.accum_dtype)
+        values = jnp.tensordot(away.astype(form.accum_dtype), lax.all_gather(values, axes), 1)
         sums = met(form, sums, alike, values, count)
     return results(form, sums)
 
 
 def gradients_round(
-    form: Form,
+    form: AttentionConfig,
     far: Reach,
     travels: str,
     axes: Axes,
@@ -174,8 +192,11 @@ def gradients_round(
 ) -> tuple[Any, ...]:
     """The results of `attention_backward_p` for one part; ``keys`` travel, or ``queries``."""
     parts, me, queries = lax.axis_size(axes), lax.axis_index(axes), travels == "queries"
-    rows, cols = query.shape[form.query.index(form.row)], key.shape[form.key.index(form.col)]
-    stats = (out, peak, total) if form.fused else jnp.stack([peak, total, inwards(form, out, cotangent)])
+    rows, cols = (
+        query.shape[form.query_dims.index(form.query_position)],
+        key.shape[form.key_dims.index(form.key_position)],
+    )
+    stats = (out, peak, total) if form.fused else jnp.stack([peak, total, out_dot_cotangent(form, out, cotangent)])
     ours, theirs = (query, stats, cotangent), (key, value)
     # XLA would otherwise keep all that has come in the forward part.
     ours, theirs = lax.optimization_barrier((ours, theirs))
@@ -190,9 +211,11 @@ def gradients_round(
         dq, *both = block_gradients(form, q, k, v, stats[0], stats[1], ct, stats[2], extras, row, col)
         return ([dq], both) if queries else (both, [dq])
 
-    def fused(seen: Form, q: Any, stats: Any, ct: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def fused(seen: AttentionConfig, q: Any, stats: Any, ct: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """The same by the kernel; it is the keys that travel."""
-        lies = replace(seen, grads=(form.query, form.key, form.value), dtypes=(str(form.wide),) * 3)
+        lies = replace(
+            seen, grads=(form.query_dims, form.key_dims, form.value_dims), dtypes=(str(form.accum_dtype),) * 3
+        )
         out, peak, total = stats
         dq, *both = gradients_fused(lies, q, k, v, out, peak, total, ct)
         return both, [dq]
@@ -206,12 +229,14 @@ def gradients_round(
             source = me - step * turn
             if far.ring:
                 away, here = meet(blocks, source % parts)
-                back = [permute(x + y, axes, _pairs(step, 1, parts, True)) for x, y in zip(back, away, strict=True)]
+                back = [
+                    permute_shards(x + y, axes, _pairs(step, 1, parts, True)) for x, y in zip(back, away, strict=True)
+                ]
             else:
                 none = jax.tree.map(jnp.zeros_like, (back, stayed))
                 away, here = lax.cond((source >= 0) & (source < parts), meet, lambda *_: none, blocks, source)
                 home = [(p, p - step * turn) for p in range(parts) if 0 <= p - step * turn < parts]
-                back = [x + permute(y, axes, home) for x, y in zip(back, away, strict=True)]
+                back = [x + permute_shards(y, axes, home) for x, y in zip(back, away, strict=True)]
             return back, jax.tree.map(jnp.add, stayed, here)
 
         start = jax.tree.map(jnp.zeros_like, went), stayed
@@ -220,14 +245,15 @@ def gradients_round(
     dq, dk, dv = (*went, *stayed) if queries else (*stayed, *went)
     score = beyond(form, far)
     if score is not None:
-        text = f"{form.rows},{form.cotangent}->{form.value.replace(form.col, '')}"
-        p = (jnp.exp(score - peak) / total).astype(form.weights)
-        mixed = jnp.einsum(text, p, cotangent, precision=form.mixing, preferred_element_type=form.wide)
+        text = f"{form.row_dims},{form.cotangent_dims}->{form.value_dims.replace(form.key_position, '')}"
+        p = (jnp.exp(score - peak) / total).astype(form.weight_dtype)
+        mixed = jnp.einsum(text, p, cotangent, precision=form.value_precision, preferred_element_type=form.accum_dtype)
         away = jax.vmap(lambda part: _away(far, part, parts)[me])(jnp.arange(parts))
         dv = dv + jnp.expand_dims(
-            jnp.tensordot(away.astype(form.wide), lax.all_gather(mixed, axes), 1), form.value.index(form.col)
+            jnp.tensordot(away.astype(form.accum_dtype), lax.all_gather(mixed, axes), 1),
+            form.value_dims.index(form.key_position),
         )
-    return settled(form, (dq, dk, dv))
+    return finalize_gradients(form, (dq, dk, dv))
 
 
 def _walk(
@@ -237,7 +263,7 @@ def _walk(
     parts = lax.axis_size(axes)
 
     def send(blocks: Any, turn: int) -> Any:
-        return jax.tree.map(lambda x: permute(x, axes, _pairs(step, turn, parts, far.ring)), blocks)
+        return jax.tree.map(lambda x: permute_shards(x, axes, _pairs(step, turn, parts, far.ring)), blocks)
 
     def turned(carry: tuple[Any, Any], turn: Any) -> tuple[tuple[Any, Any], None]:
         blocks, sums = carry
@@ -269,7 +295,10 @@ def _away(far: Reach, me: Any, parts: int) -> Any:
     return (place < me - far.before) | (place > me + far.behind)
 
 
-def moves_round(form: Form, far: Reach, parts: int, there: Sequence[int], back: Sequence[int], values: int) -> Moves:
+def moves_round(
+    form: AttentionConfig, far: Reach, parts: int, there: Sequence[int], back: Sequence[int], values: int
+) -> Moves:
     """What a part sends: at each hop ``there`` and ``back``, in bytes; ``values`` are those of a sum of values."""
-    hops = tuple(("collective-permute", n) for n in (*there, *back)) * (far.before + far.behind)
-    return hops if beyond(form, far) is None else (*hops, ("all-gather", values * parts))
+    hop: Moves = tuple((COLLECTIVE_PERMUTE, n) for n in (*there, *back))
+    hops = hop * (far.before + far.behind)
+    return hops if beyond(form, far) is None else (*hops, (ALL_GATHER, values * parts))

@@ -12,6 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import Local
+from autoshard.machine.collective import ALL_GATHER, CollectiveKind
 
 COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "cumlogsumexp": jnp.logaddexp,
@@ -36,7 +37,7 @@ def scan(name: str, size: int, axis: int, reverse: bool) -> Local:
         offset = lax.dynamic_slice_in_dim(sums, jnp.clip(before, 0, parts - 1), 1, axis)
         return jnp.where(me == first, scanned, COMBINE[name](offset, scanned))
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        return (("all-gather", sizes[0] * parts * parts // size),)
+    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+        return ((ALL_GATHER, sizes[0] * parts * parts // size),)
 
     return Local(fun, moves)

@@ -15,6 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import Local
+from autoshard.machine.collective import ALL_REDUCE, CollectiveKind
 
 
 def read(shape: Sequence[int], slice_sizes: Sequence[int], axis: int) -> Local:
@@ -59,8 +60,8 @@ def _told(axes: tuple[str, ...], x: Any, places: Any, axis: int) -> Any:
     return lax.psum(jnp.where(mine, terms, _nothing(terms.dtype)), axes).astype(x.dtype)
 
 
-def _one_reduction(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    return (("all-reduce", sizes[-1]),)
+def _one_reduction(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    return ((ALL_REDUCE, sizes[-1]),)
 
 
 def write(shape: Sequence[int], update: Sequence[int], axis: int) -> Local:
@@ -79,7 +80,7 @@ def write(shape: Sequence[int], update: Sequence[int], axis: int) -> Local:
             spread = lax.dynamic_update_slice(x, spread, [*starts[:axis], 0 * starts[axis], *starts[axis + 1 :]])
         return jnp.where(mine, spread, x)
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
         return ()
 
     return Local(fun, moves)

@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.halo import permute
+from autoshard.ir.halo import permute_shards
 from autoshard.ir.rule import Local
+from autoshard.machine.collective import COLLECTIVE_PERMUTE, CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def rearrange(
             lows = [min(starts[p.stretch.operand] + p.low, starts[-1] - longest) for p in turn]
             low = _table(parts, {p.source: n for p, n in zip(turn, lows, strict=True)})[me]
             sent = lax.dynamic_slice_in_dim(own, low, longest, axis)
-            pool.append(permute(sent, axes, [(p.source, p.target) for p in turn]))
+            pool.append(permute_shards(sent, axes, [(p.source, p.target) for p in turn]))
             slots.append((turn, [end + starts[p.stretch.operand] - n for p, n in zip(turn, lows, strict=True)]))
             end += longest
         if fill:
@@ -140,9 +141,9 @@ def rearrange(
             results.append(jnp.take(everything, index, axis, mode="clip"))
         return results[0] if len(results) == 1 else tuple(results)
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
         each = sizes[0] * parts // before[0]
-        return tuple(("collective-permute", each * max(p.stretch.length for p in turn)) for turn in plan(parts)[1])
+        return tuple((COLLECTIVE_PERMUTE, each * max(p.stretch.length for p in turn)) for turn in plan(parts)[1])
 
     return Local(fun, moves)
 

@@ -24,12 +24,13 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.halo import permute
+from autoshard.ir.halo import permute_shards
 from autoshard.ir.rule import Aval, Local
-from autoshard.jaxpr import primitive
+from autoshard.jaxpr import find_primitive
+from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE, CollectiveKind
 
 Arrays = tuple[Any, ...]
-Moves = tuple[tuple[str, int], ...]
+Moves = tuple[tuple[CollectiveKind, int], ...]
 Sort = Callable[[Arrays], Arrays]
 """Along the last dimension."""
 
@@ -38,7 +39,7 @@ def ordered(operands: Sequence[Aval], axis: int, keys: int) -> Local:
     """`jax.lax.sort` of ``operands``, whole, along ``axis`` by the first ``keys`` of them."""
     size, widths = operands[0].shape[axis], [np.dtype(x.dtype).itemsize for x in operands]
     told_apart = keys < len(operands) or any(jax.dtypes.issubdtype(x.dtype, np.inexact) for x in operands)
-    sort = primitive("sort")
+    sort = find_primitive("sort")
     assert sort is not None
 
     def run(xs: Arrays, by: int = keys) -> Arrays:
@@ -65,7 +66,7 @@ def ordered(operands: Sequence[Aval], axis: int, keys: int) -> Local:
         total = 2 * sum(sent) * (parts - 1) / parts + 2 * sum(edges)
         if not (rows % parts == 0 or fits) or total >= sum(own) * (parts - 1):
             return None
-        moves = (*(("all-to-all", n) for n in 2 * sent), *(("collective-permute", n) for n in 2 * edges))
+        moves: Moves = (*((ALL_TO_ALL, n) for n in 2 * sent), *((COLLECTIVE_PERMUTE, n) for n in 2 * edges))
         return columns if edges else trade, moves
 
     def fun(axes: tuple[str, ...], *operands: Any) -> Arrays:
@@ -102,8 +103,8 @@ def _columns(run: Sort, axes: tuple[str, ...], xs: Arrays) -> Arrays:
     xs = run(tuple(map(handed_back, run(tuple(map(dealt, run(xs)))))))
     edge = parts**2
     lows, highs = tuple(x[:, :edge] for x in xs), tuple(x[:, -edge:] for x in xs)
-    before = (permute(x, axes, [(p, p + 1) for p in range(parts - 1)]) for x in highs)
-    behind = (permute(x, axes, [(p + 1, p) for p in range(parts - 1)]) for x in lows)
+    before = (permute_shards(x, axes, [(p, p + 1) for p in range(parts - 1)]) for x in highs)
+    behind = (permute_shards(x, axes, [(p + 1, p) for p in range(parts - 1)]) for x in lows)
     first = run(tuple(lax.concatenate(pair, 1) for pair in zip(before, lows, strict=True)))
     last = run(tuple(lax.concatenate(pair, 1) for pair in zip(highs, behind, strict=True)))
     return tuple(

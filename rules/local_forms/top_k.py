@@ -15,7 +15,8 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import Local
-from autoshard.jaxpr import primitive
+from autoshard.jaxpr import find_primitive
+from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind
 
 
 def arg(largest: bool, dtype: Any, index_dtype: Any, size: int, axis: int) -> Local:
@@ -33,10 +34,10 @@ def arg(largest: bool, dtype: Any, index_dtype: Any, size: int, axis: int) -> Lo
         best = lax.pmax(key, axes)
         return lax.pmin(jnp.where(key == best, here, nowhere), axes).astype(index_dtype)
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
         rows = sizes[1] // np.dtype(index_dtype).itemsize
         wide = 8 if np.dtype(dtype).itemsize == 8 else 4
-        return ("all-reduce", rows * wide), ("all-reduce", rows * np.dtype(position).itemsize)
+        return (ALL_REDUCE, rows * wide), (ALL_REDUCE, rows * np.dtype(position).itemsize)
 
     return Local(fun, moves)
 
@@ -62,7 +63,7 @@ def top(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
 
     Always an island: XLA gathers also where only rows are split.
     """
-    top_k = primitive("top_k")
+    top_k = find_primitive("top_k")
     assert top_k is not None
 
     def fun(axes: tuple[str, ...], x: Any) -> Any:
@@ -75,8 +76,8 @@ def top(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
         best, place = top_k.bind(values, k=k, axis=axis, **params)
         return best, jnp.take_along_axis(at, place, axis, mode="clip")
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
         candidates = parts * min(k, size // parts)
-        return tuple(("all-gather", n * candidates // k) for n in sizes[1:])
+        return tuple((ALL_GATHER, n * candidates // k) for n in sizes[1:])
 
-    return Local(fun, moves, due="always")
+    return Local(fun, moves, used_when="always")

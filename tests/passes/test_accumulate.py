@@ -41,7 +41,7 @@ def carries(jaxpr: jx.Jaxpr) -> list[tuple[int, ...]]:
     """The shapes of what loops carry, at every depth."""
     found: list[tuple[int, ...]] = []
     for eqn in jaxpr.eqns:
-        shape = jx.scan(eqn)
+        shape = jx.scan_groups(eqn)
         found += [jx.aval(v).shape for v in eqn.outvars[: shape.carry]] if shape else []
         for region in jx.regions(eqn):
             found += carries(region.body)
@@ -164,12 +164,12 @@ def test_an_axis_that_the_mesh_lacks_is_named() -> None:
 
 def test_forms_are_one_for_each_number_of_parts_where_a_loop_adds_up() -> None:
     program = trace(jax.jit(lambda p, b: accumulated(network, p, b)), (weights(), batches()), {}, MESH, rules=SHIPPED)
-    assert [str(f) for f in Accumulate().forms(program)] == [
+    assert [str(p) for p in Accumulate().variants(program)] == [
         "accumulate:data+model",
         "accumulate:data",
         "accumulate:model",
     ]
-    assert Accumulate().forms(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH, rules=SHIPPED)) == ()
+    assert Accumulate().variants(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH, rules=SHIPPED)) == ()
 
 
 def test_the_planner_takes_it_where_it_pays_and_the_numbers_are_those_of_one_device() -> None:

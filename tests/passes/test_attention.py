@@ -18,7 +18,7 @@ from autoshard.errors import PassError
 from autoshard.passes import KNOWN, Attention
 from autoshard.rules import OWN
 from autoshard.transforms.attention_op import attention_backward_p, attention_p
-from autoshard.transforms.pipeline import parse
+from autoshard.transforms.pipeline import parse_passes
 from tests import attentions
 from tests.attentions import (
     BIAS,
@@ -69,7 +69,7 @@ def test_forward_and_backward_are_found_and_mean_the_same(name):
     done, report = rewritten(trained(fun), args)
     forward, backward = found(done)
     assert report == "1 forward and 1 backward made one operation each"
-    assert [s.kind for s in forward[0].steps] == steps.split() == [s.kind for s in backward[0].steps]
+    assert [s.kind for s in forward[0].score_ops] == steps.split() == [s.kind for s in backward[0].score_ops]
     assert not any(e.primitive.name in {"dot_general", "exp"} for e in done.jaxpr.eqns)
     close(run(done, args), jax.jit(trained(fun))(*args))
 
@@ -123,7 +123,7 @@ def test_layers_in_a_row_in_a_loop_and_made_again(scanned, remat, passes, counts
         step = autoshard.jit(fun, mesh=on, strategy="replicated", passes=passes, in_shardings=(P(), spec))
         forward, backward = found(step.trace(*args))
         assert (len(forward), len(backward)) == counts
-        assert {tuple(s.kind for s in f.steps) for f in (*forward, *backward)} == {("scale", "band")}
+        assert {tuple(s.kind for s in f.score_ops) for f in (*forward, *backward)} == {("scale", "band")}
         assert len(step.plan(*args).islands) == sum(counts)
         close(step(*args), jax.jit(fun)(*args), rtol=1e-10)
 
@@ -321,7 +321,7 @@ def test_the_primitives_differentiate_and_batch():
 
 
 def test_it_is_known_by_name_and_no_default():
-    assert parse("attention", KNOWN) == (Attention(),)
+    assert parse_passes("attention", KNOWN) == (Attention(),)
     step = autoshard.jit(FORMS["full"][0], mesh={"s": 8})
     assert found(step.trace(*operands())) == ([], [])
 
@@ -340,7 +340,7 @@ def test_layers_in_a_loop_hold_no_scores_for_the_loop_of_the_backward_part():
 
 def _stacks(program):
     """What loops give, a row for each turn."""
-    eqns = [(e, jx.scan(e)) for e in program.jaxpr.eqns if jx.scan(e)]
+    eqns = [(e, jx.scan_groups(e)) for e in program.jaxpr.eqns if jx.scan_groups(e)]
     return [jx.aval(v) for e, shape in eqns for v in e.outvars[shape.carry :]]
 
 
@@ -354,5 +354,5 @@ def test_what_the_chip_has_room_for_is_no_large_attention(on_chip):
 
 def test_a_least_size_that_is_none_is_refused():
     with pytest.raises(PassError, match=r"attention:soon: 'soon' is no size in bytes.*or 'large'"):
-        Attention.of("soon")
-    assert str(Attention.of("32MiB")) == "attention:32MiB"
+        Attention.from_option("soon")
+    assert str(Attention.from_option("32MiB")) == "attention:32MiB"

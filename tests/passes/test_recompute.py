@@ -18,7 +18,7 @@ from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import KNOWN, Recompute
 from autoshard.passes.recompute import products
 from autoshard.rules import SHIPPED
-from autoshard.transforms.pipeline import Pipeline, parse
+from autoshard.transforms.pipeline import Pipeline, parse_passes
 from autoshard.transforms.remat import residual_bytes
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
@@ -137,7 +137,7 @@ def test_a_decoder_holds_less_as_the_policy_allows_less(scanned):
 def test_a_scanned_decoder_stacks_only_what_enters_a_layer():
     before, _ = decoder(scanned=True)
     after, _ = rewritten(before)
-    (forward, _), (now, _) = ([e for e in p.jaxpr.eqns if jx.scan(e)] for p in (before, after))
+    (forward, _), (now, _) = ([e for e in p.jaxpr.eqns if jx.scan_groups(e)] for p in (before, after))
     assert len(forward.outvars) > 20
     assert [v.aval.shape for v in now.outvars] == [(BATCH, SEQ, EMBED), (LAYERS, BATCH, SEQ, EMBED)]
     assert count(after, "tanh") == 2 * count(before, "tanh")
@@ -155,13 +155,13 @@ def test_products_that_the_policy_holds_are_not_run_again(scanned):
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
 def test_products_are_held_one_by_one_those_first_that_take_most_work_for_each_byte(scanned):
     before, args = decoder(scanned)
-    forms = Recompute().forms(before)
-    assert str(forms[-1]) == "recompute:full"
-    assert str(forms[-2]) == "recompute:products:1"
-    held = [residual_bytes(form(before)) for form in forms]
+    variants = Recompute().variants(before)
+    assert str(variants[-1]) == "recompute:full"
+    assert str(variants[-2]) == "recompute:products:1"
+    held = [residual_bytes(variant(before)) for variant in variants]
     assert held[-1] < held[0] / 2
     assert len(set(held)) > 4
-    again = [count(form(before), "dot_general") for form in forms]
+    again = [count(variant(before), "dot_general") for variant in variants]
     assert again == sorted(again)
     assert again[0] < again[-1]
     deepest = products(before.jaxpr)[0]
@@ -192,7 +192,7 @@ def test_an_unrolled_step_holds_no_more_than_checkpointed_layers():
 
 def test_the_report_says_what_was_held_and_is():
     before, _ = decoder(scanned=True)
-    after, (report,) = Pipeline(parse(["recompute:full"], KNOWN)).run(before)
+    after, (report,) = Pipeline(parse_passes(["recompute:full"], KNOWN)).run(before)
     assert report.name == "recompute:full"
     assert report.change == f"residuals 0.536 -> {residual_bytes(after) / 2**20:.3g} MiB"
     assert rewritten(before, "everything_saveable")[1][0].change == "residuals 0.536 -> 0.536 MiB"

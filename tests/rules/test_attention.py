@@ -15,7 +15,7 @@ from autoshard.backend.audit import audit
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.rules import OWN
 from autoshard.rules.local_forms.attention_ring import reach, unseen
-from autoshard.transforms.attention_op import Form, Step
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
 from tests.attentions import (
     FORMS,
     LAYOUTS,
@@ -168,26 +168,26 @@ def test_derivatives_of_the_step_to_the_second_order(name, batch):
 
 
 def form(*steps):
-    return Form("bqhe", "bkhe", "bkhe", "bqhe", "bhq", "q", "k", steps, (), *("float32",) * 4)
+    return AttentionConfig("bqhe", "bkhe", "bkhe", "bqhe", "bhq", "q", "k", steps, (), *("float32",) * 4)
 
 
 def band(number, low=None, high=None):
-    return Step("band", number, low=low, high=high)
+    return ScoreOp("band", number, low=low, high=high)
 
 
 @pytest.mark.parametrize(
     ("steps", "score"),
     [
         ([band(-1e9, high=0)], -1e9),
-        ([band(-np.inf, high=0), Step("bias", operand=0)], -np.inf),
-        ([Step("bias", operand=0), band(-1e9, high=0), Step("scale", 2.0), Step("shift", 1.0)], -2e9 + 1),
-        ([band(-1e9, high=0), Step("keep", -1e9, 0)], -1e9),
-        ([Step("keep", -1e30, 0), band(-1e9, high=0)], -1e9),
-        ([band(-1e9, high=0), Step("keep", -1e30, 0)], None),
-        ([band(-1e9, high=0), Step("bias", operand=0)], None),
+        ([band(-np.inf, high=0), ScoreOp("bias", extra=0)], -np.inf),
+        ([ScoreOp("bias", extra=0), band(-1e9, high=0), ScoreOp("scale", 2.0), ScoreOp("shift", 1.0)], -2e9 + 1),
+        ([band(-1e9, high=0), ScoreOp("mask", -1e9, 0)], -1e9),
+        ([ScoreOp("mask", -1e30, 0), band(-1e9, high=0)], -1e9),
+        ([band(-1e9, high=0), ScoreOp("mask", -1e30, 0)], None),
+        ([band(-1e9, high=0), ScoreOp("bias", extra=0)], None),
         ([band(-1e9, high=0), band(-1e30, low=-3)], None),
-        ([band(-np.inf, high=0), Step("scale", -1.0)], None),
-        ([band(-np.inf, high=0), Step("scale", 0.0)], None),
+        ([band(-np.inf, high=0), ScoreOp("scale", -1.0)], None),
+        ([band(-np.inf, high=0), ScoreOp("scale", 0.0)], None),
     ],
 )
 def test_the_score_of_what_is_out_of_sight(steps, score):

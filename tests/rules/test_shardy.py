@@ -41,7 +41,7 @@ def kind_of(rule: Rule, factor: str) -> str:
 
 def equation(sample: Sample) -> jx.JaxprEqn | None:
     """The equation that the sample is for; None where this JAX has no such primitive, or traces it to nothing."""
-    if jx.primitive(sample.name) is None:
+    if jx.find_primitive(sample.name) is None:
         return None
     eqns = jx.normalize(jax.make_jaxpr(sample.fn)(*sample.args)).eqns
     return next((e for e in reversed(eqns) if e.primitive.name == sample.name), None)

@@ -12,14 +12,14 @@ from autoshard.rules.sum_of_products import TABLE, sum_of_products
 from autoshard.rules.validation.audit import audit_factors
 from autoshard.rules.validation.evidence import load
 from autoshard.rules.validation.samples import Draw, Sample
-from autoshard.transforms.sum_of_products import Term, flops, sum_of_products_p
+from autoshard.transforms.sum_of_products import ProductDims, flops, sum_of_products_p
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, "float64")
 
 
-def sample(terms: tuple[Term, ...], out: str, *shapes: tuple[int, ...]) -> Sample:
+def sample(terms: tuple[ProductDims, ...], out: str, *shapes: tuple[int, ...]) -> Sample:
     operands = [Draw().real(*s) for s in shapes]
     counted = flops(operands, terms, out)
 
@@ -39,7 +39,7 @@ def sample(terms: tuple[Term, ...], out: str, *shapes: tuple[int, ...]) -> Sampl
     ],
 )
 def test_every_split_that_the_rule_allows_gives_the_same_numbers(
-    terms: tuple[Term, ...], shapes: tuple[tuple[int, ...], ...]
+    terms: tuple[ProductDims, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     with jax.enable_x64(True):
         case = load(sample(terms, "ab", *shapes), TABLE)

@@ -12,11 +12,19 @@ from jax import numpy as jnp
 
 from autoshard.errors import MeshError
 from autoshard.transforms import cudnn_attention
-from autoshard.transforms.attention_op import Form, Step
-from autoshard.transforms.cudnn_attention import fused_backward_p, fused_p, peak_flops, rate, unfit
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
+from autoshard.transforms.cudnn_attention import (
+    attention_kernel_backward_p,
+    attention_kernel_p,
+    kernel_flops_at_peak,
+    peak_share,
+    unsupported_reason,
+)
 
-SCALE, BAND = Step("scale", 0.3), Step("band", -1e9, high=0)
-FORM = Form("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), (), *["float32"] * 2, *["bfloat16"] * 2)
+SCALE, BAND = ScoreOp("scale", 0.3), ScoreOp("band", -1e9, high=0)
+FORM = AttentionConfig(
+    "bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), (), *["float32"] * 2, *["bfloat16"] * 2
+)
 
 
 def operands(key_heads, dtype, batch=2, length=16, heads=4, width=8):
@@ -32,14 +40,14 @@ def test_the_numbers_are_those_of_jax(causal, key_heads, dtype):
     q, k, v = operands(key_heads, dtype)
     theirs = functools.partial(jax.nn.dot_product_attention, scale=0.3, is_causal=causal, implementation="xla")
     want, logsum = theirs(q, k, v, return_residual=True)
-    out, own = jax.jit(functools.partial(fused_p.bind, scale=0.3, causal=causal))(q, k, v)
+    out, own = jax.jit(functools.partial(attention_kernel_p.bind, scale=0.3, causal=causal))(q, k, v)
     assert (out.dtype, own.dtype) == (q.dtype, jnp.float32)
     near = {"rtol": 3e-2, "atol": 3e-2} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
     close = functools.partial(np.testing.assert_allclose, **near)
     close(out.astype("float32"), want.astype("float32"))
     close(own, jnp.swapaxes(logsum, 1, 2).astype("float32"))
     cotangent = jnp.cos(3 * want)
-    backward = jax.jit(functools.partial(fused_backward_p.bind, scale=0.3, causal=causal))
+    backward = jax.jit(functools.partial(attention_kernel_backward_p.bind, scale=0.3, causal=causal))
     want = jax.jit(lambda ct, *ours: jax.vjp(theirs, *ours)[1](ct))(cotangent, q, k, v)
     for x, y in zip(backward(q, k, v, out, own, cotangent), want, strict=True):
         assert x.dtype == y.dtype
@@ -53,15 +61,15 @@ def stand_in(query, key, value, *, scale, is_causal, implementation):
 
     @jax.custom_vjp
     def attend(q, k, v):
-        return fused_p.bind(q, k, v, **params)[0]
+        return attention_kernel_p.bind(q, k, v, **params)[0]
 
     def forward(q, k, v):
-        out, logsum = fused_p.bind(q, k, v, **params)
+        out, logsum = attention_kernel_p.bind(q, k, v, **params)
         return out, (q, k, v, jnp.zeros((0,), q.dtype), logsum, out)
 
     def backward(held, cotangent):
         q, k, v, _, logsum, out = held
-        return tuple(fused_backward_p.bind(q, k, v, out, logsum, cotangent, **params))
+        return tuple(attention_kernel_backward_p.bind(q, k, v, out, logsum, cotangent, **params))
 
     attend.defvjp(forward, backward)
     return attend(query, key, value)
@@ -89,35 +97,43 @@ def test_without_the_library_compiling_for_a_gpu_says_what_to_install(monkeypatc
         raise RuntimeError("cuDNN not found.")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
-    step = jax.jit(lambda q, k, v: fused_p.bind(q, k, v, scale=0.3, causal=True)).trace(*operands(2, "bfloat16"))
+    step = jax.jit(lambda q, k, v: attention_kernel_p.bind(q, k, v, scale=0.3, causal=True)).trace(
+        *operands(2, "bfloat16")
+    )
     with pytest.raises(MeshError, match=r"bfloat16\[2, 16, 4, 8\].*cuDNN not found.*autoshard\[gpu\].*'attention'"):
         step.lower(lowering_platforms=("cuda",))
     step.lower(lowering_platforms=("cpu",))
 
 
-UNFIT = {
+UNSUPPORTED = {
     "": FORM,
     "takes queries, keys and values of bfloat16 or float16, not float32": (FORM, "float32"),
-    "result is bfloat16, as its operands, not float32": replace(FORM, result="float32"),
-    "no mask or bias but the causal mask (keep)": replace(FORM, steps=(Step("keep", -1e9, 0),), extras=("b..k",)),
-    "no mask or bias but the causal mask (bias)": replace(FORM, steps=(Step("bias", operand=0),), extras=(".hqk",)),
-    "no mask or bias but the causal mask (a window)": replace(FORM, steps=(replace(BAND, low=-4),)),
-    "these count by a score of -3": replace(FORM, steps=(replace(BAND, number=-10.0), SCALE)),
+    "result is bfloat16, as its operands, not float32": replace(FORM, out_dtype="float32"),
+    "no mask or bias but the causal mask (mask)": replace(
+        FORM, score_ops=(ScoreOp("mask", -1e9, 0),), extra_dims=("b..k",)
+    ),
+    "no mask or bias but the causal mask (bias)": replace(
+        FORM, score_ops=(ScoreOp("bias", extra=0),), extra_dims=(".hqk",)
+    ),
+    "no mask or bias but the causal mask (a window)": replace(FORM, score_ops=(replace(BAND, low=-4),)),
+    "these count by a score of -3": replace(FORM, score_ops=(replace(BAND, constant=-10.0), SCALE)),
     "mask is of 16 queries and 32 keys": (FORM, "bfloat16", {"k": 32}),
     "multiple of 8 and at most 128 wide, not 12": (FORM, "bfloat16", {"d": 12, "e": 12}),
     "multiple of 8 and at most 128 wide, not 256": (FORM, "bfloat16", {"d": 256, "e": 256}),
-    "keys and values of the same heads": replace(FORM, value="bke"),
-    "no more of them than of queries": replace(FORM, query="bqd"),
+    "keys and values of the same heads": replace(FORM, value_dims="bke"),
+    "no more of them than of queries": replace(FORM, query_dims="bqd"),
 }
 
 
-@pytest.mark.parametrize("reason", UNFIT)
+@pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_what_the_library_does_not_take(reason):
-    case = UNFIT[reason]
+    case = UNSUPPORTED[reason]
     form, dtype, sizes, *_ = (*case, {}) if isinstance(case, tuple) else (case, "bfloat16", {})
     sizes = {"b": 2, "q": 16, "k": 16, "h": 4, "d": 8, "e": 8} | sizes
-    sides = [jax.ShapeDtypeStruct([sizes[c] for c in s], dtype) for s in (form.query, form.key, form.value)]
-    said = unfit(form, *sides)
+    sides = [
+        jax.ShapeDtypeStruct([sizes[c] for c in s], dtype) for s in (form.query_dims, form.key_dims, form.value_dims)
+    ]
+    said = unsupported_reason(form, *sides)
     assert reason in said if reason else not said
 
 
@@ -125,14 +141,14 @@ def test_time_is_that_of_the_work_below_a_causal_mask_and_of_heads_of_full_width
     q = jax.ShapeDtypeStruct((2, 16, 4, 128), "bfloat16")
     narrow = jax.ShapeDtypeStruct((2, 16, 4, 64), "bfloat16")
     products = 2 * (2 * 4 * 16 * 16) * 128
-    assert peak_flops(replace(FORM, steps=()), q, q, q, 0.5) == 2 * products / rate(0.5, 16)
-    assert peak_flops(FORM, q, q, q, 0.5) == 2 * products / rate(0.5, 16) / 2
-    assert peak_flops(FORM, q, q, q, 0.25, backward=True) == 5 * products / rate(0.25, 16) / 2
-    assert peak_flops(FORM, narrow, narrow, narrow, 0.5) == peak_flops(FORM, q, q, q, 0.5)
+    assert kernel_flops_at_peak(replace(FORM, score_ops=()), q, q, q, 0.5) == 2 * products / peak_share(0.5, 16)
+    assert kernel_flops_at_peak(FORM, q, q, q, 0.5) == 2 * products / peak_share(0.5, 16) / 2
+    assert kernel_flops_at_peak(FORM, q, q, q, 0.25, backward=True) == 5 * products / peak_share(0.25, 16) / 2
+    assert kernel_flops_at_peak(FORM, narrow, narrow, narrow, 0.5) == kernel_flops_at_peak(FORM, q, q, q, 0.5)
 
 
 def test_short_sequences_run_at_less_of_the_peak():
-    assert rate(0.4, 1024) == 0.4
-    assert rate(0.4, 512) == pytest.approx(0.32, rel=1e-3)
-    assert rate(0.4, 16) < 0.03
-    assert rate(0.4, 2**20) < 0.54
+    assert peak_share(0.4, 1024) == 0.4
+    assert peak_share(0.4, 512) == pytest.approx(0.32, rel=1e-3)
+    assert peak_share(0.4, 16) < 0.03
+    assert peak_share(0.4, 2**20) < 0.54

@@ -16,7 +16,7 @@ from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import KNOWN, DeadCode, Recompute
 from autoshard.rules import SHIPPED
-from autoshard.transforms.pipeline import Pass, Pipeline, parse
+from autoshard.transforms.pipeline import Pass, Pipeline, parse_passes
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("data",), (8,), HARDWARE)
@@ -87,8 +87,8 @@ def test_reports_what_each_pass_did():
     after, reports = Pipeline((Same(), DeadCode())).run(before)
     assert [r.name for r in reports] == ["same", "dead_code"]
     assert reports[0].change == "nothing to change"
-    assert reports[0].before == reports[0].after == reports[1].before
-    assert reports[1].after < reports[1].before  # the sum x + y
+    assert reports[0].equations_before == reports[0].equations_after == reports[1].equations_before
+    assert reports[1].equations_after < reports[1].equations_before  # the sum x + y
     assert str(reports[0]).startswith("same: nothing to change (")
     assert after.inputs == before.inputs
 
@@ -126,7 +126,7 @@ def test_variables_are_defined_once_again_after_a_pass_that_shares_a_body():
 def test_parse_takes_names_options_and_passes():
     specs = ["dead_code", "recompute", "recompute:full", "recompute : dots_saveable", Same()]
     expected = (DeadCode(), Recompute(), Recompute("full"), Recompute("dots_saveable"), Same())
-    assert parse(specs, KNOWN) == expected
+    assert parse_passes(specs, KNOWN) == expected
     assert [str(p) for p in expected] == [
         "dead_code",
         "recompute:full",
@@ -134,16 +134,19 @@ def test_parse_takes_names_options_and_passes():
         "recompute:dots_saveable",
         "same",
     ]
-    assert parse("dead_code", KNOWN) == (DeadCode(),)
-    assert parse(Same(), KNOWN) == (Same(),)
-    assert parse(None, KNOWN) == ()
+    assert parse_passes("dead_code", KNOWN) == (DeadCode(),)
+    assert parse_passes(Same(), KNOWN) == (Same(),)
+    assert parse_passes(None, KNOWN) == ()
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("recomputee:full", r"unknown pass 'recomputee' in passes='recomputee:full'; did you mean 'recompute'\?"),
-        ("zzz", r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'one_hot', 'recompute', 'sums'"),
+        (
+            "zzz",
+            r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'one_hot', 'recompute', 'sum_products'",
+        ),
         ("dead_code:all", r"'dead_code' takes no option, but dead_code:all gives it 'all'"),
         ("recompute:dot_saveable", r"no policy 'dot_saveable'; did you mean 'dots_saveable'\?"),
         ("recompute:save_only_these_names", r"no policy 'save_only_these_names'"),
@@ -153,7 +156,7 @@ def test_parse_takes_names_options_and_passes():
 )
 def test_parse_refuses(spec, message):
     with pytest.raises(PassError, match=message):
-        parse([spec], KNOWN)
+        parse_passes([spec], KNOWN)
 
 
 def test_a_pass_without_a_call_says_so():

@@ -37,12 +37,12 @@ def test_a_slice_is_the_least_that_makes_its_targets():
     jaxpr = traced(lambda x: (jnp.sin(jnp.exp(x)) + jnp.cos(x), jnp.tanh(jnp.exp(x))), X).jaxpr
     (x,) = jaxpr.invars
     exp, sin, cos = (next(e for e in jaxpr.eqns if e.primitive.name == n) for n in ("exp", "sin", "cos"))
-    work = remat.backslice(jaxpr.eqns, [jaxpr.outvars[1]], ())
+    work = remat.program_slice(jaxpr.eqns, [jaxpr.outvars[1]], ())
     assert (names(work), work.inputs) == (["exp", "tanh"], (x,))
-    work = remat.backslice(jaxpr.eqns, [jaxpr.outvars[0]], [exp.outvars[0], cos.outvars[0]])
+    work = remat.program_slice(jaxpr.eqns, [jaxpr.outvars[0]], [exp.outvars[0], cos.outvars[0]])
     assert names(work) == ["sin", "add"]
     assert set(work.inputs) == {exp.outvars[0], cos.outvars[0]}
-    work = remat.backslice(jaxpr.eqns, [sin.outvars[0]], sin.outvars)
+    work = remat.program_slice(jaxpr.eqns, [sin.outvars[0]], sin.outvars)
     assert (names(work), work.inputs) == ([], tuple(sin.outvars))
 
 
@@ -69,7 +69,7 @@ def test_a_loop_whose_turns_have_both_parts_counts_one_turn():
 
 def test_a_scan_holds_its_carry_and_nothing_else():
     program = traced(jax.grad(lambda w, x: jax.lax.scan(dense, x, w)[0].sum()))
-    after = program.with_jaxpr(jx.dead_code(remat.scans(program.jaxpr, nothing)))
+    after = program.with_jaxpr(jx.dead_code(remat.recompute_in_scans(program.jaxpr, nothing)))
     jx.check(after.jaxpr)
     assert remat.residual_bytes(after) == 6 * 4 * 8 * 4
 
@@ -83,7 +83,7 @@ def test_a_scan_holds_its_carry_and_nothing_else():
 )
 def test_scans_without_a_gain_are_left_alone(loss):
     jaxpr = traced(jax.grad(loss)).jaxpr
-    assert remat.scans(jaxpr, nothing) is jaxpr
+    assert remat.recompute_in_scans(jaxpr, nothing) is jaxpr
 
 
 def test_what_is_held_anyway_is_read_rather_than_made_again():
@@ -95,15 +95,15 @@ def test_what_is_held_anyway_is_read_rather_than_made_again():
         return back((jnp.ones_like(y), jnp.zeros_like(ys))), ys
 
     program = traced(step)
-    after = jx.dead_code(remat.scans(program.jaxpr, nothing))
-    forward = next(e for e in after.eqns if jx.scan(e))
+    after = jx.dead_code(remat.recompute_in_scans(program.jaxpr, nothing))
+    forward = next(e for e in after.eqns if jx.scan_groups(e))
     assert [v.aval.shape for v in forward.outvars] == [(4, 8), (6, 4, 8)], "stacked once, for both readers"
-    assert sum(bool(jx.scan(e)) for e in after.eqns) == 2
+    assert sum(bool(jx.scan_groups(e)) for e in after.eqns) == 2
 
 
 def test_straight_code_that_is_all_held_or_all_last_is_left_alone():
     jaxpr = traced(jax.grad(lambda w, x: jnp.tanh(x @ w[0]).sum())).jaxpr
-    assert remat.line(jaxpr, nothing) is jaxpr
+    assert remat.recompute_in_straight_line(jaxpr, nothing) is jaxpr
     deep = traced(jax.grad(lambda w, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) @ w[2]).sum())).jaxpr
-    assert remat.line(deep, lambda eqn: True) is deep
-    assert remat.line(deep, nothing) is not deep
+    assert remat.recompute_in_straight_line(deep, lambda eqn: True) is deep
+    assert remat.recompute_in_straight_line(deep, nothing) is not deep

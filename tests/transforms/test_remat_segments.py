@@ -1,4 +1,4 @@
-"""The cuts against every possible choice of cuts, and against the closed form of a chain."""
+"""The choose_cuts against every possible choice of choose_cuts, and against the closed form of a chain."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.transforms.remat_segments import Made, cuts, held
+from autoshard.transforms.remat_segments import Value, choose_cuts, saved_bytes
 
 
 @st.composite
 def lines(draw):
     n = draw(st.integers(1, 9))
     made = [
-        Made(at, draw(st.integers(at, n - 1)), draw(st.integers(0, 9)))
+        Value(at, draw(st.integers(at, n - 1)), draw(st.integers(0, 9)))
         for at in range(n)
         for _ in range(draw(st.integers(0, 2)))
     ]
@@ -26,47 +26,47 @@ def lines(draw):
 @settings(max_examples=150)
 def test_cuts_lie_inside_and_never_hold_more_than_no_cut(line):
     n, made, residual = line
-    chosen = cuts(n, made, residual)
+    chosen = choose_cuts(n, made, residual)
     assert list(chosen) == sorted(set(chosen))
     assert all(0 < c < n for c in chosen)
-    assert held(n, made, residual, chosen) <= sum(residual)
+    assert saved_bytes(n, made, residual, chosen) <= sum(residual)
 
 
 @given(lines())
 @settings(max_examples=150)
 def test_cuts_are_within_their_bound_of_the_best(line):
     n, made, residual = line
-    best = min(held(n, made, residual, at) for k in range(n) for at in itertools.combinations(range(1, n), k))
+    best = min(saved_bytes(n, made, residual, at) for k in range(n) for at in itertools.combinations(range(1, n), k))
     growth = (sum(residual) / max(residual)) ** (1 / 23) if any(residual) else 1
-    assert held(n, made, residual, cuts(n, made, residual)) <= 1.02 * growth * best * (1 + 1e-6)
+    assert saved_bytes(n, made, residual, choose_cuts(n, made, residual)) <= 1.02 * growth * best * (1 + 1e-6)
 
 
 def test_a_chain_of_alike_layers_is_held_in_the_square_root():
     # Layers of ten steps; the state between layers is one unit, every step leaves one unit for later.
     layers, steps = 64, 10
     n = layers * steps
-    made = [Made(i * steps - 1, (i + 1) * steps - 1, 1) for i in range(1, layers)]
-    made += [Made(i, i + 1, 3) for i in range(n - 1) if (i + 1) % steps]
-    chosen = cuts(n, made, [1] * n)
+    made = [Value(i * steps - 1, (i + 1) * steps - 1, 1) for i in range(1, layers)]
+    made += [Value(i, i + 1, 3) for i in range(n - 1) if (i + 1) % steps]
+    chosen = choose_cuts(n, made, [1] * n)
     assert all(c % steps == 0 for c in chosen)
     ideal = 2 * math.sqrt(n)
-    assert held(n, made, [1] * n, chosen) <= 1.2 * ideal
+    assert saved_bytes(n, made, [1] * n, chosen) <= 1.2 * ideal
 
 
 def test_what_is_held_anyway_makes_small_gains_not_worth_their_work():
-    made = [Made(i, i + 1, 1) for i in range(9)]
-    assert cuts(10, made, [10] * 10)
-    assert not cuts(10, made, [10] * 10, anyway=10_000)
+    made = [Value(i, i + 1, 1) for i in range(9)]
+    assert choose_cuts(10, made, [10] * 10)
+    assert not choose_cuts(10, made, [10] * 10, anyway=10_000)
 
 
 def test_what_lives_throughout_is_paid_for_once():
-    made = [Made(0, 99, 5), *(Made(i, i + 1, 1) for i in range(99))]
-    chosen = cuts(100, made, [10] * 100)
+    made = [Value(0, 99, 5), *(Value(i, i + 1, 1) for i in range(99))]
+    chosen = choose_cuts(100, made, [10] * 100)
     assert len(chosen) > 5
-    assert held(100, made, [10] * 100, chosen) < 250
+    assert saved_bytes(100, made, [10] * 100, chosen) < 250
 
 
 def test_nothing_to_gain_means_no_cut():
-    assert cuts(3, [Made(0, 2, 100), Made(1, 2, 100)], [1, 1, 1]) == ()
-    assert cuts(4, [], [0, 0, 0, 0]) == ()
-    assert cuts(1, [], [7]) == ()
+    assert choose_cuts(3, [Value(0, 2, 100), Value(1, 2, 100)], [1, 1, 1]) == ()
+    assert choose_cuts(4, [], [0, 0, 0, 0]) == ()
+    assert choose_cuts(1, [], [7]) == ()

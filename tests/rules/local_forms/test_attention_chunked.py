@@ -11,32 +11,32 @@ import pytest
 
 from autoshard.rules.local_forms import attention_chunked
 from autoshard.rules.local_forms.attention_chunked import attend_few, cuts, gradients_few
-from autoshard.transforms.attention_op import Form, Step, attend, gradients
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attend, attention_gradients
 
-BAND = Step("band", -1e9, high=0)
-MASK = Step("keep", -1e9, operand=0)
-BIAS = Step("bias", operand=0)
+BAND = ScoreOp("band", -1e9, high=0)
+MASK = ScoreOp("mask", -1e9, extra=0)
+BIAS = ScoreOp("bias", extra=0)
 FORMS = {
-    "heads": Form("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (Step("scale", 0.3), BAND), (), *["float32"] * 4),
-    "groups": Form("bqghd", "bkgd", "bkge", "bqghe", "bghq", "q", "k", (BAND,), (), *["float32"] * 4),
-    "one head": Form("qd", "kd", "ke", "qe", "q", "q", "k", (BAND,), (), *["float32"] * 4),
-    "mask": Form("hqd", "hkd", "hke", "hqe", "hq", "q", "k", (MASK,), (".qk",), *["float32"] * 4),
-    "bias": Form("hqd", "hkd", "hke", "hqe", "hq", "q", "k", (BIAS, BAND), ("hqk",), *["float32"] * 4),
-    "narrow": Form("bhqd", "bhkd", "bhke", "bhqe", "bhq", "q", "k", (), (), *["float32"] * 2, *["bfloat16"] * 2),
+    "heads": AttentionConfig("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (ScoreOp("scale", 0.3), BAND), (), *["float32"] * 4),
+    "groups": AttentionConfig("bqghd", "bkgd", "bkge", "bqghe", "bghq", "q", "k", (BAND,), (), *["float32"] * 4),
+    "one head": AttentionConfig("qd", "kd", "ke", "qe", "q", "q", "k", (BAND,), (), *["float32"] * 4),
+    "mask": AttentionConfig("hqd", "hkd", "hke", "hqe", "hq", "q", "k", (MASK,), (".qk",), *["float32"] * 4),
+    "bias": AttentionConfig("hqd", "hkd", "hke", "hqe", "hq", "q", "k", (BIAS, BAND), ("hqk",), *["float32"] * 4),
+    "narrow": AttentionConfig("bhqd", "bhkd", "bhke", "bhqe", "bhq", "q", "k", (), (), *["float32"] * 2, *["bfloat16"] * 2),
 }  # fmt: skip
 SIZES = {"b": 2, "h": 6, "g": 3, "q": 32, "k": 32, "d": 8, "e": 4, ".": 1}
 
 
 def operands(form, dtype="float32"):
     rng = np.random.default_rng(0)
-    made = [jnp.asarray(rng.normal(size=[SIZES[c] for c in s]), dtype) for s in (form.query, form.key, form.value)]
-    extras = [rng.normal(size=[SIZES[c] for c in s]) for s in form.extras]
-    return made, [jnp.asarray(x > -1 if form.steps[0] is MASK else x) for x in extras]
+    made = [jnp.asarray(rng.normal(size=[SIZES[c] for c in s]), dtype) for s in (form.query_dims, form.key_dims, form.value_dims)]
+    extras = [rng.normal(size=[SIZES[c] for c in s]) for s in form.extra_dims]
+    return made, [jnp.asarray(x > -1 if form.score_ops[0] is MASK else x) for x in extras]
 
 
 def with_backward(form):
-    grads = {"cotangent": form.out, "grads": (form.query, form.key, form.value), "dtypes": (form.result,) * 3}
-    return Form(**{f: getattr(form, f) for f in form.__slots__} | grads)
+    grads = {"cotangent_dims": form.out_dims, "grad_dims": (form.query_dims, form.key_dims, form.value_dims), "grad_dtypes": (form.out_dtype,) * 3}
+    return AttentionConfig(**{f: getattr(form, f) for f in form.__slots__} | grads)
 
 
 @pytest.mark.parametrize("block", [2048, 600])
@@ -45,7 +45,7 @@ def test_the_numbers_are_those_of_the_composition(name, block, monkeypatch):
     monkeypatch.setattr(attention_chunked, "BLOCK", block)
     monkeypatch.setattr(attention_chunked, "ROWS", 4)
     form = with_backward(FORMS[name])
-    dtype = form.result
+    dtype = form.out_dtype
     ours, extras = operands(form, dtype)
     assert cuts(form, *ours), "or nothing is tested"
     want = attend(*ours, *extras, form=form)
@@ -55,7 +55,7 @@ def test_the_numbers_are_those_of_the_composition(name, block, monkeypatch):
         assert a.dtype == b.dtype
         close(a.astype("float32"), b.astype("float32"))
     cotangent = jnp.cos(jnp.arange(want[0].size, dtype="float32")).reshape(want[0].shape).astype(dtype)
-    want = gradients(*ours, *want, cotangent, *extras, form=form)
+    want = attention_gradients(*ours, *want, cotangent, *extras, form=form)
     have = jax.jit(functools.partial(gradients_few, form))(*ours, *have, cotangent, *extras)
     close = functools.partial(close, atol=2e-2 if dtype == "bfloat16" else 1e-5)
     for a, b in zip(have, want, strict=True):

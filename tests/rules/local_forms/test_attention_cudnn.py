@@ -17,19 +17,19 @@ from autoshard.machine.mesh import LogicalMesh
 from autoshard.rules import OWN
 from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
 from autoshard.transforms import cudnn_attention
-from autoshard.transforms.attention_op import Form, Step, attend, attention_p, gradients
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attend, attention_gradients, attention_p
 from tests.attentions import FORMS as WRITTEN
 from tests.attentions import HASTY, LAYOUTS, close, operands, trained
 
-BAND, SCALE = Step("band", -1e9, high=0), Step("scale", 0.3)
+BAND, SCALE = ScoreOp("band", -1e9, high=0), ScoreOp("scale", 0.3)
 REST = ((), *["float32"] * 4)
 FORMS = {
-    "heads last": Form("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), *REST),
-    "heads first": Form("bhqd", "bhkd", "bhke", "bqhe", "bhq", "q", "k", (BAND, SCALE), *REST),
-    "groups": Form("bqhgd", "bkhd", "bkhe", "bqhge", "bhgq", "q", "k", (BAND,), *REST),
-    "groups first": Form("gbhqd", "hbkd", "hkbe", "bqhge", "bghq", "q", "k", (), *REST),
-    "one key head": Form("bqgd", "bkd", "bke", "bqge", "bgq", "q", "k", (SCALE, SCALE), *REST),
-    "one head": Form("qd", "kd", "ke", "qe", "q", "q", "k", (BAND,), *REST),
+    "heads last": AttentionConfig("bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), *REST),
+    "heads first": AttentionConfig("bhqd", "bhkd", "bhke", "bqhe", "bhq", "q", "k", (BAND, SCALE), *REST),
+    "groups": AttentionConfig("bqhgd", "bkhd", "bkhe", "bqhge", "bhgq", "q", "k", (BAND,), *REST),
+    "groups first": AttentionConfig("gbhqd", "hbkd", "hkbe", "bqhge", "bghq", "q", "k", (), *REST),
+    "one key head": AttentionConfig("bqgd", "bkd", "bke", "bqge", "bgq", "q", "k", (SCALE, SCALE), *REST),
+    "one head": AttentionConfig("qd", "kd", "ke", "qe", "q", "q", "k", (BAND,), *REST),
 }
 SIZES = {"b": 2, "h": 3, "g": 2, "q": 16, "k": 16, "d": 8, "e": 8}
 
@@ -41,16 +41,16 @@ def shaped(letters, seed=0):
 @pytest.mark.parametrize("name", FORMS)
 def test_the_numbers_are_those_of_the_composition(name):
     form = FORMS[name]
-    grads = tuple(x[::-1] for x in (form.query, form.key, form.value))
-    form = replace(form, cotangent=form.out[::-1], grads=grads, dtypes=("float32",) * 3)
-    ours = [shaped(x, i) for i, x in enumerate((form.query, form.key, form.value))]
-    assert "float32" in cudnn_attention.unfit(form, *ours), "and nothing else stands in the way"
+    grads = tuple(x[::-1] for x in (form.query_dims, form.key_dims, form.value_dims))
+    form = replace(form, cotangent_dims=form.out_dims[::-1], grad_dims=grads, grad_dtypes=("float32",) * 3)
+    ours = [shaped(x, i) for i, x in enumerate((form.query_dims, form.key_dims, form.value_dims))]
+    assert "float32" in cudnn_attention.unsupported_reason(form, *ours), "and nothing else stands in the way"
     want, have = jax.jit(lambda *a: (attend(*a, form=form), attend_fused(form, *a)))(*ours)
     np.testing.assert_allclose(have[0], want[0], rtol=1e-5, atol=1e-5)
     logs = [peak + jnp.log(total) for _, peak, total in (want, have)]
     np.testing.assert_allclose(*logs, rtol=1e-5, atol=1e-5)
-    cotangent = shaped(form.cotangent, 3)
-    both = jax.jit(lambda *a: (gradients_fused(form, *a), gradients(*a, form=form)))(*ours, *want, cotangent)
+    cotangent = shaped(form.cotangent_dims, 3)
+    both = jax.jit(lambda *a: (gradients_fused(form, *a), attention_gradients(*a, form=form)))(*ours, *want, cotangent)
     for a, b in zip(*both, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -124,14 +124,14 @@ def test_what_the_kernel_does_not_take_is_left_alone_and_the_plan_says_why():
     assert "cuDNN takes queries, keys and values of bfloat16 or float16, not float32" in said(plan)
     half = tuple(jnp.asarray(x, "bfloat16") for x in operands())
     plan = sharded(WRITTEN["padded"][0], "batch").plan(*half)
-    assert "cuDNN gets no mask or bias but the causal mask (keep)" in said(plan)
+    assert "cuDNN gets no mask or bias but the causal mask (mask)" in said(plan)
 
 
 @pytest.mark.parametrize(("batch", "name", "slowest"), [(4, "causal", 1), (3, "causal", 15 / 8), (3, "full", 1)])
 def test_the_last_part_of_a_causal_ring_has_most_of_the_work(batch, name, slowest):
     """Where heads are traded, four sequences of four heads, all have as much."""
     masks = (BAND,) if name == "causal" else ()
-    form = replace(FORMS["heads last"], steps=masks, fused=True)
+    form = replace(FORMS["heads last"], score_ops=masks, fused=True)
     sides = [jax.ShapeDtypeStruct((batch, 16, 4, 8), "bfloat16")] * 3
     local = OWN[attention_p](*sides, form=form).local
     part = batch * 2 * 4 * 8 * 2

@@ -61,7 +61,7 @@ def test_a_wrong_rule_is_found(name, fn, shapes, text, expected):
     rng = np.random.default_rng(0)
     sample = Sample(name, fn, tuple(rng.normal(size=s) for s in shapes))
     with jax.enable_x64(True):
-        case = load(sample, {jx.primitive(name): lambda *_, **__: parse(text)})
+        case = load(sample, {jx.find_primitive(name): lambda *_, **__: parse(text)})
         found = [f for check in (audit_factors, audit_lets, audit_missing) for f in check(case)]
     assert expected in [f"{f.kind}: {f.text}" for f in found]
 
@@ -72,7 +72,7 @@ def test_a_halo_that_reaches_too_far_is_found():
 
     sample = Sample("reduce_window_sum", fn, (np.random.default_rng(0).normal(size=12),))
     with jax.enable_x64(True):
-        case = load(sample, {jx.primitive(sample.name): lambda *_, **__: parse("a -> a {a: halo}")})
+        case = load(sample, {jx.find_primitive(sample.name): lambda *_, **__: parse("a -> a {a: halo}")})
         assert [f.text for f in audit_factors(case)] == ["a in 3 parts gives other numbers"]
 
 
@@ -87,7 +87,7 @@ def test_what_a_rule_that_keeps_its_operation_whole_misses_has_the_rules_own_rea
     sample = Sample("neg", lax.neg, (np.random.default_rng(0).normal(size=4),))
     for reason in ("", "it was told to"):
         with jax.enable_x64(True):
-            case = load(sample, {jx.primitive("neg"): lambda x, r=reason, **_: whole(r, [x], [x])})
+            case = load(sample, {jx.find_primitive("neg"): lambda x, r=reason, **_: whole(r, [x], [x])})
             found = [*audit_lets(case), *audit_missing(case)]
         assert [f.text for f in found] == ["lets sum: 0 through", "operands split at (0) -> 0"]
         assert {f.reason for f in found} == {reason}
@@ -95,7 +95,7 @@ def test_what_a_rule_that_keeps_its_operation_whole_misses_has_the_rules_own_rea
 
 def test_the_samples_of_the_primitives_that_are_named(capsys):
     assert {s.name for s in chosen(["neg", "reshard"])} == {"neg", "reshard"}
-    assert {s.name for s in chosen([])} == {n for n in NAMES if jx.primitive(n) is not None}
+    assert {s.name for s in chosen([])} == {n for n in NAMES if jx.find_primitive(n) is not None}
     assert main(["neg", "sin"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1] for line in lines] == [" sin", " sin"]

@@ -32,7 +32,7 @@ def sharding(mesh, dims, factor):
 
 @pytest.mark.parametrize("name", sorted(set(FIRST) - BROKEN))
 def test_xla_splits_as_the_rule_says(name):
-    if jx.primitive(name) is None:
+    if jx.find_primitive(name) is None:
         pytest.skip(f"this JAX has no {name}")
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     with jax.enable_x64(True):
