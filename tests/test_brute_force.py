@@ -20,7 +20,7 @@ import pytest
 
 from autoshard.cost.cost import CostModel, NodeStrategy, expressible_factors, node_strategy
 from autoshard.cost.reshard import reshard_seconds
-from autoshard.ir.graph import Graph, Kind, Node
+from autoshard.ir.graph import Graph, Node, OpKind
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.search.search import search
@@ -136,7 +136,7 @@ def splits(sizes: Sequence[int], mesh: LogicalMesh) -> list[tuple[Axes, ...]]:
     return found
 
 
-def ways(kind: Kind, mesh: LogicalMesh) -> list[NodeStrategy]:
+def ways(kind: OpKind, mesh: LogicalMesh) -> list[NodeStrategy]:
     """Every way to run an equation."""
     free = [(f, n) for f, n in kind.sizes if kind.rule.kind(f) != "whole"]
     chosen = [{f: a for (f, _), a in zip(free, s, strict=True) if a} for s in splits([n for _, n in free], mesh)]
@@ -147,7 +147,7 @@ def ways(kind: Kind, mesh: LogicalMesh) -> list[NodeStrategy]:
 def least(g: Graph) -> float:
     """The least cost of all layouts of all values and all ways of all equations."""
     mesh, free = g.program.mesh, CostModel(g).free_to_reshard
-    nodes: list[Node] = [n for n in g.nodes if n.times]
+    nodes: list[Node] = [n for n in g.nodes if n.trip_count]
     options = [[Spec(s) for s in splits(v.shape, mesh)] for v in g.values]
     move = functools.cache(lambda v, a, b: reshard_seconds(a, b, g.values[v].shape, g.values[v].bits, mesh))
 
@@ -181,7 +181,7 @@ def drawn(seed: int) -> tuple[Program, Graph]:
         p, mesh = draw(rng), machine(rng)
         if p.calls:
             g = graph(lambda *xs, p=p: p(*xs), p.shapes, mesh)
-            if math.prod(len(ways(n.kind, mesh)) for n in g.nodes if n.times) <= WAYS:
+            if math.prod(len(ways(n.kind, mesh)) for n in g.nodes if n.trip_count) <= WAYS:
                 return p, g
 
 
@@ -193,5 +193,5 @@ def test_no_layout_of_a_small_program_costs_less_than_its_plan(first: int) -> No
         best, s = search(g)
         assert best.cost.seconds == pytest.approx(least(g), rel=2e-6), (seed, p)  # what arguments take costs a little
         assert s.bound <= best.cost.seconds * (1 + 1e-9)
-        split += any(not spec.whole() for spec in best.layout.specs)
+        split += any(not spec.is_replicated() for spec in best.layout.specs)
     assert split >= 10

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.search.problem import SAME, Array, Choice, Problem
+from autoshard.search.problem import REL_TOLERANCE, Array, Assignment, Problem
 
 
 @dataclass(frozen=True)
 class Solution:
     """A choice, its cost, and a lower bound on the cost of every choice that keeps the budgets."""
 
-    choice: Choice
+    assignment: Assignment
     cost: float
     bound: float
 
@@ -34,21 +34,21 @@ class Solution:
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
 
     @property
-    def proven(self) -> bool:
+    def optimal(self) -> bool:
         """Whether it is the best."""
-        return self.cost <= self.bound + SAME * abs(self.bound)
+        return self.cost <= self.bound + REL_TOLERANCE * abs(self.bound)
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
+class CostTable:
     """A table over some variables."""
 
-    over: tuple[int, ...]
-    table: Array
+    variables: tuple[int, ...]
+    costs: Array
 
-    def at(self, i: int, chosen: Sequence[int]) -> Array:
+    def costs_of(self, i: int, chosen: Sequence[int]) -> Array:
         """The entries for every option of ``i``, the others as chosen."""
-        return self.table[tuple(slice(None) if j == i else chosen[j] for j in self.over)]
+        return self.costs[tuple(slice(None) if j == i else chosen[j] for j in self.variables)]
 
 
 def eliminate(problem: Problem, largest: int) -> Solution:
@@ -56,7 +56,7 @@ def eliminate(problem: Problem, largest: int) -> Solution:
     sizes = [len(u) for u in problem.unary]
     choice = [0] * len(sizes)
     number = itertools.count()
-    factors: dict[int, Factor] = {}
+    factors: dict[int, CostTable] = {}
     touching: list[set[int]] = [set() for _ in sizes]
     bound = 0.0
 
@@ -66,17 +66,17 @@ def eliminate(problem: Problem, largest: int) -> Solution:
         if not over:
             bound += float(table)
             return
-        factors[n := next(number)] = Factor(over, table)
+        factors[n := next(number)] = CostTable(over, table)
         for i in over:
             touching[i].add(n)
 
     for i, costs in enumerate(problem.unary):
         add((i,), costs)
-    for pair, table in problem.pairs.items():
+    for pair, table in problem.pairwise.items():
         add(pair, table)
 
     def near(i: int) -> set[int]:
-        return {j for n in touching[i] for j in factors[n].over} - {i}
+        return {j for n in touching[i] for j in factors[n].variables} - {i}
 
     def effort(i: int) -> int:
         return math.prod(sizes[j] for j in (*near(i), i))
@@ -84,7 +84,7 @@ def eliminate(problem: Problem, largest: int) -> Solution:
     efforts = {i: effort(i) for i, n in enumerate(sizes) if n > 1}
     queue = [(e, i) for i, e in efforts.items()]
     heapq.heapify(queue)
-    order: list[tuple[int, list[Factor]]] = []
+    order: list[tuple[int, list[CostTable]]] = []
     while queue:
         e, i = heapq.heappop(queue)
         if efforts.get(i) != e:
@@ -92,9 +92,9 @@ def eliminate(problem: Problem, largest: int) -> Solution:
         del efforts[i]
         others = near(i)
         bucket = [factors.pop(n) for n in sorted(touching[i])]
-        for part in _parts(bucket, sizes, largest):
-            scope = (i, *sorted({j for f in part for j in f.over} - {i}))
-            add(scope[1:], _total([_spread(f, scope) for f in part]).min(axis=0))
+        for part in _mini_buckets(bucket, sizes, largest):
+            scope = (i, *sorted({j for f in part for j in f.variables} - {i}))
+            add(scope[1:], _sum_tables([_aligned(f, scope) for f in part]).min(axis=0))
         order.append((i, bucket))
         for j in others:
             touching[j] = {n for n in touching[j] if n in factors}
@@ -102,28 +102,28 @@ def eliminate(problem: Problem, largest: int) -> Solution:
                 efforts[j] = e
                 heapq.heappush(queue, (e, j))
     for i, bucket in reversed(order):
-        choice[i] = int(np.argmin(sum(f.at(i, choice) for f in bucket)))
+        choice[i] = int(np.argmin(sum(f.costs_of(i, choice) for f in bucket)))
     cost = problem.cost(choice)
     return Solution(tuple(choice), cost, min(bound, cost))
 
 
-def _parts(bucket: Sequence[Factor], sizes: Sequence[int], largest: int) -> list[list[Factor]]:
+def _mini_buckets(bucket: Sequence[CostTable], sizes: Sequence[int], largest: int) -> list[list[CostTable]]:
     """The factors in as few groups as keep each group's table within ``largest`` entries, widest first."""
-    parts: list[list[Factor]] = []
+    parts: list[list[CostTable]] = []
     scopes: list[set[int]] = []
-    for f in sorted(bucket, key=lambda f: -f.table.size):
+    for f in sorted(bucket, key=lambda f: -f.costs.size):
         for part, scope in zip(parts, scopes, strict=True):
-            if math.prod(sizes[j] for j in scope.union(f.over)) <= largest:
+            if math.prod(sizes[j] for j in scope.union(f.variables)) <= largest:
                 part.append(f)
-                scope.update(f.over)
+                scope.update(f.variables)
                 break
         else:
             parts.append([f])
-            scopes.append(set(f.over))
+            scopes.append(set(f.variables))
     return parts
 
 
-def _total(tables: Sequence[Array]) -> Array:
+def _sum_tables(tables: Sequence[Array]) -> Array:
     """The sum of tables, each of one entry along the axes that it has not."""
     if len(tables) == 1:
         return tables[0]
@@ -134,12 +134,12 @@ def _total(tables: Sequence[Array]) -> Array:
     return total
 
 
-def _spread(factor: Factor, scope: tuple[int, ...]) -> Array:
+def _aligned(factor: CostTable, scope: tuple[int, ...]) -> Array:
     """The factor's table, its axes where ``scope`` has them and of one entry elsewhere."""
     place = {j: k for k, j in enumerate(scope)}
-    order = sorted(range(len(factor.over)), key=lambda k: place[factor.over[k]])
-    table = factor.table.transpose(order)
+    order = sorted(range(len(factor.variables)), key=lambda k: place[factor.variables[k]])
+    table = factor.costs.transpose(order)
     shape = [1] * len(scope)
     for k, n in zip(order, table.shape, strict=True):
-        shape[place[factor.over[k]]] = n
+        shape[place[factor.variables[k]]] = n
     return table.reshape(shape)

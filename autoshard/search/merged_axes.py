@@ -15,34 +15,36 @@ from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
 
-Factors = tuple[tuple[str, Axes], ...]
+FactorAxes = tuple[tuple[str, Axes], ...]
 
 
 @dataclass(frozen=True)
-class View:
+class MergedMesh:
     """A graph over a mesh of fewer axes."""
 
     graph: Graph
     axes: Mapping[str, Axes]
     """What each of its axes stands for, major to minor."""
 
-    def whole(self, axes: Axes) -> Axes:
+    def expand_axes(self, axes: Axes) -> Axes:
         """These axes as those of the mesh itself."""
         return tuple([a for axis in axes for a in self.axes[axis]])
 
-    def spec(self, spec: Spec) -> Spec:
+    def expand_spec(self, spec: Spec) -> Spec:
         """``spec`` over the mesh itself."""
-        return Spec(tuple(map(self.whole, spec.dims)))
+        return Spec(tuple(map(self.expand_axes, spec.dims)))
 
-    def specs(self, specs: Mapping[int, Spec]) -> dict[int, Spec]:
+    def expand_specs(self, specs: Mapping[int, Spec]) -> dict[int, Spec]:
         """Of each value its spec over the mesh itself."""
-        known = {spec: self.spec(spec) for spec in set(specs.values())}
+        known = {spec: self.expand_spec(spec) for spec in set(specs.values())}
         return {v: known[spec] for v, spec in specs.items()}
 
-    def layout(self, whole: Layout) -> Layout | None:
+    def merge_layout(self, whole: Layout) -> Layout | None:
         """A layout over the mesh itself as one over these axes; None where it splits over a part of one."""
-        specs = {spec: _merged(spec, self.axes) for spec in set(whole.specs)}
-        ways = {way: _merged(Spec(tuple(axes for _, axes in way)), self.axes) for way in set(whole.ways.values())}
+        specs = {spec: _merge_spec(spec, self.axes) for spec in set(whole.specs)}
+        ways = {
+            way: _merge_spec(Spec(tuple(axes for _, axes in way)), self.axes) for way in set(whole.strategies.values())
+        }
         said = {spec: s for spec, s in specs.items() if s is not None}
         run = {
             w: tuple((f, axes) for (f, _), axes in zip(w, s.dims, strict=True))
@@ -51,33 +53,35 @@ class View:
         }
         if len(said) + len(run) < len(specs) + len(ways):
             return None
-        return Layout(tuple([said[s] for s in whole.specs]), {}, ways={n: run[w] for n, w in whole.ways.items()})
+        return Layout(
+            tuple([said[s] for s in whole.specs]), {}, strategies={n: run[w] for n, w in whole.strategies.items()}
+        )
 
-    def ways(self, ways: Mapping[int, Factors]) -> dict[int, Factors]:
+    def expand_factor_axes(self, ways: Mapping[int, FactorAxes]) -> dict[int, FactorAxes]:
         """Of each node the axes of its factors, as those of the mesh itself."""
-        known = {way: tuple((f, self.whole(axes)) for f, axes in way) for way in set(ways.values())}
+        known = {way: tuple((f, self.expand_axes(axes)) for f, axes in way) for way in set(ways.values())}
         return {n: known[way] for n, way in ways.items()}
 
 
-def views(graph: Graph, most: int) -> Iterator[View]:
+def merged_meshes(graph: Graph, most: int) -> Iterator[MergedMesh]:
     """``graph`` over ``most`` axes, in every way to take neighbours together under which the user's pins can be said;
     as it is where it has no more."""
     mesh = graph.program.mesh
-    axes = mesh.split_axes
+    axes = mesh.nontrivial_axes
     if len(axes) <= most:
-        yield View(graph, {a: (a,) for a in mesh.axis_names})
+        yield MergedMesh(graph, {a: (a,) for a in mesh.axis_names})
         return
     for cuts in itertools.combinations(range(1, len(axes)), most - 1):
         parts = [axes[i:j] for i, j in itertools.pairwise((0, *cuts, len(axes)))]
         names = {"+".join(part): part for part in parts}
-        pins = {v: _merged(spec, names) for v, spec in graph.pins.items()}
+        pins = {v: _merge_spec(spec, names) for v, spec in graph.pins.items()}
         said = {v: spec for v, spec in pins.items() if spec is not None}
         if len(said) == len(pins):
-            program = replace(graph.program, mesh=_mesh(mesh, names))
-            yield View(replace(graph, program=program, pins=said, offers={}, runs={}), names)
+            program = replace(graph.program, mesh=_merge_mesh(mesh, names))
+            yield MergedMesh(replace(graph, program=program, pins=said, offers={}, runs={}), names)
 
 
-def _mesh(mesh: LogicalMesh, names: Mapping[str, Axes]) -> LogicalMesh:
+def _merge_mesh(mesh: LogicalMesh, names: Mapping[str, Axes]) -> LogicalMesh:
     links = mesh.hardware.links
 
     def slowest(part: Axes) -> str:
@@ -89,7 +93,7 @@ def _mesh(mesh: LogicalMesh, names: Mapping[str, Axes]) -> LogicalMesh:
     return LogicalMesh(tuple(names), sizes, mesh.hardware, over)
 
 
-def _merged(spec: Spec, names: Mapping[str, Axes]) -> Spec | None:
+def _merge_spec(spec: Spec, names: Mapping[str, Axes]) -> Spec | None:
     """``spec`` over merged axes, or None where it splits a dimension over a part of one."""
     dims: list[Axes] = []
     for axes in spec.dims:

@@ -17,100 +17,102 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.search.problem import SAME, Array, Choice, Labels, Problem
+from autoshard.search.problem import REL_TOLERANCE, Array, Assignment, Indices, Problem
 
 SWEEPS = 4
 """How often the costs are moved before what they leave is looked at again."""
 
 
 @dataclass(eq=False)
-class _Side:
+class _Edge:
     """A pair of variables as one of the two has it."""
 
     table: Array
     """[options of the other, own options]"""
-    sent: Array
+    message: Array
     """What of the variable's costs the pair holds, by option."""
-    other: _Side = field(init=False, repr=False)
+    reverse: _Edge = field(init=False, repr=False)
 
 
-class Narrowed:
+class PrunedProblem:
     """A problem with its costs moved, and the options that are left; budgets aside.
 
     Costs above ``most``, that of a choice that is known, count as ``most``: they are in no better choice.
     """
 
     def __init__(self, problem: Problem, most: float) -> None:
-        tables = (*problem.unary, *problem.pairs.values())
+        tables = (*problem.unary, *problem.pairwise.values())
         if not math.isfinite(most):
             most = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
         self.bound = 0.0
-        self.alone = [np.minimum(u, most) for u in problem.unary]
-        self.left: list[Labels] = [np.arange(len(u)) for u in self.alone]
+        self.unary = [np.minimum(u, most) for u in problem.unary]
+        self.options: list[Indices] = [np.arange(len(u)) for u in self.unary]
         """The options that are left of each variable."""
-        self.order = _order(problem)
-        self.pairs: dict[tuple[int, int], _Side] = {}
+        self.order = _breadth_first_order(problem)
+        self.edges: dict[tuple[int, int], _Edge] = {}
         """By two variables, the lower first: its side."""
-        self.before: list[list[_Side]] = [[] for _ in self.alone]
-        self.after: list[list[_Side]] = [[] for _ in self.alone]
+        self.incoming: list[list[_Edge]] = [[] for _ in self.unary]
+        self.outgoing: list[list[_Edge]] = [[] for _ in self.unary]
         place = {i: k for k, i in enumerate(self.order)}
-        for (i, j), table in problem.pairs.items():
+        for (i, j), table in problem.pairwise.items():
             table = np.minimum(table, most)
-            one = _Side(np.ascontiguousarray(table.T), np.zeros(len(self.alone[i])))
-            two = _Side(np.ascontiguousarray(table), np.zeros(len(self.alone[j])))
-            one.other, two.other = two, one
-            self.pairs[i, j] = one
-            (self.after if place[i] < place[j] else self.before)[i].append(one)
-            (self.after if place[j] < place[i] else self.before)[j].append(two)
+            one = _Edge(np.ascontiguousarray(table.T), np.zeros(len(self.unary[i])))
+            two = _Edge(np.ascontiguousarray(table), np.zeros(len(self.unary[j])))
+            one.reverse, two.reverse = two, one
+            self.edges[i, j] = one
+            (self.outgoing if place[i] < place[j] else self.incoming)[i].append(one)
+            (self.outgoing if place[j] < place[i] else self.incoming)[j].append(two)
 
     def sweep(self, best: float) -> None:
         """Raises the bound, and drops options that are in no choice of less than ``best``."""
         for _ in range(SWEEPS):
-            self._once(best)
+            self._sweep_once(best)
 
-    def _once(self, best: float) -> None:
+    def _sweep_once(self, best: float) -> None:
         for i in self.order:
-            alone, before, after = self.alone[i], self.before[i], self.after[i]
+            alone, before, after = self.unary[i], self.incoming[i], self.outgoing[i]
             for side in before:
-                least = (side.table + side.other.sent[:, None]).min(axis=0) + side.sent
-                side.sent = side.sent - least
+                least = (side.table + side.reverse.message[:, None]).min(axis=0) + side.message
+                side.message = side.message - least
                 alone = alone + least
             least = float(alone.min())
             self.bound += least
             alone = alone - least
-            keep = alone <= best * (1 + SAME) - self.bound
+            keep = alone <= best * (1 + REL_TOLERANCE) - self.bound
             if not keep.all() and keep.any():
                 alone = alone[keep]
-                self._keep(i, keep)
+                self._drop_options(i, keep)
             share = alone / max(len(before), len(after), 1)
             for side in after:
-                side.sent = side.sent + share
+                side.message = side.message + share
                 alone = alone - share
-            self.alone[i] = alone
+            self.unary[i] = alone
         self.order.reverse()
-        self.before, self.after = self.after, self.before
+        self.incoming, self.outgoing = self.outgoing, self.incoming
 
-    def _keep(self, i: int, keep: np.ndarray) -> None:
-        self.left[i] = self.left[i][keep]
-        for side in (*self.before[i], *self.after[i]):
+    def _drop_options(self, i: int, keep: np.ndarray) -> None:
+        self.options[i] = self.options[i][keep]
+        for side in (*self.incoming[i], *self.outgoing[i]):
             side.table = np.ascontiguousarray(side.table[:, keep])
-            side.other.table = side.other.table[keep]
-            side.sent = side.sent[keep]
+            side.reverse.table = side.reverse.table[keep]
+            side.message = side.message[keep]
 
-    def problem(self) -> Problem:
+    def reparametrized(self) -> Problem:
         """What is left, its costs as they were moved: each choice costs the bound less than it does."""
-        pairs = {pair: side.other.table + side.sent[:, None] + side.other.sent for pair, side in self.pairs.items()}
-        return Problem(tuple(self.alone), pairs)
+        pairs = {
+            pair: side.reverse.table + side.message[:, None] + side.reverse.message for pair, side in self.edges.items()
+        }
+        return Problem(tuple(self.unary), pairs)
 
-    def choice(self, choice: Sequence[int]) -> Choice:
+    def original_assignment(self, choice: Sequence[int]) -> Assignment:
         """A choice among what is left as one among all options."""
-        return tuple(int(left[c]) for left, c in zip(self.left, choice, strict=True))
+        return tuple(int(left[c]) for left, c in zip(self.options, choice, strict=True))
 
 
-def _order(problem: Problem) -> list[int]:
+def _breadth_first_order(problem: Problem) -> list[int]:
     """The variables, each near those that it is in a pair with: breadth first."""
     near: dict[int, list[int]] = defaultdict(list)
-    for i, j in sorted(problem.pairs):
+    for i, j in sorted(problem.pairwise):
         near[i].append(j)
         near[j].append(i)
     found: dict[int, None] = {}

@@ -18,65 +18,67 @@ import scipy.optimize
 import scipy.sparse
 
 from autoshard.errors import PlanError
-from autoshard.search.eliminate import Factor, Solution, eliminate
-from autoshard.search.problem import SAME, Choice, Problem, restricted
-from autoshard.search.prune import Narrowed
+from autoshard.search.eliminate import CostTable, Solution, eliminate
+from autoshard.search.problem import REL_TOLERANCE, Assignment, Problem, restricted
+from autoshard.search.prune import PrunedProblem
 
-LARGEST = 1 << 21
+MAX_TABLE_ENTRIES = 1 << 21
 """Most entries of a table in elimination."""
-SMALL = 4000
+MAX_MILP_ENTRIES = 4000
 """Most entries of all tables for which budgets are kept exactly."""
-ROUGH = 1 << 15
+MAX_TABLE_ENTRIES_UNPRUNED = 1 << 15
 """Most entries of a table in elimination before options have been left out."""
-ROUNDS = 10
+PRUNING_ROUNDS = 10
 """Most rounds of leaving options out."""
-SWEEPS = 16
+LOCAL_SEARCH_ROUNDS = 16
 """Most rounds of improving one variable at a time."""
-HALVINGS = 8
+BISECTIONS = 8
 """How often the gap between a price that is too low and one that is not is halved."""
-WEIGHTY = 1e3
+LEAST_LOAD_MULTIPLIER = 1e3
 """The price of a whole budget where costs do not matter, in costs of the dearest options of all."""
-DEAREST = 1e6
+MAX_MULTIPLIER = 1e6
 """The highest price of a whole budget, in costs of the best choice without it."""
 
 
-def solve(problem: Problem, small: int = SMALL) -> Solution:
+def solve(problem: Problem, small: int = MAX_MILP_ENTRIES) -> Solution:
     """A choice that keeps the budgets: the best where its pairs' tables have at most ``small`` entries or pricing the
     budgets happens to find it, else one near it.
 
     Raises:
       PlanError: no choice keeps them, or none that was tried.
     """
-    if problem.hopeless():
+    if problem.infeasible():
         raise PlanError("no choice keeps the budgets")
-    best = unbudgeted(problem)
-    found = best.choice if problem.fits(best.choice) else None
-    if found is None and sum(t.size for t in problem.pairs.values()) <= small:
-        return exactly(problem)
-    prices, choice = [0.0] * len(problem.rows), best.choice
+    best = solve_without_budgets(problem)
+    found = best.assignment if problem.fits(best.assignment) else None
+    if found is None and sum(t.size for t in problem.pairwise.values()) <= small:
+        return solve_milp(problem)
+    prices, choice = [0.0] * len(problem.budgets), best.assignment
 
-    def tried(prices: Sequence[float], near: Choice) -> Choice:
+    def tried(prices: Sequence[float], near: Assignment) -> Assignment:
         nonlocal found
-        priced = problem.priced(prices)
-        choice = improve(priced, near) if problem.kin else unbudgeted(priced).choice
+        priced = problem.lagrangian(prices)
+        choice = (
+            neighbourhood_search(priced, near) if problem.neighbourhoods else solve_without_budgets(priced).assignment
+        )
         if problem.fits(choice) and (found is None or problem.cost(choice) < problem.cost(found)):
             found = choice
         return choice
 
     while found is None:
-        over = [row.load(choice) / max(row.limit, 1.0) for row in problem.rows]
+        over = [row.load(choice) / max(row.limit, 1.0) for row in problem.budgets]
         r = int(np.argmax(over))
-        row, low = problem.rows[r], prices[r]
+        row, low = problem.budgets[r], prices[r]
         if low:  # priced already, and another budget's price has undone it
             break
         high = best.cost / max(row.limit, 1.0) / 64
-        while row.load(choice) > row.limit and high < DEAREST * best.cost / max(row.limit, 1.0):
+        while row.load(choice) > row.limit and high < MAX_MULTIPLIER * best.cost / max(row.limit, 1.0):
             low, high = high, 4 * high
             prices[r] = high
             choice = tried(prices, choice)
         if row.load(choice) > row.limit:
             break
-        for _ in range(HALVINGS):  # the cheapest price that keeps it
+        for _ in range(BISECTIONS):  # the cheapest price that keeps it
             prices[r] = (low * high) ** 0.5
             near = tried(prices, choice)
             if row.load(near) > row.limit:
@@ -88,116 +90,120 @@ def solve(problem: Problem, small: int = SMALL) -> Solution:
         raise PlanError("no choice was found that keeps the budgets")
     bound = best.bound
     if any(prices):
-        found = _tightened(problem, found)
-        dual = unbudgeted(problem.priced(prices)).bound
-        bound = max(bound, dual - sum(p * r.limit for p, r in zip(prices, problem.rows, strict=True)))
+        found = _descend_within_budgets(problem, found)
+        dual = solve_without_budgets(problem.lagrangian(prices)).bound
+        bound = max(bound, dual - sum(p * r.limit for p, r in zip(prices, problem.budgets, strict=True)))
     return Solution(found, problem.cost(found), min(bound, problem.cost(found)))
 
 
-def lightest(problem: Problem) -> Solution:
+def least_load(problem: Problem) -> Solution:
     """A choice that takes little of the budgets, whatever it costs; nothing is known of what it could cost."""
-    tables = (*problem.unary, *problem.pairs.values())
+    tables = (*problem.unary, *problem.pairwise.values())
     most = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
-    found = unbudgeted(problem.priced([WEIGHTY * most / max(row.limit, 1.0) for row in problem.rows])).choice
+    found = solve_without_budgets(
+        problem.lagrangian([LEAST_LOAD_MULTIPLIER * most / max(row.limit, 1.0) for row in problem.budgets])
+    ).assignment
     return Solution(found, problem.cost(found), 0.0)
 
 
-def unbudgeted(problem: Problem, largest: int = LARGEST) -> Solution:
+def solve_without_budgets(problem: Problem, largest: int = MAX_TABLE_ENTRIES) -> Solution:
     """The best choice, budgets aside; its gap is 0 unless what narrowing leaves needs a table of more than ``largest``
     entries."""
-    rough = min(largest, ROUGH)
+    rough = min(largest, MAX_TABLE_ENTRIES_UNPRUNED)
     best = eliminate(problem, rough)
-    if best.proven:
+    if best.optimal:
         return best
-    narrow, known = Narrowed(problem, best.cost), dict[tuple[int, bytes], Choice]()
-    for _ in range(ROUNDS):
+    narrow, known = PrunedProblem(problem, best.cost), dict[tuple[int, bytes], Assignment]()
+    for _ in range(PRUNING_ROUNDS):
         narrow.sweep(best.cost)
-        before, best = best.choice, _better(problem, best, narrow, rough)
-        if best.choice == before and problem.kin and not best.proven:
-            best = _improved(problem, best, known)
-        if best.proven:  # again with the costs as they were: of equal choices the first, as everywhere
-            near = eliminate(restricted(problem, narrow.left), rough)
-            if near.cost <= best.cost * (1 + SAME):
-                best = Solution(narrow.choice(near.choice), near.cost, min(best.bound, near.cost))
+        before, best = best.assignment, _eliminate_remaining(problem, best, narrow, rough)
+        if best.assignment == before and problem.neighbourhoods and not best.optimal:
+            best = _improve_solution(problem, best, known)
+        if best.optimal:  # again with the costs as they were: of equal choices the first, as everywhere
+            near = eliminate(restricted(problem, narrow.options), rough)
+            if near.cost <= best.cost * (1 + REL_TOLERANCE):
+                best = Solution(narrow.original_assignment(near.assignment), near.cost, min(best.bound, near.cost))
             return best
-    best = _better(problem, best, narrow, largest)
-    return _improved(problem, best, known) if problem.kin and not best.proven else best
+    best = _eliminate_remaining(problem, best, narrow, largest)
+    return _improve_solution(problem, best, known) if problem.neighbourhoods and not best.optimal else best
 
 
-def another(problem: Problem) -> Choice:
+def eliminate_and_improve(problem: Problem) -> Assignment:
     """A good choice that is found otherwise, budgets aside: by elimination alone, and improved."""
-    first = eliminate(problem, LARGEST).choice
-    return min((improve(problem, c) for c in (first, [0] * len(first))), key=problem.cost)
+    first = eliminate(problem, MAX_TABLE_ENTRIES).assignment
+    return min((neighbourhood_search(problem, c) for c in (first, [0] * len(first))), key=problem.cost)
 
 
-def _improved(problem: Problem, best: Solution, known: dict[tuple[int, bytes], Choice]) -> Solution:
-    choice = improve(problem, best.choice, known)
+def _improve_solution(problem: Problem, best: Solution, known: dict[tuple[int, bytes], Assignment]) -> Solution:
+    choice = neighbourhood_search(problem, best.assignment, known)
     cost = problem.cost(choice)
     return Solution(choice, cost, min(cost, best.bound))
 
 
-def _better(problem: Problem, best: Solution, narrow: Narrowed, largest: int) -> Solution:
+def _eliminate_remaining(problem: Problem, best: Solution, narrow: PrunedProblem, largest: int) -> Solution:
     """The better of ``best`` and what elimination finds with the costs moved, with the higher bound."""
-    near = eliminate(narrow.problem(), largest)
-    choice = min(best.choice, narrow.choice(near.choice), key=problem.cost)
+    near = eliminate(narrow.reparametrized(), largest)
+    choice = min(best.assignment, narrow.original_assignment(near.assignment), key=problem.cost)
     cost = problem.cost(choice)
     return Solution(choice, cost, min(cost, max(best.bound, narrow.bound + near.bound)))
 
 
-def improve(problem: Problem, choice: Sequence[int], known: dict[tuple[int, bytes], Choice] | None = None) -> Choice:
+def neighbourhood_search(
+    problem: Problem, choice: Sequence[int], known: dict[tuple[int, bytes], Assignment] | None = None
+) -> Assignment:
     """Looks for better choices near ``choice``: all variables at once among kindred options, each kind in its turn.
 
     ``known`` keeps what was found, by the kind and the label of every variable, for this problem's next search.
     """
     best, known = tuple(choice), {} if known is None else known
-    for _ in range(SWEEPS):
+    for _ in range(LOCAL_SEARCH_ROUNDS):
         before = best
-        for k, labels in enumerate(problem.kin):
+        for k, labels in enumerate(problem.neighbourhoods):
             at = np.array([l[c] for l, c in zip(labels, best, strict=True)])
             key = k, at.tobytes()
             if key not in known:
                 options = [np.flatnonzero(l == x) for l, x in zip(labels, at, strict=True)]
-                near = eliminate(restricted(problem, options), LARGEST)
-                known[key] = tuple(int(o[c]) for o, c in zip(options, near.choice, strict=True))
+                near = eliminate(restricted(problem, options), MAX_TABLE_ENTRIES)
+                known[key] = tuple(int(o[c]) for o, c in zip(options, near.assignment, strict=True))
             best = known[key]
         if problem.cost(best) >= problem.cost(before):
             return before
     return best
 
 
-def _tightened(problem: Problem, choice: Choice) -> Choice:
+def _descend_within_budgets(problem: Problem, choice: Assignment) -> Assignment:
     """Uses what the budgets leave: changes one variable at a time for the better, as long as they are kept."""
     found = list(choice)
-    spent = [row.load(found) for row in problem.rows]
-    beside = _beside(problem)
-    for _ in range(SWEEPS):
+    spent = [row.load(found) for row in problem.budgets]
+    beside = _tables_by_variable(problem)
+    for _ in range(LOCAL_SEARCH_ROUNDS):
         before = tuple(found)
         for i, costs in enumerate(problem.unary):
             now = found[i]
-            total = costs + sum((f.at(i, found) for f in beside[i]), np.zeros(len(costs)))
-            for r, row in enumerate(problem.rows):
+            total = costs + sum((f.costs_of(i, found) for f in beside[i]), np.zeros(len(costs)))
+            for r, row in enumerate(problem.budgets):
                 load = row.loads.get(i)
                 if load is not None:
                     total = np.where(spent[r] + load - load[now] > row.limit, math.inf, total)
             best = int(np.argmin(total))
             if total[best] < total[now]:
                 found[i] = best
-                spent = [row.load(found) for row in problem.rows]
+                spent = [row.load(found) for row in problem.budgets]
         if tuple(found) == before:
             break
     return tuple(found)
 
 
-def _beside(problem: Problem) -> list[list[Factor]]:
+def _tables_by_variable(problem: Problem) -> list[list[CostTable]]:
     """For each variable, the pairs that it is in."""
-    beside: list[list[Factor]] = [[] for _ in problem.unary]
-    for pair, table in problem.pairs.items():
+    beside: list[list[CostTable]] = [[] for _ in problem.unary]
+    for pair, table in problem.pairwise.items():
         for i in pair:
-            beside[i].append(Factor(pair, table))
+            beside[i].append(CostTable(pair, table))
     return beside
 
 
-def exactly(problem: Problem) -> Solution:
+def solve_milp(problem: Problem) -> Solution:
     """The best choice that keeps the budgets, by HiGHS, with the bound that it proved.
 
     Raises:
@@ -220,7 +226,7 @@ def exactly(problem: Problem) -> Solution:
 
     for i, u in enumerate(problem.unary):
         row([(at[i] + k, 1.0) for k in range(len(u))], 1, 1)
-    for (i, j), table in problem.pairs.items():
+    for (i, j), table in problem.pairwise.items():
         n, m = table.shape
         for k in range(n):  # what a pair does is what each of the two does
             row([(columns + k * m + l, 1.0) for l in range(m)] + [(at[i] + k, -1.0)], 0, 0)
@@ -228,7 +234,7 @@ def exactly(problem: Problem) -> Solution:
             row([(columns + k * m + l, 1.0) for k in range(n)] + [(at[j] + l, -1.0)], 0, 0)
         cost.append(table.ravel())
         columns += n * m
-    for budget in problem.rows:
+    for budget in problem.budgets:
         row([(at[i] + k, x) for i, load in budget.loads.items() for k, x in enumerate(load)], -math.inf, budget.limit)
     c = np.concatenate(cost)
     never = ~np.isfinite(c)

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoshard.errors import SpecError
-from autoshard.ir.dim_classes import of_batch
+from autoshard.ir.dim_classes import batch_dims
 from autoshard.ir.spec import Axes
-from autoshard.search.build_problem import Limits
+from autoshard.search.build_problem import StrategyLimits
 from autoshard.search.candidates import Choice, Search
-from autoshard.search.solved_layouts import solved
+from autoshard.search.solved_layouts import solve_layouts
 
 PRESETS = ("auto", "dp", "fsdp", "fsdp_tp", "replicated", "tp", "zero1", "zero2", "zero3")
-ROUNDS = 4
+DESCENT_ROUNDS = 4
 """Most rounds of changing one class at a time for the better."""
 
 
-def preset(s: Search, strategy: str) -> Iterator[Choice]:
+def preset_choices(s: Search, strategy: str) -> Iterator[Choice]:
     """The choices that a preset leaves open."""
     axes = s.axes
     none = Choice(((),) * len(s.classes))
@@ -25,25 +25,25 @@ def preset(s: Search, strategy: str) -> Iterator[Choice]:
         yield none
     elif strategy in ("dp", "zero1", "zero2", "zero3", "fsdp"):
         zero = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}[strategy]
-        yield Choice(_batch(s, axes, strategy), axes if zero else (), zero)
+        yield Choice(_batch_split(s, axes, strategy), axes if zero else (), zero)
     elif strategy == "fsdp_tp" and len(axes) == 1:
-        yield from preset(s, "fsdp")
+        yield from preset_choices(s, "fsdp")
     else:
         first = axes[:1] if strategy == "fsdp_tp" else ()
-        base = Choice(_batch(s, first, strategy), first, 3) if first else none
-        limits = Limits(of_batch(s.graph), first, axes[len(first) :])
-        found = list(solved(s, limits, first))
+        base = Choice(_batch_split(s, first, strategy), first, 3) if first else none
+        limits = StrategyLimits(batch_dims(s.graph), first, axes[len(first) :])
+        found = list(solve_layouts(s, limits, first))
         yield from found
         if not found:
-            rest = [i for i in range(len(s.classes)) if i not in s.batch]
-            yield from _improve(s, base, rest, axes[len(first) :])
+            rest = [i for i in range(len(s.classes)) if i not in s.batch_classes]
+            yield from _coordinate_descent(s, base, rest, axes[len(first) :])
 
 
-def _batch(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
+def _batch_split(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
     """The batch split over ``axes``: every class named so."""
     split: list[Axes] = [() for _ in s.classes]
     sizes = s.graph.program.mesh
-    for i in s.batch:
+    for i in s.batch_classes:
         c = s.classes[i]
         if c.size % sizes.axes_size(axes):
             v, d = next((v, d) for v, d in c.inputs)
@@ -58,18 +58,18 @@ def _batch(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
     return tuple(split)
 
 
-def _improve(s: Search, start: Choice, free: Iterable[int], axes: Axes) -> Iterator[Choice]:
+def _coordinate_descent(s: Search, start: Choice, free: Iterable[int], axes: Axes) -> Iterator[Choice]:
     """Changes one class at a time for the better until nothing helps, those that help most alone first; yields what it
     tried."""
-    space, best = s.space(), s.price(start)
+    space, best = s.class_options(), s.price(start)
 
     def tries(i: int, choice: Choice) -> list[Choice]:
         options = [o for o in space[i] if set(o) <= set(axes)]
-        return [replace(choice, split=(*choice.split[:i], o, *choice.split[i + 1 :])) for o in options]
+        return [replace(choice, split=(*choice.class_axes[:i], o, *choice.class_axes[i + 1 :])) for o in options]
 
     yield start
     alone = {i: min(s.key(s.price(c)) for c in tries(i, start)) for i in free}
-    for _ in range(ROUNDS):
+    for _ in range(DESCENT_ROUNDS):
         before = best
         for i in sorted(alone, key=lambda i: (alone[i], i)):
             found = tries(i, best.choice)

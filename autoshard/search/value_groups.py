@@ -20,98 +20,101 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.ir.dim_classes import roles
-from autoshard.ir.graph import BACKWARD, FORWARD, Graph, Kind, Node
-from autoshard.ir.spec import REDUCED
+from autoshard.ir.dim_classes import argument_roles
+from autoshard.ir.graph import BACKWARD, FORWARD, Graph, Node, OpKind
+from autoshard.ir.spec import REDUCTION_KINDS
 
 Numbers = npt.NDArray[np.int64]
-Places = tuple[int, ...]
+DimMap = tuple[int, ...]
 """For each dimension of a value, the dimension of its group, or -1."""
-Links = dict[int, dict[int, list[tuple[int, int]]]]
+SharedDims = dict[int, dict[int, list[tuple[int, int]]]]
 PARAMETER = "parameter"
-ROUNDS = 2
+COLOR_REFINEMENTS = 2
 """How far from a group its surroundings reach, in equations."""
-FEW = 64
+SMALL_PROGRAM = 64
 """Most equations of a program in which every one of them, and every value, is decided for itself."""
-MOST = 1 << 62
+MAX_CODE = 1 << 62
 """Numbers that there are."""
-FOLDED = 300
+MAX_UNFOLDED_GROUPS = 300
 """Groups above which those that are alike are given one color."""
 
 
 @dataclass(frozen=True)
-class Form:
+class FactorCoverage:
     """Which values of a kind of node have what factors."""
 
     factors: tuple[str, ...]
     """Those of more than one element."""
-    full: tuple[int, ...]
+    covering: tuple[int, ...]
     """Positions of the values that have every factor; none where a choice is to be made."""
-    exact: tuple[int, ...]
+    exactly_covering: tuple[int, ...]
     """Those of them that have nothing but factors."""
     reduces: bool
     """Whether it puts terms together."""
 
 
-def form_of(kind: Kind) -> Form:
-    rule, sizes = kind.rule, dict(kind.sizes)
+def factor_coverage(kind: OpKind) -> FactorCoverage:
+    rule, sizes = kind.rule, dict(kind.factor_sizes)
     factors = tuple(f for f in rule.factors if sizes[f] > 1)
     dims = (*rule.operands, *rule.results)
     if rule.local is not None or any(len(d) > 1 for ds in dims for d in ds):
-        return Form(factors, (), (), False)
+        return FactorCoverage(factors, (), (), False)
     have = [{f for d in ds for f in d} for ds in dims]
     full = tuple(p for p, fs in enumerate(have) if fs.issuperset(factors))
     exact = tuple(p for p in full if kind.tie or all(d or n == 1 for d, n in zip(dims[p], kind.shapes[p], strict=True)))
-    reduces = any(kind.rule.kind(f) in REDUCED for f in factors)
-    return Form(factors, full if factors else (), exact if factors else (), reduces)
+    reduces = any(kind.rule.kind(f) in REDUCTION_KINDS for f in factors)
+    return FactorCoverage(factors, full if factors else (), exact if factors else (), reduces)
 
 
-def _links(kind: Kind, form: Form) -> Links:
+def _shared_dims(kind: OpKind, form: FactorCoverage) -> SharedDims:
     """For each position whose value may lie as others do, and each of these before it: which dimensions are one."""
     dims = (*kind.rule.operands, *kind.rule.results)
-    there = {p: {dim[0]: d for d, dim in enumerate(dims[p]) if dim and dim[0] in form.factors} for p in form.exact}
-    found: Links = {
-        p: {q: [(there[q][f], d) for f, d in there[p].items()] for q in form.exact if q < p} for p in form.exact
+    there = {
+        p: {dim[0]: d for d, dim in enumerate(dims[p]) if dim and dim[0] in form.factors} for p in form.exactly_covering
+    }
+    found: SharedDims = {
+        p: {q: [(there[q][f], d) for f, d in there[p].items()] for q in form.exactly_covering if q < p}
+        for p in form.exactly_covering
     }
     return found if len(found) > 1 else {}
 
 
-class Groups:
+class ValueGroups:
     """The groups of one graph. A group goes by the number of one of its values, its root.
 
     In a program of few equations, only what goes round lies alike: every other value is a group of its own.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.few = graph, len(graph.nodes) <= FEW
-        self.forms: dict[Kind, Form] = {}
-        self.sets = _Sets(graph)
-        self.large = [False, *(math.prod(v.shape) > 1 for v in graph.values[1:])]
-        self.labels = self._labels()
-        links = {kind: _links(kind, self.form(kind)) for kind in {n.kind for n in graph.nodes}}
+        self.graph, self.small_program = graph, len(graph.nodes) <= SMALL_PROGRAM
+        self._coverage: dict[OpKind, FactorCoverage] = {}
+        self._sets = _DisjointSets(graph)
+        self.non_scalar = [False, *(math.prod(v.shape) > 1 for v in graph.values[1:])]
+        self.phases = self._value_phases()
+        links = {kind: _shared_dims(kind, self.coverage(kind)) for kind in {n.kind for n in graph.nodes}}
         weights = {kind: -max(kind.bytes) for kind, found in links.items() if found}
-        tied = [n for n in graph.nodes if links[n.kind] and (n.tie or not self.few)]
+        tied = [n for n in graph.nodes if links[n.kind] and (n.tie or not self.small_program)]
         for node in sorted(tied, key=lambda n: weights[n.kind]):
-            self._follow(node, links[node.kind])
-        self.places = self._places()
+            self._unite_equally_sharded(node, links[node.kind])
+        self.members = self._members()
         """Root and places of every value that has more than one element."""
         self.color = self._colors()
         """For each root a number; groups that are alike have the same."""
 
     def rank(self, root: int) -> int:
         """How many dimensions a group has."""
-        return len(self.sets.atoms[root])
+        return len(self._sets.dims[root])
 
-    def form(self, kind: Kind) -> Form:
-        found = self.forms.get(kind)
+    def coverage(self, kind: OpKind) -> FactorCoverage:
+        found = self._coverage.get(kind)
         if found is None:
-            found = self.forms[kind] = form_of(kind)
+            found = self._coverage[kind] = factor_coverage(kind)
         return found
 
-    def _labels(self) -> list[str]:
+    def _value_phases(self) -> list[str]:
         """For each value `PARAMETER`, or the phase of the equation that makes it."""
         graph, inputs = self.graph, self.graph.inputs
-        state = roles(graph)
+        state = argument_roles(graph)
         parameters = {inputs[i] for i in state.parameters}
         parameters |= {graph.outputs[o] for i, o in graph.program.carries if i in state.parameters}
         labels = [""] * len(graph.values)
@@ -120,35 +123,35 @@ class Groups:
         for v in parameters:
             labels[v] = PARAMETER
         for node in graph.nodes:
-            large = [v for v in node.operands if self.large[v]]
-            alone = bool(large) and all(labels[v] == PARAMETER for v in large) and self.form(node.kind).full
+            large = [v for v in node.operands if self.non_scalar[v]]
+            alone = bool(large) and all(labels[v] == PARAMETER for v in large) and self.coverage(node.kind).covering
             for v in node.results:
                 if not labels[v]:
                     labels[v] = PARAMETER if alone else node.phase if node.phase in (FORWARD, BACKWARD) else ""
         return labels
 
-    def _follow(self, node: Node, links: Links) -> None:
+    def _unite_equally_sharded(self, node: Node, links: SharedDims) -> None:
         """Groups the values of ``node`` that lie alike."""
-        pins, values, labels = self.graph.pins, node.values, self.labels
+        pins, values, labels = self.graph.pins, node.values, self.phases
         first: dict[str, int] = {}
         for p, before in links.items():
             v = values[p]
             if v and v not in pins:
                 other = first.setdefault(labels[v], p)
                 if other != p:
-                    self.sets.unite(values[other], v, before[other])
+                    self._sets.unite(values[other], v, before[other])
 
-    def _places(self) -> dict[int, tuple[int, Places]]:
+    def _members(self) -> dict[int, tuple[int, DimMap]]:
         """Root and places of every value that has more than one element and that an equation reads or makes."""
-        graph, sets = self.graph, self.sets
-        used = sorted({v for n in graph.nodes for v in n.values if self.large[v]})
-        roots, place = _ends(sets.value).tolist(), np.full(len(sets.atom), -1)
-        for atoms in sets.atoms.values():
+        graph, sets = self.graph, self._sets
+        used = sorted({v for n in graph.nodes for v in n.values if self.non_scalar[v]})
+        roots, place = _all_roots(sets.value).tolist(), np.full(len(sets.atom), -1)
+        for atoms in sets.dims.values():
             place[atoms] = range(len(atoms))
         split = np.array([n > 1 for v in graph.values for n in v.shape], dtype=bool)
-        where = np.where(split, place[_ends(sets.atom)], -1).tolist()
-        known: dict[Places, Places] = {}  # most are alike
-        found: dict[int, tuple[int, Places]] = {}
+        where = np.where(split, place[_all_roots(sets.atom)], -1).tolist()
+        known: dict[DimMap, DimMap] = {}  # most are alike
+        found: dict[int, tuple[int, DimMap]] = {}
         for v in used:
             at = tuple(where[sets.start[v] : sets.start[v + 1]])
             found[v] = roots[v], known.setdefault(at, at)
@@ -156,30 +159,30 @@ class Groups:
 
     def _colors(self) -> dict[int, int]:
         """For each group a number; those that are alike have the same."""
-        graph, places = self.graph, self.places
+        graph, places = self.graph, self.members
         roots, at = np.full(len(graph.values), -1), np.zeros(len(graph.values), dtype=np.int64)
         names: dict[int, set[str]] = defaultdict(set)
         roots[[*places]] = [root for root, _ in places.values()]
-        at[[*places]] = _numbered((where, graph.pins.get(v)) for v, (_, where) in places.items())
+        at[[*places]] = _dense_ids((where, graph.pins.get(v)) for v, (_, where) in places.items())
         for v in graph.inputs:
             if v in places:
                 names[places[v][0]].add(re.sub(r"\d+", "#", graph.values[v].name))
         found = np.unique(roots[roots >= 0])
-        if len(found) <= FOLDED:
+        if len(found) <= MAX_UNFOLDED_GROUPS:
             return {int(root): int(root) for root in found}
-        alike: dict[Kind, list[Node]] = defaultdict(list)
+        alike: dict[OpKind, list[Node]] = defaultdict(list)
         for node in graph.nodes:
             alike[node.kind].append(node)
         values = [np.array([n.values for n in nodes], dtype=np.int64) for nodes in alike.values()]
         inside: list[tuple[Numbers, list[Numbers]]] = []
         for k, (nodes, of) in enumerate(zip(alike.values(), values, strict=True)):
-            times = np.array([n.times for n in nodes])
+            times = np.array([n.trip_count for n in nodes])
             for p in range(of.shape[1]):
                 inside.append((roots[of[:, p]], [np.full(len(of), k), np.full(len(of), p), at[of[:, p]], times]))
         color = np.full(len(graph.values) + 1, -1)  # the last: of what belongs to no group
-        kinds = [(self.labels[root], *sorted(names[root])) for root in found]
-        color[found] = _numbered(zip(kinds, _surroundings(inside, found), strict=True))
-        for _ in range(ROUNDS):
+        kinds = [(self.phases[root], *sorted(names[root])) for root in found]
+        color[found] = _dense_ids(zip(kinds, _histograms(inside, found), strict=True))
+        for _ in range(COLOR_REFINEMENTS):
             around: list[tuple[Numbers, list[Numbers]]] = []
             for k, of in enumerate(values):
                 own = roots[of]
@@ -188,7 +191,7 @@ class Groups:
                 for p in range(own.shape[1]):  # once for each group that a node touches
                     new = (own[:, :p] != own[:, p : p + 1]).all(axis=1)
                     around.append((own[new, p], [c[new] for c in what]))
-            color[found] = _numbered(zip(color[found], _surroundings(around, found), strict=True))
+            color[found] = _dense_ids(zip(color[found], _histograms(around, found), strict=True))
         turn: Counter[int] = Counter()
         turns: dict[int, int] = {}
         for root in map(int, found):
@@ -198,7 +201,7 @@ class Groups:
         return turns
 
 
-def _surroundings(found: Iterable[tuple[Numbers, list[Numbers]]], roots: Numbers) -> list[bytes]:
+def _histograms(found: Iterable[tuple[Numbers, list[Numbers]]], roots: Numbers) -> list[bytes]:
     """For each of ``roots`` what was found of it, how often, in a form that can be compared. ``found`` holds roots, and
     columns of numbers that say what there is of each."""
     pairs = list(found)
@@ -208,7 +211,7 @@ def _surroundings(found: Iterable[tuple[Numbers, list[Numbers]]], roots: Numbers
     for i in range(width):
         column = np.concatenate([c[i] if i < len(c) else np.full(len(r), -1) for r, c in pairs]) + 1
         n = int(column.max()) + 1
-        if kinds * n > MOST:
+        if kinds * n > MAX_CODE:
             what = np.unique(what, return_inverse=True)[1]
             kinds = int(what.max()) + 1
         what, kinds = what * n + column, kinds * n
@@ -220,22 +223,20 @@ def _surroundings(found: Iterable[tuple[Numbers, list[Numbers]]], roots: Numbers
     return [table[i:j].tobytes() for i, j in ends.T]
 
 
-def _numbered(things: Iterable[Any]) -> list[int]:
+def _dense_ids(things: Iterable[Any]) -> list[int]:
     """A number for each, the same for those that are equal."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(x, len(numbers)) for x in things]
 
 
-class _Sets:
+class _DisjointSets:
     """Disjoint sets of values, and of their dimensions."""
 
     def __init__(self, graph: Graph) -> None:
         self.start = [0, *itertools.accumulate(len(v.shape) for v in graph.values)]
         self.value = list(range(len(graph.values)))
         self.atom = list(range(self.start[-1]))
-        self.atoms = {
-            v: [self.start[v] + d for d, n in enumerate(x.shape) if n > 1] for v, x in enumerate(graph.values)
-        }
+        self.dims = {v: [self.start[v] + d for d, n in enumerate(x.shape) if n > 1] for v, x in enumerate(graph.values)}
         """The dimensions of each set of values."""
 
     def unite(self, u: int, v: int, pairs: Iterable[tuple[int, int]]) -> None:
@@ -251,10 +252,10 @@ class _Sets:
         self.value[b] = a
         for x, y in same.items():
             atom[max(x, y)] = min(x, y)
-        self.atoms[a] = list(dict.fromkeys([_find(atom, x) for x in (*self.atoms[a], *self.atoms.pop(b))]))
+        self.dims[a] = list(dict.fromkeys([_find(atom, x) for x in (*self.dims[a], *self.dims.pop(b))]))
 
 
-def _ends(parent: list[int]) -> Numbers:
+def _all_roots(parent: list[int]) -> Numbers:
     """Of each element the one that stands for its set."""
     found = np.array(parent, dtype=np.int64)
     while not np.array_equal(further := found[found], found):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.ir.graph import Graph
-from autoshard.search.build_problem import build
+from autoshard.search.build_problem import build_problem
 from autoshard.search.search import search
 from autoshard.search.solve import solve
 from tests.programs import graph, mesh, mlp_args, mlp_step
@@ -45,8 +45,8 @@ def program(case: str, axes: dict[str, int]) -> Graph:
 def test_the_solution_costs_what_its_layout_is_priced_at(case: str, axes: dict[str, int]) -> None:
     """The solver adds up tables, the evaluator prices a layout node by node; neither asks the other."""
     g = program(case, axes)
-    solution = solve(build(g).problem)
+    solution = solve(build_problem(g).problem)
     _, s = search(g)
-    (priced,) = [c.cost.seconds for choice, c in s.tried.items() if choice.solved == 1]
+    (priced,) = [c.cost.seconds for choice, c in s.tried.items() if choice.solved_number == 1]
     assert priced == pytest.approx(solution.cost, rel=1e-5)  # scalars are in no table
     assert s.bound <= priced

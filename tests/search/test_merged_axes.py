@@ -14,11 +14,11 @@ from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import Link, LogicalMesh
 from autoshard.search import solved_layouts
-from autoshard.search.build_problem import build
-from autoshard.search.merged_axes import views
+from autoshard.search.build_problem import build_problem
+from autoshard.search.merged_axes import merged_meshes
 from autoshard.search.search import search
 from autoshard.search.solve import solve
-from autoshard.search.solved_layouts import GAIN
+from autoshard.search.solved_layouts import MIN_GAIN
 from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
 FOUR = mesh(a=2, b=4, c=2, d=2)
@@ -33,51 +33,53 @@ def gated(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.
 
 
 def test_neighbours_are_taken_together_in_every_way():
-    found = [v.graph.program.mesh.shape for v in views(graph(product, ((64, 64), (64, 64)), FOUR), 3)]
+    found = [v.graph.program.mesh.shape for v in merged_meshes(graph(product, ((64, 64), (64, 64)), FOUR), 3)]
     assert found == [{"a": 2, "b": 4, "c+d": 4}, {"a": 2, "b+c": 8, "d": 2}, {"a+b": 8, "c": 2, "d": 2}]
 
 
 def test_a_mesh_of_few_axes_is_itself():
     g = graph(product, ((64, 64), (64, 64)), mesh(a=2, b=4))
-    (view,) = views(g, 3)
+    (view,) = merged_meshes(g, 3)
     assert view.graph is g
-    assert view.spec(Spec((("a",), ("b",)))) == Spec((("a",), ("b",)))
+    assert view.expand_spec(Spec((("a",), ("b",)))) == Spec((("a",), ("b",)))
 
 
 def test_pins_are_said_in_merged_axes_or_not_at_all():
     g = graph(product, ((64, 64), (64, 64)), FOUR, in_shardings=(P(("a", "b"), "d"), P(None, "c")))
-    (view,) = views(g, 3)
+    (view,) = merged_meshes(g, 3)
     assert list(view.axes) == ["a+b", "c", "d"]
     assert [view.graph.pins[v] for v in g.inputs] == [Spec((("a+b",), ("d",))), Spec(((), ("c",)))]
-    assert all(view.spec(view.graph.pins[v]) == g.pins[v] for v in g.inputs)
+    assert all(view.expand_spec(view.graph.pins[v]) == g.pins[v] for v in g.inputs)
     swapped = graph(product, ((64, 64), (64, 64)), FOUR, in_shardings=(P(("b", "a")), P("d", "c")))
-    assert not list(views(swapped, 3))
+    assert not list(merged_meshes(swapped, 3))
 
 
 def test_a_merged_axis_runs_over_its_slowest_link():
     links = {"near": Link("near", 1e11, 1e-6), "far": Link("far", 1e9, 1e-5)}
     over = ("far", "near", "near", "near")
     on = LogicalMesh(("a", "b", "c", "d"), (2, 2, 2, 2), replace(CHIP, links=links), over)
-    found = [v.graph.program.mesh.axis_links for v in views(graph(product, ((64, 64), (64, 64)), on), 3)]
+    found = [v.graph.program.mesh.axis_links for v in merged_meshes(graph(product, ((64, 64), (64, 64)), on), 3)]
     assert found == [("far", "near", "near"), ("far", "near", "near"), ("far", "near", "near")]
-    (first, *_, last) = views(graph(product, ((64, 64), (64, 64)), on), 2)
+    (first, *_, last) = merged_meshes(graph(product, ((64, 64), (64, 64)), on), 2)
     assert first.graph.program.mesh.axis_links == last.graph.program.mesh.axis_links == ("far", "near")
 
 
 def test_a_layout_is_said_in_merged_axes_or_not_at_all():
     g = graph(product, ((64, 64), (64, 64)), FOUR)
-    first, middle, last = views(g, 3)
+    first, middle, last = merged_meshes(g, 3)
     said = propagate(first.graph, [{g.inputs[0]: Spec((("c+d",), ("a",)))}])
-    said = replace(said, ways={0: (("m", ("c+d",)),)})
-    whole = replace(said, specs=tuple(map(first.spec, said.specs)), ways=first.ways(said.ways))
-    found = first.layout(whole)
+    said = replace(said, strategies={0: (("m", ("c+d",)),)})
+    whole = replace(
+        said, specs=tuple(map(first.expand_spec, said.specs)), strategies=first.expand_factor_axes(said.strategies)
+    )
+    found = first.merge_layout(whole)
     assert found is not None
-    assert (found.specs, found.ways) == (said.specs, said.ways)
+    assert (found.specs, found.strategies) == (said.specs, said.strategies)
     assert whole.specs[g.inputs[0]] == Spec((("c", "d"), ("a",)))
-    assert middle.layout(whole) is last.layout(whole) is None  # c without b, and a without b
-    narrow = last.layout(replace(whole, specs=(Spec((("c", "d"), ())),) * 4))
+    assert middle.merge_layout(whole) is last.merge_layout(whole) is None  # c without b, and a without b
+    narrow = last.merge_layout(replace(whole, specs=(Spec((("c", "d"), ())),) * 4))
     assert narrow is not None
-    assert (narrow.specs[0], narrow.ways) == (Spec((("c", "d"), ())), {0: (("m", ("c", "d")),)})
+    assert (narrow.specs[0], narrow.strategies) == (Spec((("c", "d"), ())), {0: (("m", ("c", "d")),)})
 
 
 def turned(weights: Any, x: jax.Array) -> jax.Array:
@@ -112,11 +114,11 @@ def test_looking_near_coarse_layouts_finds_what_solving_finer_views_does(
     g = graph(fun, args, mesh(a=2, b=2, c=2, d=2))
 
     def solved() -> float:
-        return min(c.cost.seconds for choice, c in search(g)[1].tried.items() if choice.solved)
+        return min(c.cost.seconds for choice, c in search(g)[1].tried.items() if choice.solved_number)
 
     near = solved()
-    assert near <= min(solve(build(v.graph).problem).cost for v in views(g, 3)) * (1 + GAIN)
-    monkeypatch.setattr(solved_layouts, "ROUNDS", 0)
+    assert near <= min(solve(build_problem(v.graph).problem).cost for v in merged_meshes(g, 3)) * (1 + MIN_GAIN)
+    monkeypatch.setattr(solved_layouts, "REFINEMENT_ROUNDS", 0)
     assert (solved() > near * 1.04) == (case == "gradients")  # two axes are enough for the others
 
 
@@ -131,5 +133,5 @@ def test_a_program_too_large_to_be_searched_has_a_plan(pins: Any) -> None:
     g = graph(deep, ((64, 64), (64, 64)), FOUR, in_shardings=pins)
     best, s = search(g)
     assert all(best.layout.specs[v] == spec for v, spec in g.pins.items())
-    assert any(choice.solved for choice in s.tried) == (pins is None)
+    assert any(choice.solved_number for choice in s.tried) == (pins is None)
     assert any(spec.axes for spec in best.layout.specs)

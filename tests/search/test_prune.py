@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.search.problem import Problem
-from autoshard.search.prune import Narrowed
+from autoshard.search.prune import PrunedProblem
 from tests.search.test_solve import random_problem
 
 
@@ -25,30 +25,30 @@ def best_of(p: Problem) -> tuple[float, tuple[int, ...]]:
 def test_the_best_choice_is_left_and_costs_the_same(seed: int, known: float) -> None:
     p = random_problem(seed)
     cost, choice = best_of(p)
-    narrow = Narrowed(p, cost * known)
+    narrow = PrunedProblem(p, cost * known)
     for _ in range(3):
         narrow.sweep(cost * known)
         assert narrow.bound <= cost + 1e-9
-        assert all(c in left for c, left in zip(choice, narrow.left, strict=True))
-        near = [int(np.flatnonzero(left == c)[0]) for c, left in zip(choice, narrow.left, strict=True)]
-        assert narrow.choice(near) == choice
-        assert narrow.bound + narrow.problem().cost(near) == pytest.approx(cost)
+        assert all(c in left for c, left in zip(choice, narrow.options, strict=True))
+        near = [int(np.flatnonzero(left == c)[0]) for c, left in zip(choice, narrow.options, strict=True)]
+        assert narrow.original_assignment(near) == choice
+        assert narrow.bound + narrow.reparametrized().cost(near) == pytest.approx(cost)
 
 
 def test_a_chain_is_solved_by_one_sweep_each_way() -> None:
     rng = np.random.default_rng(0)
     p = Problem(tuple(rng.random(4) for _ in range(6)), {(i, i + 1): rng.random((4, 4)) for i in range(5)})
     cost, choice = best_of(p)
-    narrow = Narrowed(p, cost)
+    narrow = PrunedProblem(p, cost)
     narrow.sweep(cost)
     assert narrow.bound == pytest.approx(cost)
-    assert narrow.choice([0] * 6) == choice
+    assert narrow.original_assignment([0] * 6) == choice
 
 
 def test_what_cannot_be_had_counts_as_the_dearest() -> None:
     table = np.array([[math.inf, 1.0], [2.0, math.inf]])
-    narrow = Narrowed(Problem((np.zeros(2), np.zeros(2)), {(0, 1): table}), math.inf)
+    narrow = PrunedProblem(Problem((np.zeros(2), np.zeros(2)), {(0, 1): table}), math.inf)
     narrow.sweep(math.inf)
     assert narrow.bound == 1.0
     narrow.sweep(1.0)
-    assert narrow.choice([0, 0]) == (0, 1)
+    assert narrow.original_assignment([0, 0]) == (0, 1)

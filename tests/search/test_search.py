@@ -14,15 +14,15 @@ from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
-from autoshard.search.candidates import Search, stored_in_parts
-from autoshard.search.search import _specs, search
+from autoshard.search.candidates import Search, zero_sharded
+from autoshard.search.search import argument_options, search
 from tests.programs import graph, mesh, mlp_args, mlp_step
 
 
 def brute_force(g: Graph) -> float:
     """The least cost over every combination of argument specs."""
     s, cost_model = Search(g, math.inf), CostModel(g)
-    options = [_specs(s, i) for i in range(len(g.inputs))]
+    options = [argument_options(s, i) for i in range(len(g.inputs))]
     carried = dict(g.program.carries)
 
     def price(specs: tuple[Spec, ...]) -> float:
@@ -59,7 +59,7 @@ def test_auto_trains_a_small_network_as_well_as_every_combination() -> None:
 
 def test_large_batch_and_small_weights_give_data_parallelism() -> None:
     best, s = search(graph(mlp_step, mlp_args(8192, 64, 64), mesh(data=4), donate_argnums=0))
-    split = {c.name: axes for c, axes in zip(s.classes, best.choice.split, strict=True)}
+    split = {c.name: axes for c, axes in zip(s.classes, best.choice.class_axes, strict=True)}
     batch = best.layout.specs[s.graph.inputs[2]]
     assert batch == Spec((("data",), ())), (split, batch)
     assert {c.kind for c in best.cost.collectives} <= {"all-reduce", "reduce-scatter", "all-gather"}
@@ -125,5 +125,5 @@ def test_search_is_deterministic() -> None:
         ((1, 1), ("a", "b"), Spec(((), ()))),
     ],
 )
-def test_stored_in_parts(shape: tuple[int, ...], axes: tuple[str, ...], want: Spec) -> None:
-    assert stored_in_parts(Spec(((), ())), shape, axes, {"a": 2, "b": 2}) == want
+def test_zero_sharded(shape: tuple[int, ...], axes: tuple[str, ...], want: Spec) -> None:
+    assert zero_sharded(Spec(((), ())), shape, axes, {"a": 2, "b": 2}) == want

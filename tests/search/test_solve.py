@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.search.problem import Problem, Row
-from autoshard.search.solve import exactly, lightest, solve, unbudgeted
+from autoshard.search.problem import Budget, Problem
+from autoshard.search.solve import least_load, solve, solve_milp, solve_without_budgets
 
 
 def random_problem(seed: int, rows: int = 0) -> Problem:
@@ -24,9 +24,9 @@ def random_problem(seed: int, rows: int = 0) -> Problem:
         for i, j in itertools.combinations(range(len(sizes)), 2)
         if rng.random() < 0.6
     }
-    budgets = [Row({i: rng.random(n) for i, n in enumerate(sizes)}, rng.uniform(0.3, 0.6) * len(sizes))] * rows
-    kin = (tuple(np.arange(n) // 2 for n in sizes),)
-    return Problem(tuple(rng.random(n) for n in sizes), pairs, tuple(budgets), kin)
+    budgets = [Budget({i: rng.random(n) for i, n in enumerate(sizes)}, rng.uniform(0.3, 0.6) * len(sizes))] * rows
+    neighbourhoods = (tuple(np.arange(n) // 2 for n in sizes),)
+    return Problem(tuple(rng.random(n) for n in sizes), pairs, tuple(budgets), neighbourhoods)
 
 
 def every(p: Problem) -> float:
@@ -38,16 +38,16 @@ def every(p: Problem) -> float:
 @given(st.integers(0, 2**32))
 def test_elimination_finds_the_best_of_all(seed: int) -> None:
     p = random_problem(seed)
-    found = unbudgeted(p)
+    found = solve_without_budgets(p)
     assert found.cost == pytest.approx(every(p), abs=1e-12)
     assert found.gap < 1e-12
-    assert found.cost == p.cost(found.choice)
+    assert found.cost == p.cost(found.assignment)
 
 
 @given(st.integers(0, 2**32))
 def test_where_tables_would_be_large_the_bound_holds(seed: int) -> None:
     p = random_problem(seed)
-    found = unbudgeted(p, largest=8)
+    found = solve_without_budgets(p, largest=8)
     assert found.bound <= every(p) + 1e-12
     assert found.cost >= every(p) - 1e-12
 
@@ -57,12 +57,12 @@ def test_highs_agrees(seed: int) -> None:
     p = random_problem(seed, rows=seed % 2)
     if every(p) == math.inf:
         with pytest.raises(PlanError, match="no choice keeps the budgets"):
-            exactly(p)
+            solve_milp(p)
     else:
-        found = exactly(p)
+        found = solve_milp(p)
         assert found.cost == pytest.approx(every(p), abs=1e-6)
         assert found.bound == pytest.approx(found.cost, abs=1e-6)
-        assert p.fits(found.choice)
+        assert p.fits(found.assignment)
 
 
 @given(st.integers(0, 2**32))
@@ -74,7 +74,7 @@ def test_budgets_are_kept_and_the_gap_is_honest(seed: int) -> None:
     except PlanError:
         assert best == math.inf or seed % 2 == 0
         return
-    assert p.fits(found.choice)
+    assert p.fits(found.assignment)
     assert found.bound - 1e-9 <= best <= found.cost + 1e-9
 
 
@@ -91,8 +91,8 @@ def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
 
 def test_an_option_that_is_not_to_be_had_is_not_taken() -> None:
     p = Problem((np.array([0.0, 1.0]), np.zeros(2)), {(0, 1): np.array([[math.inf, math.inf], [3.0, 2.0]])})
-    assert unbudgeted(p).choice == (1, 1)
-    assert exactly(p).choice == (1, 1)
+    assert solve_without_budgets(p).assignment == (1, 1)
+    assert solve_milp(p).assignment == (1, 1)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -100,15 +100,15 @@ def test_what_is_hopeless_no_choice_keeps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     unary = tuple(np.where(rng.random(3) < 0.3, math.inf, rng.random(3)) for _ in range(4))
     unary = tuple(np.where(np.isinf(u).all(), 1.0, u) for u in unary)
-    row = Row({i: rng.random(3) for i in range(4)}, float(rng.uniform(0.2, 1.2)))
+    row = Budget({i: rng.random(3) for i in range(4)}, float(rng.uniform(0.2, 1.2)))
     problem = Problem(unary, {}, (row,))
     kept = [c for c in itertools.product(range(3), repeat=4) if problem.fits(c) and math.isfinite(problem.cost(c))]
-    assert problem.hopeless() is not bool(kept)
+    assert problem.infeasible() is not bool(kept)
     if not kept:
         with pytest.raises(PlanError, match="keeps the budgets"):
             solve(problem, small=0)
         allowed = [c for c in itertools.product(range(3), repeat=4) if math.isfinite(problem.cost(c))]
-        assert row.load(lightest(problem).choice) == pytest.approx(min(map(row.load, allowed)))
+        assert row.load(least_load(problem).assignment) == pytest.approx(min(map(row.load, allowed)))
 
 
 def test_kindred_options_lead_out_of_a_bad_start() -> None:
@@ -116,9 +116,9 @@ def test_kindred_options_lead_out_of_a_bad_start() -> None:
     table = np.full((4, 4), 5.0)
     np.fill_diagonal(table, [3.0, 2.0, 1.0, 0.5])
     wide = {(0, 1): table, (1, 2): table, (0, 2): table}
-    kin = tuple(tuple(np.array(k) for _ in range(3)) for k in ([0, 0, 1, 1], [0, 1, 0, 1]))
-    p = Problem((np.zeros(4),) * 3, wide, kin=kin)
-    assert unbudgeted(p, largest=4).choice == (3, 3, 3)
+    neighbourhoods = tuple(tuple(np.array(k) for _ in range(3)) for k in ([0, 0, 1, 1], [0, 1, 0, 1]))
+    p = Problem((np.zeros(4),) * 3, wide, neighbourhoods=neighbourhoods)
+    assert solve_without_budgets(p, largest=4).assignment == (3, 3, 3)
 
 
 def test_two_products_on_a_mesh_of_two_by_two() -> None:
@@ -138,8 +138,8 @@ def test_two_products_on_a_mesh_of_two_by_two() -> None:
         for o in options
     ]
     p = Problem((first, second), {(0, 1): np.where(agree, 0.0, math.inf)})
-    found = unbudgeted(p)
-    o, q = (options[c] for c in found.choice)
+    found = solve_without_budgets(p)
+    o, q = (options[c] for c in found.assignment)
     assert (o, q) == ((2, 0), (1, 0))  # axis 0 on the hidden dimension, axis 1 on the rows
     assert found.cost == pytest.approx(reduced(0, 64 * 64 / n))
-    assert exactly(p).choice == found.choice
+    assert solve_milp(p).assignment == found.assignment

@@ -10,10 +10,10 @@ from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.spec import Spec
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.search.spec_tables import Lays, lies, near, splits
+from autoshard.search.spec_tables import SpecTables, all_splits, neighbouring_splits, value_spec
 
 MESH = LogicalMesh(("a", "b"), (2, 4), load_hardware("tpu-v5p"))
-OPTIONS = (splits((8, 6, 1), ("a", "b"), MESH), splits((8, 12), ("a", "b"), MESH))
+OPTIONS = (all_splits((8, 6, 1), ("a", "b"), MESH), all_splits((8, 12), ("a", "b"), MESH))
 
 
 def test_splits_are_all_that_divide_in_the_order_of_their_axes():
@@ -27,34 +27,39 @@ def test_splits_are_all_that_divide_in_the_order_of_their_axes():
 
 def test_what_splits_a_dimension_with_terms_is_what_the_value_is_in_terms_along():
     option = Spec((("a",), ("b",)))
-    assert lies(option, (1, -1), ((0, "sum"),)) == Spec((("b",), ()), (("a", "sum"),))
-    assert lies(option, (1, -1), ()) == Spec((("b",), ()))
+    assert value_spec(option, (1, -1), ((0, "sum"),)) == Spec((("b",), ()), (("a", "sum"),))
+    assert value_spec(option, (1, -1), ()) == Spec((("b",), ()))
 
 
 def test_moves_are_those_of_each_pair_of_options():
-    lays, shape = Lays(OPTIONS, MESH), (8, 12)
-    src, dst = lays.lies(0, (0, -1), ((1, "sum"),)), lays.lies(1, (0, 1))
-    table = lays.moves(src, dst, shape, 32)
-    each = [[reshard_seconds(lies(o, (0, -1), ((1, "sum"),)), p, shape, 32, MESH) for p in OPTIONS[1]] for o in OPTIONS[0]]
+    tables, shape = SpecTables(OPTIONS, MESH), (8, 12)
+    src, dst = tables.value_specs(0, (0, -1), ((1, "sum"),)), tables.value_specs(1, (0, 1))
+    table = tables.reshard_matrix(src, dst, shape, 32)
+    each = [
+        [reshard_seconds(value_spec(o, (0, -1), ((1, "sum"),)), p, shape, 32, MESH) for p in OPTIONS[1]]
+        for o in OPTIONS[0]
+    ]
     np.testing.assert_allclose(table, each, rtol=1e-12)
-    same = lays.lies(1, (0, 1))
+    same = tables.value_specs(1, (0, 1))
     assert same is dst
-    assert not lays.along(dst, same, shape, 32).any()
-    np.testing.assert_allclose(lays.along(src, src, shape, 32), np.zeros(len(OPTIONS[0])))
-    assert lays.parts(dst).tolist() == [o.shards(MESH.shape) for o in OPTIONS[1]]
+    assert not tables.reshard_pairs(dst, same, shape, 32).any()
+    np.testing.assert_allclose(tables.reshard_pairs(src, src, shape, 32), np.zeros(len(OPTIONS[0])))
+    assert tables.shard_counts(dst).tolist() == [o.shards(MESH.shape) for o in OPTIONS[1]]
 
 
 def test_options_that_are_equal_lie_alike():
-    lays = Lays((OPTIONS[0], list(OPTIONS[0]), OPTIONS[1]), MESH)
-    assert lays.lies(0, (0, -1)) is lays.lies(1, (0, -1)) is not lays.lies(2, (0, -1))
-    assert lays.lay([lies(o, (0, -1)) for o in OPTIONS[0]]) is lays.lies(0, (0, -1))
+    tables = SpecTables((OPTIONS[0], list(OPTIONS[0]), OPTIONS[1]), MESH)
+    assert tables.value_specs(0, (0, -1)) is tables.value_specs(1, (0, -1)) is not tables.value_specs(2, (0, -1))
+    assert tables.intern([value_spec(o, (0, -1)) for o in OPTIONS[0]]) is tables.value_specs(0, (0, -1))
 
 
 def test_along_is_what_moves_has_for_the_same_option():
-    lays, shape = Lays(OPTIONS, MESH), (8, 12)
-    src, dst = lays.lies(1, (0, 1)), lays.lies(1, (-1, 1))
-    np.testing.assert_array_equal(lays.along(src, dst, shape, 32), np.diagonal(lays.moves(src, dst, shape, 32)))
-    assert lays.along(src, dst, shape, 32).any()
+    tables, shape = SpecTables(OPTIONS, MESH), (8, 12)
+    src, dst = tables.value_specs(1, (0, 1)), tables.value_specs(1, (-1, 1))
+    np.testing.assert_array_equal(
+        tables.reshard_pairs(src, dst, shape, 32), np.diagonal(tables.reshard_matrix(src, dst, shape, 32))
+    )
+    assert tables.reshard_pairs(src, dst, shape, 32).any()
 
 
 def test_near_differs_in_what_one_axis_splits():
@@ -62,8 +67,8 @@ def test_near_differs_in_what_one_axis_splits():
         return [next((d for d, axes in enumerate(spec.dims) if a in axes), None) for a in ("a", "b")]
 
     start, sizes = Spec((("a",), ("b",), ())), (8, 12, 2)
-    found = near(start, sizes, ("a", "b"), MESH)
-    every = splits(sizes, ("a", "b"), MESH)
+    found = neighbouring_splits(start, sizes, ("a", "b"), MESH)
+    every = all_splits(sizes, ("a", "b"), MESH)
     assert found[0] == start
     assert len(found) == len(set(found))
     assert set(found) == {s for s in every if any(x == y for x, y in zip(split_by(s), split_by(start), strict=True))}
