@@ -11,7 +11,7 @@ from autoshard.cost.reshard import reshard_seconds
 from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import Link, LogicalMesh
-from autoshard.search.spec_tables import splits
+from autoshard.search.spec_tables import all_splits
 from tests.programs import CHIP, mesh
 
 
@@ -22,7 +22,7 @@ from tests.programs import CHIP, mesh
 )
 def test_as_one_by_one(axes: dict[str, int], shape: tuple[int, ...]) -> None:
     on = mesh(**axes)
-    dsts = splits(shape, tuple(axes), on)
+    dsts = all_splits(shape, tuple(axes), on)
     srcs = [
         Spec(d.dims, tuple((a, kind) for a in held))
         for d in dsts
@@ -39,7 +39,7 @@ def test_as_one_by_one_on_unequal_links() -> None:
     """One link is slow, the other late to answer."""
     links = {"a": Link("a", 1e6, 1e-8), "b": Link("b", 1e9, 1e-5)}
     on = LogicalMesh(("a", "b"), (2, 2), replace(CHIP, links=links), ("a", "b"))
-    dsts = splits((24, 8), ("a", "b"), on)
+    dsts = all_splits((24, 8), ("a", "b"), on)
     table = reshard_seconds_table(dsts, dsts, (24, 8), 32, on)
     for (i, s), (j, d) in itertools.product(enumerate(dsts), enumerate(dsts)):
         assert table[i, j] == pytest.approx(reshard_seconds(s, d, (24, 8), 32, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
@@ -47,7 +47,7 @@ def test_as_one_by_one_on_unequal_links() -> None:
 
 def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:
     on = mesh(a=2, b=2, c=4)
-    dsts = splits((64, 128, 16), ("a", "b", "c"), on)
+    dsts = all_splits((64, 128, 16), ("a", "b", "c"), on)
     table = reshard_seconds_table(dsts, dsts, (64, 128, 16), 32, on)
     for (i, s), (j, d) in itertools.product(enumerate(dsts), enumerate(dsts)):
         one = reshard_seconds(s, d, (64, 128, 16), 32, on)
@@ -57,7 +57,7 @@ def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:
 
 def test_each_to_its_own_as_in_the_table() -> None:
     on = mesh(a=2, b=4)
-    dsts = splits((8, 12), ("a", "b"), on)
+    dsts = all_splits((8, 12), ("a", "b"), on)
     srcs = [*dsts[1:], dsts[0]]
     table = reshard_seconds_table(srcs, dsts, (8, 12), 32, on)
     assert reshard_seconds_pairwise(srcs, dsts, (8, 12), 32, on).tolist() == table.diagonal().tolist()
