@@ -1,16 +1,20 @@
-"""memory: bytes per device over one call of the step.
+"""Memory model: bytes per device at the peak of one call of the step, under a `Layout`.
 
-Arguments are there from beginning to end, donated ones until their result is written in their place. What takes room in
-between, and when, is the program's (`autoshard.cost.live_ranges`); how much, the layout's:
+Arguments are live throughout the call; the result of a donated argument reuses its buffer. Which intermediates are
+materialized, and when each is live, does not depend on the layout (`autoshard.cost.live_ranges`). The layout gives the
+sizes and adds buffers:
 
-- each array in the tiles that the hardware stores it in, laid out so that they hold the least of nothing;
-- beside a value, every other layout of it that some operation needs, from the first to the last that does: weights
-  gathered at use, activations gathered for a product;
-- at an operation, its result before it is brought to where it lies: a gradient ahead of its reduction;
-- what a product reads for longer where it is done later, as it sends nothing (`autoshard.cost.delayed_products`).
+- a buffer is stored in the hardware's tiles, its dimensions in the order that needs the least padding;
+- a value read in a spec other than its own has a second buffer in that spec, live from the first such read to the last:
+  weights all-gathered at use, activations all-gathered for a product;
+- a result produced in a spec other than its own has a buffer there too: a gradient before its reduction;
+- a product that no collective waits for may be scheduled later, which keeps its operands live
+  (`autoshard.cost.delayed_products`).
 
-What is handed on from product to product, other layouts too, is not counted as far as the chip keeps it: up to half of
-the room that its compiler has there, for the rest is taken by what is on its way in and out.
+The peak is the bytes of all arguments plus the largest sum of live buffers at any node, less the buffers that XLA keeps
+in on-chip memory: those that every product between the definition and the last use reads, up to `ON_CHIP_SHARE` of that
+memory. The model was found by comparison with the buffer assignments of compiled programs
+(docs/design/2026-11-22-what-is-alive-at-the-peak.md).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,23 +35,38 @@ from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
 
 ON_CHIP_SHARE = 1 / 2
-"""What of the memory on the chip holds what is handed on; what is on its way in and out has the rest."""
+"""Share of the on-chip memory that holds whole buffers. The rest holds operands and results being copied in and out:
+at the peak of compiled programs 50 to 110 of 128 MiB were in use."""
+
+
+class BufferRange(NamedTuple):
+    """A buffer that exists because of the layout, and its live range."""
+
+    first: int
+    """First node at which it is live."""
+    last: int
+    """Last node at which it is live."""
+    bytes: int
+    """Bytes per device."""
+    on_chip_candidate: bool
+    """Whether XLA may keep it in on-chip memory (`LiveRanges.on_chip_candidate`)."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device."""
+    """Predicted bytes per device of one call, by role. The parts overlap: gradients are also in ``temporaries``."""
 
     parameters: int
     optimizer: int
     inputs: int
     gradients: int
-    """Values that the backward pass hands to the update."""
+    """Values that the backward pass computes and the optimizer update reads."""
     residuals: int
-    """Values that the forward pass keeps for the backward pass."""
+    """Values that the forward pass saves for the backward pass."""
     temporaries: int
-    """What else is alive when memory peaks, results that are not donated included."""
+    """Intermediates live at the peak beyond the bytes of ``residuals``, results without a donated buffer included."""
     peak: int
+    """Arguments plus all intermediates live at the peak."""
 
     def items(self) -> list[tuple[str, int]]:
         """Name and bytes of each part, then of the peak."""
@@ -54,14 +74,15 @@ class Memory:
 
 
 class MemoryModel:
-    """From when to when each value of a graph takes room; under any layout.
+    """Predicts the memory of layouts of one graph.
 
-    Where it is asked for ``apart``, the compiler is told to make no gather part of a product.
+    ``all_gather_fusion_disabled``, in several methods: the compiler is told not to fuse all-gathers into convolutions
+    (`autoshard.cost.compiler_options`).
     """
 
-    def __init__(self, graph: Graph, costing: CostModel | None = None) -> None:
+    def __init__(self, graph: Graph, cost_model: CostModel | None = None) -> None:
         self.graph, self.mesh = graph, graph.program.mesh
-        self.cost_model = costing or CostModel(graph)
+        self.cost_model = cost_model or CostModel(graph)
         self.live_ranges, self.roles = find_live_ranges(graph), argument_roles(graph)
         self._measured = sorted(
             {*graph.inputs, *map(int, self.live_ranges.values), *map(int, self.live_ranges.gradients)}
@@ -69,7 +90,7 @@ class MemoryModel:
         self._bytes: dict[tuple[tuple[int, ...], int, tuple[Axes, ...]], int] = {}
 
     def sizes(self, layout: Layout) -> IntArray:
-        """Bytes per device of every value that takes room; of others, and of scalars, nothing."""
+        """[values]: bytes per device of each value that is ever a buffer; 0 for the others, and for scalars."""
         found = np.zeros(len(self.graph.values), dtype=np.int64)
         found[self._measured] = [self.size(v, layout.specs[v]) for v in self._measured]
         return found
@@ -85,12 +106,12 @@ class MemoryModel:
         return found
 
     def live_bytes(self, sizes: IntArray) -> IntArray:
-        """Bytes of values in between that are alive while each node runs."""
+        """[nodes + 2]: bytes of the intermediates live at each node, each in its own spec. ``sizes``: see `sizes`."""
         r = self.live_ranges
         return _sum_over_ranges(len(self.graph.nodes), r.first, r.last, (sizes[r.values] * r.scale).astype(np.int64))
 
     def live_values(self, node: int) -> dict[int, float]:
-        """The values in between that are alive while ``node`` runs, each with its bytes over all devices."""
+        """The intermediates live at ``node``, each with its global bytes."""
         r, found = self.live_ranges, dict[int, float]()
         for i in np.flatnonzero((r.first <= node) & (node <= r.last)):
             v = int(r.values[i])
@@ -98,7 +119,7 @@ class MemoryModel:
         return found
 
     def usage(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> IntArray:
-        """Bytes in memory, arguments aside, while each node runs."""
+        """[nodes + 2]: bytes per device in use at each node, without arguments and on-chip buffers."""
         r, nodes = self.live_ranges, len(self.graph.nodes)
         own = (
             r.first,
@@ -106,103 +127,106 @@ class MemoryModel:
             (self.sizes(layout)[r.values] * r.scale).astype(np.int64),
             r.on_chip_candidate.astype(np.int64),
         )
-        copies = np.array(
-            self.layout_ranges(layout, all_gather_fusion_disabled=all_gather_fusion_disabled) or [(0, 0, 0, 0)],
-            dtype=np.int64,
-        ).T
-        first, last, size, handed = (np.concatenate(pair) for pair in zip(own, copies, strict=True))
-        room = int(self.mesh.hardware.on_chip * ON_CHIP_SHARE)
-        on = (handed > 0) & (size <= room)
-        on_chip = _sum_over_ranges(nodes, first[on], last[on], size[on])
-        return _sum_over_ranges(nodes, first, last, size) - np.minimum(on_chip, room)
+        ranges = self.layout_ranges(layout, all_gather_fusion_disabled=all_gather_fusion_disabled)
+        added = np.array(ranges or [(0, 0, 0, 0)], dtype=np.int64).T
+        first, last, size, candidate = (np.concatenate(pair) for pair in zip(own, added, strict=True))
+        capacity = int(self.mesh.hardware.on_chip * ON_CHIP_SHARE)
+        fits = (candidate > 0) & (size <= capacity)
+        on_chip = _sum_over_ranges(nodes, first[fits], last[fits], size[fits])
+        return _sum_over_ranges(nodes, first, last, size) - np.minimum(on_chip, capacity)
 
     def largest_at_peak(self, layout: Layout) -> tuple[int, int]:
-        """The value that takes most while most is held, and its bytes per device; arguments are there all the time."""
+        """The largest value live at the peak, arguments included, and its bytes per device."""
         sizes = self.sizes(layout)
-        moment = int(self.usage(layout).argmax())
-        there = (*self.graph.inputs, *self.live_values(moment))
-        v = max(there, key=lambda v: (int(sizes[v]), -v), default=0)
+        live = (*self.graph.inputs, *self.live_values(int(self.usage(layout).argmax())))
+        v = max(live, key=lambda v: (int(sizes[v]), -v), default=0)
         return v, int(sizes[v])
 
-    def layout_ranges(
-        self, layout: Layout, *, all_gather_fusion_disabled: bool = False
-    ) -> list[tuple[int, int, int, bool]]:
-        """What is held beside each value where that lies: first and last node, bytes, and whether it is handed on."""
+    def layout_ranges(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> list[BufferRange]:
+        """The buffers that the layout adds to the program's live ranges."""
         nodes, specs, r = self.graph.nodes, layout.specs, self.live_ranges
         bits = self.mesh.hardware.operand_bits
         readers: dict[tuple[int, Spec], list[int]] = {}
-        sent: set[int] = set()
-        rows: list[tuple[int, int, int, bool]] = []
+        communicating: set[int] = set()
+        ranges: list[BufferRange] = []
         for i, (node, run) in enumerate(zip(nodes, self.cost_model.node_costs(layout), strict=True)):
             if not node.trip_count or node.tie or not run.resharded:
                 continue
-            for v, need in zip(node.operands, run.in_specs, strict=True):
-                if need != specs[v]:
-                    readers.setdefault((v, need), []).append(i)
-            for v, give in zip(node.results, run.out_specs, strict=True):
-                if give != specs[v]:
-                    sent.add(i)
-                    begun, end = r.sum_start.get(i, i), i - (give.dims == specs[v].dims)  # reduced in its place
-                    if begun <= end:
-                        rows.append((begun, end, self.size(v, give), begun == i))
-            if i in sent and i in r.in_place_products:  # what is sent cannot be written over what it is added to later
+            for v, spec in zip(node.operands, run.in_specs, strict=True):
+                if spec != specs[v]:
+                    readers.setdefault((v, spec), []).append(i)
+            for v, spec in zip(node.results, run.out_specs, strict=True):
+                if spec != specs[v]:
+                    communicating.add(i)
+                    start, end = r.sum_start.get(i, i), i - (spec.dims == specs[v].dims)  # an all-reduce is in place
+                    if start <= end:
+                        ranges.append(BufferRange(start, end, self.size(v, spec), start == i))
+            if i in communicating and i in r.in_place_products:  # it is reduced first, so it needs a buffer of its own
                 v, end = r.in_place_products[i]
-                rows.append((i, end, self.size(v, specs[v]), False))
-        hiding = (
-            self._products_overlapping_gathers(layout, readers)
-            if r.overwritable_products and not all_gather_fusion_disabled
-            else set[int]()
-        )
-        rows += [
-            (n, n, self.size(v, specs[v]), False)
-            for (v, n), by in r.overwritable_products.items()
-            if hiding.issuperset(by)
-        ]
-        later = {d.node: n for d in r.delayed_products if (n := d.completes_at(sent)) > d.node}
-        for (v, need), at in readers.items():
-            x, products = self.graph.values[v], {i for i in at if nodes[i].kind.flops}
-            narrow = products.issuperset(at) and x.bits > bits and x.dtype.startswith("float")
-            size = self.size(v, need) * (bits if narrow else x.bits) // x.bits
-            first, last, until = at[0], at[-1], max(later.get(i, i) for i in at)
+                ranges.append(BufferRange(i, end, self.size(v, specs[v]), False))
+        if r.overwritable_products and not all_gather_fusion_disabled:
+            fused = self._products_overlapping_gathers(layout, readers)
+            ranges += [
+                BufferRange(n, n, self.size(v, specs[v]), False)
+                for (v, n), products in r.overwritable_products.items()
+                if fused.issuperset(products)
+            ]
+        delayed = {d.node: n for d in r.delayed_products if (n := d.completes_at(communicating)) > d.node}
+        for (v, spec), reads in readers.items():
+            value, products = self.graph.values[v], {i for i in reads if nodes[i].kind.flops}
+            narrow = products.issuperset(reads) and value.bits > bits and value.dtype.startswith("float")
+            size = self.size(v, spec) * (bits if narrow else value.bits) // value.bits
+            first, last, end = reads[0], reads[-1], max(delayed.get(i, i) for i in reads)
             between = r.product_count[last] - r.product_count[first] + bool(nodes[first].kind.flops)
-            rows.append((first, last, size, len(products) == between))
-            if until > last:
-                rows.append((last + 1, until, size, False))
-        return rows + self._delayed_operand_ranges(layout, later)
+            ranges.append(BufferRange(first, last, size, len(products) == between))
+            if end > last:
+                ranges.append(BufferRange(last + 1, end, size, False))
+        return ranges + self._delayed_operand_ranges(layout, delayed)
 
     def _products_overlapping_gathers(self, layout: Layout, readers: Mapping[tuple[int, Spec], list[int]]) -> set[int]:
-        """The products beside which something is gathered: gathers go one after the other, each until it is read by a
-        product, so that there are such until the last is."""
-        specs, nodes, sizes = layout.specs, self.graph.nodes, self.mesh.shape
-        gathered = (at for (v, need), at in readers.items() if need.num_shards(sizes) < specs[v].num_shards(sizes))
-        read = [min(products) for at in gathered if (products := [i for i in at if nodes[i].kind.flops])]
-        return {i for i, node in enumerate(nodes[: max(read, default=0)]) if node.kind.flops}
+        """The products that XLA fuses an asynchronous all-gather into, by node.
 
-    def _delayed_operand_ranges(self, layout: Layout, later: Mapping[int, int]) -> list[tuple[int, int, int, bool]]:
-        """The values that products read that are done ``later``: from their last node to that, bytes, not handed on."""
-        r, until = self.live_ranges, dict[int, int]()
-        for node, n in later.items():
+        All-gathers follow one another, each overlapping the products before the one that reads it, so every product
+        before the last such reader has one.
+        """
+        specs, nodes, sizes = layout.specs, self.graph.nodes, self.mesh.shape
+        gathered = (at for (v, spec), at in readers.items() if spec.num_shards(sizes) < specs[v].num_shards(sizes))
+        first_reads = [min(products) for at in gathered if (products := [i for i in at if nodes[i].kind.flops])]
+        return {i for i, node in enumerate(nodes[: max(first_reads, default=0)]) if node.kind.flops}
+
+    def _delayed_operand_ranges(self, layout: Layout, delayed: Mapping[int, int]) -> list[BufferRange]:
+        """The operands of delayed products, from after their last use in program order until the product executes.
+
+        Args:
+          delayed: product -> the node at which it executes.
+        """
+        r, ends = self.live_ranges, dict[int, int]()
+        for node, n in delayed.items():
             for i in r.product_reads.get(node, ()):
-                until[i] = max(until.get(i, 0), n)
-        found = ((i, int(r.values[i]), int(r.last[i]), n) for i, n in until.items())
-        return [(b + 1, n, int(self.size(v, layout.specs[v]) * r.scale[i]), False) for i, v, b, n in found if n > b]
+                ends[i] = max(ends.get(i, 0), n)
+        found = ((i, int(r.values[i]), int(r.last[i]), n) for i, n in ends.items())
+        return [
+            BufferRange(last + 1, n, int(self.size(v, layout.specs[v]) * r.scale[i]), False)
+            for i, v, last, n in found
+            if n > last
+        ]
 
     def memory(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> Memory:
-        """Bytes per device of one call under ``layout``."""
+        """Predicted bytes per device of one call under ``layout``."""
         size = self.sizes(layout)
         role = self.roles
         parameters, optimizer, inputs = (
             int(sum(size[self.graph.inputs[i]] for i in part)) for part in (role.parameters, role.optimizer, role.batch)
         )
-        held = int(self.usage(layout, all_gather_fusion_disabled=all_gather_fusion_disabled).max())
-        kept = int(size[self.live_ranges.values[self.live_ranges.residuals]].sum())
-        grads = int(size[self.live_ranges.gradients].sum())
-        peak = parameters + optimizer + inputs + held
-        return Memory(parameters, optimizer, inputs, grads, kept, max(0, held - kept), peak)
+        intermediates = int(self.usage(layout, all_gather_fusion_disabled=all_gather_fusion_disabled).max())
+        residuals = int(size[self.live_ranges.values[self.live_ranges.residuals]].sum())
+        gradients = int(size[self.live_ranges.gradients].sum())
+        peak = parameters + optimizer + inputs + intermediates
+        return Memory(parameters, optimizer, inputs, gradients, residuals, max(0, intermediates - residuals), peak)
 
 
 def _sum_over_ranges(nodes: int, first: IntArray, last: IntArray, size: IntArray) -> IntArray:
-    """The sum of the sizes that are alive at each of so many nodes, and after the last."""
+    """[nodes + 2]: total size of the ranges that include each node; entry ``nodes`` is the end of the call."""
     change = np.zeros(nodes + 2, dtype=np.int64)
     np.add.at(change, first, size)
     np.subtract.at(change, last + 1, size)
@@ -210,19 +234,20 @@ def _sum_over_ranges(nodes: int, first: IntArray, last: IntArray, size: IntArray
 
 
 def tiled_bytes(shape: list[int], bits: int, tile: tuple[int, int]) -> int:
-    """Bytes of an array in tiles of (rows, columns), its dimensions in the order that fills them best.
+    """Bytes of an array stored in tiles of (rows, columns), with the minor-to-major order that pads least.
 
-    Of the two that run within a tile, each is rounded up to whole tiles; of one dimension alone, to one tile.
+    The two minor dimensions are rounded up to whole tiles. A one-dimensional array is rounded up to whole tiles, or to
+    one row of a tile if that holds it.
     """
     rows, columns = tile
-    whole = math.prod(shape)
-    if whole == 0:
+    elements = math.prod(shape)
+    if elements == 0:
         return 0
     if len(shape) == 1:
-        best = -(-whole // (rows * columns)) * rows * columns if whole > columns else columns
+        stored = -(-elements // (rows * columns)) * rows * columns if elements > columns else columns
     else:
-        best = min(
-            whole // (shape[a] * shape[b]) * (-(-shape[a] // rows) * rows) * (-(-shape[b] // columns) * columns)
+        stored = min(
+            elements // (shape[a] * shape[b]) * (-(-shape[a] // rows) * rows) * (-(-shape[b] // columns) * columns)
             for a, b in itertools.permutations(range(len(shape)), 2)
         )
-    return -(-best * bits // 8)
+    return -(-stored * bits // 8)
