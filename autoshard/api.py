@@ -7,6 +7,7 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -19,7 +20,7 @@ from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import MeshLike, mesh_config
 from autoshard.passes import KNOWN
 from autoshard.plan.planner import PlanRequest
-from autoshard.rules import OWN, STRUCTURAL, TABLE
+from autoshard.rules import SHIPPED, STRUCTURAL
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
@@ -27,10 +28,10 @@ from autoshard.search.strategies import PRESETS
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms.pipeline import Pass, parse_passes
 
-DEFAULT = ("dead_code", "one_hot", "transposed_products", "attention:large", "sum_products")
-LIGHTER = ("dead_code", "one_hot", "transposed_products", "recompute", "attention:large", "sum_products")
+DEFAULT_PASSES = ("dead_code", "one_hot", "transposed_products", "attention:large", "sum_products")
+MEMORY_SAVING_PASSES = ("dead_code", "one_hot", "transposed_products", "recompute", "attention:large", "sum_products")
 """What else is weighed where memory stands in the way of the fastest layout and the user named no passes."""
-WEIGHED = ("accumulate",)
+OPTIONAL_PASSES = ("accumulate",)
 """What is weighed besides where the user named no passes."""
 Names = str | Sequence[str] | None
 Nums = int | Sequence[int] | None
@@ -107,8 +108,8 @@ def jit(
             refine=refine,
             cache=cache,
         )
-    chosen = parse_passes(DEFAULT if passes is None else passes, KNOWN)
-    lighter = parse_passes(LIGHTER if passes is None else None, KNOWN)
+    chosen = parse_passes(DEFAULT_PASSES if passes is None else passes, KNOWN)
+    lighter = parse_passes(MEMORY_SAVING_PASSES if passes is None else None, KNOWN)
     config = mesh_config(mesh)
     try:
         budget = parse_bytes(memory_budget) if memory_budget is not None else config.memory_budget if config else None
@@ -127,8 +128,8 @@ def jit(
         tuple(map(str, chosen)),
         tuple(sorted((compiler_options or {}).items())),
     )
-    static = _positions(fun, static_argnums, static_argnames)
-    donate = _positions(fun, donate_argnums, donate_argnames)
+    static = _positions_and_names(fun, static_argnums, static_argnames)
+    donate = _positions_and_names(fun, donate_argnums, donate_argnames)
     return Step(
         fun,
         Options(
@@ -137,7 +138,7 @@ def jit(
             request,
             chosen,
             lighter,
-            parse_passes(WEIGHED if passes is None else None, KNOWN),
+            parse_passes(OPTIONAL_PASSES if passes is None else None, KNOWN),
             _rules(rules),
             in_shardings,
             out_shardings,
@@ -149,7 +150,7 @@ def jit(
     )
 
 
-def _positions(fun: Callable[..., Any], nums: Nums, names: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _positions_and_names(fun: Callable[..., Any], nums: Nums, names: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names that each stand for all of both, as `jax.jit` infers them from the signature."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
@@ -223,7 +224,9 @@ _registered: dict[rule_registry.Key, RuleFn] = {}
 def _rules(rules: Mapping[Primitive | str, AnyRule] | None) -> rule_registry.Rules:
     """The step's own rules over those registered, and these over those that ship."""
     own = [_entry(op, rule, None, None) for op, rule in rule_registry.pairs(rules)]
-    return rule_registry.Rules({k: fn for entry in own for k, fn in entry.items()}, (_registered, TABLE, OWN))
+    return replace(
+        SHIPPED, own={k: fn for entry in own for k, fn in entry.items()}, below=(_registered, *SHIPPED.below)
+    )
 
 
 def _entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[rule_registry.Key, RuleFn]:

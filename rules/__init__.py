@@ -26,6 +26,7 @@ from autoshard.rules import (
 )
 from autoshard.rules.kept_whole import KEPT_WHOLE as KEPT_WHOLE
 from autoshard.rules.structural import STRUCTURAL as STRUCTURAL
+from autoshard.rules.traits import TRAITS
 
 FAMILIES = (contract, index, linalg, pointwise, random, reduce, shape, sort, window)
 
@@ -48,5 +49,5 @@ def join(*tables: dict[Primitive, RuleFn]) -> dict[Primitive, RuleFn]:
 TABLE = join(*(family.TABLE for family in FAMILIES))
 OWN = join(attention.TABLE, sum_of_products.TABLE)
 """The rules of what passes put in a program: primitives of autoshard's own."""
-SHIPPED = Rules({}, (TABLE, OWN))
+SHIPPED = Rules({}, (TABLE, OWN), TRAITS)
 """All of them, without any that a user gave."""

@@ -18,8 +18,8 @@ from jax.experimental import xla_metadata as xla_metadata  # defines a primitive
 from jax.extend.core import Primitive
 
 from autoshard.ir.halo import Halo
-from autoshard.ir.rule import Aval, Local, Rule, RuleFn, names, parse
-from autoshard.jaxpr import primitive
+from autoshard.ir.rule import Aval, Local, Rule, factor_names, parse
+from autoshard.jaxpr import find_primitive
 
 Label = str | tuple[str, ...] | None
 """Of one dimension: a factor, the factors it is made of (major first), or None where it must stay whole."""
@@ -27,10 +27,10 @@ ANY = "sum: 0, max: 0, min: 0, prod: 0, and: 0, or: 0"
 """What an operation lets through that only moves the elements of its first operand."""
 
 
-def table(rules: Mapping[str, RuleFn]) -> dict[Primitive, RuleFn]:
-    """``rules`` keyed by primitive; names that this version of JAX does not have are left out."""
-    found = ((primitive(name), fn) for name, fn in rules.items())
-    return {p: fn for p, fn in found if p is not None}
+def table[Row](rows: Mapping[str, Row]) -> dict[Primitive, Row]:
+    """``rows`` keyed by primitive; names that this version of JAX does not have are left out."""
+    found = ((find_primitive(name), row) for name, row in rows.items())
+    return {p: row for p, row in found if p is not None}
 
 
 def build(
@@ -52,7 +52,7 @@ def build(
     sides = [[tuple(_factors(label, sizes) for label in dims) for dims in side] for side in (operands, results)]
     flat = (f for side in sides for dims in side for dim in dims for f in dim)
     labels = list(dict.fromkeys(flat))
-    name = dict(zip(labels, names(len(labels)), strict=True))
+    name = dict(zip(labels, factor_names(len(labels)), strict=True))
     done = [tuple(tuple(tuple(name[f] for f in dim) for dim in dims) for dims in side) for side in sides]
     compound = {f for side in sides for dims in side for dim in dims if len(dim) > 1 for f in dim}
     return Rule(

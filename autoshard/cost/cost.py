@@ -174,7 +174,7 @@ class CostModel:
             for v, src, dst in moves:
                 for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
                     key = self.view_of.get(v, v), c
-                    issued.append(replace(c, again=True) if key in sent else c)
+                    issued.append(replace(c, redundant=True) if key in sent else c)
                     sent.add(key)
             for c in issued:
                 share = node.kind.combined_count if c.kind == ALL_REDUCE else 1

@@ -18,6 +18,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.rule import Rule, single_factor_dims, factor_names, replicated_rule
 from autoshard.ir.rule_registry import check_used, lookup, misspelt, sealed, unruled
 from autoshard.ir.spec import Spec, checked_spec, unconstrained_dims
+from autoshard.ir.traits import UNKNOWN, Traits
 
 
 def build_graph(program: Program, *, strict: bool = False) -> Graph:
@@ -113,16 +114,16 @@ class _Builder:
             if var not in self.ids:
                 self.define(var)
         for eqn in jaxpr.eqns:
-            inner = jx.derivative(eqn) or phase
+            inner = jx.autodiff_phase(eqn) or phase
             self.names.add(eqn.primitive.name)
-            self.names.update(jx.names(eqn))
+            self.names.update(jx.op_names(eqn))
             regions = jx.regions(eqn)
             regions = () if regions and sealed(eqn, self.rules) else regions
             if regions:
                 self.regions(eqn, regions, times, inner)
             elif jx.manual_specs(eqn):
                 self.manual(eqn, times, inner)
-            elif eqn.primitive in jx.SIDE_BY_SIDE:
+            elif eqn.primitive in jx.VARIADIC_IDENTITIES:
                 self.side_by_side(eqn, times, inner)
             else:
                 self.equation(eqn, times, inner)
@@ -144,29 +145,30 @@ class _Builder:
         """A `shard_map` of the user's: what goes in and comes out lies as it says, and what it does is its own."""
         specs, source = jx.manual_specs(eqn), jx.source(eqn)
         assert specs is not None
-        name = eqn.primitive.name
+        name, traits = eqn.primitive.name, self.rules.traits(eqn.primitive)
         for operand, spec in zip(eqn.invars, specs[0], strict=True):
             inside = self.value(jx.aval(operand))
-            self.tie(name, self.read(operand), inside, False, times, source, phase)
+            self.tie(name, self.read(operand), inside, False, times, source, phase, traits)
             self.pin(inside, spec, source)
         results = tuple(map(self.define, eqn.outvars))
         for result, spec in zip(results, specs[1], strict=True):
             self.pin(result, spec, source)
         avals = [jx.aval(v) for v in eqn.outvars]
         shapes, bits = tuple(tuple(a.shape) for a in avals), tuple(map(_bits, avals))
-        kind = _kind(name, replicated_rule("", (), avals), shapes, bits, "", 0.0, source, tie=True)  # they come into being so
+        kind = _kind(name, traits, replicated_rule("", (), avals), shapes, bits, "", 0.0, source, tie=True)  # they come into being so
         self.nodes.append(Node(kind, (), results, times, source, phase))
         text = f"{name} is taken as it is; its compute and collectives are not costed"
         self.diagnostics.append(Diagnostic(source, text))
 
     def side_by_side(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
         """Each result is its operand, and no two have to do with each other."""
+        traits = self.rules.traits(eqn.primitive)
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
             made = self.define(result)
-            self.tie(eqn.primitive.name, self.read(operand), made, False, times, jx.source(eqn), phase)
+            self.tie(eqn.primitive.name, self.read(operand), made, False, times, jx.source(eqn), phase, traits)
 
     def kind(self, eqn: jx.JaxprEqn, source: str) -> OpKind:
-        key = jx.signature(eqn)
+        key = jx.eqn_key(eqn)
         if key is not None and key in self.kinds:
             return self.kinds[key]
         ins, outs = [jx.aval(a) for a in eqn.invars], [jx.aval(v) for v in eqn.outvars]
@@ -182,7 +184,8 @@ class _Builder:
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
         dtype = str(getattr(outs[0], "dtype", "")) if outs else ""
         bits = tuple(map(_bits, (*ins, *outs)))
-        kind = _kind(name, rule, shapes, bits, dtype, jx.contraction_flops(eqn), source)
+        traits = self.rules.traits(eqn.primitive)
+        kind = _kind(name, traits, rule, shapes, bits, dtype, jx.contraction_flops(eqn), source)
         if key is not None:
             self.kinds[key] = kind
         return kind
@@ -196,24 +199,24 @@ class _Builder:
     def regions(self, eqn: jx.JaxprEqn, regions: tuple[jx.Region, ...], times: int, phase: str) -> None:
         results = [self.define(v) for v in eqn.outvars]
         operands = [self.read(a) for a in eqn.invars]
-        source, name = jx.source(eqn), eqn.primitive.name
-        if not all(r.known for r in regions):
+        source, name, traits = jx.source(eqn), eqn.primitive.name, self.rules.traits(eqn.primitive)
+        if not all(r.trip_count_known for r in regions):
             text = f"{name}: how often it turns is not known; costed as one turn"
             self.diagnostics.append(Diagnostic(source, text))
         for region in regions:
-            inner, begin = times * region.times, len(self.nodes)
+            inner, begin = times * region.trip_count, len(self.nodes)
             inside = [self.define(v) for v in region.body.invars]
-            for wire in region.entries:
-                often = inner if wire.lifted else times
-                self.tie(name, operands[wire.outside], inside[wire.inside], wire.lifted, often, source, phase)
+            for wire in region.inputs:
+                often = inner if wire.stacked else times
+                self.tie(name, operands[wire.outside], inside[wire.inside], wire.stacked, often, source, phase, traits)
             self.jaxpr(region.body, inner, phase)
             ends = [self.read(a) for a in region.body.outvars]
-            for end, start in region.loops:
-                self.tie(name, ends[end], inside[start], False, inner, source, phase)
-            for wire in region.exits:
-                often = inner if wire.lifted else times
-                self.tie(name, ends[wire.inside], results[wire.outside], wire.lifted, often, source, phase)
-            if region.loops or region.times > 1 or not region.known:
+            for end, start in region.carries:
+                self.tie(name, ends[end], inside[start], False, inner, source, phase, traits)
+            for wire in region.outputs:
+                often = inner if wire.stacked else times
+                self.tie(name, ends[wire.inside], results[wire.outside], wire.stacked, often, source, phase, traits)
+            if region.carries or region.trip_count > 1 or not region.trip_count_known:
                 self.loops.append((begin, len(self.nodes) - 1))
 
     def gathered(self) -> list[tuple[int, int]]:
@@ -223,30 +226,41 @@ class _Builder:
         """
         nodes, first = self.nodes, dict[tuple[int, tuple[int, ...]], int]()
         for n in nodes:
-            if n.kind.op == "gather":
+            if n.kind.traits.gathers:
                 first.setdefault((n.operands[1], n.kind.shapes[0]), n.operands[0])
         pairs = (
             (first.get((n.operands[1], n.kind.shapes[0])), n.results[0])
             for n in nodes
-            if n.kind.op == "scatter-add" and n.phase == BACKWARD
+            if n.kind.traits.scatter_adds and n.phase == BACKWARD
         )
         return [(x, gradient) for x, gradient in pairs if x]
 
-    def tie(self, name: str, a: int, b: int, lifted: bool, times: int, source: str, phase: str) -> None:
+    def tie(
+        self,
+        name: str,
+        a: int,
+        b: int,
+        lifted: bool,
+        times: int,
+        source: str,
+        phase: str,
+        traits: Traits = UNKNOWN,
+    ) -> None:
         """``b`` is ``a``, or, lifted, a slice of one is the other."""
         if not a or not b:
             return
         va, vb = self.values[a], self.values[b]
         rule = _lifted(len(va.shape), len(vb.shape)) if lifted else _identity(len(va.shape))
-        key = ("tie", name, va.shape, vb.shape, va.bits, vb.dtype)
+        key = ("tie", name, traits, va.shape, vb.shape, va.bits, vb.dtype)
         kind = self.kinds.get(key) or self.kinds.setdefault(
-            key, _kind(name, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source, tie=True)
+            key, _kind(name, traits, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source, tie=True)
         )
         self.nodes.append(Node(kind, (a,), (b,), times, source, phase))
 
 
 def _kind(
     op: str,
+    traits: Traits,
     rule: Rule,
     shapes: tuple[tuple[int, ...], ...],
     bits: tuple[int, ...],
@@ -265,7 +279,7 @@ def _kind(
     order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
     dims = (*rule.operands, *rule.results)
     places = tuple((i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
-    return OpKind(op, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops, tie)
+    return OpKind(op, traits, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops, tie)
 
 
 @functools.cache

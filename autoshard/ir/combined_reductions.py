@@ -10,13 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autoshard.ir.graph import Node, Value
-from autoshard.ir.spec import REDUCED
-
-PASSED_ON = frozenset({"add", "add_any", "convert_element_type"})
-"""What makes one number of several, or the same one in other bits."""
+from autoshard.ir.spec import REDUCTION_KINDS
 
 
-def together(nodes: Sequence[Node], values: Sequence[Value]) -> dict[int, int]:
+def combined_reduction_counts(nodes: Sequence[Node], values: Sequence[Value]) -> dict[int, int]:
     """Of each node whose result is a number that is only added to others: how many such numbers are sent together."""
     leader = list(range(len(values)))
 
@@ -30,12 +27,12 @@ def together(nodes: Sequence[Node], values: Sequence[Value]) -> dict[int, int]:
     for i, node in enumerate(nodes):
         if len(node.results) != 1 or values[node.results[0]].shape:
             continue
-        if node.kind.op in PASSED_ON:
+        if node.kind.traits.adds or node.kind.traits.casts:
             for v in filter(None, node.operands):
                 leader[root(v)] = root(node.results[0])
-        elif any(kind in REDUCED for _, kind in node.kind.rule.kinds):
+        elif any(kind in REDUCTION_KINDS for _, kind in node.kind.rule.kinds):
             sums.append(i)
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i in sums:
-        alike[root(nodes[i].results[0]), nodes[i].times].append(i)
+        alike[root(nodes[i].results[0]), nodes[i].trip_count].append(i)
     return {i: len(members) for members in alike.values() if len(members) > 1 for i in members}

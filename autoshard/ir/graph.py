@@ -17,6 +17,7 @@ from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.ir.rule import Dim, Rule
 from autoshard.ir.spec import Spec
+from autoshard.ir.traits import Traits
 
 FORWARD, BACKWARD, PLAIN = "forward", "backward", "plain"
 
@@ -38,23 +39,24 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class OpKind:
     """What nodes that are alike share; interned, so that work on one serves all."""
 
     op: str
+    traits: Traits
     rule: Rule
     shapes: tuple[tuple[int, ...], ...]
     """Of the operands, then the results."""
     bits: tuple[int, ...]
     dtype: str
-    sizes: tuple[tuple[str, int], ...]
-    places: tuple[tuple[int, int, Dim], ...]
+    factor_sizes: tuple[tuple[str, int], ...]
+    factored_dims: tuple[tuple[int, int, Dim], ...]
     """(position among operands and results, dimension, factors), largest value first."""
     flops: float
     """Floating-point operations of the whole operation, where they are what costs; else 0."""
     tie: bool = False
     """Whether it stands for a value that goes into, out of or round a region."""
-    together: int = 1
+    combined_count: int = 1
     """How many results are sent by one collective, this one's among them."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
     """Of the operands, then the results, whole."""
@@ -67,10 +69,10 @@ class Kind:
 class Node(NamedTuple):
     """One operation. ``operands`` and ``results`` are value numbers."""
 
-    kind: Kind
+    kind: OpKind
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    times: int = 1
+    trip_count: int = 1
     """How often it runs; 0 of a tie that says of two values that they should lie alike, and moves nothing."""
     source: str = ""
     phase: str = PLAIN
@@ -109,14 +111,14 @@ class Graph:
     pins: Mapping[int, Spec]
     """Values pinned by the user: arguments, results, and those inside the step."""
     diagnostics: tuple[Diagnostic, ...] = ()
-    open: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    unconstrained_dims: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     """Dimensions of pinned values that their pin leaves open."""
     loops: tuple[tuple[int, int], ...] = ()
     """First and last node of every loop, what goes in and comes out included; an outer loop after its inner ones."""
-    offers: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
+    proposal_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
     """What alike nodes in alike states propose to their values: work of `propagate` that serves its next run."""
 
-    runs: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
+    node_cost_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
     """How alike nodes run under alike specs: work of `cost` that serves `memory`."""
 
     @functools.cached_property
@@ -129,14 +131,14 @@ class Graph:
         return tuple(map(tuple, uses))
 
 
-def describe(graph: Graph) -> Iterator[str]:
+def graph_lines(graph: Graph) -> Iterator[str]:
     """One line a node: what it does, to what, under which rule, and where it comes from."""
 
     def value(v: int) -> str:
         return f"%{v}{list(graph.values[v].shape)}" if v else "lit"
 
     for i, n in enumerate(graph.nodes):
-        times = f" x{n.times}" if n.times > 1 else ""
+        times = f" x{n.trip_count}" if n.trip_count > 1 else ""
         left, right = (", ".join(map(value, vs)) for vs in (n.results, n.operands))
         op = n.kind.op + (" (tie)" if n.tie else "")
         yield f"{i:4} {left} = {op} {right}{times}  {n.kind.rule}  {n.phase}  {n.source}"

@@ -18,6 +18,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import RuleError, nearest
 from autoshard.ir import shardy_mlir, shardy_notation
 from autoshard.ir.rule import Local, Rule, RuleFn, RuleTable, parse, replicated_rule
+from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.machine.collective import CollectiveKind
 from autoshard.machine.mesh import LogicalMesh
 
@@ -33,10 +34,15 @@ class Rules(Mapping[Key, RuleFn]):
     own: Mapping[Key, RuleFn]
     """Those of one step."""
     below: tuple[RuleTable, ...]
+    known_traits: Mapping[Primitive, Traits]
 
     @property
     def _tables(self) -> tuple[Mapping[Key, RuleFn], ...]:
         return cast("tuple[Mapping[Key, RuleFn], ...]", (self.own, *self.below))
+
+    def traits(self, primitive: Primitive) -> Traits:
+        """What is known of ``primitive`` beside its rule; nothing of one that is no part of JAX."""
+        return self.known_traits.get(primitive, UNKNOWN)
 
     def __getitem__(self, key: Key) -> RuleFn:
         for table in self._tables:
@@ -90,11 +96,11 @@ def key(of: Key | Callable[..., Any]) -> Key:
             raise RuleError(f"a rule is for a primitive, a function, or the name of one, not for {of!r}")
         return name
     kind, colon, name = of.partition(":")
-    if colon and kind not in jx.NAMED:
-        raise RuleError(f"{of!r}: {kind!r} is no kind of named operation{nearest(kind, jx.NAMED)}")
+    if colon and kind not in jx.NAMED_CALLS:
+        raise RuleError(f"{of!r}: {kind!r} is no kind of named operation{nearest(kind, jx.NAMED_CALLS)}")
     if colon and not name:
         raise RuleError(f"{of!r}: there is no name after the colon")
-    return of if colon else jx.primitive(of) or of
+    return of if colon else jx.find_primitive(of) or of
 
 
 def pairs(rules: Any) -> list[tuple[Key | Callable[..., Any], AnyRule]]:
@@ -133,16 +139,16 @@ def lookup(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
     Raises:
       RuleError: a kernel has a rule that splits it and no form in which to run a part.
     """
-    keys = [*jx.names(eqn), eqn.primitive, eqn.primitive.name]
+    keys = [*jx.op_names(eqn), eqn.primitive, eqn.primitive.name]
     fn = next((rules[k] for k in keys if k in rules), None)
     operands = [jx.aval(a) for a in eqn.invars]
     if fn is None:
         rule = carried(eqn, mesh)
     else:
-        rule = fn(*operands, **jx.parameters(eqn))
-    if rule is None or rule.local is not None or not jx.opaque(eqn):
+        rule = fn(*operands, **jx.op_params(eqn))
+    if rule is None or rule.local is not None or not jx.is_opaque(eqn):
         return rule
-    if any(rule.kind(f) != "whole" for f in rule.factors) and not jx.resizable(eqn):
+    if any(rule.kind(f) != "whole" for f in rule.factors) and not jx.accepts_shards(eqn):
         raise RuleError(
             f"the rule {rule} for {keys[0]!r} splits a kernel, which XLA cannot: give "
             "local=lambda axes, *parts: ..., the call on the parts of its operands"
@@ -152,7 +158,7 @@ def lookup(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
 
 def sealed(eqn: jx.JaxprEqn, rules: Rules) -> bool:
     """Whether a function has a rule of its own, so that its body is not looked into."""
-    return any(n in rules for n in jx.names(eqn))
+    return any(n in rules for n in jx.op_names(eqn))
 
 
 def carried(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
@@ -165,7 +171,7 @@ def carried(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
     options: Mapping[str, Any] = {}
     if callable(rule):
         with shardy_mlir.context():
-            rule = rule(*static, mesh.abstract(), shardy_mlir.types(operands), shardy_mlir.types(results))
+            rule = rule(*static, mesh.abstract_mesh(), shardy_mlir.types(operands), shardy_mlir.types(results))
         if isinstance(rule, tuple | list) and not hasattr(rule, "operand_mappings"):
             rule, options = rule
     read = shardy_notation.words(rule, **options) if isinstance(rule, str) else shardy_notation.of_object(rule)
@@ -174,16 +180,16 @@ def carried(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
 
 def unruled(eqn: jx.JaxprEqn) -> Rule:
     """The rule of an operation that has none: kept whole, with what to do about it."""
-    called = jx.names(eqn)
+    called = jx.op_names(eqn)
     strange = [jx.aval(a).str_short() for a in (*eqn.invars, *eqn.outvars) if not jx.is_shaped(a)]
-    if eqn.primitive is jx.HIGH and strange:
+    if eqn.primitive is jx.CALL_HI_PRIMITIVE and strange:
         text = f"{called[-1]} takes or gives {strange[0]}, which is no array, so it is not looked into"
     elif called:
         text = f"no rule for {called[0]!r}; autoshard.register_rule({called[1]!r}, ...) gives one"
     else:
         text = f"no rule for the primitive {eqn.primitive.name!r}"
     rule = replicated_rule(text, map(jx.aval, eqn.invars), map(jx.aval, eqn.outvars))
-    alone = jx.opaque(eqn) and not jx.resizable(eqn) and not jx.interpreted(eqn)  # XLA does not even repeat it
+    alone = jx.is_opaque(eqn) and not jx.accepts_shards(eqn) and not jx.is_interpreted(eqn)  # XLA does not even repeat it
     return replace(rule, local=Local(None, _silent)) if alone else rule
 
 
@@ -201,7 +207,7 @@ def misspelt(rules: Rules, names: set[str]) -> Iterator[str]:
     """What to say of names registered for every step that this one has not, but one much alike: perhaps slips, perhaps
     operations of other steps."""
     for k in rules:
-        if isinstance(k, str) and k not in names and not jx.primitive(k):
+        if isinstance(k, str) and k not in names and not jx.find_primitive(k):
             for close in difflib.get_close_matches(k, names, n=1, cutoff=0.8):
                 yield f"a rule is registered for {k!r}, which the step has not; did you mean {close!r}?"
 

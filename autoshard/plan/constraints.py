@@ -1,4 +1,4 @@
-"""pins: the intermediates of a layout that are constrained, and the equations that run in their local form."""
+"""The sharding constraints on intermediates that make XLA follow a layout, and the equations that run in their local form."""
 
 from __future__ import annotations
 
@@ -13,130 +13,119 @@ from autoshard.ir.rule import halo_axes
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import ALL_GATHER, ALL_TO_ALL, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.plan.decisions import Island, Constraint
-
-GUARDED = frozenset(
-    {
-        "conv_general_dilated",
-        "dynamic_update_slice",
-        "fft",
-        "gather",
-        "pad",
-        "reduce",
-        "reduce_and",
-        "reduce_or",
-        "reduce_window",
-        "reduce_xor",
-        "scatter",
-        "scatter-add",
-        "scatter-max",
-        "scatter-min",
-        "scatter-mul",
-        "scatter-sub",
-        "select_and_gather_add",
-    }
-)
-"""Operations that XLA (JAX 0.12) gives wrong numbers for, or dies of, where it splits them on its own: what they read
-and make is pinned whether or not it lies so already."""
+from autoshard.plan.decisions import Constraint, ConstraintReason, Island
 
 
-def sharding_constraints(graph: Graph, layout: Layout, costing: CostModel, outputs: Sequence[Spec]) -> tuple[Constraint, ...]:
-    """The intermediates to constrain so that the partitioner follows ``layout`` and leaves results as ``outputs``.
+def sharding_constraints(
+    graph: Graph, layout: Layout, cost_model: CostModel, outputs: Sequence[Spec]
+) -> tuple[Constraint, ...]:
+    """The intermediates to constrain so that the partitioner follows ``layout`` and results have the specs ``outputs``.
 
-    They are: what the user pinned inside the step; results of products, and whatever a transfer brings to its
-    place; operands that an equation needs otherwise than they lie; what a loop carries; all around operations that
-    XLA must not split on its own, or all, where the sizes of the mesh's axes do not divide one another; and the stops
-    of a value on the way into or out of a region, and of a result, under the numbers that follow those of the nodes.
+    Constrained are: what the user pinned inside the step; results of products; results and operands that are resharded;
+    values that a loop carries; operands and results of operations that XLA partitions wrongly by itself, or of all where
+    the sizes of the mesh's axes do not divide one another; and values with waypoints on their way into or out of a
+    region. A result of the step that is resharded with waypoints has a node number beyond those of the graph.
     """
     found: dict[tuple[int, int | None], Constraint] = {}
-    ends, every = set(graph.inputs), not each_divides_next(graph.program.mesh.axis_sizes)
+    arguments, every = set(graph.inputs), not each_divides_next(graph.program.mesh.axis_sizes)
 
-    def pin(value: int, spec: Spec, n: int, why: str, *, operand: bool = False, before: Spec | None = None) -> None:
+    def constrain(
+        value: int,
+        spec: Spec,
+        n: int,
+        reason: ConstraintReason,
+        *,
+        only_here: bool = False,
+        before: Spec | None = None,
+    ) -> None:
         node, v = graph.nodes[n], graph.values[value]
-        if v.shape and v.bits and (operand or value not in ends):
-            key = (value, n if operand else None)
-            via = reshard_waypoints(before, spec, v, graph.program.mesh) if before is not None else ()
-            found.setdefault(key, Constraint(value, spec, node.kind.op, node.source, v.shape, why, key[1], via))
+        if v.shape and v.bits and (only_here or value not in arguments):
+            key = (value, n if only_here else None)
+            before = None if before == spec else before
+            waypoints = reshard_waypoints(before, spec, v, graph.program.mesh) if before is not None else ()
+            found.setdefault(
+                key, Constraint(value, spec, node.kind.op, node.source, v.shape, reason, key[1], before, waypoints)
+            )
 
     begins, entries = dict[int, int](), set[int]()
     computed = {v for n in graph.nodes if any(graph.values[u].shape for u in n.operands) for v in n.results}
-    for n, (node, run) in enumerate(zip(graph.nodes, costing.node_costs(layout), strict=True)):
+    for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
         if node.tie and not node.trip_count:
             continue
-        guarded = (node.kind.op in GUARDED or every) and not node.tie
+        guarded = (node.kind.traits.mispartitioned_by_xla or every) and not node.tie
         alone = run.uses_local_form and not halo_axes(node.kind.rule, run.in_specs, run.out_specs)
         if not (node.tie or guarded or run.resharded or node.kind.flops or any(v in graph.pins for v in node.results)):
             continue
         for v, need in zip(node.operands, run.in_specs, strict=True):
+            spec = layout.specs[v]
             if node.tie:
-                lies, inside = layout.specs[v], spec_across_region(layout.specs[node.results[0]], need.rank)
-                if reshard_waypoints(lies, inside, graph.values[v], graph.program.mesh):
-                    pin(v, inside, n, f"brought there from {lies}", operand=True, before=lies)
-            elif need != layout.specs[v] and node.results:
-                lies = layout.specs[v]
-                pin(v, need, n, f"needed so by {node.kind.op}, lies as {lies}", operand=True, before=lies)
-                if v in computed:  # what is made of nothing is made where it is read
-                    pin(v, lies, n, f"lies so before {node.kind.op}")
+                inside = spec_across_region(layout.specs[node.results[0]], need.rank)
+                if reshard_waypoints(spec, inside, graph.values[v], graph.program.mesh):
+                    constrain(v, inside, n, "resharded", only_here=True, before=spec)
+            elif need != spec and node.results:
+                constrain(v, need, n, "operand", only_here=True, before=spec)
+                if v in computed:  # constants and iotas are computed as each use needs them
+                    constrain(v, spec, n, "before_operand")
             elif guarded and v and not alone:
-                pin(v, need, n, f"kept so for {node.kind.op}", operand=True)
-        for v, give in zip(node.results, run.out_specs, strict=True):
+                constrain(v, need, n, "guarded_operand", only_here=True)
+        for v, out_spec in zip(node.results, run.out_specs, strict=True):
             spec, value = layout.specs[v], graph.values[v]
-            give = spec_after_reduction(give, spec, value.shape, value.bits, graph.program.mesh) if run.uses_local_form else give
-            before = give
-            if node.tie and node.operands:  # a loop's results lie as what it begins with
+            if run.uses_local_form:
+                out_spec = spec_after_reduction(out_spec, spec, value.shape, value.bits, graph.program.mesh)
+            before = out_spec
+            if node.tie and node.operands:  # a loop's results have the specs of its initial values
                 (inside,) = node.operands
                 if v < inside and v in entries:
                     begins[inside] = v
                 elif v > inside:
                     entries.add(v)
                 before = spec_across_region(layout.specs[begins.get(inside, inside)], spec.rank)
-            held = node.kind.flops or (v in computed and not give.partial and not node.tie)
-            if not alone and (give != spec if guarded else held and give.dims != spec.dims):
-                pin(v, Spec(give.dims), n, f"made so by {node.kind.op}", operand=True)
+            stays = node.kind.flops or (v in computed and not out_spec.partial and not node.tie)
+            if not alone and (out_spec != spec if guarded else stays and out_spec.dims != spec.dims):
+                constrain(v, Spec(out_spec.dims), n, "as_computed", only_here=True)
             if v in graph.pins:
-                pin(v, spec, n, "pinned in the step", before=before)
-            elif give != spec:
-                pin(v, spec, n, f"brought there from {give}", before=give)
+                constrain(v, spec, n, "pinned", before=before)
+            elif out_spec != spec:
+                constrain(v, spec, n, "resharded", before=out_spec)
             elif node.kind.flops:
-                pin(v, spec, n, "result of a product")
+                constrain(v, spec, n, "product")
             elif guarded and not alone:
-                pin(v, spec, n, f"kept so after {node.kind.op}")
+                constrain(v, spec, n, "guarded_result")
             elif node.tie:
-                pin(v, spec, n, f"carried by {node.kind.op}", before=before)
-    for o, (v, want) in enumerate(zip(graph.outputs, outputs, strict=True)):
-        value, leaf, n = graph.values[v], graph.program.outputs[o], len(graph.nodes) + o
-        if via := reshard_waypoints(layout.specs[v], want, value, graph.program.mesh) if v else ():
-            why = f"brought there from {layout.specs[v]}"
-            found[v, n] = Constraint(v, want, "result", leaf.path, value.shape, why, n, via)
+                constrain(v, spec, n, "carried", before=before)
+    for o, (v, spec) in enumerate(zip(graph.outputs, outputs, strict=True)):
+        before, value, leaf, n = layout.specs[v], graph.values[v], graph.program.outputs[o], len(graph.nodes) + o
+        if waypoints := reshard_waypoints(before, spec, value, graph.program.mesh) if v else ():
+            found[v, n] = Constraint(v, spec, "result", leaf.path, value.shape, "resharded", n, before, waypoints)
     return tuple(found.values())
 
 
 def reshard_waypoints(before: Spec, after: Spec, value: Value, mesh: LogicalMesh) -> tuple[Spec, ...]:
-    """The specs on the way between two that XLA (JAX 0.12) does not find.
+    """Intermediate specs to constrain where XLA (JAX 0.12) would otherwise gather the whole value.
 
-    Where axes move whose sizes do not divide one another, it dies of several such moves at once; where an axis goes
-    from one dimension to another and more is sent besides, it gathers the whole value and takes from that; and terms
-    that are scattered first it would reduce whole. A gather over all devices some compilers make a reduction, of what
-    each has among zeros, which sends twice as much: there one axis comes after the other.
+    It does where an axis moves from one dimension to another and something else is sent besides. Where axes move whose
+    sizes do not divide one another, it crashes on several such moves at once. Partial sums that are best scattered first
+    it would all-reduce. Some compilers turn an all-gather over all devices into an all-reduce of zero-padded shards,
+    which sends twice as much: there the axes are gathered one by one.
     """
     moved = {a for d, e in zip(before.dims, after.dims, strict=True) if d != e for a in (*d, *e)}
     uneven = not each_divides_next([mesh.shape[a] for a in moved])
-    there = [{a: d for d, axes in enumerate(s.dims) for a in axes} for s in (before, after)]
-    crossing = any(there[1].get(a, d) != d for a, d in there[0].items())
-    summed = len(mesh.split_axes) > 1 and mesh.size >= mesh.hardware.all_gather_as_all_reduce_from
-    if not (uneven or crossing or before.partial or summed):
+    old, new = ({a: d for d, axes in enumerate(s.dims) for a in axes} for s in (before, after))
+    crossing = any(new.get(a, d) != d for a, d in old.items())
+    as_all_reduce = len(mesh.nontrivial_axes) > 1 and mesh.size >= mesh.hardware.all_gather_as_all_reduce_from
+    if not (uneven or crossing or before.partial or as_all_reduce):
         return ()
     moves = reshard_path(before, after, value.shape, value.bits, mesh)
-    if summed and len(moves) == 1 and mesh.axes_size(moves[0].axes) == mesh.size and moves[0].kind == ALL_GATHER:
+    if as_all_reduce and [m.kind for m in moves] == [ALL_GATHER] and mesh.axes_size(moves[0].axes) == mesh.size:
         return tuple(_gather_axis_by_axis(before, after))
     sent = [m.kind for m in moves if m.bytes]
     every = uneven or (crossing and len(sent) > 1 and not {ALL_TO_ALL, COLLECTIVE_PERMUTE}.isdisjoint(sent))
-    way = dict.fromkeys(Spec(m.spec.dims) for m in moves if every or m.kind == REDUCE_SCATTER)
-    return tuple(s for s in way if s.dims not in (before.dims, after.dims))
+    found = dict.fromkeys(Spec(m.spec.dims) for m in moves if every or m.kind == REDUCE_SCATTER)
+    return tuple(s for s in found if s.dims not in (before.dims, after.dims))
 
 
 def _gather_axis_by_axis(before: Spec, after: Spec) -> Iterator[Spec]:
-    """The specs between two of which the second splits one dimension over fewer axes: these go one by one."""
+    """The specs in between where one dimension is gathered, one axis at a time, from the minormost."""
     (d,) = [d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a != b]
     for n in range(len(before.dims[d]) - 1, len(after.dims[d]), -1):
         yield before.with_dim(d, before.dims[d][:n])
@@ -148,26 +137,27 @@ def each_divides_next(sizes: Iterable[int]) -> bool:
 
 
 def spec_across_region(outside: Spec, rank: int) -> Spec:
-    """How a value lies on the other side of a region's border, where it gains or loses a first dimension."""
-    return Spec(
-        outside.dims[outside.rank - rank :] if outside.rank > rank else ((),) * (rank - outside.rank) + outside.dims
-    )
+    """The spec on the other side of a region's boundary, where a value gains or loses its first dimension."""
+    extra = rank - outside.rank
+    return Spec(((),) * extra + outside.dims if extra >= 0 else outside.dims[-extra:])
 
 
-def islands(graph: Graph, layout: Layout, costing: CostModel) -> tuple[Island, ...]:
+def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island, ...]:
     """The equations that run in their local form under ``layout``."""
-    runs = ((n, node, costing.node_costs(layout)[n]) for n, node in enumerate(graph.nodes) if node.kind.rule.local)
-    return tuple(
-        Island(n, r.local_axes, r.in_specs, r.out_specs, _reduced_specs(r.out_specs, node.results, graph, layout), node.kind.op, node.source)
-        for n, node, r in runs
-        if r.uses_local_form and node.results
-    )
+    found: list[Island] = []
+    for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
+        if node.kind.rule.local and node.results and run.uses_local_form:
+            reduced = _reduced_specs(run.out_specs, node.results, graph, layout)
+            found.append(
+                Island(n, run.local_axes, run.in_specs, run.out_specs, reduced, node.kind.op, node.source)
+            )
+    return tuple(found)
 
 
-def _reduced_specs(gives: Sequence[Spec], results: Sequence[int], graph: Graph, layout: Layout) -> tuple[Spec, ...]:
-    """What results become in the island that gives them."""
+def _reduced_specs(out_specs: Sequence[Spec], results: Sequence[int], graph: Graph, layout: Layout) -> tuple[Spec, ...]:
+    """The specs that an island's results have once it reduced their partial values."""
     values, mesh = [graph.values[v] for v in results], graph.program.mesh
     return tuple(
-        spec_after_reduction(give, layout.specs[v], x.shape, x.bits, mesh)
-        for give, v, x in zip(gives, results, values, strict=True)
+        spec_after_reduction(spec, layout.specs[v], x.shape, x.bits, mesh)
+        for spec, v, x in zip(out_specs, results, values, strict=True)
     )

@@ -1,0 +1,84 @@
+"""Traits: what the engine has to know of an operation beside its sharding rule, as data.
+
+The table by primitive is `autoshard.rules.traits`; a program hands it to the engine (`Program.rules`), and every node of a
+graph has the traits of its operation (`OpKind.traits`), so that no module of the engine names an operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Facts about one operation. A field left at its default claims nothing: what the rule says is all that is known."""
+
+    fused_into_consumer: bool = False
+    """XLA computes it where it is read, for nothing: broadcasts, casts, reshapes, transposes. Asked by `cost.cost` (no
+    compute time) and `cost.liveness` (no buffer)."""
+    view: bool = False
+    """Its result is its first operand in another order, shape or dtype, so that XLA finds a reshard of one to be the
+    reshard of the other. Asked by `cost.cost` (collectives that are made once for both)."""
+    broadcasts: bool = False
+    """It spreads its operand, or positions, over its result, which can be made of any size. Asked by `cost.cost` (of
+    scalars alone, it is made anew wherever it is read) and by padding (made longer rather than padded)."""
+    moves_data: bool = False
+    """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
+    by `cost.liveness` (no buffer)."""
+    in_place_operand: int | None = None
+    """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`."""
+    gathers: bool = False
+    """It takes slices of operand 0 at the positions in operand 1. Asked by `ir.build_graph` (tied to its gradient) and
+    `cost.liveness` (where one element of each row is taken, XLA compares positions and fuses what it reads)."""
+    scatters: bool = False
+    """It writes operand 2 into operand 0 at the positions in operand 1. Asked by `cost.liveness` (where one element of
+    each row is written, XLA compares positions and fuses it)."""
+    scatter_adds: bool = False
+    """It adds operand 2 to operand 0 at the positions in operand 1, as the gradient of a gather does. Asked by
+    `ir.build_graph` (tied to what is gathered from)."""
+    reduces: bool = False
+    """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`."""
+    sums_products: bool = False
+    """It adds up the products of its operands, two by two, one after another in one buffer. Asked by `cost.liveness`."""
+    convolution: bool = False
+    """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`."""
+    loop: bool = False
+    """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
+    barrier: bool = False
+    """XLA computes its operands before it and fuses nothing across it. Asked by `cost.liveness`."""
+    adds: bool = False
+    """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `passes.accumulate` and
+    `passes.sum_products`."""
+    casts: bool = False
+    """Its result is its operand in another dtype. Asked by `ir.combined_reductions`."""
+    linear: tuple[tuple[int, ...], ...] = ()
+    """Sets of operands in which, all others fixed, it is linear. Asked by `passes.accumulate`, which carries sums over
+    parts through it; what no gradient goes through on its way to a sum need not say so."""
+    linear_in_inexact: bool = False
+    """`linear` is true of floating-point and complex numbers alone: integers are truncated or wrap. Asked by
+    `passes.accumulate`."""
+    folds_scalars: bool = False
+    """Of scalars that are known while a program is read, it is evaluated then. Asked by `passes.attention`."""
+    keeps_constant: bool = False
+    """Of an operand that is one number everywhere, its result is that number everywhere. Asked by `passes.attention`."""
+    runs_once: bool = False
+    """Run again, it may give other values, or calls the host again. Asked by `passes.recompute`, which never repeats
+    it."""
+    ignores_neutral: bool = False
+    """It reads nothing of a reduced dimension but its elements, so that neutral ones more change nothing. Asked by
+    padding, which masks them."""
+    iterates_to_convergence: bool = False
+    """It runs until every element has converged, which an arbitrary one may never do. Asked by padding, which leaves it
+    as it is."""
+    shape_param: str | None = None
+    """The parameter that states the shape of its result. Asked by padding."""
+    mispartitioned_by_xla: bool = False
+    """XLA (JAX 0.12) gives wrong numbers or fails where it partitions it by itself. Asked by `plan.constraints`, which
+    constrains all that it reads and makes."""
+    row_major_on_cpu: bool = False
+    """XLA for CPU (JAX 0.12) may give it operands in a memory layout that it then refuses. Asked by `backend.lower`,
+    which constrains the layout."""
+
+
+UNKNOWN = Traits()
+"""Of an operation of which nothing is known but its rule."""
