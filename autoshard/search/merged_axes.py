@@ -78,7 +78,7 @@ def merged_meshes(graph: Graph, most: int) -> Iterator[MergedMesh]:
         said = {v: spec for v, spec in pins.items() if spec is not None}
         if len(said) == len(pins):
             program = replace(graph.program, mesh=_merge_mesh(mesh, names))
-            yield MergedMesh(replace(graph, program=program, pins=said, offers={}, runs={}), names)
+            yield MergedMesh(replace(graph, program=program, pins=said, proposal_cache={}, node_cost_cache={}), names)
 
 
 def _merge_mesh(mesh: LogicalMesh, names: Mapping[str, Axes]) -> LogicalMesh:

@@ -104,7 +104,10 @@ def _argument_choices(s: Search, best: Candidate) -> Iterator[Choice]:
     if len(s.graph.nodes) * sum(map(len, options.values())) > MAX_ARGUMENT_WORK:
         return
     for i, specs in options.items():
-        tries = [replace(best.choice, inputs=(*best.choice.argument_specs, (i, spec)), solved=0) for spec in specs]
+        tries = [
+            replace(best.choice, argument_specs=(*best.choice.argument_specs, (i, spec)), solved_number=0)
+            for spec in specs
+        ]
         yield from tries
         best = min([best, *map(s.price, tries)], key=s.key)
 

@@ -124,7 +124,7 @@ def _solve_on_mesh(
         row = space.byte_budget(alive, s.budget - beside, view.graph.program.mesh)
         if (load := row.load(found.assignment)) <= row.limit:  # it is over the budget for what the row cannot say
             row, sure = replace(row, limit=load - (peak - s.budget)), False  # which other layouts need not keep
-        problem = replace(problem, rows=(*problem.budgets, row))
+        problem = replace(problem, budgets=(*problem.budgets, row))
 
 
 def min_marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:

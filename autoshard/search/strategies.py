@@ -65,7 +65,7 @@ def _coordinate_descent(s: Search, start: Choice, free: Iterable[int], axes: Axe
 
     def tries(i: int, choice: Choice) -> list[Choice]:
         options = [o for o in space[i] if set(o) <= set(axes)]
-        return [replace(choice, split=(*choice.class_axes[:i], o, *choice.class_axes[i + 1 :])) for o in options]
+        return [replace(choice, class_axes=(*choice.class_axes[:i], o, *choice.class_axes[i + 1 :])) for o in options]
 
     yield start
     alone = {i: min(s.key(s.price(c)) for c in tries(i, start)) for i in free}
