@@ -1,8 +1,10 @@
-"""delays: products of the backward pass that a compiler does later than the program says.
+"""Delayed products: backward products that XLA's scheduler places after their position in the program.
 
-A gradient goes through two products, to what went in and to the weight, which read the same. What a compiler has to
-send it computes first, and the other while that is on its way. And what nothing reads before a loop is over, and is
-not sent, is computed after the loop. What a product reads is held until it is done.
+The backward pass of a product has two products with an operand in common: the gradient of the input and that of the
+weight. XLA schedules first the one whose result a collective reduces, and the other while that collective runs. And a
+product without a collective, whose result nothing reads before the end of a later loop, it schedules after that loop.
+Either way the operands of the delayed product stay live until it executes. Seen in schedules of compiled TPU programs
+(docs/design/2026-11-22-what-is-alive-at-the-peak.md).
 """
 
 from __future__ import annotations
@@ -16,40 +18,40 @@ from autoshard.ir.graph import BACKWARD, Graph
 
 @dataclass(frozen=True)
 class DelayedProduct:
-    """When a product is done that a program says is done at ``node``."""
+    """A product that may execute later than at its ``node``."""
 
     node: int
     sibling_products: tuple[int, ...]
-    """The next products that read what it reads."""
+    """For each operand, the next product that reads it, in the same loop."""
     loop_end: int
-    """The end of the last loop before anything reads what it makes; its own place where there is none."""
+    """The end of the last loop before the first use of its result; ``node`` where there is none."""
 
-    def completes_at(self, sent: Set[int]) -> int:
-        """The node that it is done with, where those ``sent`` send what they make."""
-        if self.node in sent:
+    def completes_at(self, communicating: Set[int]) -> int:
+        """The node with which it executes, given the nodes whose results a collective reduces or moves."""
+        if self.node in communicating:
             return self.node
-        return max([self.loop_end, *(n for n in self.sibling_products if n in sent)])
+        return max([self.loop_end, *(n for n in self.sibling_products if n in communicating)])
 
 
 def delayed_products(graph: Graph) -> Iterator[DelayedProduct]:
-    """The products that may be done later."""
-    nodes, ends = graph.nodes, _ends(graph)
-    used = _used(graph)
-    after: dict[int, int] = {}  # of each value the next product that reads it
+    """The backward products of ``graph`` that may be delayed under some layout, last one first."""
+    nodes, ends = graph.nodes, _innermost_loop_ends(graph)
+    used = _first_uses(graph)
+    after: dict[int, int] = {}  # value -> the next product that reads it
     for n in reversed(range(len(nodes))):
         node = nodes[n]
         if not node.kind.flops or node.phase != BACKWARD:
             continue
-        others = {after[v] for v in node.operands if v in after and ends.get(after[v]) == ends.get(n)}
-        read = min((used.get(v, len(nodes)) for v in node.results), default=n)
-        loop = max((b for a, b in graph.loops if n < a and b < read), default=n) if n not in ends else n
-        if others or loop > n:
-            yield DelayedProduct(n, tuple(sorted(others)), loop)
+        siblings = {after[v] for v in node.operands if v in after and ends.get(after[v]) == ends.get(n)}
+        first_use = min((used.get(v, len(nodes)) for v in node.results), default=n)
+        loop_end = max((b for a, b in graph.loops if n < a and b < first_use), default=n) if n not in ends else n
+        if siblings or loop_end > n:
+            yield DelayedProduct(n, tuple(sorted(siblings)), loop_end)
         after.update(dict.fromkeys(node.operands, n))
 
 
-def _ends(graph: Graph) -> dict[int, int]:
-    """Of each node in loops, the end of the innermost."""
+def _innermost_loop_ends(graph: Graph) -> dict[int, int]:
+    """For each node inside a loop, the last node of the innermost one."""
     found: dict[int, int] = {}
     for a, b in graph.loops:
         for n in range(a, b + 1):
@@ -57,13 +59,13 @@ def _ends(graph: Graph) -> dict[int, int]:
     return found
 
 
-def _used(graph: Graph) -> dict[int, int]:
-    """Of each value, the first node that reads it to make something."""
+def _first_uses(graph: Graph) -> dict[int, int]:
+    """For each value, the first node that uses it, directly or through ties and fused elementwise values."""
     found: dict[int, int] = {}
     for n in reversed(range(len(graph.nodes))):
         node = graph.nodes[n]
-        passes = node.tie or is_fusible(node)
-        first = min((found[v] for v in node.results if v in found), default=None) if passes else n
+        transparent = node.tie or is_fusible(node)
+        first = min((found[v] for v in node.results if v in found), default=None) if transparent else n
         if first is not None:
             for v in node.operands:
                 found[v] = min(first, found.get(v, first))

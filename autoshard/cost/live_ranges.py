@@ -1,16 +1,16 @@
-"""lives: which values of a program take room in memory, and from when to when; whatever their layout.
+"""Live ranges: which intermediates of a graph are buffers, and from which node to which, whatever their layout.
 
-`autoshard.cost.liveness` says what is made and when it is read last. Of that,
+`autoshard.cost.liveness` says which values are materialized and when each is used last. On top of that, as XLA does,
 
-- a product that is read through one value alone is computed with it, where the compiler fuses products: that value
-  takes the room;
-- what is computed element by element, or added to a product, is written over what it is computed from, if nothing reads
-  that afterwards, and no reduction was made with it: of several, over one beside which nothing was gathered;
-- a real number that products alone read has no more bits than they look at;
-- a result that replaces a donated argument has that argument's room.
+- a product that is read only through one elementwise value is fused with it, where the compiler fuses products: the
+  elementwise value is the buffer;
+- an elementwise value, or a product that something is added to, is written in place of a source of the same size that
+  nothing reads afterwards, unless a reduction was fused with that source;
+- a floating-point value that only products read is stored in the bits that products read (`Hardware.operand_bits`);
+- a result that replaces a donated argument is stored in that argument's buffer.
 
-A value that every product between the one that makes it and the last that reads it reads is *handed on*: a compiler
-that has memory on the chip to plan keeps it there, if it has the room, rather than send it to memory and back.
+A buffer is a *candidate for on-chip memory* if every product from its definition to its last use reads it: XLA then
+keeps it on chip, if it fits, rather than write it to device memory and read it back.
 """
 
 from __future__ import annotations
@@ -32,65 +32,66 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """What takes room, and when: row i is value ``values[i]``, from node ``first[i]`` to ``last[i]``."""
+    """Buffers and when they are live: row i is value ``values[i]``, live from node ``first[i]`` to ``last[i]``."""
 
     values: IntArray
     first: IntArray
     last: IntArray
     scale: npt.NDArray[np.float64]
-    """What of the value's bytes a row takes: a copy in fewer bits takes less."""
+    """Share of the value's bytes that the row's buffer has: less than 1 where it is stored in fewer bits."""
     gradients: IntArray
-    """Values that the backward pass hands to the update."""
+    """Values that the backward pass computes and the optimizer update reads."""
     residuals: IntArray
-    """Rows that the forward pass makes and the backward pass reads."""
+    """Rows that the forward pass defines and the backward pass reads."""
     on_chip_candidate: npt.NDArray[np.bool_]
-    """Whether a row is handed on."""
+    """Whether every product from a row's definition to its last use reads it."""
     in_place_products: Mapping[int, tuple[int, int]]
-    """Of each product that is written over what it is added to: what becomes of it, and the node that adds."""
+    """Products written in place of an array that is added to them: node -> (value of the sum, node that adds)."""
     overwritable_products: Mapping[tuple[int, int], tuple[int, ...]]
-    """Of values computed element by element from several of their size, each with where: the products over whose
-    results they can be written, unless something is gathered beside those products."""
+    """Elementwise values written in place of one of several product results: (value, node) -> those products. Where XLA
+    fuses an all-gather into each of the products, none of the results can be overwritten."""
     sum_start: Mapping[int, int]
-    """When each sum of products has its first term."""
+    """For each sum-of-products node, the node at which its first product can execute."""
     product_count: IntArray
-    """How many products there are up to each node."""
+    """[nodes]: number of products up to and including each node."""
     product_reads: Mapping[int, list[int]]
     """The rows that each product reads."""
     delayed_products: tuple[DelayedProduct, ...]
-    """Products that may be done later."""
+    """Products that XLA may schedule after their place in the program."""
 
 
 def find_live_ranges(graph: Graph) -> LiveRanges:
-    """Finds the rooms of ``graph``."""
-    found = Liveness(graph)
+    """The live ranges of the intermediates of ``graph``; arguments are live throughout and not listed."""
+    liveness = Liveness(graph)
     donated = {v for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if leaf.donated}
-    reused = {found.root(graph.outputs[o]) for i, o in graph.program.carries if graph.inputs[i] in donated}
-    joined = _fuse_readers(found) if found.fuses_products else {}
-    held = {
-        v: n for v, n in found.allocated_at.items() if n >= 0 and v not in reused and v not in found.open_fusions and v
-    }
-    since = _in_place_starts(found, held)
-    over = {held[v]: (v, n - 1) for v, n in since.items() if graph.nodes[held[v]].kind.flops}
-    anew = _overwritable_products(found, held, since)
-    held |= since
+    reused = {liveness.root(graph.outputs[o]) for i, o in graph.program.carries if graph.inputs[i] in donated}
+    moved = _fuse_into_products(liveness) if liveness.fuses_products else {}
+    excluded = {0, *reused, *liveness.open_fusions}  # literals; donated buffers; products fused with what follows
+    starts = {v: n for v, n in liveness.allocated_at.items() if n >= 0 and v not in excluded}
+    in_place = _in_place_starts(liveness, starts)
+    in_place_products = {starts[v]: (v, n - 1) for v, n in in_place.items() if graph.nodes[starts[v]].kind.flops}
+    overwritable = _overwritable_products(liveness, starts, in_place)
+    starts |= in_place
     bits = graph.program.mesh.hardware.operand_bits
-    scale = {v: bits / x.bits for v in held if (x := graph.values[v]).bits > bits and _only_read_by_products(found, v)}
-    rows = [(v, n, max(found.last_use.get(v, n), n), scale.get(v, 1.0)) for v, n in held.items()]
-    index = {v: i for i, v in enumerate(held)}
-    rows += [(v, a, b, fewer / graph.values[v].bits) for (v, fewer), (a, b) in found.hoisted_converts.items()]
+    scale = {
+        v: bits / x.bits for v in starts if (x := graph.values[v]).bits > bits and _only_read_by_products(liveness, v)
+    }
+    rows = [(v, n, max(liveness.last_use.get(v, n), n), scale.get(v, 1.0)) for v, n in starts.items()]
+    index = {v: i for i, v in enumerate(starts)}
+    rows += [(v, a, b, fewer / graph.values[v].bits) for (v, fewer), (a, b) in liveness.hoisted_converts.items()]
     columns = list(zip(*rows, strict=True)) if rows else [(), (), (), ()]
     values, first, last = (np.array(c, dtype=np.int64) for c in columns[:3])
-    kept = np.array(sorted(index[v] for v in found.residuals if v in index), dtype=np.int64)
-    grads = np.array(sorted(found.gradients), dtype=np.int64)
+    residuals = np.array(sorted(index[v] for v in liveness.residuals if v in index), dtype=np.int64)
+    gradients = np.array(sorted(liveness.gradients), dtype=np.int64)
     products = np.cumsum([bool(n.kind.flops) for n in graph.nodes], dtype=np.int64)
     reads: dict[int, set[int]] = defaultdict(set)
-    for v, readers in found.product_readers.items():
-        if (i := index.get(joined.get(v, v))) is not None:
+    for v, readers in liveness.product_readers.items():
+        if (i := index.get(moved.get(v, v))) is not None:
             for n in readers:
                 reads[n].add(i)
     count = Counter(itertools.chain.from_iterable(reads.values()))
-    handed = [
-        i < len(held) and b < len(graph.nodes) and not graph.nodes[a].tie and products[b] - products[a] == count[i]
+    candidates = [
+        i < len(starts) and b < len(graph.nodes) and not graph.nodes[a].tie and products[b] - products[a] == count[i]
         for i, (_, a, b, _) in enumerate(rows)
     ]
     return LiveRanges(
@@ -98,72 +99,77 @@ def find_live_ranges(graph: Graph) -> LiveRanges:
         first=first,
         last=last,
         scale=np.array(columns[3], dtype=np.float64),
-        gradients=grads,
-        residuals=kept,
-        on_chip_candidate=np.array(handed, dtype=np.bool_),
-        in_place_products=over,
-        overwritable_products=anew,
-        sum_start=found.sum_start,
+        gradients=gradients,
+        residuals=residuals,
+        on_chip_candidate=np.array(candidates, dtype=np.bool_),
+        in_place_products=in_place_products,
+        overwritable_products=overwritable,
+        sum_start=liveness.sum_start,
         product_count=products,
         product_reads={n: sorted(by) for n, by in reads.items()},
         delayed_products=tuple(delayed_products(graph)),
     )
 
 
-def _fuse_readers(found: Liveness) -> dict[int, int]:
-    """Moves the room of a product to the one value that it is read through; which has moved where."""
-    nodes, values, moved = found.graph.nodes, found.graph.values, dict[int, int]()
-    for v in [
-        v for v, n in found.allocated_at.items() if n >= 0 and nodes[n].kind.flops and len(found.read_through[v]) == 1
-    ]:
-        (w,) = found.read_through[v]
-        n = found.allocated_at[v]
-        if w not in found.computed_at or values[w].bytes > values[v].bytes:
+def _fuse_into_products(liveness: Liveness) -> dict[int, int]:
+    """Fuses each product that is read through one elementwise value with it: product's value -> the new buffer."""
+    nodes, values, moved = liveness.graph.nodes, liveness.graph.values, dict[int, int]()
+    products = [v for v, n in liveness.allocated_at.items() if n >= 0 and nodes[n].kind.flops]
+    for v in [v for v in products if len(liveness.read_through[v]) == 1]:
+        (w,) = liveness.read_through[v]
+        n = liveness.allocated_at[v]
+        if w not in liveness.computed_at or values[w].bytes > values[v].bytes:
             continue
-        if found.enclosing_loops.get(n) != found.enclosing_loops.get(found.computed_at[w]):
+        if liveness.enclosing_loops.get(n) != liveness.enclosing_loops.get(liveness.computed_at[w]):
             continue
-        if w not in found.allocated_at:
-            found.last_use[w] = found.last_use[v]
-        found.allocated_at[w] = n
+        if w not in liveness.allocated_at:
+            liveness.last_use[w] = liveness.last_use[v]
+        liveness.allocated_at[w] = n
         moved[v] = w
-        del found.allocated_at[v]
+        del liveness.allocated_at[v]
     return moved
 
 
-def _in_place_starts(found: Liveness, held: Mapping[int, int]) -> dict[int, int]:
-    """From when the values take room of their own that are written over one that they are computed from, which no
-    reduction is made with."""
-    taken, since = set[int](), dict[int, int]()
-    for v, (n, _) in found.elementwise_from.items():
-        free = (r for r in _dying_sources(found, held, v) if r not in taken and r not in found.fused_with_reduction)
-        if v in held and (r := next(free, None)) is not None:
+def _in_place_starts(liveness: Liveness, starts: Mapping[int, int]) -> dict[int, int]:
+    """Elementwise values that are written in place of a source: value -> the node from which it counts.
+
+    Until then the source's live range covers the buffer. A source that a reduction is fused with is not overwritten.
+    """
+    taken, in_place = set[int](), dict[int, int]()
+    for v, (n, _) in liveness.elementwise_from.items():
+        free = (
+            r for r in _dying_sources(liveness, starts, v) if r not in taken and r not in liveness.fused_with_reduction
+        )
+        if v in starts and (r := next(free, None)) is not None:
             taken.add(r)
-            since[v] = n + 1
-    return since
+            in_place[v] = n + 1
+    return in_place
 
 
-def _dying_sources(found: Liveness, held: Mapping[int, int], v: int) -> list[int]:
-    """Of what ``v`` is computed from: what takes as much room, and is not read afterwards."""
-    values, (n, sources) = found.graph.values, found.elementwise_from[v]
-    return [r for r in sources if r in held and found.last_use[r] == n and values[r].bytes == values[v].bytes]
+def _dying_sources(liveness: Liveness, starts: Mapping[int, int], v: int) -> list[int]:
+    """The sources of elementwise value ``v`` that have its size and are used last where it is computed."""
+    values, (n, sources) = liveness.graph.values, liveness.elementwise_from[v]
+    return [r for r in sources if r in starts and liveness.last_use[r] == n and values[r].bytes == values[v].bytes]
 
 
 def _overwritable_products(
-    found: Liveness, held: Mapping[int, int], since: Mapping[int, int]
+    liveness: Liveness, starts: Mapping[int, int], in_place: Mapping[int, int]
 ) -> dict[tuple[int, int], tuple[int, ...]]:
-    """What is written over one of several, and the products whose results may be it: each that is made by itself."""
-    nodes = found.graph.nodes
+    """`LiveRanges.overwritable_products`: of the values written in place, those with several sources to choose from."""
+    nodes = liveness.graph.nodes
     products: dict[tuple[int, int], tuple[int, ...]] = {}
-    for v, n in ((v, after - 1) for v, after in since.items() if found.fuses_products and held[v] == after - 1):
-        last = _dying_sources(found, held, v)
-        made = tuple(held[r] for r in last if r not in found.fused_with_reduction)
-        if len(last) > 1 and all(nodes[m].kind.flops for m in made):
-            products[v, n] = made
+    for v, n in ((v, after - 1) for v, after in in_place.items() if liveness.fuses_products and starts[v] == after - 1):
+        sources = _dying_sources(liveness, starts, v)
+        defined_by = tuple(starts[r] for r in sources if r not in liveness.fused_with_reduction)
+        if len(sources) > 1 and all(nodes[m].kind.flops for m in defined_by):
+            products[v, n] = defined_by
     return products
 
 
-def _only_read_by_products(found: Liveness, v: int) -> bool:
-    """Whether products alone read ``v``, a real number."""
+def _only_read_by_products(liveness: Liveness, v: int) -> bool:
+    """Whether ``v`` is a floating-point value that only products read."""
     return (
-        v not in found.read_outside_products and v in found.last_use and found.graph.values[v].dtype.startswith("float")
+        v not in liveness.read_outside_products
+        and v in liveness.last_use
+        and liveness.graph.values[v].dtype.startswith("float")
     )

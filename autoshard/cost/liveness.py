@@ -1,15 +1,16 @@
-"""reading: one walk over a program that finds what takes room: which values are made, and when each is read last.
+"""Liveness: one walk over a graph that finds which values XLA materializes as buffers, and when each is used last.
 
-A compiler keeps what it cannot make again for nothing. So a value takes room if it is *made*: by a product, a
-reduction, a gather, a loop. Elementwise results, views and slices are computed where they are read, however often, from
-what was made: a value that is read keeps its *sources* alive. Some things are otherwise:
+The results of products, reductions, gathers and loops are *materialized*. Elementwise results, views and slices are
+*fused*: recomputed at their uses from materialized *sources*, so a use extends the live ranges of those. Exceptions:
 
-- what follows a product, one reader after another, is computed as it is written: the last of it takes the room;
-- what goes into a loop, across a barrier or out of the step has to be there, whatever it is made of;
-- so has what goes into a product, where the compiler calls a library for it, and nothing is computed as it is written;
-- a conversion to fewer bits of what a loop takes slices of is made once, before the loop, for all of it.
+- elementwise operations after a product, each the only reader of the one before, are fused into the product: the result
+  of the last one is the buffer;
+- a value that enters a loop, crosses an optimization barrier or leaves the step is materialized;
+- so is an operand of a product, where the compiler calls a library for products; nothing is fused into those at all;
+- a conversion to fewer bits of an array that a loop slices is hoisted: done once, before the loop, for the whole array.
 
-What is made before a loop and read in it lives to the loop's end; what a loop stacks lives from its beginning.
+A value defined before a loop and read in it is live to the loop's end; an array that a loop stacks is live from the
+loop's beginning.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from collections import defaultdict
 
 from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN, Graph, Node, OpKind
 
-SOURCES = 8
-"""Most values that one is computed from where it is read; with more it is made."""
+MAX_FUSED_SOURCES = 8
+"""Most sources of a fused value; a value with more is materialized."""
 
 
 def is_fusible(node: Node, fused: bool = True) -> bool:
-    """Whether each element of the node's results is computed from a few elements of its operands: where it is read.
+    """Whether the node is recomputed at the uses of its results: each element depends on few elements of the operands.
 
     Args:
-      fused: whether the hardware has `fused_products`; where it has not, a scatter is written, too.
+      fused: `Hardware.fused_products`; without it, scatters are never fused.
     """
     traits = node.kind.traits
     if traits.fused_into_consumer or traits.moves_data or (fused and traits.scatters and _one_element_per_row(node)):
@@ -37,65 +38,75 @@ def is_fusible(node: Node, fused: bool = True) -> bool:
 
 
 def _one_element_per_row(node: Node) -> bool:
-    """Whether of every row of one dimension one element is taken, or changed: done by comparing with its position."""
+    """Whether a gather or scatter takes one element of each row of one dimension.
+
+    XLA computes it as a comparison with an iota, which it fuses.
+    """
     whole, part = node.kind.shapes[0], node.kind.shapes[2]
     return math.prod(whole) in {math.prod(part) * n for n in whole}
 
 
 class Liveness:
-    """What the walk finds; it is done when this is made."""
+    """Which values of ``graph`` are materialized, and their uses. Values and nodes are numbers of the graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.fuses_products = graph.program.mesh.hardware.fused_products
         self.allocated_at: dict[int, int] = {}
-        """The node that makes each value that takes room; arguments are made before all."""
+        """Materialized value -> the node at which its buffer is allocated; -1 for arguments."""
         self.last_use: dict[int, int] = {}
-        self.alias: dict[int, int] = {}
-        self.sources: dict[int, tuple[int, ...]] = {}
-        """Of each value that is computed where it is read: what it is computed from."""
+        """Materialized value -> the last node that needs it; the number of nodes if the step returns it."""
+        self._alias: dict[int, int] = {}
+        """Value -> the value whose buffer it shares."""
+        self._sources: dict[int, tuple[int, ...]] = {}
+        """Fused value -> the materialized values that it is computed from."""
         self.open_fusions: set[int] = set()
-        """Products whose results are not written yet: their one reader goes on computing."""
-        self.sliced_from: dict[int, int] = {}
-        """Of each slice that a loop takes, and of what it takes whole: what of."""
+        """Results of products that their only reader may still be fused into."""
+        self._sliced_from: dict[int, int] = {}
+        """Value that a loop reads, whole or slice by slice -> the array outside the loop."""
         self.hoisted_converts: dict[tuple[int, int], tuple[int, int]] = {}
-        """From and to when what a loop takes is there in fewer bits."""
-        self.phase: dict[int, str] = {}
-        """Of what takes room."""
+        """(array, bits): first and last node of the loops that read it converted to so many bits."""
+        self._phase: dict[int, str] = {}
+        """Value -> the phase of the node that defines it."""
         self.gradients: set[int] = set()
+        """Materialized values that the backward pass defines and the rest of the step reads."""
         self.residuals: set[int] = set()
-        self.views: set[int] = set()
-        """What is computed where it is read, and is but another view of one value that takes room."""
+        """Materialized values that the forward pass defines and the backward pass reads."""
+        self._views: set[int] = set()
+        """Fused values that are only a view of one materialized value."""
         self.read_outside_products: set[int] = set()
-        """What something other than a product reads, or a product in another form."""
+        """Values that something other than a product reads, or a product not as they are."""
         self.elementwise_from: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Of each value that takes room and is computed element by element: where, and from what."""
+        """Materialized elementwise value -> the node at which it is computed, and its (other) sources."""
         self.read_through: dict[int, set[int]] = defaultdict(set)
-        """The values through which one that takes room is read."""
+        """Materialized value -> the values through which it is read: itself, and fused values."""
         self.product_readers: dict[int, set[int]] = defaultdict(set)
-        """The products that read one that takes room."""
+        """Materialized value -> the products that read it."""
         self.sum_start: dict[int, int] = {}
-        """When each sum of products has its first term."""
+        """Sum-of-products node -> the node at which its first product can execute."""
         self.fused_with_reduction: set[int] = set()
-        """What is made last of the several things that a reduction is computed from: the two are made as one."""
+        """The largest source (of equals the last) of each reduction that has several: XLA computes it and the reduction
+        in one multi-output fusion."""
         self.computed_at: dict[int, int] = {}
-        """The node that each value computed where it is read is the result of."""
-        self.loop_carried: set[int] = set()
-        """What goes round a loop."""
-        self.reader_count: dict[int, int] = defaultdict(int)
+        """Fused value -> the node that defines it."""
+        self._loop_carried: set[int] = set()
+        """Loop-carried values."""
+        self._reader_count: dict[int, int] = defaultdict(int)
+        """Value -> how many times it is read."""
         self._fusible: dict[OpKind, bool] = {}
-        """Whether nodes of a kind are `is_local`."""
+        """`is_fusible` by kind of node."""
         entered: set[int] = set()
         for node in graph.nodes:
             if node.trip_count or not node.tie:
                 for v in node.operands:
-                    self.reader_count[v] += 1
+                    self._reader_count[v] += 1
             if node.kind.traits.loop:
-                self.loop_carried.update(entered.intersection(node.results))
+                self._loop_carried.update(entered.intersection(node.results))
                 entered.update(node.results)
         for v in graph.outputs:
-            self.reader_count[v] += 1
+            self._reader_count[v] += 1
         self.enclosing_loops = _enclosing_loops(graph)
+        """Node -> (first, last) node of the loops around it, innermost first."""
         self._walk()
 
     def _walk(self) -> None:
@@ -112,17 +123,18 @@ class Liveness:
             self._use(v, end)
 
     def root(self, v: int) -> int:
-        while v in self.alias:
-            v = self.alias[v]
+        """The value whose buffer ``v`` shares; itself if it shares none."""
+        while v in self._alias:
+            v = self._alias[v]
         return v
 
     def _buffers_of(self, v: int) -> tuple[int, ...]:
-        """What has to be there for ``v`` to be read."""
+        """The materialized values that a use of ``v`` reads."""
         v = self.root(v)
-        return self.sources.get(v, (v,))
+        return self._sources.get(v, (v,))
 
     def _use(self, v: int, n: int) -> None:
-        """Node ``n`` reads ``v``."""
+        """Records that node ``n`` reads ``v``: its buffers are live to ``n``, or to the end of a loop entered since."""
         nodes = self.graph.nodes
         phase = nodes[n].phase if n < len(nodes) else PLAIN
         product = n < len(nodes) and nodes[n].kind.flops
@@ -136,61 +148,60 @@ class Liveness:
             if n < len(nodes) and nodes[n].kind.flops:
                 self.product_readers[r].add(n)
             self.open_fusions.discard(r)
-            made, until = self.allocated_at.get(r, -1), n
+            start, end = self.allocated_at.get(r, -1), n
             for a, b in self.enclosing_loops.get(n, ()):
-                if made <= a:
-                    until = max(until, b)
-            self.last_use[r] = max(self.last_use.get(r, 0), until)
+                if start <= a:
+                    end = max(end, b)
+            self.last_use[r] = max(self.last_use.get(r, 0), end)
             self._mark_phase(r, phase)
 
     def _mark_phase(self, v: int, phase: str) -> None:
-        """``v`` is read in ``phase``."""
-        before = self.phase.get(v)
+        """Classifies ``v``, read in ``phase``, as residual or gradient."""
+        before = self._phase.get(v)
         if before == FORWARD and phase == BACKWARD:
             self.residuals.add(v)
         elif before == BACKWARD and phase == PLAIN and self.graph.values[v].shape:
             self.gradients.add(v)
 
     def _is_view(self, v: int) -> bool:
-        """Whether ``v`` takes room, or is another view of what does."""
+        """Whether ``v`` is materialized, or a view of one materialized value."""
         v = self.root(v)
-        return v not in self.sources or v in self.views
+        return v not in self._sources or v in self._views
 
     def _is_permutation(self, v: int) -> bool:
-        """Whether ``v`` is what takes room in another order."""
+        """Whether ``v`` is a view of all of a materialized value: the same bytes, perhaps in another order."""
         v, values = self.root(v), self.graph.values
-        return v in self.views and [values[r].bytes for r in self.sources.get(v, ())] == [values[v].bytes]
+        return v in self._views and [values[r].bytes for r in self._sources.get(v, ())] == [values[v].bytes]
 
     def _is_broadcast(self, v: int) -> bool:
-        """Whether ``v`` is computed where it is read, from less than it is."""
-        sources, values = self.sources.get(self.root(v)), self.graph.values
+        """Whether ``v`` is fused and larger than its sources together."""
+        sources, values = self._sources.get(self.root(v)), self.graph.values
         return sources is not None and sum(values[r].bytes for r in sources) < values[v].bytes
 
     def _materialize(self, v: int, n: int) -> None:
-        """``v`` has to be there by node ``n``."""
+        """Makes ``v``, if it is fused, a buffer that is written at node ``n``."""
         v = self.root(v)
-        if v in self.sources:
-            for r in self.sources[v]:
+        if v in self._sources:
+            for r in self._sources[v]:
                 self.last_use[r] = max(self.last_use.get(r, 0), n)
                 self.open_fusions.discard(r)
                 self.read_outside_products.add(r)
                 self.read_through[r].add(v)
-            self.elementwise_from[v] = n, self.sources[v]
-            del self.sources[v]
+            self.elementwise_from[v] = n, self._sources[v]
+            del self._sources[v]
             self.allocated_at[v] = n
 
     def _visit_operation(self, n: int, node: Node) -> None:
+        """Decides whether the results of an operation are materialized, fused, or aliases."""
         values, traits = self.graph.values, node.kind.traits
-        self.phase.update(dict.fromkeys(node.results, node.phase))
-        local = self._fusible.get(node.kind)
-        if local is None:
-            local = self._fusible[node.kind] = is_fusible(node, self.fuses_products)
-        if not local:
+        self._phase.update(dict.fromkeys(node.results, node.phase))
+        fusible = self._fusible.get(node.kind)
+        if fusible is None:
+            fusible = self._fusible[node.kind] = is_fusible(node, self.fuses_products)
+        if not fusible:
             reduces = not node.kind.flops and traits.reduces
-            heavy = (
-                (node.kind.flops and self.fuses_products)
-                or reduces
-                or (traits.gathers and _one_element_per_row(node))
+            fuses_operands = (
+                (node.kind.flops and self.fuses_products) or reduces or (traits.gathers and _one_element_per_row(node))
             )
             if reduces and self.fuses_products:
                 sizes = {r: math.prod(values[r].shape) for v in node.operands for r in self._buffers_of(v)}
@@ -198,27 +209,27 @@ class Liveness:
                 if len(several) > 1:
                     self.fused_with_reduction.add(max(several, key=lambda r: (sizes[r], self.allocated_at.get(r, -1))))
             for v in node.operands:
-                if not (heavy or (node.kind.flops and self._is_permutation(v))):
+                if not (fuses_operands or (node.kind.flops and self._is_permutation(v))):
                     self._materialize(v, n)
                 self._use(v, n)
             if traits.in_place_operand is not None:
                 target = node.operands[traits.in_place_operand]
-                if self.reader_count[target] == 1 and self.allocated_at.get(self.root(target), -1) >= 0:
-                    self.alias[node.results[0]] = target
+                if self._reader_count[target] == 1 and self.allocated_at.get(self.root(target), -1) >= 0:
+                    self._alias[node.results[0]] = target
                     return
             if traits.sums_products:
                 self.sum_start[n] = self._first_term_ready(n, node)
             for v in node.results:
                 self.allocated_at[v] = n
-                if node.kind.flops and self.fuses_products and self.reader_count[v] == 1:
+                if node.kind.flops and self.fuses_products and self._reader_count[v] == 1:
                     self.open_fusions.add(v)
             return
         found: list[int] = []
-        written: list[int] = []
+        written: list[int] = []  # the product that this operation is fused into, if any
         for v in filter(None, node.operands):
             for r in self._buffers_of(v):
                 self._mark_phase(r, node.phase)
-                if r in self.open_fusions and not written and self.reader_count[v] == 1:
+                if r in self.open_fusions and not written and self._reader_count[v] == 1:
                     written.append(r)
                 else:
                     self.open_fusions.discard(r)
@@ -227,30 +238,30 @@ class Liveness:
             first = node.operands[0] if node.operands else 0
             same = traits.fused_into_consumer and first and values[first].shape == values[v].shape
             if same and values[first].bits == values[v].bits:
-                self.alias[v] = first
+                self._alias[v] = first
                 continue
             if same and values[v].bits < values[first].bits and n in self.enclosing_loops:
-                self._hoist_convert(self.sliced_from.get(self.root(first), 0), values[v].bits, n)
+                self._hoist_convert(self._sliced_from.get(self.root(first), 0), values[v].bits, n)
             if written and len(node.results) == 1 and values[v].bytes <= values[written[0]].bytes:
                 self._extend_fusion(v, n, written[0], found)
             else:
                 if traits.fused_into_consumer and len(found) + len(written) == 1 and self._is_view(node.operands[0]):
-                    self.views.add(v)
+                    self._views.add(v)
                 else:
                     self.read_outside_products.update(found, written)
                 self.open_fusions.difference_update(written)
-                self.sources[v], self.computed_at[v] = tuple(dict.fromkeys((*found, *written))), n
-                if len(self.sources[v]) > SOURCES:
+                self._sources[v], self.computed_at[v] = tuple(dict.fromkeys((*found, *written))), n
+                if len(self._sources[v]) > MAX_FUSED_SOURCES:
                     self._materialize(v, n)
 
     def _first_term_ready(self, n: int, node: Node) -> int:
-        """When the first of the products that node ``n`` adds up can be done."""
-        there = [max([self.allocated_at.get(r, -1) for r in self._buffers_of(v)], default=-1) for v in node.operands]
-        first = min(max(pair) for pair in zip(there[::2], there[1::2], strict=True))
+        """The node at which the first of the products that node ``n`` sums can execute: its operands are computed."""
+        ready = [max([self.allocated_at.get(r, -1) for r in self._buffers_of(v)], default=-1) for v in node.operands]
+        first = min(max(pair) for pair in zip(ready[::2], ready[1::2], strict=True))
         return max([first, *(a for a, _ in self.enclosing_loops.get(n, ()))])
 
     def _extend_fusion(self, v: int, n: int, product: int, others: list[int]) -> None:
-        """``v`` is what is written in place of ``product``."""
+        """Fuses node ``n`` into ``product``: its result ``v`` is the buffer, and it also reads ``others``."""
         self.allocated_at[v] = self.allocated_at.pop(product)
         self.elementwise_from[v] = n, tuple(others)
         self.open_fusions.discard(product)
@@ -258,11 +269,11 @@ class Liveness:
             self.last_use[r] = max(self.last_use.get(r, 0), n)
             self.read_outside_products.add(r)
             self.read_through[r].add(v)
-        if self.reader_count[v] == 1:
+        if self._reader_count[v] == 1:
             self.open_fusions.add(v)
 
     def _hoist_convert(self, stack: int, bits: int, n: int) -> None:
-        """The loops around node ``n`` take ``stack``, an argument, in fewer bits."""
+        """The loops around node ``n`` read ``stack``, if it is an argument, converted to fewer bits."""
         if self.allocated_at.get(stack) != -1:
             return
         a, b = self.enclosing_loops[n][-1]
@@ -270,10 +281,10 @@ class Liveness:
         self.hoisted_converts[stack, bits] = min(first, a), max(last, b)
 
     def _visit_tie(self, n: int, node: Node) -> None:
-        """A value enters, leaves or goes round a region."""
+        """A value that enters or leaves a region, or is carried by a loop."""
         values = self.graph.values
-        self.phase.update((v, node.phase) for v in node.results if v not in self.phase)
-        if not node.operands:  # results of a region that is not looked into
+        self._phase.update((v, node.phase) for v in node.results if v not in self._phase)
+        if not node.operands:  # results of an opaque region
             self.allocated_at.update(dict.fromkeys(node.results, n))
             return
         (a,), (b,) = node.operands, node.results
@@ -281,36 +292,38 @@ class Liveness:
         stacked = len(values[a].shape) != len(values[b].shape)
         if node.kind.traits.barrier:
             self._materialize(a, n)
-            self.alias[b] = a
-        elif not loop:  # the border of a call is nothing; and what comes round to an argument has its room
+            self._alias[b] = a
+        elif not loop:  # a call moves nothing; a value carried into an argument is in its buffer
             if b not in self.allocated_at:
-                self.alias[b] = a
+                self._alias[b] = a
         elif stacked and len(values[b].shape) > len(values[a].shape):
             self._use(a, n)
             self.allocated_at[b] = loop[0][0]
-            if self.reader_count[a] == 1 and self.allocated_at.get(self.root(a), -1) >= loop[0][0]:
-                self.allocated_at.pop(self.root(a), None)  # written where it is stacked
+            if self._reader_count[a] == 1 and self.allocated_at.get(self.root(a), -1) >= loop[0][0]:
+                self.allocated_at.pop(self.root(a), None)  # written straight into the stack
         elif stacked:
             self._materialize(a, loop[0][0])
             self._use(a, n)
-            self.sources[b] = self._buffers_of(a)
-            self.sliced_from[b] = self.root(a)
-        elif b in self.allocated_at or b in self.alias or b in self.sources:  # round: into the room of what came in
+            self._sources[b] = self._buffers_of(a)
+            self._sliced_from[b] = self.root(a)
+        elif (
+            b in self.allocated_at or b in self._alias or b in self._sources
+        ):  # carried: written into the initial value's buffer
             self._materialize(a, n)
             self._use(a, n)
-        elif b not in self.loop_carried and self._is_broadcast(a):  # the loop is given what it is spread from
-            self.alias[b] = a
+        elif b not in self._loop_carried and self._is_broadcast(a):  # the loop reads the sources of the broadcast
+            self._alias[b] = a
         else:
-            enters = b in self.loop_carried or self.allocated_at.get(self.root(a), -1) < loop[0][0]
+            enters = b in self._loop_carried or self.allocated_at.get(self.root(a), -1) < loop[0][0]
             self._materialize(a, loop[0][0] if enters else n)
             self._use(a, n)
-            self.alias[b] = a
-            if b not in self.loop_carried:
-                self.sliced_from[self.root(a)] = self.root(a)
+            self._alias[b] = a
+            if b not in self._loop_carried:
+                self._sliced_from[self.root(a)] = self.root(a)
 
 
 def _enclosing_loops(graph: Graph) -> dict[int, tuple[tuple[int, int], ...]]:
-    """The loops around each node, innermost first."""
+    """The (first, last) nodes of the loops around each node, innermost first."""
     found: dict[int, tuple[tuple[int, int], ...]] = {}
     for a, b in graph.loops:
         for n in range(a, b + 1):
