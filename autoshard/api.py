@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from autoshard.errors import ArgumentError, RuleError, nearest
 from autoshard.ir import rule_registry
 from autoshard.ir.rule import Local, RuleFn
-from autoshard.ir.rule_check import check
+from autoshard.ir.rule_check import check_rule
 from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import MeshLike, mesh_config
 from autoshard.passes import KNOWN
@@ -211,10 +211,10 @@ def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
     Raises:
       RuleError: nothing is registered for it.
     """
-    if _registered.pop(rule_registry.key(op), None) is None:
-        known = [rule_registry.title(k) for k in _registered]
+    if _registered.pop(rule_registry.table_key(op), None) is None:
+        known = [rule_registry.display_name(k) for k in _registered]
         raise RuleError(
-            f"no rule is registered for {rule_registry.title(op)!r}{nearest(rule_registry.title(op), known)}"
+            f"no rule is registered for {rule_registry.display_name(op)!r}{nearest(rule_registry.display_name(op), known)}"
         )
 
 
@@ -223,18 +223,18 @@ _registered: dict[rule_registry.Key, RuleFn] = {}
 
 def _rules(rules: Mapping[Primitive | str, AnyRule] | None) -> rule_registry.Rules:
     """The step's own rules over those registered, and these over those that ship."""
-    own = [_entry(op, rule, None, None) for op, rule in rule_registry.pairs(rules)]
+    own = [_entry(op, rule, None, None) for op, rule in rule_registry.rule_items(rules)]
     return replace(
-        SHIPPED, own={k: fn for entry in own for k, fn in entry.items()}, below=(_registered, *SHIPPED.below)
+        SHIPPED, own={k: fn for entry in own for k, fn in entry.items()}, below=(_registered, *SHIPPED.base_tables)
     )
 
 
 def _entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[rule_registry.Key, RuleFn]:
-    key = rule_registry.key(op)
+    key = rule_registry.table_key(op)
     if isinstance(key, Primitive) and key.name in STRUCTURAL:
         raise RuleError(
             f"{key.name} takes no rule ({STRUCTURAL[key.name]}); give one to a function or operation by its name"
         )
     fn = rule_registry.rule_fn(rule, local)
-    check(key if isinstance(key, Primitive) else op, fn, local, example)
+    check_rule(key if isinstance(key, Primitive) else op, fn, local, example)
     return {key: fn}

@@ -15,7 +15,7 @@ from autoshard import __version__
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
 from autoshard.errors import AutoshardError
-from autoshard.machine.mesh_config import find_mesh
+from autoshard.machine.mesh_config import load_mesh_config
 from autoshard.train.config import TrainConfig
 from autoshard.train.loop import plan_phase, train
 
@@ -52,7 +52,7 @@ def plan_command(config: ConfigPath) -> None:
     if recipe.refine:
         use_platform(recipe, runs=False)
     console = Console(soft_wrap=True)
-    for number, phase in enumerate(recipe.stretches, 1):
+    for number, phase in enumerate(recipe.all_phases, 1):
         plan = plan_phase(recipe, phase).plan
         console.print(f"phase {number}: to step {phase.until} on mesh {plan.mesh}", markup=False, highlight=False)
         console.print(plan.explain(), markup=False, highlight=False)
@@ -76,7 +76,7 @@ def compile_command(
     recipe = TrainConfig.load(config)
     use_platform(recipe, runs=False)
     console, found = Console(soft_wrap=True), []
-    for number, phase in enumerate(recipe.stretches, 1):
+    for number, phase in enumerate(recipe.all_phases, 1):
         planned = plan_phase(recipe, phase)
         made = compile_plan(planned.plan, planned.step.lower(planned.state, planned.batch))
         found.append(made)
@@ -98,7 +98,7 @@ def mesh_command(
     ],
 ) -> None:
     """Print the mesh that a configuration describes, or those that planning chooses among."""
-    for mesh in find_mesh(config).meshes():
+    for mesh in load_mesh_config(config).meshes():
         typer.echo(str(mesh))
 
 
@@ -114,12 +114,12 @@ def use_platform(config: TrainConfig, *, runs: bool = True) -> None:
     Has to come before JAX starts its backends. A number of CPU devices that the environment sets is kept. What is only
     compiled, for targets, leaves the accelerators alone that may be here.
     """
-    if not runs and all(phase.mesh.target for phase in config.stretches):
+    if not runs and all(phase.mesh.target for phase in config.all_phases):
         jax.config.update("jax_platforms", "cpu")
     elif config.platform is not None:
         jax.config.update("jax_platforms", config.platform)
     if jax.config.jax_num_cpu_devices < 1:  # harmless where the run is on another platform
-        jax.config.update("jax_num_cpu_devices", config.devices)
+        jax.config.update("jax_num_cpu_devices", config.min_devices)
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ class Config(BaseModel):
         try:
             return handler(values)
         except ValidationError as error:
-            raise ConfigError("\n".join(_complaints(cls, error, values, lambda _: cls.__name__))) from None
+            raise ConfigError("\n".join(_error_lines(cls, error, values, lambda _: cls.__name__))) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -90,10 +90,10 @@ def load_yaml[Model: BaseModel](path: str | os.PathLike[str], model: type[Model]
       ConfigError: no such file, YAML that does not parse, or an entry that is unknown, repeated,
         missing or impossible; every such entry is named with its line.
     """
-    return parse_yaml(read(path), str(epath.Path(path)), model)
+    return parse_yaml(read_text(path), str(epath.Path(path)), model)
 
 
-def read(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
     """The text of the file at ``path``.
 
     Raises:
@@ -124,7 +124,7 @@ def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Mo
         return model.model_validate(values, context={"file": file})
     except ValidationError as error:
         raise ConfigError(
-            "\n".join(_complaints(model, error, values, lambda keys: f"{file}:{_line(node, keys)}"))
+            "\n".join(_error_lines(model, error, values, lambda keys: f"{file}:{_line_of(node, keys)}"))
         ) from None
 
 
@@ -150,23 +150,23 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _complaints(
+def _error_lines(
     model: type[BaseModel], error: ValidationError, values: object, where: Callable[[Keys], str]
 ) -> Iterator[str]:
     """One line for each entry that ``error`` is about: where it stands, its key path, what is wrong."""
     by_keys: dict[Keys, list[str]] = {}
     for item in error.errors(include_url=False):
-        keys = _keys(item["loc"], values, missing=item["type"] == "missing")
-        by_keys.setdefault(keys, []).append(_complaint(model, item, keys))
+        keys = _key_path(item["loc"], values, missing=item["type"] == "missing")
+        by_keys.setdefault(keys, []).append(_error_text(model, item, keys))
     for keys, texts in by_keys.items():
         path = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys).lstrip(".")
         yield ": ".join(filter(None, (where(keys), path, ", or ".join(dict.fromkeys(texts)))))
 
 
-def _complaint(model: type[BaseModel], item: ErrorDetails, keys: Keys) -> str:
+def _error_text(model: type[BaseModel], item: ErrorDetails, keys: Keys) -> str:
     match item["type"]:
         case "extra_forbidden":
-            return f"unknown key{nearest(str(keys[-1]), _known(model, keys))}"
+            return f"unknown key{nearest(str(keys[-1]), _known_keys(model, keys))}"
         case "missing":
             return "this key is required"
         case "value_error":
@@ -175,7 +175,7 @@ def _complaint(model: type[BaseModel], item: ErrorDetails, keys: Keys) -> str:
             return f"{item['msg'].replace('Input should', 'should')}; it is {item['input']!r}"
 
 
-def _keys(loc: tuple[int | str, ...], values: Any, missing: bool) -> Keys:
+def _key_path(loc: tuple[int | str, ...], values: Any, missing: bool) -> Keys:
     """``loc`` without what pydantic adds to say which arm of a union it tried."""
     keys: list[int | str] = []
     for part in loc:
@@ -190,24 +190,24 @@ def _keys(loc: tuple[int | str, ...], values: Any, missing: bool) -> Keys:
     return (*keys, loc[-1]) if missing else tuple(keys)
 
 
-def _known(model: type[BaseModel], keys: Keys) -> set[str]:
+def _known_keys(model: type[BaseModel], keys: Keys) -> set[str]:
     """The keys that may stand where the last of ``keys`` stands."""
     models = [model]
     for key in keys[:-1]:  # an index or a dict's own key names no field, and the models stay
         fields = [m.model_fields[key] for m in models if isinstance(key, str) and key in m.model_fields]
-        models = [inner for field in fields for inner in _models(field.annotation)] if fields else models
+        models = [inner for field in fields for inner in _nested_models(field.annotation)] if fields else models
     return {name for m in models for name in m.model_fields}
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def _nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
     """Every model class inside a type such as ``dict[str, A | B]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models(argument)
+        yield from _nested_models(argument)
 
 
-def _line(node: yaml.Node | None, keys: Keys) -> int:
+def _line_of(node: yaml.Node | None, keys: Keys) -> int:
     """Line of the entry at ``keys``, or of the deepest part of it that is there."""
     line = 1
     for key in keys:
@@ -223,17 +223,17 @@ def _line(node: yaml.Node | None, keys: Keys) -> int:
     return line
 
 
-def shipped(folder: str) -> list[epath.Path]:
+def shipped_configs(folder: str) -> list[epath.Path]:
     """The configs of ``configs/FOLDER`` that ship with autoshard."""
     return sorted((epath.resource_path("autoshard") / "configs" / folder).glob("*.yaml"))
 
 
-def find(folder: str, name: str | os.PathLike[str]) -> epath.Path:
+def find_config(folder: str, name: str | os.PathLike[str]) -> epath.Path:
     """``name`` itself when it is a path; a bare name is one of the files that ship with autoshard."""
     path = epath.Path(name)
     if path.suffix or len(path.parts) > 1:
         return path
-    known = {file.stem: file for file in shipped(folder)}
+    known = {file.stem: file for file in shipped_configs(folder)}
     if str(path) not in known:
         raise ConfigError(f"no {folder} config is named {str(path)!r}{nearest(str(path), known)}")
     return known[str(path)]

@@ -4,5 +4,5 @@ In come a `Program`, its `Graph` and a `PlanRecord`. Out goes an `Executable` wh
 planned. The compiled HLO is read again: its collectives, loops and memory become an estimate in seconds and an audit of
 planned against emitted collectives. Answers of the compiler are cached on disk.
 
-May import: plan, transforms, and what they may.
+May import: plan, and what it may.
 """

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from autoshard.backend.hlo_collectives import collectives
-from autoshard.backend.known_rewrites import Axes, Trade, settled
+from autoshard.backend.known_rewrites import Axes, Rewrite, fit_rewrites
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.units import size_text
@@ -155,36 +155,38 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
     left = {key: after[key] - before[key] for key in sides}
     if not all(_near(before[key], after[key]) for key in sides):
         known, found = ({(kind, axes): n for (kind, axes), n in side.items() if axes} for side in (before, after))
-        for trade, units in settled(known, found, mesh, list(_seen(sides))):
+        for trade, units in fit_rewrites(known, found, mesh, list(_observed_rewrites(sides))):
             explained[trade.name, trade.axes] += units
             for sign, rates in ((-1, trade.emitted), (1, trade.planned)):
                 for key, rate in rates.items():
                     left[key] = left.get(key, 0.0) + sign * units * rate
     rows: list[Row] = []
     for kind, axes in sorted(sides, key=lambda k: (k[0], k[1] is None, k[1] or ())):
-        a, b = (tuple(sorted(s, key=lambda c: -c.total)) for s in sides[kind, axes])
+        a, b = (tuple(sorted(s, key=lambda c: -c.total_bytes)) for s in sides[kind, axes])
         small = abs(left[kind, axes]) <= TOLERANCE * max(_total(a), _total(b))
         rows.append(Row(kind, axes, a, b, 0 if small else round(left[kind, axes])))
     done = [Explanation(name, axes, round(n)) for (name, axes), n in explained.items()]
-    return Audit(tuple(rows), (*done, *_combined(sides)))
+    return Audit(tuple(rows), (*done, *_combined_collectives(sides)))
 
 
-def _seen(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) -> Iterator[tuple[Trade, float]]:
+def _observed_rewrites(
+    sides: Mapping[Key, tuple[list[Collective], list[Collective]]],
+) -> Iterator[tuple[Rewrite, float]]:
     """Rewrites that collectives of one kind over the same axes show, each with the bytes that it may account for."""
     for (kind, axes), (planned, emitted) in sides.items():
         if axes:
             this, nothing = {(kind, axes): 1.0}, dict[tuple[str, Axes], float]()
-            yield Trade(f"{kind} of the same operand again", axes, this, nothing), _again(emitted)
-            yield Trade(f"{kind} of the same operand once", axes, nothing, this), _again(planned)
-            yield Trade(f"{kind} in fewer bits", axes, nothing, this), _narrowed(planned, emitted)
+            yield Rewrite(f"{kind} of the same operand again", axes, this, nothing), _redundant_bytes(emitted)
+            yield Rewrite(f"{kind} of the same operand once", axes, nothing, this), _redundant_bytes(planned)
+            yield Rewrite(f"{kind} in fewer bits", axes, nothing, this), _bytes_saved_by_narrowing(planned, emitted)
 
 
-def _again(found: Iterable[Collective]) -> float:
+def _redundant_bytes(found: Iterable[Collective]) -> float:
     """Bytes of what is sent once more where it is read again, rather than held meanwhile."""
-    return float(_total(c for c in found if c.again))
+    return float(_total(c for c in found if c.redundant))
 
 
-def _narrowed(planned: Iterable[Collective], emitted: Iterable[Collective]) -> float:
+def _bytes_saved_by_narrowing(planned: Iterable[Collective], emitted: Iterable[Collective]) -> float:
     """Bytes spared by turning into fewer bits before sending, not after: as often, a half or a quarter of the bytes."""
     wide, narrow = Counter[int](), Counter[int]()
     for c in planned:
@@ -199,7 +201,7 @@ def _narrowed(planned: Iterable[Collective], emitted: Iterable[Collective]) -> f
     return spared
 
 
-def _combined(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) -> list[Explanation]:
+def _combined_collectives(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) -> list[Explanation]:
     """The same bytes in fewer runs: the compiler has combined small collectives."""
     found: list[Explanation] = []
     for (kind, axes), (a, b) in sorted(sides.items(), key=lambda item: (item[0][0], item[0][1] or ())):
@@ -213,16 +215,23 @@ def _cells(row: Row) -> tuple[str, ...]:
     axes = "unknown groups" if row.axes is None else "+".join(row.axes) or "none"
     where = list(dict.fromkeys(c.source for c in (*row.emitted, *row.planned) if c.source))
     more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-    return row.kind, axes, _side(row.planned), _side(row.emitted), row.verdict, (where[0] + more) if where else ""
+    return (
+        row.kind,
+        axes,
+        _size_and_runs(row.planned),
+        _size_and_runs(row.emitted),
+        row.verdict,
+        (where[0] + more) if where else "",
+    )
 
 
-def _side(found: tuple[Collective, ...]) -> str:
+def _size_and_runs(found: tuple[Collective, ...]) -> str:
     runs = sum(c.count for c in found)
     return f"{size_text(_total(found))} in {runs}{'' if all(c.exact for c in found) else '+'}" if found else "-"
 
 
 def _total(found: Iterable[Collective]) -> int:
-    return sum(c.total for c in found)
+    return sum(c.total_bytes for c in found)
 
 
 def _near(a: float, b: float) -> bool:

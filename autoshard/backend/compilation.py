@@ -131,7 +131,11 @@ def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
         return Compilation(plan, time.perf_counter() - start, refusal=refusal)
     seconds = time.perf_counter() - start
     return Compilation(
-        plan, seconds, memory_usage(compiled, plan.mesh), estimate=estimate(compiled, plan.mesh), audit=audit(compiled, plan)
+        plan,
+        seconds,
+        memory_usage(compiled, plan.mesh),
+        estimate=estimate(compiled, plan.mesh),
+        audit=audit(compiled, plan),
     )
 
 
@@ -168,7 +172,7 @@ def _remedies(c: Compilation) -> list[str]:
     plan, over = c.plan, c.needed_bytes - c.available_bytes
     found: list[str] = []
     classes: Mapping[str, int] = dict(plan.memory.items())
-    if not any(name.startswith("recompute") for name in plan.passes) and classes["residuals"] >= classes["peak"] / 10:
+    if not any(p.name == "recompute" for p in plan.passes) and classes["residuals"] >= classes["peak"] / 10:
         kept = size_text(classes["residuals"])
         found.append(f"passes: [..., 'recompute:full'] makes again in the backward pass what holds {kept}")
     if plan.strategy != "auto":

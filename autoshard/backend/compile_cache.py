@@ -76,7 +76,7 @@ def load(at: Path, asked: str) -> CachedCompilation | None:
     try:
         text = path.read_text()
         found = CachedCompilation.model_validate_json(text, strict=True)
-        if found.asked != asked or json.loads(found.model_dump_json()) != json.loads(text):
+        if found.digest != asked or json.loads(found.model_dump_json()) != json.loads(text):
             raise ConfigError("an entry is not what this version writes for it")
     except FileNotFoundError:
         return None

@@ -90,7 +90,9 @@ def _collectives(c: Compilation, audit: Audit) -> Section:
     if not alike:
         return Section("Collectives", ("None: nothing is sent between devices.",))
     order = sorted(alike, key=lambda k: (-seconds[k], k))
-    rows = [(time_text(seconds[k]), k[0], k[1], size_text(k[2]), str(alike[k]), k[3]) for k in order[:MAX_COLLECTIVE_ROWS]]
+    rows = [
+        (time_text(seconds[k]), k[0], k[1], size_text(k[2]), str(alike[k]), k[3]) for k in order[:MAX_COLLECTIVE_ROWS]
+    ]
     rest = f"{plural(len(order) - MAX_COLLECTIVE_ROWS, 'smaller row')} left out: --json has each."
     sent = sum(x.total_bytes for x in audit.emitted)
     return Section(

@@ -15,7 +15,7 @@ from typing import Protocol
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.backend.hlo_roofline import instruction_seconds, roofline_seconds
 from autoshard.backend.hlo_text import Module, parse
-from autoshard.backend.hlo_trip_counts import multiplicities
+from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, LogicalMesh
 
@@ -73,7 +73,7 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
     """The compiler's cycles of one call, and whether every loop's trips are known."""
     total, exact = 0, True
-    for name, (times, known) in multiplicities(module).items():
+    for name, (times, known) in run_counts(module).items():
         computation, cycles = module.computations[name], 0
         for instruction in computation.instructions.values():
             if match := _CYCLES.search(instruction.attributes):

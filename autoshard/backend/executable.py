@@ -18,7 +18,7 @@ from autoshard.cost.compiler_options import user_options
 from autoshard.errors import PlacementWarning
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.jaxpr.arguments import Aval, aval
+from autoshard.jaxpr.arguments import ArgumentAval, argument_aval
 from autoshard.plan.record import PlanRecord
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -35,7 +35,7 @@ class Executable[P: PlanRecord]:
     program: Program
     graph: Graph
     plan: P
-    avals: tuple[Aval, ...]
+    avals: tuple[ArgumentAval, ...]
     """Of each flat argument."""
     unpadded: Callable[[], Executable[PlanRecord]] | None = None
     """The step laid out alike, without elements that mean nothing, where the program has some: slopes around the step
@@ -55,7 +55,7 @@ class Executable[P: PlanRecord]:
 
     def eval_jaxpr(self, leaves: Sequence[Any]) -> Any:
         """The constrained program on flat arguments, while `jax.jit` traces it."""
-        assert tuple(map(aval, leaves)) == self.avals
+        assert tuple(map(argument_aval, leaves)) == self.avals
         return self.program.out_tree.unflatten(jx.as_fun(self.jaxpr)(*leaves))
 
     @functools.cached_property
@@ -92,8 +92,8 @@ class Executable[P: PlanRecord]:
           order: where among the leaves of such a call each flat argument of the program stands.
         """
         as_is = list(order) == list(range(len(self.avals)))
-        lowered = jx.in_form(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
-        return lowered if self.plan.mesh.is_available else jx.Elsewhere(lowered, self._refuse_other_machine)
+        lowered = jx.with_call_structure(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
+        return lowered if self.plan.mesh.is_available else jx.CompileOnlyLowered(lowered, self._refuse_other_machine)
 
     def _refuse_other_machine(self, *_: Any, **__: Any) -> None:
         self.plan.mesh.require_available(self.program.name)
@@ -122,13 +122,15 @@ class Executable[P: PlanRecord]:
         """The executable, of flat arguments."""
         return self.lowered.compile()
 
-    def call(self, leaves: Sequence[Any], out_tree: Any) -> tuple[Any, jx.Shortcut]:
+    def call(self, leaves: Sequence[Any], out_tree: Any) -> tuple[Any, jx.FastPath]:
         """Runs the executable on flat arguments that lie as planned or in no particular place.
 
         Returns:
           The result in the form of ``out_tree``, and the shortcut to the next call with such arguments.
         """
-        return jx.run(self.compiled, leaves, out_tree, self.program.jaxpr.effects, self._result_shardings_on_caller_mesh())
+        return jx.execute(
+            self.compiled, leaves, out_tree, self.program.jaxpr.effects, self._result_shardings_on_caller_mesh()
+        )
 
     def _result_shardings_on_caller_mesh(self) -> list[NamedSharding] | None:
         """Where results lie, on the mesh that the caller has set, if that is the plan's with Explicit axes.

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse
-from autoshard.backend.hlo_trip_counts import multiplicities
-from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, COLLECTIVE_KINDS, REDUCE_SCATTER, Collective
+from autoshard.backend.hlo_trip_counts import run_counts
+from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_KINDS, COLLECTIVE_PERMUTE, REDUCE_SCATTER, Collective
 from autoshard.machine.mesh import LogicalMesh
 
 Groups = tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ _LISTED = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
-_SCATTER = "all-reduce-scatter"
+_TPU_REDUCE_SCATTER = "all-reduce-scatter"
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
@@ -50,8 +50,8 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
       mesh: the mesh that the program was compiled for; it gives the groups their axes.
     """
     module = parse(text)
-    times = multiplicities(module)
-    naming = _Naming(mesh)
+    times = run_counts(module)
+    naming = _GroupAxes(mesh)
     seen: set[tuple[str, str]] = set()
     done: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: list[Collective] = []
@@ -61,11 +61,15 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
         count, exact = times[computation.name]
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
-            if kind not in COLLECTIVE_KINDS or _wraps(instruction, module) or _repeats(instruction, seen):
+            if (
+                kind not in COLLECTIVE_KINDS
+                or _wraps_computation(instruction, module)
+                or _is_later_part(instruction, seen)
+            ):
                 continue
             axes, size = naming(kind, instruction.attributes)
-            scatter = computation.name.startswith(_SCATTER) and kind == ALL_REDUCE
-            edges = kind == COLLECTIVE_PERMUTE and _evens(instruction, computation)
+            scatter = computation.name.startswith(_TPU_REDUCE_SCATTER) and kind == ALL_REDUCE
+            edges = kind == COLLECTIVE_PERMUTE and _moves_scatter_padding(instruction, computation)
             same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
             again = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in done)
             done.add(same)
@@ -73,41 +77,43 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                 Collective(
                     kind=REDUCE_SCATTER if scatter or edges else kind,
                     axes=axes,
-                    bytes=_operands(computation) if scatter else _payload(kind, instruction, size),
+                    bytes=_parameter_bytes(computation) if scatter else _payload(kind, instruction, size),
                     count=count,
                     source=module.source(instruction) or module.caller_source(computation.name),
                     operation=module.operation(instruction),
                     computation=computation.name,
                     exact=exact,
-                    share=_senders(instruction.attributes) / mesh.size if kind == COLLECTIVE_PERMUTE else 1.0,
+                    share=_sending_devices(instruction.attributes) / mesh.size if kind == COLLECTIVE_PERMUTE else 1.0,
                     redundant=again,
                 )
             )
     return tuple(found)
 
 
-def _evens(permute: Instruction, computation: Computation) -> bool:
+def _moves_scatter_padding(permute: Instruction, computation: Computation) -> bool:
     """Whether a permute is the end of a reduce-scatter: in parts that fill tiles, of which the edges then move on."""
     body = computation.instructions
     cut = body.get(permute.names[0]) if permute.names else None
     whole = body.get(cut.names[0]) if cut is not None and cut.opcode == "slice" else None
-    return whole is not None and any(name.startswith(_SCATTER) for key, name in called(whole) if key == "calls")
+    return whole is not None and any(
+        name.startswith(_TPU_REDUCE_SCATTER) for key, name in called(whole) if key == "calls"
+    )
 
 
-def _wraps(instruction: Instruction, module: Module) -> bool:
+def _wraps_computation(instruction: Instruction, module: Module) -> bool:
     """Whether the collective stands in a computation of its own that is in the text too."""
     return instruction.opcode.endswith("-start") and any(
         name in module.computations for key, name in called(instruction) if key == "calls"
     )
 
 
-def _senders(attributes: str) -> int:
+def _sending_devices(attributes: str) -> int:
     """How many devices a collective-permute sends from, to others."""
     pairs = _PAIRS.search(attributes)
-    return len({pair[0] for pair in _lists(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
+    return len({pair[0] for pair in _parse_lists(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
 
 
-def _repeats(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
+def _is_later_part(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
     """Whether this is a further part of an asynchronous collective that has been counted."""
     chain, channel = _CHAIN.search(instruction.attributes), _CHANNEL.search(instruction.attributes)
     if chain is None or channel is None:
@@ -139,7 +145,7 @@ def _payload(kind: str, instruction: Instruction, group: int) -> int:
     """Bytes of one run on one device, as `Collective.bytes` defines them."""
     shape = instruction.shape
     if instruction.opcode.endswith("-start"):
-        parts = _elements(
+        parts = _tuple_elements(
             shape
         )  # operand, result, and for some contexts; of an all-reduce the operands only as a tuple
         apart = kind != ALL_REDUCE or parts[0].startswith("(")
@@ -147,7 +153,7 @@ def _payload(kind: str, instruction: Instruction, group: int) -> int:
     return shape_bytes(shape) * (group if kind == REDUCE_SCATTER else 1)
 
 
-def _elements(shape: str) -> list[str]:
+def _tuple_elements(shape: str) -> list[str]:
     """The elements of a tuple shape at its top level; a lone array is its own."""
     if not shape.startswith("("):
         return [shape]
@@ -160,38 +166,38 @@ def _elements(shape: str) -> list[str]:
     return parts
 
 
-def _operands(computation: Computation) -> int:
+def _parameter_bytes(computation: Computation) -> int:
     return sum(shape_bytes(i.shape) for i in computation.instructions.values() if i.opcode == "parameter")
 
 
-class _Naming:
+class _GroupAxes:
     """Finds the mesh axes of device groups, each spelling of them once."""
 
     def __init__(self, mesh: LogicalMesh) -> None:
         self.mesh = mesh
         self.names = [a for a, n in mesh.shape.items() if n > 1]
         self.ids = np.arange(mesh.size).reshape(mesh.axis_sizes)
-        self.known: dict[str, tuple[tuple[str, ...] | None, int]] = {}
-        self.axes: dict[frozenset[frozenset[int]], tuple[str, ...]] = {}
+        self.by_text: dict[str, tuple[tuple[str, ...] | None, int]] = {}
+        self.by_groups: dict[frozenset[frozenset[int]], tuple[str, ...]] = {}
         for n in range(len(self.names) + 1):
             for axes in itertools.combinations(self.names, n):
                 dims = [mesh.axis_names.index(a) for a in axes]
-                self.axes[_unordered(_along(self.ids, dims))] = axes
+                self.by_groups[_unordered(_groups_along(self.ids, dims))] = axes
 
     def __call__(self, kind: str, attributes: str) -> tuple[tuple[str, ...] | None, int]:
         """Axes, or None when no set of them gives these groups, and the number of devices in a group."""
         if kind == COLLECTIVE_PERMUTE:
             pairs = _PAIRS.search(attributes)
-            return (self._moved(_lists(pairs[1])), 2) if pairs else (None, 1)
+            return (self._permuted_axes(_parse_lists(pairs[1])), 2) if pairs else (None, 1)
         spelling = re.search(r"replica_groups=.*?(?=, [a-z_]+=(?!\()|$)", attributes)
         key = spelling[0] if spelling else ""
-        if key not in self.known:
+        if key not in self.by_text:
             groups = replica_groups(key, self.mesh.size)
-            axes = self.axes.get(_unordered(groups)) if groups else None
-            self.known[key] = axes, max((len(g) for g in groups), default=1) if groups else 1
-        return self.known[key]
+            axes = self.by_groups.get(_unordered(groups)) if groups else None
+            self.by_text[key] = axes, max((len(g) for g in groups), default=1) if groups else 1
+        return self.by_text[key]
 
-    def _moved(self, pairs: Groups) -> tuple[str, ...] | None:
+    def _permuted_axes(self, pairs: Groups) -> tuple[str, ...] | None:
         """The axes along which some source and its target differ."""
         if any(d >= self.mesh.size for pair in pairs for d in pair):
             return None
@@ -214,7 +220,7 @@ def replica_groups(text: str, devices: int) -> Groups | None:
         ids = np.arange(math.prod(reshape)).reshape(reshape)
         return _rows((ids.transpose(perm) if perm else ids).reshape(dims))
     if listed := _LISTED.search(text):
-        return _lists(listed[1]) or (tuple(range(devices)),)
+        return _parse_lists(listed[1]) or (tuple(range(devices)),)
     return None
 
 
@@ -234,10 +240,10 @@ def _mesh_groups(mesh: str, order: str | None, group: str) -> Groups:
         ids = ids.reshape(reshape).transpose(perm)
     elif order:
         ids = np.asarray(_ints(order))
-    return _along(ids.reshape([n for name in sizes for n in parts[name]]), list(chosen.values()))
+    return _groups_along(ids.reshape([n for name in sizes for n in parts[name]]), list(chosen.values()))
 
 
-def _along(ids: np.ndarray, dims: Sequence[int]) -> Groups:
+def _groups_along(ids: np.ndarray, dims: Sequence[int]) -> Groups:
     """Devices that differ along ``dims`` alone, one group a row."""
     others = [d for d in range(ids.ndim) if d not in dims]
     return _rows(ids.transpose(*others, *dims).reshape(-1, math.prod(ids.shape[d] for d in dims)))
@@ -247,7 +253,7 @@ def _rows(ids: np.ndarray) -> Groups:
     return tuple(tuple(int(d) for d in row) for row in ids)
 
 
-def _lists(text: str) -> Groups:
+def _parse_lists(text: str) -> Groups:
     return tuple(_ints(row) for row in re.findall(r"\{([\d, ]*)\}", text))
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.backend.hlo_collectives import shape_bytes
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called
-from autoshard.backend.hlo_trip_counts import multiplicities
-from autoshard.machine.collective import KINDS
+from autoshard.backend.hlo_trip_counts import run_counts
+from autoshard.machine.collective import COLLECTIVE_KINDS
 from autoshard.machine.mesh import Hardware
-from autoshard.transforms.cudnn_attention import at_peak, rate
+from autoshard.transforms.cudnn_attention import flops_at_peak, peak_share
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
@@ -30,13 +30,13 @@ _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
     "async-done", "copy-done", "fusion-done", "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
-_SENT = {f"{kind}{part}" for kind in KINDS for part in ("", "-start", "-done")}
+_COLLECTIVES = {f"{kind}{part}" for kind in COLLECTIVE_KINDS for part in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
 _CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
 _BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
-_INSIDE = ("calls", "to_apply")
+_KERNEL_BODIES = ("calls", "to_apply")
 """How a kernel names what it computes; what loops and branches run stands in the module on its own."""
 
 
@@ -48,15 +48,15 @@ def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
         for instruction in computation.instructions.values()
         if instruction.opcode != "call"
         for key, name in called(instruction)
-        if key in _INSIDE
+        if key in _KERNEL_BODIES
     }
     total, exact = 0.0, True
-    for name, (times, known) in multiplicities(module).items():
+    for name, (times, known) in run_counts(module).items():
         if name in inner:
             continue
         computation = module.computations[name]
         for instruction in computation.instructions.values():
-            if instruction.opcode not in _FREE and instruction.opcode not in _SENT:
+            if instruction.opcode not in _FREE and instruction.opcode not in _COLLECTIVES:
                 total += times * instruction_seconds(instruction, computation, module, hardware)
                 exact = exact and known
     return total, exact
@@ -66,14 +66,16 @@ def instruction_seconds(
     instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
 ) -> float:
     """Seconds of one that runs as a kernel of its own."""
-    inside = _inside(instruction, module)
-    moved = _moved_alone(instruction, computation) if inside is None else _moved_inside(inside)
-    products = sum(flops / hardware.peak(dtype) for flops, dtype in _products(instruction, computation, module))
-    products += _attention(instruction, computation, hardware)
+    inside = _fused_computation(instruction, module)
+    moved = _unfused_bytes(instruction, computation) if inside is None else _fusion_bytes(inside)
+    products = sum(
+        flops / hardware.peak_flops(dtype) for flops, dtype in _contraction_flops(instruction, computation, module)
+    )
+    products += _attention_seconds(instruction, computation, hardware)
     return max(products, moved / hardware.bandwidth) + hardware.overhead
 
 
-def _attention(instruction: Instruction, computation: Computation, hardware: Hardware) -> float:
+def _attention_seconds(instruction: Instruction, computation: Computation, hardware: Hardware) -> float:
     """Seconds of cuDNN's attention; 0 of all else."""
     kernel = _ATTENTION.search(instruction.attributes)
     if not kernel:
@@ -86,43 +88,43 @@ def _attention(instruction: Instruction, computation: Computation, hardware: Har
     width = math.prod(_ints(query[2])) // (batch * heads * rows)
     backward = "Backward" in kernel[1]
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
-    share = rate(hardware.attention[backward], cols) if hardware.attention else 1.0
+    share = peak_share(hardware.attention[backward], cols) if hardware.attention else 1.0
     causal = _CAUSAL.search(instruction.attributes) is not None
-    return at_peak(flops, width, share, causal=causal) / hardware.peak(_DTYPES.get(query[1], query[1]))
+    return flops_at_peak(flops, width, share, causal=causal) / hardware.peak_flops(_DTYPES.get(query[1], query[1]))
 
 
-def _inside(instruction: Instruction, module: Module) -> Computation | None:
+def _fused_computation(instruction: Instruction, module: Module) -> Computation | None:
     """What a fusion computes; one that runs beside others is called through a computation that only calls it."""
     found = next((module.computations.get(name) for key, name in called(instruction) if key == "calls"), None)
     if found is None or found.instructions[found.root].opcode != "fusion":
         return found
-    return _inside(found.instructions[found.root], module)
+    return _fused_computation(found.instructions[found.root], module)
 
 
-def _moved_inside(fusion: Computation) -> int:
+def _fusion_bytes(fusion: Computation) -> int:
     """Bytes that a fusion reads and writes: of an operand that it only takes slices of, those slices."""
     body = fusion.instructions
     users: dict[str, list[Instruction]] = defaultdict(list)
     for instruction in body.values():
         for name in dict.fromkeys(instruction.names):
             users[name].append(instruction)
-    read = sum(_read(name, users, fusion) for name, i in body.items() if i.opcode == "parameter")
-    return read + _written(body[fusion.root], fusion)
+    read = sum(_bytes_read(name, users, fusion) for name, i in body.items() if i.opcode == "parameter")
+    return read + _bytes_written(body[fusion.root], fusion)
 
 
-def _moved_alone(instruction: Instruction, computation: Computation) -> int:
+def _unfused_bytes(instruction: Instruction, computation: Computation) -> int:
     """The same of an instruction that stands by itself."""
-    read = sum(_read(name, {name: [instruction]}, computation) for name in instruction.names)
-    return read + _written(instruction, computation)
+    read = sum(_bytes_read(name, {name: [instruction]}, computation) for name in instruction.names)
+    return read + _bytes_written(instruction, computation)
 
 
-def _read(name: str, users: Mapping[str, list[Instruction]], computation: Computation) -> int:
+def _bytes_read(name: str, users: Mapping[str, list[Instruction]], computation: Computation) -> int:
     """What ``users`` read of ``name``: of what is written into, nothing."""
     whole = shape_bytes(computation.instructions[name].shape) if name in computation.instructions else 0
     found = 0 if users.get(name) else whole
     for user in users.get(name, ()):
         if user.opcode == "bitcast":
-            found += _read(user.name, users, computation)
+            found += _bytes_read(user.name, users, computation)
         elif user.opcode not in _SLICES or user.names[0] != name:
             found += whole
         elif user.opcode != "dynamic-update-slice":
@@ -130,23 +132,25 @@ def _read(name: str, users: Mapping[str, list[Instruction]], computation: Comput
     return min(found, whole)
 
 
-def _written(instruction: Instruction, computation: Computation) -> int:
+def _bytes_written(instruction: Instruction, computation: Computation) -> int:
     body = computation.instructions
     if instruction.opcode == "tuple":
-        return sum(_written(body[name], computation) for name in instruction.names if name in body)
+        return sum(_bytes_written(body[name], computation) for name in instruction.names if name in body)
     while instruction.opcode == "bitcast" and instruction.names[0] in body:
         instruction = body[instruction.names[0]]
     update = instruction.opcode == "dynamic-update-slice" and body.get(instruction.names[1])
     return shape_bytes(update.shape if update else instruction.shape)
 
 
-def _products(instruction: Instruction, computation: Computation, module: Module) -> Iterator[tuple[float, str]]:
+def _contraction_flops(
+    instruction: Instruction, computation: Computation, module: Module
+) -> Iterator[tuple[float, str]]:
     """FLOPs and operand type of every product in an instruction, those of the computations inside it included."""
     for key, name in called(instruction):
         inside = module.computations.get(name)
-        if key in _INSIDE and inside is not None:
+        if key in _KERNEL_BODIES and inside is not None:
             for part in inside.instructions.values():
-                yield from _products(part, inside, module)
+                yield from _contraction_flops(part, inside, module)
     shapes = [computation.instructions[n].shape for n in instruction.names[:2] if n in computation.instructions]
     if len(shapes) < 2 or instruction.opcode not in ("dot", "convolution", "custom-call"):
         return

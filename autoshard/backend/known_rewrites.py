@@ -22,36 +22,36 @@ Axes = tuple[str, ...]
 Key = tuple[str, Axes]
 """Kind and axes of collectives."""
 
-RELUCTANCE = 1e-3
+REWRITE_PENALTY = 1e-3
 """What trading all bytes of a kind over axes costs beside leaving them open."""
 
-_LEAST = 1e-6
+_MIN_SHARE = 1e-6
 """Less than counts of a trade, by its own measure."""
 
 _REDUCE, _GATHER, _SCATTER, _PERMUTE = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, COLLECTIVE_PERMUTE)
 
 
 @dataclass(frozen=True, slots=True)
-class Trade:
+class Rewrite:
     """What is emitted in place of what is planned: of each, bytes per unit."""
 
     name: str
     axes: Axes
     emitted: Mapping[Key, float]
     planned: Mapping[Key, float]
-    way: str = ""
+    direction: str = ""
     """Those of the same over the same axes that go another way are not done beside it; empty if none is the reverse of
     it."""
-    of: str = ""
+    family: str = ""
     """What goes that way: gathers or sums."""
 
 
-def settled(
+def fit_rewrites(
     planned: Mapping[Key, float],
     emitted: Mapping[Key, float],
     mesh: LogicalMesh,
-    seen: Sequence[tuple[Trade, float]] = (),
-) -> list[tuple[Trade, float]]:
+    seen: Sequence[tuple[Rewrite, float]] = (),
+) -> list[tuple[Rewrite, float]]:
     """The trades that account for what differs, each with its units.
 
     Each kind and axes is measured by the most bytes that it has, and a trade by the least of what it touches, so that
@@ -66,7 +66,7 @@ def settled(
     axes = sorted({axes for _, axes in (*planned, *emitted)})
     if not axes:
         return []
-    stages = [*(t for t, _ in seen), *_axes_put_right(axes, mesh)], list(_kinds(axes, mesh))
+    stages = [*(t for t, _ in seen), *_axis_rewrites(axes, mesh)], list(_kind_rewrites(axes, mesh))
     size = {key: max(planned.get(key, 0.0), emitted.get(key, 0.0)) for key in (*planned, *emitted)}
     real = {key for key, n in size.items() if n}
     trades = [t for stage in stages for t in stage]
@@ -89,10 +89,10 @@ def settled(
         taken[i, :, first : first + len(stage)] = takes[:, first : first + len(stage)]
         first += len(stage)
     # Variables: trades; of each kind and axes, what is over and what is under.
-    cost = np.concatenate([np.full(t, RELUCTANCE), np.ones(2 * n)])
+    cost = np.concatenate([np.full(t, REWRITE_PENALTY), np.ones(2 * n)])
     used = np.hstack([taken.reshape(-1, t), np.zeros((len(stages) * n, 2 * n))])
     settles = np.hstack([makes - takes, np.eye(n), -np.eye(n)])
-    way = [(i, t.axes, t.of, t.way) for i, stage in enumerate(stages) for t in stage]
+    way = [(i, t.axes, t.family, t.direction) for i, stage in enumerate(stages) for t in stage]
 
     def solved(barred: frozenset[tuple[int, Axes, str, str]]) -> tuple[float, np.ndarray]:
         limits: list[tuple[float, float | None]] = [(0, 0 if w in barred else None) for w in way]
@@ -101,29 +101,29 @@ def settled(
         answer = linprog(cost, used, np.tile(given, len(stages)), settles, found - given, limits)
         if answer.x is None:
             raise RuntimeError(f"what the compiler rewrote could not be told: {answer.message}")
-        gone = {w for w, x in zip(way, answer.x, strict=False) if w[-1] and x > _LEAST}
+        gone = {w for w, x in zip(way, answer.x, strict=False) if w[-1] and x > _MIN_SHARE}
         for a, b in itertools.combinations(sorted(gone), 2):
             if a[:-1] == b[:-1]:
                 return min((solved(barred | {w}) for w in (a, b)), key=lambda found: found[0])
         return answer.fun, answer.x[:t]
 
-    return [(trade, x * m) for trade, x, m in zip(trades, solved(frozenset())[1], most, strict=True) if x > _LEAST]
+    return [(trade, x * m) for trade, x, m in zip(trades, solved(frozenset())[1], most, strict=True) if x > _MIN_SHARE]
 
 
-def _apart(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[tuple[Axes, Axes, Axes]]:
+def _disjoint_pairs(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[tuple[Axes, Axes, Axes]]:
     """Two sets of axes that have none in common, in both orders; then all their axes."""
     for a, b in itertools.permutations(every, 2):
         if not set(a) & set(b):
             yield a, b, tuple(axis for axis in mesh.axis_names if axis in (*a, *b))
 
 
-def _axes_put_right(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Trade]:
+def _axis_rewrites(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Rewrite]:
     """One collective over two sets of axes in place of one over each, or the reverse."""
-    for x, y, both in _apart(every, mesh):
+    for x, y, both in _disjoint_pairs(every, mesh):
         for then in (_REDUCE, _SCATTER):
             planned = {(_SCATTER, x): 1.0, (then, y): 1 / mesh.axes_size(x)}
             name = f"all-reduce + slice in place of reduce-scatter + {then}"
-            yield Trade(name, both, {(_REDUCE, both): 1.0}, planned, "together", "sums")
+            yield Rewrite(name, both, {(_REDUCE, both): 1.0}, planned, "together", "sums")
         for kind in (_REDUCE, _GATHER, _SCATTER):
             # Gathered over the second last, or scattered over it first: only that one sees all the bytes.
             one, two = {(kind, both): 1.0}, {(kind, x): 1 / mesh.axes_size(y), (kind, y): 1.0}
@@ -131,28 +131,28 @@ def _axes_put_right(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Trade]
                 two[kind, x] = 1.0
             if kind != _REDUCE or x < y:
                 what = "gathers" if kind == _GATHER else "sums"
-                yield Trade(f"{kind} in place of one over each", both, one, two, "together", what)
-                yield Trade(f"{kind} split by axes", both, two, one, "apart", what)
+                yield Rewrite(f"{kind} in place of one over each", both, one, two, "together", what)
+                yield Rewrite(f"{kind} split by axes", both, two, one, "apart", what)
             if kind != _REDUCE:
                 turned = {(kind, y): 1 / mesh.axes_size(x), (kind, x): 1.0}
-                yield Trade(f"{kind} over one axis before the other", both, turned, two)
+                yield Rewrite(f"{kind} over one axis before the other", both, turned, two)
     for wide, axes in itertools.permutations(every, 2):
         if set(axes) < set(wide):  # Pairs that all lie along fewer axes, as those of the last hops of a chain.
             name = "collective-permute along fewer axes than it is planned over"
-            yield Trade(name, axes, {(_PERMUTE, axes): 1.0}, {(_PERMUTE, wide): 1.0})
+            yield Rewrite(name, axes, {(_PERMUTE, axes): 1.0}, {(_PERMUTE, wide): 1.0})
 
 
-def _kinds(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Trade]:
+def _kind_rewrites(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Rewrite]:
     """Collectives of one kind for those of another, over the same axes."""
     for axes in every:
         reduce, scatter, gather, permute = ((kind, axes) for kind in (_REDUCE, _SCATTER, _GATHER, _PERMUTE))
         both = {scatter: 1.0, gather: 1.0}
-        yield Trade("reduce-scatter + all-gather in place of all-reduce", axes, both, {reduce: 1.0}, "scattered")
-        yield Trade("all-reduce in place of reduce-scatter + all-gather", axes, {reduce: 1.0}, both, "reduced")
+        yield Rewrite("reduce-scatter + all-gather in place of all-reduce", axes, both, {reduce: 1.0}, "scattered")
+        yield Rewrite("all-reduce in place of reduce-scatter + all-gather", axes, {reduce: 1.0}, both, "reduced")
         # XLA for TPU, where parts fill no tiles or a torus of three dimensions is gathered whole.
-        yield Trade("all-gather as an all-reduce of parts among zeros", axes, {reduce: 1.0}, {gather: 1.0}, "reduced")
+        yield Rewrite("all-gather as an all-reduce of parts among zeros", axes, {reduce: 1.0}, {gather: 1.0}, "reduced")
         # XLA on CPU never forms a reduce-scatter itself.
-        yield Trade("all-reduce + slice in place of reduce-scatter", axes, {reduce: 1.0}, {scatter: 1.0}, "reduced")
+        yield Rewrite("all-reduce + slice in place of reduce-scatter", axes, {reduce: 1.0}, {scatter: 1.0}, "reduced")
         # Of n parts, n - 1 travel, or all n where a loop's last does too.
         for kind, sent in itertools.product((gather, scatter), (1 - 1 / mesh.axes_size(axes), 1.0)):
-            yield Trade(f"{kind[0]} as a ring of collective-permutes", axes, {permute: sent}, {kind: 1.0})
+            yield Rewrite(f"{kind[0]} as a ring of collective-permutes", axes, {permute: sent}, {kind: 1.0})

@@ -19,18 +19,16 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard import jaxpr as jx
 from autoshard.ir.annotate import annotate_p
 from autoshard.ir.graph import Graph
-from autoshard.ir.halo import extended
+from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
+from autoshard.ir.rule_registry import Rules
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
 
-ROW_MAJOR = frozenset({"fft"})
-"""Operations that XLA's compiler for CPU (JAX 0.12) may lay out otherwise and then refuses."""
 
-
-def constrained(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
+def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     """The program's jaxpr with a constraint for each pin and an island for each local form, at every depth."""
     plan_pins = plan.intermediates
     shardings = {
@@ -43,7 +41,7 @@ def constrained(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     numbers = {graph.nodes[n].results: n for n in (*inner, *local)}
     ends = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
     borders = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in inner and graph.nodes[n].tie}
-    lowering = _Lowering(graph.ids, results, operands, numbers, borders, local, mesh, plan.mesh)
+    lowering = _Lowering(graph.ids, results, operands, numbers, borders, local, mesh, plan.mesh, graph.program.rules)
     return lowering.jaxpr(graph.program.jaxpr, ends)
 
 
@@ -60,9 +58,10 @@ class _Lowering:
         local: Mapping[int, tuple[Rule, Island]],
         mesh: Mesh,
         links: LogicalMesh,
+        rules: Rules,
     ) -> None:
-        self.ids, self.results, self.operands, self.numbers = ids, results, operands, numbers
-        self.borders, self.local, self.mesh, self.links = borders, local, mesh, links
+        self.ids, self.results, self.operands, self.node_of_results = ids, results, operands, numbers
+        self.borders, self.local, self.mesh, self.logical_mesh, self.rules = borders, local, mesh, links, rules
 
     def jaxpr(self, jaxpr: jx.Jaxpr, ends: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
         """``jaxpr`` constrained; ``ends`` are the places that each of its results is brought to in turn."""
@@ -74,30 +73,30 @@ class _Lowering:
             made = self.operands.get((value, node), ()) if node is not None else ()
             shardings = (*made, *self.results.get(value, ()))
             if shardings:
-                now[var] = self._through(now.get(var, var), shardings, like, eqns)
+                now[var] = self._constrain_through(now.get(var, var), shardings, like, eqns)
 
         if jaxpr.eqns:
             for var in jaxpr.invars:
                 settle(var, jaxpr.eqns[0])
         for eqn in jaxpr.eqns:
-            node = self.numbers.get(tuple(self.ids[v] for v in eqn.outvars))
+            node = self.node_of_results.get(tuple(self.ids[v] for v in eqn.outvars))
             invars = [a if isinstance(a, jx.Literal) else self._operand(a, node, eqn, now, eqns) for a in eqn.invars]
             regions = jx.regions(eqn)
-            if regions and not self._sealed(regions):
-                ways = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.entries]
+            if regions and not self._is_opaque(regions):
+                ways = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.inputs]
                 for i, a, b in ways:
                     if a is invars[i] and not isinstance(a, jx.Literal):
-                        invars[i] = self._through(a, self._border(eqn.invars[i], b), eqn, eqns)
-                eqn = jx.with_bodies(eqn, [self.jaxpr(r.body, self._ends(eqn, r)) for r in regions])
+                        invars[i] = self._constrain_through(a, self._border(eqn.invars[i], b), eqn, eqns)
+                eqn = jx.with_bodies(eqn, [self.jaxpr(r.body, self._result_shardings(eqn, r)) for r in regions])
             if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
-                self._pinned(eqn, invars[0], now, eqns)
+                self._user_constraint(eqn, invars[0], now, eqns)
                 continue
-            eqns += self._island(eqn, invars, node) if node in self.local else self._itself(eqn, invars)
+            eqns += self._island(eqn, invars, node) if node in self.local else self._unpartitioned(eqn, invars)
             for var in eqn.outvars:
                 settle(var, eqn, node)
         last = jaxpr.eqns[-1] if jaxpr.eqns else None
         outvars = [
-            a if isinstance(a, jx.Literal) else self._through(now.get(a, a), shardings, last, eqns)
+            a if isinstance(a, jx.Literal) else self._constrain_through(now.get(a, a), shardings, last, eqns)
             for a, shardings in zip(jaxpr.outvars, ends or [()] * len(jaxpr.outvars), strict=True)
         ]
         return jaxpr.replace(eqns=eqns, outvars=outvars)
@@ -111,9 +110,10 @@ class _Lowering:
         if edges == set(sizes):
             return [eqn.replace(invars=invars)]
         needs, leaves = (
-            tuple(_without(s, edges).partition_spec() for s in side) for side in (island.in_specs, island.reduced_specs)
+            tuple(_drop_axes(s, edges).partition_spec() for s in side)
+            for side in (island.in_specs, island.reduced_specs)
         )
-        itself = jx.on_part(
+        itself = jx.bind_on_shards(
             eqn,
             [
                 [n // math.prod(sizes[a] for a in axes) for n, axes in zip(jx.aval(v).shape, s.dims, strict=True)]
@@ -122,43 +122,44 @@ class _Lowering:
         )
 
         def part(*operands: Any) -> tuple[Any, ...]:
-            operands = _with_edges(operands, rule, island, sizes)
+            operands = _extend_with_halos(operands, rule, island, sizes)
             out = itself(*operands) if form.fun is None else form.fun(island.axes, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             ends = zip(results, island.out_specs, island.reduced_specs, strict=True)
-            return tuple(_combined(x, given, left, self.links) for x, given, left in ends)
+            return tuple(_reduce_partials(x, given, left, self.logical_mesh) for x, given, left in ends)
 
         whole = jax.shard_map(
             part, mesh=self.mesh, in_specs=needs, out_specs=leaves, check_vma=False, axis_names=set(sizes) - edges
         )
         return jx.splice(whole, eqn, invars)
 
-    def _itself(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
+    def _unpartitioned(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` as it stands."""
         eqn = eqn.replace(invars=invars)
-        if eqn.primitive.name not in ROW_MAJOR or self.mesh.devices.flat[0].platform != "cpu":
+        row_major = self.rules.traits(eqn.primitive).row_major_on_cpu and self.mesh.devices.flat[0].platform == "cpu"
+        if not row_major:
             return [eqn]
-        itself = jx.on_part(eqn, [])
+        itself = jx.bind_on_shards(eqn, [])
 
         def laid(*operands: Any) -> list[Any]:
             return [storage.with_layout_constraint(x, storage.Layout(tuple(range(x.ndim)))) for x in itself(*operands)]
 
         return jx.splice(laid, eqn, invars)
 
-    def _sealed(self, regions: tuple[jx.Region, ...]) -> bool:
+    def _is_opaque(self, regions: tuple[jx.Region, ...]) -> bool:
         """Whether the bodies are no part of the graph, because their function has a rule of its own."""
         variables = (v for r in regions for v in (*r.body.invars, *(o for e in r.body.eqns for o in e.outvars)))
         first = next(variables, None)
         return first is not None and first not in self.ids
 
-    def _ends(self, eqn: jx.JaxprEqn, region: jx.Region) -> list[Sequence[NamedSharding]]:
+    def _result_shardings(self, eqn: jx.JaxprEqn, region: jx.Region) -> list[Sequence[NamedSharding]]:
         """The places that each result of a body is brought to in turn, for the next turn or to leave."""
         ends: list[Sequence[NamedSharding]] = [()] * len(region.body.outvars)
-        out = [(w.inside, eqn.outvars[w.outside]) for w in region.exits]
-        for end, to in (*out, *((end, region.body.invars[start]) for end, start in region.loops)):
+        out = [(w.inside, eqn.outvars[w.outside]) for w in region.outputs]
+        for end, to in (*out, *((end, region.body.invars[start]) for end, start in region.carries)):
             ends[end] = self._border(region.body.outvars[end], to) or ends[end]
         for w in (
-            region.exits if len(jx.regions(eqn)) > 1 and not region.loops else ()
+            region.outputs if len(jx.regions(eqn)) > 1 and not region.carries else ()
         ):  # XLA wants branches to end alike
             ends[w.inside] = ends[w.inside] or self.results.get(self.ids[eqn.outvars[w.outside]], ())[-1:]
         return ends
@@ -171,9 +172,9 @@ class _Lowering:
     ) -> jx.Var:
         current = now.get(var, var)
         shardings = self.operands.get((self.ids[var], node), ()) if node is not None else ()
-        return self._through(current, shardings, eqn, eqns)
+        return self._constrain_through(current, shardings, eqn, eqns)
 
-    def _through(
+    def _constrain_through(
         self, var: jx.Var, shardings: Sequence[NamedSharding], like: jx.JaxprEqn | None, eqns: list[jx.JaxprEqn]
     ) -> jx.Var:
         """``var`` brought to each of ``shardings`` in turn."""
@@ -183,7 +184,7 @@ class _Lowering:
             var = fresh
         return var
 
-    def _pinned(
+    def _user_constraint(
         self, eqn: jx.JaxprEqn, operand: jx.Var | jx.Literal, now: dict[jx.Var, jx.Var], eqns: list[jx.JaxprEqn]
     ) -> None:
         """A pin written in the step: its place is taken by the constraint on the plan's mesh."""
@@ -192,47 +193,51 @@ class _Lowering:
         if isinstance(operand, jx.Literal) or not shardings:  # a scalar: nothing to constrain
             now[result] = operand  # type: ignore[assignment]
             return
-        eqns.append(jx.constrain(self._through(operand, shardings[:-1], eqn, eqns), result, shardings[-1], eqn))
+        eqns.append(
+            jx.constrain(self._constrain_through(operand, shardings[:-1], eqn, eqns), result, shardings[-1], eqn)
+        )
 
 
-def _with_edges(operands: Sequence[Any], rule: Rule, island: Island, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+def _extend_with_halos(
+    operands: Sequence[Any], rule: Rule, island: Island, sizes: Mapping[str, int]
+) -> tuple[Any, ...]:
     """The parts with what they read of their neighbours, where that is not left to XLA."""
     found = list(operands)
     for halo in rule.halos:
         axes = island.in_specs[halo.operand].dims[halo.dim]
         if axes and rule.kind(rule.halo_factor(halo)) != "halo":
-            rows = halo.window.rows(math.prod(sizes[a] for a in axes))
-            found[halo.operand] = extended(found[halo.operand], axes, halo.dim, *rows)
+            rows = halo.window.halo_rows(math.prod(sizes[a] for a in axes))
+            found[halo.operand] = with_halo(found[halo.operand], axes, halo.dim, *rows)
     return tuple(found)
 
 
-def _without(spec: Spec, axes: Collection[str]) -> Spec:
+def _drop_axes(spec: Spec, axes: Collection[str]) -> Spec:
     """``spec`` with some axes left out."""
     return Spec(tuple(tuple(a for a in d if a not in axes) for d in spec.dims), spec.partial)
 
 
-def _combined(x: Any, given: Spec, left: Spec, mesh: LogicalMesh) -> Any:
+def _reduce_partials(x: Any, given: Spec, left: Spec, mesh: LogicalMesh) -> Any:
     """The terms of a part's result, put together over the axes along which it is partial, and scattered as ``left``."""
     terms = dict(given.partial)
     for d, split in enumerate(left.dims):
-        x = _scattered(x, d, [a for a in split if terms.pop(a, None)], mesh)
+        x = _reduce_scatter(x, d, [a for a in split if terms.pop(a, None)], mesh)
     for kind in dict.fromkeys(terms.values()):
         axes = tuple(a for a, k in terms.items() if k == kind)
         if kind in _REDUCERS:
             x = _REDUCERS[kind](x, axes)
         else:  # no collective does it
             parts = jax.lax.all_gather(x, axes)
-            x = jnp.prod(parts, axis=0, dtype=x.dtype) if kind == "prod" else _BITS[kind].reduce(parts, axis=0)
+            x = jnp.prod(parts, axis=0, dtype=x.dtype) if kind == "prod" else _BITWISE[kind].reduce(parts, axis=0)
     return x
 
 
-def _scattered(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) -> Any:
+def _reduce_scatter(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) -> Any:
     """The sum of terms over ``axes``, of which each device is left its part of dimension ``dim``.
 
     One axis after the other, the fastest first, so that slower ones carry less: what is to be scattered over two at
     once, XLA for TPU (JAX 0.12) reduces whole and cuts.
     """
-    fastest = sorted(axes, key=lambda a: mesh.link((a,)).bandwidth, reverse=True)
+    fastest = sorted(axes, key=lambda a: mesh.slowest_link((a,)).bandwidth, reverse=True)
     if fastest == axes:
         for axis in axes:
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
@@ -245,4 +250,4 @@ def _scattered(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) -> Any:
 
 
 _REDUCERS = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
-_BITS = {"and": jnp.bitwise_and, "or": jnp.bitwise_or}
+_BITWISE = {"and": jnp.bitwise_and, "or": jnp.bitwise_or}

@@ -14,7 +14,14 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from autoshard.checkpoint.manifest import TEMPORARY, absolute, file_sizes, first_line, listed, problem_of
+from autoshard.checkpoint.manifest import (
+    TEMPORARY,
+    absolute_path,
+    file_sizes,
+    first_line,
+    incompleteness,
+    step_directories,
+)
 from autoshard.errors import CheckpointError
 
 _DELETED = ".deleted"
@@ -63,7 +70,7 @@ class _Items(ocp.args.Composite):
     """Arguments of `_Handler`."""
 
 
-def begin(root: epath.Path, step: int, items: dict[str, Any], keep: int | None) -> Saving:
+def begin_save(root: epath.Path, step: int, items: dict[str, Any], keep: int | None) -> Saving:
     """Writes ``items`` as step ``step`` of ``root`` in the background, and then removes all but ``keep`` whole steps.
 
     Raises:
@@ -98,7 +105,7 @@ def finish(dir: epath.PathLike | None = None) -> None:
     Raises:
       CheckpointError: it could not be written. Raised once; all writes have ended by then.
     """
-    roots = list(_in_flight) if dir is None else [str(absolute(dir))]
+    roots = list(_in_flight) if dir is None else [str(absolute_path(dir))]
     ended = [saving for root in roots if (saving := _in_flight.pop(root, None))]
     concurrent.futures.wait([saving.future for saving in ended])
     for saving in ended:
@@ -117,13 +124,13 @@ def _report_at_exit() -> None:
             )
 
 
-def clear(path: epath.Path) -> None:
+def move_damaged_aside(path: epath.Path) -> None:
     """Moves a damaged step aside, with a warning.
 
     Raises:
       CheckpointError: the step is whole.
     """
-    problem = problem_of(path)
+    problem = incompleteness(path)
     if problem is None:
         raise CheckpointError(
             f"step {path.name} is already in {path.parent}; save another step, or remove {path} first"
@@ -141,7 +148,9 @@ def _prune(root: epath.Path, step: int, keep: int | None) -> None:
             path.rmtree()
     if keep is None:
         return
-    others = [n for n in sorted(listed(root), reverse=True) if n != step and problem_of(root / str(n)) is None]
+    others = [
+        n for n in sorted(step_directories(root), reverse=True) if n != step and incompleteness(root / str(n)) is None
+    ]
     for old in others[keep - 1 :]:
         gone = root / f"{old}{_DELETED}"
         (root / str(old)).rename(gone)

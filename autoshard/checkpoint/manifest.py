@@ -26,7 +26,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 """What Orbax adds to the name of a step that it is still writing."""
 
 
-class Leaf(BaseModel):
+class LeafEntry(BaseModel):
     """One leaf of the state, as the manifest describes it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -41,7 +41,7 @@ class Leaf(BaseModel):
     """For a Python scalar, its value."""
 
     @property
-    def stored(self) -> bool:
+    def in_array_store(self) -> bool:
         """Whether the array store has an entry for it."""
         return self.kind in ("array", "key") and 0 not in self.shape
 
@@ -57,15 +57,15 @@ class Manifest(BaseModel):
     version: Literal[1] = 1
     fingerprint: str | None
     extra: dict[str, Any]
-    leaves: list[Leaf]
+    leaves: list[LeafEntry]
 
 
-def absolute(dir: epath.PathLike) -> epath.Path:
+def absolute_path(dir: epath.PathLike) -> epath.Path:
     """``dir`` as the one path that every spelling of it leads to, links aside."""
     return epath.Path(dir).expanduser().absolute()
 
 
-def listed(root: epath.Path, suffix: str = "") -> list[int]:
+def step_directories(root: epath.Path, suffix: str = "") -> list[int]:
     """Steps that have a directory ``STEP + suffix``, in order, whole or not."""
     if not root.is_dir():
         return []
@@ -73,14 +73,14 @@ def listed(root: epath.Path, suffix: str = "") -> list[int]:
     return sorted(int(n) for n in names if n.isascii() and n.isdigit() and str(int(n)) == n)
 
 
-def choose(root: epath.Path, step: int | None) -> tuple[int, Manifest]:
+def choose_step(root: epath.Path, step: int | None) -> tuple[int, Manifest]:
     """The step to restore, by default the newest whole one, and what it holds.
 
     Warns of newer steps that are not whole. Raises `CheckpointError` when there is no such step, or it is not whole.
     """
-    present = listed(root)
-    problems = {n: "its writing never finished" for n in listed(root, TEMPORARY) if n not in present}
-    problems |= {n: problem for n in present if (problem := problem_of(root / str(n)))}
+    present = step_directories(root)
+    problems = {n: "its writing never finished" for n in step_directories(root, TEMPORARY) if n not in present}
+    problems |= {n: problem for n in present if (problem := incompleteness(root / str(n)))}
     whole = [n for n in present if n not in problems]
     if step is None and whole:
         step = max(whole)
@@ -95,14 +95,14 @@ def choose(root: epath.Path, step: int | None) -> tuple[int, Manifest]:
         why = "holds no checkpoint" if root.is_dir() else "is not a directory" if root.exists() else "does not exist"
         raise CheckpointError(f"{root} {why}")
     if step in problems:
-        raise CheckpointError(f"step {step} in {root} is not whole: {problems[step]}. {name_whole(whole)}")
+        raise CheckpointError(f"step {step} in {root} is not whole: {problems[step]}. {newest_complete_text(whole)}")
     if step not in whole:
         near = f", the nearest is {min(whole, key=lambda n: abs(n - step))}" if whole else ""
-        raise CheckpointError(f"{root} holds no step {step}{near}. {name_whole(whole)}")
+        raise CheckpointError(f"{root} holds no step {step}{near}. {newest_complete_text(whole)}")
     return step, read_manifest(root / str(step))
 
 
-def problem_of(path: epath.Path) -> str | None:
+def incompleteness(path: epath.Path) -> str | None:
     """Why the step at ``path`` is not whole, or None; reads the manifest and the files' sizes, not the arrays."""
     if not (path / "manifest" / "metadata").exists():
         return "it has no manifest"
@@ -113,7 +113,7 @@ def problem_of(path: epath.Path) -> str | None:
     except (ValueError, OSError) as error:
         return f"its manifest cannot be read ({first_line(error)})"
     try:
-        inventory: dict[str, int] = _strict((path / "inventory.json").read_text())
+        inventory: dict[str, int] = _parse_strict_json((path / "inventory.json").read_text())
         for name, size in inventory.items():
             if not (path / name).exists():
                 return f"{name} is missing"
@@ -138,25 +138,29 @@ def file_sizes(path: epath.Path) -> dict[str, int]:
 def read_manifest(path: epath.Path) -> Manifest:
     """The manifest of the step at ``path``; raises ValueError when it is not strictly what `checkpoint.save` writes."""
     try:
-        return Manifest.model_validate(_strict((path / "manifest" / "metadata").read_text()))
+        return Manifest.model_validate(_parse_strict_json((path / "manifest" / "metadata").read_text()))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _strict(text: str) -> Any:
+def _parse_strict_json(text: str) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
 
-def name_whole(whole: Sequence[int]) -> str:
+def newest_complete_text(whole: Sequence[int]) -> str:
     """A sentence that says where to turn to."""
-    return f"The last whole one is step {max(whole)} (of {some(sorted(whole))})" if whole else "No whole one is left"
+    return (
+        f"The last whole one is step {max(whole)} (of {abbreviated(sorted(whole))})"
+        if whole
+        else "No whole one is left"
+    )
 
 
-def some(items: Sequence[Any], limit: int = 5) -> str:
+def abbreviated(items: Sequence[Any], limit: int = 5) -> str:
     """The first ``limit`` of ``items``, and how many more there are."""
     more = len(items) - limit
     return ", ".join(map(str, items[:limit])) + (f" and {more} more" if more > 0 else "")

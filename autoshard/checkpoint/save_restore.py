@@ -23,15 +23,31 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from autoshard.checkpoint.async_write import Saving as Saving
-from autoshard.checkpoint.async_write import begin, clear
+from autoshard.checkpoint.async_write import begin_save, move_damaged_aside
 from autoshard.checkpoint.async_write import finish as finish
-from autoshard.checkpoint.leaves import Target, difference, flatten, match, restored, targets
-from autoshard.checkpoint.manifest import Leaf, Manifest, absolute, choose, first_line, listed, name_whole, problem_of
+from autoshard.checkpoint.leaves import (
+    RestoreTarget,
+    flatten_state,
+    match_leaves,
+    restore_leaf,
+    restore_targets,
+    state_difference,
+)
+from autoshard.checkpoint.manifest import (
+    LeafEntry,
+    Manifest,
+    absolute_path,
+    choose_step,
+    first_line,
+    incompleteness,
+    newest_complete_text,
+    step_directories,
+)
 from autoshard.errors import CheckpointError
 from autoshard.runtime import nnx
 
 
-class Planned(Protocol):
+class PlanLike(Protocol):
     """What a checkpoint needs of a plan."""
 
     @property
@@ -57,7 +73,7 @@ def save(
     step: int,
     state: Any,
     *,
-    plan: Planned | None = None,
+    plan: PlanLike | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     wait: bool = False,
@@ -82,7 +98,7 @@ def save(
       CheckpointError: a leaf that is not of the kinds above, a state that is not the plan's, ``extra`` that is not
         JSON, a step that is there, or an earlier save to this directory that failed. Nothing has been written then.
     """
-    root, step = absolute(dir), _number(step)
+    root, step = absolute_path(dir), _step_number(step)
     if step < 0:
         raise CheckpointError(f"step {step}: steps are 0 or more")
     if keep is not None and keep < 1:
@@ -90,27 +106,27 @@ def save(
     finish(root)
     if plan is not None:
         state = nnx.split((state,)).states[0]
-    leaves, arrays = flatten(state)
+    leaves, arrays = flatten_state(state)
     if plan is not None:
-        _check_fits(leaves, plan)
-    manifest = Manifest(fingerprint=plan.fingerprint if plan else None, extra=_json(extra or {}), leaves=leaves)
+        _check_state_fits_plan(leaves, plan)
+    manifest = Manifest(fingerprint=plan.fingerprint if plan else None, extra=_check_json(extra or {}), leaves=leaves)
     path = root / str(step)
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{root} cannot be made a checkpoint directory: {first_line(error)}") from error
     if path.exists():
-        clear(path)
+        move_damaged_aside(path)
     items: dict[str, Any] = {"manifest": ocp.args.JsonSave(manifest.model_dump())}
     if arrays:
         items["arrays"] = ocp.args.PyTreeSave(arrays)
-    saving = begin(root, step, items, keep)
+    saving = begin_save(root, step, items, keep)
     if wait:
         finish(root)
     return saving
 
 
-def _json(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _check_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
         back = json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -125,9 +141,9 @@ def _json(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 def steps(dir: epath.PathLike) -> tuple[int, ...]:
     """The whole checkpoints in ``dir``, oldest first, this process's own save included; empty when there are none."""
-    root = absolute(dir)
+    root = absolute_path(dir)
     finish(root)
-    return tuple(n for n in listed(root) if problem_of(root / str(n)) is None)
+    return tuple(n for n in step_directories(root) if incompleteness(root / str(n)) is None)
 
 
 def latest(dir: epath.PathLike) -> int | None:
@@ -135,7 +151,9 @@ def latest(dir: epath.PathLike) -> int | None:
     return max(steps(dir), default=None)
 
 
-def restore(dir: epath.PathLike, step: int | None = None, *, plan: Planned | None = None, like: Any = None) -> Restored:
+def restore(
+    dir: epath.PathLike, step: int | None = None, *, plan: PlanLike | None = None, like: Any = None
+) -> Restored:
     """Reads a checkpoint straight into its shards: each device receives its own part, and nothing else of a leaf.
 
     A leaf that is whole on every device is read once and copied to each.
@@ -159,22 +177,24 @@ def restore(dir: epath.PathLike, step: int | None = None, *, plan: Planned | Non
     """
     if plan is not None and like is not None:
         raise CheckpointError("restore takes a plan or `like`, not both: each gives the structure and the shardings")
-    root = absolute(dir)
+    root = absolute_path(dir)
     finish(root)
-    step, manifest = choose(root, step if step is None else _number(step))
+    step, manifest = choose_step(root, step if step is None else _step_number(step))
     if plan is None and like is None:
-        goals, treedef = [Target(leaf, host=True) for leaf in manifest.leaves], None
+        goals, treedef = [RestoreTarget(leaf, as_numpy=True) for leaf in manifest.leaves], None
     else:
-        goals, treedef = targets(like) if plan is None else targets(_state(plan), plan.in_shardings[0])
-        if misfit := difference(manifest.leaves, [goal.leaf for goal in goals], "checkpoint"):
+        goals, treedef = (
+            restore_targets(like) if plan is None else restore_targets(_planned_state(plan), plan.in_shardings[0])
+        )
+        if misfit := state_difference(manifest.leaves, [goal.leaf for goal in goals], "checkpoint"):
             raise CheckpointError(
                 f"{root / str(step)} holds another state: {misfit}. Restore it with the model it was saved from, or "
                 "without `plan` and `like` to get its arrays by path"
             )
-    found = cast("list[Leaf]", match(manifest.leaves, [goal.leaf for goal in goals]))
+    found = cast("list[LeafEntry]", match_leaves(manifest.leaves, [goal.leaf for goal in goals]))
     pairs = list(zip(found, goals, strict=True))
-    arrays = _read(root, step, [(leaf, goal) for leaf, goal in pairs if leaf.stored])
-    values = [restored(leaf, arrays.pop(leaf.path, None), goal, raw=treedef is None) for leaf, goal in pairs]
+    arrays = _read_arrays(root, step, [(leaf, goal) for leaf, goal in pairs if leaf.in_array_store])
+    values = [restore_leaf(leaf, arrays.pop(leaf.path, None), goal, raw=treedef is None) for leaf, goal in pairs]
     if treedef is None:
         state: Any = {leaf.path: value for leaf, value in zip(found, values, strict=True)}
     else:
@@ -182,29 +202,29 @@ def restore(dir: epath.PathLike, step: int | None = None, *, plan: Planned | Non
     return Restored(step, state, manifest.extra, manifest.fingerprint)
 
 
-def _number(step: Any) -> int:
+def _step_number(step: Any) -> int:
     try:
         return operator.index(step)
     except TypeError:
         raise CheckpointError(f"step {step!r} is a {type(step).__name__}; steps are whole numbers, 0 or more") from None
 
 
-def _state(plan: Planned) -> Any:
+def _planned_state(plan: PlanLike) -> Any:
     if not len(plan.in_avals):
         raise CheckpointError("the plan's step takes no argument, so it has no state")
     return plan.in_avals[0]
 
 
-def _check_fits(leaves: Sequence[Leaf], plan: Planned) -> None:
-    wanted = [goal.leaf for goal in targets(_state(plan))[0]]
-    if misfit := difference(wanted, leaves, "plan"):
+def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: PlanLike) -> None:
+    wanted = [goal.leaf for goal in restore_targets(_planned_state(plan))[0]]
+    if misfit := state_difference(wanted, leaves, "plan"):
         raise CheckpointError(
             f"the state is not argument 0 of the plan: {misfit}. Save the state that the planned step takes, or leave "
             "`plan` out; nothing was written"
         )
 
 
-def _read(root: epath.Path, step: int, pairs: Iterable[tuple[Leaf, Target]]) -> dict[str, Any]:
+def _read_arrays(root: epath.Path, step: int, pairs: Iterable[tuple[LeafEntry, RestoreTarget]]) -> dict[str, Any]:
     restore_args: dict[str, Any] = {}
     for leaf, target in pairs:
         sharding: Any = target.sharding
@@ -222,6 +242,6 @@ def _read(root: epath.Path, step: int, pairs: Iterable[tuple[Leaf, Target]]) -> 
     except Exception as error:
         others = [n for n in steps(root) if n != step]
         raise CheckpointError(
-            f"the arrays of step {step} in {root} cannot be read: {first_line(error)}. {name_whole(others)}; "
+            f"the arrays of step {step} in {root} cannot be read: {first_line(error)}. {newest_complete_text(others)}; "
             f"restore that with step={max(others, default=None)}"
         ) from error

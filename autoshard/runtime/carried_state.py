@@ -15,7 +15,7 @@ from autoshard.runtime.plan import Plan
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedSpecs:
     """How a step's first plan lays out what the step carries from call to call."""
 
     mesh: LogicalMesh
@@ -23,13 +23,13 @@ class Carried:
     """By argument path, shape and dtype."""
 
 
-def carried(entry: Executable[Plan]) -> Carried:
+def carried_specs(entry: Executable[Plan]) -> CarriedSpecs:
     """What ``entry``, the first of a step, lays down for those after it."""
     places = [entry.plan.inputs[i] for i, _ in entry.program.carries]
-    return Carried(entry.plan.mesh, {(p.path, p.shape, p.dtype): p.spec for p in places})
+    return CarriedSpecs(entry.plan.mesh, {(p.path, p.shape, p.dtype): p.spec for p in places})
 
 
-def as_first(program: Program, first: Carried) -> tuple[Program, frozenset[int]]:
+def pin_carried(program: Program, first: CarriedSpecs) -> tuple[Program, frozenset[int]]:
     """``program`` with what the step carries pinned as its first plan lays it out, and which arguments that are."""
     keys = [(leaf.path, leaf.aval.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
     bound = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
@@ -37,9 +37,9 @@ def as_first(program: Program, first: Carried) -> tuple[Program, frozenset[int]]
     return replace(program, inputs=tuple(leaves)), frozenset(bound)
 
 
-def held_to(plan: PlanRecord, first: Carried, bound: frozenset[int], why: str) -> PlanRecord:
+def note_carried(plan: PlanRecord, first: CarriedSpecs, bound: frozenset[int], why: str) -> PlanRecord:
     """``plan``, which says what it has as the step's first plan, and what not and why."""
-    inputs = tuple(replace(p, why="as in the first plan") if i in bound else p for i, p in enumerate(plan.inputs))
+    inputs = tuple(replace(p, reason="first_plan", sources=()) if i in bound else p for i, p in enumerate(plan.inputs))
     lay = [(p, first.specs.get((p.path, p.shape, p.dtype))) for p in plan.inputs] if why else []
     moved = [p.path for p, spec in lay if spec is not None and (first.mesh, spec) != (plan.mesh, p.spec)]
     said = (

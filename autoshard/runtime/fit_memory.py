@@ -15,12 +15,12 @@ from autoshard.ir.program import Program
 from autoshard.plan.planner import PlanRequest, budget_of, make_plan
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.relax import best_relaxation
-from autoshard.runtime.options import Options, lighter_passes, rewritten, weighed_forms
+from autoshard.runtime.options import Options, memory_saving_sequences, rewritten, with_optional_passes
 from autoshard.search.search import explore
 from autoshard.transforms.pipeline import Pass
 from autoshard.units import size_text, time_text
 
-HELPS = 0.01
+MIN_SAVING = 0.01
 """The least share of memory for which something is to be let go of."""
 
 
@@ -33,11 +33,11 @@ def plan_within_memory(program: Program, options: Options) -> tuple[PlanRecord, 
     room = program.mesh.hardware.remat_threshold
     if room < budget_of(options.request, program):
         with contextlib.suppress(MemoryBudgetError):
-            return _within(program, replace(options, request=replace(options.request, memory_budget=room)))
-    return _within(program, options)
+            return _plan_within_budget(program, replace(options, request=replace(options.request, memory_budget=room)))
+    return _plan_within_budget(program, options)
 
 
-def _within(program: Program, options: Options) -> tuple[PlanRecord, Graph]:
+def _plan_within_budget(program: Program, options: Options) -> tuple[PlanRecord, Graph]:
     """Plans ``program`` into the budget. Where memory stands in the way of the fastest layout and the user said nothing
     of passes, those that hold less are tried, and the fastest of what fits is taken.
 
@@ -56,32 +56,32 @@ def _within(program: Program, options: Options) -> tuple[PlanRecord, Graph]:
             return False
         if passes is not options.passes:
             added = ", ".join(str(p) for p in passes if p not in options.passes)
-            said = f"{added} was added: without it, {refused[0] if refused else _slower(made[0][0])}"
+            said = f"{added} was added: without it, {refused[0] if refused else _faster_but_larger(made[0][0])}"
             plan = replace(plan, diagnostics=(*plan.diagnostics, said))
         made.append((plan, graph, passes))
-        return not _hindered(plan)
+        return not _memory_bound(plan)
 
     def fastest() -> tuple[PlanRecord, Graph, tuple[Pass, ...]]:
         return min(made, key=lambda m: m[0].cost.seconds)
 
     if not unhindered(options.passes):
-        ways = list(lighter_passes(program, options))
+        ways = list(memory_saving_sequences(program, options))
         bisect.bisect_left(ways, True, key=unhindered)  # what holds most and leaves every layout its room
     if made:
         *_, passes = fastest()
-        for way in itertools.islice(weighed_forms(program, passes, options), 1, None):
+        for way in itertools.islice(with_optional_passes(program, passes, options), 1, None):
             unhindered(passes, way)
         plan, graph, _ = fastest()
         return plan, graph
-    how = "" if options.lighter else "; or pass passes=['recompute:full']"
-    if options.lighter:
-        how = f" (with {', '.join(str(p) for p in options.lighter if p not in options.passes)})"
+    how = "" if options.memory_saving_passes else "; or pass passes=['recompute:full']"
+    if options.memory_saving_passes:
+        how = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
     raise MemoryBudgetError(f"{refused[-1]}{how}", refused[-1].least) from None
 
 
 def relaxation_hint(program: Program, options: Options, least: float) -> str:
     """What to let go of so that less than ``least`` bytes would do, as a sentence ends; empty where none helps."""
-    *_, passes = options.passes, *lighter_passes(program, options)
+    *_, passes = options.passes, *memory_saving_sequences(program, options)
 
     def peak(relaxed: Program, request: PlanRequest) -> float:
         changed, request = rewritten(relaxed, passes, replace(options, request=request))
@@ -92,15 +92,15 @@ def relaxation_hint(program: Program, options: Options, least: float) -> str:
             return math.inf
 
     peak_then, words = best_relaxation(program, options.request, peak)
-    return f"; {words}, {size_text(peak_then, 2)} would do" if peak_then < least * (1 - HELPS) else ""
+    return f"; {words}, {size_text(peak_then, 2)} would do" if peak_then < least * (1 - MIN_SAVING) else ""
 
 
-def _hindered(plan: PlanRecord) -> bool:
+def _memory_bound(plan: PlanRecord) -> bool:
     """Whether a faster layout was found that does not fit in memory."""
     return bool(plan.alternatives) and plan.alternatives[0].seconds < plan.cost.seconds
 
 
-def _slower(plan: PlanRecord) -> str:
+def _faster_but_larger(plan: PlanRecord) -> str:
     fastest = plan.alternatives[0]
     return (
         f"what fits takes {time_text(plan.cost.seconds)}; what takes {time_text(fastest.seconds)} "

@@ -24,10 +24,10 @@ class Options:
     plan: PlanRecord | None
     request: PlanRequest
     passes: tuple[Pass, ...]
-    lighter: tuple[Pass, ...]
+    memory_saving_passes: tuple[Pass, ...]
     """Passes to weigh in place of them where memory stands in the way, what is new among them in all its forms, from
     what holds most to what holds least; none where the user chose the passes."""
-    weighed: tuple[Pass, ...]
+    optional_passes: tuple[Pass, ...]
     """Passes whose every form is weighed against going without."""
     rules: Rules
     in_shardings: Any
@@ -52,32 +52,32 @@ class Options:
 
 def rewritten(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Program, PlanRequest]:
     program, reports = Pipeline(passes).run(program)
-    return aligned(program), replace(options.request, passes=tuple(map(str, reports)))
+    return aligned(program), replace(options.request, passes=reports)
 
 
-def weighed_forms(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
+def with_optional_passes(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
     """``passes``, and ``passes`` after each form of those that are weighed."""
     yield passes
-    for weighed in options.weighed:
+    for weighed in options.optional_passes:
         for form in weighed.variants(program):
             yield form, *passes
 
 
-def pass_choices(program: Program, options: Options, most: int | None = None) -> Iterator[tuple[Pass, ...]]:
+def pass_sequences(program: Program, options: Options, most: int | None = None) -> Iterator[tuple[Pass, ...]]:
     """Passes that may serve: those chosen and those that hold less, each after every form of what is weighed.
 
     Of those that hold less all, or ``most``, 2 or more, evenly from what holds most to what holds least.
     """
-    lighter = list(lighter_passes(program, options))
+    lighter = list(memory_saving_sequences(program, options))
     if most is not None and len(lighter) > most:
         lighter = [lighter[i * (len(lighter) - 1) // (most - 1)] for i in range(most)]
     for passes in (options.passes, *lighter):
-        yield from weighed_forms(program, passes, options)
+        yield from with_optional_passes(program, passes, options)
 
 
-def lighter_passes(program: Program, options: Options) -> Iterator[tuple[Pass, ...]]:
+def memory_saving_sequences(program: Program, options: Options) -> Iterator[tuple[Pass, ...]]:
     """What holds less than the passes that were chosen, from most to least."""
-    for i, lighter in enumerate(options.lighter):
+    for i, lighter in enumerate(options.memory_saving_passes):
         if lighter not in options.passes:
             for form in lighter.variants(program):
-                yield *options.lighter[:i], form, *options.lighter[i + 1 :]
+                yield *options.memory_saving_passes[:i], form, *options.memory_saving_passes[i + 1 :]

@@ -45,7 +45,7 @@ class Plan(PlanRecord):
           ArgumentError: the step has no such argument, or the result is not what it takes there: names the first
             array or container that differs.
         """
-        self.mesh.check_here(f"init for {self.name}")
+        self.mesh.require_available(f"init for {self.name}")
         avals = self.in_avals
         if not -len(avals) <= argnum < len(avals):
             raise ArgumentError(f"init: argnum={argnum}, and {self.name} takes {_count(len(avals), 'argument')}")
@@ -75,7 +75,7 @@ class Plan(PlanRecord):
         Raises:
           ArgumentError: they differ from the plan's in structure or shape; names the first that does.
         """
-        self.mesh.check_here(f"put for {self.name}")
+        self.mesh.require_available(f"put for {self.name}")
         avals = self.in_avals
         if len(args) > len(avals):
             raise ArgumentError(f"put: {self.name} takes {_count(len(avals), 'argument')}, {len(args)} were given")
@@ -88,7 +88,7 @@ class Plan(PlanRecord):
             if misfit:
                 raise ArgumentError(f"put: {misfit}")
         placed = jax.tree.unflatten(tree, jax.device_put(given, self.flat_in_shardings[: len(given)]))
-        placed = nnx.merge(parts, placed, {})[0] if parts.where else placed
+        placed = nnx.merge(parts, placed, {})[0] if parts.module_args else placed
         return placed[0] if len(args) == 1 else placed
 
     def _misfit(self, places: Sequence[Place], want: Any, got: Any, verb: str, *, dtypes: bool = True) -> str:

@@ -15,16 +15,16 @@ from autoshard.errors import AutoshardError, MemoryBudgetError
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program, with_pins
 from autoshard.ir.trace import trace
-from autoshard.jaxpr.arguments import Aval
+from autoshard.jaxpr.arguments import ArgumentAval
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import mesh_config, resolve_mesh
-from autoshard.plan.adopt import adopt, passes_of
+from autoshard.plan.adopt import adopt
 from autoshard.plan.planner import make_plan
 from autoshard.plan.record import PlanRecord
-from autoshard.runtime.carried_state import Carried, as_first, held_to
+from autoshard.runtime.carried_state import CarriedSpecs, note_carried, pin_carried
 from autoshard.runtime.choose_mesh import candidate_meshes, cheapest_mesh
 from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
-from autoshard.runtime.options import Options, pass_choices, rewritten
+from autoshard.runtime.options import Options, pass_sequences, rewritten
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine
 from autoshard.runtime.study import Study
@@ -57,9 +57,9 @@ def prepare(
     jitted: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    avals: tuple[Aval, ...],
+    avals: tuple[ArgumentAval, ...],
     options: Options,
-    first: Carried | None = None,
+    first: CarriedSpecs | None = None,
 ) -> Executable[Plan]:
     """Traces and plans ``jitted`` (a `jax.jit` object) for a call.
 
@@ -74,9 +74,7 @@ def prepare(
 
     def traced(mesh: LogicalMesh) -> Program:
         pins = options.in_shardings, options.out_shardings
-        program = trace(
-            jitted, args, kwargs, mesh, rules=options.rules, in_shardings=pins[0], out_shardings=pins[1]
-        )
+        program = trace(jitted, args, kwargs, mesh, rules=options.rules, in_shardings=pins[0], out_shardings=pins[1])
         config = mesh_config(options.mesh)
         return with_pins(program, config.specs() if config else {}, "the mesh's pin")
 
@@ -107,13 +105,14 @@ def prepare(
         config = mesh_config(options.mesh)
         chosen = options.mesh is not None and (config is None or config.axes != "auto")
         program = traced(resolve_mesh(options.mesh) if chosen else options.plan.mesh)
-        ways = pass_choices(program, options)
-        passes = next((w for w in ways if tuple(map(str, w)) == passes_of(options.plan.passes)), options.passes)
+        ways = pass_sequences(program, options)
+        ran = [p.written for p in options.plan.passes]
+        passes = next((way for way in ways if [*map(str, way)] == ran), options.passes)
         program, request = rewritten(program, passes, options)
         plan, graph = adopt(options.plan, program, request)
     elif first is not None and first.specs and options.request.strategy == "auto":
         try:
-            program, bound = as_first(traced(first.mesh), first)
+            program, bound = pin_carried(traced(first.mesh), first)
             plan, graph = fitting(program)
         except (AutoshardError, ValueError) as e:
             bound, why = frozenset[int](), str(e)
@@ -122,16 +121,18 @@ def prepare(
         plan, graph = freely()
     if options.refine:
         ways = (
-            rewritten(program, way, options) for program in served for way in pass_choices(program, options, LIGHTER)
+            rewritten(program, way, options) for program in served for way in pass_sequences(program, options, LIGHTER)
         )
         plan, graph, ready = refine((plan, graph), ways, avals, options.refine, options.cache)
-    plan = held_to(plan, first, bound, why) if first is not None else plan
+    plan = note_carried(plan, first, bound, why) if first is not None else plan
     study = Study(graph, replace(options.request, passes=plan.passes))
     plain = functools.partial(_plain, graph.program, plan, options, avals) if graph.program.unpadded_jaxpr else None
     return Executable(graph.program, graph, Plan.of(plan, study), avals, plain, ready)
 
 
-def _plain(program: Program, plan: PlanRecord, options: Options, avals: tuple[Aval, ...]) -> Executable[PlanRecord]:
+def _plain(
+    program: Program, plan: PlanRecord, options: Options, avals: tuple[ArgumentAval, ...]
+) -> Executable[PlanRecord]:
     """The step as it was before values were made longer, with its arguments and results where ``plan`` has them."""
     ends = ((program.inputs, plan.inputs), (program.outputs, plan.outputs))
     inputs, outputs = (
@@ -139,6 +140,6 @@ def _plain(program: Program, plan: PlanRecord, options: Options, avals: tuple[Av
         for leaves, places in ends
     )
     assert program.unpadded_jaxpr is not None
-    program = replace(program, jaxpr=program.unpadded_jaxpr, written=None, inputs=inputs, outputs=outputs)
+    program = replace(program, jaxpr=program.unpadded_jaxpr, unpadded_jaxpr=None, inputs=inputs, outputs=outputs)
     plan, graph = make_plan(program, replace(options.request, memory_budget=math.inf))
     return Executable(program, graph, plan, avals)

@@ -11,7 +11,7 @@ import jax
 
 from autoshard import jaxpr as jx
 from autoshard.errors import ArgumentError
-from autoshard.jaxpr.arguments import aval
+from autoshard.jaxpr.arguments import argument_aval
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments by position and by name."""
@@ -22,7 +22,7 @@ class Signature:
     """What can be given by position, and which arguments are static."""
 
     name: str
-    only: int
+    positional_only: int
     """How many of `names` can be given by position only."""
     names: tuple[str, ...]
     """Of the arguments that can be given by position."""
@@ -31,7 +31,7 @@ class Signature:
 
     def by_position(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The same call with as few keywords as it can be written with: one program for all its forms."""
-        if not kwargs or len(args) < self.only:
+        if not kwargs or len(args) < self.positional_only:
             return args, dict(kwargs)
         kwargs, given = dict(kwargs), list(args)
         for name in self.names[len(args) :]:
@@ -54,13 +54,13 @@ class Signature:
         given = tuple(a if i in self.static_nums else next(rest) for i, a in enumerate(args))
         return given, {**kwargs, **named}
 
-    def order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
+    def leaf_order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
         """The structure of a call's arguments, and where among its leaves those of `by_position` stand."""
         tree = jax.tree.structure(self.dynamic(args, kwargs))
         numbered = self.with_leaves(args, kwargs, range(tree.num_leaves))
         return tree, tuple(jax.tree.leaves(self.dynamic(*self.by_position(*numbered))))
 
-    def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def cache_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What calls share that one plan serves: shapes, static values, and the settings that JAX traces by.
 
         Raises:
@@ -70,36 +70,36 @@ class Signature:
         static = tuple((i, type(a), a) for i, a in enumerate(args) if i in self.static_nums)
         named = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.static_names)
         try:
-            key = tree, tuple(map(aval, leaves)), static, named, jx.trace_context()
+            key = tree, tuple(map(argument_aval, leaves)), static, named, jx.trace_context()
             hash(key)
         except TypeError:
-            raise ArgumentError(self._unfit(args, kwargs)) from None
+            raise ArgumentError(self._invalid_argument(args, kwargs)) from None
         return key
 
-    def check_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def check_static_hashable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises `ArgumentError` when a static argument has no hash."""
         for where, value in (*enumerate(args), *kwargs.items()):
-            if (where in self.static_nums or where in self.static_names) and not _passes(hash, value):
+            if (where in self.static_nums or where in self.static_names) and not _accepts(hash, value):
                 raise ArgumentError(
-                    f"{self.name}: the static argument {self._called(where)} is a {type(value).__name__}, which has "
+                    f"{self.name}: the static argument {self._argument_name(where)} is a {type(value).__name__}, which has "
                     "no hash; pass something immutable, such as a tuple or a frozen dataclass"
                 )
 
-    def _called(self, where: int | str) -> str:
+    def _argument_name(self, where: int | str) -> str:
         if isinstance(where, str):
             return where
         return self.names[where] if where < len(self.names) else f"args[{where}]"
 
-    def _unfit(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def _invalid_argument(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """What to say of an argument that is no array."""
-        self.check_static(args, kwargs)
+        self.check_static_hashable(args, kwargs)
         for where, value in (*enumerate(args), *kwargs.items()):
             if where in self.static_nums or where in self.static_names:
                 continue
             for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-                if not _passes(aval, leaf):
+                if not _accepts(argument_aval, leaf):
                     return (
-                        f"{self.name}: {self._called(where)}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, "
+                        f"{self.name}: {self._argument_name(where)}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, "
                         "which is no array; name it in static_argnums or static_argnames if it is a setting, or take "
                         "it out of the pytree"
                     )
@@ -118,7 +118,7 @@ def signature(fun: Callable[..., Any], static_nums: Sequence[int], static_names:
     return Signature(name, len(only), (*only, *both), tuple(static_nums), tuple(static_names))
 
 
-def _passes(test: Callable[[Any], Any], value: Any) -> bool:
+def _accepts(test: Callable[[Any], Any], value: Any) -> bool:
     try:
         test(value)
     except TypeError:

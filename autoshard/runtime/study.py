@@ -15,7 +15,7 @@ from autoshard.plan.diff import signed_time
 from autoshard.plan.document import Section, Table
 from autoshard.plan.planner import PlanRequest, make_plan
 from autoshard.plan.record import PlanRecord
-from autoshard.search.solved_layouts import marginals
+from autoshard.search.solved_layouts import min_marginals
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Study:
                     shared = f"with {others} other arguments" if others else "of no other argument"
                     words.append(f"Dimension {d} is of {c.name}, {shared}.")
         yield Section(f"{path} of {plan.name}", tuple(words))
-        found = marginals(self.graph, v)
+        found = min_marginals(self.graph, v)
         if not found:
             yield Section("Otherwise", ("It has nothing to split, or the user pinned it.",))
             return

@@ -14,7 +14,7 @@ from autoshard.errors import VerificationError
 from autoshard.ir.program import aval_text
 from autoshard.runtime.step import Step
 
-COARSE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
+NARROW_TOLERANCE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 """Least tolerance of narrow types: four steps of their own resolution."""
 
 
@@ -25,12 +25,12 @@ class Difference:
     path: str
     absolute: float
     relative: float
-    allowed: float
+    tolerance: float
     """Of `relative`."""
 
     @property
     def equal(self) -> bool:
-        return self.relative <= self.allowed
+        return self.relative <= self.tolerance
 
     def __str__(self) -> str:
         return f"{self.path}: off by {self.absolute:.3g}, {self.relative:.3g} of its largest entry"
@@ -67,9 +67,9 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verifica
     if not isinstance(step, Step):
         raise VerificationError(f"verify takes what autoshard.jit returned, not {type(step).__name__}")
     entry = step.executable(*args, **kwargs)
-    leaves = [_host(x) for x in jax.tree.leaves(step.dynamic(*args, **kwargs))]
-    expected = _run(entry.program.unpadded_jaxpr or entry.program.jaxpr, leaves)
-    got = _run(entry.jaxpr, entry.device_put(leaves))
+    leaves = [_host_copy(x) for x in jax.tree.leaves(step.dynamic(*args, **kwargs))]
+    expected = _evaluate(entry.program.unpadded_jaxpr or entry.program.jaxpr, leaves)
+    got = _evaluate(entry.jaxpr, entry.device_put(leaves))
     paths = [leaf.path for leaf in entry.program.outputs]
     results = sorted(_compare_all(paths, expected, got, rtol), key=lambda d: -d.relative)
     wrong = [d for d in results if not d.equal]
@@ -82,9 +82,9 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verifica
     return Verification(tuple(results))
 
 
-def _run(jaxpr: jx.Jaxpr, leaves: Sequence[Any]) -> list[Any]:
+def _evaluate(jaxpr: jx.Jaxpr, leaves: Sequence[Any]) -> list[Any]:
     fun: Callable[..., list[Any]] = jx.as_fun(jaxpr)
-    return [_host(x) for x in jax.jit(fun)(*leaves)]
+    return [_host_copy(x) for x in jax.jit(fun)(*leaves)]
 
 
 def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[Any], rtol: float) -> list[Difference]:
@@ -93,7 +93,7 @@ def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[An
 
 def compare(path: str, expected: Any, got: Any, rtol: float) -> Difference:
     """How far ``got`` is from ``expected``, as `verify` judges it."""
-    a, b = np.asarray(_words(expected)), np.asarray(_words(got))
+    a, b = np.asarray(_key_words(expected)), np.asarray(_key_words(got))
     if a.dtype.kind not in "fcV" or a.size == 0:
         wrong = float(np.sum(a != b)) if a.size else 0.0
         return Difference(path, wrong, wrong, 0.0)
@@ -104,7 +104,7 @@ def compare(path: str, expected: Any, got: Any, rtol: float) -> Difference:
         off = np.where(same, 0.0, np.abs(a - b))
     worst = float(np.max(np.where(np.isnan(off), np.inf, off)))
     scale = float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0))
-    coarse = COARSE.get(name, 2.0**-2 if name.startswith("float8") else 0.0)
+    coarse = NARROW_TOLERANCE.get(name, 2.0**-2 if name.startswith("float8") else 0.0)
     return Difference(path, worst, worst / scale if scale else worst, max(rtol, coarse))
 
 
@@ -115,7 +115,9 @@ def _first_divergence(
     eqns = [e for e in plain.eqns if e.outvars and not e.effects]
     made = {v for e in planned.eqns for v in e.outvars}
     shown = [(e, v) for e in eqns for v in e.outvars if v in made and jx.is_array(v)]
-    both = [_run(j.replace(outvars=[v for _, v in shown]), given) for j, given in ((plain, leaves), (planned, placed))]
+    both = [
+        _evaluate(j.replace(outvars=[v for _, v in shown]), given) for j, given in ((plain, leaves), (planned, placed))
+    ]
     for (eqn, var), a, b in zip(shown, *both, strict=True):
         d = compare("", a, b, rtol)
         if not d.equal:
@@ -127,13 +129,13 @@ def _first_divergence(
     return "No equation differs once every intermediate is kept: the difference comes with fusion or scheduling"
 
 
-def _words(x: Any) -> Any:
+def _key_words(x: Any) -> Any:
     """The words of typed PRNG keys; anything else as it is."""
     keys = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if keys else x
 
 
-def _host(x: Any) -> Any:
+def _host_copy(x: Any) -> Any:
     """``x`` on the host, where it can be there; nothing that is done with it can then reach the caller's array."""
     if not isinstance(x, jax.Array):
         return x

@@ -15,24 +15,24 @@ from autoshard.train.decoder import ModelConfig, OptimizerConfig
 Strategy = Literal["auto", "dp", "fsdp", "tp", "fsdp_tp", "zero1", "zero2", "zero3", "replicated"]
 
 
-def _beside(value: str, info: ValidationInfo) -> epath.Path:
+def _relative_path(value: str, info: ValidationInfo) -> epath.Path:
     """The file that ``value`` names, looked for in the folder of the configuration that names it."""
     return epath.Path((info.context or {}).get("file", "")).parent / value
 
 
 def _read_model(value: object, info: ValidationInfo) -> object:
-    return ModelConfig.load(_beside(value, info)) if isinstance(value, str) else value
+    return ModelConfig.load(_relative_path(value, info)) if isinstance(value, str) else value
 
 
 def _read_mesh(value: Any, info: ValidationInfo) -> object:
     if not isinstance(value, str):
         return value
     named = "/" not in value and not value.endswith(".yaml")  # "cpu-8" ships with autoshard
-    return mesh_config(value if named else _beside(value, info))
+    return mesh_config(value if named else _relative_path(value, info))
 
 
 def _read_source(value: str, info: ValidationInfo) -> str:
-    return value if value == STDLIB else str(_beside(value, info).expanduser().resolve())
+    return value if value == STDLIB else str(_relative_path(value, info).expanduser().resolve())
 
 
 ModelEntry = Annotated[ModelConfig, BeforeValidator(_read_model)]
@@ -122,7 +122,7 @@ class TrainConfig(Config):
         return phases
 
     @property
-    def stretches(self) -> tuple[Phase, ...]:
+    def all_phases(self) -> tuple[Phase, ...]:
         """The phases, also when the run has one mesh."""
         if self.mesh is not None and self.steps is not None:
             return (Phase(mesh=self.mesh, until=self.steps),)
@@ -131,26 +131,26 @@ class TrainConfig(Config):
     @property
     def last_step(self) -> int:
         """The step after which the run is over."""
-        return self.stretches[-1].until
+        return self.all_phases[-1].until
 
     @property
-    def devices(self) -> int:
+    def min_devices(self) -> int:
         """The most devices that a phase's mesh asks for by itself; 1 when every size is left open."""
-        return max(phase.mesh.least for phase in self.stretches)
+        return max(phase.mesh.min_devices for phase in self.all_phases)
 
-    def identity(self) -> dict[str, Any]:
+    def state_settings(self) -> dict[str, Any]:
         """The entries that a saved state depends on, by dotted key; a resumed run must agree in all of them."""
         optimizer = self.optimizer.model_copy(update={"decay_steps": self.optimizer.decay_steps or self.last_step})
         return {
-            **_flat("model", self.model.model_dump(mode="json")),
-            **_flat("data", self.data.model_dump(mode="json")),
-            **_flat("optimizer", optimizer.model_dump(mode="json")),
+            **_dotted("model", self.model.model_dump(mode="json")),
+            **_dotted("data", self.data.model_dump(mode="json")),
+            **_dotted("optimizer", optimizer.model_dump(mode="json")),
             "batch": self.batch,
             "seed": self.seed,
         }
 
 
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
+def _dotted(prefix: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix: value}
-    return {key: leaf for name, inner in value.items() for key, leaf in _flat(f"{prefix}.{name}", inner).items()}
+    return {key: leaf for name, inner in value.items() for key, leaf in _dotted(f"{prefix}.{name}", inner).items()}

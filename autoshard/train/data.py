@@ -113,7 +113,7 @@ def _read(root: epath.Path, names: Sequence[str]) -> np.ndarray:
     return np.frombuffer(b"".join((root / name).read_bytes() for name in names), np.uint8)
 
 
-class _Windows:
+class _WindowSource:
     """``length // seq`` windows of ``seq + 1`` bytes; each starts at the byte that the one before it ended on."""
 
     def __init__(self, text: np.ndarray, seq: int) -> None:
@@ -184,7 +184,7 @@ def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, pre
     """
     if batch < 1 or seq < 1:
         raise ConfigError(f"batch={batch} and seq={seq}: both are 1 or more")
-    windows = _Windows(text, seq)
+    windows = _WindowSource(text, seq)
     if len(windows) < (batch if seed is None else 1):
         least = 1 + seq * (batch if seed is None else 1)
         longest = (len(text) - 1) // (batch if seed is None else 1)
@@ -208,13 +208,13 @@ def bigram_bits_per_byte(train: np.ndarray, heldout: np.ndarray, *, alpha: float
     """
     if min(len(train), len(heldout)) < 2:
         raise ConfigError(f"a bigram needs two bytes: {len(train)} to fit on and {len(heldout)} to score")
-    fitted, scored = _pairs(train), _pairs(heldout)
+    fitted, scored = _bigram_counts(train), _bigram_counts(heldout)
     probability = (fitted + alpha) / (fitted.sum(1, keepdims=True) + VOCAB * alpha)
     nats = float(np.sum(scored * np.log(probability, where=scored > 0, out=np.zeros_like(probability))))
     return -nats / math.log(2) / (len(heldout) - 1)
 
 
-def _pairs(text: np.ndarray) -> np.ndarray:
+def _bigram_counts(text: np.ndarray) -> np.ndarray:
     """How often each byte follows each, [first, second]."""
     joined = text[:-1].astype(np.int64) * VOCAB + text[1:]
     return np.bincount(joined, minlength=VOCAB * VOCAB).reshape(VOCAB, VOCAB)

@@ -230,7 +230,7 @@ class Layer(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _run(graph: Any, weights: Tree, x: jax.Array) -> jax.Array:
+def _apply_layer(graph: Any, weights: Tree, x: jax.Array) -> jax.Array:
     """A layer of ``x``; JAX traces, and differentiates, the first and takes the others, which are alike, to be so."""
     return nnx.merge(graph, weights)(x)
 
@@ -257,7 +257,7 @@ class Decoder(nnx.Module):
             x, _ = jax.lax.scan(lambda h, weights: (nnx.merge(graph, weights)(h), None), x, stacked)
         else:
             for layer in self.layers:
-                x = _run(*nnx.split(layer), x)
+                x = _apply_layer(*nnx.split(layer), x)
         x = self.norm(x)
         if self.head is None:
             x = x * self.config.d_model**-0.5  # else each token starts out certain that it repeats itself
@@ -287,7 +287,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def _decays(params: Tree) -> Tree:
+def _decay_mask(params: Tree) -> Tree:
     """True where weight decay applies: everywhere but the norms' scales."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1] != jax.tree_util.DictKey("scale"), params)
 
@@ -300,7 +300,7 @@ def make_steps(model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> St
     rate = schedule(optimizer, steps)
     update = optax.chain(
         optax.clip_by_global_norm(optimizer.clip),
-        optax.adamw(rate, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay, mask=_decays),
+        optax.adamw(rate, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay, mask=_decay_mask),
     )
     graph, blank = nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
 

@@ -51,7 +51,7 @@ def train(config: TrainConfig, *, fresh: bool = False, console: Console | None =
     if fresh:
         deleted = folder.clear()
         console.print(f"starting over: deleted {', '.join(deleted) or 'nothing'} in {folder.root}", markup=False)
-    folder.claim(config.identity())
+    folder.claim(config.state_settings())
     done = checkpoint.latest(folder.checkpoints) or 0
     if done > config.last_step:
         raise ConfigError(
@@ -63,14 +63,14 @@ def train(config: TrainConfig, *, fresh: bool = False, console: Console | None =
         console.print(f"the run in {folder.root} is finished; --fresh starts it over", markup=False)
         console.print(str(report), markup=False, highlight=False)
         return report
-    folder.cut(done)
+    folder.drop_events_after(done)
     if done:
         console.print(f"resuming {folder.root} from its checkpoint at step {done} of {config.last_step}", markup=False)
-    return _finish(config, folder, console, done)
+    return _run_remaining(config, folder, console, done)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedPhase:
     """A phase before it runs: its step and eval functions with their plan, and what they are called with."""
 
     step: Step
@@ -82,7 +82,7 @@ class Planned:
     """Shapes and dtypes of a batch."""
 
 
-def plan_phase(config: TrainConfig, phase: Phase) -> Planned:
+def plan_phase(config: TrainConfig, phase: Phase) -> PlannedPhase:
     """The plan of one phase; needs no devices, and makes no array."""
     steps = make_steps(config.model, config.optimizer, config.last_step)
     step = jit(
@@ -99,11 +99,11 @@ def plan_phase(config: TrainConfig, phase: Phase) -> Planned:
     plan = step.plan(state, batch)
     held = (plan.in_specs[0]["params"], plan.in_specs[1])
     evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=held)
-    return Planned(step, evaluate, plan, state, batch)
+    return PlannedPhase(step, evaluate, plan, state, batch)
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunContext:
     """What every phase of a run shares."""
 
     config: TrainConfig
@@ -118,20 +118,20 @@ class _Run:
         self.console.print(text, markup=False, highlight=False)
 
 
-def _finish(config: TrainConfig, folder: RunFolder, console: Console, done: int) -> Report:
+def _run_remaining(config: TrainConfig, folder: RunFolder, console: Console, done: int) -> Report:
     """Takes the steps after ``done`` and writes the report."""
     with ProgressLine(console, config.last_step, config.batch * config.model.seq, config.log_every) as progress:
         steps = make_steps(config.model, config.optimizer, config.last_step)
-        run = _Run(config, folder, console, _corpus(config), steps, progress)
+        run = _RunContext(config, folder, console, _corpus(config), steps, progress)
         last = None
-        for index, phase in enumerate(config.stretches):
+        for index, phase in enumerate(config.all_phases):
             if phase.until > done:
                 last = _run_phase(run, index, done)
                 done = phase.until
-        last = last or plan_phase(config, config.stretches[-1])
+        last = last or plan_phase(config, config.all_phases[-1])
         # From the checkpoint in any case, so that a run that ends here and one that is taken up here do the same.
         params = checkpoint.restore(folder.checkpoints, done, plan=last.plan).state["params"]
-        held_out, scored = _final(run, last, params)
+        held_out, scored = _final_loss(run, last, params)
     report = make_report(
         folder.records(),
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(last.state["params"])),
@@ -145,11 +145,11 @@ def _finish(config: TrainConfig, folder: RunFolder, console: Console, done: int)
     return report
 
 
-def _run_phase(run: _Run, index: int, done: int) -> Planned:
+def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     """Takes the steps of phase ``index`` after step ``done``; ends with its last state whole on disk."""
-    config, folder, phase = run.config, run.folder, run.config.stretches[index]
+    config, folder, phase = run.config, run.folder, run.config.all_phases[index]
     planned = plan_phase(config, phase)
-    run.say(f"phase {index + 1} of {len(config.stretches)}: to step {phase.until} on mesh {planned.plan.mesh}")
+    run.say(f"phase {index + 1} of {len(config.all_phases)}: to step {phase.until} on mesh {planned.plan.mesh}")
     run.say(planned.plan.explain())
     planned.plan.save(os.fspath(folder.plan(index)))
     _log_phase(run, planned, done)
@@ -161,7 +161,7 @@ def _run_phase(run: _Run, index: int, done: int) -> Planned:
         batches.set_state(restored.extra["batches"])
     else:
         state = planned.plan.init(run.steps.init, jax.random.key(config.seed))
-    if index and done == config.stretches[index - 1].until:
+    if index and done == config.all_phases[index - 1].until:
         _log_held_out(run, planned, state, done)
 
     run.progress.restart()
@@ -183,7 +183,7 @@ def _run_phase(run: _Run, index: int, done: int) -> Planned:
     return planned
 
 
-def _log_phase(run: _Run, planned: Planned, done: int) -> None:
+def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
     """Notes the mesh and the step's collectives, unless the log's last phase is the same and is being resumed."""
     compiled = planned.step.lower(planned.state, planned.batch).compile()
     event = PhaseEvent(step=done, mesh=str(planned.plan.mesh), collectives=str(audit(compiled, planned.plan)))
@@ -192,32 +192,32 @@ def _log_phase(run: _Run, planned: Planned, done: int) -> None:
         run.folder.append([event.model_dump(mode="json")])
 
 
-def _log_step(run: _Run, number: int, metrics: Mapping[str, jax.Array]) -> None:
+def _log_step(run: _RunContext, number: int, metrics: Mapping[str, jax.Array]) -> None:
     values = {name: float(value) for name, value in metrics.items()}
     run.folder.append([StepEvent.model_validate({"step": number, **values}).model_dump(mode="json")])
     run.progress.step(number, values["loss"])
 
 
-def _log_held_out(run: _Run, planned: Planned, state: Tree, number: int) -> None:
+def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: int) -> None:
     """Notes the loss over the first batches of one shuffle of the held-out files: always the same ones."""
     config = run.config
     batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=0)
-    loss = _loss(planned, state["params"], itertools.islice(batches, config.eval.batches))
+    loss = _mean_loss(planned, state["params"], itertools.islice(batches, config.eval.batches))
     run.folder.append([HeldOutEvent(step=number, loss=loss).model_dump(mode="json")])
     run.say(f"step {number}: held-out loss {loss:.4f}, {loss / math.log(2):.3f} bits per byte")
     run.progress.restart()
 
 
-def _final(run: _Run, planned: Planned, params: Tree) -> tuple[float, int]:
+def _final_loss(run: _RunContext, planned: PlannedPhase, params: Tree) -> tuple[float, int]:
     """The loss, nats a byte, over the held-out files in order, and how many bytes it was scored on."""
     config = run.config
     batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=None)
     count = min(batches.per_pass, config.eval.final_batches or batches.per_pass)
-    loss = _loss(planned, params, itertools.islice(batches, count))
+    loss = _mean_loss(planned, params, itertools.islice(batches, count))
     return loss, count * config.batch * config.model.seq
 
 
-def _loss(planned: Planned, params: Tree, batches: Iterable[Tree]) -> float:
+def _mean_loss(planned: PlannedPhase, params: Tree, batches: Iterable[Tree]) -> float:
     return float(np.mean([float(planned.evaluate(params, batch)["loss"]) for batch in batches]))
 
 

@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-_RECENT = 20
+_RATE_STEPS = 20
 """Steps over which the rate is measured."""
 
 
@@ -29,7 +29,7 @@ class ProgressLine:
         self._total = total
         self._tokens = tokens
         self._every = every
-        self._times: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
+        self._times: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS + 1)
         bar = BarColumn(bar_width=24)
         self._bar = Progress(TextColumn("{task.description}"), bar, console=console, transient=True)
         self._task = self._bar.add_task("", total=total)
@@ -54,7 +54,7 @@ class ProgressLine:
         line = f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}"
         if step > first and now > since:
             rate = (step - first) / (now - since)
-            line += f"  {rate * self._tokens:,.0f} tokens/s  {_clock((self._total - step) / rate)} left"
+            line += f"  {rate * self._tokens:,.0f} tokens/s  {_duration_text((self._total - step) / rate)} left"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, description=line)
             self._bar.start()  # from the first step on: nothing to show before
@@ -62,7 +62,7 @@ class ProgressLine:
             self._console.print(line)
 
 
-def _clock(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

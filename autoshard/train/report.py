@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-_WINDOW = 10
+_MEAN_STEPS = 10
 """Steps that a loss in the report is the mean of: one batch's loss says little."""
 
 
@@ -96,7 +96,7 @@ class Report(_Frozen):
         return "\n".join(lines)
 
 
-_WINDOW_NOTE = f" (mean of {_WINDOW} steps)"
+_WINDOW_NOTE = f" (mean of {_MEAN_STEPS} steps)"
 
 
 def make_report(
@@ -126,8 +126,8 @@ def make_report(
             mesh=start.mesh,
             first=start.step,
             last=end,
-            loss_first=_mean(losses, start.step + 1, min(start.step + _WINDOW, end)),
-            loss_last=_mean(losses, max(start.step, end - _WINDOW) + 1, end),
+            loss_first=_mean_loss(losses, start.step + 1, min(start.step + _MEAN_STEPS, end)),
+            loss_last=_mean_loss(losses, max(start.step, end - _MEAN_STEPS) + 1, end),
             held_out_first=held.get((index, start.step)),
             held_out_last=held.get((index, end)),
             collectives=start.collectives,
@@ -146,5 +146,5 @@ def make_report(
     )
 
 
-def _mean(losses: Mapping[int, float], first: int, last: int) -> float:
+def _mean_loss(losses: Mapping[int, float], first: int, last: int) -> float:
     return float(np.mean([losses[step] for step in range(first, last + 1)]))

@@ -24,7 +24,7 @@ from autoshard.errors import CheckpointError, ConfigError
 
 type Record = dict[str, Any]
 
-_OWN = re.compile(r"run\.json|log\.jsonl|plan-\d+\.json|report\.json|checkpoints|[^/]*\.partial")
+_RUN_FILES = re.compile(r"run\.json|log\.jsonl|plan-\d+\.json|report\.json|checkpoints|[^/]*\.partial")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunFolder:
           CheckpointError: the folder holds something that no run put there; nothing is deleted.
         """
         names = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
-        foreign = [name for name in names if not _OWN.fullmatch(name)]
+        foreign = [name for name in names if not _RUN_FILES.fullmatch(name)]
         if foreign:
             raise CheckpointError(
                 f"{self.root} holds {', '.join(foreign[:5])}, which no training run wrote; nothing was deleted. "
@@ -109,7 +109,7 @@ class RunFolder:
             except ValueError:
                 return
 
-    def cut(self, step: int) -> None:
+    def drop_events_after(self, step: int) -> None:
         """Drops the events after ``step``."""
         kept = [record for record in self.records() if record["step"] <= step]
         partial = self.root / "log.jsonl.partial"

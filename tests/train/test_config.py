@@ -36,14 +36,14 @@ def test_shipped_configurations_are_valid(path: Path):
 
 def test_one_mesh_is_one_phase(tmp_path: Path):
     config = read(tmp_path, PLAIN)
-    assert [(phase.until, phase.mesh.axes) for phase in config.stretches] == [(10, {"data": 4})]
-    assert (config.last_step, config.devices) == (10, 4)
+    assert [(phase.until, phase.mesh.axes) for phase in config.all_phases] == [(10, {"data": 4})]
+    assert (config.last_step, config.min_devices) == (10, 4)
 
 
 def test_phases_ask_for_the_devices_of_the_largest(tmp_path: Path):
     config = read(tmp_path, PHASES)
-    assert [phase.until for phase in config.stretches] == [4, 10]
-    assert config.devices == 8
+    assert [phase.until for phase in config.all_phases] == [4, 10]
+    assert config.min_devices == 8
 
 
 def test_paths_lead_from_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -56,7 +56,7 @@ def test_paths_lead_from_the_file_that_names_them(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir("/")
     config = read(tmp_path, text.replace("{axes: {data: 4}, hardware: cpu}", "mesh.yaml"))
     assert config.model.layers == 3
-    assert config.stretches[0].mesh.axes == {"data": 2}
+    assert config.all_phases[0].mesh.axes == {"data": 2}
     assert config.data.source == str(tmp_path / "text")
 
 
@@ -88,8 +88,8 @@ def test_phases_must_move_on(tmp_path: Path):
 
 def test_identity_is_what_the_state_depends_on(tmp_path: Path):
     plain, phases = read(tmp_path, PLAIN), read(tmp_path, PHASES)
-    assert plain.identity() == phases.identity()  # the mesh may change
-    assert plain.identity()["optimizer.decay_steps"] == 10
+    assert plain.state_settings() == phases.state_settings()  # the mesh may change
+    assert plain.state_settings()["optimizer.decay_steps"] == 10
     longer = read(tmp_path, PLAIN.replace("steps: 10", "steps: 20"))
-    other = {key for key, value in longer.identity().items() if value != plain.identity()[key]}
+    other = {key for key, value in longer.state_settings().items() if value != plain.state_settings()[key]}
     assert other == {"optimizer.decay_steps"}

@@ -176,6 +176,6 @@ def test_fresh_deletes_nothing_of_anyone_else(text: Path, tmp_path: Path):
 def test_a_plan_needs_no_devices(text: Path, tmp_path: Path):
     mesh = {"axes": {"data": 64, "model": 8}, "hardware": "tpu-v5e"}
     config = recipe(text, tmp_path / "run", phases=(), mesh=mesh, steps=2, batch=64)
-    plan = plan_phase(config, config.stretches[0]).plan
+    plan = plan_phase(config, config.all_phases[0]).plan
     assert plan.mesh.size == 512
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,7 @@ def test_the_log_is_cut_where_the_run_resumes(folder: RunFolder):
     with folder.log.open("a") as file:
         file.write('{"event": "step", "st')  # killed in the middle of a line
     assert [record["step"] for record in folder.records()] == [1, 2, 3, 4, 5, 6, 7]
-    folder.cut(5)
+    folder.drop_events_after(5)
     folder.append([{"event": "step", "step": 6}])
     assert [record["step"] for record in folder.records()] == [1, 2, 3, 4, 5, 6]
 
