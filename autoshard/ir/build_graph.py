@@ -16,7 +16,7 @@ from autoshard.ir.combined_reductions import combined_reduction_counts
 from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, Graph, OpKind, Node, Value
 from autoshard.ir.program import Program
 from autoshard.ir.rule import Rule, single_factor_dims, factor_names, replicated_rule
-from autoshard.ir.rule_registry import check_used, lookup, misspelt, sealed, unruled
+from autoshard.ir.rule_registry import check_used, lookup_rule, near_misses, has_own_rule, fallback_rule
 from autoshard.ir.spec import Spec, checked_spec, unconstrained_dims
 from autoshard.ir.traits import UNKNOWN, Traits
 
@@ -34,7 +34,7 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     builder = _Builder(program, strict)
     builder.jaxpr(program.jaxpr, 1, PLAIN)
     check_used(program.rules, builder.names)
-    builder.diagnostics += [Diagnostic("", text) for text in misspelt(program.rules, builder.names)]
+    builder.diagnostics += [Diagnostic("", text) for text in near_misses(program.rules, builder.names)]
     ids = builder.ids
     inputs = tuple(ids[v] for v in program.jaxpr.invars)
     outputs = tuple(builder.read(a) for a in program.jaxpr.outvars)
@@ -43,7 +43,7 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     kinds: dict[tuple[OpKind, int], OpKind] = {}
     for i, count in combined_reduction_counts(builder.nodes, builder.values).items():
         kind = builder.nodes[i].kind
-        kind = kinds.setdefault((kind, count), replace(kind, together=count))
+        kind = kinds.setdefault((kind, count), replace(kind, combined_count=count))
         builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
     for i, o in program.carries:  # the next call begins where this one ends
         builder.tie("carry", outputs[o], inputs[i], False, 1, "", PLAIN)
@@ -118,7 +118,7 @@ class _Builder:
             self.names.add(eqn.primitive.name)
             self.names.update(jx.op_names(eqn))
             regions = jx.regions(eqn)
-            regions = () if regions and sealed(eqn, self.rules) else regions
+            regions = () if regions and has_own_rule(eqn, self.rules) else regions
             if regions:
                 self.regions(eqn, regions, times, inner)
             elif jx.manual_specs(eqn):
@@ -192,7 +192,7 @@ class _Builder:
 
     def rule(self, eqn: jx.JaxprEqn, source: str) -> Rule:
         try:
-            return lookup(eqn, self.rules, self.program.mesh) or unruled(eqn)
+            return lookup_rule(eqn, self.rules, self.program.mesh) or fallback_rule(eqn)
         except RuleError as e:
             raise RuleError(f"{source}: {eqn.primitive.name}: {e}") from None
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse.csgraph
 
-from autoshard.ir.graph import BACKWARD, FORWARD, Graph, Kind
+from autoshard.ir.graph import BACKWARD, FORWARD, Graph, OpKind
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,17 @@ class DimClass:
     members: int
     weight: float
     """Bytes of all values with a member: how much splitting it would save."""
-    twice: bool
+    repeats_in_value: bool
     """Whether some value has it on two dimensions, of which only one can take an axis."""
+    is_batch: bool = False
+    """Whether it has the first dimension of an argument that is not carried from call to call."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.size})"
 
 
 @dataclass(frozen=True)
-class Roles:
+class ArgumentRoles:
     """What each flat argument is in a training step. A step without state has inputs only."""
 
     parameters: frozenset[int]
@@ -45,7 +47,7 @@ class Roles:
     batch: frozenset[int]
 
 
-def roles(graph: Graph) -> Roles:
+def argument_roles(graph: Graph) -> ArgumentRoles:
     """Sorts the arguments into parameters, other carried state, and inputs.
 
     A parameter is a carried argument that a differentiated equation reads; where nothing is
@@ -56,10 +58,10 @@ def roles(graph: Graph) -> Roles:
     trained = any(FORWARD in p or BACKWARD in p for p in phases)
     parameters = {i for i in carried if not trained or phases[i] & {FORWARD, BACKWARD}}
     everything = range(len(graph.inputs))
-    return Roles(frozenset(parameters), frozenset(carried - parameters), frozenset(set(everything) - carried))
+    return ArgumentRoles(frozenset(parameters), frozenset(carried - parameters), frozenset(set(everything) - carried))
 
 
-def classes(graph: Graph) -> tuple[DimClass, ...]:
+def dim_classes(graph: Graph) -> tuple[DimClass, ...]:
     """The dimension classes that an argument's dimension belongs to, heaviest first."""
     values = graph.values
     ranks = np.array([len(v.shape) for v in values])
@@ -70,7 +72,7 @@ def classes(graph: Graph) -> tuple[DimClass, ...]:
     large = np.flatnonzero(sizes > 1)
     order = large[np.argsort(label[large], kind="stable")]
     weights = np.array([v.bytes for v in values], dtype=object)
-    args, batch = set(graph.inputs), {graph.inputs[i] for i in roles(graph).batch}
+    args, batch = set(graph.inputs), {graph.inputs[i] for i in argument_roles(graph).batch}
     wanted = np.isin(owner, list(args))
     found: list[DimClass] = []
     for group in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
@@ -80,32 +82,33 @@ def classes(graph: Graph) -> tuple[DimClass, ...]:
             held = np.unique(owner[group])
             size = int(np.gcd.reduce(sizes[group]))
             weight = float(weights[held].sum())
-            name = _name(graph, inputs, batch)
-            found.append(DimClass(name, size, inputs, len(group), weight, len(held) < len(group)))
+            is_batch = any(v in batch and d == 0 for v, d in inputs)
+            name = "batch" if is_batch else _name(graph, inputs)
+            found.append(DimClass(name, size, inputs, len(group), weight, len(held) < len(group), is_batch))
     return _distinct(sorted(found, key=lambda c: (-c.weight, c.inputs)))
 
 
-def of_batch(graph: Graph) -> frozenset[tuple[int, int]]:
+def batch_dims(graph: Graph) -> frozenset[tuple[int, int]]:
     """Every (value, dimension) that belongs with the first dimension of an argument that is no state."""
     ranks = np.array([len(v.shape) for v in graph.values])
     start = np.cumsum(ranks) - ranks
     owner = np.repeat(np.arange(len(ranks)), ranks)
     label = _together(graph, start, len(owner))
-    firsts = [start[graph.inputs[i]] for i in roles(graph).batch if graph.values[graph.inputs[i]].shape]
+    firsts = [start[graph.inputs[i]] for i in argument_roles(graph).batch if graph.values[graph.inputs[i]].shape]
     found = np.flatnonzero(np.isin(label, label[firsts]))
     return frozenset((int(owner[k]), int(k - start[owner[k]])) for k in found)
 
 
 def _together(graph: Graph, start: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
     """For every dimension of every value the number of its class; ``start`` is where those of each value begin."""
-    alike: dict[Kind, list[tuple[int, ...]]] = defaultdict(list)
+    alike: dict[OpKind, list[tuple[int, ...]]] = defaultdict(list)
     for node in graph.nodes:
         alike[node.kind].append(node.values)
     ends: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
     for kind, found in alike.items():
         first, kinds = dict[str, tuple[int, int]](), dict(kind.rule.kinds)
         at = start[np.array(found)]
-        for i, d, (f, *_) in kind.places:
+        for i, d, (f, *_) in kind.factored_dims:
             if kinds.get(f) != "whole":
                 j, e = first.setdefault(f, (i, d))
                 ends.append((at[:, j] + e, at[:, i] + d))
@@ -116,9 +119,7 @@ def _together(graph: Graph, start: npt.NDArray[np.int64], total: int) -> npt.NDA
     return scipy.sparse.csgraph.connected_components(matrix, directed=False)[1]
 
 
-def _name(graph: Graph, inputs: tuple[tuple[int, int], ...], batch: set[int]) -> str:
-    if any(v in batch and d == 0 for v, d in inputs):
-        return "batch"
+def _name(graph: Graph, inputs: tuple[tuple[int, int], ...]) -> str:
     v, d = max(inputs, key=lambda m: (graph.values[m[0]].bytes, -m[0]))
     words = re.findall(r"[A-Za-z_]\w*", graph.values[v].name)
     leaf = [w for w in words if w not in ("value", "kernel", "raw_value")][-1:] or ["argument"]
@@ -131,5 +132,5 @@ def _distinct(found: list[DimClass]) -> tuple[DimClass, ...]:
     for c in found:
         seen[c.name] += 1
         name = c.name if seen[c.name] == 1 else f"{c.name}'{seen[c.name]}"
-        named.append(DimClass(name, c.size, c.inputs, c.members, c.weight, c.twice))
+        named.append(replace(c, name=name))
     return tuple(named)

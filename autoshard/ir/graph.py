@@ -115,11 +115,11 @@ class Graph:
     """Dimensions of pinned values that their pin leaves open."""
     loops: tuple[tuple[int, int], ...] = ()
     """First and last node of every loop, what goes in and comes out included; an outer loop after its inner ones."""
-    proposal_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
-    """What alike nodes in alike states propose to their values: work of `propagate` that serves its next run."""
-
-    node_cost_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
-    """How alike nodes run under alike specs: work of `cost` that serves `memory`."""
+    proposal_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
+    """Cache of `propagate.proposals` by (OpKind, axes of its values). Like every cache here it lives as long as the
+    graph, is valid for its mesh alone, and starts empty in a copy that `dataclasses.replace` makes."""
+    node_cost_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
+    """Cache of `autoshard.cost.cost`: node costs by OpKind, specs of its values and chosen strategy."""
 
     @functools.cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:

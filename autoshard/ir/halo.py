@@ -14,33 +14,33 @@ import jax
 import numpy as np
 from jax import lax
 
-Pairs = Sequence[tuple[int, int]]
+Permutation = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class HaloWindow:
     """Row ``j`` of ``count`` reads rows ``(j * step - low) / base`` to ``(j * step - low + reach - 1) / base`` of
     ``size``, as far as there are such."""
 
-    size: int
-    count: int
-    step: int = 1
-    low: int = 0
-    reach: int = 1
-    base: int = 1
+    input_size: int
+    output_size: int
+    stride: int = 1
+    padding_low: int = 0
+    window_size: int = 1
+    base_dilation: int = 1
 
     @property
-    def even(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether every part reads from the same place of its own rows on."""
-        return self.size * self.base == self.count * self.step
+        return self.input_size * self.base_dilation == self.output_size * self.stride
 
-    def rows(self, parts: int) -> tuple[int, int]:
+    def halo_rows(self, parts: int) -> tuple[int, int]:
         """How many rows a part reads before its own, and behind, at most. ``parts`` divides both sizes."""
-        own, made = self.size // parts, self.count // parts
-        starts = [max(0, -((self.low - k * made * self.step) // self.base)) for k in range(1, parts)]
-        ends = [((k * made - 1) * self.step - self.low + self.reach - 1) // self.base for k in range(1, parts)]
+        own, made = self.input_size // parts, self.output_size // parts
+        starts = [max(0, -((self.padding_low - k * made * self.stride) // self.base_dilation)) for k in range(1, parts)]
+        ends = [((k * made - 1) * self.stride - self.padding_low + self.window_size - 1) // self.base_dilation for k in range(1, parts)]
         before = max((k * own - first for k, first in enumerate(starts, 1)), default=0)
-        behind = max((min(self.size - 1, last) + 1 - k * own for k, last in enumerate(ends, 1)), default=0)
+        behind = max((min(self.input_size - 1, last) + 1 - k * own for k, last in enumerate(ends, 1)), default=0)
         return max(0, before), max(0, behind)
 
 
@@ -50,34 +50,34 @@ class Halo:
 
     operand: int
     dim: int
-    window: Window
+    window: HaloWindow
 
 
-def hops(rows: int, own: int) -> list[int]:
+def rows_per_hop(rows: int, own: int) -> list[int]:
     """How many of ``rows`` each neighbour sends, the nearest first, of ``own`` that each has."""
     return [min(own, rows - n) for n in range(0, rows, own)]
 
 
-def extended(x: Any, axes: tuple[str, ...], dim: int, before: int, behind: int) -> Any:
+def with_halo(x: Any, axes: tuple[str, ...], dim: int, before: int, behind: int) -> Any:
     """A part with so many rows of its neighbours on either side; beyond the first and the last part there are zeros.
 
     It is used inside `jax.shard_map`; ``axes`` are the mesh axes that split dimension ``dim`` of ``x``.
     """
     parts, own = lax.axis_size(axes), x.shape[dim]
-    above, below = hops(before, own), hops(behind, own)
+    above, below = rows_per_hop(before, own), rows_per_hop(behind, own)
     pieces = [
-        permute(lax.slice_in_dim(x, own - n, own, axis=dim), axes, [(p, p + hop) for p in range(parts - hop)])
+        permute_shards(lax.slice_in_dim(x, own - n, own, axis=dim), axes, [(p, p + hop) for p in range(parts - hop)])
         for hop, n in reversed(list(enumerate(above, 1)))
     ]
     pieces.append(x)
     pieces += [
-        permute(lax.slice_in_dim(x, 0, n, axis=dim), axes, [(p + hop, p) for p in range(parts - hop)])
+        permute_shards(lax.slice_in_dim(x, 0, n, axis=dim), axes, [(p + hop, p) for p in range(parts - hop)])
         for hop, n in enumerate(below, 1)
     ]
     return lax.concatenate(pieces, dim) if len(pieces) > 1 else x
 
 
-def permute(x: Any, axes: tuple[str, ...], pairs: Pairs) -> Any:
+def permute_shards(x: Any, axes: tuple[str, ...], pairs: Permutation) -> Any:
     """`jax.lax.ppermute` over axes in any order; it takes them in the mesh's alone."""
     order = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axes) or axes
     ranks = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in order])

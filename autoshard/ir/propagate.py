@@ -15,13 +15,17 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from autoshard.ir.graph import Graph, Kind
+from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Axes, Spec, replicated
 
 State = tuple[Axes, ...]
 Offer = tuple[int, int, Axes, int]
 Factors = dict[str, Axes]
+Origin = Literal["pinned", "chosen", "solved"] | int
+"""What decided how a dimension is split: the user, the search, the solver, or the node of this number, which propagated
+it."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,11 @@ class Layout:
     """A spec for every value of a graph, and where each split came from."""
 
     specs: tuple[Spec, ...]
-    origins: Mapping[tuple[int, int], str]
-    """For a split dimension (value, dimension): the pin, or the equation that passed the split on."""
-    dropped: tuple[tuple[int, Spec, str], ...] = ()
-    """Seeds that could not be taken as they were: value, seed, reason."""
-    ways: Mapping[int, tuple[tuple[str, Axes], ...]] = field(default_factory=dict[int, tuple[tuple[str, Axes], ...]])
+    origins: Mapping[tuple[int, int], Origin]
+    """For a split dimension (value, dimension): what decided its split."""
+    dropped: tuple[tuple[int, Spec, Spec], ...] = ()
+    """Seeds that conflict with an earlier decision: value, seed, and the spec that the value had by then."""
+    strategies: Mapping[int, tuple[tuple[str, Axes], ...]] = field(default_factory=dict[int, tuple[tuple[str, Axes], ...]])
     """For nodes of which it was decided: the axes of their factors. Any other runs the cheapest way under its specs."""
 
 
@@ -47,22 +51,22 @@ def propagate(graph: Graph, levels: Sequence[Mapping[int, Spec]], hard: Mapping[
     """
     final = {**(hard or {}), **graph.pins}
     run = _Run(graph, final)
-    run.seed(final, "pin")
-    dropped = [d for level in levels for d in run.seed(level, "seed")]
+    run.seed(final)
+    dropped = [d for level in levels for d in run.seed(level)]
     known = {dims: Spec(dims) for dims in set(run.state)}
     return Layout(tuple([known[dims] for dims in run.state]), run.origins, tuple(dropped))
 
 
 def factor_axes(
-    kind: Kind, state: Sequence[Sequence[Axes]], mesh: Mapping[str, int], first: int | None = None
+    kind: OpKind, state: Sequence[Sequence[Axes]], mesh: Mapping[str, int], first: int | None = None
 ) -> Factors:
     """The axes of each factor of a node that its values' shardings agree on; the largest value decides conflicts.
 
     ``state`` holds the axes per dimension of each operand and result. With ``first``, the value at that
     position decides before all others.
     """
-    places = kind.places if first is None else sorted(kind.places, key=lambda p: p[0] != first)
-    sizes, kinds = dict(kind.sizes), dict(kind.rule.kinds)
+    places = kind.factored_dims if first is None else sorted(kind.factored_dims, key=lambda p: p[0] != first)
+    sizes, kinds = dict(kind.factor_sizes), dict(kind.rule.kinds)
     chosen: Factors = {}
     owner: dict[str, str] = {}
     for i, d, dim in places:
@@ -85,7 +89,7 @@ def factor_axes(
     return chosen
 
 
-def project(dim: Sequence[str], chosen: Mapping[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Axes:
+def axes_of_dim(dim: Sequence[str], chosen: Mapping[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Axes:
     """The axes of a dimension made of the factors ``dim``, when its factors have the ``chosen`` axes."""
     axes: Axes = ()
     for f in dim:
@@ -102,24 +106,26 @@ class _Run:
     def __init__(self, graph: Graph, final: Mapping[int, Spec]) -> None:
         self.graph, self.final, self.mesh = graph, final, graph.program.mesh.shape
         self.state: list[State] = [((),) * len(v.shape) for v in graph.values]
-        self.origins: dict[tuple[int, int], str] = {}
-        loose = (v for v in range(1, len(graph.values)) if v not in final or v in graph.open)
+        self.origins: dict[tuple[int, int], Origin] = {}
+        loose = (v for v in range(1, len(graph.values)) if v not in final or v in graph.unconstrained_dims)
         self.loose = {n for v in loose for n in graph.uses[v]}
         """Nodes with a value that is not given."""
         self.queue: list[tuple[int, int, int, Axes, int]] = []
 
-    def seed(self, seeds: Mapping[int, Spec], what: str) -> list[tuple[int, Spec, str]]:
+    def seed(self, seeds: Mapping[int, Spec]) -> list[tuple[int, Spec, Spec]]:
         """Takes seeds, then runs to the fixed point. Returns those that did not fit whole."""
-        dropped: list[tuple[int, Spec, str]] = []
+        dropped: list[tuple[int, Spec, Spec]] = []
         changed: list[int] = []
         for v, spec in seeds.items():
+            final = self.final.get(v) is spec
+            origin: Origin = "pinned" if final and v in self.graph.pins else "chosen"
             for d, axes in enumerate(spec.dims):
                 if not axes:
                     continue
-                if self.take(v, d, axes, f"{what} {self.graph.values[v].name or v}", pinned=self.final.get(v) is spec):
+                if self.take(v, d, axes, origin, pinned=final):
                     changed.append(v)
                 elif self.state[v][d] != axes:
-                    dropped.append((v, spec, f"it already lies as {Spec(self.state[v])}"))
+                    dropped.append((v, spec, Spec(self.state[v])))
         for v in changed:
             self.visit(v)
         self.drain()
@@ -128,12 +134,10 @@ class _Run:
     def drain(self) -> None:
         while self.queue:
             _, v, d, axes, n = heapq.heappop(self.queue)
-            if self.take(v, d, axes, ""):
-                node = self.graph.nodes[n]
-                self.origins[v, d] = f"{node.kind.op} at {node.source}" if node.source else node.kind.op
+            if self.take(v, d, axes, n):
                 self.visit(v)
 
-    def take(self, v: int, d: int, axes: Axes, origin: str, *, pinned: bool = False) -> bool:
+    def take(self, v: int, d: int, axes: Axes, origin: Origin, *, pinned: bool = False) -> bool:
         """Splits dimension ``d`` of value ``v`` over ``axes`` if that extends what it has and fits."""
         dims = self.state[v]
         old = dims[d]
@@ -152,10 +156,10 @@ class _Run:
 
     def free(self, v: int, d: int) -> bool:
         """Whether dimension ``d`` of ``v`` is not given."""
-        return v not in self.final or d in self.graph.open.get(v, ())
+        return v not in self.final or d in self.graph.unconstrained_dims.get(v, ())
 
     def visit(self, v: int) -> None:
-        nodes, state, final, memo = self.graph.nodes, self.state, self.final, self.graph.offers
+        nodes, state, final, memo = self.graph.nodes, self.state, self.final, self.graph.proposal_cache
         for n in self.graph.uses[v]:
             if n not in self.loose:
                 continue
@@ -163,31 +167,31 @@ class _Run:
             key = nodes[n].kind, *[state[u] for u in values]
             found = memo.get(key)
             if found is None:
-                found = memo[key] = offers(nodes[n].kind, key[1:], self.mesh)
+                found = memo[key] = proposals(nodes[n].kind, key[1:], self.mesh)
             for i, d, axes, weight in found:
                 u = values[i]
                 if u and (u not in final or self.free(u, d)):
                     heapq.heappush(self.queue, (-weight, u, d, axes, n))
 
 
-def offers(kind: Kind, state: Sequence[State], mesh: Mapping[str, int]) -> tuple[Offer, ...]:
+def proposals(kind: OpKind, state: Sequence[State], mesh: Mapping[str, int]) -> tuple[Offer, ...]:
     """What a node whose values have this state proposes to them: (position, dimension, axes, weight)."""
-    sizes = dict(kind.sizes)
+    sizes = dict(kind.factor_sizes)
     chosen = factor_axes(kind, state, mesh)
     weights: dict[str, int] = {}
-    for i, d, dim in kind.places:
+    for i, d, dim in kind.factored_dims:
         if state[i][d]:
             bytes_ = math.prod(kind.shapes[i]) * kind.bits[i] // 8
             for f in dim:
                 weights[f] = max(weights.get(f, 0), bytes_)
     found: list[Offer] = []
-    for i, d, dim in kind.places:
-        axes = project(dim, chosen, sizes, mesh)
+    for i, d, dim in kind.factored_dims:
+        axes = axes_of_dim(dim, chosen, sizes, mesh)
         if len(axes) > len(state[i][d]):
             found.append((i, d, axes, max(weights.get(f, 0) for f in dim)))
     return tuple(found)
 
 
-def whole_layout(graph: Graph) -> Layout:
+def replicated_layout(graph: Graph) -> Layout:
     """The layout that splits nothing."""
     return Layout(tuple(replicated(len(v.shape)) for v in graph.values), {})

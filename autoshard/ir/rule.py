@@ -31,8 +31,9 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError, nearest
 from autoshard.ir.halo import Halo
-from autoshard.ir.spec import KINDS as REDUCTIONS
+from autoshard.ir.spec import REDUCTION_KINDS as REDUCTIONS
 from autoshard.ir.spec import Spec
+from autoshard.machine.collective import CollectiveKind
 
 FACTOR_KINDS = (*REDUCTIONS, "whole", "halo", "local")
 Dim = tuple[str, ...]
@@ -61,15 +62,15 @@ class Local:
     fun: Callable[..., Any] | None
     """``fun(axes, *operands)`` -> a result or a tuple of them: parts in, parts out. ``axes`` are the mesh axes that
     split the local factor, major to minor: a valid ``axis_name`` of every collective. None: the operation itself."""
-    moves: Callable[[int, Sequence[int]], tuple[tuple[str, int], ...] | None]
+    collectives: Callable[[int, Sequence[int]], tuple[tuple[CollectiveKind, int], ...] | None]
     """``moves(parts, sizes)`` -> the collectives that ``fun`` makes over ``axes``, as (kind, bytes); None where so many
     parts are better gathered, so that ``fun`` is not asked. ``sizes`` are the bytes of one part of each operand and
     then of each result; bytes are as `autoshard.machine.collective` defines them."""
-    due: Literal["split", "always", "partial", "scattered"] = "split"
+    used_when: Literal["split", "always", "partial", "scattered"] = "split"
     """``always``: also where the local factor is not split, with no ``axes``, since XLA gathers whatever else is.
     ``partial``: where a factor is split that is reduced, and nowhere else. ``scattered``: where the terms which that
     leaves are put together into parts, or operands come with their neighbours' edges, and nowhere else."""
-    slowest: Callable[[int, Sequence[float]], float] | None = None
+    imbalance: Callable[[int, Sequence[float]], float] | None = None
     """``slowest(parts, sizes)`` -> the work of the part that has most, over an even share; None: all have as much."""
 
 
@@ -98,7 +99,7 @@ class Rule:
         """The factor's kind; ``"parallel"`` when nothing is said."""
         return dict(self.kinds).get(factor, "parallel")
 
-    def along(self, halo: Halo) -> str:
+    def halo_factor(self, halo: Halo) -> str:
         """The factor along which neighbours exchange ``halo``."""
         return self.operands[halo.operand][halo.dim][0]
 
@@ -179,19 +180,19 @@ def unparse(rule: Rule) -> str:
     return text.strip()
 
 
-def whole(reason: str, operands: Iterable[Aval], results: Iterable[Aval]) -> Rule:
+def replicated_rule(reason: str, operands: Iterable[Aval], results: Iterable[Aval]) -> Rule:
     """The rule that splits nothing, and why."""
     return Rule(
         tuple(((),) * len(a.shape) for a in operands), tuple(((),) * len(a.shape) for a in results), reason=reason
     )
 
 
-def names(n: int, start: int = 0) -> tuple[str, ...]:
+def factor_names(n: int, start: int = 0) -> tuple[str, ...]:
     """``n`` factor names: a, b, ..., z, a1, b1, ..."""
     return tuple(chr(97 + i % 26) + (str(i // 26) if i >= 26 else "") for i in range(start, start + n))
 
 
-def dims_of(factors: Iterable[str | None]) -> Dims:
+def single_factor_dims(factors: Iterable[str | None]) -> Dims:
     """One dimension a factor; None is a dimension that carries none."""
     return tuple((f,) if f else () for f in factors)
 

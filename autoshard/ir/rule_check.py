@@ -20,14 +20,14 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.ir.rule_registry import Fixed, Key, Read, title
+from autoshard.ir.rule_registry import FixedRule, Key, EinsumRule, display_name
 
 _SIZES = ((8, 8), (8, 1))
 """Of factors, and of dimensions without one."""
 _DTYPES = ("float32", "int32", "bool")
 
 
-def check(
+def check_rule(
     of: Key | Callable[..., Any],
     fn: RuleFn,
     local: Local | Callable[..., Any] | None = None,
@@ -45,7 +45,7 @@ def check(
     calls = list(_calls(of, local))
     if example is not None:
         _exemplified(of, fn, calls, example)
-    elif isinstance(fn, Fixed | Read):
+    elif isinstance(fn, FixedRule | EinsumRule):
         _invented(of, fn, calls)
 
 
@@ -54,11 +54,11 @@ def _exemplified(of: Any, fn: RuleFn, calls: Sequence[Callable[..., Any]], examp
     count = _count(fn, len(avals))
     operands, results = avals[:count], avals[count:]
     if len(operands) < count:
-        raise RuleError(f"the rule for {title(of)} is for {count} operands, the example has {len(operands)}")
+        raise RuleError(f"the rule for {display_name(of)} is for {count} operands, the example has {len(operands)}")
     try:
         rule = fn(*operands)
     except TypeError as e:
-        raise RuleError(f"the rule for {title(of)} cannot be asked about the example alone: {e}") from None
+        raise RuleError(f"the rule for {display_name(of)} cannot be asked about the example alone: {e}") from None
     if not results:
         results = next(filter(None, (_results(call, operands) for call in calls)), [])
     _fits(of, rule, operands, results)
@@ -66,7 +66,7 @@ def _exemplified(of: Any, fn: RuleFn, calls: Sequence[Callable[..., Any]], examp
         rule.factor_sizes([tuple(a.shape) for a in (*operands, *results)])
 
 
-def _invented(of: Any, fn: Fixed | Read, calls: Sequence[Callable[..., Any]]) -> None:
+def _invented(of: Any, fn: FixedRule | EinsumRule, calls: Sequence[Callable[..., Any]]) -> None:
     """Refuses a rule that fits nothing of what the operation makes of such operands as the rule is for."""
     wrong: RuleError | None = None
     for (size, rest), dtype, call in itertools.product(_SIZES, _DTYPES, calls):
@@ -82,9 +82,9 @@ def _invented(of: Any, fn: Fixed | Read, calls: Sequence[Callable[..., Any]]) ->
         raise wrong
 
 
-def _shapes(fn: Fixed | Read, size: int, rest: int) -> list[tuple[int, ...]]:
+def _shapes(fn: FixedRule | EinsumRule, size: int, rest: int) -> list[tuple[int, ...]]:
     """Of operands that the rule is for; ``rest`` is the size of dimensions without a factor, open ones are left out."""
-    rule = fn.rule if isinstance(fn, Fixed) else fn.einsum
+    rule = fn.rule if isinstance(fn, FixedRule) else fn.einsum
     sizes = dict(rule.sizes)
     return [
         tuple(
@@ -116,9 +116,9 @@ def _results(call: Callable[..., Any], operands: Sequence[Any]) -> list[Any] | N
 
 def _count(fn: RuleFn, given: int) -> int:
     """How many of so many values the rule takes for operands."""
-    if isinstance(fn, Fixed):
+    if isinstance(fn, FixedRule):
         return len(fn.rule.operands)
-    if isinstance(fn, Read):
+    if isinstance(fn, EinsumRule):
         return len(fn.einsum.operands)
     kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
@@ -133,12 +133,12 @@ def _fits(of: Any, rule: Rule, operands: Sequence[Aval], results: Sequence[Aval]
             continue
         if len(dims) != len(avals):
             raise RuleError(
-                f"the rule {rule} for {title(of)} is for {len(dims)} {what}s, there are {len(avals)}: "
+                f"the rule {rule} for {display_name(of)} is for {len(dims)} {what}s, there are {len(avals)}: "
                 f"{', '.join(str(tuple(a.shape)) for a in avals)}"
             )
         for i, (ds, aval) in enumerate(zip(dims, avals, strict=True)):
             if len(ds) != len(aval.shape):
                 raise RuleError(
-                    f"the rule {rule} for {title(of)} has rank {len(ds)} for {what} {i}, whose shape is "
+                    f"the rule {rule} for {display_name(of)} has rank {len(ds)} for {what} {i}, whose shape is "
                     f"{tuple(aval.shape)}: write a factor for each dimension, '.' for one that stays whole"
                 )

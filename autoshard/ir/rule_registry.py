@@ -31,14 +31,14 @@ AnyRule = Rule | str | tuple[str, Mapping[str, Any]] | RuleFn | Any
 class Rules(Mapping[Key, RuleFn]):
     """Several tables, the first that has a key deciding. A view: it shows what is in them now."""
 
-    own: Mapping[Key, RuleFn]
+    step_rules: Mapping[Key, RuleFn]
     """Those of one step."""
-    below: tuple[RuleTable, ...]
+    base_tables: tuple[RuleTable, ...]
     known_traits: Mapping[Primitive, Traits]
 
     @property
     def _tables(self) -> tuple[Mapping[Key, RuleFn], ...]:
-        return cast("tuple[Mapping[Key, RuleFn], ...]", (self.own, *self.below))
+        return cast("tuple[Mapping[Key, RuleFn], ...]", (self.step_rules, *self.base_tables))
 
     def traits(self, primitive: Primitive) -> Traits:
         """What is known of ``primitive`` beside its rule; nothing of one that is no part of JAX."""
@@ -61,7 +61,7 @@ class Rules(Mapping[Key, RuleFn]):
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedRule:
     """The same rule whatever the operands."""
 
     rule: Rule
@@ -71,10 +71,10 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Read:
+class EinsumRule:
     """A rule in Shardy's terms, for operands of any ranks that it leaves open."""
 
-    einsum: shardy_notation.Einsum
+    einsum: shardy_notation.EinsumTemplate
     form: Local | None
 
     def __call__(self, *avals: Any, **_: Any) -> Rule:
@@ -82,7 +82,7 @@ class Read:
         return rule if self.form is None else _with_local(rule, self.form)
 
 
-def key(of: Key | Callable[..., Any]) -> Key:
+def table_key(of: Key | Callable[..., Any]) -> Key:
     """What stands in a table for ``of``: a primitive, its name, the name of a kernel or function, or a function.
 
     Raises:
@@ -103,7 +103,7 @@ def key(of: Key | Callable[..., Any]) -> Key:
     return of if colon else jx.find_primitive(of) or of
 
 
-def pairs(rules: Any) -> list[tuple[Key | Callable[..., Any], AnyRule]]:
+def rule_items(rules: Any) -> list[tuple[Key | Callable[..., Any], AnyRule]]:
     """``rules``, as a step takes them, as operations and their rules.
 
     Raises:
@@ -126,14 +126,14 @@ def rule_fn(rule: AnyRule, local: Local | Callable[..., Any] | None = None) -> R
     if isinstance(rule, str) and not shardy_notation.is_attribute(rule) and not shardy_notation.is_words(rule):
         rule = parse(rule)
     if isinstance(rule, Rule):
-        return Fixed(_with_local(rule, form))
+        return FixedRule(_with_local(rule, form))
     read = _read(rule)
-    if isinstance(read, shardy_notation.Einsum):
-        return Read(read, form)
+    if isinstance(read, shardy_notation.EinsumTemplate):
+        return EinsumRule(read, form)
     return read if form is None else lambda *avals, **params: _with_local(read(*avals, **params), form)
 
 
-def lookup(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
+def lookup_rule(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
     """The rule of ``eqn``; None where it has none.
 
     Raises:
@@ -143,7 +143,7 @@ def lookup(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
     fn = next((rules[k] for k in keys if k in rules), None)
     operands = [jx.aval(a) for a in eqn.invars]
     if fn is None:
-        rule = carried(eqn, mesh)
+        rule = custom_partitioning_rule(eqn, mesh)
     else:
         rule = fn(*operands, **jx.op_params(eqn))
     if rule is None or rule.local is not None or not jx.is_opaque(eqn):
@@ -156,12 +156,12 @@ def lookup(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
     return _with_local(rule, Local(None, _silent))
 
 
-def sealed(eqn: jx.JaxprEqn, rules: Rules) -> bool:
+def has_own_rule(eqn: jx.JaxprEqn, rules: Rules) -> bool:
     """Whether a function has a rule of its own, so that its body is not looked into."""
     return any(n in rules for n in jx.op_names(eqn))
 
 
-def carried(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
+def custom_partitioning_rule(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
     """The rule that a `custom_partitioning` operation brings along, as it stands; None where there is none."""
     found = jx.sharding_rule(eqn)
     if found is None:
@@ -171,14 +171,14 @@ def carried(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
     options: Mapping[str, Any] = {}
     if callable(rule):
         with shardy_mlir.context():
-            rule = rule(*static, mesh.abstract_mesh(), shardy_mlir.types(operands), shardy_mlir.types(results))
+            rule = rule(*static, mesh.abstract_mesh(), shardy_mlir.tensor_types(operands), shardy_mlir.tensor_types(results))
         if isinstance(rule, tuple | list) and not hasattr(rule, "operand_mappings"):
             rule, options = rule
-    read = shardy_notation.words(rule, **options) if isinstance(rule, str) else shardy_notation.of_object(rule)
+    read = shardy_notation.parse_words(rule, **options) if isinstance(rule, str) else shardy_notation.from_sdy_rule(rule)
     return read.rule([a.shape for a in operands], [a.shape for a in results])
 
 
-def unruled(eqn: jx.JaxprEqn) -> Rule:
+def fallback_rule(eqn: jx.JaxprEqn) -> Rule:
     """The rule of an operation that has none: kept whole, with what to do about it."""
     called = jx.op_names(eqn)
     strange = [jx.aval(a).str_short() for a in (*eqn.invars, *eqn.outvars) if not jx.is_shaped(a)]
@@ -195,7 +195,7 @@ def unruled(eqn: jx.JaxprEqn) -> Rule:
 
 def check_used(rules: Rules, names: set[str]) -> None:
     """Raises `RuleError` for a name among a step's own rules that stands nowhere in its program."""
-    for k in rules.own:
+    for k in rules.step_rules:
         if isinstance(k, str) and k not in names:
             raise RuleError(
                 f"rules names {k!r}, which is no primitive of this JAX and no kernel or function of "
@@ -203,7 +203,7 @@ def check_used(rules: Rules, names: set[str]) -> None:
             )
 
 
-def misspelt(rules: Rules, names: set[str]) -> Iterator[str]:
+def near_misses(rules: Rules, names: set[str]) -> Iterator[str]:
     """What to say of names registered for every step that this one has not, but one much alike: perhaps slips, perhaps
     operations of other steps."""
     for k in rules:
@@ -212,9 +212,9 @@ def misspelt(rules: Rules, names: set[str]) -> Iterator[str]:
                 yield f"a rule is registered for {k!r}, which the step has not; did you mean {close!r}?"
 
 
-def title(of: Key | Callable[..., Any]) -> str:
+def display_name(of: Key | Callable[..., Any]) -> str:
     """``of`` as a person would write it."""
-    k = key(of)
+    k = table_key(of)
     return k.name if isinstance(k, Primitive) else k
 
 
@@ -223,9 +223,9 @@ def _silent(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int
     return ()
 
 
-def _read(rule: Any) -> shardy_notation.Einsum | RuleFn:
+def _read(rule: Any) -> shardy_notation.EinsumTemplate | RuleFn:
     if isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Mapping):
-        return shardy_notation.words(rule[0], **rule[1])
+        return shardy_notation.parse_words(rule[0], **rule[1])
     if isinstance(rule, str):
         text, _, kinds = rule.partition("{") if shardy_notation.is_words(rule) else (rule, "", "")
         if kinds:
@@ -233,9 +233,9 @@ def _read(rule: Any) -> shardy_notation.Einsum | RuleFn:
                 f"rule {rule!r}: beside factors in words, kinds are given as "
                 f"({text.strip()!r}, {{'reduction_factors': (...)}}), or write one letter a factor"
             )
-        return shardy_notation.words(rule) if shardy_notation.is_words(rule) else shardy_notation.attribute(rule)
+        return shardy_notation.parse_words(rule) if shardy_notation.is_words(rule) else shardy_notation.parse_attribute(rule)
     if hasattr(rule, "operand_mappings"):
-        return shardy_notation.of_object(rule)
+        return shardy_notation.from_sdy_rule(rule)
     if callable(rule):
         return cast(RuleFn, rule)
     raise RuleError(f"{rule!r} is no rule: give a Rule, its text, Shardy's, or a function that returns one")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.errors import RuleError, nearest
-from autoshard.ir.rule import Dim, Dims, Rule, names
+from autoshard.ir.rule import Dim, Dims, Rule, factor_names
 
 KINDS = {
     "reduction_factors": "sum",
@@ -36,7 +36,7 @@ _ATTRIBUTE = re.compile(
 
 
 @dataclass(frozen=True)
-class Einsum:
+class EinsumTemplate:
     """A rule whose leading dimensions may be left open: a word ``...n`` stands for any number of them."""
 
     operands: tuple[Dims, ...]
@@ -77,7 +77,7 @@ class Einsum:
         return f"'{side(self.operands)} -> {side(self.results)}'"
 
 
-def words(text: str, **options: Any) -> Einsum:
+def parse_words(text: str, **options: Any) -> EinsumTemplate:
     """Reads the form in words.
 
     Args:
@@ -95,7 +95,7 @@ def words(text: str, **options: Any) -> Einsum:
     return _einsum(operands, results, options, text)
 
 
-def of_object(rule: Any) -> Einsum:
+def from_sdy_rule(rule: Any) -> EinsumTemplate:
     """Reads an `SdyShardingRule`: anything with its attributes."""
 
     def value(mapping: Sequence[Any]) -> Dims:
@@ -117,7 +117,7 @@ def of_object(rule: Any) -> Einsum:
     )
 
 
-def attribute(text: str) -> Einsum:
+def parse_attribute(text: str) -> EinsumTemplate:
     """Reads what Shardy prints, with or without ``#sdy.op_sharding_rule<...>`` around it.
 
     Raises:
@@ -155,7 +155,7 @@ def is_attribute(text: str) -> bool:
     return bool(re.match(r"\s*(#sdy\.op_sharding_rule<|\(\[|\(\)\s*->)", text))
 
 
-def _einsum(operands: tuple[Dims, ...], results: tuple[Dims, ...], options: Mapping[str, Any], text: str) -> Einsum:
+def _einsum(operands: tuple[Dims, ...], results: tuple[Dims, ...], options: Mapping[str, Any], text: str) -> EinsumTemplate:
     factors = {f for dims in (*operands, *results) for d in dims for f in d}
     kinds: dict[str, str] = {}
     sizes: dict[str, int] = {}
@@ -169,7 +169,7 @@ def _einsum(operands: tuple[Dims, ...], results: tuple[Dims, ...], options: Mapp
     strangers = sorted({*kinds, *sizes} - factors)
     if strangers:
         raise RuleError(f"rule {text!r} says something of {strangers}, which stands nowhere in it")
-    return Einsum(operands, results, tuple(sorted(kinds.items())), tuple(sorted(sizes.items())))
+    return EinsumTemplate(operands, results, tuple(sorted(kinds.items())), tuple(sorted(sizes.items())))
 
 
 def _words(text: str, rule: str) -> Dims:
@@ -224,7 +224,7 @@ def _renamed(
     off = {f for f, ns in found.items() if len(ns) > 1}
     everything = list(dict.fromkeys(f for dims in (*operands, *results) for d in dims for f in d))
     kept = {f for f in everything if _PLAIN.fullmatch(f)}
-    spare = (n for n in names(len(everything) + len(kept)) if n not in kept)
+    spare = (n for n in factor_names(len(everything) + len(kept)) if n not in kept)
     new = {f: f if f in kept else next(spare) for f in everything}
 
     def value(dims: Dims) -> Dims:

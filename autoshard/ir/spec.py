@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from autoshard.errors import SpecError, nearest
 
 Axes = tuple[str, ...]
-KINDS = ("sum", "max", "min", "prod", "and", "or")
-REDUCED = frozenset(KINDS)
+REDUCTION_KINDS = ("sum", "max", "min", "prod", "and", "or")
+REDUCTION_KINDS = frozenset(REDUCTION_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Spec:
         """Every mesh axis in use, partial ones last."""
         return tuple(a for d in self.dims for a in d) + tuple(a for a, _ in self.partial)
 
-    def whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every device holds the complete value."""
         return not self.partial and not any(self.dims)
 
@@ -48,7 +48,7 @@ class Spec:
         """This spec once its partial terms are combined in place."""
         return Spec(self.dims) if self.partial else self
 
-    def shards(self, sizes: Mapping[str, int]) -> int:
+    def num_shards(self, sizes: Mapping[str, int]) -> int:
         """Number of distinct parts that the dimensions are split into."""
         return math.prod([sizes[a] for d in self.dims for a in d])
 
@@ -76,7 +76,7 @@ def from_partition_spec(entries: PartitionSpec | Sequence[object], rank: int) ->
     return Spec((*dims, *((),) * (rank - len(dims))))
 
 
-def check(entries: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], what: str) -> Spec:
+def checked_spec(entries: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], what: str) -> Spec:
     """Checks a user's `PartitionSpec` against a value and a mesh, and converts it.
 
     Axes of size 1 are dropped: they split nothing.
@@ -115,7 +115,7 @@ def check(entries: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]
     return Spec((*dims, *((),) * (len(shape) - len(dims))))
 
 
-def open_dims(entries: PartitionSpec) -> frozenset[int]:
+def unconstrained_dims(entries: PartitionSpec) -> frozenset[int]:
     """The dimensions that a user's `PartitionSpec` leaves to the planner: those that are ``UNCONSTRAINED``."""
     return frozenset(i for i, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED)
 

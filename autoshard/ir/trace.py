@@ -42,7 +42,7 @@ def trace(
       ArgumentError: a prefix whose structure does not match.
       MeshError: the function works with Explicit mesh axes.
     """
-    with jax.sharding.use_abstract_mesh(mesh.abstract()), jax.disable_jit(False):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh()), jax.disable_jit(False):
         try:
             traced = jitted.trace(*args, **kwargs)
         except ValueError as e:
@@ -66,7 +66,7 @@ def trace(
         Leaf(n, jax.ShapeDtypeStruct(o.shape, o.dtype), False, _check(p, o.shape, mesh, n))
         for n, o, p in zip(out_names, flat_out, out_pins, strict=True)
     )
-    jaxpr = jx.program(traced)
+    jaxpr = jx.traced_jaxpr(traced)
     return Program(
         name=traced.fun_name,
         jaxpr=jaxpr,

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxpr.value import typeof
+from autoshard.jaxpr.value import array_aval
 
-Aval = tuple[tuple[int, ...], Any, bool]
+ArgumentAval = tuple[tuple[int, ...], Any, bool]
 """Shape, dtype and weak type."""
 
 
-def aval(x: Any) -> Aval:
+def argument_aval(x: Any) -> ArgumentAval:
     """Shape, dtype and weak type of an argument, as `jax.jit` takes it (wide types narrowed where x64 is off).
 
     Raises:
@@ -21,5 +21,5 @@ def aval(x: Any) -> Aval:
     if isinstance(x, jax.ShapeDtypeStruct):
         dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
         return tuple(x.shape), dtype, bool(x.weak_type)
-    x = x if isinstance(x, jax.Array) else typeof(x)
+    x = x if isinstance(x, jax.Array) else array_aval(x)
     return tuple(x.shape), x.dtype, bool(getattr(x, "weak_type", False))  # arrays of keys have none

@@ -15,13 +15,12 @@ from jax.extend.core import primitives as _prims
 from jax.sharding import PartitionSpec
 
 from autoshard.jaxpr import high
-from autoshard.jaxpr.nested import subjaxprs
 from autoshard.jaxpr.value import aval, is_shaped
 
 CONSTRAINT = _prims.sharding_constraint_p
-SIDE_BY_SIDE = frozenset({_lax.optimization_barrier_p, _prims.device_put_p})
+VARIADIC_IDENTITIES = frozenset({_lax.optimization_barrier_p, _prims.device_put_p})
 """Operations whose results are their operands, one by one."""
-NAMED = {
+NAMED_CALLS = {
     "call_hi_primitive": "_prim",
     "custom_jvp_call": "call_jaxpr",
     "custom_partitioning": "call",
@@ -39,45 +38,45 @@ def manual_specs(eqn: JaxprEqn) -> tuple[tuple[PartitionSpec, ...], tuple[Partit
     return eqn.params["in_specs"], eqn.params["out_specs"]
 
 
-def names(eqn: JaxprEqn) -> tuple[str, ...]:
+def op_names(eqn: JaxprEqn) -> tuple[str, ...]:
     """What an operation is called beside its primitive: ``("pallas_call:flash", "flash")``. Of most: nothing.
 
     A kernel goes by the name given to `pallas_call` and by its function's, a foreign function by its target, a
     high-level operation by its class, the rest by the name of their function.
     """
     op, p = eqn.primitive.name, eqn.params
-    if op not in NAMED:
+    if op not in NAMED_CALLS:
         return ()
-    if eqn.primitive is high.HIGH:
-        called = high.titles(eqn)
+    if eqn.primitive is high.CALL_HI_PRIMITIVE:
+        called = high.hi_primitive_names(eqn)
     else:
-        body = p.get(NAMED[op])
+        body = p.get(NAMED_CALLS[op])
         written = (body.debug_info.func_src_info or "").partition(" at ")[0] if body is not None else ""
         called = dict.fromkeys(n for n in (p.get("name"), p.get("target_name"), written) if n)
     return tuple(text for n in called for text in (f"{op}:{n}", n))
 
 
-def parameters(eqn: JaxprEqn) -> dict[str, Any]:
+def op_params(eqn: JaxprEqn) -> dict[str, Any]:
     """The parameters of an equation's operation, by name, as a rule takes them."""
-    return high.parameters(eqn) if eqn.primitive is high.HIGH else eqn.params
+    return high.hi_primitive_params(eqn) if eqn.primitive is high.CALL_HI_PRIMITIVE else eqn.params
 
 
-def opaque(eqn: JaxprEqn) -> bool:
+def is_opaque(eqn: JaxprEqn) -> bool:
     """Whether XLA sees a kernel or foreign function, which it cannot split, instead of operations."""
     return eqn.primitive.name in {"ffi_call", "pallas_call"}
 
 
-def resizable(eqn: JaxprEqn) -> bool:
+def accepts_shards(eqn: JaxprEqn) -> bool:
     """Whether an opaque operation can be called on parts of its operands as it stands."""
     return eqn.primitive.name == "ffi_call"
 
 
-def interpreted(eqn: JaxprEqn) -> bool:
+def is_interpreted(eqn: JaxprEqn) -> bool:
     """Whether a kernel is run as plain operations, for want of a machine that it is for."""
     return bool(eqn.params.get("interpret"))
 
 
-def on_part(eqn: JaxprEqn, shapes: Sequence[Sequence[int]]) -> Callable[..., list[Any]]:
+def bind_on_shards(eqn: JaxprEqn, shapes: Sequence[Sequence[int]]) -> Callable[..., list[Any]]:
     """``eqn``'s operation for parts of its operands; ``shapes`` are those of the parts of its results."""
     params = dict(eqn.params)
     if "result_avals" in params:
@@ -99,7 +98,7 @@ def sharding_rule(eqn: JaxprEqn) -> tuple[Any, tuple[Any, ...]] | None:
     return eqn.params["sharding_rule"], eqn.params["static_args"]
 
 
-def signature(eqn: JaxprEqn) -> Any:
+def eqn_key(eqn: JaxprEqn) -> Any:
     """What alike equations share, hashable; None where parameters cannot be compared."""
     operands = tuple((aval(a).shape, aval(a).dtype) if is_shaped(a) else a.aval for a in eqn.invars)
     key = (eqn.primitive, operands, tuple(sorted(eqn.params.items())))
@@ -124,13 +123,6 @@ def contraction_flops(eqn: JaxprEqn) -> float:
     return float(eqn.params.get("flops", 0.0))
 
 
-def replayable(eqn: JaxprEqn) -> bool:
-    """Whether running the equation twice gives the same values, does nothing else twice, and calls no host."""
-    if eqn.effects or eqn.primitive.name in {"pure_callback", "rng_uniform"}:
-        return False
-    return all(replayable(inner) for body in subjaxprs(eqn) for inner in body.eqns)
-
-
 @functools.cache
 def all_primitives() -> dict[str, Primitive]:
     """Every primitive that the imported JAX defines, by name (the first defined, where names repeat)."""
@@ -139,6 +131,6 @@ def all_primitives() -> dict[str, Primitive]:
     return {p.name: p for p in sorted(found, key=lambda p: (p.name, id(p) in public))}
 
 
-def primitive(name: str) -> Primitive | None:
+def find_primitive(name: str) -> Primitive | None:
     """The primitive called ``name``, or None when this JAX has none."""
     return all_primitives().get(name)

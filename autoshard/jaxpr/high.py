@@ -16,25 +16,25 @@ from jax._src import hijax as _hijax
 from jax._src import source_info_util as _source
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
-HIGH = _hijax.call_hi_primitive_p
+CALL_HI_PRIMITIVE = _hijax.call_hi_primitive_p
 _PROGRAM = "_program"
 
 
-def opened(eqn: JaxprEqn) -> JaxprEqn:
+def with_traced_body(eqn: JaxprEqn) -> JaxprEqn:
     """``eqn`` holding its program, where it is such an operation on arrays; anything else as it is."""
-    if eqn.primitive is not HIGH or body(eqn) is not None:
+    if eqn.primitive is not CALL_HI_PRIMITIVE or traced_body(eqn) is not None:
         return eqn
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     if not all(isinstance(a, _core.ShapedArray) for a in avals):
         return eqn
-    written = functools.partial(HIGH.to_lojax, **eqn.params)
+    written = functools.partial(CALL_HI_PRIMITIVE.to_lojax, **eqn.params)
     with _source.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         return with_body(eqn, jax.make_jaxpr(written)(*avals[: len(eqn.invars)]))
 
 
-def body(eqn: JaxprEqn) -> Jaxpr | None:
+def traced_body(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that such an operation holds, or None."""
-    return eqn.params["_prim"].params.get(_PROGRAM) if eqn.primitive is HIGH else None
+    return eqn.params["_prim"].params.get(_PROGRAM) if eqn.primitive is CALL_HI_PRIMITIVE else None
 
 
 def with_body(eqn: JaxprEqn, program: Jaxpr) -> JaxprEqn:
@@ -50,12 +50,12 @@ def with_body(eqn: JaxprEqn, program: Jaxpr) -> JaxprEqn:
     return eqn.replace(params=dict(eqn.params, _prim=prim))
 
 
-def parameters(eqn: JaxprEqn) -> dict[str, Any]:
+def hi_primitive_params(eqn: JaxprEqn) -> dict[str, Any]:
     """What such an operation was made with, by name."""
     return {k: v for k, v in eqn.params["_prim"].params.items() if k != _PROGRAM}
 
 
-def titles(eqn: JaxprEqn) -> tuple[str, ...]:
+def hi_primitive_names(eqn: JaxprEqn) -> tuple[str, ...]:
     """What such an operation is called: its function, where it is one with derivatives of its own, and its class."""
     prim = eqn.params["_prim"]
     function = getattr(getattr(prim, "traced", None), "fun_name", None)

@@ -20,7 +20,7 @@ _ONE_BODY = {
     _prims.custom_jvp_call_p: "call_jaxpr",
     _prims.custom_vjp_call_p: "call_jaxpr",
 }
-_NESTING = frozenset({_prims.scan_p, _prims.while_p, _prims.cond_p, _prims.linear_solve_p, high.HIGH, *_ONE_BODY})
+_NESTING = frozenset({_prims.scan_p, _prims.while_p, _prims.cond_p, _prims.linear_solve_p, high.CALL_HI_PRIMITIVE, *_ONE_BODY})
 """All that have regions."""
 
 
@@ -30,7 +30,7 @@ class Wire:
 
     outside: int
     inside: int
-    lifted: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Region:
     """One program nested in an equation, and how its values meet those outside."""
 
     body: Jaxpr
-    times: int
+    trip_count: int
     """How often the body runs each time the equation does; 1 when that is not known."""
-    known: bool
-    entries: tuple[Wire, ...]
+    trip_count_known: bool
+    inputs: tuple[Wire, ...]
     """Equation operand -> body input."""
-    exits: tuple[Wire, ...]
+    outputs: tuple[Wire, ...]
     """Equation result <- body output."""
-    loops: tuple[tuple[int, int], ...] = ()
+    carries: tuple[tuple[int, int], ...] = ()
     """Body output -> body input of the next turn."""
 
 
@@ -100,7 +100,7 @@ def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
                 tuple(Wire(i, i) for i in range(len(eqn.outvars))),
             ),
         )
-    body = p[_ONE_BODY[eqn.primitive]] if eqn.primitive in _ONE_BODY else high.body(eqn)
+    body = p[_ONE_BODY[eqn.primitive]] if eqn.primitive in _ONE_BODY else high.traced_body(eqn)
     if body is not None:
         return (
             Region(
@@ -127,19 +127,19 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
         return eqn.replace(params=dict(p, branches=tuple(bodies)))
     if eqn.primitive is _prims.linear_solve_p:
         return eqn.replace(params=dict(p, jaxprs=p["jaxprs"]._replace(solve=bodies[0])))
-    if eqn.primitive is high.HIGH:
+    if eqn.primitive is high.CALL_HI_PRIMITIVE:
         return high.with_body(eqn, bodies[0])
     return eqn.replace(params=dict(p, **{_ONE_BODY[eqn.primitive]: bodies[0]}))
 
 
-def within(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     """``eqn`` with the bodies of its regions changed; itself where ``change`` gives back what it is given."""
     if eqn.primitive not in _NESTING:
         return eqn
     return with_bodies(eqn, [change(r.body) for r in regions(eqn)])
 
 
-def nests(jaxpr: Jaxpr) -> list[JaxprEqn]:
+def eqns_with_regions(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """The equations of ``jaxpr`` that can have regions: few among many."""
     return [e for e in jaxpr.eqns if e.primitive in _NESTING]
 
@@ -155,32 +155,32 @@ def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Every jaxpr among the equation's parameters, also of equations that are no region."""
-    held = high.body(eqn)
+    held = high.traced_body(eqn)
     return [held] if held is not None else list(_core.jaxprs_in_params(eqn.params)) if eqn.params else []
 
 
 @dataclass(frozen=True)
-class Scan:
+class ScanGroups:
     """How a scan's operands and results fall into groups. Body inputs and outputs stand in the same order."""
 
     consts: int
     carry: int
     xs: int
     length: int
-    loops: bool
+    iterates: bool
     """Whether anything is left to loop over: False when it is unrolled whole or runs at most once."""
 
 
-def scan(eqn: JaxprEqn) -> Scan | None:
+def scan_groups(eqn: JaxprEqn) -> ScanGroups | None:
     """The groups of a scan, or None where ``eqn`` is something else or reads or writes mutable arrays."""
     if eqn.primitive is not _prims.scan_p or any(hasattr(e, "input_index") for e in eqn.effects):
         return None
     p = eqn.params
     consts, carry, xs = (len(group) for group in p["ft_in"].unpack())
-    return Scan(consts, carry, xs, p["length"], loops=p["length"] > max(1, int(p["unroll"])))
+    return ScanGroups(consts, carry, xs, p["length"], iterates=p["length"] > max(1, int(p["unroll"])))
 
 
-def with_scan(
+def rebuild_scan(
     eqn: JaxprEqn, body: Jaxpr, groups: tuple[int, int, int], operands: Sequence[Atom], results: Sequence[Var]
 ) -> JaxprEqn:
     """The scan ``eqn`` with another body and wiring; ``groups``: how many operands are consts, carry and xs."""

@@ -9,7 +9,7 @@ from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType
 
-from autoshard.jaxpr.high import opened
+from autoshard.jaxpr.high import with_traced_body
 from autoshard.jaxpr.nested import INLINED, regions, with_bodies
 from autoshard.jaxpr.origin import LIBRARIES, line
 from autoshard.jaxpr.value import Atom
@@ -57,7 +57,7 @@ class _Normalizer:
                 eqns += [_called(e, eqn, body) for e in inner]
                 env.update(zip(eqn.outvars, results, strict=True))
                 continue
-            eqn = opened(eqn)
+            eqn = with_traced_body(eqn)
             bodies = [self.jaxpr(r.body) for r in regions(eqn)]
             copy = with_bodies(eqn, bodies) if bodies else eqn
             eqns.append(copy.replace(invars=operands, outvars=[self._bind(env, v) for v in eqn.outvars]))
@@ -87,7 +87,7 @@ def _called(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     return eqn.replace(source_info=info)
 
 
-def program(traced: Any) -> Jaxpr:
+def traced_jaxpr(traced: Any) -> Jaxpr:
     """The jaxpr of a `jax.stages.Traced`, normalized: values of a surrounding trace are among its constants, and arrays
     that it makes and writes to in place are values that follow one another, as JAX has them compiled."""
     jaxpr, outer = traced.jaxpr, traced._consts[: traced._num_consts]

@@ -30,18 +30,18 @@ def source(eqn: JaxprEqn) -> str:
     return line(eqn.source_info.traceback)
 
 
-def derivative(eqn: JaxprEqn) -> Literal["forward", "backward", ""]:
+def autodiff_phase(eqn: JaxprEqn) -> Literal["forward", "backward", ""]:
     """Whether the equation lies inside a differentiated function, or comes from the transposition of one."""
     stack = eqn.source_info.name_stack
     text = str(stack) if stack.stack else ""
     return "backward" if "transpose(" in text else "forward" if "jvp(" in text else ""
 
 
-def backward(eqn: JaxprEqn) -> bool:
+def is_backward(eqn: JaxprEqn) -> bool:
     """Whether the equation comes from the transposition of a differentiated function."""
-    return derivative(eqn) == "backward"
+    return autodiff_phase(eqn) == "backward"
 
 
-def differentiated(eqn: JaxprEqn) -> bool:
+def is_differentiated(eqn: JaxprEqn) -> bool:
     """Whether the equation lies inside a differentiated function, forward or backward."""
     return "jvp(" in str(eqn.source_info.name_stack)

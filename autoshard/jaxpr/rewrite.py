@@ -36,7 +36,7 @@ def _constraint(sharding: NamedSharding, rank: int) -> JaxprEqn:
         return jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,) * rank, "float32")).eqns[0]
 
 
-def staged(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> Jaxpr:
+def stage_out(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> Jaxpr:
     """``fun`` of values like ``invars``, to be spliced in place of ``eqn`` and of equations like it."""
     with _source.user_context(eqn.source_info.traceback):
         return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
@@ -48,7 +48,7 @@ def splice(fun: Callable[..., Any] | Jaxpr, eqn: JaxprEqn, invars: Sequence[Atom
     Raises:
       TypeError: the results are not those of ``eqn``.
     """
-    made = normalize(fun if isinstance(fun, Jaxpr) else staged(fun, eqn, invars))
+    made = normalize(fun if isinstance(fun, Jaxpr) else stage_out(fun, eqn, invars))
     if [(aval(v).shape, aval(v).dtype) for v in made.outvars] != [(aval(v).shape, aval(v).dtype) for v in eqn.outvars]:
         raise TypeError(f"the local form of {eqn.primitive.name} gives {made.out_avals}, not {eqn.outvars}")
     renamed = {v: w for v, w in zip(made.outvars, eqn.outvars, strict=True) if isinstance(v, Var)}
@@ -57,7 +57,7 @@ def splice(fun: Callable[..., Any] | Jaxpr, eqn: JaxprEqn, invars: Sequence[Atom
 
 def emit(fun: Callable[..., Any], like: JaxprEqn, *invars: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
     """The equations that compute ``fun`` of ``invars``, attributed to ``like``'s source, and what they give."""
-    made = normalize(staged(fun, like, invars))
+    made = normalize(stage_out(fun, like, invars))
     given = dict(zip(made.invars, invars, strict=True))
     return _placed(made, like, invars, {}), [v if isinstance(v, Literal) else given.get(v, v) for v in made.outvars]
 
@@ -85,7 +85,7 @@ def as_fun(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
     return jaxpr_as_fun(jaxpr)
 
 
-def dead_code(jaxpr: Jaxpr) -> Jaxpr:
+def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """``jaxpr`` without the equations that no output and no effect needs; its inputs stay.
 
     A long program without nested ones and effects is gone through once, rather than by JAX's rule for each equation.
@@ -103,7 +103,7 @@ def dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns[::-1])
 
 
-def check(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
+def check_jaxpr(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
     """Raises when ``jaxpr`` is not well formed (types, scopes, effects). Equations of ``known``, a jaxpr
     that is well formed, need no second look at their types."""
     old = set(known.eqns if known else ())
@@ -124,14 +124,14 @@ def check(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
     _core.check_jaxpr(jaxpr.replace(constvars=[], consts=[], invars=ins, eqns=new, outvars=[]))
 
 
-def uses(jaxpr: Jaxpr) -> Counter[Var]:
+def use_counts(jaxpr: Jaxpr) -> Counter[Var]:
     """How often each variable is read, as a result of ``jaxpr`` too; nested programs aside."""
     found = Counter([a for e in jaxpr.eqns for a in e.invars if isinstance(a, Var)])
     found.update(a for a in jaxpr.outvars if isinstance(a, Var))
     return found
 
 
-def with_code(
+def with_eqns(
     jaxpr: Jaxpr,
     eqns: Sequence[JaxprEqn],
     *,
@@ -146,7 +146,7 @@ def with_code(
     )
 
 
-def again(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = None) -> JaxprEqn:
+def clone_eqn(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = None) -> JaxprEqn:
     """``eqn`` on other operands, with results and bodies of its own; counted to the phase of ``like``."""
     bodies = [normalize(r.body) for r in regions(eqn)]
     copy = with_bodies(eqn, bodies) if bodies else eqn
@@ -160,7 +160,7 @@ def again(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = None)
     )
 
 
-def barrier(operands: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
+def optimization_barrier(operands: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
     """An optimization barrier: results equal to ``operands`` that no compiler may identify with them."""
     return _barrier().replace(
         invars=list(operands), outvars=[Var(v.aval) for v in operands], source_info=like.source_info

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from autoshard.jaxpr.value import is_tracer
 
-Shortcut = Any
+FastPath = Any
 """What JAX's dispatch needs to run an executable again without Python; None where there is no such way."""
 
 _OWN = {"abstract_mesh_context_manager", "jax_disable_jit", "mesh_context_manager"}
@@ -27,7 +27,7 @@ def kept_arguments(lowered: jax.stages.Lowered) -> tuple[int, ...]:
     return tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
 
 
-class Elsewhere(jax.stages.Lowered):
+class CompileOnlyLowered(jax.stages.Lowered):
     """A lowering for devices that are not here: it compiles, and calling what comes of it calls ``refuse`` instead."""
 
     def __init__(self, lowered: jax.stages.Lowered, refuse: Callable[..., Any]) -> None:
@@ -40,7 +40,7 @@ class Elsewhere(jax.stages.Lowered):
         return compiled
 
 
-def in_form(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any) -> jax.stages.Lowered:
+def with_call_structure(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any) -> jax.stages.Lowered:
     """The lowering of a function of flat arguments, for calls with ``in_tree``, the structure of (args, kwargs)."""
     info = in_tree.unflatten(jax.tree.leaves(lowered.args_info))
     return jax.stages.Lowered(lowered._lowering, info, out_tree)
@@ -52,13 +52,13 @@ def trace_context() -> tuple[Any, ...]:
     return tuple(v for n, v in zip(names, values, strict=True) if n not in _OWN)
 
 
-def run(
+def execute(
     compiled: jax.stages.Compiled,
     leaves: Sequence[Any],
     out_tree: Any,
     effects: Any,
     shardings: Sequence[NamedSharding] | None = None,
-) -> tuple[Any, Shortcut]:
+) -> tuple[Any, FastPath]:
     """Runs an executable of flat arguments: its result in the form of ``out_tree``, and the shortcut to the next.
 
     ``shardings``, where given, are of the results on a mesh with other axis types; they stay where they are.
@@ -75,9 +75,9 @@ def run(
     return out_tree.unflatten(flat), shortcut
 
 
-def dispatcher(
+def make_dispatcher(
     fun: Callable[..., Any],
-    miss: Callable[..., tuple[Any, Shortcut]],
+    miss: Callable[..., tuple[Any, FastPath]],
     static_nums: Sequence[int],
     static_names: Sequence[str],
 ) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ def dispatcher(
     def plain(*args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)
 
-    def cache_miss(*args: Any, **kwargs: Any) -> tuple[Any, Shortcut, bool]:
+    def cache_miss(*args: Any, **kwargs: Any) -> tuple[Any, FastPath, bool]:
         return *miss(*args, **kwargs), False
 
     return _jax.pjit(
@@ -106,7 +106,7 @@ def dispatcher(
     )
 
 
-def tracing() -> bool:
+def is_tracing() -> bool:
     """Whether something is being traced: what is called now becomes part of that."""
     return not _core.trace_state_clean()
 

@@ -28,7 +28,7 @@ def is_shaped(atom: Atom) -> bool:
     return isinstance(atom.aval, _core.ShapedArray)
 
 
-def typeof(x: Any) -> Any:
+def array_aval(x: Any) -> Any:
     """The abstract value of ``x``, an array or a number.
 
     Raises:
@@ -46,12 +46,12 @@ def is_array(atom: Atom) -> bool:
     return is_shaped(atom) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
-def fresh(var: Var) -> Var:
+def new_var(var: Var) -> Var:
     """A new variable for a value like ``var``."""
     return Var(var.aval)
 
 
-def lift(var: Var, length: int) -> Var:
+def stacked_var(var: Var, length: int) -> Var:
     """A new variable for ``length`` values like ``var``, stacked along a new leading dimension."""
     return Var(_core.unmapped_aval(length, 0, var.aval))
 
@@ -84,7 +84,7 @@ def dtype_name(dtype: Any) -> str:
     return f"key<{dtype._impl.name}>" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype)
 
 
-def dtype_named(name: str) -> Any:
+def dtype_from_name(name: str) -> Any:
     """The inverse of `dtype_name`.
 
     Raises:

@@ -111,7 +111,7 @@ def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
     shape = mesh.shape
     found: list[Ring] = []
     for axis in axes:
-        link = mesh.link((axis,))
+        link = mesh.slowest_link((axis,))
         found.append((shape[axis], link.bandwidth, link.latency))
     return found
 

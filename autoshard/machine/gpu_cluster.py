@@ -26,19 +26,19 @@ from autoshard.errors import MeshError, nearest
 class GpuChip:
     """A GPU in the figures that its compiler asks for; sizes in bytes, rates in bytes/s and GHz."""
 
-    capability: int
+    compute_capability: int
     """Major number of the CUDA compute capability."""
-    cores: int
+    multiprocessors: int
     """Streaming multiprocessors."""
-    units: int
+    fp32_units: int
     """FP32 units of each."""
-    clock: float
+    clock_ghz: float
     memory: int
     bandwidth: int
-    cache: int
-    shared: int
+    l2_cache: int
+    shared_memory: int
     """Shared memory of a multiprocessor."""
-    most_shared: int
+    block_shared_memory: int
     """Of it, what one block may ask for."""
 
 
@@ -81,17 +81,17 @@ class GpuCluster:
         return self.nodes * self.per_node
 
     @property
-    def groups(self) -> int:
+    def num_groups(self) -> int:
         """How many groups of devices there are, joined by a slower link."""
         return self.nodes
 
     @property
-    def crossing(self) -> str:
+    def cross_group_link(self) -> str:
         """That link, by its name in the hardware table."""
         return "infiniband"
 
     @property
-    def sides(self) -> None:
+    def chip_grid(self) -> None:
         """A switch joins a node's devices all alike."""
         return None
 
@@ -103,7 +103,7 @@ class GpuCluster:
         )
 
 
-def is_here(cluster: GpuCluster) -> bool:
+def is_available(cluster: GpuCluster) -> bool:
     """Whether this process sees such GPUs, as many."""
     devices = jax.devices()
     alike = cluster.gpu.upper() in str(devices[0].device_kind).upper()
@@ -111,13 +111,13 @@ def is_here(cluster: GpuCluster) -> bool:
 
 
 @functools.cache
-def described(cluster: GpuCluster) -> tuple[Any, ...]:
+def topology_devices(cluster: GpuCluster) -> tuple[Any, ...]:
     """Devices that stand for ``cluster``, node by node: programs can be compiled for them, and not run.
 
     Raises:
       MeshError: the compiler or what it calls is not installed, or JAX did not load it.
     """
-    missing = [name for name, there in needed().items() if not there]
+    missing = [name for name, there in compile_requirements().items() if not there]
     if missing:
         raise MeshError(
             f"{cluster} is not here, and neither is the compiler for GPUs (no {', no '.join(missing)}): "
@@ -139,7 +139,7 @@ def described(cluster: GpuCluster) -> tuple[Any, ...]:
     return tuple(found.devices)
 
 
-def needed() -> dict[str, bool]:
+def compile_requirements() -> dict[str, bool]:
     """What compiling for GPUs needs, and whether it is there. Without the last two the compiler ends the process.
 
     cuDNN is not among it: only a step with an attention for it needs it, and says so where JAX finds none.
@@ -157,16 +157,16 @@ def needed() -> dict[str, bool]:
 
 def target_config(chip: GpuChip) -> str:
     """``chip`` as the text form of the compiler's `GpuTargetConfigProto`."""
-    own = "ACCELERATED_FEATURES" if chip.capability >= 9 else "NONE"
+    own = "ACCELERATED_FEATURES" if chip.compute_capability >= 9 else "NONE"
     figures: dict[str, int | float] = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
-        "shared_memory_per_core": chip.shared,
-        "shared_memory_per_block_optin": chip.most_shared,
+        "shared_memory_per_core": chip.shared_memory,
+        "shared_memory_per_block_optin": chip.block_shared_memory,
         "threads_per_core_limit": 2048,
-        "core_count": chip.cores,
-        "fpus_per_core": chip.units,
+        "core_count": chip.multiprocessors,
+        "fpus_per_core": chip.fp32_units,
         "block_dim_limit_x": 2**31 - 1,
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
@@ -175,14 +175,14 @@ def target_config(chip: GpuChip) -> str:
         "thread_dim_limit_z": 64,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
-        "clock_rate_ghz": chip.clock,
+        "clock_rate_ghz": chip.clock_ghz,
         "memory_bandwidth": chip.bandwidth,
         "device_memory_size": chip.memory,
-        "l2_cache_size": chip.cache,
+        "l2_cache_size": chip.l2_cache,
     }
     lines = "\n".join(f"  {key}: {value}" for key, value in figures.items())
     return (
         f"gpu_device_info {{\n{lines}\n"
-        f"  cuda_compute_capability {{ major: {chip.capability} feature_extension: {own} }}\n}}\n"
+        f"  cuda_compute_capability {{ major: {chip.compute_capability} feature_extension: {own} }}\n}}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
     )

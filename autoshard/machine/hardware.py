@@ -10,7 +10,7 @@ from pydantic import Field
 
 from autoshard.errors import ConfigError
 from autoshard.machine.mesh import Hardware, Link
-from autoshard.strict_config import Bytes, Config, find, parse_yaml, read, shipped
+from autoshard.strict_config import Bytes, Config, find_config, parse_yaml, read_text, shipped_configs
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int4", "int8"]
 
@@ -56,11 +56,11 @@ class HardwareConfig(Config):
     fused_products: bool = True
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product; if not,
     operands and results are there as arrays."""
-    room: Bytes | None = None
+    remat_threshold: Bytes | None = None
     """Memory beyond which its compiler makes values again by its own lights; left out where it does not."""
     attention: AttentionConfig | None = None
     """Left out where the chip's compiler calls no library for attention."""
-    summed_gathers: int | None = Field(default=None, ge=2)
+    all_gather_as_all_reduce_from: int | None = Field(default=None, ge=2)
     """Number of devices from which on its compiler makes a gather over all of them a reduction; left out where it does
     not."""
 
@@ -80,9 +80,9 @@ class HardwareConfig(Config):
             self.clock,
             self.on_chip or 0,
             self.fused_products,
-            self.room or math.inf,
+            self.remat_threshold or math.inf,
             (self.attention.forward, self.attention.backward) if self.attention else None,
-            self.summed_gathers or math.inf,
+            self.all_gather_as_all_reduce_from or math.inf,
         )
 
 
@@ -92,8 +92,8 @@ def load_hardware(name: str) -> Hardware:
     Raises:
       ConfigError: no such table or file, or an entry in it that is impossible.
     """
-    path = find("hardware", name)
-    return _table(read(path), str(path)).hardware(path.stem)
+    path = find_config("hardware", name)
+    return _table(read_text(path), str(path)).hardware(path.stem)
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,7 +108,7 @@ def hardware_of(device_kind: str) -> Hardware:
     Raises:
       ConfigError: no table lists this kind of device.
     """
-    tables = {path.stem: _table(read(path), str(path)) for path in shipped("hardware")}
+    tables = {path.stem: _table(read_text(path), str(path)) for path in shipped_configs("hardware")}
     for name, table in tables.items():
         if device_kind in table.device_kinds:
             return table.hardware(name)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
-from autoshard.machine.target import Target, arranged, is_here
+from autoshard.machine.target import Target, device_array, is_available
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Hardware:
     """Bytes on the chip in which its compiler keeps arrays; 0 where it keeps none there."""
     fused_products: bool = True
     """Whether its compiler computes what goes into a matrix product, and what follows it, with the product."""
-    room: float = math.inf
+    remat_threshold: float = math.inf
     """Bytes beyond which its compiler makes values again by its own lights rather than hold them."""
     attention: tuple[float, float] | None = None
     """Shares of the peak at which its library's attention runs, forward and backward (`autoshard.transforms.cudnn_attention`); None where it
     has none."""
-    summed_gathers: float = math.inf
+    all_gather_as_all_reduce_from: float = math.inf
     """Devices from which on its compiler makes a gather over all of them a reduction."""
 
-    def peak(self, dtype: str) -> float:
+    def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s for a matrix product of ``dtype``; the slowest listed when it is not listed."""
         return self.flops.get(dtype) or min(self.flops.values())
 
@@ -101,7 +101,7 @@ class LogicalMesh:
         return math.prod(self.axis_sizes)
 
     @functools.cached_property
-    def split_axes(self) -> tuple[str, ...]:
+    def nontrivial_axes(self) -> tuple[str, ...]:
         """The axes of more than one device, in mesh order."""
         return tuple(a for a, n in self.shape.items() if n > 1)
 
@@ -110,7 +110,7 @@ class LogicalMesh:
         shape = self.shape
         return math.prod([shape[a] for a in axes])
 
-    def link(self, axes: tuple[str, ...]) -> Link:
+    def slowest_link(self, axes: tuple[str, ...]) -> Link:
         """The slowest link that a collective over ``axes`` has to cross."""
         links = self.hardware.links
         if not self.axis_links:
@@ -124,24 +124,24 @@ class LogicalMesh:
         return self.target.platform if self.target is not None else (self.devices or jax.devices())[0].platform
 
     @property
-    def here(self) -> bool:
+    def is_available(self) -> bool:
         """Whether it is no target, or one whose devices this process sees."""
-        return self.target is None or is_here(self.target)
+        return self.target is None or is_available(self.target)
 
-    def check_here(self, what: str) -> None:
+    def require_available(self, what: str) -> None:
         """Raises `MeshError` where ``what`` cannot run, for lack of the target's devices."""
-        if not self.here:
+        if not self.is_available:
             raise MeshError(
                 f"{what}: the devices of {self.target} are not here; a step for them can be planned, lowered and "
                 "compiled on this machine, and runs on one that has them"
             )
 
-    def abstract(self) -> AbstractMesh:
+    def abstract_mesh(self) -> AbstractMesh:
         """The same axes as a `jax.sharding.AbstractMesh` (Auto axes), of this machine's devices if there are enough.
 
         It is then the mesh that a `jax.shard_map` in the step names.
         """
-        if self.here and len(self.devices or jax.devices()) >= self.size:
+        if self.is_available and len(self.devices or jax.devices()) >= self.size:
             return self.concrete().abstract_mesh
         return AbstractMesh(self.axis_sizes, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
 
@@ -153,7 +153,7 @@ class LogicalMesh:
         """
         types = (AxisType.Auto,) * len(self.axis_names)
         if self.target is not None:
-            return Mesh(arranged(self.target, self.axis_sizes), self.axis_names, axis_types=types)
+            return Mesh(device_array(self.target, self.axis_sizes), self.axis_names, axis_types=types)
         devices = self.devices if self.devices is not None else tuple(jax.devices())
         if len(devices) < self.size:
             raise MeshError(

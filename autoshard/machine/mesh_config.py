@@ -15,12 +15,12 @@ from autoshard.errors import ConfigError, MeshError, nearest
 from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import Hardware, LogicalMesh
-from autoshard.machine.mesh_shapes import INNER, OUTER, shapes
+from autoshard.machine.mesh_shapes import INNER_AXES, OUTER_AXIS, mesh_shapes
 from autoshard.machine.target import Target
 from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.strict_config import Bytes as Bytes
 from autoshard.strict_config import Config as Config
-from autoshard.strict_config import find
+from autoshard.strict_config import find_config
 from autoshard.strict_config import load_yaml as load_yaml
 from autoshard.strict_config import parse_bytes as parse_bytes
 
@@ -75,7 +75,7 @@ class MeshConfig(Config):
     @classmethod
     def _product(cls, devices: int | None, info: ValidationInfo) -> int | None:
         if devices is not None and isinstance(info.data.get("axes"), dict):
-            fill(info.data["axes"], devices)
+            fill_open_axis(info.data["axes"], devices)
         return devices
 
     @field_validator("tpu")
@@ -145,7 +145,7 @@ class MeshConfig(Config):
         return {pattern: PartitionSpec(*entries) for pattern, entries in self.pins.items()}
 
     @property
-    def least(self) -> int:
+    def min_devices(self) -> int:
         """The fewest devices that it can be had with, as far as it says."""
         given = {} if self.axes == "auto" else self.axes
         return self.devices or math.prod(size for size in given.values() if size != -1)
@@ -160,7 +160,7 @@ class MeshConfig(Config):
         if self.axes == "auto":
             raise ConfigError("axes: auto is answered by planning a step; give the axes' sizes, or a plan")
         try:
-            axes = fill(self.axes, self._count(open_=-1 in self.axes.values()))
+            axes = fill_open_axis(self.axes, self._count(open_=-1 in self.axes.values()))
         except ValueError as error:
             raise MeshError(str(error)) from None
         return self._over(axes)
@@ -173,9 +173,9 @@ class MeshConfig(Config):
         """
         if self.axes != "auto":
             return [self.mesh()]
-        sides = self.target.sides if self.target else None
-        groups = self.target.groups if self.target else 1
-        return [self._over(shape) for shape in shapes(self._count(open_=True) or 1, groups, sides)]
+        sides = self.target.chip_grid if self.target else None
+        groups = self.target.num_groups if self.target else 1
+        return [self._over(shape) for shape in mesh_shapes(self._count(open_=True) or 1, groups, sides)]
 
     @property
     def target(self) -> Target | None:
@@ -195,8 +195,8 @@ class MeshConfig(Config):
         table = self.hardware or (target.hardware if target else None)
         hardware = load_hardware(table) if table else hardware_of(jax.devices()[0].device_kind)
         chosen = {name: link for name, link in self.links.items() if name in axes}
-        if target and target.groups > 1:  # the first axis crosses from one to the next
-            chosen = {next(iter(axes)): target.crossing, **chosen}
+        if target and target.num_groups > 1:  # the first axis crosses from one to the next
+            chosen = {next(iter(axes)): target.cross_group_link, **chosen}
         try:
             _check_links(chosen.values(), hardware)
         except ValueError as error:
@@ -206,7 +206,7 @@ class MeshConfig(Config):
         return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, target=target)
 
 
-def fill(axes: Mapping[str, int], devices: int | None) -> dict[str, int]:
+def fill_open_axis(axes: Mapping[str, int], devices: int | None) -> dict[str, int]:
     """``axes`` with a size of -1 replaced so that the product is ``devices``.
 
     Raises:
@@ -228,14 +228,14 @@ def _check_target(target: Target, groups: str, info: ValidationInfo) -> None:
     if devices is not None and devices != target.size:
         raise ValueError(f"{target} has {target.size} devices, not {devices}; leave `devices` out")
     if isinstance(axes, dict):
-        first = next(iter(fill(axes, target.size).values()))
-        if first % target.groups:
-            raise ValueError(f"{target.groups} {groups} do not divide the first axis, of size {first}")
+        first = next(iter(fill_open_axis(axes, target.size).values()))
+        if first % target.num_groups:
+            raise ValueError(f"{target.num_groups} {groups} do not divide the first axis, of size {first}")
 
 
 def _check_axes(names: Iterable[str], info: ValidationInfo) -> None:
     axes: dict[str, int] | Literal["auto"] | None = info.data.get("axes")
-    known = (OUTER, *INNER) if axes == "auto" else axes
+    known = (OUTER_AXIS, *INNER_AXES) if axes == "auto" else axes
     for name in names:
         if known is not None and name not in known:  # None: the axes are wrong themselves, and say so
             raise ValueError(f"{name!r} is no axis of this mesh{nearest(name, known)}")
@@ -261,16 +261,16 @@ def mesh_config(mesh: MeshLike) -> MeshConfig | None:
             return MeshConfig(axes=dict(mesh))
         except ConfigError as error:
             raise MeshError(str(error)) from None
-    return find_mesh(mesh) if isinstance(mesh, str | os.PathLike) else None
+    return load_mesh_config(mesh) if isinstance(mesh, str | os.PathLike) else None
 
 
-def find_mesh(name: str | os.PathLike[str]) -> MeshConfig:
+def load_mesh_config(name: str | os.PathLike[str]) -> MeshConfig:
     """The mesh config of a file, or a shipped one such as ``"cpu-8"``.
 
     Raises:
       ConfigError: a file that is missing or wrong.
     """
-    return MeshConfig.load(find("mesh", name))
+    return MeshConfig.load(find_config("mesh", name))
 
 
 def resolve_mesh(mesh: MeshLike) -> LogicalMesh:

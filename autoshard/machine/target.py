@@ -20,12 +20,12 @@ from autoshard.machine.tpu_slice import TpuSlice
 type Target = TpuSlice | GpuCluster
 
 
-def is_here(target: Target) -> bool:
+def is_available(target: Target) -> bool:
     """Whether this process sees the devices themselves."""
-    return gpu_cluster.is_here(target) if isinstance(target, GpuCluster) else tpu_slice.is_here(target)
+    return gpu_cluster.is_available(target) if isinstance(target, GpuCluster) else tpu_slice.is_available(target)
 
 
-def arranged(target: Target, sizes: Sequence[int]) -> np.ndarray:
+def device_array(target: Target, sizes: Sequence[int]) -> np.ndarray:
     """The devices of ``target`` as an array of shape ``sizes``, neighbours close in the network.
 
     Several slices or nodes follow one another along the first axis.
@@ -33,11 +33,11 @@ def arranged(target: Target, sizes: Sequence[int]) -> np.ndarray:
     Raises:
       MeshError: the extra is not installed, the compiler knows no such slice, or the sizes do not fit it.
     """
-    describe = gpu_cluster.described if isinstance(target, GpuCluster) else tpu_slice.described
-    devices = tuple(jax.devices()) if is_here(target) else describe(target)
-    if math.prod(sizes) != len(devices) or sizes[0] % target.groups:
+    describe = gpu_cluster.topology_devices if isinstance(target, GpuCluster) else tpu_slice.topology_devices
+    devices = tuple(jax.devices()) if is_available(target) else describe(target)
+    if math.prod(sizes) != len(devices) or sizes[0] % target.num_groups:
         shown = "x".join(map(str, sizes))
-        along = f", in groups of {len(devices) // target.groups} along the first axis" if target.groups > 1 else ""
+        along = f", in groups of {len(devices) // target.num_groups} along the first axis" if target.num_groups > 1 else ""
         raise MeshError(f"a mesh of {shown} does not fit {target}, which has {len(devices)} devices{along}")
     if isinstance(target, GpuCluster):  # node by node, and within one all are alike
         return np.asarray(devices, dtype=object).reshape(sizes)

@@ -33,7 +33,7 @@ def test_a_loop_body_runs_as_often_as_it_turns() -> None:
         return jax.lax.scan(outer, x, ws)[0]
 
     g = graph(fun, ((4, 4), (3, 4, 4)), MESH)
-    assert [n.times for n in g.nodes if n.kind.op == "dot_general"] == [15]
+    assert [n.trip_count for n in g.nodes if n.kind.op == "dot_general"] == [15]
 
 
 def test_calls_are_inlined_and_values_defined_once() -> None:
@@ -73,7 +73,7 @@ def test_a_rule_of_the_wrong_rank_is_refused_with_the_line() -> None:
     transposing = {
         odd_p: lambda *_: TABLE[jax.lax.transpose_p](jax.ShapeDtypeStruct((2, 3), "float32"), permutation=(1, 0)),
     }
-    p = program(lambda x: odd_p.bind(x), ((4,),), MESH, rules=replace(SHIPPED, own=transposing))  # noqa: PLW0108
+    p = program(lambda x: odd_p.bind(x), ((4,),), MESH, rules=replace(SHIPPED, step_rules=transposing))  # noqa: PLW0108
     with pytest.raises(RuleError, match=r"test_build_graph.py:\d+: odd: rule .* other ranks"):
         build_graph(p)
 

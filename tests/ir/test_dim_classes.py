@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from autoshard.ir.dim_classes import classes
+from autoshard.ir.dim_classes import dim_classes
 from tests.programs import graph, mesh, mlp_args, mlp_step
 
 
 def test_a_step_has_the_dimensions_that_a_person_would_name() -> None:
-    found = {(c.name, c.size) for c in classes(graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4)))}
+    found = {(c.name, c.size) for c in dim_classes(graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4)))}
     assert found == {("batch", 64), ("w1.1", 32), ("x.1", 16), ("y.1", 16)}
 
 
 def test_forward_and_backward_share_their_classes() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4))
-    hidden = next(c for c in classes(g) if c.size == 32)
+    hidden = next(c for c in dim_classes(g) if c.size == 32)
     members = {g.values[v].name for v, _ in hidden.inputs}
     assert members == {"params['w1']", "params['w2']"}
 
 
 def test_a_dimension_met_twice_is_marked() -> None:
-    found = classes(graph(lambda x: x @ x.T, ((8, 4),), mesh(a=4)))
-    assert {c.size: c.twice for c in found} == {8: True, 4: False}
+    found = dim_classes(graph(lambda x: x @ x.T, ((8, 4),), mesh(a=4)))
+    assert {c.size: c.repeats_in_value for c in found} == {8: True, 4: False}
 
 
 def test_the_common_divisor_bounds_the_parts() -> None:
     def fun(x):
         return jnp.sin(x.reshape(4, 6, 5)).reshape(24, 5)
 
-    sizes = {c.size for c in classes(graph(fun, ((24, 5),), mesh(a=4)))}
+    sizes = {c.size for c in dim_classes(graph(fun, ((24, 5),), mesh(a=4)))}
     assert 4 in sizes
 
 
 def test_names_are_distinct_and_stable() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4))
-    names = [c.name for c in classes(g)]
+    names = [c.name for c in dim_classes(g)]
     assert len(set(names)) == len(names)
-    assert names == [c.name for c in classes(g)]
+    assert names == [c.name for c in dim_classes(g)]

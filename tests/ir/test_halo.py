@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backend.audit import audit
-from autoshard.ir.halo import Window, hops
+from autoshard.ir.halo import HaloWindow, rows_per_hop
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 ROWS = P("b", "a")
@@ -24,29 +24,29 @@ ROWS = P("b", "a")
 @pytest.mark.parametrize(
     "window",
     [
-        Window(12, 12, 1, 1, 3),
-        Window(24, 12, 2, 0, 3),
-        Window(12, 24, 1, 1, 3, 2),
-        Window(12, 12, 1, 5, 11),
-        Window(12, 12, 1, -2, 3),
-        Window(24, 12, 1, 0, 13),
+        HaloWindow(12, 12, 1, 1, 3),
+        HaloWindow(24, 12, 2, 0, 3),
+        HaloWindow(12, 24, 1, 1, 3, 2),
+        HaloWindow(12, 12, 1, 5, 11),
+        HaloWindow(12, 12, 1, -2, 3),
+        HaloWindow(24, 12, 1, 0, 13),
     ],
     ids=str,
 )
-def test_rows_are_those_that_some_part_reads(window: Window) -> None:
+def test_rows_are_those_that_some_part_reads(window: HaloWindow) -> None:
     for parts in (2, 3, 4, 6):
-        own, made = window.size // parts, window.count // parts
+        own, made = window.input_size // parts, window.output_size // parts
         before = behind = 0
-        for k, j, tap in itertools.product(range(parts), range(made), range(window.reach)):
-            row, off = divmod((k * made + j) * window.step - window.low + tap, window.base)
-            if off == 0 and 0 <= row < window.size:
+        for k, j, tap in itertools.product(range(parts), range(made), range(window.window_size)):
+            row, off = divmod((k * made + j) * window.stride - window.padding_low + tap, window.base_dilation)
+            if off == 0 and 0 <= row < window.input_size:
                 before, behind = max(before, k * own - row), max(behind, row + 1 - (k + 1) * own)
-        assert window.rows(parts) == (before, behind)
+        assert window.halo_rows(parts) == (before, behind)
 
 
 def test_rows_of_several_neighbours_come_from_each() -> None:
-    assert hops(5, 2) == [2, 2, 1]
-    assert hops(0, 2) == []
+    assert rows_per_hop(5, 2) == [2, 2, 1]
+    assert rows_per_hop(0, 2) == []
 
 
 def loss(stride: int, groups: int, dilation: int, w: Any, x: Any) -> Any:
@@ -78,7 +78,7 @@ def test_gradients_of_split_images_send_edges_and_sums(fun: Any, shape: tuple[in
     found = audit(step.lower(*args).compile(), step.plan(*args))
     assert found.clean, str(found)
     assert {c.kind for c in found.emitted} <= {"collective-permute", "all-reduce"}
-    assert sum(c.total for c in found.emitted if c.kind == "all-reduce") == args[0].nbytes
+    assert sum(c.total_bytes for c in found.emitted if c.kind == "all-reduce") == args[0].nbytes
 
 
 def test_gradients_of_grouped_windows_send_edges_and_sums() -> None:

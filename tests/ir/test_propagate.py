@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.ir.annotate import annotate
 from autoshard.ir.graph import Graph
-from autoshard.ir.propagate import propagate, whole_layout
+from autoshard.ir.propagate import propagate, replicated_layout
 from autoshard.ir.spec import Spec
 from tests.programs import graph, mesh
 
@@ -147,7 +147,7 @@ def test_properties(case: tuple[Graph, list[dict[int, Spec]]]) -> None:
 
 def test_nothing_seeded_splits_nothing() -> None:
     g = graph(lambda x: jnp.sin(x) @ x, ((8, 8),), MESH)
-    assert propagate(g, []).specs == whole_layout(g).specs
+    assert propagate(g, []).specs == replicated_layout(g).specs
 
 
 def test_seeds_that_do_not_fit_are_reported() -> None:

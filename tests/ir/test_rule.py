@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard.errors import RuleError
-from autoshard.ir.rule import Rule, names, parse, whole
+from autoshard.ir.rule import Rule, factor_names, parse, replicated_rule
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_kind_defaults_to_parallel() -> None:
 
 
 def test_names_do_not_run_out() -> None:
-    assert len(set(names(100))) == 100
-    assert names(2, 25) == ("z", "a1")
+    assert len(set(factor_names(100))) == 100
+    assert factor_names(2, 25) == ("z", "a1")
 
 
 def test_whole_says_why() -> None:
     class Aval:
         shape, dtype = (2, 3), "float32"
 
-    rule = whole("because", [Aval()], [Aval()])
+    rule = replicated_rule("because", [Aval()], [Aval()])
     assert rule == Rule((((), ()),), (((), ()),), reason="because")

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.errors import PlanError, RuleError
 from autoshard.ir.rule import parse
-from autoshard.ir.rule_registry import key
+from autoshard.ir.rule_registry import table_key
 from autoshard.jaxpr import find_primitive
 
 MESH = {"a": 2, "b": 4}
@@ -41,7 +41,7 @@ def register() -> Iterator[Any]:
         given.append(op)
 
     yield give
-    for op in dict.fromkeys(map(key, given)):
+    for op in dict.fromkeys(map(table_key, given)):
         autoshard.unregister_rule(op)
 
 

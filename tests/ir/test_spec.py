@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import SpecError
-from autoshard.ir.spec import Spec, check, from_partition_spec, replicated
+from autoshard.ir.spec import Spec, checked_spec, from_partition_spec, replicated
 
 SIZES = {"data": 4, "model": 2, "one": 1}
 
@@ -30,8 +30,8 @@ def test_partition_spec_round_trip(entries: P) -> None:
 
 
 def test_shards_counts_parts() -> None:
-    assert Spec((("data",), ("model",))).shards(SIZES) == 8
-    assert replicated(3).shards(SIZES) == 1
+    assert Spec((("data",), ("model",))).num_shards(SIZES) == 8
+    assert replicated(3).num_shards(SIZES) == 1
 
 
 def test_reduced_drops_partial_terms() -> None:
@@ -39,8 +39,8 @@ def test_reduced_drops_partial_terms() -> None:
 
 
 def test_axes_of_size_one_and_dimensions_of_size_one_split_nothing() -> None:
-    assert check(P("one", "data"), (4, 8), SIZES, "x") == Spec(((), ("data",)))
-    assert check(P(("one", "model")), (4,), SIZES, "x") == Spec((("model",),))
+    assert checked_spec(P("one", "data"), (4, 8), SIZES, "x") == Spec(((), ("data",)))
+    assert checked_spec(P(("one", "model")), (4,), SIZES, "x") == Spec((("model",),))
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_axes_of_size_one_and_dimensions_of_size_one_split_nothing() -> None:
 )
 def test_what_does_not_fit_is_named(entries: P, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        check(entries, shape, SIZES, "state['w']")
+        checked_spec(entries, shape, SIZES, "state['w']")

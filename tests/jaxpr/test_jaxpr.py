@@ -36,7 +36,7 @@ def everything(x: Any, ws: Any) -> Any:
 def test_the_normal_form_computes_the_same_and_defines_each_variable_once() -> None:
     jaxpr = traced(everything, (4, 4), (3, 4, 4))
     normal = jx.normalize(jaxpr)
-    jx.check(normal)
+    jx.check_jaxpr(normal)
     seen: list[jx.Var] = []
 
     def collect(j: jx.Jaxpr) -> None:
@@ -61,13 +61,13 @@ def test_the_wires_of_every_region_fit_its_body() -> None:
         for eqn in j.eqns:
             for region in jx.regions(eqn):
                 found.add(eqn.primitive.name)
-                for wire in region.entries:
+                for wire in region.inputs:
                     outside, inside = jx.aval(eqn.invars[wire.outside]), jx.aval(region.body.invars[wire.inside])
-                    assert inside.shape == outside.shape[1 if wire.lifted else 0 :]
-                for wire in region.exits:
+                    assert inside.shape == outside.shape[1 if wire.stacked else 0 :]
+                for wire in region.outputs:
                     outside, inside = jx.aval(eqn.outvars[wire.outside]), jx.aval(region.body.outvars[wire.inside])
-                    assert inside.shape == outside.shape[1 if wire.lifted else 0 :]
-                for end, start in region.loops:
+                    assert inside.shape == outside.shape[1 if wire.stacked else 0 :]
+                for end, start in region.carries:
                     assert jx.aval(region.body.outvars[end]).shape == jx.aval(region.body.invars[start]).shape
                 walk(region.body)
 
@@ -78,7 +78,7 @@ def test_the_wires_of_every_region_fit_its_body() -> None:
 def test_a_region_can_be_given_other_bodies() -> None:
     normal = jx.normalize(traced(everything, (4, 4), (3, 4, 4)))
     eqns = [jx.with_bodies(e, [r.body for r in jx.regions(e)]) if jx.regions(e) else e for e in normal.eqns]
-    jx.check(normal.replace(eqns=eqns))
+    jx.check_jaxpr(normal.replace(eqns=eqns))
 
 
 def test_a_library_called_twice_is_named_by_each_call() -> None:
@@ -93,15 +93,15 @@ def test_a_library_called_twice_is_named_by_each_call() -> None:
 
 def test_forward_and_backward() -> None:
     j = jx.normalize(traced(jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 3)), (4,)))
-    marks = {e.primitive.name: (jx.differentiated(e), jx.backward(e)) for e in j.eqns}
+    marks = {e.primitive.name: (jx.is_differentiated(e), jx.is_backward(e)) for e in j.eqns}
     assert marks["sin"] == (True, False)
     assert (True, True) in marks.values()
 
 
 def test_dead_code_goes_and_inputs_stay() -> None:
     j = jx.normalize(traced(lambda x, y: (jnp.sin(y), x + 1)[1], (4,), (4,)))
-    assert [e.primitive.name for e in jx.dead_code(j).eqns] == ["add"]
-    assert len(jx.dead_code(j).invars) == 2
+    assert [e.primitive.name for e in jx.eliminate_dead_code(j).eqns] == ["add"]
+    assert len(jx.eliminate_dead_code(j).invars) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_bits(dtype: str, bits: int) -> None:
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_key_dtypes_have_names_that_are_read_back(impl: str) -> None:
     dtype = jax.random.key(0, impl=impl).dtype
-    assert jx.dtype_named(jx.dtype_name(dtype)) == dtype
+    assert jx.dtype_from_name(jx.dtype_name(dtype)) == dtype
     assert jx.dtype_bits(dtype) == jax.random.key_data(jax.random.key(0, impl=impl)).size * 32
 
 
 def test_alike_equations_have_one_signature() -> None:
     j = jx.normalize(traced(lambda x: jnp.sin(jnp.sin(x)) + jnp.sin(x[:2]).sum(), (4,)))
-    sines = [jx.signature(e) for e in j.eqns if e.primitive.name == "sin"]
+    sines = [jx.eqn_key(e) for e in j.eqns if e.primitive.name == "sin"]
     assert sines[0] == sines[1] != sines[2]
 
 

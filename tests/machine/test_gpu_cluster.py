@@ -12,7 +12,7 @@ import pytest
 import autoshard
 from autoshard.errors import ConfigError, MeshError
 from autoshard.machine import gpu_cluster as clusters
-from autoshard.machine.gpu_cluster import GPUS, GpuCluster, described, target_config
+from autoshard.machine.gpu_cluster import GPUS, GpuCluster, topology_devices, target_config
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
 from autoshard.runtime.plan import Plan
@@ -28,11 +28,11 @@ def step(w, x):
 def test_the_first_axis_crosses_nodes_over_infiniband():
     mesh = resolve_mesh(TWO)
     assert (mesh.shape, mesh.hardware.name, mesh.target) == ({"data": 2, "model": 8}, "h100", GpuCluster("h100", 2, 8))
-    assert [mesh.link((a,)).name for a in mesh.axis_names] == ["infiniband", "nvlink"]
+    assert [mesh.slowest_link((a,)).name for a in mesh.axis_names] == ["infiniband", "nvlink"]
     one = resolve_mesh(MeshConfig(axes={"data": 4, "model": 2}, gpu="b200"))
-    assert [one.link((a,)).name for a in one.axis_names] == ["nvlink", "nvlink"]
+    assert [one.slowest_link((a,)).name for a in one.axis_names] == ["nvlink", "nvlink"]
     chosen = resolve_mesh(TWO.model_copy(update={"links": {"data": "nvlink"}}))
-    assert chosen.link(("data",)).name == "nvlink"
+    assert chosen.slowest_link(("data",)).name == "nvlink"
 
 
 def test_nodes_are_an_axis_of_their_own_where_planning_chooses():
@@ -68,9 +68,9 @@ def test_every_gpu_has_a_table_that_agrees_with_what_its_compiler_is_told(name):
     assert chip.bandwidth == pytest.approx(table.bandwidth, rel=0.05)
     assert 0 < chip.memory - table.memory < 0.08 * table.memory  # a card holds more than it is sold by
     # A multiprocessor's tensor cores do a power of two of FLOP a cycle, near the clock told.
-    flops = table.peak("bfloat16") / chip.cores / (chip.clock * 1e9)
-    assert 0.9 < flops / {8: 2048, 9: 4096, 10: 8192}[chip.capability] < 1.001
-    assert f"core_count: {chip.cores}\n" in target_config(chip)
+    flops = table.peak_flops("bfloat16") / chip.multiprocessors / (chip.clock_ghz * 1e9)
+    assert 0.9 < flops / {8: 2048, 9: 4096, 10: 8192}[chip.compute_capability] < 1.001
+    assert f"core_count: {chip.multiprocessors}\n" in target_config(chip)
 
 
 def test_planning_needs_no_compiler_and_the_plan_keeps_its_target(monkeypatch):
@@ -81,7 +81,7 @@ def test_planning_needs_no_compiler_and_the_plan_keeps_its_target(monkeypatch):
 
 
 def test_without_the_extra_compiling_names_it(monkeypatch):
-    described.cache_clear()
+    topology_devices.cache_clear()
     monkeypatch.setattr(clusters, "needed", lambda: {"jax-cuda13-plugin": True, "ptxas": False, "libdevice": False})
     jitted = autoshard.jit(step, mesh=TWO, strategy="tp")
     with pytest.raises(MeshError, match=r"no ptxas, no libdevice\): pip install 'autoshard\[gpu\]'"):

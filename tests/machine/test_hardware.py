@@ -27,7 +27,7 @@ def test_every_hardware_table_is_plausible(path):
         assert 1e9 <= link.bandwidth <= 2 * hardware.bandwidth
         assert 1e-7 < link.latency < 1e-3
     first = next(iter(hardware.links.values()))
-    assert first == LogicalMesh(("a",), (2,), hardware).link(("a",))
+    assert first == LogicalMesh(("a",), (2,), hardware).slowest_link(("a",))
 
 
 def test_no_two_tables_claim_one_kind_of_device():
@@ -59,7 +59,7 @@ def test_a_table_of_ones_own(tmp_path):
         "flops: {float32: 1e12}\nmemory: 8GiB\nbandwidth: 1e11\nlinks: {wire: {bandwidth: 1e9, latency: 1e-6}}\n"
     )
     mesh = MeshConfig(axes={"a": 2}, hardware=str(table)).mesh()
-    assert (mesh.hardware.name, mesh.hardware.memory, mesh.link(("a",)).name) == ("mine", 8 * 2**30, "wire")
+    assert (mesh.hardware.name, mesh.hardware.memory, mesh.slowest_link(("a",)).name) == ("mine", 8 * 2**30, "wire")
     table.write_text("flops: {floaty: 1}\nmemory: 8GiB\nbandwidth: 0\nlinks: {}\n")
     with pytest.raises(ConfigError) as caught:
         load_hardware(str(table))

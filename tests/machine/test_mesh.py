@@ -38,14 +38,14 @@ def test_what_is_no_mesh(names, sizes, message):
 
 def test_a_collective_waits_for_its_slowest_link():
     mesh = LogicalMesh(("pod", "chip"), (2, 4), CHIP, ("slow", "fast"))
-    assert mesh.link(("chip",)) is FAST
-    assert mesh.link(("pod", "chip")) is SLOW
-    assert LogicalMesh(("a",), (2,), CHIP).link(("a",)) is FAST
+    assert mesh.slowest_link(("chip",)) is FAST
+    assert mesh.slowest_link(("pod", "chip")) is SLOW
+    assert LogicalMesh(("a",), (2,), CHIP).slowest_link(("a",)) is FAST
 
 
 def test_peak_of_a_dtype_that_is_not_listed_is_the_slowest():
-    assert CHIP.peak("bfloat16") == 1e15
-    assert CHIP.peak("float64") == 5e14
+    assert CHIP.peak_flops("bfloat16") == 1e15
+    assert CHIP.peak_flops("float64") == 5e14
 
 
 def test_devices_do_not_enter_comparison():
@@ -65,8 +65,8 @@ def test_concrete(sizes):
     assert concrete.devices.shape == sizes
     assert len(set(concrete.devices.flat)) == mesh.size
     assert set(concrete.axis_types) == {AxisType.Auto}
-    assert mesh.abstract().axis_sizes == sizes
-    assert set(mesh.abstract().axis_types) == {AxisType.Auto}
+    assert mesh.abstract_mesh().axis_sizes == sizes
+    assert set(mesh.abstract_mesh().axis_types) == {AxisType.Auto}
     assert mesh.sharding(PartitionSpec("a")).mesh == concrete
 
 
@@ -77,6 +77,6 @@ def test_chosen_devices_stay():
 
 def test_a_mesh_larger_than_the_machine_names_both_sizes():
     mesh = LogicalMesh(("a", "b"), (8, 4), CHIP)
-    assert mesh.abstract().size == 32  # planning for it works
+    assert mesh.abstract_mesh().size == 32  # planning for it works
     with pytest.raises(MeshError, match=r"needs 32 devices and this machine has 8 \(cpu\).*JAX_NUM_CPU_DEVICES=32"):
         mesh.concrete()

@@ -17,7 +17,7 @@ from autoshard.machine.mesh_config import (
     Bytes,
     Config,
     MeshConfig,
-    fill,
+    fill_open_axis,
     load_yaml,
     mesh_config,
     parse_bytes,
@@ -190,9 +190,9 @@ def test_fill_finds_the_size_that_was_left_open(sizes, data):
     axes = {f"axis{i}": size for i, size in enumerate(sizes)}
     devices = int(np.prod(sizes))
     open_axis = data.draw(st.sampled_from(sorted(axes)))
-    assert fill(axes | {open_axis: -1}, devices) == axes == fill(axes, devices) == fill(axes, None)
+    assert fill_open_axis(axes | {open_axis: -1}, devices) == axes == fill_open_axis(axes, devices) == fill_open_axis(axes, None)
     with pytest.raises(ValueError, match=f"make {devices} devices, not {devices + 1}"):
-        fill(axes, devices + 1)
+        fill_open_axis(axes, devices + 1)
 
 
 def test_axis_sizes():
@@ -255,5 +255,5 @@ def test_the_config_behind_a_mesh(write):
 def test_links_reach_the_mesh(write):
     mesh = resolve_mesh(write("axes: {a: 2, b: 8, c: 2}\nhardware: h100\nlinks: {a: infiniband}\n"))
     assert mesh.axis_links == ("infiniband", "nvlink", "nvlink")
-    assert mesh.link(("b", "c")).name == "nvlink"
-    assert mesh.link(("a", "b")).name == "infiniband"
+    assert mesh.slowest_link(("b", "c")).name == "nvlink"
+    assert mesh.slowest_link(("a", "b")).name == "infiniband"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autoshard.machine.mesh_shapes import shapes
+from autoshard.machine.mesh_shapes import mesh_shapes
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,6 @@ from autoshard.machine.mesh_shapes import shapes
     ids=str,
 )
 def test_every_mesh_has_all_devices(given, expected):
-    found = shapes(*given)
+    found = mesh_shapes(*given)
     assert found == expected
     assert all(math.prod(s.values()) == given[0] for s in found)

@@ -26,7 +26,7 @@ def step(w, x):
 
 @pytest.fixture
 def without_extra(monkeypatch):
-    tpu_slice.described.cache_clear()
+    tpu_slice.topology_devices.cache_clear()
     monkeypatch.setattr(tpu_slice, "installed", lambda: False)
 
 
@@ -57,11 +57,11 @@ def test_no_slice(topology, message):
 
 def test_every_chip_has_a_table_with_clock_and_tiles():
     for name, chip in TPUS.items():
-        mesh = resolve_mesh(MeshConfig(axes={"data": -1}, tpu=f"{name}:{'x'.join('2' * chip.sides)}"))
+        mesh = resolve_mesh(MeshConfig(axes={"data": -1}, tpu=f"{name}:{'x'.join('2' * chip.grid_rank)}"))
         assert mesh.hardware.name == chip.hardware
         assert mesh.hardware.clock > 1e9
         assert mesh.hardware.tile == (8, 128)
-        assert mesh.size == 2**chip.sides * chip.devices
+        assert mesh.size == 2**chip.grid_rank * chip.devices_per_chip
 
 
 def test_a_config_from_a_file(tmp_path):
@@ -77,7 +77,7 @@ def test_a_config_from_a_file(tmp_path):
 def test_slices_lie_along_the_first_axis_which_runs_over_the_data_centre():
     mesh = resolve_mesh(MeshConfig(axes={"data": -1, "model": 8}, tpu="v5e:4x4", slices=2))
     assert mesh.shape == {"data": 4, "model": 8}
-    assert [mesh.link((a,)).name for a in mesh.axis_names] == ["dcn", "ici"]
+    assert [mesh.slowest_link((a,)).name for a in mesh.axis_names] == ["dcn", "ici"]
     with pytest.raises(ConfigError, match="2 slices do not divide the first axis, of size 1"):
         MeshConfig(axes={"data": 1, "model": 32}, tpu="v5e:4x4", slices=2)
     with pytest.raises(ConfigError, match="say which with tpu:"):
