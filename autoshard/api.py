@@ -224,9 +224,8 @@ _registered: dict[rule_registry.Key, RuleFn] = {}
 def _rules(rules: Mapping[Primitive | str, AnyRule] | None) -> rule_registry.Rules:
     """The step's own rules over those registered, and these over those that ship."""
     own = [_entry(op, rule, None, None) for op, rule in rule_registry.rule_items(rules)]
-    return replace(
-        SHIPPED, own={k: fn for entry in own for k, fn in entry.items()}, below=(_registered, *SHIPPED.base_tables)
-    )
+    step_rules = {k: fn for entry in own for k, fn in entry.items()}
+    return replace(SHIPPED, step_rules=step_rules, base_tables=(_registered, *SHIPPED.base_tables))
 
 
 def _entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[rule_registry.Key, RuleFn]:

@@ -17,7 +17,7 @@ class DeadCode(Pass):
     name: ClassVar[str] = "dead_code"
 
     def __call__(self, program: Program) -> Program:
-        return program.with_jaxpr(jx.dead_code(program.jaxpr))
+        return program.with_jaxpr(jx.eliminate_dead_code(program.jaxpr))
 
     def change(self, before: Program, after: Program) -> str:
         return "dropped what no result and no effect needs"

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.extend.core import primitives as _prims
 from jax.lax import GatherScatterMode
 
 from autoshard import jaxpr as jx
@@ -34,12 +35,12 @@ class OneHot(Pass):
 
     def __call__(self, program: Program) -> Program:
         after = _rewritten(program.jaxpr)
-        return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
+        return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         if before is after:
             return "no sum of one-hot rows"
-        saved = [sum(e.primitive.name == "reduce_sum" for e in jx.walk(p.jaxpr)) for p in (before, after)]
+        saved = [sum(e.primitive is _prims.reduce_sum_p for e in jx.walk(p.jaxpr)) for p in (before, after)]
         return f"{saved[0] - saved[1]} sums of one-hot rows fewer"
 
 
@@ -68,7 +69,7 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
         eqns += [eqn] if found is None else found
         changed |= found is not None
         reader.read(eqn)
-    return jx.with_code(jaxpr, eqns) if changed else jaxpr
+    return jx.with_eqns(jaxpr, eqns) if changed else jaxpr
 
 
 class _Reader:
@@ -78,33 +79,33 @@ class _Reader:
         self.made: dict[jx.Var, jx.JaxprEqn] = {}
         self.rows: dict[jx.Var, Rows] = {}
         self.readers = {
-            "convert_element_type": self.follows,
-            "div": self.scaled,
-            "eq": self.compared,
-            "mul": self.scaled,
-            "neg": self.follows,
-            "scatter-add": self.scattered,
+            _prims.convert_element_type_p: self.follows,
+            _prims.div_p: self.scaled,
+            _prims.eq_p: self.compared,
+            _prims.mul_p: self.scaled,
+            _prims.neg_p: self.follows,
+            _prims.scatter_add_p: self.scattered,
         }
 
     def read(self, eqn: jx.JaxprEqn) -> None:
         for v in eqn.outvars:
             self.made[v] = eqn
-        read = self.readers.get(eqn.primitive.name)
+        read = self.readers.get(eqn.primitive)
         found = read(eqn) if read else None
         if found is not None:
             self.rows[eqn.outvars[0]] = found
 
-    def maker(self, atom: jx.Atom, name: str) -> jx.JaxprEqn | None:
+    def maker(self, atom: jx.Atom, op: jx.Primitive) -> jx.JaxprEqn | None:
         """The equation that makes ``atom``, if it is of this kind."""
         eqn = None if isinstance(atom, jx.Literal) else self.made.get(atom)
-        return eqn if eqn is not None and eqn.primitive.name == name else None
+        return eqn if eqn is not None and eqn.primitive is op else None
 
     def known(self, atom: jx.Atom) -> Rows | None:
         return None if isinstance(atom, jx.Literal) else self.rows.get(atom)
 
     def sum(self, eqn: jx.JaxprEqn) -> list[jx.JaxprEqn] | None:
         """The equations in the place of a sum along the dimension of one-hot rows; None of anything else."""
-        rows = self.known(eqn.invars[0]) if eqn.primitive.name == "reduce_sum" else None
+        rows = self.known(eqn.invars[0]) if eqn.primitive is _prims.reduce_sum_p else None
         if rows is None or rows.dim not in eqn.params["axes"]:
             return None
         others = [d - (d > rows.dim) for d in eqn.params["axes"] if d != rows.dim]
@@ -119,13 +120,13 @@ class _Reader:
         rounds = (_is_float(before) and _is_float(after)) or jnp.promote_types(before, after) == after
         if not rounds:
             return None
-        fun = lax.neg if eqn.primitive.name == "neg" else lambda x: lax.convert_element_type(x, after)
+        fun = lax.neg if eqn.primitive is _prims.neg_p else lambda x: lax.convert_element_type(x, after)
         return replace(rows, fun=lambda *xs: fun(rows.fun(*xs)), condition=before == np.bool_)
 
     def scaled(self, eqn: jx.JaxprEqn) -> Rows | None:
         """By what is the same all along a row. The other elements are then zero too, or NaN."""
         (left, right), result = eqn.invars, jx.aval(eqn.outvars[0])
-        divided = eqn.primitive.name == "div"
+        divided = eqn.primitive is _prims.div_p
         for this, other in ((left, right),) if divided else ((left, right), (right, left)):
             rows = self.known(this)
             if rows is None or not _is_float(result.dtype) or rows.picks >= jx.aval(this).shape[rows.dim]:
@@ -143,7 +144,7 @@ class _Reader:
             return atom, lambda x: jnp.broadcast_to(x, rest)
         if have[dim] == 1:
             return atom, lambda x: jnp.broadcast_to(lax.squeeze(x, [dim]), rest)
-        eqn = self.maker(atom, "broadcast_in_dim")
+        eqn = self.maker(atom, _prims.broadcast_in_dim_p)
         if eqn is None:
             return None
         dims, source = eqn.params["broadcast_dimensions"], eqn.invars[0]
@@ -171,9 +172,9 @@ class _Reader:
             return False
         if aval.shape[dim] != n:
             return False
-        spread = self.maker(atom, "broadcast_in_dim")
+        spread = self.maker(atom, _prims.broadcast_in_dim_p)
         if spread is None:
-            iota = self.maker(atom, "iota")
+            iota = self.maker(atom, _prims.iota_p)
             return iota is not None and iota.params["dimension"] == dim
         dims = spread.params["broadcast_dimensions"]
         return dim in dims and self.counts(spread.invars[0], dims.index(dim), n)
@@ -202,7 +203,7 @@ class _Reader:
 
     def zero(self, atom: jx.Atom) -> bool:
         """Whether all of ``atom`` is zero."""
-        eqn = self.maker(atom, "broadcast_in_dim")
+        eqn = self.maker(atom, _prims.broadcast_in_dim_p)
         return self.zero(eqn.invars[0]) if eqn else isinstance(atom, jx.Literal) and not np.any(atom.val)
 
 

@@ -65,8 +65,8 @@ class Recompute(Pass):
             raise PassError(f"recompute takes a policy's name or a function, not {self.policy!r}")
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr, self.keep(program.jaxpr))
-        return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
+        after = _rewritten(program.jaxpr, self.keep(program))
+        return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def variants(self, program: Program) -> tuple[Pass, ...]:
         """What holds most products, to what holds none."""
@@ -82,15 +82,15 @@ class Recompute(Pass):
         policy = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "policy")
         return f"{self.name}:{policy}"
 
-    def keep(self, jaxpr: jx.Jaxpr) -> remat.SavePolicy:
+    def keep(self, program: Program) -> remat.SavePolicy:
         """Whether an equation's results are held: the policy allows it, here or inside, or it must not run twice."""
-        chosen = set(products(jaxpr)[: self._count]) if self._count else frozenset[Product]()
+        chosen = set(products(program.jaxpr)[: self._count]) if self._count else frozenset[Product]()
 
         def allows(eqn: jx.JaxprEqn) -> bool:
             here = _product(eqn) in chosen if self._count is not None else self._allows(eqn)
             return here or any(allows(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
 
-        return lambda eqn: not jx.is_recomputable(eqn) or allows(eqn)
+        return lambda eqn: not remat.is_recomputable(eqn, program.rules) or allows(eqn)
 
     @property
     def _count(self) -> int | None:
@@ -110,7 +110,7 @@ class Recompute(Pass):
 
     def _left(self, program: Program) -> Mapping[str, int]:
         """Residuals of loops and branches that the policy would not hold: what they are -> bytes."""
-        found, keep = Counter[str](), self.keep(program.jaxpr)
+        found, keep = Counter[str](), self.keep(program)
         for body in remat.differentiated_bodies(program.jaxpr):
             for var, eqn in remat.residuals(body).items():
                 if remat.is_forward(eqn) and jx.regions(eqn) and any(not keep(e) for e in _makers(eqn, var)):
@@ -122,7 +122,7 @@ def _makers(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
     """The equations inside ``eqn`` that make its result ``var``; none for what a loop carries round."""
     place = eqn.outvars.index(var)
     for region in jx.regions(eqn):
-        carried = {end for end, _ in region.loops}
+        carried = {end for end, _ in region.carries}
         for wire in region.outputs:
             if wire.outside == place and wire.inside not in carried:
                 end = region.body.outvars[wire.inside]
@@ -131,10 +131,10 @@ def _makers(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
 
 def _rewritten(jaxpr: jx.Jaxpr, keep: remat.SavePolicy) -> jx.Jaxpr:
     eqns = [  # bodies that may hold both parts are rewritten by themselves, as when gradients are taken in a loop
-        e if jx.differentiated(e) else jx.map_bodies(e, lambda b: _rewritten(b, keep)) for e in jaxpr.eqns
+        e if jx.is_differentiated(e) else jx.map_bodies(e, lambda b: _rewritten(b, keep)) for e in jaxpr.eqns
     ]
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
-        jaxpr = jx.with_code(jaxpr, eqns)
+        jaxpr = jx.with_eqns(jaxpr, eqns)
     return remat.recompute_in_straight_line(remat.recompute_in_scans(jaxpr, keep), keep)
 
 
@@ -146,7 +146,7 @@ def products(jaxpr: jx.Jaxpr) -> list[Product]:
             if found := _product(eqn) if inside or remat.is_forward(eqn) else None:
                 size = sum(jx.aval_bytes(v.aval) for v in eqn.outvars)
                 yield -jx.contraction_flops(eqn) / max(1, size), size, found
-            if inside or remat.is_forward(eqn) or not jx.differentiated(eqn):
+            if inside or remat.is_forward(eqn) or not jx.is_differentiated(eqn):
                 for region in jx.regions(eqn):
                     yield from walk(region.body.eqns, inside=inside or remat.is_forward(eqn))
 

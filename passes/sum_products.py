@@ -15,11 +15,11 @@ from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
+from autoshard.ir.rule_registry import Rules
 from autoshard.transforms.pipeline import Pass
 from autoshard.transforms.sum_of_products import ProductDims, flops, sum_of_products_p
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ADD = frozenset({"add", "add_any"})
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class SumProducts(Pass):
     name: ClassVar[str] = "sum_products"
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr, {})
-        return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
+        after = _rewritten(program.jaxpr, program.rules, {})
+        return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         made = sum(e.primitive is sum_of_products_p for e in jx.walk(after.jaxpr))
@@ -52,16 +52,17 @@ class _Product:
         return left, right, jx.aval(self.eqn.outvars[0]).dtype, p["precision"]
 
 
-def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
+def _rewritten(jaxpr: jx.Jaxpr, rules: Rules, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
     """``jaxpr`` with its sums joined, at every depth; itself where there are none. ``known``: sums that were staged."""
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    uses = jx.uses(jaxpr)
-    additions = [e for e in jaxpr.eqns if e.primitive.name in ADD and _terms_of(e)]
+    uses = jx.use_counts(jaxpr)
+    additions = [e for e in jaxpr.eqns if rules.traits(e.primitive).adds and _terms_of(e)]
+    chained = {e for e in additions if uses[e.outvars[0]] == 1}
     inner = {a for e in additions for a in e.invars if isinstance(a, jx.Var) and uses[a] == 1}
 
     def leaves(atom: jx.Atom) -> Iterator[jx.Atom]:
         eqn = made.get(atom) if isinstance(atom, jx.Var) else None
-        if eqn is not None and eqn.primitive.name in ADD and uses[eqn.outvars[0]] == 1 and _terms_of(eqn):
+        if eqn is not None and eqn in chained:
             for a in eqn.invars:
                 yield from leaves(a)
         else:
@@ -79,7 +80,7 @@ def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
 
     instead: dict[jx.JaxprEqn, list[jx.JaxprEqn]] = {}
     for eqn in jx.eqns_with_regions(jaxpr):
-        new = jx.map_bodies(eqn, lambda b: _rewritten(b, known))
+        new = jx.map_bodies(eqn, lambda b: _rewritten(b, rules, known))
         if new is not eqn:
             instead[eqn] = [new]
     for eqn in additions:
@@ -96,7 +97,7 @@ def _rewritten(jaxpr: jx.Jaxpr, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
             instead[eqn] = _joined(eqn, list(joined.values()), rest, known)
     if not instead:
         return jaxpr
-    return jx.with_code(jaxpr, [new for eqn in jaxpr.eqns for new in instead.get(eqn, (eqn,))])
+    return jx.with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in instead.get(eqn, (eqn,))])
 
 
 def _terms_of(eqn: jx.JaxprEqn) -> list[jx.Atom]:
@@ -119,7 +120,7 @@ def _joined(
     def fun(*values: Any) -> Any:
         (total,) = sum_of_products_p.bind(
             *values[: len(operands)],
-            terms=terms,
+            products=terms,
             out=out,
             dtype=str(result.dtype),
             precision=precision,
@@ -132,7 +133,7 @@ def _joined(
     values = [*operands, *rest]
     key = terms, out, str(result.dtype), precision, tuple((jx.aval(a).shape, str(jx.aval(a).dtype)) for a in values)
     if key not in known:
-        known[key] = jx.staged(fun, eqn, values)
+        known[key] = jx.stage_out(fun, eqn, values)
     return jx.splice(known[key], eqn, values)
 
 

@@ -34,7 +34,7 @@ class TransposedProducts(Pass):
 
 def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     """``jaxpr`` with its products turned, at every depth; itself where none is."""
-    uses = jx.uses(jaxpr)
+    uses = jx.use_counts(jaxpr)
     products = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive is _prims.dot_general_p and uses[e.outvars[0]] == 1}
     turned: dict[jx.JaxprEqn, jx.JaxprEqn] = {}
     dropped = set[jx.JaxprEqn]()
@@ -51,7 +51,7 @@ def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
             continue
         eqns.append(turned.get(eqn) or jx.map_bodies(eqn, _rewritten))
         changed |= eqns[-1] is not eqn
-    return jx.with_code(jaxpr, eqns) if changed else jaxpr
+    return jx.with_eqns(jaxpr, eqns) if changed else jaxpr
 
 
 def _other_way(product: jx.JaxprEqn, transpose: jx.JaxprEqn) -> dict[str, Any] | None:

@@ -24,21 +24,29 @@ from itertools import pairwise
 
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
+from autoshard.ir.rule_registry import Rules
 from autoshard.transforms.remat_segments import Value, choose_cuts
 
 SavePolicy = Callable[[jx.JaxprEqn], bool]
 """Whether an equation's results are held rather than made again."""
 
 
+def is_recomputable(eqn: jx.JaxprEqn, rules: Rules) -> bool:
+    """Whether running the equation twice gives the same values, does nothing else twice, and calls no host."""
+    if eqn.effects or rules.traits(eqn.primitive).runs_once:
+        return False
+    return all(is_recomputable(inner, rules) for body in jx.subjaxprs(eqn) for inner in body.eqns)
+
+
 def is_forward(eqn: jx.JaxprEqn) -> bool:
     """Whether the equation is in the forward part of a differentiated function."""
-    return jx.differentiated(eqn) and not jx.backward(eqn)
+    return jx.is_differentiated(eqn) and not jx.is_backward(eqn)
 
 
 def residuals(jaxpr: jx.Jaxpr) -> dict[jx.Var, jx.JaxprEqn]:
     """What equations that are not backward make and backward ones read, with its maker; top level only."""
-    made = {v: e for e in jaxpr.eqns if not jx.backward(e) for v in e.outvars}
-    return {v: made[v] for e in jaxpr.eqns if jx.backward(e) for v in _variables(e.invars) if v in made}
+    made = {v: e for e in jaxpr.eqns if not jx.is_backward(e) for v in e.outvars}
+    return {v: made[v] for e in jaxpr.eqns if jx.is_backward(e) for v in _variables(e.invars) if v in made}
 
 
 def residual_bytes(program: Program) -> int:
@@ -53,7 +61,7 @@ def differentiated_bodies(jaxpr: jx.Jaxpr) -> Iterator[jx.Jaxpr]:
     """``jaxpr``, and every body in it, outside differentiated code, that may have both parts itself."""
     yield jaxpr
     for eqn in jaxpr.eqns:
-        if not jx.differentiated(eqn):
+        if not jx.is_differentiated(eqn):
             for region in jx.regions(eqn):
                 yield from differentiated_bodies(region.body)
 
@@ -109,11 +117,11 @@ def recompute_in_scans(jaxpr: jx.Jaxpr, keep: SavePolicy) -> jx.Jaxpr:
             for j in pair.slices:
                 eqns[j] = pair.backward(eqns[j], j)
             changed = True
-    return jx.with_code(jaxpr, eqns) if changed else jaxpr
+    return jx.with_eqns(jaxpr, eqns) if changed else jaxpr
 
 
 def _reads_slices(eqn: jx.JaxprEqn, var: jx.Var, length: int) -> bool:
-    shape = jx.scan_groups(eqn) if jx.backward(eqn) else None
+    shape = jx.scan_groups(eqn) if jx.is_backward(eqn) else None
     return shape is not None and shape.length == length and var not in eqn.invars[: shape.consts + shape.carry]
 
 
@@ -148,7 +156,7 @@ class _Pair:
                 self.slices[j] = program_slice(self.body.eqns, targets, self.held | set(self.outside))
         for v in (v for s in self.slices.values() for v in s.inputs):
             if v not in self.sources and v not in self.outside:
-                self.new.setdefault(v, jx.lift(v, self.shape.length))
+                self.new.setdefault(v, jx.stacked_var(v, self.shape.length))
 
     @property
     def freed(self) -> int:
@@ -160,7 +168,7 @@ class _Pair:
 
     def forward(self) -> jx.JaxprEqn:
         """The forward scan, stacking the new values too."""
-        body = jx.with_code(self.body, self.body.eqns, outvars=[*self.body.outvars, *self.new])
+        body = jx.with_eqns(self.body, self.body.eqns, outvars=[*self.body.outvars, *self.new])
         groups = (self.shape.consts, self.shape.carry, self.shape.xs)
         return jx.rebuild_scan(self.eqn, body, groups, self.eqn.invars, [*self.eqn.outvars, *self.new.values()])
 
@@ -176,18 +184,18 @@ class _Pair:
             outer = next(found[v] for found in (self.sources, self.outside, self.new) if v in found)
             inner = next((b for a, b in group if a is outer), None)
             if inner is None:
-                inner = jx.fresh(v)
+                inner = jx.new_var(v)
                 group.append((outer, inner))
             here[v] = inner
         begin: list[jx.JaxprEqn] = []
         if not shape.iterates and here:  # the body stands beside the forward one, where a compiler could see both
-            wall = jx.barrier(list(dict.fromkeys(here.values())), eqn)
+            wall = jx.optimization_barrier(list(dict.fromkeys(here.values())), eqn)
             begin.append(wall)
             behind = dict(zip(_variables(wall.invars), wall.outvars, strict=True))
             here = {v: behind[b] for v, b in here.items()}
         begin += _run(work.eqns, here)
         swap = {b: here[self.dropped[a]] for a, b in xs if a in self.dropped}
-        code = jx.with_code(
+        code = jx.with_eqns(
             body,
             [*begin, *(_reading(e, swap) for e in body.eqns)],
             invars=[*(b for _, b in consts), *body.invars[n:m], *(b for _, b in xs)],
@@ -203,7 +211,7 @@ def recompute_in_straight_line(jaxpr: jx.Jaxpr, keep: SavePolicy) -> jx.Jaxpr:
     Values that are read outside both parts, or are results, are held whatever ``keep`` says; so are those that
     loops and branches make, which are never run again as a whole.
     """
-    back = [jx.backward(e) for e in jaxpr.eqns]
+    back = [jx.is_backward(e) for e in jaxpr.eqns]
     first: dict[jx.Var, int] = {}
     pinned = set(_variables(jaxpr.outvars))
     groups: list[list[jx.JaxprEqn]] = [[]]
@@ -233,7 +241,7 @@ def recompute_in_straight_line(jaxpr: jx.Jaxpr, keep: SavePolicy) -> jx.Jaxpr:
             arriving = next((v for v in _variables(eqn.invars) if v in cotangents), latest)
             # A cotangent goes behind the barrier too, or the work could start long before its turn.
             inputs = work.inputs if arriving is None or arriving in work.inputs else (*work.inputs, arriving)
-            wall = jx.barrier([swap.get(v, v) for v in inputs], eqn)
+            wall = jx.optimization_barrier([swap.get(v, v) for v in inputs], eqn)
             here = dict(zip(inputs, wall.outvars, strict=True))
             if arriving is not None:
                 swap[arriving] = here[arriving]
@@ -242,7 +250,7 @@ def recompute_in_straight_line(jaxpr: jx.Jaxpr, keep: SavePolicy) -> jx.Jaxpr:
         code.append(_reading(eqn, swap) if back[i] else eqn)
         if back[i] and eqn.outvars:
             latest = eqn.outvars[0]
-    return jx.with_code(jaxpr, code)
+    return jx.with_eqns(jaxpr, code)
 
 
 def _segments(
@@ -271,7 +279,7 @@ def _run(eqns: Iterable[jx.JaxprEqn], here: dict[jx.Var, jx.Var], like: jx.Jaxpr
     """Copies of ``eqns`` that read through ``here``, which gains what they make."""
     code: list[jx.JaxprEqn] = []
     for eqn in eqns:
-        code.append(jx.again(eqn, _swapped(eqn.invars, here), like))
+        code.append(jx.clone_eqn(eqn, _swapped(eqn.invars, here), like))
         here |= zip(eqn.outvars, code[-1].outvars, strict=True)
     return code
 

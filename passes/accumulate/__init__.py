@@ -39,15 +39,15 @@ class Accumulate(Pass):
             if axis not in sizes:
                 raise PassError(f"{self}: the mesh {program.mesh} has no axis {axis!r}{nearest(axis, sizes)}")
         parts = math.prod(sizes[a] for a in names)
-        after = in_terms(program.jaxpr, parts) if parts > 1 else program.jaxpr
-        return program if after is program.jaxpr else program.with_jaxpr(jx.dead_code(after))
+        after = in_terms(program.jaxpr, parts, program.rules) if parts > 1 else program.jaxpr
+        return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         return "sums of loops kept in terms" if before.jaxpr is not after.jaxpr else "no loop only adds up"
 
     def variants(self, program: Program) -> tuple[Pass, ...]:
         """One for each number of parts that some of the mesh's axes make."""
-        if in_terms(program.jaxpr, 1) is program.jaxpr:
+        if in_terms(program.jaxpr, 1, program.rules) is program.jaxpr:
             return ()
         axes = program.mesh.nontrivial_axes
         some = [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]

@@ -21,29 +21,12 @@ from jax import numpy as jnp
 from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
+from autoshard.ir.rule_registry import Rules
+from autoshard.ir.traits import Traits
 
 Positions = tuple[int, ...]
-ADD = frozenset({"add", "add_any"})
-LINEAR: Mapping[str, tuple[Positions, ...]] = {
-    "add": ((0, 1),),
-    "add_any": ((0, 1),),
-    "broadcast_in_dim": ((0,),),
-    "convert_element_type": ((0,),),
-    "copy": ((0,),),
-    "div": ((0,),),
-    "dot_general": ((0,), (1,)),
-    "mul": ((0,), (1,)),
-    "name": ((0,),),
-    "neg": ((0,),),
-    "reduce_sum": ((0,),),
-    "reshape": ((0,),),
-    "rev": ((0,),),
-    "slice": ((0,),),
-    "squeeze": ((0,),),
-    "sub": ((0, 1),),
-    "transpose": ((0,),),
-}
-"""Operations of which terms of their operands make terms of their result, and which operands those may be."""
+_KEEP_ZERO = (_prims.broadcast_in_dim_p, _prims.convert_element_type_p, _prims.reshape_p)
+"""What may stand between a zero and the array that a sum begins with."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +55,10 @@ Tree = list[tuple[jx.JaxprEqn, How]]
 """The equations that a value is made of in terms, from the first on."""
 
 
-def in_terms(jaxpr: jx.Jaxpr, parts: int) -> jx.Jaxpr:
+def in_terms(jaxpr: jx.Jaxpr, parts: int, rules: Rules) -> jx.Jaxpr:
     """``jaxpr`` with what its loops add up in ``parts`` terms; itself where they add up nothing that can be. What is
     inside of such a loop and has no part in its sums stays as it is."""
-    body = _Body(jaxpr, parts) if any(map(jx.scan_groups, jaxpr.eqns)) else None
+    body = _Body(jaxpr, parts, rules) if any(map(jx.scan_groups, jaxpr.eqns)) else None
     eqns: list[jx.JaxprEqn] = []
     changed = False
     for eqn in jaxpr.eqns:
@@ -83,16 +66,16 @@ def in_terms(jaxpr: jx.Jaxpr, parts: int) -> jx.Jaxpr:
             eqns += body.summed(eqn, sums)
             changed = True
             continue
-        eqns.append(jx.map_bodies(eqn, lambda b: in_terms(b, parts)))
+        eqns.append(jx.map_bodies(eqn, lambda b: in_terms(b, parts, rules)))
         changed |= eqns[-1] is not eqn
-    return jx.with_code(jaxpr, eqns) if changed else jaxpr
+    return jx.with_eqns(jaxpr, eqns) if changed else jaxpr
 
 
 class _Body:
     """One jaxpr, and how its values can be made in terms."""
 
-    def __init__(self, jaxpr: jx.Jaxpr, parts: int) -> None:
-        self.jaxpr, self.parts = jaxpr, parts
+    def __init__(self, jaxpr: jx.Jaxpr, parts: int, rules: Rules) -> None:
+        self.jaxpr, self.parts, self.rules = jaxpr, parts, rules
         self.made = {v: e for e in jaxpr.eqns for v in e.outvars}
         self.uses = Counter(a for e in jaxpr.eqns for a in e.invars if isinstance(a, jx.Var))
         self.uses.update(a for a in jaxpr.outvars if isinstance(a, jx.Var))
@@ -100,7 +83,7 @@ class _Body:
 
     def inner(self, eqn: jx.JaxprEqn) -> _Body:
         if eqn not in self.bodies:
-            self.bodies[eqn] = _Body(jx.regions(eqn)[0].body, self.parts)
+            self.bodies[eqn] = _Body(jx.regions(eqn)[0].body, self.parts, self.rules)
         return self.bodies[eqn]
 
     def sums(self, eqn: jx.JaxprEqn) -> list[int]:
@@ -118,7 +101,7 @@ class _Body:
         tree = inner.tree(end, start)
         now: jx.Atom = start
         for e, _ in tree or []:  # in the order in which they run
-            if now in e.invars and e.primitive.name in ADD:
+            if now in e.invars and self.rules.traits(e.primitive).adds:
                 (now,) = e.outvars
         return tree if tree and now is end else None
 
@@ -136,7 +119,7 @@ class _Body:
         dims = self.dealt(eqn)
         if dims is not None:
             return [(eqn, _Dealt(dims))]
-        for operands in LINEAR.get(eqn.primitive.name, ()) if _exact(eqn) else ():
+        for operands in _linear_in(eqn, self.rules.traits(eqn.primitive)):
             found = [self.tree(eqn.invars[i], own) for i in operands]
             if None not in found:
                 return [*itertools.chain.from_iterable(t or [] for t in found), (eqn, _Passed(operands))]
@@ -208,7 +191,7 @@ class _Body:
             return jax.vmap(itself, in_axes=dims)(*given)
 
         operands = [now.get(a, a) if isinstance(a, jx.Var) else a for a in eqn.invars]
-        now[eqn.outvars[0]] = jx.lift(eqn.outvars[0], parts)
+        now[eqn.outvars[0]] = jx.stacked_var(eqn.outvars[0], parts)
         return jx.splice(each, eqn.replace(outvars=[now[eqn.outvars[0]]]), operands)
 
     def rebuilt(self, eqn: jx.JaxprEqn, results: Sequence[int], now: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
@@ -219,26 +202,26 @@ class _Body:
         for r in results:
             tree += (self.adds(eqn, r) if r < carry else inner.tree(body.outvars[r])) or []
         consts = shape.consts if shape else 0
-        begin = {consts + r: jx.lift(body.invars[consts + r], self.parts) for r in results if r < carry}
+        begin = {consts + r: jx.stacked_var(body.invars[consts + r], self.parts) for r in results if r < carry}
         inside = {body.invars[i]: v for i, v in begin.items()}
         code = inner.code(tree, inside)
-        body = jx.with_code(
+        body = jx.with_eqns(
             body,
             code,
             invars=[begin.get(i, v) for i, v in enumerate(body.invars)],
             outvars=[inside.get(a, a) if isinstance(a, jx.Var) else a for a in body.outvars],
         )
-        now |= {eqn.outvars[r]: jx.lift(eqn.outvars[r], self.parts) for r in results}
+        now |= {eqn.outvars[r]: jx.stacked_var(eqn.outvars[r], self.parts) for r in results}
         if shape is None:
             return [jx.with_bodies(eqn, [body]).replace(outvars=[now.get(v, v) for v in eqn.outvars])]
-        zeros = {i: jx.fresh(v) for i, v in begin.items()}
+        zeros = {i: jx.new_var(v) for i, v in begin.items()}
         before = [
             e
             for v in zeros.values()
             for e in jx.splice(lambda v=v: jnp.zeros(jx.aval(v).shape, jx.aval(v).dtype), eqn.replace(outvars=[v]), [])
         ]
         stacked = {r: inner.jaxpr.outvars[r] for r in results if r >= carry}
-        ends = {r: jx.lift(inside[v], shape.length) for r, v in stacked.items() if isinstance(v, jx.Var)}
+        ends = {r: jx.stacked_var(inside[v], shape.length) for r, v in stacked.items() if isinstance(v, jx.Var)}
         outvars = [ends[r] if r in ends else now.get(v, v) for r, v in enumerate(eqn.outvars)]
         operands = [zeros.get(i, a) for i, a in enumerate(eqn.invars)]
         loop = jx.rebuild_scan(eqn, body, (shape.consts, shape.carry, shape.xs), operands, outvars)
@@ -272,7 +255,7 @@ def _zero(made: Mapping[jx.Var, jx.JaxprEqn], atom: jx.Atom) -> bool:
     """Whether ``atom`` is known to be zero."""
     while isinstance(atom, jx.Var):
         eqn = made.get(atom)
-        if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
+        if eqn is None or eqn.primitive not in _KEEP_ZERO:
             return False
         atom = eqn.invars[0]
     return not np.any(atom.val)
@@ -282,8 +265,7 @@ def _numbers(atom: jx.Var) -> bool:
     return jx.is_array(atom) and jax.dtypes.issubdtype(jx.aval(atom).dtype, np.number)
 
 
-def _exact(eqn: jx.JaxprEqn) -> bool:
-    """Whether the operation is linear in numbers of these types: whole numbers are cut off, or wrap."""
-    if eqn.primitive.name not in ("convert_element_type", "div"):
-        return True
-    return all(jax.dtypes.issubdtype(jx.aval(a).dtype, np.inexact) for a in (*eqn.invars, *eqn.outvars))
+def _linear_in(eqn: jx.JaxprEqn, traits: Traits) -> tuple[Positions, ...]:
+    """Sets of operands in which ``eqn`` is linear, for numbers of these types."""
+    inexact = all(jax.dtypes.issubdtype(jx.aval(a).dtype, np.inexact) for a in (*eqn.invars, *eqn.outvars))
+    return traits.linear if inexact or not traits.linear_in_inexact else ()

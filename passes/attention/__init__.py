@@ -23,6 +23,7 @@ import jax
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.ir.program import Program
+from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.passes.attention.facts import Above, Facts
 from autoshard.passes.attention.reader import Reader
@@ -59,24 +60,24 @@ class Attention(Pass):
             return mesh.hardware.on_chip / 4 * mesh.size or math.inf
         return parse_bytes(self.least) * mesh.size if self.least else 0
 
-    def _wanted(self, mesh: LogicalMesh) -> _Wanted:
-        return _Wanted(self._bytes(mesh), mesh.hardware)
+    def _wanted(self, program: Program) -> _Wanted:
+        return _Wanted(self._bytes(program.mesh), program.mesh.hardware, program.rules)
 
     def __call__(self, program: Program) -> Program:
-        wanted = self._wanted(program.mesh)
-        before = jx.dead_code(program.jaxpr)
+        wanted = self._wanted(program)
+        before = jx.eliminate_dead_code(program.jaxpr)
         again = _held_no_more(before, wanted)
         after = _rewritten(again, wanted)
-        return program if after is before else program.with_jaxpr(jx.dead_code(after))
+        return program if after is before else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         eqns = [eqn for eqn in jx.walk(after.jaxpr) if eqn.primitive in (attention_p, attention_backward_p)]
         made = Counter([eqn.primitive for eqn in eqns])
         text = f"{made[attention_p]} forward and {made[attention_backward_p]} backward made one operation each"
-        if fused := sum(eqn.params["form"].fused for eqn in eqns):
+        if fused := sum(eqn.params["config"].fused for eqn in eqns):
             text += f", {'all' if fused == len(eqns) else fused} of them run by cuDNN"
-        wanted = self._wanted(after.mesh)
-        alive = after.jaxpr if after is not before else jx.dead_code(after.jaxpr)
+        wanted = self._wanted(after)
+        alive = after.jaxpr if after is not before else jx.eliminate_dead_code(after.jaxpr)
         found = [s for s in _refused(alive, wanted) if s.bytes >= wanted.told]
         left = Counter(f"{s.where or 'unknown line'}, {s.reason}" for s in found)
         lines = [f"{where}" + (f" ({n} times)" if n > 1 else "") for where, n in sorted(left.items())]
@@ -90,42 +91,43 @@ class _Wanted:
     least: float
     """The least bytes of scores, of all devices together, where the target has no kernel."""
     hardware: Hardware
+    rules: Rules
 
     @property
     def told(self) -> float:
         """The least bytes of scores of which it is said why they are left alone."""
         return 0 if self.hardware.attention else self.least
 
-    def unfit(self, site: Site, form: AttentionConfig) -> str:
+    def unfit(self, site: Site, config: AttentionConfig) -> str:
         """Why the target's kernel does not take it."""
         assert site.value is not None
-        return unsupported_reason(form, *map(jx.aval, (site.query[0], site.key[0], site.value[0])))
+        return unsupported_reason(config, *map(jx.aval, (site.query[0], site.key[0], site.value[0])))
 
-    def form(self, site: Site, form: AttentionConfig) -> AttentionConfig | None:
-        """The form in which it is replaced; None where it is not."""
-        if self.hardware.attention and not self.unfit(site, form):
-            return replace(form, fused=True)
-        return form if site.bytes >= self.least else None
+    def config(self, site: Site, config: AttentionConfig) -> AttentionConfig | None:
+        """The config in which it is replaced; None where it is not."""
+        if self.hardware.attention and not self.unfit(site, config):
+            return replace(config, fused=True)
+        return config if site.bytes >= self.least else None
 
     def takes(self, site: Site) -> bool:
         """Whether it is replaced, if nothing else is wrong with it."""
         try:
-            return site.bytes >= self.least or self.form(site, site.form()) is not None
+            return site.bytes >= self.least or self.config(site, site.config()) is not None
         except PassError:
             return False
 
-    def flops(self, form: AttentionConfig, operands: Sequence[jx.Var], backward: bool = False) -> float:
+    def flops(self, config: AttentionConfig, operands: Sequence[jx.Var], backward: bool = False) -> float:
         """FLOPs of the products; of a kernel, what the peak does while it runs."""
-        if not form.fused or self.hardware.attention is None:
-            return form.flops(*map(jx.aval, operands), backward=backward)
+        if not config.fused or self.hardware.attention is None:
+            return config.flops(*map(jx.aval, operands), backward=backward)
         query, key, value = map(jx.aval, operands)
-        return kernel_flops_at_peak(form, query, key, value, self.hardware.attention[backward], backward=backward)
+        return kernel_flops_at_peak(config, query, key, value, self.hardware.attention[backward], backward=backward)
 
 
 def _refused(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> Iterator[Site]:
-    reader = Reader(jaxpr, above)
-    for site, form in reader.attentions():
-        reason = "" if wanted.form(site, form) else wanted.unfit(site, form)
+    reader = Reader(jaxpr, wanted.rules, above)
+    for site, config in reader.attentions():
+        reason = "" if wanted.config(site, config) else wanted.unfit(site, config)
         site.refuse(reason or "its results are used before its operands are there", jx.source(site.eqn))
     yield from reader.refused()
     for eqn in jx.eqns_with_regions(jaxpr):
@@ -139,22 +141,22 @@ def _held_no_more(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) 
     nests = jx.eqns_with_regions(jaxpr)
     if not nests:
         return jaxpr
-    facts = Facts(jaxpr, above)
+    facts = Facts(jaxpr, wanted.rules, above)
     for eqn in nests:
         for region in jx.regions(eqn) if jx.scan_groups(eqn) and remat.is_forward(eqn) else ():
-            reader = Reader(region.body, facts.inside(eqn, region))
+            reader = Reader(region.body, wanted.rules, facts.inside(eqn, region))
             leaving = [s for s in reader.leaving if s.steps is not None and "out" in s.roles and wanted.takes(s)]
             if leaving:
                 inner.update(reader.within(leaving), _of_nothing(region.body))
     changed = {
         e: jx.with_bodies(e, [_held_no_more(r.body, wanted, facts.inside(e, r)) for r in jx.regions(e)])
         for e in nests
-        if not jx.differentiated(e)
+        if not jx.is_differentiated(e)
     }
     if any(now is not e for e, now in changed.items()):
-        jaxpr = jx.with_code(jaxpr, [changed.get(e, e) for e in jaxpr.eqns])
+        jaxpr = jx.with_eqns(jaxpr, [changed.get(e, e) for e in jaxpr.eqns])
     after = remat.recompute_in_scans(jaxpr, lambda e: e not in inner) if inner else jaxpr
-    return jaxpr if after is jaxpr else jx.dead_code(after)
+    return jaxpr if after is jaxpr else jx.eliminate_dead_code(after)
 
 
 def _of_nothing(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
@@ -168,25 +170,25 @@ def _of_nothing(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
 
 def _rewritten(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> jx.Jaxpr:
     """``jaxpr`` with its attentions replaced, at every depth; itself where there are none."""
-    reader = Reader(jaxpr, above)
+    reader = Reader(jaxpr, wanted.rules, above)
     changed = {
         e: jx.with_bodies(e, [_rewritten(r.body, wanted, reader.known.facts.inside(e, r)) for r in jx.regions(e)])
         for e in jx.eqns_with_regions(jaxpr)
     }
     eqns = [changed.get(e, e) for e in jaxpr.eqns] if changed else jaxpr.eqns
-    sites = [(site, form) for site, found in reader.attentions() if (form := wanted.form(site, found)) is not None]
+    sites = [(site, config) for site, found in reader.attentions() if (config := wanted.config(site, found)) is not None]
     places = _Places(jaxpr) if sites else None
     known: dict[Any, jx.JaxprEqn] = {}
-    plans = [plan for site, form in sites if places and (plan := _plan(places, site, form, wanted, known))]
+    plans = [plan for site, config in sites if places and (plan := _plan(places, site, config, wanted, known))]
     if not plans:
         same = all(now is e for e, now in changed.items())
-        return jaxpr if same else jx.with_code(jaxpr, eqns)
+        return jaxpr if same else jx.with_eqns(jaxpr, eqns)
     added: dict[int, list[jx.JaxprEqn]] = {}
     for plan in plans:
         for at, new in plan.added:
             added.setdefault(at, []).extend(new)
     dropped = {at for plan in plans for at in plan.dropped}
-    return jx.with_code(
+    return jx.with_eqns(
         jaxpr,
         [
             e
@@ -218,7 +220,7 @@ class _Places:
 
 
 def _plan(
-    places: _Places, site: Site, form: AttentionConfig, wanted: _Wanted, known: dict[Any, jx.JaxprEqn]
+    places: _Places, site: Site, config: AttentionConfig, wanted: _Wanted, known: dict[Any, jx.JaxprEqn]
 ) -> _Plan | None:
     """How ``site`` is replaced; None where an operand comes too late. ``known``: equations that were staged."""
     extras = [v for v, _ in site.extras]
@@ -234,17 +236,17 @@ def _plan(
     if backward and (late >= used or (forward is not None and forward.at >= late)):
         return None
     like = forward.eqn if forward else backward[0].eqn
-    flops = wanted.flops(form, ours)
+    flops = wanted.flops(config, ours)
     out = [forward.eqn.outvars[0] if forward else None]
-    ahead = _equation(attention_p, [*ours, *extras], form, flops, like, out, known)
+    ahead = _equation(attention_p, [*ours, *extras], config, flops, like, out, known)
     at = forward.at if forward else late
     if not backward:
         return _Plan(((at, (ahead,)),), (at,))
     assert site.cotangent is not None
     results = [site.roles[n].eqn.outvars[0] if n in site.roles else None for n in ("dq", "dk", "dv")]
-    flops = wanted.flops(form, ours, backward=True)
+    flops = wanted.flops(config, ours, backward=True)
     given = [*ours, *ahead.outvars, site.cotangent[0], *extras]
-    behind = _equation(attention_backward_p, given, form, flops, backward[0].eqn, results, known)
+    behind = _equation(attention_backward_p, given, config, flops, backward[0].eqn, results, known)
     added = ((at, (ahead,)), (late, (behind,))) if forward else ((late, (ahead, behind)),)
     return _Plan(added, tuple(r.at for r in site.roles.values()))
 
@@ -252,7 +254,7 @@ def _plan(
 def _equation(
     primitive: jx.Primitive,
     operands: Sequence[jx.Var],
-    form: AttentionConfig,
+    config: AttentionConfig,
     flops: float,
     like: jx.JaxprEqn,
     results: Sequence[jx.Var | None],
@@ -261,13 +263,13 @@ def _equation(
     """``results`` = ``primitive`` of ``operands``, new variables for results that are None or not given."""
 
     def bind(*xs: Any) -> Any:
-        return primitive.bind(*xs, form=form, flops=flops)
+        return primitive.bind(*xs, config=config, flops=flops)
 
     avals = tuple(jax.ShapeDtypeStruct(jx.aval(v).shape, jx.aval(v).dtype) for v in operands)
-    key = primitive, avals, form, flops
+    key = primitive, avals, config, flops
     if key not in known:
         (known[key],) = jax.make_jaxpr(bind)(*avals).eqns
     eqn = known[key]
     wanted = [*results, *[None] * (len(eqn.outvars) - len(results))]
-    outvars = [w if w is not None else jx.fresh(v) for w, v in zip(wanted, eqn.outvars, strict=True)]
+    outvars = [w if w is not None else jx.new_var(v) for w, v in zip(wanted, eqn.outvars, strict=True)]
     return eqn.replace(invars=list(operands), outvars=outvars, source_info=like.source_info)

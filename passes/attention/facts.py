@@ -8,32 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
+from autoshard.ir.rule_registry import Rules
 
 Letters = tuple[str | None, ...]
 """A letter a dimension; None where the value does not depend on it."""
 Position = dict[str, int]
 """A sum of positions, by letter, and a constant, by ""."""
-
-
-FOLDED = frozenset(
-    {
-        "add",
-        "convert_element_type",
-        "div",
-        "integer_pow",
-        "max",
-        "min",
-        "mul",
-        "neg",
-        "pow",
-        "rsqrt",
-        "sqrt",
-        "stop_gradient",
-        "sub",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -65,14 +48,15 @@ Above = Mapping[jx.Var, tuple["Facts", "jx.Var | jx.Literal"]]
 class Facts:
     """Of one jaxpr."""
 
-    def __init__(self, jaxpr: jx.Jaxpr, above: Above | None = None) -> None:
+    def __init__(self, jaxpr: jx.Jaxpr, rules: Rules, above: Above | None = None) -> None:
+        self.rules = rules
         self.defs = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.consts = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
         self.above = above or {}
 
     def inside(self, eqn: jx.JaxprEqn, region: jx.Region) -> Above:
         """What the inputs of a body are here, those that stay the same in every turn."""
-        turning = {start for _, start in region.loops}
+        turning = {start for _, start in region.carries}
         if not region.trip_count_known:  # a `while`: what its condition looks at turns too
             return {}
         return {
@@ -101,10 +85,10 @@ class Facts:
         eqn = self.defs.get(atom)
         if eqn is None or len(eqn.outvars) != 1:
             return None
-        name, shape = eqn.primitive.name, jx.aval(atom).shape
-        if name in {"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p"} and len(eqn.invars) == 1:
+        traits = self.rules.traits(eqn.primitive)
+        if traits.keeps_constant and len(eqn.invars) == 1:
             return self._scalar(eqn.invars[0])
-        if name not in FOLDED or (shape and name != "convert_element_type"):
+        if not traits.folds_scalars or (jx.aval(atom).shape and not traits.casts):
             return None
         operands = [self._scalar(a) for a in eqn.invars]
         if any(x is None for x in operands):
@@ -123,13 +107,13 @@ class Facts:
                 return var, letters
             p = eqn.params
             before = jx.aval(operand).shape
-            if eqn.primitive.name == "broadcast_in_dim":
+            if eqn.primitive is _prims.broadcast_in_dim_p:
                 letters = tuple(letters[d] for d in p["broadcast_dimensions"])
-            elif eqn.primitive.name == "transpose":
+            elif eqn.primitive is _prims.transpose_p:
                 letters = tuple(letters[p["permutation"].index(d)] for d in range(len(before)))
-            elif eqn.primitive.name in {"reshape", "squeeze"}:
+            elif eqn.primitive in (_prims.reshape_p, _prims.squeeze_p):
                 places = reshaped(shape, before)
-                if places is None or (eqn.primitive.name == "reshape" and p["dimensions"] is not None):
+                if places is None or (eqn.primitive is _prims.reshape_p and p["dimensions"] is not None):
                     return var, letters
                 letters = tuple(letters[d] if d is not None else None for d in places)
             else:
@@ -147,11 +131,11 @@ class Facts:
         eqn = self.defs.get(var)
         if eqn is None:
             return None
-        name = eqn.primitive.name
-        if name in {"ge", "gt", "le", "lt"}:
+        op = eqn.primitive
+        if op in (_prims.ge_p, _prims.gt_p, _prims.le_p, _prims.lt_p):
             x, y = (self.position(a, letters) for a in eqn.invars)
-            return None if x is None or y is None else _compared(name, x, y)
-        if name == "and":
+            return None if x is None or y is None else _compared(op, x, y)
+        if op is _prims.and_p:
             sides = [self.band(a, letters) for a in eqn.invars]
             ones = [a for a, s in zip(eqn.invars, sides, strict=True) if s is None and self.const(a) == 1]
             known = [s for s in sides if s is not None]
@@ -159,11 +143,11 @@ class Facts:
                 other = known[1] if known[0].row == known[1].row else known[1].turned()
                 return known[0].both(other)
             return known[0] if known and ones else None
-        if name == "not":
+        if op is _prims.not_p:
             inner = self.band(eqn.invars[0], letters)
             return None if inner is None else outside(inner)
         if (
-            name == "select_n"
+            op is _prims.select_n_p
             and len(eqn.invars) == 3
             and self.const(eqn.invars[1]) == 0
             and self.const(eqn.invars[2]) == 1
@@ -188,17 +172,17 @@ class Facts:
         eqn = self.defs.get(var)
         if eqn is None:
             return None
-        name = eqn.primitive.name
-        if name == "iota":
+        op = eqn.primitive
+        if op is _prims.iota_p:
             letter = letters[eqn.params["dimension"]]
             return None if letter is None else {letter: 1}
-        if name == "convert_element_type":
+        if op is _prims.convert_element_type_p:
             return self.position(eqn.invars[0], letters)
-        if name in {"add", "sub"}:
+        if op in (_prims.add_p, _prims.sub_p):
             x, y = (self.position(a, letters) for a in eqn.invars)
             if x is None or y is None:
                 return None
-            sign = 1 if name == "add" else -1
+            sign = 1 if op is _prims.add_p else -1
             return {c: x.get(c, 0) + sign * y.get(c, 0) for c in {**x, **y}}
         return None
 
@@ -209,7 +193,7 @@ def outside(band: Band) -> Band | None:
     return replace(band, low=None, high=band.low - 1) if band.high is None and band.low is not None else None
 
 
-def _compared(name: str, x: Position, y: Position) -> Band | None:
+def _compared(op: jx.Primitive, x: Position, y: Position) -> Band | None:
     """``x`` and ``y`` compared, as a band."""
     left = {c: x.get(c, 0) - y.get(c, 0) for c in {**x, **y}}
     offset = left.pop("", 0)
@@ -217,8 +201,8 @@ def _compared(name: str, x: Position, y: Position) -> Band | None:
     if sorted(found.values()) != [-1, 1]:
         return None
     (row,), (col,) = ([c for c, n in found.items() if n == sign] for sign in (-1, 1))
-    low = {"ge": -offset, "gt": 1 - offset}.get(name)
-    high = {"le": -offset, "lt": -1 - offset}.get(name)
+    low = {_prims.ge_p: -offset, _prims.gt_p: 1 - offset}.get(op)
+    high = {_prims.le_p: -offset, _prims.lt_p: -1 - offset}.get(op)
     return Band(row, col, low, high)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import primitives as _prims
+
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.passes.attention.facts import Letters
@@ -22,6 +24,9 @@ from autoshard.passes.attention.site import (
     product_letters,
 )
 
+_PASSED_ON = (_prims.convert_element_type_p, _prims.copy_p, _prims.transpose_p)
+"""What may stand between the product of cotangent and values and what reads it."""
+
 
 def backwards(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Letters) -> Letters:
     """Takes ``atom`` for the product of cotangent and values, if it is one; returns its letters."""
@@ -35,15 +40,15 @@ def backwards(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Lett
         raise PassError(STRANGE)
     found = letters
     eqn = known.facts.defs.get(atom)
-    while eqn is not None and eqn.primitive.name in {"transpose", "convert_element_type", "copy"}:
+    while eqn is not None and eqn.primitive in _PASSED_ON:
         (operand,) = eqn.invars
         if not isinstance(operand, jx.Var) or not is_float(jx.aval(operand).dtype):
             break
-        if eqn.primitive.name == "transpose":
+        if eqn.primitive is _prims.transpose_p:
             permutation = eqn.params["permutation"]
             found = tuple(found[permutation.index(d)] for d in range(len(found)))
         eqn = known.facts.defs.get(operand)
-    if eqn is None or eqn.primitive.name != "dot_general":
+    if eqn is None or eqn.primitive is not _prims.dot_general_p:
         raise PassError(STRANGE)
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     if len(left) != 1 or not _like(eqn, site.mixing) or not all(isinstance(a, jx.Var) for a in eqn.invars):

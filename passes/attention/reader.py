@@ -17,8 +17,11 @@ from __future__ import annotations
 import string
 from collections.abc import Collection
 
+from jax.extend.core import primitives as _prims
+
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
+from autoshard.ir.rule_registry import Rules
 from autoshard.passes.attention.facts import Above, Facts
 from autoshard.passes.attention.products import product
 from autoshard.passes.attention.site import SCORES, Given, Known, Meaning, Site, is_float, is_free, product_letters
@@ -29,9 +32,9 @@ from autoshard.transforms.attention_op import AttentionConfig
 class Reader:
     """Reads one jaxpr, equation by equation."""
 
-    def __init__(self, jaxpr: jx.Jaxpr, above: Above | None = None) -> None:
+    def __init__(self, jaxpr: jx.Jaxpr, rules: Rules, above: Above | None = None) -> None:
         self.jaxpr = jaxpr
-        self.known = Known(Facts(jaxpr, above))
+        self.known = Known(Facts(jaxpr, rules, above))
         self.sites: list[Site] = []
         self.leaving: list[Site] = []
         """Those of which nothing else is wrong than that scores or weights are results of the jaxpr."""
@@ -41,13 +44,13 @@ class Reader:
                 if isinstance(a, jx.Var) and a in meanings:
                     break
             else:  # most have nothing to do with any
-                if eqn.primitive.name == "dot_general":
+                if eqn.primitive is _prims.dot_general_p:
                     self.begin(eqn)
                 continue
             given = self.given(eqn)
             met = list(dict.fromkeys(m.site for m in given if m))
             if not met:
-                if eqn.primitive.name == "dot_general":
+                if eqn.primitive is _prims.dot_general_p:
                     self.begin(eqn)
                 continue
             try:
@@ -79,7 +82,7 @@ class Reader:
         for site in self.sites:
             if site.steps is not None and site.roles and not site.reason:
                 try:
-                    found.append((site, site.form()))
+                    found.append((site, site.config()))
                 except PassError as e:
                     site.refuse(str(e), jx.source(site.eqn))
         return found
@@ -92,7 +95,7 @@ class Reader:
     def given(self, eqn: jx.JaxprEqn) -> list[Meaning | None]:
         """What is known of the operands. Any product may be one of queries and keys, until it is used otherwise."""
         found = [self.known.meaning(a) for a in eqn.invars]
-        product = eqn.primitive.name == "dot_general"
+        product = eqn.primitive is _prims.dot_general_p
         further = {m.site for m in found if m and m.stage != SCORES}
         if not product and not further:
             return found
@@ -121,12 +124,12 @@ class Reader:
 
     def follow(self, at: int, eqn: jx.JaxprEqn, given: Given) -> None:
         name = eqn.primitive.name
-        if name == "dot_general":
+        if eqn.primitive is _prims.dot_general_p:
             product(self.known, at, eqn, given)
             return
-        if name not in READERS or len(eqn.outvars) != 1:
+        if eqn.primitive not in READERS or len(eqn.outvars) != 1:
             raise PassError(f"{name} is no part of an attention")
-        made = READERS[name](self.known, eqn, given)
+        made = READERS[eqn.primitive](self.known, eqn, given)
         shape, sizes = jx.aval(eqn.outvars[0]).shape, made.site.sizes
         if any(c is not None and n != sizes[c] for c, n in zip(made.letters, shape, strict=True)):
             raise PassError(f"{name} stretches it to {list(shape)}")

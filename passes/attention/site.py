@@ -102,7 +102,7 @@ class Site:
     def refuse(self, reason: str, where: str) -> None:
         self.reason, self.where = self.reason or reason, self.where or where
 
-    def form(self) -> AttentionConfig:
+    def config(self) -> AttentionConfig:
         """Raises `PassError` where what was found is no whole attention."""
         if self.value is None:
             raise PassError("its values are not known")
@@ -122,7 +122,7 @@ class Site:
             raise PassError("it is not multiplied by values")
         if set(out) != set(self.rows) | {self.width} or set(value) - set(self.rows) != {self.col, self.width}:
             raise PassError("its values lie otherwise than its scores")
-        form = AttentionConfig(
+        config = AttentionConfig(
             query,
             key,
             value,
@@ -140,7 +140,7 @@ class Site:
             self.mixing[0] if self.mixing else None,
         )
         if len(self.roles) == (forward is not None):
-            return form
+            return config
         if self.cotangent is None or set(self.cotangent[1]) != set(out):
             raise PassError("the cotangent lies otherwise than the result")
         own = {"dq": self.query, "dk": self.key, "dv": self.value}
@@ -153,7 +153,7 @@ class Site:
         if any(set(to) != set(letters) for (to, _), (_, letters) in zip(found, own.values(), strict=True)):
             raise PassError("a cotangent lies otherwise than what it is of")
         grads, dtypes = zip(*found, strict=True)
-        return replace(form, cotangent=self.cotangent[1], grads=grads, dtypes=dtypes)
+        return replace(config, cotangent=self.cotangent[1], grads=grads, dtypes=dtypes)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
@@ -19,17 +20,17 @@ from autoshard.transforms.attention_op import ScoreOp
 
 def moved(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
     m, (shape, after) = _only(eqn, given), _shapes(eqn)
-    name, p, old = eqn.primitive.name, eqn.params, m.letters
-    if name == "transpose":
+    op, p, old = eqn.primitive, eqn.params, m.letters
+    if op is _prims.transpose_p:
         return replace(m, letters=tuple(old[d] for d in p["permutation"]))
-    if name == "broadcast_in_dim":
+    if op is _prims.broadcast_in_dim_p:
         letters: list[str | None] = [None] * len(after)
         for d, to in enumerate(p["broadcast_dimensions"]):
             letters[to] = old[d] if shape[d] == after[to] else None
         return replace(m, letters=tuple(letters))
     places = reshaped(shape, after)
-    if places is None or (name == "reshape" and p["dimensions"] is not None):
-        raise PassError(f"{name} from {list(shape)} to {list(after)} merges dimensions")
+    if places is None or (op is _prims.reshape_p and p["dimensions"] is not None):
+        raise PassError(f"{op} from {list(shape)} to {list(after)} merges dimensions")
     return replace(m, letters=tuple(old[d] if d is not None else None for d in places))
 
 
@@ -108,7 +109,7 @@ def binary(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
     assert m is not None
     numbers = [None if g else known.facts.const(a) for g, a in zip(given, eqn.invars, strict=True)]
     shape = jx.aval(eqn.outvars[0]).shape
-    name = eqn.primitive.name.removesuffix("_any")
+    name = ARITHMETIC[eqn.primitive]
     if x is not None and y is not None:
         letters = _merged(x.letters, y.letters)
         if (x.stage, y.stage, name) == (SCORES, PEAK, "sub") and x.steps == y.steps:
@@ -252,27 +253,30 @@ def _merged(x: Letters, y: Letters) -> Letters:
     return tuple(a or b for a, b in zip(x, y, strict=True))
 
 
-READERS: Mapping[str, Callable[[Known, jx.JaxprEqn, Given], Meaning]] = {
-    "add": binary,
-    "add_any": binary,
-    "broadcast_in_dim": moved,
-    "convert_element_type": same,
-    "copy": same,
-    "copy_p": same,
-    "div": binary,
-    "exp": exponential,
-    "integer_pow": power,
-    "max": binary,
-    "mul": binary,
-    "name": same,
-    "neg": negative,
-    "reduce_max": highest,
-    "reduce_sum": summed,
-    "reshape": moved,
-    "select_n": chosen,
-    "square": power,
-    "squeeze": moved,
-    "stop_gradient": same,
-    "sub": binary,
-    "transpose": moved,
+ARITHMETIC: Mapping[jx.Primitive, str] = {
+    _prims.add_jaxvals_p: "add",
+    _prims.add_p: "add",
+    _prims.div_p: "div",
+    _prims.max_p: "max",
+    _prims.mul_p: "mul",
+    _prims.sub_p: "sub",
+}
+"""What an equation of two operands does, in the words of `polynomials`."""
+READERS: Mapping[jx.Primitive, Callable[[Known, jx.JaxprEqn, Given], Meaning]] = {
+    **dict.fromkeys(ARITHMETIC, binary),
+    _prims.broadcast_in_dim_p: moved,
+    _prims.convert_element_type_p: same,
+    _prims.copy_p: same,
+    _prims.exp_p: exponential,
+    _prims.integer_pow_p: power,
+    _prims.name_p: same,
+    _prims.neg_p: negative,
+    _prims.reduce_max_p: highest,
+    _prims.reduce_sum_p: summed,
+    _prims.reshape_p: moved,
+    _prims.select_n_p: chosen,
+    _prims.square_p: power,
+    _prims.squeeze_p: moved,
+    _prims.stop_gradient_p: same,
+    _prims.transpose_p: moved,
 }
