@@ -1,24 +1,24 @@
-"""The cheapest sequence of collectives that brings a value from one spec to another.
+"""Reshard: the cheapest sequence of collectives that takes a value from one spec to another, and its seconds.
 
-A shortest path (A*) over specs. The moves, on a value with local size ``b`` bytes:
+A shortest path (A*) over specs. The moves from a spec:
 
-- **slice**: split a dimension over an axis along which the value is replicated. Free.
-- **terms**: replicated along an axis -> partial along it (one device keeps the value, the others hold
-  the kind's neutral element). Free; only toward a destination that asks for it.
-- **all-gather**: drop the minor-most axes of a dimension.
-- **all-to-all**: move the minor-most axes of a dimension to the end of another.
-- **all-reduce**: combine the terms along partial axes of one kind.
+- **slice**: split a dimension over one more axis along which the value is replicated. Free.
+- **make-partial**: from replicated along an axis to partial along it: one device keeps the value, the others hold
+  the neutral element of the reduction. Free; only toward a destination that is partial along the axis.
+- **all-gather**: remove the minor-most axes of a dimension.
+- **all-to-all**: move the minor-most axes of a dimension to the end of another one.
+- **all-reduce**: reduce over partial axes of one kind.
 - **reduce-scatter**: the same, leaving a dimension split over those axes, minor-most.
-- **collective-permute**: any spec with as many parts in every dimension (reorders and swaps axes).
+- **collective-permute**: any spec with the same number of parts in every dimension (reorders and swaps axes).
 
-Two things keep the graph small. Axes that neither spec uses stay idle, as XLA's partitioner leaves
-them. (They could help: where a value is replicated over two devices, an all-reduce over four others
-moves a sixth less when each replica reduces half and the halves are gathered after. A plan that wants
-that pins the spec between.) And what both specs agree on in front, a dimension's common major axes and
-common partial axes, is set aside: on equal links, gathering it only to split it again never pays.
+Two restrictions keep the graph small. Axes that neither spec uses stay unused, as in XLA's partitioner. (They could
+help: where a value is replicated over two devices, an all-reduce over four others sends a sixth less if each replica
+reduces half and the halves are all-gathered afterwards. A user who wants that pins the spec between.) And what both
+specs have in common, the shared prefix of major axes of a dimension and shared partial axes, is left alone: on equal
+links, gathering an axis only to split over it again never pays.
 
-On equal links the cost is a directed metric: that from ``a`` to ``c`` never exceeds that from ``a`` to
-``b`` plus that from ``b`` to ``c``, for any ``b`` over the axes of ``a`` and ``c``.
+On equal links the cost is a directed metric: from ``a`` to ``c`` it never exceeds the sum of those from ``a`` to ``b``
+and from ``b`` to ``c``, for any ``b`` over the axes of ``a`` and ``c``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from autoshard.machine.collective import (
 from autoshard.machine.mesh import LogicalMesh
 
 TIE_BREAK_SECONDS = 1e-12
-"""Seconds added to each move while searching, so that of equally cheap sequences the shortest wins; a reduce-scatter
-has twice that, so that what is scattered only to be gathered is reduced instead, as XLA does."""
+"""Seconds added to each move in the search, so that of equally cheap sequences the shortest wins; twice to a
+reduce-scatter, so that an all-reduce wins over a reduce-scatter with an all-gather, as in XLA."""
 
 
 def reshard_collectives(
     src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh
 ) -> tuple[Collective, ...]:
-    """The collectives that bring a value from ``src`` to ``dst`` at the least cost, in order.
+    """The cheapest collectives from ``src`` to ``dst``, in order.
 
     Args:
       shape: the value's global shape.
@@ -68,7 +68,7 @@ def reshard_collectives(
 
 
 def reshard_seconds(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> float:
-    """Seconds that `steps` takes on ``mesh``: 0 exactly when no collective is needed."""
+    """Seconds of `reshard_collectives`: 0 exactly when no collective is needed."""
     if src is dst or src == dst:
         return 0.0
     return _path(src, dst, shape, itemsize_bits, mesh)[0]
@@ -77,13 +77,16 @@ def reshard_seconds(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits:
 def reshard_path(
     src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh
 ) -> tuple[Move, ...]:
-    """Every move from ``src`` to ``dst``, the free ones too, with the spec after each."""
+    """The cheapest moves from ``src`` to ``dst``, free ones included, each with the spec after it."""
     return () if src == dst else _path(src, dst, shape, itemsize_bits, mesh)[1]
 
 
 def spec_after_reduction(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> Spec:
-    """How a value lies once its terms are put together, where that is the first thing on its way to ``dst``: sums are
-    scattered along dimensions, as far as the way has it so."""
+    """The spec of a partial value after the reductions that its path to ``dst`` begins with; never partial.
+
+    Sums may be reduce-scattered; other kinds are all-reduced. Partial axes that the path does not reduce at first count
+    as all-reduced.
+    """
     kinds, found = dict(src.partial), src
     for move in reshard_path(src, dst, shape, itemsize_bits, mesh) if src.partial else ():
         sums = move.kind == REDUCE_SCATTER and all(kinds[a] == "sum" for a in move.axes)
@@ -95,16 +98,17 @@ def spec_after_reduction(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_
 
 @functools.lru_cache(maxsize=1 << 17)
 def _path(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> tuple[float, tuple[Move, ...]]:
-    """Sets aside what both specs agree on, solves the rest, and puts it back."""
+    """Seconds and moves: solves for the axes that the specs do not have in common, and adds the common ones back."""
     sizes = mesh.shape
     for spec in (src, dst):
         _check_spec(spec, shape, sizes)
-    lone = {a for a, n in sizes.items() if n == 1}
-    start, goal = _without_axes(src, lone), _without_axes(dst, lone)
-    kept = tuple(_common_prefix(a, b) for a, b in zip(start.dims, goal.dims, strict=True))
-    held = tuple(t for t in start.partial if t in goal.partial)
-    local = tuple(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in zip(shape, kept, strict=True))
-    moves = _solve_rest(_without_common(start, kept, held), _without_common(goal, kept, held), local, bits, mesh)
+    trivial_axes = {a for a, n in sizes.items() if n == 1}
+    start, goal = _without_axes(src, trivial_axes), _without_axes(dst, trivial_axes)
+    common_dims = tuple(_common_prefix(a, b) for a, b in zip(start.dims, goal.dims, strict=True))
+    common_partial = tuple(p for p in start.partial if p in goal.partial)
+    local = tuple(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in zip(shape, common_dims, strict=True))
+    rest_start, rest_goal = (_without_common(spec, common_dims, common_partial) for spec in (start, goal))
+    moves = _solve_rest(rest_start, rest_goal, local, bits, mesh)
     whole = tuple(
         Move(
             m.kind,
@@ -112,8 +116,8 @@ def _path(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: Logical
             m.bytes,
             m.seconds,
             Spec(
-                tuple(front + back for front, back in zip(kept, m.spec.dims, strict=True)),
-                tuple(sorted(held + m.spec.partial)),
+                tuple(prefix + rest for prefix, rest in zip(common_dims, m.spec.dims, strict=True)),
+                tuple(sorted(common_partial + m.spec.partial)),
             ),
         )
         for m in moves
@@ -123,7 +127,7 @@ def _path(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: Logical
 
 @functools.lru_cache(maxsize=1 << 16)
 def _solve_rest(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> tuple[Move, ...]:
-    """The cheapest moves between two specs that have nothing in common in front."""
+    """The cheapest moves between two specs without a common prefix of axes in any dimension."""
     used = {*src.axes, *dst.axes}
     graph = _graph(tuple(a for a in mesh.axis_names if a in used), src.rank, dst.partial, mesh)
     start, goal = ((s.dims, tuple(sorted(s.partial))) for s in (src, dst))
@@ -137,28 +141,28 @@ def _solve_rest(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: L
 
 
 @functools.lru_cache(maxsize=256)
-def _graph(axes: Axes, rank: int, terms: PartialAxes, mesh: LogicalMesh) -> ReshardGraph:
-    return ReshardGraph(axes, rank, terms, mesh)
+def _graph(axes: Axes, rank: int, goal_partial: PartialAxes, mesh: LogicalMesh) -> ReshardGraph:
+    return ReshardGraph(axes, rank, goal_partial, mesh)
 
 
 def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes) -> list[tuple[State, Edge]]:
-    """A* from ``start`` until ``goal`` is settled: the edges in order, each with the state it leaves.
+    """A* from ``start`` to ``goal``: the edges in order, each with the state that it leaves.
 
-    The bound on what is still to pay: a device that must come to hold ``d`` bytes more receives them no
-    faster than the fastest link carries them (gathers telescope to exactly that), and whatever is not
-    yet right takes one collective at least, unless slices mend it.
+    The heuristic is a lower bound. A device whose part has to grow by ``d`` bytes receives them no faster than the
+    fastest link carries them (a sequence of all-gathers adds up to exactly that), and a state that slices alone do not
+    take to the goal needs at least one collective.
     """
-    wanted, wishes = sizes(goal) or 0, set(goal[1])
+    goal_size, goal_partial = sizes(goal) or 0, set(goal[1])
 
-    def bound(state: State, held: int) -> float:
-        if wishes.issuperset(state[1]) and all(b[: len(a)] == a for a, b in zip(state[0], goal[0], strict=True)):
+    def bound(state: State, size: int) -> float:
+        if goal_partial.issuperset(state[1]) and all(b[: len(a)] == a for a, b in zip(state[0], goal[0], strict=True)):
             return 0.0
-        return max(0, wanted - held) / graph.max_bandwidth + graph.min_collective_seconds
+        return max(0, goal_size - size) / graph.max_bandwidth + graph.min_collective_seconds
 
     best: dict[State, float] = {start: 0.0}
     back: dict[State, tuple[State, Edge]] = {}
     done: set[State] = set()
-    # The state itself orders equal costs, so that the path found never depends on hashing.
+    # Equal costs are ordered by the state itself, so that the path found never depends on hashing.
     queue: list[tuple[float, State]] = [(0.0, start)]
     while queue:
         state = heapq.heappop(queue)[1]
@@ -167,7 +171,7 @@ def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes)
         if state == goal:
             break
         done.add(state)
-        cost, held = best[state], sizes(state) or 0
+        cost, before = best[state], sizes(state) or 0
         for edge in graph.edges_from(state):
             after = edge.after
             if after in done or (size := sizes(after)) is None:
@@ -175,7 +179,7 @@ def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes)
             total = (
                 cost
                 + edge.fixed_seconds
-                + edge.seconds_per_byte * (size if edge.kind == ALL_GATHER else held)
+                + edge.seconds_per_byte * (size if edge.kind == ALL_GATHER else before)
                 + TIE_BREAK_SECONDS
             )
             total += TIE_BREAK_SECONDS if edge.kind == REDUCE_SCATTER else 0.0
@@ -191,7 +195,7 @@ def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes)
 
 
 def _free_moves(src: Spec, dst: Spec) -> tuple[Move, ...]:
-    """Slices, then terms: the path from a value that is replicated along all that is asked for."""
+    """The path where no collective is needed: slices, then make-partial."""
     moves: list[Move] = []
     for dim, axes in enumerate(dst.dims):
         if axes != src.dims[dim]:
@@ -200,22 +204,22 @@ def _free_moves(src: Spec, dst: Spec) -> tuple[Move, ...]:
             moves.append(Move("slice", added, 0, 0.0, src))
     if dst.partial:
         moves.append(
-            Move("terms", tuple(a for a, _ in dst.partial), 0, 0.0, Spec(src.dims, tuple(sorted(dst.partial))))
+            Move("make-partial", tuple(a for a, _ in dst.partial), 0, 0.0, Spec(src.dims, tuple(sorted(dst.partial))))
         )
     return tuple(moves)
 
 
 def _single_collective(src: Spec, dst: Spec) -> tuple[CollectiveKind, Axes] | None:
-    """The one collective that leads from ``src`` to ``dst``, which no longer path can beat."""
+    """The single collective from ``src`` to ``dst``, if there is one: no longer path is cheaper."""
     changed = [i for i, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)) if a != b]
     if dst.partial or len(changed) > 2 or len({kind for _, kind in src.partial}) > 1:
         return None
     if src.partial:
-        gone = tuple(a for a, _ in src.partial)
+        reduced = tuple(a for a, _ in src.partial)
         if not changed:
-            return ALL_REDUCE, gone
-        grown = dst.dims[changed[0]] if len(changed) == 1 and not src.dims[changed[0]] else ()
-        return (REDUCE_SCATTER, grown) if set(grown) == set(gone) else None
+            return ALL_REDUCE, reduced
+        scattered = dst.dims[changed[0]] if len(changed) == 1 and not src.dims[changed[0]] else ()
+        return (REDUCE_SCATTER, scattered) if set(scattered) == set(reduced) else None
     if len(changed) == 1:
         return None if dst.dims[changed[0]] else (ALL_GATHER, src.dims[changed[0]])
     i, j = changed if src.dims[changed[0]] else changed[::-1]
@@ -236,21 +240,21 @@ def _check_spec(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) ->
 
 
 def _common_prefix(a: Axes, b: Axes) -> Axes:
-    """The axes that ``a`` and ``b`` both begin with."""
+    """The longest common prefix of ``a`` and ``b``."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
     return a[:n]
 
 
-def _without_common(spec: Spec, kept: tuple[Axes, ...], held: PartialAxes) -> Spec:
-    dims = tuple(axes[len(front) :] for axes, front in zip(spec.dims, kept, strict=True))
-    return Spec(dims, tuple(t for t in spec.partial if t not in held))
+def _without_common(spec: Spec, common_dims: tuple[Axes, ...], common_partial: PartialAxes) -> Spec:
+    dims = tuple(axes[len(prefix) :] for axes, prefix in zip(spec.dims, common_dims, strict=True))
+    return Spec(dims, tuple(p for p in spec.partial if p not in common_partial))
 
 
-def _without_axes(spec: Spec, lone: set[str]) -> Spec:
-    """``spec`` with its axes of one device dropped: they neither split nor hold terms."""
-    if not lone:
+def _without_axes(spec: Spec, trivial_axes: set[str]) -> Spec:
+    """``spec`` without its axes of size 1, which neither split nor make partial."""
+    if not trivial_axes:
         return spec
-    dims = tuple(tuple(a for a in axes if a not in lone) for axes in spec.dims)
-    return Spec(dims, tuple(t for t in spec.partial if t[0] not in lone))
+    dims = tuple(tuple(a for a in axes if a not in trivial_axes) for axes in spec.dims)
+    return Spec(dims, tuple(p for p in spec.partial if p[0] not in trivial_axes))

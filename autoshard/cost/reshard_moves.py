@@ -1,7 +1,7 @@
-"""The moves between specs: which collective leads from one spec to which others, at what price.
+"""The reshard graph: which collectives lead from one spec to which others, and their seconds as a function of bytes.
 
-A graph for the specs of one rank over some mesh axes. It knows no shape: a move costs a fixed time
-plus a time for each byte, so one graph serves every value, and is filled only where searches go.
+One graph holds the specs of one rank over some mesh axes. It does not depend on shapes: the time of a move is linear in
+its bytes, so one graph serves all values. Edges are computed when a search first reaches their source.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from autoshard.machine.collective import (
 )
 from autoshard.machine.mesh import LogicalMesh
 
-type MoveKind = CollectiveKind | Literal["slice", "stay", "terms"]
-FREE_MOVES: Final = ("slice", "stay", "terms")
-"""Moves that send nothing."""
+type MoveKind = CollectiveKind | Literal["slice", "stay", "make-partial"]
+FREE_MOVES: Final = ("slice", "stay", "make-partial")
+"""Moves that send no bytes."""
 Dims = tuple[Axes, ...]
 PartialAxes = tuple[tuple[str, str], ...]
+"""(axis, reduction kind), as in `Spec.partial`."""
 State = tuple[Dims, PartialAxes]
-"""A `Spec`'s fields, its terms sorted: cheaper to hash and to compare."""
+"""The fields of a `Spec`, partial axes sorted: cheaper to hash and to compare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step of a reshard: ``kind`` over ``axes``, after which the value lies as ``spec`` says.
+    """One step of a reshard: ``kind`` over ``axes``, with the value's ``spec`` after it.
 
-    ``bytes`` is the payload as `Collective.bytes` defines it; 0 for the free kinds "slice" and "terms".
+    ``bytes`` is the payload as `Collective.bytes` defines it; 0 for `FREE_MOVES`.
     """
 
     kind: MoveKind
@@ -51,7 +52,7 @@ class Move:
 
 
 class Edge(NamedTuple):
-    """A move apart from the value's size: it costs ``fixed + each * bytes`` seconds."""
+    """A move of a value of any size: it takes ``fixed_seconds + seconds_per_byte * bytes``."""
 
     kind: MoveKind
     axes: Axes
@@ -61,7 +62,10 @@ class Edge(NamedTuple):
 
 
 class LocalBytes:
-    """Bytes per device under each state, for one value; None where a dimension would not divide."""
+    """Bytes per device of one value in each state; None where a dimension does not divide evenly.
+
+    A split that ``start`` or ``goal`` has, or begins with, may be uneven.
+    """
 
     def __init__(self, start: State, goal: State, shape: tuple[int, ...], bits: int, sizes: Mapping[str, int]) -> None:
         self.ends = (start[0], goal[0])
@@ -78,7 +82,6 @@ class LocalBytes:
         elements = 1
         for i, (n, axes) in enumerate(zip(self.shape, dims, strict=True)):
             parts = math.prod([self.sizes[a] for a in axes])
-            # An end of the path may be split unevenly, and then so may what leads to it.
             if n % parts and all(end[i][: len(axes)] != axes for end in self.ends):
                 return None
             elements *= -(-n // parts)
@@ -86,22 +89,27 @@ class LocalBytes:
 
 
 class ReshardGraph:
-    """Every spec of one rank over ``axes``, and the moves between them, found as they are asked for."""
+    """The specs of one rank over ``axes`` and the moves between them, computed on demand.
 
-    def __init__(self, axes: Axes, rank: int, terms: PartialAxes, mesh: LogicalMesh) -> None:
-        self.axes, self.rank, self.target_partial = axes, rank, terms
+    ``goal_partial``: the partial axes that make-partial may produce.
+    """
+
+    def __init__(self, axes: Axes, rank: int, goal_partial: PartialAxes, mesh: LogicalMesh) -> None:
+        self.axes, self.rank, self.goal_partial = axes, rank, goal_partial
         self.sizes = {a: mesh.shape[a] for a in axes}
         self.rings: dict[str, Ring] = dict(zip(axes, rings(axes, mesh), strict=True))
         self.overhead = mesh.hardware.overhead
         self._edges: dict[State, tuple[Edge, ...]] = {}
         self._edge_seconds: dict[tuple[str, Axes], tuple[float, float]] = {}
         self._same_parts: dict[tuple[tuple[int, ...], Axes], tuple[tuple[Axes, ...], ...]] = {}
+        """Splits with given numbers of parts over given axes."""
         self.max_bandwidth = max((bandwidth for _, bandwidth, _ in self.rings.values()), default=math.inf)
         self.min_collective_seconds = (
             min((latency for _, _, latency in self.rings.values()), default=0.0) + self.overhead
         )
 
     def edge(self, kind: MoveKind, axes: Axes, after: State) -> Edge:
+        """The edge of a move over ``axes`` that leads to ``after``."""
         if kind in FREE_MOVES:
             return Edge(kind, axes, 0.0, 0.0, after)
         if (kind, axes) not in self._edge_seconds:
@@ -111,15 +119,15 @@ class ReshardGraph:
         return Edge(kind, axes, *self._edge_seconds[kind, axes], after)
 
     def move(self, edge: Edge, before: State, sizes: LocalBytes) -> Move:
-        """``edge`` as taken by a value of known size."""
+        """The move along ``edge`` of the value whose bytes are ``sizes``."""
         if edge.kind in FREE_MOVES:
             return Move(edge.kind, edge.axes, 0, 0.0, Spec(*edge.after))
         size = sizes(edge.after if edge.kind == ALL_GATHER else before) or 0
-        paid = rings_seconds(edge.kind, [self.rings[a] for a in edge.axes], size, self.overhead)
-        return Move(edge.kind, edge.axes, size, paid, Spec(*edge.after))
+        seconds = rings_seconds(edge.kind, [self.rings[a] for a in edge.axes], size, self.overhead)
+        return Move(edge.kind, edge.axes, size, seconds, Spec(*edge.after))
 
     def edges_from(self, state: State) -> tuple[Edge, ...]:
-        """Every move away from ``state``."""
+        """Every move from ``state``."""
         if state not in self._edges:
             found = itertools.chain(
                 self._splits(*state), self._gathers(*state), self._reductions(*state), self._permutes(*state)
@@ -134,25 +142,25 @@ class ReshardGraph:
                 continue
             for dim, axes in enumerate(dims):
                 yield self.edge("slice", (axis,), (replace_dim(dims, dim, (*axes, axis)), partial))
-            for term in self.target_partial:
-                if term[0] == axis:
-                    yield self.edge("terms", (axis,), (dims, tuple(sorted((*partial, term)))))
+            for new in self.goal_partial:
+                if new[0] == axis:
+                    yield self.edge("make-partial", (axis,), (dims, tuple(sorted((*partial, new)))))
 
     def _gathers(self, dims: Dims, partial: PartialAxes) -> Iterator[Edge]:
         for dim, axes in enumerate(dims):
             for k in range(len(axes)):
                 without, moved = replace_dim(dims, dim, axes[:k]), axes[k:]
                 yield self.edge(ALL_GATHER, moved, (without, partial))
-                for to, there in enumerate(dims):
+                for to, to_axes in enumerate(dims):
                     if to != dim:
-                        yield self.edge(ALL_TO_ALL, moved, (replace_dim(without, to, there + moved), partial))
+                        yield self.edge(ALL_TO_ALL, moved, (replace_dim(without, to, to_axes + moved), partial))
 
     def _reductions(self, dims: Dims, partial: PartialAxes) -> Iterator[Edge]:
         for kind in sorted({k for _, k in partial}):
-            terms = [t for t in partial if t[1] == kind]
-            for n in range(1, len(terms) + 1):
-                for chosen in itertools.combinations(terms, n):
-                    rest, axes = tuple(t for t in partial if t not in chosen), tuple(a for a, _ in chosen)
+            reducible = [p for p in partial if p[1] == kind]
+            for n in range(1, len(reducible) + 1):
+                for chosen in itertools.combinations(reducible, n):
+                    rest, axes = tuple(p for p in partial if p not in chosen), tuple(a for a, _ in chosen)
                     yield self.edge(ALL_REDUCE, axes, (dims, rest))
                     for dim, order in itertools.product(range(self.rank), itertools.permutations(axes)):
                         yield self.edge(REDUCE_SCATTER, order, (replace_dim(dims, dim, dims[dim] + order), rest))
@@ -161,24 +169,25 @@ class ReshardGraph:
         if not any(dims):
             return
         parts = tuple(math.prod([self.sizes[a] for a in axes]) for axes in dims)
-        terms = {a for a, _ in partial}
-        free = tuple(a for a in self.axes if a not in terms)
+        partial_axes = {a for a, _ in partial}
+        free = tuple(a for a in self.axes if a not in partial_axes)
         if (parts, free) not in self._same_parts:
             self._same_parts[parts, free] = tuple(_splits_into(parts, free, self.sizes))
-        here = _positions(dims)
+        before = _positions(dims)
         for other in self._same_parts[parts, free]:
             if other != dims:
-                there = _positions(other)
-                displaced = tuple(sorted(a for a in {*here, *there} if here.get(a) != there.get(a)))
+                after = _positions(other)
+                displaced = tuple(sorted(a for a in {*before, *after} if before.get(a) != after.get(a)))
                 yield self.edge(COLLECTIVE_PERMUTE, displaced, (other, partial))
 
 
 def replace_dim(dims: Dims, dim: int, axes: Axes) -> Dims:
+    """``dims`` with dimension ``dim`` split over ``axes``."""
     return (*dims[:dim], axes, *dims[dim + 1 :])
 
 
 def _splits_into(parts: tuple[int, ...], free: Axes, sizes: Mapping[str, int]) -> Iterator[tuple[Axes, ...]]:
-    """Every way to split dimensions into ``parts`` over axes of ``free``."""
+    """Every assignment of axes of ``free`` to dimensions that splits them into ``parts``."""
     if not parts:
         yield ()
         return
@@ -191,5 +200,5 @@ def _splits_into(parts: tuple[int, ...], free: Axes, sizes: Mapping[str, int]) -
 
 @functools.lru_cache(maxsize=1 << 14)
 def _positions(dims: Dims) -> Mapping[str, tuple[int, int]]:
-    """Dimension and place there of each axis."""
+    """Axis -> (dimension, position among the axes of that dimension)."""
     return {a: (dim, i) for dim, axes in enumerate(dims) for i, a in enumerate(axes)}

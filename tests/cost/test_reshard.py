@@ -105,7 +105,7 @@ def run(move: reshard.Move, before: Spec, shards: Shards, mesh: LogicalMesh) -> 
         match move.kind:
             case "slice":
                 after[device] = np.split(shards[device], len(peers), axis=grown[0])[mine]
-            case "terms":
+            case "make-partial":
                 after[device] = shards[device] if mine == 0 else np.zeros_like(shards[device])
             case "all-gather":
                 after[device] = np.concatenate(held, axis=shrunk[0])
