@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu harness random lint format types notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu harness random lint format types types-planted picture notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -70,6 +70,12 @@ format: $(READY) ## put style right where that is mechanical
 
 types: $(READY) ## check types
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+types-planted: $(READY) ## plant a wrong type in a copy of every package: does the checker see each?
+	$(BIN)/python -m tests.planted_types
+
+picture: $(READY) ## draw the packages and their imports anew: docs/packages.svg
+	$(BIN)/python -m docs.packages
 
 notebook: $(READY) ## execute the notebooks in place
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
