@@ -1,4 +1,4 @@
-"""What plans ask of the compilers of their targets."""
+"""Compiler options that plans set for their targets."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ SLICE = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="3
 IMAGES, FILTERS = jax.ShapeDtypeStruct((16, 32, 32, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
 
 
-def convolved(images, filters):
+def convolution(images, filters):
     return jax.lax.conv_general_dilated(images, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
@@ -22,22 +22,22 @@ def product(images, filters):
 
 
 @pytest.mark.parametrize(
-    ("step", "mesh", "wanted"),
+    ("step", "mesh", "expected"),
     [
-        (convolved, SLICE, NO_ALL_GATHER_FUSION),
-        (convolved, SLICE.model_copy(update={"memory_budget": 2**19}), {}),
+        (convolution, SLICE, NO_ALL_GATHER_FUSION),
+        (convolution, SLICE.model_copy(update={"memory_budget": 2**19}), {}),
         (product, SLICE.model_copy(update={"memory_budget": 2**20 * 3 // 4}), {}),
-        (convolved, MeshConfig(axes={"data": 8}, memory_budget="320KiB"), {}),
+        (convolution, MeshConfig(axes={"data": 8}, memory_budget="320KiB"), {}),
     ],
 )
-def test_gathers_stay_out_of_convolutions_that_fill_a_tpu_s_memory(step, mesh, wanted):
+def test_all_gather_fusion_is_disabled_for_convolutions_that_fill_tpu_memory(step, mesh, expected):
     plan = jit(step, mesh=mesh).plan(IMAGES, FILTERS)
-    assert dict(plan.compiler_options) == wanted
-    assert all(name in plan.explain() for name in wanted)
+    assert dict(plan.compiler_options) == expected
+    assert all(name in plan.explain() for name in expected)
 
 
-def test_a_plan_that_needs_it_is_foreseen_with_it():
-    """A gradient is written over what it is computed from unless a weight is gathered while that is computed."""
+def test_memory_is_predicted_with_the_option_that_the_plan_sets():
+    """A gradient is written in place of a convolution's result, unless an all-gather is fused into the convolution."""
     step, state, batch = PROGRAMS["conv"]()
 
     def planned(budget):
@@ -46,18 +46,21 @@ def test_a_plan_that_needs_it_is_foreseen_with_it():
 
     wide, narrow = planned("700MiB"), planned("500MiB")
     assert (dict(wide.compiler_options), dict(narrow.compiler_options)) == ({}, NO_ALL_GATHER_FUSION)
-    result = 2048 * 64 * 64 * 128 * 2 / 16  # of the first convolution
+    result = 2048 * 64 * 64 * 128 * 2 / 16  # the first convolution's result
     assert wide.memory.peak - narrow.memory.peak == pytest.approx(result, rel=1e-3)
     assert narrow.memory.peak < 500 * 2**20 < wide.memory.peak
     assert [p.spec for p in wide.inputs] == [p.spec for p in narrow.inputs]
 
 
-def test_what_the_user_says_goes_before_it():
-    said = dict.fromkeys(NO_ALL_GATHER_FUSION, True)
-    assert dict(jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS).compiler_options) == said
+def test_the_user_s_option_overrides_it():
+    given_options = dict.fromkeys(NO_ALL_GATHER_FUSION, True)
+    assert (
+        dict(jit(convolution, mesh=SLICE, compiler_options=given_options).plan(IMAGES, FILTERS).compiler_options)
+        == given_options
+    )
 
 
-def test_memory_is_foreseen_as_the_user_says():
+def test_memory_is_predicted_with_the_user_s_option():
     step, state, batch = PROGRAMS["conv"]()
     given = {
         "mesh": MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="500MiB"),
@@ -69,21 +72,21 @@ def test_memory_is_foreseen_as_the_user_says():
     with pytest.raises(MemoryBudgetError, match=r"500.00 MiB.*the least that would is 516"):
         jit(step, strategy="fsdp", **fused).plan(state, batch)
     with pytest.raises(
-        PlanError, match=f"foreseen with compiler options that are given otherwise.*{next(iter(NO_ALL_GATHER_FUSION))}"
+        PlanError, match=f"predicted with compiler options that these override.*{next(iter(NO_ALL_GATHER_FUSION))}"
     ):
         jit(step, strategy=plan, **fused).plan(state, batch)
 
 
-def test_a_plan_made_elsewhere_brings_it_only_where_the_compiler_knows_it():
-    said = {"xla_backend_extra_options": ""}
-    plan = jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS)
-    assert dict(plan.compiler_options) == {**NO_ALL_GATHER_FUSION, **said}
-    # The same mesh, of devices of this process.
+def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():
+    given_options = {"xla_backend_extra_options": ""}
+    plan = jit(convolution, mesh=SLICE, compiler_options=given_options).plan(IMAGES, FILTERS)
+    assert dict(plan.compiler_options) == {**NO_ALL_GATHER_FUSION, **given_options}
+    # The same mesh on devices of this process.
     here = MeshConfig(axes=SLICE.axes, hardware="tpu-v5e", memory_budget="320KiB")
-    assert dict(jit(convolved, mesh=here, strategy=plan).plan(IMAGES, FILTERS).compiler_options) == said
+    assert dict(jit(convolution, mesh=here, strategy=plan).plan(IMAGES, FILTERS).compiler_options) == given_options
 
 
-def test_within_another_program_only_the_user_s_are_left_for_jax_to_refuse():
-    said = {"xla_backend_extra_options": ""}
-    plan = jit(convolved, mesh=SLICE, compiler_options=said).plan(IMAGES, FILTERS)
-    assert dict(user_options(plan.compiler_options)) == said
+def test_only_the_user_s_options_are_passed_on_inside_another_program():
+    given_options = {"xla_backend_extra_options": ""}
+    plan = jit(convolution, mesh=SLICE, compiler_options=given_options).plan(IMAGES, FILTERS)
+    assert dict(user_options(plan.compiler_options)) == given_options

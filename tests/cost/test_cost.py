@@ -1,4 +1,4 @@
-"""Cost: closed forms on hardware whose figures are round."""
+"""Cost model: closed forms on hardware with round figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def price(fun, shapes, *specs, results=()):
     return CostModel(g).cost(propagate(g, [], hard))
 
 
-def test_a_product_takes_its_flops_over_the_peak() -> None:
+def test_a_large_product_is_compute_bound() -> None:
     n = 4096
     cost = price(lambda x, w: x @ w, ((n, n), (n, n)), WHOLE, WHOLE)
     assert cost.seconds == pytest.approx(2 * n**3 / CHIP.flops["float32"])
@@ -31,7 +31,7 @@ def test_a_product_takes_its_flops_over_the_peak() -> None:
     assert split.seconds == pytest.approx(cost.seconds / 4)
 
 
-def test_a_thin_product_takes_its_bytes_over_the_bandwidth() -> None:
+def test_a_thin_product_is_memory_bound() -> None:
     cost = price(lambda x, w: x @ w, ((1, 8192), (8192, 8192)), WHOLE, WHOLE)
     assert cost.compute == pytest.approx(4 * (8192 + 8192**2 + 8192) / CHIP.bandwidth)
 
@@ -49,7 +49,7 @@ def test_a_split_result_costs_a_reduce_scatter_instead() -> None:
     assert [c.kind for c in cost.collectives] == ["reduce-scatter"]
 
 
-def test_a_gather_that_two_readers_share_is_made_once() -> None:
+def test_an_all_gather_that_two_nodes_read_is_charged_once() -> None:
     def fun(x, w):
         return (jnp.sin(x) @ w).sum() + (jnp.cos(x) @ w).sum()
 
@@ -57,7 +57,7 @@ def test_a_gather_that_two_readers_share_is_made_once() -> None:
     assert [c.kind for c in cost.collectives].count("all-gather") == 1
 
 
-def test_inside_a_loop_everything_counts_as_often_as_it_turns() -> None:
+def test_costs_in_a_loop_are_multiplied_by_the_trip_count() -> None:
     def fun(x, w):
         return jax.lax.fori_loop(0, 7, lambda _, h: jnp.tanh(h @ w), x)
 
@@ -65,23 +65,23 @@ def test_inside_a_loop_everything_counts_as_often_as_it_turns() -> None:
     assert {c.count for c in cost.collectives if c.bytes > 4} == {7}
 
 
-def test_nothing_split_moves_nothing() -> None:
+def test_replicated_values_need_no_collective() -> None:
     cost = price(lambda x, w: jnp.tanh(x @ w), ((64, 64), (64, 64)), WHOLE, WHOLE)
     assert cost.collectives == ()
     assert cost.transfers == 0
 
 
-def test_axes_that_split_what_must_be_whole_are_lent_to_another_dimension() -> None:
+def test_axes_of_a_dimension_that_cannot_be_split_move_to_another_one() -> None:
     cost = price(lambda x: lax.fft(x, "RFFT", (4096,)).real, ((64, 4096),), COLUMNS, results=(Spec((("data",), ())),))
     assert [c.kind for c in cost.collectives] == ["all-to-all"]
 
 
-def test_counted_positions_are_not_gathered() -> None:
+def test_an_iota_is_recomputed_not_gathered() -> None:
     cost = price(lambda x: jnp.argsort(x, 1), ((1, 40),), COLUMNS, results=(COLUMNS,))
     assert [(c.kind, c.bytes) for c in cost.collectives] == [("all-gather", 160)]
 
 
-def test_a_split_that_a_merged_dimension_cannot_hold_is_paid_for() -> None:
+def test_a_split_that_a_merged_dimension_cannot_express_is_resharded() -> None:
     cost = price(lambda x: x.reshape(-1), ((64, 64),), COLUMNS, results=(Spec(((),)),))
     assert [c.kind for c in cost.collectives] == ["all-gather"]
     cost = price(lambda x: x.reshape(-1), ((64, 64),), COLUMNS, results=(Spec((("data",),)),))

@@ -1,4 +1,4 @@
-"""Lives: which values take room, and when, on programs small enough to say."""
+"""Live ranges: which values are buffers, and when, on programs small enough to tell by hand."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.programs import CHIP, graph, mesh, program
 W = (64, 64)
 
 
-def taking(g: Graph, least: int = 64 * 64 * 2) -> list[tuple[str, float]]:
-    """Of what takes room, by the node that makes it: operation and share, where it is large."""
+def buffers(g: Graph, least: int = 64 * 64 * 2) -> list[tuple[str, float]]:
+    """The buffers of at least ``least`` bytes: defining operation, and share of the value's bytes."""
     made = {v: n.kind.op for n in g.nodes for v in n.results}
     r = find_live_ranges(g)
     found = zip(r.values, r.scale, strict=True)
     return sorted((made.get(int(v), "argument"), float(s)) for v, s in found if g.values[v].bytes * s >= least)
 
 
-def test_the_elementwise_end_of_a_product_is_what_takes_room():
+def test_elementwise_consumers_are_fused_into_a_product():
     g = graph(lambda x, w: (jnp.tanh(x @ w) * 2).sum(0) @ w, (W, W), mesh(a=1))
-    assert taking(g) == [("mul", 1.0)]
+    assert buffers(g) == [("mul", 1.0)]
 
 
-def test_what_is_computed_where_it_is_read_is_not_kept_for_the_backward_pass():
+def test_fused_values_are_recomputed_in_the_backward_pass():
     def loss(w, x):
         return ((jax.nn.silu(x @ w[0]) @ w[1]) ** 2).sum()
 
@@ -41,36 +41,36 @@ def test_what_is_computed_where_it_is_read_is_not_kept_for_the_backward_pass():
     assert len(kept) == 2  # the two products; not silu, nor its derivative
 
 
-def test_a_product_that_many_read_to_one_end_is_computed_with_it():
+def test_a_product_is_fused_with_the_one_value_that_it_is_read_through():
     def gated(x, w):
         h = x @ w
         return (h * jax.nn.sigmoid(h)) @ w
 
-    assert taking(graph(lambda x, w: gated(x, w).sum(), (W, W), mesh(a=1))) == [("dot_general", 1.0), ("mul", 1.0)]
+    assert buffers(graph(lambda x, w: gated(x, w).sum(), (W, W), mesh(a=1))) == [("dot_general", 1.0), ("mul", 1.0)]
 
 
-def test_what_goes_into_a_product_of_a_library_and_comes_out_is_there():
+def test_operands_and_results_of_library_products_are_materialized():
     library = replace(mesh(a=1), hardware=replace(CHIP, fused_products=False))
 
     def fun(x, w):
         return (jnp.tanh((x @ w).T) @ w).sum()
 
-    assert taking(graph(fun, (W, W), mesh(a=1))) == [("dot_general", 1.0), ("tanh", 1.0)]
-    assert taking(graph(fun, (W, W), library)) == [("dot_general", 1.0), ("dot_general", 1.0), ("tanh", 1.0)]
+    assert buffers(graph(fun, (W, W), mesh(a=1))) == [("dot_general", 1.0), ("tanh", 1.0)]
+    assert buffers(graph(fun, (W, W), library)) == [("dot_general", 1.0), ("dot_general", 1.0), ("tanh", 1.0)]
 
 
-def test_what_is_read_across_a_barrier_is_made():
+def test_a_value_that_crosses_a_barrier_is_materialized():
     def fun(x, w):
         return (jax.lax.optimization_barrier(jnp.tanh(x)) @ w).sum()
 
-    assert taking(graph(fun, (W, W), mesh(a=1))) == [("dot_general", 1.0), ("tanh", 1.0)]
+    assert buffers(graph(fun, (W, W), mesh(a=1))) == [("dot_general", 1.0), ("tanh", 1.0)]
 
 
 def scanned(w, x):
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
 
 
-def test_what_a_loop_stacks_lives_from_its_beginning_to_the_end_of_the_loop_that_reads_it():
+def test_a_stacked_residual_is_live_from_its_loop_s_start_to_the_end_of_the_loop_that_reads_it():
     g = graph(jax.grad(scanned), ((5, *W), W), mesh(a=1))
     r = find_live_ranges(g)
     (forward, backward) = sorted(g.loops)
@@ -81,7 +81,7 @@ def test_what_a_loop_stacks_lives_from_its_beginning_to_the_end_of_the_loop_that
         assert r.last[i] == backward[1]
 
 
-def test_weights_that_loops_take_in_fewer_bits_are_there_in_them():
+def test_a_conversion_of_sliced_weights_is_hoisted_out_of_the_loop():
     def narrow(w, x):
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w.astype(jnp.bfloat16)), None), x, w)[0].sum()
 
@@ -92,17 +92,17 @@ def test_weights_that_loops_take_in_fewer_bits_are_there_in_them():
     assert halves == [((5, *W), 0.5)]
 
 
-def test_a_sum_is_written_over_a_term_that_nothing_reads_afterwards():
+def test_a_sum_is_written_in_place_of_a_dead_operand():
     def fun(x, w):
         return jnp.sort(jnp.sort(x, axis=0) + jnp.sort(w, axis=0), axis=0)
 
     g = graph(fun, (W, W), mesh(a=1))
     last = max(i for i, n in enumerate(g.nodes) if n.kind.op == "sort")
     r = find_live_ranges(g)
-    assert ((r.first <= last) & (last <= r.last)).sum() == 3  # two terms, one of them the sum too, and the result
+    assert ((r.first <= last) & (last <= r.last)).sum() == 3  # two operands, one of them also the sum, and the result
 
 
-def test_a_broadcast_that_a_loop_reads_is_made_nowhere():
+def test_a_broadcast_that_a_loop_reads_is_not_materialized():
     def fun(x, w):
         mask = jnp.broadcast_to(jnp.arange(64) > 3, W)
         return jax.lax.fori_loop(0, 3, lambda _, h: jnp.where(mask, h @ w, 0.0), x)
@@ -112,23 +112,23 @@ def test_a_broadcast_that_a_loop_reads_is_made_nowhere():
     assert not [v for v in r.values if g.values[v].dtype == "bool" and g.values[v].shape == W]
 
 
-def test_a_row_s_one_element_is_compared_not_scattered():
+def test_a_scatter_of_one_element_per_row_is_fused():
     def loss(x, label):
         return jnp.take_along_axis(jax.nn.log_softmax(x), label[:, None], axis=1).mean()
 
     args = (jax.ShapeDtypeStruct(W, jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32))
     g = graph(jax.grad(lambda x, label: loss(x @ x, label)), args, mesh(a=1))
-    assert "scatter-add" not in dict(taking(g))
+    assert "scatter-add" not in dict(buffers(g))
 
 
 @pytest.mark.parametrize(("bits", "share"), [(16, 0.5), (64, 1.0)])
-def test_what_products_alone_read_has_no_more_bits_than_they_look_at(bits, share):
+def test_a_value_that_only_products_read_is_stored_in_their_operand_bits(bits, share):
     on = LogicalMesh(("a",), (1,), replace(CHIP, operand_bits=bits))
     g = graph(lambda x, w: ((x @ w) @ w).sum(), (W, W), on)
-    assert taking(g) == sorted([("dot_general", share), ("dot_general", 1.0)])
+    assert buffers(g) == sorted([("dot_general", share), ("dot_general", 1.0)])
 
 
-def test_a_product_done_between_keeps_what_waits_for_a_later_one_from_being_handed_on():
+def test_a_value_is_no_on_chip_candidate_if_a_product_between_does_not_read_it():
     def fun(x, w, between):
         h = jnp.sort(x @ w, axis=0)
         k = jnp.sort(w @ w, axis=0) if between else w
@@ -142,7 +142,7 @@ def test_a_product_done_between_keeps_what_waits_for_a_later_one_from_being_hand
         assert sorts == ([False, True, True] if between else [True, True])
 
 
-def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
+def test_a_sum_of_products_starts_before_its_last_product_can_execute():
     def fun(x, y, w):
         late = jnp.sort(jnp.sort(y @ w[0], axis=0) @ w[1], axis=0)
         return (x @ w[2] + late @ w[3]).sum()
@@ -155,11 +155,11 @@ def test_a_sum_of_products_has_its_first_term_before_its_last_can_be_done():
     assert find_live_ranges(g).sum_start[n] < products[1] < n
 
 
-@pytest.mark.parametrize(("scale", "written"), [(3.0, True), (jnp.arange(64.0), False)])
-def test_a_product_is_not_written_over_what_a_reduction_of_several_arrays_is_made_with(scale, written):
+@pytest.mark.parametrize(("scale", "in_place"), [(3.0, True), (jnp.arange(64.0), False)])
+def test_a_product_is_not_written_in_place_of_a_value_with_a_fused_reduction(scale, in_place):
     def fun(x, w, v):
         h = x @ w
         total = (h * scale).sum(0)
         return x @ v + h, total
 
-    assert bool(find_live_ranges(graph(fun, (W, W, W), mesh(a=1))).in_place_products) == written
+    assert bool(find_live_ranges(graph(fun, (W, W, W), mesh(a=1))).in_place_products) == in_place

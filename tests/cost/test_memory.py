@@ -1,4 +1,4 @@
-"""Memory: exact for state, bounded for what is in between."""
+"""Memory model: exact for state, bounded for intermediates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.search.search import search
 from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
 
-def test_state_is_counted_to_the_byte() -> None:
+def test_state_bytes_are_exact() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
     found = MemoryModel(g).memory(propagate(g, []))
     assert found.parameters == 2 * 16 * 32 * 4
@@ -27,7 +27,7 @@ def test_state_is_counted_to_the_byte() -> None:
     assert found.peak >= found.parameters + found.inputs + found.gradients
 
 
-def test_split_state_takes_its_part() -> None:
+def test_sharded_state_is_divided() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
     whole, parts = (search(g, s)[0].memory for s in ("dp", "zero3"))
     assert parts.parameters * 4 == whole.parameters
@@ -49,12 +49,12 @@ def test_residuals_grow_with_the_batch_and_the_layers() -> None:
     assert residuals(2, 64) > 1.9 * one
 
 
-def test_sub_byte_types_count_their_bits() -> None:
+def test_sub_byte_types_are_counted_in_bits() -> None:
     g = graph(lambda x: x, (jax.ShapeDtypeStruct((64,), jnp.int4),), mesh(a=4))
     assert MemoryModel(g).memory(propagate(g, [{g.inputs[0]: Spec((("a",),))}])).inputs == math.ceil(64 * 4 / 8 / 4)
 
 
-def test_roles() -> None:
+def test_argument_roles() -> None:
     def step(state, batch):
         grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
         m = 0.9 * state["m"] + grads
@@ -72,7 +72,7 @@ def test_roles() -> None:
     ("shape", "bits", "size"),
     [
         ([1024, 1024], 32, 1024 * 1024 * 4),
-        ([4, 1024, 172], 16, 4 * 1024 * 176 * 2),  # 1024 along the lanes: 172 rows are padded less than 172 columns
+        ([4, 1024, 172], 16, 4 * 1024 * 176 * 2),  # 1024 on the lanes: 172 rows need less padding than 172 columns
         ([1024, 1], 32, 1024 * 8 * 4),
         ([8, 64, 1], 32, 8 * 64 * 128 * 4 // 128 * 2),
         ([100], 32, 128 * 4),
@@ -80,12 +80,12 @@ def test_roles() -> None:
         ([0, 8], 32, 0),
     ],
 )
-def test_arrays_are_stored_in_tiles(shape, bits, size) -> None:
+def test_arrays_are_padded_to_tiles(shape, bits, size) -> None:
     assert tiled_bytes(shape, bits, (8, 128)) == size
     assert tiled_bytes(shape, bits, (1, 1)) == math.prod(shape) * bits // 8
 
 
-def test_weights_gathered_at_use_are_there_from_the_first_use_to_the_last() -> None:
+def test_weights_gathered_at_use_are_live_from_first_to_last_use() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
     best = search(g, "fsdp")[0]
     model = MemoryModel(g)
@@ -93,55 +93,55 @@ def test_weights_gathered_at_use_are_there_from_the_first_use_to_the_last() -> N
     spans = {
         (g.nodes[a].phase, g.nodes[b].phase) for a, b, size, _ in model.layout_ranges(best.layout) if size == weight
     }
-    assert ("forward", "backward") in spans  # the second layer's weight: gathered once, read by both passes
-    assert ("backward", "backward") in spans  # a gradient before it is scattered
+    assert ("forward", "backward") in spans  # the second layer's weight: all-gathered once, read by both passes
+    assert ("backward", "backward") in spans  # a gradient before its reduce-scatter
     assert best.memory.peak == MemoryModel(g).memory(best.layout).peak
-    beside = model.usage(best.layout) - model.live_bytes(model.sizes(best.layout))
-    assert int(beside.max()) >= 2 * weight
+    added = model.usage(best.layout) - model.live_bytes(model.sizes(best.layout))
+    assert int(added.max()) >= 2 * weight
 
 
-@pytest.mark.parametrize(("on_chip", "kept"), [(0, 0), (64 * 64 * 4, 0), (2 * 64 * 64 * 4, 1), (8 * 64 * 64 * 4, 2)])
-def test_what_is_handed_on_stays_on_the_chip_as_far_as_it_has_room(on_chip, kept) -> None:
+@pytest.mark.parametrize(("on_chip", "fitting"), [(0, 0), (64 * 64 * 4, 0), (2 * 64 * 64 * 4, 1), (8 * 64 * 64 * 4, 2)])
+def test_on_chip_candidates_stay_on_chip_as_far_as_they_fit(on_chip, fitting) -> None:
     def fun(x, w):
         return jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w).sum()
 
     on = replace(mesh(a=1), hardware=replace(CHIP, on_chip=on_chip))
-    held = [
+    usage = [
         MemoryModel(g).usage(propagate(g, [])) for g in (graph(fun, ((64, 64), (64, 64)), m) for m in (mesh(a=1), on))
     ]
-    assert int(held[0].max() - held[1].max()) == kept * 64 * 64 * 4  # two at a time: what is read and what is made
+    assert int(usage[0].max() - usage[1].max()) == fitting * 64 * 64 * 4  # two at a time: operand and result
 
 
-def test_what_a_gradient_s_product_reads_is_held_until_another_s_result_is_on_its_way() -> None:
+def test_operands_of_a_delayed_gradient_stay_live() -> None:
     def loss(ws, x):
         for up, down in ws:
             x = x + jnp.tanh(x @ up) @ down
         return (x**2).sum()
 
-    def held(up: Spec, down: Spec) -> int:
+    def buffers(up: Spec, down: Spec) -> int:
         g = graph(jax.grad(loss), ([((64, 64), (64, 64))] * 3, (4096, 64)), mesh(a=4))
         layout = propagate(g, [dict(zip(g.inputs[:6], (up, down) * 3, strict=True))])
         model = MemoryModel(g)
         x = 4096 * 64 * 4
-        return sum(size == x and not handed for _, _, size, handed in model.layout_ranges(layout))
+        return sum(size == x and not on_chip for _, _, size, on_chip in model.layout_ranges(layout))
 
     column, row, whole = Spec(((), ("a",))), Spec((("a",), ())), Spec(((), ()))
-    assert held(whole, whole) == 0
-    # of three layers: what went in beside its gradient's terms, and that beside the gradient that they are added to
-    assert held(column, row) > 3
+    assert buffers(whole, whole) == 0
+    # per layer: its input added the partial gradient of the input, and that added the gradient it is added to
+    assert buffers(column, row) > 3
 
 
-@pytest.mark.parametrize("scale", [lambda _: 3.0, jnp.max], ids=["by a number", "by what is made last"])
-def test_what_is_computed_from_several_is_written_over_one_that_was_made_alone(scale) -> None:
-    """A weight gathered beside a product, or a reduction made with it, and nothing is written over its result."""
+@pytest.mark.parametrize("scale", [lambda _: 3.0, jnp.max], ids=["constant", "computed last"])
+def test_an_elementwise_value_overwrites_a_product_that_nothing_is_fused_with(scale) -> None:
+    """A product's result with which an all-gather or a reduction is fused is not overwritten."""
 
     def fun(x, first, second):
         h = x @ first
         y = h @ second
-        total = (h * jnp.tanh(y) * scale(first)).sum()  # made with y
+        total = (h * jnp.tanh(y) * scale(first)).sum()  # fused with y
         return jnp.sort(h * jnp.tanh(y)), total
 
-    def held(second: Spec) -> float:
+    def buffers_at_sort(second: Spec) -> float:
         g = graph(fun, ((4096, 64), (64, 64), (64, 64)), mesh(a=4))
         x, first, w = g.inputs
         model = MemoryModel(g)
@@ -149,5 +149,5 @@ def test_what_is_computed_from_several_is_written_over_one_that_was_made_alone(s
         (sort,) = [n for n, node in enumerate(g.nodes) if node.kind.op == "sort"]
         return round(int(model.usage(layout)[sort]) / model.size(x, layout.specs[x]), 1)
 
-    assert held(Spec(((), ()))) == 3  # two, one of them written over, and what is sorted
-    assert held(Spec((("a",), ()))) == 4
+    assert buffers_at_sort(Spec(((), ()))) == 3  # two products, one of them overwritten, and the sorted value
+    assert buffers_at_sort(Spec((("a",), ()))) == 4

@@ -1,4 +1,4 @@
-"""Reshards: exact on simulated devices, cheapest, and a directed metric."""
+"""Reshards: right on simulated devices, cheapest, and a directed metric."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def mesh_of(*sizes: int, links: tuple[str, ...] = ()) -> LogicalMesh:
 
 @functools.cache
 def specs(axes: str, rank: int, kind: str = "sum") -> tuple[Spec, ...]:
-    """Every spec of ``rank`` over ``axes``: each axis idle, partial, or somewhere on a dimension."""
+    """Every spec of ``rank`` over ``axes``: each axis unused, partial, or on a dimension."""
     found: list[Spec] = []
     for places in itertools.product(range(-2, rank), repeat=len(axes)):
         groups = [[a for a, p in zip(axes, places, strict=True) if p == d] for d in range(rank)]
-        terms = tuple((a, kind) for a, p in zip(axes, places, strict=True) if p == -2)
-        found.extend(Spec(d, terms) for d in itertools.product(*(itertools.permutations(g) for g in groups)))
+        partial = tuple((a, kind) for a, p in zip(axes, places, strict=True) if p == -2)
+        found.extend(Spec(d, partial) for d in itertools.product(*(itertools.permutations(g) for g in groups)))
     return tuple(found)
 
 
@@ -65,7 +65,7 @@ def named(mesh: LogicalMesh, device: tuple[int, ...]) -> dict[str, int]:
 
 
 def place(value: np.ndarray, spec: Spec, mesh: LogicalMesh) -> Shards:
-    """Shards of ``value`` under ``spec``; partial axes hold uneven integer terms that add up to it."""
+    """Shards of ``value`` under ``spec``; along partial axes, unequal integers that add up to it."""
     shards: Shards = {}
     for device in devices(mesh):
         at, shard = named(mesh, device), value
@@ -77,8 +77,8 @@ def place(value: np.ndarray, spec: Spec, mesh: LogicalMesh) -> Shards:
     return shards
 
 
-def combined(shards: Shards, spec: Spec, mesh: LogicalMesh) -> Shards:
-    """What each device would hold once every partial axis is added up."""
+def reduced(shards: Shards, spec: Spec, mesh: LogicalMesh) -> Shards:
+    """The shards after summing over every partial axis."""
     for axis, _ in spec.partial:
         shards = {d: sum(shards[e] for e in group(d, (axis,), mesh)) for d in shards}
     return shards
@@ -94,7 +94,7 @@ def group(device: tuple[int, ...], axes: tuple[str, ...], mesh: LogicalMesh) -> 
 
 
 def run(move: reshard.Move, before: Spec, shards: Shards, mesh: LogicalMesh) -> Shards:
-    """One move, by what the collective of that name does between devices. Reads only shards."""
+    """The shards after one move, by what the collective of that name does. Reads only shards."""
     after: Shards = {}
     for device in shards:
         peers = group(device, move.axes, mesh)
@@ -122,15 +122,15 @@ def run(move: reshard.Move, before: Spec, shards: Shards, mesh: LogicalMesh) -> 
 
 
 def permute(move: reshard.Move, before: Spec, shards: Shards, mesh: LogicalMesh, value: np.ndarray) -> Shards:
-    """A one-to-one send in which every device gets the tile it wants, with its terms; fails when there is none."""
+    """A one-to-one send that gives every device its tile, with its partial value; fails if there is none."""
     labels = np.arange(value.size).reshape(value.shape)
     waiting = dict.fromkeys(shards)
     after: Shards = {}
     for device in shards:
-        want = tile(labels, move.spec, mesh, named(mesh, device))
+        expected = tile(labels, move.spec, mesh, named(mesh, device))
         for sender in waiting:
-            same_terms = all(named(mesh, sender)[a] == named(mesh, device)[a] for a, _ in before.partial)
-            if same_terms and np.array_equal(tile(labels, before, mesh, named(mesh, sender)), want):
+            same_partial = all(named(mesh, sender)[a] == named(mesh, device)[a] for a, _ in before.partial)
+            if same_partial and np.array_equal(tile(labels, before, mesh, named(mesh, sender)), expected):
                 after[device] = shards[sender]
                 del waiting[sender]
                 break
@@ -139,7 +139,7 @@ def permute(move: reshard.Move, before: Spec, shards: Shards, mesh: LogicalMesh,
 
 
 @pytest.mark.parametrize("src", specs("xy", 2), ids=str)
-def test_moves_bring_every_shard_to_its_place(src: Spec) -> None:
+def test_moves_produce_the_destination_s_shards(src: Spec) -> None:
     value = np.arange(math.prod(SHAPE)).reshape(SHAPE) ** 2
     for dst in specs("xy", 2):
         shards, spec = place(value, src, MESH), src
@@ -153,7 +153,7 @@ def test_moves_bring_every_shard_to_its_place(src: Spec) -> None:
             assert move.bytes == (0 if move.kind in FREE_MOVES else payload[0, 0].size * 4)
             spec = move.spec
         assert spec == dst, f"{src} -> {dst}"
-        whole = combined(shards, dst, MESH)
+        whole = reduced(shards, dst, MESH)
         for device, shard in whole.items():
             np.testing.assert_array_equal(
                 shard, tile(value, dst, MESH, named(MESH, device)), err_msg=f"{src} -> {dst} on {device}"
@@ -161,7 +161,7 @@ def test_moves_bring_every_shard_to_its_place(src: Spec) -> None:
 
 
 def exhaustive(src: Spec, dst: Spec, shape: tuple[int, ...], mesh: LogicalMesh) -> float:
-    """Plain Dijkstra over the axes that either spec uses: nothing set aside, no bound, no short cut."""
+    """Plain Dijkstra over the axes that either spec uses: no common prefix left out, no heuristic, no shortcut."""
     used = tuple(a for a in mesh.axis_names if a in {*src.axes, *dst.axes})
     graph = ReshardGraph(used, src.rank, dst.partial, mesh)
     sizes = LocalBytes((src.dims, src.partial), (dst.dims, dst.partial), shape, 32, graph.sizes)
@@ -188,7 +188,7 @@ ELEMENTS = st.sampled_from([(8, 8, 8), (64, 64, 64), (1024, 512, 64)])
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(specs("xyz", 3)), st.sampled_from(specs("xyz", 3)), ELEMENTS)
-def test_no_sequence_is_cheaper(src: Spec, dst: Spec, shape: tuple[int, ...]) -> None:
+def test_no_path_is_cheaper(src: Spec, dst: Spec, shape: tuple[int, ...]) -> None:
     mesh = mesh_of(2, 2, 4)
     assert reshard.reshard_seconds(src, dst, shape, 32, mesh) == pytest.approx(
         exhaustive(src, dst, shape, mesh), rel=1e-6
@@ -211,7 +211,7 @@ def free(src: Spec, dst: Spec) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(specs("xyz", 2)), st.sampled_from(specs("xyz", 2)))
-def test_zero_exactly_when_nothing_travels(src: Spec, dst: Spec) -> None:
+def test_seconds_are_zero_exactly_without_collectives(src: Spec, dst: Spec) -> None:
     mesh = mesh_of(2, 2, 4)
     cost = reshard.reshard_seconds(src, dst, (64, 32), 32, mesh)
     assert (cost == 0.0) == free(src, dst)
@@ -220,7 +220,7 @@ def test_zero_exactly_when_nothing_travels(src: Spec, dst: Spec) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(specs("xy", 2)), st.sampled_from(specs("xy", 2)), st.integers(1, 6), st.integers(1, 6))
-def test_more_bytes_never_cost_less(src: Spec, dst: Spec, small: int, extra: int) -> None:
+def test_seconds_are_monotone_in_bytes(src: Spec, dst: Spec, small: int, extra: int) -> None:
     low, high = (8 * small, 16), (8 * (small + extra), 16)
     assert reshard.reshard_seconds(src, dst, low, 32, MESH) <= reshard.reshard_seconds(src, dst, high, 32, MESH) + 1e-11
     assert reshard.reshard_seconds(src, dst, low, 8, MESH) <= reshard.reshard_seconds(src, dst, low, 32, MESH) + 1e-11
@@ -256,7 +256,7 @@ SUM_X, SUM_XY = (("x", "sum"),), (("x", "sum"), ("y", "sum"))
     ],
     ids=lambda v: str(v) if isinstance(v, Spec) else None,
 )
-def test_steps(src: Spec, dst: Spec, expected: list[str]) -> None:
+def test_collectives(src: Spec, dst: Spec, expected: list[str]) -> None:
     assert described(src, dst) == expected
 
 
@@ -272,34 +272,34 @@ def test_steps(src: Spec, dst: Spec, expected: list[str]) -> None:
     ],
     ids=["scattered", "reduced", "over both", "before a permute", "before a gather", "no sum"],
 )
-def test_terms_are_put_together_first(src: Spec, dst: Spec, left: tuple[tuple[str, ...], ...]) -> None:
+def test_spec_after_reduction(src: Spec, dst: Spec, left: tuple[tuple[str, ...], ...]) -> None:
     assert reshard.spec_after_reduction(src, dst, (64, 64), 32, MESH) == Spec(left)
 
 
-def test_the_slow_axis_gathers_while_the_value_is_small() -> None:
+def test_the_slow_axis_is_gathered_first() -> None:
     mesh = mesh_of(2, 4, links=("near", "far"))
     assert described(Spec((X, Y)), Spec((N, N)), mesh=mesh) == ["all-gather y 8192", "all-gather x 16384"]
     swapped = mesh_of(2, 4, links=("far", "near"))
     assert described(Spec((X, Y)), Spec((N, N)), mesh=swapped) == ["all-gather x 4096", "all-gather y 16384"]
 
 
-def test_bits_are_counted_not_bytes() -> None:
+def test_sub_byte_elements_are_counted_in_bits() -> None:
     (gather,) = reshard.reshard_collectives(Spec((X,)), Spec((N,)), (64,), 4, MESH)
     assert gather.bytes == 32
 
 
-def test_uneven_ends_are_allowed() -> None:
+def test_source_and_destination_may_be_uneven() -> None:
     assert described(Spec((Y, N)), Spec((N, N)), shape=(6, 5)) == ["all-gather y 120"]
     assert described(Spec((Y, N)), Spec((N, Y)), shape=(6, 8)) == ["all-to-all y 64"]
 
 
-def test_axes_of_one_device_do_nothing() -> None:
+def test_axes_of_size_1_are_ignored() -> None:
     mesh = mesh_of(1, 8)
     assert reshard.reshard_collectives(Spec((X, N), ()), Spec((N, N)), (64, 64), 32, mesh) == ()
     assert reshard.reshard_seconds(Spec((N, N), SUM_X), Spec((N, N)), (64, 64), 32, mesh) == 0.0
 
 
-def test_prices_follow_the_documented_formulas() -> None:
+def test_collective_seconds_follow_the_documented_formulas() -> None:
     mesh, b, o = mesh_of(2, 4, links=("near", "far")), 1e6, CHIP.overhead
     near, far = LINKS["near"], LINKS["far"]
     ring = 1 / 2 * b / near.bandwidth + near.latency
@@ -314,7 +314,7 @@ def test_prices_follow_the_documented_formulas() -> None:
     assert collective_seconds("all-gather", XY, b, flat) == pytest.approx(7 / 8 * b / near.bandwidth + 4e-6 + o)
 
 
-def test_specs_that_do_not_fit_are_named() -> None:
+def test_invalid_specs_are_named_in_the_error() -> None:
     with pytest.raises(SpecError, match="has 1 dimensions and the value has 2"):
         reshard.reshard_seconds(Spec((X,)), Spec((N, N)), SHAPE, 32, MESH)
     with pytest.raises(SpecError, match="'q'"):

@@ -1,4 +1,4 @@
-"""Prices of all reshards at once are those of each."""
+"""Seconds in reshard tables equal those of single reshards."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.programs import CHIP, mesh
     [({"a": 8}, (4, 8)), ({"a": 2, "b": 4}, (8, 1, 16)), ({"a": 2, "b": 3}, (12, 6)), ({"a": 2, "b": 2}, (4, 8, 2, 6))],
     ids=str,
 )
-def test_as_one_by_one(axes: dict[str, int], shape: tuple[int, ...]) -> None:
+def test_table_equals_single_reshards(axes: dict[str, int], shape: tuple[int, ...]) -> None:
     on = mesh(**axes)
     dsts = all_splits(shape, tuple(axes), on)
     srcs = [
-        Spec(d.dims, tuple((a, kind) for a in held))
+        Spec(d.dims, tuple((a, kind) for a in partial))
         for d in dsts
         for n in range(len(axes) + 1)
-        for held in itertools.combinations([a for a in axes if a not in d.axes], n)
+        for partial in itertools.combinations([a for a in axes if a not in d.axes], n)
         for kind in ("sum", "max")
     ]
     table = reshard_seconds_table(srcs, dsts, shape, 16, on)
@@ -35,8 +35,8 @@ def test_as_one_by_one(axes: dict[str, int], shape: tuple[int, ...]) -> None:
         assert table[i, j] == pytest.approx(reshard_seconds(s, d, shape, 16, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
 
 
-def test_as_one_by_one_on_unequal_links() -> None:
-    """One link is slow, the other late to answer."""
+def test_table_equals_single_reshards_on_unequal_links() -> None:
+    """One link has low bandwidth, the other high latency."""
     links = {"a": Link("a", 1e6, 1e-8), "b": Link("b", 1e9, 1e-5)}
     on = LogicalMesh(("a", "b"), (2, 2), replace(CHIP, links=links), ("a", "b"))
     dsts = all_splits((24, 8), ("a", "b"), on)
@@ -45,7 +45,7 @@ def test_as_one_by_one_on_unequal_links() -> None:
         assert table[i, j] == pytest.approx(reshard_seconds(s, d, (24, 8), 32, on), rel=1e-9, abs=1e-15), f"{s} -> {d}"
 
 
-def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:
+def test_table_is_close_to_single_reshards_on_three_axes() -> None:
     on = mesh(a=2, b=2, c=4)
     dsts = all_splits((64, 128, 16), ("a", "b", "c"), on)
     table = reshard_seconds_table(dsts, dsts, (64, 128, 16), 32, on)
@@ -55,7 +55,7 @@ def test_on_three_axes_no_price_is_far_from_the_path_found() -> None:
         assert (table[i, j] == 0) == (one == 0)
 
 
-def test_each_to_its_own_as_in_the_table() -> None:
+def test_pairwise_is_the_diagonal_of_the_table() -> None:
     on = mesh(a=2, b=4)
     dsts = all_splits((8, 12), ("a", "b"), on)
     srcs = [*dsts[1:], dsts[0]]
