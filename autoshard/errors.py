@@ -63,11 +63,11 @@ class PassError(AutoshardError):
 
 
 class CompileError(AutoshardError):
-    """The compiler refuses every layout that it was asked about; the message has its reasons."""
+    """The compiler refuses every layout that was compiled; the message has its reasons."""
 
 
 class CacheWarning(UserWarning):
-    """A file of the cache that cannot be read or written; what it was for is worked out anew."""
+    """A cache entry that cannot be read or written; its result is computed again."""
 
 
 class PlacementWarning(UserWarning):

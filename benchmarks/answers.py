@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import jax
 
-from autoshard.backend.compilation import MemoryUsage, memory_usage, parse_refusal
+from autoshard.backend.compilation import MemoryUsage, memory_usage, parse_out_of_memory
 from autoshard.machine.mesh import LogicalMesh
 
 _COMPILERS = ("libtpu", "jax-cuda13-plugin", "jaxlib")
@@ -92,7 +92,7 @@ def answer(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if parse_refusal(str(error)) is None:
+        if parse_out_of_memory(str(error)) is None:
             raise
         made = Answer({}, "", time.perf_counter() - start, str(error)[:2000])
     else:

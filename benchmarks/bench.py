@@ -27,7 +27,7 @@ import jax
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
-from autoshard.backend.compilation import parse_refusal
+from autoshard.backend.compilation import parse_out_of_memory
 from autoshard.backend.estimate import estimate
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.machine.mesh import LogicalMesh
@@ -49,7 +49,7 @@ def floor(model: Model, mesh: LogicalMesh) -> float:
         return total
 
     closed = jax.make_jaxpr(model.step())(*abstract(model))
-    return flops(closed.jaxpr) / mesh.hardware.peak("bfloat16") / mesh.size
+    return flops(closed.jaxpr) / mesh.hardware.peak_flops("bfloat16") / mesh.size
 
 
 def by_hand(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) -> Iterator[str]:
@@ -80,7 +80,7 @@ def by_autoshard(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) 
     key = digest(program, mesh, options)
     found = answer(program, mesh, cache, options=options, kept=key in kept.lines)
     if found is not None:
-        again = "".join(" + " + p.partition(": ")[0] for p in plan.passes if p.startswith("recompute"))
+        again = "".join(" + " + p.written for p in plan.passes if p.name == "recompute")
         differences = None
         if not found.refusal:
             differences = tuple(text for text, row in audit(found, plan).lines() if row and row.unexplained)
@@ -98,13 +98,13 @@ def _line(
 ) -> Line:
     has, today = int(mesh.hardware.memory), datetime.date.today().isoformat()
     if found.refusal:
-        said = parse_refusal(found.refusal)
+        said = parse_out_of_memory(found.refusal)
         needs, has = (said.needed_bytes, said.available_bytes) if said else (0, has)
         return Line(plan, needs, has, None, None, None, found.seconds, seconds, foreseen, None, today)
     used, took = found.memory_usage(mesh), estimate(found, mesh)
     needs = used.peak if used else 0
-    sent = sum(c.total for c in collectives(found.text, mesh))
-    return Line(plan, needs, has, took.seconds, took.bound, sent, found.seconds, seconds, foreseen, differences, today)
+    sent = sum(c.total_bytes for c in collectives(found.text, mesh))
+    return Line(plan, needs, has, took.seconds, took.overlapped, sent, found.seconds, seconds, foreseen, differences, today)
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def main() -> None:
                 print(row, f"refused: {found.refusal.splitlines()[0][:120]}", flush=True)
             elif found is not None:
                 e = estimate(found, plan.mesh)
-                times = " | ".join(f"{x * 1e3:.3f}" for x in (e.compute, e.transfers, e.seconds, e.bound))
+                times = " | ".join(f"{x * 1e3:.3f}" for x in (e.compute, e.transfers, e.seconds, e.overlapped))
                 print(row, f"{times} | {found.peak / MIB:.0f} |" + ("" if e.exact else " trips unknown"), flush=True)
 
 

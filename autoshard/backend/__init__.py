@@ -1,8 +1,8 @@
-"""backend: from a plan to an executable, and from the executable back to figures.
+"""backend: lowers and compiles a plan, and analyses the compiled HLO.
 
-In come a `Program`, its `Graph` and a `PlanRecord`. Out goes an `Executable` whose intermediates are constrained as
-planned. The compiled HLO is read again: its collectives, loops and memory become an estimate in seconds and an audit of
-planned against emitted collectives. Answers of the compiler are cached on disk.
+Input: a `Program`, its `Graph` and a `PlanRecord`. Output: an `Executable` whose intermediates are constrained as
+planned. The HLO of the compiled step is parsed: its collectives, loops and memory give an estimated step time and an
+audit of planned against emitted collectives. Results of compilations are cached on disk.
 
 May import: plan, and what it may.
 """

@@ -1,10 +1,9 @@
-"""What a plan promised beside what the compiler emitted.
+"""The audit: a plan's predicted collectives against those that the compiler emitted.
 
-Collectives are compared by kind and mesh axes: for each pair, the bytes per device over all runs. A
-difference of at most 5 % is none. What remains is first held against the rewrites that compilers are
-known to do (`autoshard.backend.known_rewrites`); what one of these accounts for is *explained*, by name, and the audit is
-clean when nothing is left. How often a collective runs is shown and not judged: compilers combine
-small ones freely.
+Collectives are compared by kind and mesh axes: for each pair, bytes per device over all runs. Differences of up to 5 % are
+ignored. The rest is matched against rewrites that compilers are known to do (`autoshard.backend.known_rewrites`); what a
+rewrite accounts for is *explained*, by its name, and the audit is clean when nothing else is left. The number of runs is
+reported and not compared: compilers combine small collectives freely.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from autoshard.machine.mesh import LogicalMesh
 from autoshard.units import size_text
 
 TOLERANCE = 0.05
-"""The share of a row's bytes that may differ."""
+"""Share of a row's bytes by which planned and emitted may differ."""
 
 Key = tuple[str, Axes | None]
 
 
 class Compiled(Protocol):
-    """What an audit needs of `jax.stages.Compiled`."""
+    """The part of `jax.stages.Compiled` that an audit uses."""
 
     def as_text(self) -> str | None: ...
 
 
 class Cost(Protocol):
-    """What an audit needs of a plan's cost."""
+    """The part of a plan's cost that an audit uses."""
 
     @property
     def collectives(self) -> Iterable[Collective]: ...
 
 
 class Planned(Protocol):
-    """What an audit needs of a `Plan`."""
+    """The part of a `Plan` that an audit uses."""
 
     @property
     def mesh(self) -> LogicalMesh: ...
@@ -52,7 +51,7 @@ class Planned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A rewrite that accounts for a difference. ``bytes``: how many of the planned ones it covers."""
+    """A known rewrite that explains a difference. ``bytes``: the units of the rewrite, bytes per device."""
 
     name: str
     axes: Axes
@@ -71,7 +70,7 @@ class Row:
     planned: tuple[Collective, ...]
     emitted: tuple[Collective, ...]
     unexplained: int
-    """Bytes by which emitted exceed planned (negative: fall short) once rewrites are accounted for."""
+    """Emitted minus planned bytes that no known rewrite explains."""
 
     @property
     def verdict(self) -> str:
@@ -115,8 +114,8 @@ class Audit:
         }
 
     def lines(self) -> Iterator[tuple[str, Row | None]]:
-        """The table's lines, those of a row with the row."""
-        head = ("kind", "axes", "planned", "emitted", "verdict", "where")
+        """The lines of the printed table, each with the row that it shows."""
+        head = ("kind", "axes", "planned", "emitted", "verdict", "source")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
         for row, line in zip((None, *self.rows), cells, strict=True):
@@ -126,24 +125,24 @@ class Audit:
         n = len(self.differences)
         yield "clean" if self.clean else f"not clean: {n} {'row differs' if n == 1 else 'rows differ'}", None
         if any(not c.exact for c in self.emitted):
-            yield "+ marks a loop whose trip count is not known: counted once, it may run more often", None
+            yield "+ marks a loop whose trip count is unknown: counted once, it may run more often", None
 
     def __str__(self) -> str:
         return "\n".join(line for line, _ in self.lines())
 
 
 def audit(compiled: Compiled, plan: Planned) -> Audit:
-    """Compares what ``compiled`` does with what ``plan`` said it would.
+    """Compares the collectives that ``compiled`` runs with those that ``plan`` predicts.
 
     Args:
       compiled: from ``step.lower(...).compile()`` on the plan's mesh.
-      plan: its ``mesh`` gives device groups their axes, its ``cost.collectives`` what was expected.
+      plan: its ``mesh`` maps device groups to axes; its ``cost.collectives`` are those predicted.
     """
     return compare(plan.cost.collectives, collectives(compiled.as_text() or "", plan.mesh), plan.mesh)
 
 
 def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: LogicalMesh) -> Audit:
-    """Lays two lists of collectives side by side."""
+    """The audit of two lists of collectives."""
     order = {axis: i for i, axis in enumerate(mesh.axis_names)}
     sides: dict[Key, tuple[list[Collective], list[Collective]]] = {}
     for side, found in enumerate((planned, emitted)):
@@ -154,10 +153,11 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
     explained: dict[tuple[str, Axes], float] = defaultdict(float)
     left = {key: after[key] - before[key] for key in sides}
     if not all(_near(before[key], after[key]) for key in sides):
-        known, found = ({(kind, axes): n for (kind, axes), n in side.items() if axes} for side in (before, after))
-        for trade, units in fit_rewrites(known, found, mesh, list(_observed_rewrites(sides))):
-            explained[trade.name, trade.axes] += units
-            for sign, rates in ((-1, trade.emitted), (1, trade.planned)):
+        # Groups that match no axes, or that are of one device, have no rewrites.
+        ours, theirs = ({(kind, axes): n for (kind, axes), n in side.items() if axes} for side in (before, after))
+        for rewrite, units in fit_rewrites(ours, theirs, mesh, list(_observed_rewrites(sides))):
+            explained[rewrite.name, rewrite.axes] += units
+            for sign, rates in ((-1, rewrite.emitted), (1, rewrite.planned)):
                 for key, rate in rates.items():
                     left[key] = left.get(key, 0.0) + sign * units * rate
     rows: list[Row] = []
@@ -165,44 +165,48 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
         a, b = (tuple(sorted(s, key=lambda c: -c.total_bytes)) for s in sides[kind, axes])
         small = abs(left[kind, axes]) <= TOLERANCE * max(_total(a), _total(b))
         rows.append(Row(kind, axes, a, b, 0 if small else round(left[kind, axes])))
-    done = [Explanation(name, axes, round(n)) for (name, axes), n in explained.items()]
-    return Audit(tuple(rows), (*done, *_combined_collectives(sides)))
+    rewritten = [Explanation(name, axes, round(n)) for (name, axes), n in explained.items()]
+    return Audit(tuple(rows), (*rewritten, *_combined_collectives(sides)))
 
 
 def _observed_rewrites(
     sides: Mapping[Key, tuple[list[Collective], list[Collective]]],
 ) -> Iterator[tuple[Rewrite, float]]:
-    """Rewrites that collectives of one kind over the same axes show, each with the bytes that it may account for."""
+    """Rewrites that can be seen in single collectives of one kind and axes, each with the most bytes that it explains."""
     for (kind, axes), (planned, emitted) in sides.items():
         if axes:
-            this, nothing = {(kind, axes): 1.0}, dict[tuple[str, Axes], float]()
-            yield Rewrite(f"{kind} of the same operand again", axes, this, nothing), _redundant_bytes(emitted)
-            yield Rewrite(f"{kind} of the same operand once", axes, nothing, this), _redundant_bytes(planned)
-            yield Rewrite(f"{kind} in fewer bits", axes, nothing, this), _bytes_saved_by_narrowing(planned, emitted)
+            this, none = {(kind, axes): 1.0}, dict[tuple[str, Axes], float]()
+            yield Rewrite(f"{kind} repeated for the same operand", axes, this, none), _redundant_bytes(emitted)
+            repeated = f"{kind} repeated for the same operand, done once"
+            yield Rewrite(repeated, axes, none, this), _redundant_bytes(planned)
+            yield Rewrite(f"{kind} of a narrower dtype", axes, none, this), _bytes_saved_by_narrowing(planned, emitted)
 
 
 def _redundant_bytes(found: Iterable[Collective]) -> float:
-    """Bytes of what is sent once more where it is read again, rather than held meanwhile."""
+    """Bytes of collectives that repeat another one, so that its result need not be kept in memory until its next use."""
     return float(_total(c for c in found if c.redundant))
 
 
 def _bytes_saved_by_narrowing(planned: Iterable[Collective], emitted: Iterable[Collective]) -> float:
-    """Bytes spared by turning into fewer bits before sending, not after: as often, a half or a quarter of the bytes."""
+    """Bytes saved by converting to a narrower dtype before communication, not after it.
+
+    Recognised by the payloads: as many runs of a half or a quarter of the bytes.
+    """
     wide, narrow = Counter[int](), Counter[int]()
     for c in planned:
         wide[c.bytes] += c.count
     for c in emitted:
         narrow[c.bytes] += c.count
-    wide, narrow, spared = wide - narrow, narrow - wide, 0.0
-    for size, part in itertools.product(sorted(wide, reverse=True), (2, 4)):
-        count = min(wide[size], narrow[size // part])
-        wide[size], narrow[size // part] = wide[size] - count, narrow[size // part] - count
-        spared += count * (size - size // part)
-    return spared
+    wide, narrow, saved = wide - narrow, narrow - wide, 0.0
+    for size, ratio in itertools.product(sorted(wide, reverse=True), (2, 4)):
+        count = min(wide[size], narrow[size // ratio])
+        wide[size], narrow[size // ratio] = wide[size] - count, narrow[size // ratio] - count
+        saved += count * (size - size // ratio)
+    return saved
 
 
 def _combined_collectives(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) -> list[Explanation]:
-    """The same bytes in fewer runs: the compiler has combined small collectives."""
+    """Kinds and axes with equal bytes in fewer runs: the compiler has combined small collectives."""
     found: list[Explanation] = []
     for (kind, axes), (a, b) in sorted(sides.items(), key=lambda item: (item[0][0], item[0][1] or ())):
         before, after = (sum(c.count for c in side) for side in (a, b))

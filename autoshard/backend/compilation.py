@@ -1,4 +1,4 @@
-"""compiling: what the compiler of a step's target makes of it, held against its plan and against the chip."""
+"""Compiles a planned step with its target's compiler and compares memory, time and collectives with the plan."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _OUT_OF_MEMORY = (
     re.compile(r"required for .*?\(([\d.]+)([KMGT]?)i?B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)i?B?\)"),
     re.compile(r"Used ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm"),
 )
-"""How the TPU compiler says what a program needs and what there is; binary units."""
+"""Out-of-memory messages of the TPU compiler: bytes needed, bytes available; binary units."""
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes per device, by the compiler's account."""
+    """Bytes per device as reported by the compiler."""
 
     arguments: int
     results: int
     aliased: int
-    """Of results, what takes the room of donated arguments."""
+    """Bytes of the results that reuse buffers of donated arguments."""
     temporaries: int
     code: int
     peak: int
-    """At the moment when most is held."""
+    """The maximum over time."""
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """The compiler would not have a program for lack of memory: bytes per device needed and there."""
+class OutOfMemory:
+    """The compiler refused a program for lack of memory: bytes per device that it needs, and that are available."""
 
     needed_bytes: int
     available_bytes: int
@@ -48,52 +48,56 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Compilation:
-    """A planned step as its target's compiler made it; what the compiler refused has no usage, estimate or audit."""
+    """A planned step compiled for its target. Without usage, estimate and audit where the compiler refused it."""
 
     plan: PlanRecord
     compile_seconds: float
-    """What compiling took."""
+    """Wall-clock time of the compilation."""
     usage: MemoryUsage | None = None
-    refusal: Refusal | None = None
+    out_of_memory: OutOfMemory | None = None
     estimate: Estimate | None = None
     audit: Audit | None = None
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes per device."""
-        if self.refusal is not None:
-            return self.refusal.needed_bytes
+        """Bytes per device that the program needs."""
+        if self.out_of_memory is not None:
+            return self.out_of_memory.needed_bytes
         return self.usage.peak if self.usage else 0
 
     @property
     def available_bytes(self) -> int:
-        """Bytes per device that there are."""
-        return self.refusal.available_bytes if self.refusal is not None else int(self.plan.mesh.hardware.memory)
+        """Bytes per device that the program may use."""
+        return (
+            self.out_of_memory.available_bytes
+            if self.out_of_memory is not None
+            else int(self.plan.mesh.hardware.memory)
+        )
 
     @property
     def fits(self) -> bool:
-        """Whether the devices have the memory that it needs."""
-        return self.refusal is None and self.needed_bytes <= self.available_bytes
+        """Whether the program fits in the devices' memory."""
+        return self.out_of_memory is None and self.needed_bytes <= self.available_bytes
 
     @property
     def remedies(self) -> tuple[str, ...]:
-        """What to change where it does not fit, likeliest first."""
+        """What to change if it does not fit, most promising first."""
         return () if self.fits else tuple(_remedies(self))
 
     def collective_seconds(self, c: Collective) -> float:
-        """What all runs of an emitted collective take on the link model."""
+        """Seconds of all runs of an emitted collective, by the link model."""
         return total_seconds(c, self.plan.mesh)
 
     def as_json(self) -> dict[str, Any]:
-        """The account as plain JSON values: bytes are per device, times are seconds.
+        """The report as plain JSON values: bytes are per device, times are seconds.
 
         - ``mesh``, ``devices``, ``strategy``, ``compiler_options``, ``compile_seconds``
-        - ``fits``, ``needs``, ``has``, ``remedies``
+        - ``fits``, ``needs`` (bytes needed), ``has`` (bytes available), ``remedies``
         - ``memory``: ``planned`` and, unless refused, ``compiled``, both by class
         - ``estimate``: ``compute``, ``transfers``, ``sum``, ``bound``, ``cycles``, ``exact``; null where refused
         - ``collectives``: emitted ones, each with ``kind``, ``axes``, ``bytes``, ``count``, ``source``, ``operation``,
           ``seconds``
-        - ``refined``: the layouts that were compiled to choose from, each as `decisions.Trial` has it
+        - ``refined``: the layouts that `refine` compiled to choose from, each with the fields of `decisions.Trial`
         - ``audit``: ``clean``, ``rows`` (planned and emitted, with a ``verdict``), ``explained``; null where refused
         """
         e, emitted = self.estimate, self.audit.emitted if self.audit else ()
@@ -108,7 +112,7 @@ class Compilation:
             "has": self.available_bytes,
             "remedies": list(self.remedies),
             "memory": {"planned": asdict(self.plan.memory), "compiled": asdict(self.usage) if self.usage else None},
-            "estimate": asdict(e) | {"sum": e.seconds, "bound": e.bound} if e else None,
+            "estimate": asdict(e) | {"sum": e.seconds, "bound": e.overlapped} if e else None,
             "collectives": [asdict(c) | {"seconds": self.collective_seconds(c)} for c in emitted],
             "refined": [asdict(t) for t in self.plan.refined],
             "audit": self.audit.as_json() if self.audit else None,
@@ -116,19 +120,19 @@ class Compilation:
 
 
 def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
-    """Compiles a step that was lowered as ``plan`` says, and reads what came of it.
+    """Compiles ``lowered``, the lowering of ``plan``, and analyses the result.
 
     Raises:
-      JaxRuntimeError: the compiler refuses it for anything but memory.
+      JaxRuntimeError: the compiler refuses it for another reason than lack of memory.
     """
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        refusal = parse_refusal(str(error))
-        if refusal is None:
+        out_of_memory = parse_out_of_memory(str(error))
+        if out_of_memory is None:
             raise
-        return Compilation(plan, time.perf_counter() - start, refusal=refusal)
+        return Compilation(plan, time.perf_counter() - start, out_of_memory=out_of_memory)
     seconds = time.perf_counter() - start
     return Compilation(
         plan,
@@ -140,27 +144,28 @@ def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
 
 
 def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsage | None:
-    """What ``compiled`` takes of a device's memory; None where its compiler does not say.
+    """Memory per device that ``compiled`` uses; None where its compiler does not report it.
 
-    The peak is the TPU compiler's own; that of other compilers leaves temporaries out, so there it is the sum of all.
+    On TPU the peak is the compiler's own. Other compilers' peak leaves temporaries out, so there it is arguments, results
+    that alias none of them, and temporaries.
     """
     found = compiled.memory_analysis()
     if found is None:
         return None
-    given, made, shared, between, code = (
+    arguments, results, aliased, temporaries, code = (
         int(getattr(found, f"{name}_size_in_bytes"))
         for name in ("argument", "output", "alias", "temp", "generated_code")
     )
-    whole = given + made - shared + between
+    total = arguments + results - aliased + temporaries
     peak = int(getattr(found, "peak_memory_in_bytes", 0)) if mesh.hardware.clock else 0
-    return MemoryUsage(given, made, shared, between, code, peak or whole)
+    return MemoryUsage(arguments, results, aliased, temporaries, code, peak or total)
 
 
-def parse_refusal(message: str) -> Refusal | None:
-    """What a compiler's message says of memory; None where it is about something else."""
+def parse_out_of_memory(message: str) -> OutOfMemory | None:
+    """Bytes needed and available in a compiler's out-of-memory message; None for any other error."""
     for pattern in _OUT_OF_MEMORY:
         if found := pattern.search(message):
-            return Refusal(_bytes(found[1], found[2]), _bytes(found[3], found[4]))
+            return OutOfMemory(_bytes(found[1], found[2]), _bytes(found[3], found[4]))
     return None
 
 
@@ -174,13 +179,13 @@ def _remedies(c: Compilation) -> list[str]:
     classes: Mapping[str, int] = dict(plan.memory.items())
     if not any(p.name == "recompute" for p in plan.passes) and classes["residuals"] >= classes["peak"] / 10:
         kept = size_text(classes["residuals"])
-        found.append(f"passes: [..., 'recompute:full'] makes again in the backward pass what holds {kept}")
+        found.append(f"passes: [..., 'recompute:full'] recomputes residuals of {kept} in the backward pass")
     if plan.strategy != "auto":
-        found.append(f"strategy: auto in place of {plan.strategy}, which splits only what it names")
+        found.append(f"strategy: auto in place of {plan.strategy}, which shards by one fixed scheme")
     if plan.memory.peak < c.available_bytes:
         budget = plan.memory.peak - over
-        missed = f"planning foresaw {size_text(plan.memory.peak)}"
         if budget > 0:
-            found.append(f"memory_budget: {budget // 2**20}MiB in the mesh, as {missed}")
+            predicted = f"the plan predicted a peak of only {size_text(plan.memory.peak)}"
+            found.append(f"memory_budget: {budget // 2**20}MiB in the mesh, since {predicted}")
     found.append("a smaller batch, or a mesh of more devices")
     return found

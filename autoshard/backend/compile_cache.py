@@ -1,7 +1,7 @@
-"""answers: what compilers said of programs, kept on disk under all that it depends on, so that nothing is asked twice.
+"""On-disk cache of compilation results, keyed by everything that the result depends on.
 
-A file is one answer in JSON, named by its digest and written whole or not at all. One that is broken, or not what its
-name says, is told of in a warning, and its program is compiled anew.
+An entry is a JSON file named by its key and written atomically. An entry that cannot be read or does not match its key
+is reported as a `CacheWarning`, and the program is compiled again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 from autoshard.backend import compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts
-from autoshard.backend.compilation import Compilation, MemoryUsage, Refusal
+from autoshard.backend.compilation import Compilation, MemoryUsage, OutOfMemory
 from autoshard.backend.estimate import Estimate
 from autoshard.errors import CacheWarning, ConfigError
 from autoshard.machine import collective
@@ -24,38 +24,38 @@ from autoshard.plan.record import PlanRecord
 from autoshard.strict_config import Config
 
 CACHE_VARIABLE = "AUTOSHARD_CACHE"
-"""Of the environment: the folder of answers, where the step names none."""
+"""Environment variable: the cache folder, where `jit` is given none."""
 PARSERS = (collective, compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts)
-"""What reads the compiler's output: an answer holds what they made of it."""
+"""Modules that compute an entry from the compiler's output; their sources are part of the key."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables of the environment that compilers read."""
+"""Environment variables that change what a compiler emits."""
 
 
 class CachedCompilation(Config):
-    """What a compiler said of a program."""
+    """One entry: memory and estimated time of a compiled program."""
 
-    digest: str
-    """The digest that it answers."""
+    key: str
+    """As `cache_key` computes it."""
     usage: MemoryUsage | None
-    refusal: Refusal | None
+    out_of_memory: OutOfMemory | None
     estimate: Estimate | None
 
     def compilation(self, plan: PlanRecord) -> Compilation:
-        """As a compilation that took no time, and whose collectives are not told."""
-        return Compilation(plan, 0.0, self.usage, self.refusal, self.estimate)
+        """The entry as a compilation that took no time and has no audit."""
+        return Compilation(plan, 0.0, self.usage, self.out_of_memory, self.estimate)
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
-    """Where answers are kept: ``given``, or what the environment says, or the user's own folder for what is cached."""
+    """The cache folder: ``given``, else ``$AUTOSHARD_CACHE``, else ``autoshard`` in the user's cache folder."""
     chosen = given or os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute, says its specification
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # the XDG specification: ignored unless absolute
     return (base if base.is_absolute() else Path.home() / ".cache") / "autoshard"
 
 
-def digest(lowered: jax.stages.Lowered, plan: PlanRecord) -> str:
-    """Of all that an answer depends on: program, chips and links, options, the compiler's versions, and its readers."""
+def cache_key(lowered: jax.stages.Lowered, plan: PlanRecord) -> str:
+    """Digest of all that an entry depends on: program, chips and links, compiler options, versions, and `PARSERS`."""
     devices = list(plan.jax_mesh.devices.flat)
     plugins = sorted((e.dist.name, e.dist.version) for e in metadata.entry_points(group="jax_plugins") if e.dist)
     parts = [
@@ -65,35 +65,35 @@ def digest(lowered: jax.stages.Lowered, plan: PlanRecord) -> str:
         repr([os.environ.get(name) for name in COMPILER_VARIABLES]),
         repr([(d.platform, d.device_kind, d.id) for d in devices]),
         repr((jax.__version__, metadata.version("jaxlib"), devices[0].client.platform_version, plugins)),
-        *(Path(reader.__file__ or "").read_text() for reader in PARSERS),
+        *(Path(parser.__file__ or "").read_text() for parser in PARSERS),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def load(at: Path, asked: str) -> CachedCompilation | None:
-    """The answer to ``asked`` that is kept in the folder ``at``; None where there is none that can be read."""
-    path = at / f"{asked}.json"
+def load(folder: Path, key: str) -> CachedCompilation | None:
+    """The entry ``key`` in ``folder``; None where there is none, or none that can be read."""
+    path = folder / f"{key}.json"
     try:
         text = path.read_text()
         found = CachedCompilation.model_validate_json(text, strict=True)
-        if found.digest != asked or json.loads(found.model_dump_json()) != json.loads(text):
-            raise ConfigError("an entry is not what this version writes for it")
+        if found.key != key or json.loads(found.model_dump_json()) != json.loads(text):
+            raise ConfigError("its content is not what this version writes for this key")
     except FileNotFoundError:
         return None
     except (ConfigError, OSError, ValueError) as error:
         why = str(error).splitlines()[0]
-        warnings.warn(f"{path}: no answer of a compiler, so the layout is compiled anew: {why}", CacheWarning, 2)
+        warnings.warn(f"{path}: not a valid cache entry, so the layout is compiled again: {why}", CacheWarning, 2)
         return None
     return found
 
 
-def store(at: Path, answer: CachedCompilation) -> None:
-    """Keeps ``answer`` in the folder ``at``; another process that does the same meanwhile is no harm."""
-    path = at / f"{answer.digest}.json"
-    partial = at / f"{answer.digest}.{os.getpid()}.partial"
+def store(folder: Path, entry: CachedCompilation) -> None:
+    """Writes ``entry`` into ``folder``; other processes may write the same entry at the same time."""
+    path = folder / f"{entry.key}.json"
+    partial = folder / f"{entry.key}.{os.getpid()}.partial"
     try:
-        at.mkdir(parents=True, exist_ok=True)
-        partial.write_text(answer.model_dump_json(indent=1) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(entry.model_dump_json(indent=1) + "\n")
         partial.replace(path)
     except OSError as error:
-        warnings.warn(f"{path}: the compiler's answer cannot be kept: {error.strerror}", CacheWarning, 2)
+        warnings.warn(f"{path}: the cache entry cannot be written: {error.strerror}", CacheWarning, 2)

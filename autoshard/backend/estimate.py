@@ -1,9 +1,9 @@
-"""How long a compiled step takes by its own compiler's estimate.
+"""Estimated time of a compiled step, from its HLO.
 
-The TPU compiler writes the cycles that it expects of every fusion into the HLO (`estimated_cycles`), once for a loop's
-body however often the loop turns. Of a few it does not say, and the compilers for GPUs and CPUs write nothing of the
-kind: those are put under the chip's roofline, instruction by instruction. None prices a collective, so those go by the
-link model.
+The TPU compiler annotates every fusion with the cycles that it expects (`estimated_cycles`); a loop's body is annotated
+once, so its cycles are multiplied by the trip count. Instructions that it does not annotate, and all instructions of the
+GPU and CPU compilers, are estimated by the chip's roofline. No compiler estimates collectives: their time is the link
+model's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.machine.mesh import Hardware, LogicalMesh
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNPRICED = 2**63 - 1
-"""The cycles of what the compiler does not price, such as gathers that a v5p leaves to its SparseCores."""
+"""`estimated_cycles` of what the compiler does not estimate, such as gathers that a v5p leaves to its SparseCores."""
 
 
 class Compiled(Protocol):
@@ -36,28 +36,28 @@ class Estimate:
 
     compute: float
     transfers: float
-    """Of all collectives, none hidden behind compute."""
+    """Of all collectives, by the link model."""
     exact: bool
-    """False where some loop's trip count is not known: it counts as one trip."""
+    """False where some loop's trip count is unknown: it counts as one."""
     cycles: int | None = None
-    """What ``compute`` was told from; None where it is the roofline of what was compiled."""
+    """What ``compute`` is computed from; None where that is the roofline."""
 
     @property
     def seconds(self) -> float:
-        """Where no transfer is hidden."""
+        """Without overlap of compute and communication."""
         return self.compute + self.transfers
 
     @property
-    def bound(self) -> float:
-        """Where every transfer is hidden that compute can hide."""
+    def overlapped(self) -> float:
+        """With perfect overlap of compute and communication: a lower bound."""
         return max(self.compute, self.transfers)
 
 
 def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
-    """Reads the HLO of a compiled step.
+    """Estimates the time of one call from the HLO of a compiled step.
 
     Args:
-      mesh: that it was compiled for; its hardware gives the clock or the roofline, its links price the collectives.
+      mesh: the mesh that it was compiled for: gives the clock or the roofline, and the links.
     """
     text = compiled.as_text() or ""
     module, clock = parse(text), mesh.hardware.clock
@@ -71,7 +71,7 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
-    """The compiler's cycles of one call, and whether every loop's trips are known."""
+    """The compiler's estimated cycles of one call, and whether every loop's trip count is known."""
     total, exact = 0, True
     for name, (times, known) in run_counts(module).items():
         computation, cycles = module.computations[name], 0
@@ -87,6 +87,6 @@ def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
 
 
 def total_seconds(c: Collective, mesh: LogicalMesh) -> float:
-    """Seconds of all runs of a collective on the link model."""
-    axes = mesh.axis_names if c.axes is None else c.axes  # groups of no known axes: as if of all
+    """Seconds of all runs of a collective, by the link model."""
+    axes = mesh.axis_names if c.axes is None else c.axes  # device groups that match no axes: priced as over all
     return collective_seconds(c.kind, axes, c.bytes, mesh) * c.count

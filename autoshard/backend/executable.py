@@ -1,4 +1,4 @@
-"""entry: a step planned for one set of shapes, compiled once, and called."""
+"""A planned step for one set of argument shapes: lowered with the plan's constraints, compiled once, and called."""
 
 from __future__ import annotations
 
@@ -26,43 +26,45 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 @dataclass(eq=False)
 class Executable[P: PlanRecord]:
-    """A step planned, for one set of shapes.
+    """A planned step for one set of argument shapes.
 
-    It is traced and compiled once, as a function of flat arguments, in whatever form the step is called and however
-    the arguments come: on the host, on one device, or as planned.
+    It is lowered and compiled once, as a function of flat arguments. One executable serves every call form (positional
+    or keyword arguments) and every placement of the arguments: on the host, on one device, or as planned.
     """
 
     program: Program
     graph: Graph
     plan: P
     avals: tuple[ArgumentAval, ...]
-    """Of each flat argument."""
+    """Shape, dtype and weak type of each flat argument."""
     unpadded: Callable[[], Executable[PlanRecord]] | None = None
-    """The step laid out alike, without elements that mean nothing, where the program has some: slopes around the step
-    would run through what stands there, and zero times infinity is no number."""
+    """Makes the executable of the program without padding, planned with the same argument and result specs. Used when
+    the step is traced by an outer transform (grad): gradients through padding would give 0 * inf = NaN. None where the
+    program has no padding."""
     prelowered: jax.stages.Lowered | None = None
-    """The step lowered, where that was done to choose its plan; it keeps what it was compiled to."""
+    """The step as `refine` lowered it to compare layouts; it caches its compilation."""
 
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:
-        """The program with its constraints, on this machine's devices."""
+        """The program with the plan's sharding constraints, over this machine's devices."""
         return constrain(self.graph, self.plan, self.plan.jax_mesh)
 
     @functools.cached_property
     def closes_over_tracers(self) -> bool:
-        """Whether the program holds values of a trace around the step."""
+        """Whether the program closes over tracers of an outer trace, and so is valid within that trace only."""
         return jx.any_tracer(self.program.jaxpr.consts)
 
     def eval_jaxpr(self, leaves: Sequence[Any]) -> Any:
-        """The constrained program on flat arguments, while `jax.jit` traces it."""
+        """Evaluates the constrained program on flat arguments; called while `jax.jit` traces."""
         assert tuple(map(argument_aval, leaves)) == self.avals
         return self.program.out_tree.unflatten(jx.as_fun(self.jaxpr)(*leaves))
 
     @functools.cached_property
     def nested_jit(self) -> Any:
-        """The `jax.jit` object that takes flat arguments inside another trace, and is traced anew there.
+        """The `jax.jit` object called with flat arguments inside an outer trace.
 
-        It takes them as they lie: a tracer does not tell where its values are, and cannot be moved beforehand.
+        Its arguments have no `in_shardings`: a tracer does not expose where its value is placed, so the planned
+        shardings are constraints inside.
         """
         if self.unpadded is not None:
             return self.unpadded().nested_jit
@@ -77,19 +79,19 @@ class Executable[P: PlanRecord]:
             return jax.sharding.auto_axes(planned, out_sharding=self.plan.out_specs)(*leaves)
 
         donated = [i for i, leaf in enumerate(self.program.inputs) if leaf.donated]
-        given = dict(user_options(self.plan.compiler_options))  # which JAX refuses here: they are for whole programs
+        given = dict(user_options(self.plan.compiler_options))  # JAX refuses ours here: they are for whole programs
         return jax.jit(step, donate_argnums=donated, compiler_options=given or None)
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        """The step lowered, of flat arguments."""
+        """The step lowered as a function of flat arguments."""
         return self.prelowered or self._lower(range(len(self.avals)))
 
     def lower_for_call(self, tree: Any, order: Sequence[int]) -> jax.stages.Lowered:
         """The step lowered for calls whose ``(args, kwargs)`` have the structure ``tree``.
 
         Args:
-          order: where among the leaves of such a call each flat argument of the program stands.
+          order: for each flat argument of the program, its position among the leaves of such a call.
         """
         as_is = list(order) == list(range(len(self.avals)))
         lowered = jx.with_call_structure(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
@@ -99,7 +101,7 @@ class Executable[P: PlanRecord]:
         self.plan.mesh.require_available(self.program.name)
 
     def _lower(self, order: Sequence[int]) -> jax.stages.Lowered:
-        places = [order.index(i) for i in range(len(self.avals))]  # the program's argument at each place of the call
+        places = [order.index(i) for i in range(len(self.avals))]  # the program's argument at each position of the call
 
         def step(*given: Any) -> Any:
             return jax.tree.leaves(self.eval_jaxpr([given[i] for i in order]))
@@ -114,28 +116,29 @@ class Executable[P: PlanRecord]:
             compiler_options=dict(self.plan.compiler_options) or None,
         )
         shapes = [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in map(self.avals.__getitem__, places)]
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # rather than one that the caller has set
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # overrides a mesh that the caller has set
             return jitted.lower(*shapes)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The executable, of flat arguments."""
+        """The compiled step, a function of flat arguments."""
         return self.lowered.compile()
 
     def call(self, leaves: Sequence[Any], out_tree: Any) -> tuple[Any, jx.FastPath]:
-        """Runs the executable on flat arguments that lie as planned or in no particular place.
+        """Runs the compiled step on flat arguments that are placed as planned or uncommitted.
 
         Returns:
-          The result in the form of ``out_tree``, and the shortcut to the next call with such arguments.
+          The result with the structure ``out_tree``, and the fast path for the next call with such arguments.
         """
         return jx.execute(
             self.compiled, leaves, out_tree, self.program.jaxpr.effects, self._result_shardings_on_caller_mesh()
         )
 
     def _result_shardings_on_caller_mesh(self) -> list[NamedSharding] | None:
-        """Where results lie, on the mesh that the caller has set, if that is the plan's with Explicit axes.
+        """Shardings of the results over the mesh that the caller has set; None unless that is the plan's mesh with
+        Explicit axes.
 
-        What the caller then does with them is checked by their types, and those name that mesh.
+        The caller's operations on the results are then checked by their types, which name that mesh.
         """
         around, mesh = jax.sharding.get_abstract_mesh(), self.plan.jax_mesh
         if dict(around.shape) != dict(mesh.shape) or set(around.axis_types) <= {AxisType.Auto}:
@@ -144,11 +147,15 @@ class Executable[P: PlanRecord]:
         return [NamedSharding(typed, s.spec) for s in self.plan.flat_out_shardings]
 
     def device_put(self, leaves: Sequence[Any]) -> list[Any]:
-        """Copies of ``leaves``, placed as planned."""
+        """Copies of ``leaves`` with the planned shardings."""
         return jax.device_put(list(leaves), self.plan.flat_in_shardings)
 
     def move_misplaced(self, leaves: Sequence[Any], warned: set[str]) -> list[Any]:
-        """``leaves``, those committed elsewhere than planned moved, which is reported once for each argument."""
+        """``leaves``, those committed to another sharding than planned moved; warns once for each argument.
+
+        Args:
+          warned: argument paths already reported; extended here.
+        """
         placed = list(leaves)
         for i, (leaf, want) in enumerate(zip(leaves, self.plan.flat_in_shardings, strict=True)):
             if jx.is_tracer(leaf) or not isinstance(leaf, jax.Array):
@@ -158,8 +165,8 @@ class Executable[P: PlanRecord]:
                 if path not in warned:
                     warned.add(path)
                     warnings.warn(
-                        f"{path} was on {_placement_text(leaf.sharding)}, the plan wants {want.spec}: moved at this call, and "
-                        "silently at later ones; plan.put(...) places arguments beforehand",
+                        f"{path} is on {_placement_text(leaf.sharding)}, the plan has {want.spec}: resharded at this "
+                        "call, and silently at later ones; plan.put(...) places arguments beforehand",
                         PlacementWarning,
                         skip_file_prefixes=(_PACKAGE,),
                     )

@@ -1,7 +1,7 @@
-"""refine: of the layouts that planning likes best, the one that the compiler likes best.
+"""Compiles the layouts with the least predicted time and chooses by the compiler's reported memory and estimated time.
 
-Predictions put the plans of a program in nearly the compiler's order (`benchmarks/results/targets.md`). So the first
-few that differ are compiled: what fits by the compiler's account goes before what does not, then the fewest seconds.
+Predicted times order the plans of a program nearly as the compiler does (`benchmarks/results/targets.md`). So the first
+few distinct layouts are compiled; those that fit in memory come first, then the least estimated time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 
 from autoshard import jaxpr as jx
 from autoshard.backend.compilation import Compilation, compile_plan
-from autoshard.backend.compile_cache import CachedCompilation, cache_folder, digest, load, store
+from autoshard.backend.compile_cache import CachedCompilation, cache_folder, cache_key, load, store
 from autoshard.backend.executable import Executable
 from autoshard.errors import CompileError, SpecError
 from autoshard.ir.build_graph import build_graph
@@ -33,37 +33,37 @@ from autoshard.search.strategies import PRESETS, preset_choices
 from autoshard.units import size_text
 
 MEMORY_ERROR = 1.25
-"""Memory is predicted within about a fifth: what is over the budget by no more than this may fit after all, and what is
+"""Factor within which peak memory is predicted: a layout predicted over the budget by less may fit, and one predicted
 under it by less may not."""
 TIME_ERROR = 1.5
-"""Seconds are predicted within about this factor; what is slower by more is asked about last."""
+"""Factor within which time is predicted: slower layouts are compiled last."""
 
 
 @dataclass(frozen=True, eq=False)
 class PricedLayout:
-    """A layout that was priced, and is no plan yet."""
+    """A layout with its predicted cost and memory, not yet a plan."""
 
     graph: Graph
     candidate: Candidate
     search: Search
     request: PlanRequest
     strategy: str
-    """That it is of: a preset, or the one that was asked for."""
+    """The strategy that it belongs to: a preset, or the one that the user named."""
     rank: int
-    """Among those of the same program and strategy."""
+    """Its rank by predicted time among the layouts of the same program and strategy, from 0."""
 
     @property
     def seconds(self) -> float:
-        """Predicted, of one call."""
+        """Predicted seconds of one call."""
         return self.candidate.cost.seconds
 
-    def fits(self, share: float) -> bool:
-        """Whether it is predicted to take at most this share of the budget."""
-        return self.candidate.memory.peak <= self.search.budget * share
+    def fits(self, budgets: float) -> bool:
+        """Whether its predicted peak is at most ``budgets`` times the memory budget."""
+        return self.candidate.memory.peak <= self.search.budget * budgets
 
 
 def priced_layouts(program: Program, request: PlanRequest) -> Iterator[PricedLayout]:
-    """Every layout of ``program`` that the search tried; for ``auto`` what the presets would do as well."""
+    """Every distinct layout of ``program`` that the search priced; for ``auto`` those of the presets too."""
     graph = build_graph(program, strict=request.strict)
     s = explore(graph, request.strategy, budget_of(request, program), request.compiler_options)[1]
     found = {request.strategy: list(s.tried.values())}
@@ -71,7 +71,7 @@ def priced_layouts(program: Program, request: PlanRequest) -> Iterator[PricedLay
         if name != "auto":
             try:
                 found[name] = [s.price(choice) for choice in preset_choices(s, name)]
-            except SpecError:  # the batch does not divide as the preset would have it
+            except SpecError:  # the batch does not divide over the preset's axes
                 continue
     seen: set[Any] = set()
     for strategy, candidates in found.items():
@@ -85,9 +85,9 @@ def priced_layouts(program: Program, request: PlanRequest) -> Iterator[PricedLay
 
 
 def compile_order(found: Sequence[PricedLayout]) -> list[PricedLayout]:
-    """``found`` as the compiler is to be asked about them: the best; the best that is sure to fit; then, of those that
-    may fit, the best of each strategy under each set of passes, lest the few be one layout with trifles changed; then
-    the second best of each, and so on."""
+    """``found`` in the order in which to compile them, for variety: the best; the best that fits with a margin; then,
+    of those that may fit, the best of each strategy under each set of passes, then the second best of each, and so on.
+    The cheapest layouts alone would be near duplicates of one."""
 
     def first(limit: float) -> list[PricedLayout]:
         return sorted((d for d in found if d.fits(limit)), key=lambda d: d.seconds)[:1]
@@ -101,116 +101,115 @@ def compile_order(found: Sequence[PricedLayout]) -> list[PricedLayout]:
 
 
 def refine(
-    made: tuple[PlanRecord, Graph],
+    predicted_best: tuple[PlanRecord, Graph],
     programs: Iterable[tuple[Program, PlanRequest]],
     avals: tuple[ArgumentAval, ...],
-    most: int,
+    max_layouts: int,
     cache: str | os.PathLike[str] | None = None,
 ) -> tuple[PlanRecord, Graph, jax.stages.Lowered | None]:
-    """The plan that the compiler likes best of ``most``: the one ``made``, and other layouts of ``programs``.
+    """Compiles up to ``max_layouts`` distinct layouts and returns the plan with the least estimated time that fits.
 
     Args:
-      programs: the step on each mesh and after each set of passes that may serve, with what was asked of planning.
-      avals: of the step's flat arguments.
-      cache: the folder where answers of the compiler are kept; None as `answers.folder` says.
+      predicted_best: the plan with the least predicted time, and its graph; always among those compiled.
+      programs: the step on each candidate mesh and after each candidate sequence of passes, with the plan request.
+      avals: shape, dtype and weak type of the step's flat arguments.
+      cache: folder of cached compilations; None as in `compile_cache.cache_folder`.
 
     Returns:
-      The plan, its graph, and the step lowered so.
+      The plan, its graph, and the lowered step; no lowered step where the program closes over tracers.
 
     Raises:
       MeshError: this machine cannot compile for the mesh.
       CompileError: the compiler refuses every layout, for other reasons than memory.
     """
-    plan, graph = made
+    plan, graph = predicted_best
     if jx.any_tracer(graph.program.jaxpr.consts):
-        said = "not refined: the step closes over values of a trace around it, and cannot be compiled by itself"
-        return replace(plan, diagnostics=(*plan.diagnostics, said)), graph, None
-    chosen = {_layout_key(plan): (plan, graph, plan.strategy)}
+        note = "not refined: the step closes over tracers of an outer trace, and cannot be compiled by itself"
+        return replace(plan, diagnostics=(*plan.diagnostics, note)), graph, None
+    layouts = {_layout_key(plan): (plan, graph, plan.strategy)}
     for d in compile_order([d for program, request in programs for d in priced_layouts(program, request)]):
-        if len(chosen) == most:
+        if len(layouts) == max_layouts:
             break
         other = plan_from_candidate(d.graph, d.candidate, d.search, d.request)
-        chosen.setdefault(_layout_key(other), (other, d.graph, d.strategy))
-    at, trials, steps = cache_folder(cache), list[Trial](), list[tuple[PlanRecord, Graph, jax.stages.Lowered]]()
-    for other, its, strategy in chosen.values():
-        lowered = Executable(its.program, its, other, avals).lowered
-        trials.append(_trial(other, _difference_text(other, plan, strategy), _compile_or_load(lowered, other, at)))
-        steps.append((other, its, lowered))
+        layouts.setdefault(_layout_key(other), (other, d.graph, d.strategy))
+    folder, trials, steps = cache_folder(cache), list[Trial](), list[tuple[PlanRecord, Graph, jax.stages.Lowered]]()
+    for other, other_graph, strategy in layouts.values():
+        lowered = Executable(other_graph.program, other_graph, other, avals).lowered
+        text = _difference_text(other, plan, strategy)
+        trials.append(_trial(other, text, _compile_or_load(lowered, other, folder)))
+        steps.append((other, other_graph, lowered))
     compiled = [i for i, t in enumerate(trials) if not t.refusal]
     if not compiled:
         reasons = "; ".join(f"{t.text}: {t.refusal}" for t in trials)
-        raise CompileError(f"{plan.name}: the compiler refuses every layout that it was asked about: {reasons}")
+        raise CompileError(f"{plan.name}: the compiler refuses all {len(trials)} layouts compiled: {reasons}")
     best = min(compiled, key=lambda i: _preference(trials[i]))
     trials[best] = replace(trials[best], chosen=True)
     plan, graph, lowered = steps[best]
-    return (
-        replace(plan, refined=tuple(trials), diagnostics=(*plan.diagnostics, *_over_memory_diagnostics(trials[best]))),
-        graph,
-        lowered,
-    )
+    notes = (*plan.diagnostics, *_over_memory_diagnostics(trials[best]))
+    return replace(plan, refined=tuple(trials), diagnostics=notes), graph, lowered
 
 
 def _layout_key(plan: PlanRecord) -> Any:
-    """What makes two plans lay something out differently."""
+    """Equal for two plans exactly when they lower to the same constraints and local forms."""
     inside = tuple((p.value, p.node, p.spec, p.waypoints) for p in plan.intermediates)
     ends = tuple(tuple(p.spec for p in side) for side in (plan.inputs, plan.outputs))
     return plan.fingerprint, plan.mesh, *ends, inside, tuple((i.node, i.axes, i.reduced_specs) for i in plan.islands)
 
 
-def _compile_or_load(lowered: jax.stages.Lowered, plan: PlanRecord, at: Path) -> Compilation | str:
-    """What the compiler says of a step, from the folder ``at`` if it was asked before; or why it will not have it."""
-    asked = digest(lowered, plan)
-    answer = load(at, asked)
-    if answer is None:
+def _compile_or_load(lowered: jax.stages.Lowered, plan: PlanRecord, folder: Path) -> Compilation | str:
+    """The compilation of a step, from the cache in ``folder`` if it has it; or the compiler's error, its first line.
+
+    Such errors are not cached: they may pass.
+    """
+    key = cache_key(lowered, plan)
+    entry = load(folder, key)
+    if entry is None:
         try:
             c = compile_plan(plan, lowered)
         except jax.errors.JaxRuntimeError as error:
             return str(error).splitlines()[0]
-        answer = CachedCompilation(digest=asked, usage=c.usage, refusal=c.refusal, estimate=c.estimate)
-        store(at, answer)
-    return answer.compilation(plan)
+        entry = CachedCompilation(key=key, usage=c.usage, out_of_memory=c.out_of_memory, estimate=c.estimate)
+        store(folder, entry)
+    return entry.compilation(plan)
 
 
-def _trial(plan: PlanRecord, text: str, said: Compilation | str) -> Trial:
+def _trial(plan: PlanRecord, text: str, c: Compilation | str) -> Trial:
     predicted, peak = plan.cost.seconds, plan.memory.peak
-    if isinstance(said, str):
-        return Trial(text, predicted, peak, refusal=said)
-    has = said.available_bytes if plan.memory_budget is None else min(said.available_bytes, int(plan.memory_budget))
-    if said.estimate is None:
-        return Trial(text, predicted, peak, said.needed_bytes, has)
-    e = said.estimate
-    return Trial(text, predicted, peak, said.needed_bytes, has, e.seconds, e.bound, e.exact)
+    if isinstance(c, str):
+        return Trial(text, predicted, peak, refusal=c)
+    available = c.available_bytes if plan.memory_budget is None else min(c.available_bytes, int(plan.memory_budget))
+    if c.estimate is None:
+        return Trial(text, predicted, peak, c.needed_bytes, available)
+    e = c.estimate
+    return Trial(text, predicted, peak, c.needed_bytes, available, e.seconds, e.overlapped, e.exact)
 
 
 def _preference(t: Trial) -> tuple[float, ...]:
-    """Sorts the best first; of what does not fit, what lacks least."""
-    never = math.inf
+    """Sort key, best first: bytes over the memory available (0 for all that fits), then estimated time."""
     return (
         max(0, t.needed_bytes - t.available_bytes),
-        never if t.seconds is None else t.seconds,
-        never if t.overlapped is None else t.overlapped,
+        math.inf if t.seconds is None else t.seconds,
+        math.inf if t.overlapped is None else t.overlapped,
     )
 
 
 def _over_memory_diagnostics(best: Trial) -> Iterator[str]:
     if not best.fits:
-        lacks = size_text(best.needed_bytes - best.available_bytes, 2)
+        missing = size_text(best.needed_bytes - best.available_bytes, 2)
         yield (
-            f"none of the layouts that were compiled fits by the compiler's account: the one that was chosen lacks "
-            f"{lacks}, the least; refine with more of them, or use a smaller batch or more devices"
+            f"none of the layouts that were compiled fits in memory as the compiler reports it; the chosen one needs "
+            f"{missing} more, the least of them; compile more layouts (refine=), or use a smaller batch or more devices"
         )
 
 
 def _difference_text(plan: PlanRecord, first: PlanRecord, strategy: str) -> str:
-    """A plan in words, by what it has otherwise than ``first``: ``fsdp: batch over data; w as [data, _]``."""
+    """A plan by what differs from ``first``: ``fsdp: batch over data; w as [data, _]``."""
     words = describe_splits(((d.name, d.axes) for d in plan.dim_splits), plan.zero_stage, plan.storage_axes)
     ran, before = ([p.written for p in each.passes] for each in (plan, first))
     words += [f"with {p}" for p in ran if p not in before] + [f"without {p}" for p in before if p not in ran]
     if plan.mesh != first.mesh:
         words.append(f"the mesh {plan.mesh}")
     else:
-        otherwise = [
-            f"{p.path} as {p.spec}" for p, q in zip(plan.inputs, first.inputs, strict=True) if p.spec != q.spec
-        ]
-        words += otherwise[:2] + ([f"{len(otherwise) - 2} more otherwise"] if len(otherwise) > 2 else [])
+        differ = [f"{p.path} as {p.spec}" for p, q in zip(plan.inputs, first.inputs, strict=True) if p.spec != q.spec]
+        words += differ[:2] + ([f"{len(differ) - 2} more arguments differ"] if len(differ) > 2 else [])
     return f"{strategy}: {'; '.join(words) or 'nothing split'}"

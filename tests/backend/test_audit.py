@@ -326,7 +326,7 @@ def test_a_loop_that_is_not_understood_is_flagged(text: str) -> None:
     (found,) = collectives(text, MESH)
     assert (found.count, found.exact) == (1, False)
     assert "or more" in str(found)
-    assert "trip count is not known" in str(compare([], [found], MESH))
+    assert "trip count is unknown" in str(compare([], [found], MESH))
 
 
 @pytest.mark.parametrize(
@@ -381,10 +381,12 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
         ([op(AR, "y", 1000)], [op(AR, "y", 1050)], []),
         ([op(AR, "yx", 1000)], [op(AR, "xy", 1000)], []),
         ([op(AR, "y", 100, 6)], [op(AR, "y", 600)], ["6 all-reduces combined into 1"]),
-        ([op(AR, "x", 800), op(AR, "y", 800)], [op(AR, "xy", 800)], ["all-reduce in place of one over each"]),
-        ([op(AR, "xy", 800)], [op(AR, "x", 800), op(AR, "y", 800)], ["all-reduce split by axes"]),
-        ([op(AG, "xy", 800)], [op(AG, "x", 200), op(AG, "y", 800)], ["all-gather split by axes"]),
-        ([op(RS, "y", 800), op(RS, "x", 200)], [op(RS, "xy", 800)], ["reduce-scatter in place of one over each"]),
+        ([op(AR, "x", 800), op(AR, "y", 800)], [op(AR, "xy", 800)],
+         ["all-reduce over all axes in place of one per axis"]),
+        ([op(AR, "xy", 800)], [op(AR, "x", 800), op(AR, "y", 800)], ["all-reduce split into one per axis"]),
+        ([op(AG, "xy", 800)], [op(AG, "x", 200), op(AG, "y", 800)], ["all-gather split into one per axis"]),
+        ([op(RS, "y", 800), op(RS, "x", 200)], [op(RS, "xy", 800)],
+         ["reduce-scatter over all axes in place of one per axis"]),
         ([op(RS, "y", 800)], [op(AR, "y", 800)], ["all-reduce + slice in place of reduce-scatter"]),
         ([op(RS, "y", 800), op(AR, "x", 200)], [op(AR, "xy", 800)],
          ["all-reduce + slice in place of reduce-scatter + all-reduce"]),
@@ -397,31 +399,31 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
         # Those over both axes are split, and of what was planned over one a part is not scattered.
         ([op(RS, "xy", 800), op(RS, "y", 4000), op(RS, "x", 600)],
          [op(RS, "y", 1800), op(AR, "y", 3000), op(RS, "x", 800)],
-         ["reduce-scatter split by axes", "all-reduce + slice in place of reduce-scatter"]),
+         ["reduce-scatter split into one per axis", "all-reduce + slice in place of reduce-scatter"]),
         # What comes of a split is rewritten again.
         ([op(RS, "xy", 800)], [op(RS, "y", 800), op(AR, "x", 200)],
-         ["reduce-scatter split by axes", "all-reduce + slice in place of reduce-scatter"]),
+         ["reduce-scatter split into one per axis", "all-reduce + slice in place of reduce-scatter"]),
         ([op(AR, "y", 2**30), op(RS, "x", 4)], [op(AR, "y", 2**30), op(AR, "x", 4)],
          ["all-reduce + slice in place of reduce-scatter"]),
         ([op(AG, "y", 800)], [op(CP, "y", 200, 3)], ["all-gather as a ring of collective-permutes"]),
         ([op(CP, "xy", 100, 7)], [op(CP, "xy", 100, 4), op(CP, "y", 100, 3)],
-         ["collective-permute along fewer axes than it is planned over"]),
+         ["collective-permute over fewer axes than planned"]),
         ([op("all-to-all", "y", 800), op("all-to-all", "y", 400)], [op("all-to-all", "y", 400, 2)],
-         ["all-to-all in fewer bits"]),
+         ["all-to-all of a narrower dtype"]),
         ([op(AG, "y", 800)], [op(AG, "y", 800), replace(op(AG, "y", 800), redundant=True)],
-         ["all-gather of the same operand again"]),
+         ["all-gather repeated for the same operand"]),
         ([op(AG, "y", 800), replace(op(AG, "y", 800), redundant=True)], [op(AG, "y", 800)],
-         ["all-gather of the same operand once"]),
+         ["all-gather repeated for the same operand, done once"]),
         ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "y", 400), op(AG, "x", 800)],
-         ["all-gather over one axis before the other"]),
-        ([op(AG, "xy", 800)], [op(AR, "xy", 800)], ["all-gather as an all-reduce of parts among zeros"]),
+         ["all-gather over the axes in the other order"]),
+        ([op(AG, "xy", 800)], [op(AR, "xy", 800)], ["all-gather as an all-reduce of zero-padded shards"]),
         # Gathers are put together, in either order, while scatters are split.
         ([op(AG, "x", 600), op(AG, "y", 500), op(RS, "xy", 400)],
          [op(AG, "xy", 800), op(RS, "y", 400), op(RS, "x", 100)],
-         ["all-gather in place of one over each", "reduce-scatter split by axes"]),
+         ["all-gather over all axes in place of one per axis", "reduce-scatter split into one per axis"]),
         # Of what is gathered again in place of held, part is gathered over both axes at once.
         ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "xy", 800), replace(op(AG, "xy", 400), redundant=True)],
-         ["all-gather of the same operand again", "all-gather in place of one over each"]),
+         ["all-gather repeated for the same operand", "all-gather over all axes in place of one per axis"]),
     ],
 )  # fmt: skip
 def test_what_compilers_are_known_to_do_is_explained(
@@ -485,7 +487,7 @@ def test_audit_of_a_compiled_program() -> None:
     result = audit(compiled, Plan(MESH, Cost((op(RS, "y", 16 * 64 * 4, source="step.py:7"),))))
     assert result.clean
     assert [str(e) for e in result.explained] == ["all-reduce + slice in place of reduce-scatter over y: 4.0 KiB"]
-    assert str(result).splitlines()[0].split() == ["kind", "axes", "planned", "emitted", "verdict", "where"]
+    assert str(result).splitlines()[0].split() == ["kind", "axes", "planned", "emitted", "verdict", "source"]
     assert "step.py:7" in str(result)
     told = json.loads(json.dumps(result.as_json()))
     assert told["clean"] is True
@@ -504,6 +506,6 @@ def test_what_is_reduced_axis_by_axis_is_explained_beside_much_that_agrees():
     emitted = [large, Collective("all-reduce", ("x",), 4), Collective("all-reduce", ("y",), 4)]
     found = compare(planned, emitted, MESH)
     assert found.clean, str(found)
-    assert [e.name for e in found.explained] == ["all-reduce split by axes"]
+    assert [e.name for e in found.explained] == ["all-reduce split into one per axis"]
     assert not compare(planned, emitted[:1], MESH).clean
     assert not compare(planned, emitted[2:], MESH).clean

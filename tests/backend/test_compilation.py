@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import autoshard
-from autoshard.backend.compilation import Refusal, compile_plan, parse_refusal
+from autoshard.backend.compilation import OutOfMemory, compile_plan, parse_out_of_memory
 from autoshard.backend.compile_report import print_compilation
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -111,7 +111,7 @@ def test_too_much_is_said_with_what_to_change(made):
     ],
 )  # fmt: skip
 def test_a_refusal_for_memory_says_how_much(made, message, needs, has):
-    assert parse_refusal(message) == Refusal(round(needs * 2**30), round(has * 2**30))
+    assert parse_out_of_memory(message) == OutOfMemory(round(needs * 2**30), round(has * 2**30))
     c = compile_plan(made.plan, Refused(message))
     assert not c.fits
     assert c.as_json()["audit"] is None

@@ -65,7 +65,7 @@ def test_cycles_and_collectives_of_a_loop_count_as_often_as_it_turns():
     once = 2 * (3 / 4 * 32 / 1e10 + 3e-6) + 1e-6
     assert found.transfers == pytest.approx(5 * once)
     assert found.seconds == pytest.approx(found.compute + found.transfers)
-    assert found.bound == pytest.approx(found.transfers)
+    assert found.overlapped == pytest.approx(found.transfers)
 
 
 def test_a_loop_of_unknown_length_is_said_to_be_one():

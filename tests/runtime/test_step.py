@@ -306,7 +306,7 @@ def test_a_wrongly_placed_argument_is_moved_and_reported_once():
     b = {"x": jax.device_put(jnp.ones((8, 8)), NamedSharding(auto_mesh(), P("model", "data")))}
     with pytest.warns(PlacementWarning) as caught:
         same(step(s, b), jnp.ones((8, 8)) * 8)
-    assert sorted(str(w.message).split(" was on ")[0] for w in caught) == ["b['x']", "s['a']"]
+    assert sorted(str(w.message).split(" is on ")[0] for w in caught) == ["b['x']", "s['a']"]
     assert all(w.filename == __file__ for w in caught)
     assert any("cpu:2" in str(w.message) for w in caught)
     for _ in range(2):
@@ -458,7 +458,7 @@ def test_the_users_own_constraints():
         return jax.lax.with_sharding_constraint(x * 2, P("data", None)) + 1
 
     step = agrees_under_mesh(fun)
-    pinned = [p for p in step.plan(arange(8, 4)).intermediates if p.why == "pinned in the step"]
+    pinned = [p for p in step.plan(arange(8, 4)).intermediates if p.reason == "pinned"]
     assert [str(p.spec) for p in pinned] == ["[data, _]"]
     mesh = auto_mesh()
     named = NamedSharding(mesh, P("data", P.UNCONSTRAINED))
