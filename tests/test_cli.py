@@ -133,7 +133,7 @@ def test_a_mesh_larger_than_the_machine_is_one_line(tmp_path: Path):
     process = call("train", write(tmp_path), JAX_NUM_CPU_DEVICES="2")
     assert process.returncode == 2
     (line,) = process.stderr.splitlines()
-    assert "needs 4 devices and this machine has 2" in line
+    assert "needs 4 devices and this process has 2" in line
 
 
 def test_plan_prints_without_the_devices():

@@ -1,8 +1,8 @@
-"""machine: what planning knows of a machine, without its devices.
+"""machine: device meshes and hardware as planning sees them, without devices.
 
-In come mesh configurations, hardware tables in YAML, and the names of TPU slices and GPU clusters. Out goes a
-`LogicalMesh`: named axes, the chip's figures, the link that each axis runs over, and with `collective_seconds` the
-price of one collective on those links. Only `LogicalMesh.concrete` looks for devices.
+Input: mesh configs, YAML hardware tables, and names of TPU slices and GPU clusters. Output: a `LogicalMesh` (named
+axes, the chip's peak rates and memory, the interconnect of each axis), and `collective_seconds`, the predicted time of
+one collective on it. Only `LogicalMesh.concrete` needs devices, or a compiler that describes them.
 
 May import: errors, units, strict_config.
 """

@@ -1,13 +1,13 @@
-"""Collective: one transfer between devices, and what it costs.
+"""Collectives, planned and emitted, and their seconds by an alpha-beta (latency and bandwidth) model of rings.
 
-The same record describes what a plan expects (`autoshard.cost.reshard`, `autoshard.cost.cost`) and what the
-compiler emitted (`autoshard.backend.hlo_collectives`), so that the two can be laid side by side (`autoshard.backend.audit`).
+One record serves both what a plan predicts (`autoshard.cost`) and what XLA emitted
+(`autoshard.backend.hlo_collectives`), so that `autoshard.backend.audit` can compare them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from autoshard.machine.mesh import LogicalMesh
 
@@ -24,20 +24,19 @@ COLLECTIVE_KINDS: Final = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUT
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective, and how often a call of the program runs it.
+    """A collective operation and how often one call of the step executes it.
 
-    ``bytes`` is the payload of one run on one device:
+    ``bytes`` is the payload per device of one execution:
 
     ================== ===========================================================
-    all-gather         the result: the value once gathered
-    reduce-scatter     the operand: the value before it is scattered
+    all-gather         the result (gathered)
+    reduce-scatter     the operand (not yet scattered)
     all-reduce         the operand (as large as the result)
-    all-to-all         the operand (as large as the result), the own part included
+    all-to-all         the operand, including the part that stays on the device
     collective-permute the operand (as large as the result)
     ================== ===========================================================
 
-    It is what a device that takes part in full sends or receives, and so what the run lasts by. What crosses the wire
-    in all is `sent`.
+    It determines how long the collective takes; `wire_bytes` is what the device actually sends.
     """
 
     kind: CollectiveKind
@@ -45,28 +44,28 @@ class Collective:
     """Mesh axes in mesh order; None when the device groups match no set of axes of the mesh."""
     bytes: int
     count: int = 1
-    """Runs per call of the program: the product of the enclosing loops' trip counts."""
+    """Executions per call of the step: the product of the enclosing loops' trip counts."""
     source: str = ""
     """``file:line`` of the user's code, or empty."""
     operation: str = ""
-    """What it comes from, by JAX's name for it, or empty when planned."""
+    """JAX's name for the operation it is emitted for (HLO metadata ``op_name``); empty when planned."""
     computation: str = ""
-    """Name of the HLO computation that holds it, or empty when planned."""
+    """The HLO computation that contains it; empty when planned."""
     exact: bool = True
-    """False when an enclosing loop's trip count is not known, so that ``count`` is a lower bound."""
+    """False when an enclosing loop's trip count is unknown, so that ``count`` is a lower bound."""
     share: float = 1.0
-    """Of a collective-permute, the share of the devices that send to another one."""
+    """Of a collective-permute: the fraction of the devices that send to another device."""
     redundant: bool = False
-    """Whether another one of the same computation does the same with the same operands, or the compiler made it again
-    to save memory; when planned, whether one does with what its operand is a view of."""
+    """Emitted: whether the same computation has an identical collective on the same operands, or this is XLA's
+    rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes per device over all runs."""
+        """Payload per device over all executions, in bytes."""
         return self.bytes * self.count
 
     def wire_bytes(self, mesh: LogicalMesh) -> float:
-        """Bytes that leave a device of ``mesh`` over all runs, on average, with reductions and gathers run as rings."""
+        """Bytes that a device of ``mesh`` sends over all executions, on average, with ring algorithms."""
         n = mesh.size if self.axes is None else mesh.axes_size(self.axes)
         rounds = {ALL_REDUCE: 2 * (n - 1) / n, COLLECTIVE_PERMUTE: self.share}.get(self.kind, (n - 1) / n)
         return self.total_bytes * rounds
@@ -79,31 +78,34 @@ class Collective:
 
 
 def collective_seconds(kind: CollectiveKind, axes: tuple[str, ...], size: float, mesh: LogicalMesh) -> float:
-    """Seconds that one collective takes, with ``size`` in bytes as `Collective.bytes` defines it.
+    """Predicted seconds of one collective over ``axes``, with ``size`` in bytes as `Collective.bytes` defines it.
 
-    Each axis is a ring of its own, as a torus and a hierarchical network both run them: with ``n``
-    devices, bandwidth ``b`` and latency ``l`` on an axis and ``S`` the bytes that reach it,
+    The alpha-beta cost of ring algorithms (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+    Operations in MPICH", 2005), one ring per mesh axis, as a torus and a hierarchical network both run them. With
+    ``n`` devices, bandwidth ``b`` and latency ``l`` on an axis, and ``S`` the bytes that reach it:
 
-    - all-gather, reduce-scatter: ``(n-1)/n * S / b + (n-1) * l``, fastest axis first, and the next
-      axis sees ``S / n``;
+    - all-gather, reduce-scatter: ``(n-1)/n * S / b + (n-1) * l``, fastest axis first; the next axis gets ``S / n``;
     - all-reduce: twice that (a reduce-scatter, then an all-gather);
-    - all-to-all: the same sum, slowest axis first (what stays within the slow axis's neighbours need
-      cross only the fast one);
+    - all-to-all: the same sum, slowest axis first (data for neighbours on the slow axis crosses only the fast one);
     - collective-permute: ``S / b + l``, with the least ``b`` and the largest ``l`` of the axes.
 
-    So the time of each is linear in its bytes.
-
-    On equal links the bandwidth terms of several axes add up to the ring over their product. Every
-    collective also costs one kernel's overhead, so one over two axes is cheaper than two in a row.
+    All are linear in ``S``. On equal links the bandwidth terms of several axes add up to the ring over their product.
+    Each collective also costs one kernel's overhead, so one over two axes is cheaper than two in a row.
 
     Raises:
       KeyError: ``kind`` or an axis is unknown.
     """
-    return rings_seconds(kind, [ring for ring in rings(axes, mesh) if ring[0] > 1], size, mesh.hardware.overhead)
+    return rings_seconds(kind, [ring for ring in rings(axes, mesh) if ring.devices > 1], size, mesh.hardware.overhead)
 
 
-Ring = tuple[int, float, float]
-"""Devices, bytes/s, seconds of latency."""
+class Ring(NamedTuple):
+    """One mesh axis as a ring of devices."""
+
+    devices: int
+    bandwidth: float
+    """Bytes/s."""
+    latency: float
+    """Seconds of one hop."""
 
 
 def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
@@ -112,12 +114,12 @@ def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
     found: list[Ring] = []
     for axis in axes:
         link = mesh.slowest_link((axis,))
-        found.append((shape[axis], link.bandwidth, link.latency))
+        found.append(Ring(shape[axis], link.bandwidth, link.latency))
     return found
 
 
 def rings_seconds(kind: CollectiveKind, over: list[Ring], size: float, overhead: float) -> float:
-    """`collective_seconds` for axes already looked up, each of two devices or more."""
+    """`collective_seconds` over rings already looked up, each of two devices or more."""
     if not over:
         return 0.0
     if kind == COLLECTIVE_PERMUTE:

@@ -1,8 +1,8 @@
-"""cluster: NVIDIA GPUs in nodes, to compile for where there are none.
+"""NVIDIA GPU clusters as ahead-of-time compilation targets: nodes of equal GPUs, present or not.
 
-The compiler for GPUs is told what a chip is in figures, and needs neither the chip nor its driver; the extra ``gpu``
-installs it, with the assembler and the device library that it calls, and cuDNN, without which attention cannot be made
-its kernel (`autoshard.transforms.cudnn_attention`). Planning needs nothing of that.
+XLA:GPU compiles for a described GPU without the device or its driver. The extra ``gpu`` installs it, with ``ptxas`` and
+``libdevice``, which it calls, and cuDNN, which a fused attention kernel needs (`autoshard.transforms.cudnn_attention`).
+Planning needs none of that.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from autoshard.errors import MeshError, nearest
 
 @dataclass(frozen=True)
 class GpuChip:
-    """A GPU in the figures that its compiler asks for; sizes in bytes, rates in bytes/s and GHz."""
+    """What XLA's `GpuTargetConfigProto` asks of a GPU; sizes in bytes, bandwidth in bytes/s."""
 
     compute_capability: int
-    """Major number of the CUDA compute capability."""
+    """Major version of the CUDA compute capability."""
     multiprocessors: int
-    """Streaming multiprocessors."""
     fp32_units: int
-    """FP32 units of each."""
+    """FP32 units per multiprocessor."""
     clock_ghz: float
     memory: int
     bandwidth: int
     l2_cache: int
     shared_memory: int
-    """Shared memory of a multiprocessor."""
+    """Per multiprocessor."""
     block_shared_memory: int
-    """Of it, what one block may ask for."""
+    """The most that one thread block can opt in to."""
 
 
-# NVIDIA's architecture papers (A100, H100, Blackwell) and CUDA's table of compute capabilities; memory, bandwidth and
-# clock are what the driver reports of SXM boards, as OpenXLA records them in xla/backends/gpu/target_config/specs.
+# Sources: NVIDIA's architecture papers (A100, H100, Blackwell) and CUDA's table of compute capabilities; memory,
+# bandwidth and clock as the driver reports them for SXM boards (OpenXLA, xla/backends/gpu/target_config/specs).
 GPUS: Mapping[str, GpuChip] = {
     "a100": GpuChip(8, 108, 64, 1.41, 85100068864, 2039040000000, 41943040, 167936, 166912),
     "b200": GpuChip(10, 148, 128, 1.965, 191514411008, 7672320000000, 132644864, 233472, 232448),
@@ -54,17 +53,19 @@ GPUS: Mapping[str, GpuChip] = {
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """Nodes of GPUs, all alike."""
+    """Nodes of GPUs, all equal."""
 
     gpu: str
+    """A name in `GPUS`."""
     nodes: int = 1
     per_node: int = 8
+    """GPUs per node."""
 
     def __post_init__(self) -> None:
         if self.gpu not in GPUS:
-            raise MeshError(f"gpu {self.gpu!r}: no GPU is named so{nearest(self.gpu, GPUS)}")
+            raise MeshError(f"gpu {self.gpu!r}: no such GPU{nearest(self.gpu, GPUS)}")
         if self.nodes < 1 or self.per_node < 1:
-            raise MeshError(f"gpu {self.gpu!r}: {self.nodes} nodes of {self.per_node}; both are 1 or more")
+            raise MeshError(f"gpu {self.gpu!r}: {self.nodes} nodes of {self.per_node} GPUs; both must be 1 or more")
 
     @property
     def platform(self) -> str:
@@ -77,22 +78,22 @@ class GpuCluster:
 
     @property
     def size(self) -> int:
-        """Number of devices, of all nodes together."""
+        """Number of devices in all nodes."""
         return self.nodes * self.per_node
 
     @property
     def num_groups(self) -> int:
-        """How many groups of devices there are, joined by a slower link."""
+        """Number of nodes: groups of devices joined by a slower link."""
         return self.nodes
 
     @property
     def cross_group_link(self) -> str:
-        """That link, by its name in the hardware table."""
+        """The link between nodes, by its name in the hardware table."""
         return "infiniband"
 
     @property
     def chip_grid(self) -> None:
-        """A switch joins a node's devices all alike."""
+        """None: a switch joins all devices of a node."""
         return None
 
     def __str__(self) -> str:
@@ -104,24 +105,25 @@ class GpuCluster:
 
 
 def is_available(cluster: GpuCluster) -> bool:
-    """Whether this process sees such GPUs, as many."""
+    """Whether `jax.devices` are those of ``cluster``: GPUs of this kind, in the same number."""
     devices = jax.devices()
-    alike = cluster.gpu.upper() in str(devices[0].device_kind).upper()
-    return devices[0].platform == "gpu" and alike and len(devices) == cluster.size
+    same_kind = cluster.gpu.upper() in str(devices[0].device_kind).upper()
+    return devices[0].platform == "gpu" and same_kind and len(devices) == cluster.size
 
 
 @functools.cache
 def topology_devices(cluster: GpuCluster) -> tuple[Any, ...]:
-    """Devices that stand for ``cluster``, node by node: programs can be compiled for them, and not run.
+    """Compile-only devices that describe ``cluster``, in node order.
 
     Raises:
-      MeshError: the compiler or what it calls is not installed, or JAX did not load it.
+      MeshError: XLA:GPU or a tool that it calls is not installed, or JAX did not load it.
     """
-    missing = [name for name, there in compile_requirements().items() if not there]
+    missing = [name for name, present in compile_requirements().items() if not present]
     if missing:
         raise MeshError(
-            f"{cluster} is not here, and neither is the compiler for GPUs (no {', no '.join(missing)}): "
-            "pip install 'autoshard[gpu]', in an environment without the extra 'tpu'; planning needs neither"
+            f"this process has neither the devices of {cluster} nor XLA's GPU compiler (missing: "
+            f"{', '.join(missing)}): pip install 'autoshard[gpu]', in an environment without the extra 'tpu'; "
+            "planning needs neither"
         )
     try:
         found = topologies.get_topology_desc(
@@ -130,19 +132,19 @@ def topology_devices(cluster: GpuCluster) -> tuple[Any, ...]:
             topology=f"{cluster.nodes}x1x{cluster.per_node}",
         )
     except jax.errors.JaxRuntimeError as e:
-        raise MeshError(f"{cluster}: the compiler for GPUs refuses it: {e}") from None
-    except RuntimeError:  # JAX's own word for a platform that it did not load
+        raise MeshError(f"{cluster}: XLA's GPU compiler refuses this topology: {e}") from None
+    except RuntimeError:  # what JAX raises for a platform that it did not load
         raise MeshError(
-            f"{cluster} is not here, and JAX left the compiler for GPUs out when it found none: start Python with "
-            "JAX_PLATFORMS=cpu to compile for GPUs on a machine without them"
+            f"this process has no devices of {cluster}, and JAX, which found no GPU, did not load XLA's GPU compiler: "
+            "start Python with JAX_PLATFORMS=cpu to compile for GPUs on a machine without them"
         ) from None
     return tuple(found.devices)
 
 
 def compile_requirements() -> dict[str, bool]:
-    """What compiling for GPUs needs, and whether it is there. Without the last two the compiler ends the process.
+    """What XLA:GPU needs to compile, and whether it is installed. Without the last two it aborts the process.
 
-    cuDNN is not among it: only a step with an attention for it needs it, and says so where JAX finds none.
+    cuDNN is not listed: only a step with fused attention needs it, and raises where JAX finds none.
     """
     plugin = importlib.util.find_spec("jax_cuda13_plugin")
     beside = Path(plugin.origin).parents[1] / "nvidia/cu13" if plugin and plugin.origin else None
@@ -156,8 +158,8 @@ def compile_requirements() -> dict[str, bool]:
 
 
 def target_config(chip: GpuChip) -> str:
-    """``chip`` as the text form of the compiler's `GpuTargetConfigProto`."""
-    own = "ACCELERATED_FEATURES" if chip.compute_capability >= 9 else "NONE"
+    """``chip`` as XLA's `GpuTargetConfigProto` in text format."""
+    features = "ACCELERATED_FEATURES" if chip.compute_capability >= 9 else "NONE"
     figures: dict[str, int | float] = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -183,6 +185,6 @@ def target_config(chip: GpuChip) -> str:
     lines = "\n".join(f"  {key}: {value}" for key, value in figures.items())
     return (
         f"gpu_device_info {{\n{lines}\n"
-        f"  cuda_compute_capability {{ major: {chip.compute_capability} feature_extension: {own} }}\n}}\n"
+        f"  cuda_compute_capability {{ major: {chip.compute_capability} feature_extension: {features} }}\n}}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
     )

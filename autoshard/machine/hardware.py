@@ -1,4 +1,4 @@
-"""Chips as people write them in YAML, and what planning makes of them."""
+"""Hardware tables: one YAML file per chip in `configs/hardware/`, read into `Hardware` records."""
 
 from __future__ import annotations
 
@@ -23,49 +23,43 @@ class LinkConfig(Config):
 
 
 class AttentionConfig(Config):
-    """How fast attention is that a library computes in one kernel, its scores never in memory."""
+    """Measured efficiency of the library's fused attention kernel, which never writes the scores to memory."""
 
     forward: float = Field(gt=0, le=1)
-    """Its share of the peak; the work of what a causal mask leaves out is not counted."""
+    """Fraction of peak FLOP/s, not counting the work that a causal mask saves."""
     backward: float = Field(gt=0, le=1)
-    """The same of the gradient, which makes the scores again: five products."""
+    """The same for the gradient: five matrix products, as it recomputes the scores."""
 
 
 class HardwareConfig(Config):
-    """One chip, as `configs/hardware/NAME.yaml` describes it."""
+    """The keys of `configs/hardware/NAME.yaml`; `Hardware` documents those that are not documented here."""
 
     device_kinds: tuple[str, ...] = ()
-    """What `jax.Device.device_kind` says on this chip; an exact match chooses the table."""
+    """Values of `jax.Device.device_kind` on this chip; an exact match selects the table."""
     flops: dict[Dtype, Annotated[float, Field(gt=0)]] = Field(min_length=1)
     """Peak FLOP/s of a matrix product, by the dtype of its operands."""
     memory: Bytes
     bandwidth: float = Field(gt=0)
-    """Bytes/s between the chip and its memory."""
+    """Bytes/s of device memory."""
     links: dict[str, LinkConfig] = Field(min_length=1)
-    """The first is the one that an axis runs over unless the mesh says otherwise."""
+    """Interconnects by name; the first is the default of a mesh axis."""
     overhead: float = Field(default=0.0, ge=0)
-    """Seconds that one kernel costs however small it is."""
     operand_bits: int = Field(default=64, ge=1)
-    """Most bits of an operand that a matrix product looks at, at JAX's default precision."""
     tile: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (1, 1)
-    """Rows and columns of the tiles that arrays are stored by, where the chip has such."""
     on_chip: Bytes | None = None
-    """Memory on the chip in which its compiler keeps arrays; left out where it keeps none there."""
+    """Left out where XLA plans no on-chip memory."""
     clock: float = Field(default=0.0, ge=0)
-    """Cycles/s in which the chip's compiler estimates; left out where it does not."""
+    """Left out where XLA reports no estimated cycles."""
     fused_products: bool = True
-    """Whether its compiler computes what goes into a matrix product, and what follows it, with the product; if not,
-    operands and results are there as arrays."""
     remat_threshold: Bytes | None = None
-    """Memory beyond which its compiler makes values again by its own lights; left out where it does not."""
+    """Left out where XLA does not rematerialize."""
     attention: AttentionConfig | None = None
-    """Left out where the chip's compiler calls no library for attention."""
+    """Left out where XLA calls no library for attention."""
     all_gather_as_all_reduce_from: int | None = Field(default=None, ge=2)
-    """Number of devices from which on its compiler makes a gather over all of them a reduction; left out where it does
-    not."""
+    """Left out where XLA does not do so."""
 
     def hardware(self, name: str) -> Hardware:
-        """The table as planning uses it."""
+        """The table as a `Hardware` record."""
         links = {key: Link(key, link.bandwidth, link.latency) for key, link in self.links.items()}
         flops: dict[str, float] = {**self.flops}
         return Hardware(
@@ -87,10 +81,10 @@ class HardwareConfig(Config):
 
 
 def load_hardware(name: str) -> Hardware:
-    """The hardware table ``name`` of those that ship with autoshard, or the one in the file ``name``.
+    """The hardware table that ships as ``name``, or that is in the file ``name``.
 
     Raises:
-      ConfigError: no such table or file, or an entry in it that is impossible.
+      ConfigError: no such table or file, or an invalid entry in it.
     """
     path = find_config("hardware", name)
     return _table(read_text(path), str(path)).hardware(path.stem)
@@ -98,12 +92,12 @@ def load_hardware(name: str) -> Hardware:
 
 @functools.lru_cache(maxsize=64)
 def _table(text: str, file: str) -> HardwareConfig:
-    """The hardware table in ``file``, whose text this is: parsed once, since every plan asks for one."""
+    """The hardware table ``text`` of ``file``; cached by content, since every plan reads one."""
     return parse_yaml(text, file, HardwareConfig)
 
 
 def hardware_of(device_kind: str) -> Hardware:
-    """The shipped table for what `jax.Device.device_kind` says.
+    """The shipped table that lists ``device_kind``, a value of `jax.Device.device_kind`.
 
     Raises:
       ConfigError: no table lists this kind of device.

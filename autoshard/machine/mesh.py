@@ -1,8 +1,8 @@
-"""Logical meshes and the hardware beneath them.
+"""Logical device meshes and the hardware they are made of.
 
-A `LogicalMesh` is what planning needs of a machine: named axes, their sizes, the link that each axis
-runs over, and the chip's figures. It holds no device, so a plan can be made for a cluster that is
-not here; `LogicalMesh.concrete` finds the devices when the step is to run.
+A `LogicalMesh` is what planning needs to know of a machine: named axes with sizes, the interconnect of each axis, and
+the chip's rates and memory. It needs no devices, so a plan can be made for a cluster that this process is not on;
+`LogicalMesh.concrete` finds the devices when the step is compiled or run.
 """
 
 from __future__ import annotations
@@ -32,35 +32,40 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One chip. ``flops``: peak FLOP/s by dtype name; ``memory``: bytes; ``bandwidth``: bytes/s."""
+    """One chip and how XLA compiles for it."""
 
     name: str
     flops: Mapping[str, float]
+    """Peak FLOP/s of a matrix product, by operand dtype."""
     memory: float
+    """Bytes of device memory that a program may use."""
     bandwidth: float
+    """Bytes/s of device memory."""
     links: Mapping[str, Link]
     overhead: float = 0.0
-    """Seconds that one kernel costs however small it is."""
+    """Seconds that any kernel takes, however small."""
     operand_bits: int = 64
-    """Most bits of an operand that a matrix product looks at."""
+    """Bits of an operand that a matrix product uses, at most, at JAX's default precision."""
     tile: tuple[int, int] = (1, 1)
-    """Rows and columns that arrays are stored by."""
+    """Tile of the two minor dimensions that arrays are padded to in memory."""
     clock: float = 0.0
-    """Cycles/s, in which its compiler estimates; 0 where none does."""
+    """Cycles/s, to convert the estimated cycles that XLA reports into seconds; 0 where it reports none."""
     on_chip: float = 0.0
-    """Bytes on the chip in which its compiler keeps arrays; 0 where it keeps none there."""
+    """Bytes of on-chip memory in which XLA places arrays; 0 where it places none there."""
     fused_products: bool = True
-    """Whether its compiler computes what goes into a matrix product, and what follows it, with the product."""
+    """Whether XLA fuses producers and consumers into a matrix product; otherwise its operands and results are arrays
+    in memory."""
     remat_threshold: float = math.inf
-    """Bytes beyond which its compiler makes values again by its own lights rather than hold them."""
+    """Bytes above which XLA starts its own rematerialization."""
     attention: tuple[float, float] | None = None
-    """Shares of the peak at which its library's attention runs, forward and backward (`autoshard.transforms.cudnn_attention`); None where it
-    has none."""
+    """Fractions of peak FLOP/s that the library's fused attention reaches, forward and backward
+    (`autoshard.transforms.cudnn_attention`); None without such a library."""
     all_gather_as_all_reduce_from: float = math.inf
-    """Devices from which on its compiler makes a gather over all of them a reduction."""
+    """Number of devices from which XLA implements an all-gather over all of them as an all-reduce of zero-padded
+    shards."""
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak FLOP/s for a matrix product of ``dtype``; the slowest listed when it is not listed."""
+        """Peak FLOP/s of a matrix product of ``dtype``; that of the slowest listed dtype where ``dtype`` is not."""
         return self.flops.get(dtype) or min(self.flops.values())
 
     def __hash__(self) -> int:
@@ -69,17 +74,17 @@ class Hardware:
 
 @dataclass(frozen=True)
 class LogicalMesh:
-    """Ordered named axes over a kind of chip, with or without devices behind them."""
+    """Ordered named axes over equal chips, with or without devices."""
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     hardware: Hardware
     axis_links: tuple[str, ...] = ()
-    """The link that each axis runs over, by name in ``hardware.links``; empty means its first."""
+    """The interconnect of each axis, a name in ``hardware.links``; empty: the first of these for every axis."""
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
-    """Devices in row-major axis order, when the caller chose them."""
+    """Devices in row-major order, where the caller gave a `jax.sharding.Mesh`."""
     target: Target | None = None
-    """What to compile for, where that is not simply the devices of this process."""
+    """The machine to compile for, where it is not simply the devices of this process."""
 
     def __post_init__(self) -> None:
         if len(set(self.axis_names)) != len(self.axis_names):
@@ -88,7 +93,7 @@ class LogicalMesh:
             raise MeshError(f"mesh has axes {self.axis_names} but sizes {self.axis_sizes}")
         for name, size in zip(self.axis_names, self.axis_sizes, strict=True):
             if size < 1:
-                raise MeshError(f"mesh axis {name!r} has size {size}; sizes are 1 or more")
+                raise MeshError(f"mesh axis {name!r} has size {size}; sizes must be 1 or more")
 
     @functools.cached_property
     def shape(self) -> dict[str, int]:
@@ -111,7 +116,7 @@ class LogicalMesh:
         return math.prod([shape[a] for a in axes])
 
     def slowest_link(self, axes: tuple[str, ...]) -> Link:
-        """The slowest link that a collective over ``axes`` has to cross."""
+        """The slowest of the interconnects that a collective over ``axes`` uses."""
         links = self.hardware.links
         if not self.axis_links:
             return next(iter(links.values()))
@@ -120,36 +125,36 @@ class LogicalMesh:
 
     @property
     def platform(self) -> str:
-        """Whose compiler makes programs for it, by JAX's name: that of its target, or else of the devices."""
+        """JAX platform that programs are compiled for: the target's, or else the devices'."""
         return self.target.platform if self.target is not None else (self.devices or jax.devices())[0].platform
 
     @property
     def is_available(self) -> bool:
-        """Whether it is no target, or one whose devices this process sees."""
+        """Whether this process has the devices; always without a target."""
         return self.target is None or is_available(self.target)
 
     def require_available(self, what: str) -> None:
-        """Raises `MeshError` where ``what`` cannot run, for lack of the target's devices."""
+        """Raises `MeshError`, naming ``what`` was to run, where this process lacks the target's devices."""
         if not self.is_available:
             raise MeshError(
-                f"{what}: the devices of {self.target} are not here; a step for them can be planned, lowered and "
-                "compiled on this machine, and runs on one that has them"
+                f"{what}: this process does not have the devices of {self.target}; here a step for them can be "
+                "planned, lowered and compiled, but not run"
             )
 
     def abstract_mesh(self) -> AbstractMesh:
-        """The same axes as a `jax.sharding.AbstractMesh` (Auto axes), of this machine's devices if there are enough.
+        """As a `jax.sharding.AbstractMesh` with Auto axes.
 
-        It is then the mesh that a `jax.shard_map` in the step names.
+        Where there are enough devices it is that of `concrete`, so that a `jax.shard_map` in the step may name it.
         """
         if self.is_available and len(self.devices or jax.devices()) >= self.size:
             return self.concrete().abstract_mesh
         return AbstractMesh(self.axis_sizes, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
 
     def concrete(self) -> Mesh:
-        """A `jax.sharding.Mesh` over this machine's devices, or over those that stand for the target.
+        """As a `jax.sharding.Mesh` over this process's devices, or over compile-only devices of the target.
 
         Raises:
-          MeshError: this machine has fewer devices than the mesh, or cannot compile for its target.
+          MeshError: there are fewer devices than the mesh needs, or no compiler for the target.
         """
         types = (AxisType.Auto,) * len(self.axis_names)
         if self.target is not None:
@@ -157,10 +162,10 @@ class LogicalMesh:
         devices = self.devices if self.devices is not None else tuple(jax.devices())
         if len(devices) < self.size:
             raise MeshError(
-                f"the mesh {self} needs {self.size} devices and this machine has {len(devices)} "
-                f"({devices[0].platform}); planning for it needs none, compiling a mesh config that names the chips "
-                f"with `tpu:` or `gpu:`; or run on a mesh of at most {len(devices)} devices. On CPU, "
-                f"JAX_NUM_CPU_DEVICES={self.size} makes virtual ones."
+                f"the mesh {self} needs {self.size} devices and this process has {len(devices)} "
+                f"({devices[0].platform}). Planning needs no devices; compiling without them needs a mesh config with "
+                f"`tpu:` or `gpu:`; running needs a mesh of at most {len(devices)} devices, or on CPU "
+                f"JAX_NUM_CPU_DEVICES={self.size} for virtual ones."
             )
         if self.devices is None and self.size == len(devices):
             return jax.make_mesh(self.axis_sizes, self.axis_names, axis_types=types)
@@ -168,7 +173,7 @@ class LogicalMesh:
         return Mesh(grid, self.axis_names, axis_types=types)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """``spec`` over this mesh's devices."""
+        """``spec`` as a `NamedSharding` over this mesh's devices."""
         return NamedSharding(self.concrete(), spec)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Meshes as people write them in YAML, and what planning makes of them."""
+"""Mesh configs: a mesh, its target, memory budget and pins as YAML; and any form of mesh as a `LogicalMesh`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.mesh_shapes import INNER_AXES, OUTER_AXIS, mesh_shapes
 from autoshard.machine.target import Target
 from autoshard.machine.tpu_slice import TpuSlice
-from autoshard.strict_config import Bytes as Bytes
-from autoshard.strict_config import Config as Config
-from autoshard.strict_config import find_config
-from autoshard.strict_config import load_yaml as load_yaml
-from autoshard.strict_config import parse_bytes as parse_bytes
+from autoshard.strict_config import Bytes, Config, find_config
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None
 
@@ -30,31 +26,31 @@ type Pins = dict[str, tuple[str | tuple[str, ...] | None, ...]]
 
 
 class MeshConfig(Config):
-    """A mesh in words: its axes in order, what they run on, and what planning must respect."""
+    """A mesh as YAML or keyword arguments: its axes, what machine they are on, and limits that a plan must respect."""
 
     axes: dict[str, StrictInt] | Literal["auto"]
-    """Size of each axis, in order; one may be -1, and takes the devices that the others leave. ``auto``: planning
-    chooses among the meshes that `autoshard.machine.mesh_shapes` sees in the devices."""
+    """Size of each axis, in order; one may be -1, which takes the remaining devices. ``auto``: planning chooses among
+    the shapes of `autoshard.machine.mesh_shapes`."""
     devices: StrictInt | None = Field(default=None, ge=1)
-    """How many devices the axes must make up; None means all that JAX shows."""
+    """Number of devices, the product of the axes; None: all of `jax.devices`."""
     tpu: str | None = None
-    """A slice of TPUs to compile for, here or not: chip and sides, ``v5e:4x4``. It gives devices and hardware."""
+    """TPU slice to compile for, present or not: chip and chip grid, ``v5e:4x4``. It implies devices and hardware."""
     slices: StrictInt = Field(default=1, ge=1, validate_default=True)
-    """How many such slices there are, one after the other along the first axis."""
+    """Number of such slices, consecutive along the first axis."""
     gpu: str | None = None
-    """GPUs to compile for, here or not: ``a100``, ``b200``, ``h100`` or ``h200``. They give devices and hardware."""
+    """GPU to compile for, present or not: ``a100``, ``b200``, ``h100`` or ``h200``. It implies devices and hardware."""
     nodes: StrictInt = Field(default=1, ge=1)
-    """How many nodes of such GPUs there are, one after the other along the first axis."""
+    """Number of nodes of such GPUs, consecutive along the first axis."""
     per_node: StrictInt = Field(default=8, ge=1, validate_default=True)
-    """How many such GPUs a node has."""
+    """GPUs per node."""
     hardware: str | None = None
-    """A name in `configs/hardware/` or a path; None means the chip that this process runs on."""
+    """Hardware table: a name in `configs/hardware/` or a path; None: the one for this process's chip."""
     links: dict[str, str] = Field(default_factory=dict)
-    """The link that an axis runs over, by its name in the hardware table; the rest use the table's first."""
+    """Interconnect by axis, a name in the hardware table; other axes use the table's first."""
     memory_budget: Bytes | None = None
-    """Bytes per device that a plan may use; None means the chip's memory."""
+    """Bytes per device that a plan may use; None: the chip's memory."""
     pins: Pins = Field(default_factory=dict)
-    """Argument-path glob to PartitionSpec entries: layouts that planning never overrules."""
+    """PartitionSpec entries by argument-path glob: shardings that planning never overrules."""
 
     @field_validator("axes")
     @classmethod
@@ -62,13 +58,13 @@ class MeshConfig(Config):
         if axes == "auto":
             return axes
         if not axes:
-            raise ValueError("a mesh has an axis or more; give their sizes, or 'auto'")
+            raise ValueError("a mesh needs at least one axis; give axis sizes, or 'auto'")
         for name, size in axes.items():
             if size < 1 and size != -1:
-                raise ValueError(f"axis {name!r} has size {size}; a size is 1 or more, or -1 for what is left")
+                raise ValueError(f"axis {name!r} has size {size}; sizes are 1 or more, or -1 for the remaining devices")
         free = [repr(name) for name, size in axes.items() if size == -1]
         if len(free) > 1:
-            raise ValueError(f"axes {', '.join(free)} are all -1; one size can be left open, give the others")
+            raise ValueError(f"axes {', '.join(free)} are all -1; only one size may be, give the others")
         return axes
 
     @field_validator("devices")
@@ -91,7 +87,7 @@ class MeshConfig(Config):
     def _sliced(cls, slices: int, info: ValidationInfo) -> int:
         tpu = info.data.get("tpu")
         if tpu is None and slices > 1:
-            raise ValueError("slices are of TPUs; say which with tpu:")
+            raise ValueError(f"{slices} slices need tpu:, the chip and chip grid of each, such as 'v5e:4x4'")
         if tpu is not None:
             _check_target(TpuSlice(tpu, slices), "slices", info)
         return slices
@@ -101,10 +97,10 @@ class MeshConfig(Config):
     def _clustered(cls, per_node: int, info: ValidationInfo) -> int:
         gpu, nodes = info.data.get("gpu"), info.data.get("nodes", 1)
         if gpu is None and nodes > 1:
-            raise ValueError("nodes are of GPUs; say which with gpu:")
+            raise ValueError(f"{nodes} nodes need gpu:, the chip, such as 'h100'")
         if gpu is not None:
             if info.data.get("tpu") is not None:
-                raise ValueError("a mesh is of TPUs or of GPUs: give tpu: or gpu:")
+                raise ValueError("tpu: and gpu: exclude each other: give one of them")
             try:
                 cluster = GpuCluster(gpu, nodes, per_node)
             except MeshError as error:
@@ -137,65 +133,65 @@ class MeshConfig(Config):
             used = [a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry or ())]
             _check_axes(used, info)
             if len(set(used)) < len(used):
-                raise ValueError(f"the pin of {pattern!r} names a mesh axis twice: {entries}")
+                raise ValueError(f"the pin of {pattern!r} uses a mesh axis twice: {entries}")
         return pins
 
     def specs(self) -> dict[str, PartitionSpec]:
-        """The pins as `PartitionSpec`, by argument-path glob."""
+        """The pins as `PartitionSpec`s, by argument-path glob."""
         return {pattern: PartitionSpec(*entries) for pattern, entries in self.pins.items()}
 
     @property
     def min_devices(self) -> int:
-        """The fewest devices that it can be had with, as far as it says."""
+        """Fewest devices that fit the config: ``devices``, or else the product of the axes whose size is given."""
         given = {} if self.axes == "auto" else self.axes
         return self.devices or math.prod(size for size in given.values() if size != -1)
 
     def mesh(self) -> LogicalMesh:
-        """The mesh that this describes. Its devices are looked for only when it is to run.
+        """The mesh that this describes; devices are looked for only when it is to run.
 
         Raises:
-          ConfigError: planning is to choose the mesh; no hardware table fits this process, or the table lacks a link.
-          MeshError: the axis of size -1 cannot take the devices that are left.
+          ConfigError: ``axes`` is ``auto``; no hardware table for this process's chip; or the table lacks a link.
+          MeshError: the sizes of the axes do not fit the number of devices.
         """
         if self.axes == "auto":
-            raise ConfigError("axes: auto is answered by planning a step; give the axes' sizes, or a plan")
+            raise ConfigError("axes: auto is resolved by planning a step; give axis sizes, or a plan")
         try:
-            axes = fill_open_axis(self.axes, self._count(open_=-1 in self.axes.values()))
+            axes = fill_open_axis(self.axes, self._num_devices(ask_jax=-1 in self.axes.values()))
         except ValueError as error:
             raise MeshError(str(error)) from None
         return self._over(axes)
 
     def meshes(self) -> list[LogicalMesh]:
-        """The meshes to choose among: the one described, or with ``axes: auto`` all that the devices can be seen as.
+        """The meshes to choose among: the one described, or with ``axes: auto`` every shape of the devices.
 
         Raises:
           As `mesh`.
         """
         if self.axes != "auto":
             return [self.mesh()]
-        sides = self.target.chip_grid if self.target else None
+        chip_grid = self.target.chip_grid if self.target else None
         groups = self.target.num_groups if self.target else 1
-        return [self._over(shape) for shape in mesh_shapes(self._count(open_=True) or 1, groups, sides)]
+        return [self._over(shape) for shape in mesh_shapes(self._num_devices(ask_jax=True) or 1, groups, chip_grid)]
 
     @property
     def target(self) -> Target | None:
-        """What to compile for, where the mesh names it."""
+        """The machine to compile for, where ``tpu`` or ``gpu`` names one."""
         if self.gpu:
             return GpuCluster(self.gpu, self.nodes, self.per_node)
         return TpuSlice(self.tpu, self.slices) if self.tpu else None
 
-    def _count(self, *, open_: bool) -> int | None:
-        """How many devices there are, as far as that is said or ``open_``, to be seen."""
+    def _num_devices(self, *, ask_jax: bool) -> int | None:
+        """Number of devices of the config; where it has none, JAX's if ``ask_jax``, else None."""
         if self.target:
             return self.target.size
-        return jax.device_count() if self.devices is None and open_ else self.devices
+        return jax.device_count() if self.devices is None and ask_jax else self.devices
 
     def _over(self, axes: Mapping[str, int]) -> LogicalMesh:
         target = self.target
         table = self.hardware or (target.hardware if target else None)
         hardware = load_hardware(table) if table else hardware_of(jax.devices()[0].device_kind)
         chosen = {name: link for name, link in self.links.items() if name in axes}
-        if target and target.num_groups > 1:  # the first axis crosses from one to the next
+        if target and target.num_groups > 1:  # the first axis crosses slices or nodes
             chosen = {next(iter(axes)): target.cross_group_link, **chosen}
         try:
             _check_links(chosen.values(), hardware)
@@ -207,19 +203,19 @@ class MeshConfig(Config):
 
 
 def fill_open_axis(axes: Mapping[str, int], devices: int | None) -> dict[str, int]:
-    """``axes`` with a size of -1 replaced so that the product is ``devices``.
+    """``axes`` with a size of -1 replaced so that the product is ``devices``; unchanged where that is None.
 
     Raises:
-      ValueError: the product misses ``devices``; the message names both numbers.
+      ValueError: the product cannot be ``devices``; the message names both numbers.
     """
     fixed = math.prod(size for size in axes.values() if size != -1)
     if devices is None:
         return dict(axes)
     shown = " x ".join(f"{name}={size}" for name, size in axes.items())
     if -1 not in axes.values() and fixed != devices:
-        raise ValueError(f"the axes {shown} make {fixed} devices, not {devices}; let one size be -1 to fill it in")
+        raise ValueError(f"the axes {shown} need {fixed} devices, not {devices}; one size may be -1 to take the rest")
     if devices % fixed:
-        raise ValueError(f"the axes {shown} take devices by the {fixed}, and {devices} is no multiple of {fixed}")
+        raise ValueError(f"the axes {shown} do not fit {devices} devices: {devices} is no multiple of {fixed}")
     return {name: devices // fixed if size == -1 else size for name, size in axes.items()}
 
 
@@ -237,7 +233,7 @@ def _check_axes(names: Iterable[str], info: ValidationInfo) -> None:
     axes: dict[str, int] | Literal["auto"] | None = info.data.get("axes")
     known = (OUTER_AXIS, *INNER_AXES) if axes == "auto" else axes
     for name in names:
-        if known is not None and name not in known:  # None: the axes are wrong themselves, and say so
+        if known is not None and name not in known:  # None: `axes` itself is invalid and reported
             raise ValueError(f"{name!r} is no axis of this mesh{nearest(name, known)}")
 
 
@@ -248,11 +244,11 @@ def _check_links(names: Iterable[str], hardware: Hardware) -> None:
 
 
 def mesh_config(mesh: MeshLike) -> MeshConfig | None:
-    """The config behind ``mesh``: a MeshConfig, axis sizes, a path, or a shipped name such as ``"cpu-8"``; else None.
+    """``mesh`` as a `MeshConfig` where it is one, axis sizes, a path, or a shipped name such as ``"cpu-8"``; else None.
 
     Raises:
-      ConfigError: a file that is missing or wrong.
-      MeshError: axis sizes that no mesh can have.
+      ConfigError: a missing or invalid file.
+      MeshError: impossible axis sizes.
     """
     if isinstance(mesh, MeshConfig):
         return mesh
@@ -265,22 +261,22 @@ def mesh_config(mesh: MeshLike) -> MeshConfig | None:
 
 
 def load_mesh_config(name: str | os.PathLike[str]) -> MeshConfig:
-    """The mesh config of a file, or a shipped one such as ``"cpu-8"``.
+    """The mesh config in the file ``name``, or that ships as ``name``, such as ``"cpu-8"``.
 
     Raises:
-      ConfigError: a file that is missing or wrong.
+      ConfigError: a missing or invalid file.
     """
     return MeshConfig.load(find_config("mesh", name))
 
 
 def resolve_mesh(mesh: MeshLike) -> LogicalMesh:
-    """What a user gives as a mesh, as planning uses it; None is one axis ``data`` over all devices.
+    """The `LogicalMesh` of whatever a user may pass as ``mesh=``; None is one axis ``data`` over all devices.
 
-    A `jax.sharding.Mesh` keeps its devices; every other mesh finds them when it is to run.
+    A `jax.sharding.Mesh` keeps its devices; for any other they are looked for when it is to run.
 
     Raises:
-      ConfigError: a file that is missing or wrong, or a chip without a hardware table.
-      MeshError: axes, sizes and devices that do not agree.
+      ConfigError: a missing or invalid file, or a chip without a hardware table.
+      MeshError: axes, sizes and devices that do not fit each other.
     """
     if isinstance(mesh, LogicalMesh):
         return mesh
@@ -295,6 +291,6 @@ def resolve_mesh(mesh: MeshLike) -> LogicalMesh:
         kind = described.device_kind if described is not None else jax.devices()[0].device_kind
         return LogicalMesh(mesh.axis_names, mesh.axis_sizes, hardware_of(kind))
     raise MeshError(
-        "a mesh is a Mesh, an AbstractMesh, axis sizes by name, a path, a MeshConfig or None, "
+        "mesh= takes a Mesh, an AbstractMesh, a mapping from axis names to sizes, a path, a MeshConfig or None, "
         f"not {type(mesh).__name__}"
     )

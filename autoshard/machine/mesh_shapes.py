@@ -1,4 +1,4 @@
-"""shapes: the meshes that so many devices can be seen as, for planning to choose among."""
+"""Candidate mesh shapes: the factorings of a device count into named axes, among which planning chooses."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import math
 from collections.abc import Sequence
 
 OUTER_AXIS = "pod"
-"""The axis across slices or nodes."""
+"""Name of the axis across slices or nodes."""
 INNER_AXES = ("data", "model")
-"""The axes within one."""
+"""Names of the axes within a slice or node."""
 
 
-def mesh_shapes(devices: int, groups: int = 1, sides: Sequence[int] | None = None) -> list[dict[str, int]]:
-    """Every mesh of one or two axes of more than one device; several groups of devices are an axis of their own.
+def mesh_shapes(devices: int, groups: int = 1, chip_grid: Sequence[int] | None = None) -> list[dict[str, int]]:
+    """Every mesh with one or two axes within a group of devices, and an outer axis across groups if there are several.
 
     Args:
-      devices: how many there are in all.
-      groups: slices or nodes that they stand in, joined by a slower network.
-      sides: of a group's own network; an axis then takes whole sides, so that its ring is one of wires.
+      devices: number of devices in all groups.
+      groups: number of slices or nodes, joined by a slower network.
+      chip_grid: shape of a group's own network, if it has one; an axis then covers whole grid dimensions, so that its
+        ring runs along physical links.
     """
     each = devices // groups
     outer = {OUTER_AXIS: groups} if groups > 1 else {}
-    if sides is None:
+    if chip_grid is None:
         second = [n for n in range(1, each) if each % n == 0]
     else:
-        cores = each // math.prod(sides)
-        parts = [n for n in (*sides, cores) if n > 1]
-        taken = (c for k in range(len(parts)) for c in itertools.combinations(parts, k))
-        second = sorted({math.prod(c) for c in taken})
+        devices_per_chip = each // math.prod(chip_grid)
+        sides = [n for n in (*chip_grid, devices_per_chip) if n > 1]
+        subsets = (c for k in range(len(sides)) for c in itertools.combinations(sides, k))
+        second = sorted({math.prod(c) for c in subsets})
     first, other = INNER_AXES
     within = [{first: each // n, other: n} if n > 1 else {first: each} for n in second or [1]]
     return [outer | shape for shape in within]

@@ -1,8 +1,8 @@
-"""TPU slices to compile for on a machine that has none.
+"""TPU slices as ahead-of-time compilation targets, present or not.
 
-A slice is named as Google names it: a chip and how many stand along each side, ``v5e:4x4``. Several such slices are
-joined by a data-centre network. Planning for a slice needs nothing; compiling needs the compiler for TPUs, which the
-extra ``tpu`` installs and which runs on any machine.
+A slice is named as Google Cloud names it: chip generation and chip grid, ``v5e:4x4``. Several equal slices are joined
+by the data-centre network (DCN). Planning needs nothing; compiling needs libtpu, which the extra ``tpu`` installs and
+which compiles on any machine.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from autoshard.errors import MeshError, nearest
 
 @dataclass(frozen=True)
 class TpuChip:
-    """A generation of TPU: its hardware table, its sides, and what JAX shows of one chip."""
+    """A TPU generation."""
 
     hardware: str
+    """Name of its hardware table."""
     grid_rank: int
-    """Dimensions of its network."""
+    """Dimensions of its chip grid: 2 or 3."""
     devices_per_chip: int = 1
-    """Devices a chip."""
+    """JAX devices per chip."""
     topology_options: tuple[tuple[str, str], ...] = ()
-    """What the compiler has to be told beside the name."""
+    """What `topologies.get_topology_desc` needs beside the topology's name."""
 
 
 TPUS: Mapping[str, TpuChip] = {
@@ -45,10 +46,10 @@ TPUS: Mapping[str, TpuChip] = {
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """TPU slices, all alike."""
+    """Equal TPU slices."""
 
     topology: str
-    """TpuChip and sides, ``v5e:4x4``."""
+    """Chip generation (a name in `TPUS`) and chip grid of one slice: ``v5e:4x4``."""
     slices: int = 1
 
     def __post_init__(self) -> None:
@@ -61,11 +62,11 @@ class TpuSlice:
                 f"tpu {self.topology!r}: a slice of {name} has {TPUS[name].grid_rank} sides, as in '{name}:{example}'"
             )
         if self.slices < 1:
-            raise MeshError(f"tpu {self.topology!r}: there are {self.slices} slices; their number is 1 or more")
+            raise MeshError(f"tpu {self.topology!r}: {self.slices} slices; there must be 1 or more")
 
     @property
     def chip(self) -> TpuChip:
-        """What the slices are made of."""
+        """The chip of the slices."""
         return TPUS[self.topology.partition(":")[0]]
 
     @property
@@ -79,22 +80,22 @@ class TpuSlice:
 
     @property
     def num_groups(self) -> int:
-        """How many groups of devices there are, joined by a slower link."""
+        """Number of slices: groups of devices joined by a slower link."""
         return self.slices
 
     @property
     def cross_group_link(self) -> str:
-        """That link, by its name in the hardware table."""
+        """The link between slices, by its name in the hardware table."""
         return "dcn"
 
     @property
     def chip_grid(self) -> tuple[int, ...]:
-        """How many chips stand along each side of a slice."""
+        """Chips along each dimension of a slice."""
         return tuple(map(int, self.topology.partition(":")[2].split("x")))
 
     @property
     def size(self) -> int:
-        """Number of devices, of all slices together."""
+        """Number of devices in all slices."""
         return self.slices * math.prod(self.chip_grid) * self.chip.devices_per_chip
 
     def __str__(self) -> str:
@@ -102,23 +103,27 @@ class TpuSlice:
 
 
 def libtpu_installed() -> bool:
-    """Whether the compiler for TPUs is there."""
+    """Whether libtpu, which contains XLA:TPU, is installed."""
     return importlib.util.find_spec("libtpu") is not None
 
 
 def is_available(target: TpuSlice) -> bool:
-    """Whether this process sees such a slice, of as many devices."""
+    """Whether `jax.devices` are those of ``target``: TPUs, in the same number."""
     devices = jax.devices()
     return devices[0].platform == "tpu" and len(devices) == target.size
 
 
 @functools.cache
 def topology_devices(target: TpuSlice) -> tuple[Any, ...]:
-    """Devices that stand for ``target``: programs can be compiled for them, and not run."""
+    """Compile-only devices that describe ``target``.
+
+    Raises:
+      MeshError: libtpu is not installed, or refuses the topology.
+    """
     if not libtpu_installed():
         raise MeshError(
-            f"{target} is not here, and neither is the compiler for TPUs: pip install 'autoshard[tpu]', in an "
-            "environment without the extra 'gpu'; planning needs neither"
+            f"this process has neither the devices of {target} nor XLA's TPU compiler (libtpu): pip install "
+            "'autoshard[tpu]', in an environment without the extra 'gpu'; planning needs neither"
         )
     options: dict[str, Any] = dict(target.chip.topology_options)
     if target.slices > 1:
@@ -126,6 +131,8 @@ def topology_devices(target: TpuSlice) -> tuple[Any, ...]:
     try:
         found = topologies.get_topology_desc(topology_name=target.topology, platform="tpu", **options)
     except jax.errors.JaxRuntimeError as e:
-        held = "; another process holds it, set ALLOW_MULTIPLE_LIBTPU_LOAD=true in both" if "lockfile" in str(e) else ""
-        raise MeshError(f"{target}: the compiler for TPUs refuses it: {e}{held}") from None
+        locked = (
+            "; another process uses libtpu: set ALLOW_MULTIPLE_LIBTPU_LOAD=true in both" if "lockfile" in str(e) else ""
+        )
+        raise MeshError(f"{target}: libtpu refuses this topology: {e}{locked}") from None
     return tuple(found.devices)

@@ -12,7 +12,7 @@ import pytest
 import autoshard
 from autoshard.errors import ConfigError, MeshError
 from autoshard.machine import gpu_cluster as clusters
-from autoshard.machine.gpu_cluster import GPUS, GpuCluster, topology_devices, target_config
+from autoshard.machine.gpu_cluster import GPUS, GpuCluster, target_config, topology_devices
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
 from autoshard.runtime.plan import Plan
@@ -45,15 +45,15 @@ def test_nodes_are_an_axis_of_their_own_where_planning_chooses():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"gpu": "h1000"}, "no GPU is named so; did you mean 'h100'"),
-        ({"nodes": 2}, "nodes are of GPUs; say which with gpu:"),
+        ({"gpu": "h1000"}, "no such GPU; did you mean 'h100'"),
+        ({"nodes": 2}, "2 nodes need gpu:"),
         ({"gpu": "h100", "devices": 4, "axes": {"data": 4}}, "8 H100 has 8 devices, not 4"),
         (
             {"gpu": "h100", "nodes": 3, "axes": {"data": 8, "model": 3}},
             "3 nodes do not divide the first axis, of size 8",
         ),
-        ({"gpu": "h100", "tpu": "v5e:4x4", "axes": {"data": -1}}, "give tpu: or gpu:"),
-        ({"gpu": "h100", "axes": {"data": 3}}, "make 3 devices, not 8"),
+        ({"gpu": "h100", "tpu": "v5e:4x4", "axes": {"data": -1}}, "tpu: and gpu: exclude each other"),
+        ({"gpu": "h100", "axes": {"data": 3}}, "need 3 devices, not 8"),
     ],
 )
 def test_no_cluster(entries, message):
@@ -74,7 +74,7 @@ def test_every_gpu_has_a_table_that_agrees_with_what_its_compiler_is_told(name):
 
 
 def test_planning_needs_no_compiler_and_the_plan_keeps_its_target(monkeypatch):
-    monkeypatch.setattr(clusters, "needed", lambda: {"ptxas": False})
+    monkeypatch.setattr(clusters, "compile_requirements", lambda: {"ptxas": False})
     plan = autoshard.jit(step, mesh=TWO, strategy="tp").plan(X, X)
     assert str(plan.mesh) == "(data=2, model=8) of 2 x 8 H100"
     assert Plan.from_json(plan.to_json()).mesh.target == GpuCluster("h100", 2, 8)
@@ -82,13 +82,15 @@ def test_planning_needs_no_compiler_and_the_plan_keeps_its_target(monkeypatch):
 
 def test_without_the_extra_compiling_names_it(monkeypatch):
     topology_devices.cache_clear()
-    monkeypatch.setattr(clusters, "needed", lambda: {"jax-cuda13-plugin": True, "ptxas": False, "libdevice": False})
+    monkeypatch.setattr(
+        clusters, "compile_requirements", lambda: {"jax-cuda13-plugin": True, "ptxas": False, "libdevice": False}
+    )
     jitted = autoshard.jit(step, mesh=TWO, strategy="tp")
-    with pytest.raises(MeshError, match=r"no ptxas, no libdevice\): pip install 'autoshard\[gpu\]'"):
+    with pytest.raises(MeshError, match=r"missing: ptxas, libdevice\): pip install 'autoshard\[gpu\]'"):
         jitted.lower(X, X)
 
 
 def test_running_is_refused():
     jitted, x = autoshard.jit(step, mesh=TWO, strategy="tp"), jnp.ones((16, 16))
-    with pytest.raises(MeshError, match="the devices of 2 x 8 H100 are not here"):
+    with pytest.raises(MeshError, match="does not have the devices of 2 x 8 H100"):
         jitted(x, x)

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from autoshard.errors import ConfigError
 from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.machine.mesh_config import MeshConfig, load_yaml
+from autoshard.machine.mesh_config import MeshConfig
+from autoshard.strict_config import load_yaml
 
 TABLES = sorted((Path(__file__).parents[2] / "configs/hardware").glob("*.yaml"))
 

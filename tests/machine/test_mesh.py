@@ -78,5 +78,5 @@ def test_chosen_devices_stay():
 def test_a_mesh_larger_than_the_machine_names_both_sizes():
     mesh = LogicalMesh(("a", "b"), (8, 4), CHIP)
     assert mesh.abstract_mesh().size == 32  # planning for it works
-    with pytest.raises(MeshError, match=r"needs 32 devices and this machine has 8 \(cpu\).*JAX_NUM_CPU_DEVICES=32"):
+    with pytest.raises(MeshError, match=r"needs 32 devices and this process has 8 \(cpu\).*JAX_NUM_CPU_DEVICES=32"):
         mesh.concrete()

@@ -14,15 +14,12 @@ from pydantic import BaseModel
 
 from autoshard.errors import ConfigError, MeshError
 from autoshard.machine.mesh_config import (
-    Bytes,
-    Config,
     MeshConfig,
     fill_open_axis,
-    load_yaml,
     mesh_config,
-    parse_bytes,
     resolve_mesh,
 )
+from autoshard.strict_config import Bytes, Config, load_yaml, parse_bytes
 
 ROOT = Path(__file__).parents[2]
 MESHES = sorted((ROOT / "configs/mesh").glob("*.yaml"))
@@ -62,18 +59,18 @@ def test_every_shipped_mesh_resolves(path):
     ("text", "message"),
     [
         ("axes: {data: 4}\nhardwear: cpu\n", "mesh.yaml:2: hardwear: unknown key; did you mean 'hardware'?"),
-        ("axes: {data: 4}\n\ndevices: 8\n", "mesh.yaml:3: devices: the axes data=4 make 4 devices, not 8"),
+        ("axes: {data: 4}\n\ndevices: 8\n", "mesh.yaml:3: devices: the axes data=4 need 4 devices, not 8"),
         ("axes: {a: 3, b: -1}\ndevices: 8\n", "mesh.yaml:2: devices: the axes a=3 x b=-1 .* 8 is no multiple of 3"),
         ("axes: {a: -1, b: 2, c: -1}\n", "mesh.yaml:1: axes: axes 'a', 'c' are all -1"),
         ("axes:\n  a: 0\n", "mesh.yaml:1: axes: axis 'a' has size 0"),
         ("axes:\n  a: 2\n  b: true\n", r"mesh.yaml:3: axes.b: should be a valid integer; it is True"),
-        ("axes: {}\n", "mesh.yaml:1: axes: .*an axis or more"),
+        ("axes: {}\n", "mesh.yaml:1: axes: .*at least one axis"),
         ("devices: 8\n", "mesh.yaml:1: axes: this key is required"),
         ("axes: {a: 2}\nhardware: h10\n", "mesh.yaml:2: hardware: no hardware config is named 'h10'; .*'h100'"),
         ("axes: {a: 2}\nlinks: {b: shared}\n", "mesh.yaml:2: links: 'b' is no axis of this mesh; known: 'a'"),
         ("axes: {a: 2}\nlinks: {a: nvlnk}\nhardware: h100\n", "mesh.yaml:2: links: h100 has no link 'nvlnk'.*'nvlink'"),
         ("axes: {a: 2}\npins: {w: [b]}\n", "mesh.yaml:2: pins: 'b' is no axis of this mesh"),
-        ("axes: {a: 2}\npins: {w: [a, a]}\n", "mesh.yaml:2: pins: the pin of 'w' names a mesh axis twice"),
+        ("axes: {a: 2}\npins: {w: [a, a]}\n", "mesh.yaml:2: pins: the pin of 'w' uses a mesh axis twice"),
         ("axes: {a: 2}\npins:\n  w: [a, 3]\n", r"mesh.yaml:3: pins.w\[1\]: should be a valid string; it is 3"),
         ("axes: {a: 2}\nmemory_budget: 14Gib\n", "mesh.yaml:2: memory_budget: '14Gib' is no size .* GiB"),
         ("axes: {a: 2}\naxes: {b: 2}\n", "mesh.yaml:2: axes: the key stands twice, first on line 1"),
@@ -190,8 +187,13 @@ def test_fill_finds_the_size_that_was_left_open(sizes, data):
     axes = {f"axis{i}": size for i, size in enumerate(sizes)}
     devices = int(np.prod(sizes))
     open_axis = data.draw(st.sampled_from(sorted(axes)))
-    assert fill_open_axis(axes | {open_axis: -1}, devices) == axes == fill_open_axis(axes, devices) == fill_open_axis(axes, None)
-    with pytest.raises(ValueError, match=f"make {devices} devices, not {devices + 1}"):
+    assert (
+        fill_open_axis(axes | {open_axis: -1}, devices)
+        == axes
+        == fill_open_axis(axes, devices)
+        == fill_open_axis(axes, None)
+    )
+    with pytest.raises(ValueError, match=f"need {devices} devices, not {devices + 1}"):
         fill_open_axis(axes, devices + 1)
 
 
@@ -207,7 +209,7 @@ def test_axis_sizes():
         ({"a": -1, "b": -1}, "axes 'a', 'b' are all -1"),
         ({"a": 3, "b": -1}, "8 is no multiple of 3"),
         ({"a": -2}, "size -2"),
-        ({}, "an axis or more"),
+        ({}, "at least one axis"),
     ],
 )
 def test_axis_sizes_that_no_mesh_has(axes, message):

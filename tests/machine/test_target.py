@@ -1,4 +1,4 @@
-"""Targets: what a config says, what a plan keeps of it, and what is said where devices or compiler are not here.
+"""Targets: what a config says, what a plan keeps of it, and the error where the devices or the compiler are missing.
 
 None of this needs the extra ``tpu``; `tests/targets` holds what does.
 """
@@ -27,7 +27,7 @@ def step(w, x):
 @pytest.fixture
 def without_extra(monkeypatch):
     tpu_slice.topology_devices.cache_clear()
-    monkeypatch.setattr(tpu_slice, "installed", lambda: False)
+    monkeypatch.setattr(tpu_slice, "libtpu_installed", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_config_from_a_file(tmp_path):
     mesh = resolve_mesh(path)
     assert (mesh.shape, mesh.target, mesh.hardware.name) == (AXES, TpuSlice("v5e:4x4"), "tpu-v5e")
     path.write_text("axes: {data: 3, model: 4}\ntpu: v5e:4x4\n")
-    with pytest.raises(ConfigError, match="make 12 devices, not 16"):
+    with pytest.raises(ConfigError, match="need 12 devices, not 16"):
         resolve_mesh(path)
 
 
@@ -80,7 +80,7 @@ def test_slices_lie_along_the_first_axis_which_runs_over_the_data_centre():
     assert [mesh.slowest_link((a,)).name for a in mesh.axis_names] == ["dcn", "ici"]
     with pytest.raises(ConfigError, match="2 slices do not divide the first axis, of size 1"):
         MeshConfig(axes={"data": 1, "model": 32}, tpu="v5e:4x4", slices=2)
-    with pytest.raises(ConfigError, match="say which with tpu:"):
+    with pytest.raises(ConfigError, match="2 slices need tpu:"):
         MeshConfig(axes=AXES, slices=2)
     with pytest.raises(ConfigError, match="has 16 devices, not 8"):
         MeshConfig(axes={"data": 8}, tpu="v5e:4x4", devices=8)
@@ -108,5 +108,5 @@ def test_running_is_refused_before_anything_is_moved(without_extra):
         lambda: jitted.plan(x, x).put(x, x),
         lambda: jitted.plan(x, x).init(lambda: x),
     ):
-        with pytest.raises(MeshError, match="the devices of TPU v5e:4x4 are not here"):
+        with pytest.raises(MeshError, match="does not have the devices of TPU v5e:4x4"):
             run()

@@ -156,25 +156,32 @@ WRONG = {
     "text for a spec": (put, ["inputs", 0, "spec"], "[data]", "spec"),
     "axes as text": (put, ["mesh", "axis_sizes"], ["4", "2"], "axis_sizes"),
     "fraction for a count": (put, ["memory", "peak"], 1.5, "peak"),
-    "structure cut off": (put, ["in_tree"], [], "in_tree: a list of one"),
-    "structure of junk": (put, ["in_tree", 0], {"__import__": "os"}, "in_tree: .*__import__.* is no structure"),
-    "structure of text": (put, ["out_tree"], "result", "out_tree: a list of one"),
-    "leaves without values": (put, ["out_tree", 0], {"tuple": []}, "out_tree: it has 0 leaves, and there are 6"),
-    "no call": (put, ["in_tree", 0], {"list": ["leaf"] * 6}, "in_tree: it is not positional arguments"),
-    "names of others": (put, [*STATE, 0, 1, "dict", 0, 0], "across", r"in_tree: \['mom.*'across'\] stands where"),
+    "structure cut off": (put, ["in_tree"], [], "in_tree: expected a list of one"),
+    "structure of junk": (put, ["in_tree", 0], {"__import__": "os"}, "in_tree: .*__import__.* is not a structure"),
+    "structure of text": (put, ["out_tree"], "result", "out_tree: expected a list of one"),
+    "leaves without values": (put, ["out_tree", 0], {"tuple": []}, "out_tree: it has 0 leaves for 6 values"),
+    "no call": (put, ["in_tree", 0], {"list": ["leaf"] * 6}, "in_tree: expected positional arguments"),
+    "names of others": (
+        put,
+        [*STATE, 0, 1, "dict", 0, 0],
+        "across",
+        r"in_tree: the path \['mom.*'across'\] does not match",
+    ),
     "names out of order": (put, [*STATE, 0, 1, "dict", 0, 0], "vp", "in_tree: its keys are not in the order"),
     "keys that do not sort": (put, [*STATE, 0, 1, "dict", 0, 0], 3, "in_tree: its keys are not in the order"),
-    "key of a list": (put, [*STATE, 0, 1, "dict", 0, 0], ["down"], "in_tree: .* is no structure"),
-    "container unknown": (put, [*STATE, 1, 1], {"set": ["leaf"]}, "in_tree: {'set': .* is no structure"),
-    "part of no kind": (put, [*STATE, 1, 1], {"class": "C", "parts": [["call", "x", "leaf"]]}, "is no structure"),
-    "class that is no name": (put, [*STATE, 1, 1], {"class": 3, "parts": []}, "is no structure"),
+    "key of a list": (put, [*STATE, 0, 1, "dict", 0, 0], ["down"], "in_tree: .* is not a structure"),
+    "container unknown": (put, [*STATE, 1, 1], {"set": ["leaf"]}, "in_tree: {'set': .* is not a structure"),
+    "part of no kind": (put, [*STATE, 1, 1], {"class": "C", "parts": [["call", "x", "leaf"]]}, "is not a structure"),
+    "class that is no name": (put, [*STATE, 1, 1], {"class": 3, "parts": []}, "is not a structure"),
     "axes without sizes": (put, ["mesh", "axis_sizes"], [8], "mesh: .*axes"),
     "axis that the mesh lacks": (put, ["inputs", 0, "spec", "dims", 0], ["modle"], "'modle'"),
     "spec of another rank": (put, ["inputs", 0, "spec", "dims"], [["data"]], r"1 entries, the shape is \[64, 16\]"),
     "axis on two dimensions": (put, ["inputs", 0, "spec", "dims"], [["data"], ["data"]], "mesh axis 'data' twice"),
     "axis twice on one": (put, ["outputs", 0, "spec", "dims", 0], ["data", "data"], "mesh axis 'data' twice"),
     "size that does not divide": (put, ["inputs", 0, "shape"], [63, 16], r"\[63, 16\] has size 63, .* into 8 parts"),
-    "no dtype": (put, ["inputs", 0, "dtype"], "float33", "'float33' is no dtype"),
+    "no dtype": (put, ["inputs", 0, "dtype"], "float33", "'float33' is not a dtype"),
+    "no reason": (put, ["inputs", 0, "reason"], "whim", "inputs.0.reason"),
+    "replaces no argument": (put, ["outputs", 0, "replaces"], "states", "replaces states, which is not an argument"),
 }
 
 
@@ -197,11 +204,11 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"", "not JSON"),
         (b"plan: yes", "not JSON"),
         (b"\x80\x04\x95", "not JSON"),
-        (b"[]", "no plan"),
-        (b"{}", "no plan"),
-        (b"null", "no plan"),
+        (b"[]", "not a plan"),
+        (b"{}", "not a plan"),
+        (b"null", "not a plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 4}', "lacks"),
+        (b'{"autoshard_plan": 5}', "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):
@@ -287,8 +294,8 @@ def test_init_names_the_first_array_that_differs(plan):
     [
         (lambda s: {**s, "turns": {"n": s["turns"][0]}}, r"takes state\['turns'\]\[0\], .* makes \['turns'\]\['n'\]"),
         (lambda s: {**s, "turns": list(s["turns"])}, r"\['turns'\] is a list, not a tuple"),
-        (lambda s: {**s, "extra": None}, r"the whole has .*\['extra'\].*, not \['momentum'\], "),
-        (lambda s: OrderedDict(sorted(s.items())), "the whole is a OrderedDict, not a dict"),
+        (lambda s: {**s, "extra": None}, r"the tree has .*\['extra'\].*, not \['momentum'\], "),
+        (lambda s: OrderedDict(sorted(s.items())), "the tree is a OrderedDict, not a dict"),
         (
             lambda s: {**s, "weights": Pair(s["weights"]["down"], (), s["weights"]["up"])},
             r"makes \['weights'\].up",
@@ -367,5 +374,5 @@ def test_a_plan_needs_no_devices():
     assert far.mesh.size == 256
     assert Plan.from_json(far.to_json()) == far
     assert far.explain().startswith("Plan of train_step on the mesh (data=16, model=16)")
-    with pytest.raises(autoshard.errors.MeshError, match="256 devices and this machine has 8"):
+    with pytest.raises(autoshard.errors.MeshError, match="256 devices and this process has 8"):
         _ = far.in_shardings

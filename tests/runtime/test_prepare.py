@@ -74,7 +74,7 @@ def test_a_mesh_left_to_planning_takes_that_of_a_plan():
     again = autoshard.jit(product, mesh=auto, strategy=plan)
     assert again.plan(X, X).mesh.shape == {"data": 2, "model": 4}
     np.testing.assert_allclose(again(X, X), product(X, X))
-    with pytest.raises(ConfigError, match=r"^axes: auto is answered by planning a step"):
+    with pytest.raises(ConfigError, match=r"^axes: auto is resolved by planning a step"):
         auto.mesh()
 
 
@@ -114,7 +114,7 @@ def test_the_first_plan_lays_down_where_the_state_lies():
         state = step(state, rows(n))  # a move would be a warning, and warnings are errors here
     plans = [step.plan(STATE, rows(n)) for n in (16, 32, 8)]
     assert len({str((p.in_specs[0]["w"], p.out_specs["w"])) for p in plans}) == 1
-    assert [p.inputs[0].why == "as in the first plan" for p in plans] == [False, True, True]
+    assert [p.inputs[0].reason == "first_plan" for p in plans] == [False, True, True]
     np.testing.assert_allclose(state["w"], 1 + (16 + 32 + 8 + 16) * 64)
 
 
@@ -125,7 +125,7 @@ def test_another_state_and_given_pins_are_not_bound():
     assert step.plan(other, rows(32)) == autoshard.jit(carrying, mesh=MESH, donate_argnums=0).plan(other, rows(32))
     pinned = autoshard.jit(carrying, mesh=MESH, donate_argnums=0, in_shardings=(P("model", "data"), None))
     for n in (16, 32):
-        assert pinned.plan(STATE, rows(n)).inputs[0].why == "pinned"
+        assert pinned.plan(STATE, rows(n)).inputs[0].reason == "pinned"
 
 
 def test_a_state_that_cannot_lie_as_at_first_says_so():
@@ -153,10 +153,10 @@ WEIGHTS, ROWS = np.full((8, 16, 16), 0.1, np.float32), np.full((1024, 16), 0.1, 
 
 def test_values_are_made_again_where_nothing_fits_that_holds_them(tmp_path: Path):
     free = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS)
-    assert not any("recompute" in p for p in free.passes)
+    assert not any(p.name == "recompute" for p in free.passes)
     tight = autoshard.jit(deep, mesh={"x": 1}, memory_budget=int(free.memory.peak * 0.75))
     plan = tight.plan(WEIGHTS, ROWS)
-    assert any(p.startswith("recompute:") for p in plan.passes)
+    assert any(p.name == "recompute" for p in plan.passes)
     assert plan.memory.peak <= 0.75 * free.memory.peak
     assert "was added: without it, none of" in plan.diagnostics[-1]
     np.testing.assert_allclose(tight(WEIGHTS, ROWS), deep(WEIGHTS, ROWS), rtol=1e-6)
@@ -200,7 +200,7 @@ def test_what_the_compiler_would_make_again_by_itself_is_planned_if_it_can_be(tm
 
     def planned(room: int) -> autoshard.Plan:
         table = "flops: {float32: 1e12}\nmemory: 1GiB\nbandwidth: 1e11\nlinks: {wire: {bandwidth: 1e9, latency: 0}}\n"
-        (tmp_path / "chip.yaml").write_text(f"{table}room: {room}\n")
+        (tmp_path / "chip.yaml").write_text(f"{table}remat_threshold: {room}\n")
         mesh = autoshard.MeshConfig(axes={"x": 1}, hardware=str(tmp_path / "chip.yaml"))
         return autoshard.jit(deep, mesh=mesh).plan(WEIGHTS, ROWS)
 
