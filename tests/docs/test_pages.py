@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NAMED = r"`((?:autoshard|rules|passes|tests|configs|docs|benchmarks)/[\w/.-]+)`"
 PAGES = {
     str(path.relative_to(ROOT)): re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
     for folder in ("docs", "docs/math")
@@ -33,7 +34,7 @@ def test_paths_that_pages_name_exist():
     missing = [
         f"{page}: {name}"
         for page in PAGES
-        for name in re.findall(r"`((?:autoshard|rules|passes|tests|configs|docs|benchmarks)/[\w/.-]+)`", (ROOT / page).read_text())
+        for name in re.findall(NAMED, (ROOT / page).read_text())
         if not (ROOT / name).exists()
     ]
     assert missing == []
