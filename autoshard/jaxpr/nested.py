@@ -1,4 +1,4 @@
-"""nested: programs nested in equations, and how their values meet those outside."""
+"""Regions: the jaxprs nested in control-flow and call equations, with their operands, results and loop carries."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ from jax._src import flattree as _ft
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import primitives as _prims
 
-from autoshard.jaxpr import high
+from autoshard.jaxpr import hi_primitives
 from autoshard.jaxpr.value import Atom
 
 INLINED = frozenset({_prims.jit_p, _prims.closed_call_p, _prims.call_p})
-"""Calls that mean nothing but their body."""
+"""Calls that `normalize` inlines."""
 _ONE_BODY = {
     _prims.remat_p: "jaxpr",
     _prims.custom_jvp_call_p: "call_jaxpr",
     _prims.custom_vjp_call_p: "call_jaxpr",
 }
-_NESTING = frozenset({_prims.scan_p, _prims.while_p, _prims.cond_p, _prims.linear_solve_p, high.CALL_HI_PRIMITIVE, *_ONE_BODY})
-"""All that have regions."""
+_NESTING = frozenset(
+    {_prims.scan_p, _prims.while_p, _prims.cond_p, _prims.linear_solve_p, hi_primitives.CALL_HI_PRIMITIVE, *_ONE_BODY}
+)
+"""Primitives with regions."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A value crossing a region's border. ``lifted``: outside it has one more leading dimension."""
+    """A value that enters or leaves a region: positions in the equation and in the region's body."""
 
     outside: int
     inside: int
     stacked: bool = False
+    """Whether the outside value has one more leading dimension, over which the loop iterates (a scan's xs and ys)."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """One program nested in an equation, and how its values meet those outside."""
+    """A jaxpr nested in an equation, and how its inputs and outputs connect to the equation's."""
 
     body: Jaxpr
     trip_count: int
-    """How often the body runs each time the equation does; 1 when that is not known."""
+    """Executions of the body per execution of the equation; 1 where unknown."""
     trip_count_known: bool
     inputs: tuple[Wire, ...]
     """Equation operand -> body input."""
     outputs: tuple[Wire, ...]
-    """Equation result <- body output."""
+    """Body output -> equation result."""
     carries: tuple[tuple[int, int], ...] = ()
-    """Body output -> body input of the next turn."""
+    """Body output -> body input of the next iteration."""
 
 
 def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
-    """The programs nested in a control-flow or call equation; empty for any other."""
+    """The regions of a control-flow or call equation; empty for any other."""
     if eqn.primitive not in _NESTING:
         return ()
     p = eqn.params
@@ -87,7 +90,7 @@ def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
             )
             for b in p["branches"]
         )
-    if eqn.primitive is _prims.linear_solve_p:  # the body is how it is solved; the rest is for its derivatives
+    if eqn.primitive is _prims.linear_solve_p:  # the body is the solve; the other jaxprs serve differentiation
         lengths = p["const_lengths"]
         first, consts = lengths.matvec + lengths.vecmat, lengths.solve
         operands = [*range(first, first + consts), *range(sum(lengths), len(eqn.invars))]
@@ -100,7 +103,7 @@ def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
                 tuple(Wire(i, i) for i in range(len(eqn.outvars))),
             ),
         )
-    body = p[_ONE_BODY[eqn.primitive]] if eqn.primitive in _ONE_BODY else high.traced_body(eqn)
+    body = p[_ONE_BODY[eqn.primitive]] if eqn.primitive in _ONE_BODY else hi_primitives.traced_body(eqn)
     if body is not None:
         return (
             Region(
@@ -115,7 +118,7 @@ def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
 
 
 def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
-    """``eqn`` with the bodies of its regions replaced, in the order of `regions`; itself where they are its own."""
+    """``eqn`` with other bodies of its regions, in the order of `regions`; ``eqn`` itself where they are the same."""
     if all(r.body is b for r, b in zip(regions(eqn), bodies, strict=True)):
         return eqn
     p = eqn.params
@@ -127,25 +130,25 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
         return eqn.replace(params=dict(p, branches=tuple(bodies)))
     if eqn.primitive is _prims.linear_solve_p:
         return eqn.replace(params=dict(p, jaxprs=p["jaxprs"]._replace(solve=bodies[0])))
-    if eqn.primitive is high.CALL_HI_PRIMITIVE:
-        return high.with_body(eqn, bodies[0])
+    if eqn.primitive is hi_primitives.CALL_HI_PRIMITIVE:
+        return hi_primitives.with_body(eqn, bodies[0])
     return eqn.replace(params=dict(p, **{_ONE_BODY[eqn.primitive]: bodies[0]}))
 
 
 def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """``eqn`` with the bodies of its regions changed; itself where ``change`` gives back what it is given."""
+    """``eqn`` with ``change`` applied to the body of each region; ``eqn`` itself where that changes nothing."""
     if eqn.primitive not in _NESTING:
         return eqn
     return with_bodies(eqn, [change(r.body) for r in regions(eqn)])
 
 
 def eqns_with_regions(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations of ``jaxpr`` that can have regions: few among many."""
+    """The equations of ``jaxpr`` that can have regions."""
     return [e for e in jaxpr.eqns if e.primitive in _NESTING]
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Every equation of ``jaxpr`` and of its regions, at every depth, outermost first."""
+    """Every equation of ``jaxpr`` and of its regions at any depth; an equation before those of its regions."""
     for eqn in jaxpr.eqns:
         yield eqn
         if eqn.primitive in _NESTING:
@@ -154,25 +157,25 @@ def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Every jaxpr among the equation's parameters, also of equations that are no region."""
-    held = high.traced_body(eqn)
-    return [held] if held is not None else list(_core.jaxprs_in_params(eqn.params)) if eqn.params else []
+    """Every jaxpr among the equation's parameters, of primitives without regions too."""
+    traced = hi_primitives.traced_body(eqn)
+    return [traced] if traced is not None else list(_core.jaxprs_in_params(eqn.params)) if eqn.params else []
 
 
 @dataclass(frozen=True)
 class ScanGroups:
-    """How a scan's operands and results fall into groups. Body inputs and outputs stand in the same order."""
+    """Numbers of a scan's operands that are constants, carries and xs, in this order, as the body's inputs are."""
 
     consts: int
     carry: int
     xs: int
     length: int
     iterates: bool
-    """Whether anything is left to loop over: False when it is unrolled whole or runs at most once."""
+    """Whether a loop remains after lowering: False where it is fully unrolled or runs at most once."""
 
 
 def scan_groups(eqn: JaxprEqn) -> ScanGroups | None:
-    """The groups of a scan, or None where ``eqn`` is something else or reads or writes mutable arrays."""
+    """The operand groups of a scan; None where ``eqn`` is no scan or has effects on references."""
     if eqn.primitive is not _prims.scan_p or any(hasattr(e, "input_index") for e in eqn.effects):
         return None
     p = eqn.params
@@ -183,7 +186,7 @@ def scan_groups(eqn: JaxprEqn) -> ScanGroups | None:
 def rebuild_scan(
     eqn: JaxprEqn, body: Jaxpr, groups: tuple[int, int, int], operands: Sequence[Atom], results: Sequence[Var]
 ) -> JaxprEqn:
-    """The scan ``eqn`` with another body and wiring; ``groups``: how many operands are consts, carry and xs."""
+    """The scan ``eqn`` with another body, operands and results; ``groups``: how many operands are consts, carry, xs."""
     consts, carry, xs = map(_ft.nones, groups)
     params = dict(
         eqn.params,

@@ -1,4 +1,4 @@
-"""origin: where in the user's code an equation comes from."""
+"""Provenance of an equation: the user's source line, and its phase of automatic differentiation."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def line(traceback: Any) -> str:
 
 
 def source(eqn: JaxprEqn) -> str:
-    """``file:line`` of the user's code that made the equation, beneath JAX, Flax and Optax; "" if unknown."""
+    """``file:line`` of the user's code that made the equation, outside JAX, Flax and Optax; "" if unknown."""
     return line(eqn.source_info.traceback)
 
 
 def autodiff_phase(eqn: JaxprEqn) -> Literal["forward", "backward", ""]:
-    """Whether the equation lies inside a differentiated function, or comes from the transposition of one."""
+    """``"backward"`` of an equation made by transposition, ``"forward"`` of any other in a differentiated function."""
     stack = eqn.source_info.name_stack
     text = str(stack) if stack.stack else ""
     return "backward" if "transpose(" in text else "forward" if "jvp(" in text else ""
 
 
 def is_backward(eqn: JaxprEqn) -> bool:
-    """Whether the equation comes from the transposition of a differentiated function."""
+    """Whether the equation was made by transposing a differentiated function."""
     return autodiff_phase(eqn) == "backward"
 
 
 def is_differentiated(eqn: JaxprEqn) -> bool:
-    """Whether the equation lies inside a differentiated function, forward or backward."""
+    """Whether the equation is part of a differentiated function, forward or backward."""
     return "jvp(" in str(eqn.source_info.name_stack)

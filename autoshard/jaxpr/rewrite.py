@@ -1,4 +1,4 @@
-"""rewrite: equations made, replaced and run again elsewhere."""
+"""Building jaxprs: equations of traced functions spliced in, cloned, constrained; dead code elimination; checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from autoshard.jaxpr.nested import regions, with_bodies
-from autoshard.jaxpr.normal import normalize
+from autoshard.jaxpr.normalization import normalize
 from autoshard.jaxpr.value import Atom, aval
 
 
@@ -32,38 +32,39 @@ def _constraint(sharding: NamedSharding, rank: int) -> JaxprEqn:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     size = sharding.mesh.size
-    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # rather than one that the caller has set
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # instead of a mesh set by the caller
         return jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,) * rank, "float32")).eqns[0]
 
 
 def stage_out(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> Jaxpr:
-    """``fun`` of values like ``invars``, to be spliced in place of ``eqn`` and of equations like it."""
+    """The jaxpr of ``fun`` for operands of the types of ``invars``, with the source of ``eqn``, for `splice`."""
     with _source.user_context(eqn.source_info.traceback):
         return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
 
 
 def splice(fun: Callable[..., Any] | Jaxpr, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[JaxprEqn]:
-    """The equations that compute ``fun`` of ``invars`` in place of ``eqn``, attributed to its source.
+    """The equations of ``fun`` on ``invars`` with the results of ``eqn``, which they replace, attributed to its source.
 
     Raises:
-      TypeError: the results are not those of ``eqn``.
+      TypeError: the results have other shapes or dtypes than those of ``eqn``.
     """
     made = normalize(fun if isinstance(fun, Jaxpr) else stage_out(fun, eqn, invars))
     if [(aval(v).shape, aval(v).dtype) for v in made.outvars] != [(aval(v).shape, aval(v).dtype) for v in eqn.outvars]:
-        raise TypeError(f"the local form of {eqn.primitive.name} gives {made.out_avals}, not {eqn.outvars}")
+        raise TypeError(f"the local form of {eqn.primitive.name} returns {made.out_avals}, not {eqn.outvars}")
     renamed = {v: w for v, w in zip(made.outvars, eqn.outvars, strict=True) if isinstance(v, Var)}
-    return _placed(made, eqn, invars, renamed)
+    return _substitute(made, eqn, invars, renamed)
 
 
 def emit(fun: Callable[..., Any], like: JaxprEqn, *invars: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations that compute ``fun`` of ``invars``, attributed to ``like``'s source, and what they give."""
+    """The equations of ``fun`` on ``invars``, attributed to ``like``'s source, and their results."""
     made = normalize(stage_out(fun, like, invars))
-    given = dict(zip(made.invars, invars, strict=True))
-    return _placed(made, like, invars, {}), [v if isinstance(v, Literal) else given.get(v, v) for v in made.outvars]
+    operands = dict(zip(made.invars, invars, strict=True))
+    results = [v if isinstance(v, Literal) else operands.get(v, v) for v in made.outvars]
+    return _substitute(made, like, invars, {}), results
 
 
-def _placed(made: Jaxpr, like: JaxprEqn, invars: Sequence[Atom], results: Mapping[Any, Var]) -> list[JaxprEqn]:
-    """The equations of ``made`` on ``invars``, with some results renamed, attributed to ``like``'s source."""
+def _substitute(made: Jaxpr, like: JaxprEqn, invars: Sequence[Atom], results: Mapping[Any, Var]) -> list[JaxprEqn]:
+    """The equations of ``made`` on ``invars``, with ``results`` substituted, attributed to ``like``'s source."""
     operands: dict[Var, Atom] = dict(zip(made.invars, invars, strict=True))
     operands |= {v: Literal(c, v.aval) for v, c in zip(made.constvars, made.consts, strict=True)}
 
@@ -81,14 +82,14 @@ def _placed(made: Jaxpr, like: JaxprEqn, invars: Sequence[Atom], results: Mappin
 
 
 def as_fun(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function of its flat inputs; its constants are its own."""
+    """``jaxpr`` as a function of its flat inputs, its constants closed over."""
     return jaxpr_as_fun(jaxpr)
 
 
 def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """``jaxpr`` without the equations that no output and no effect needs; its inputs stay.
+    """``jaxpr`` without equations that no output and no effect depends on; all inputs stay.
 
-    A long program without nested ones and effects is gone through once, rather than by JAX's rule for each equation.
+    Without effects and primitives with a DCE rule, one reverse pass replaces JAX's slower `dce_jaxpr`.
     """
     if jaxpr.effects or not _pe.dce_rules.keys().isdisjoint([e.primitive for e in jaxpr.eqns]):
         return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
@@ -104,19 +105,19 @@ def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def check_jaxpr(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
-    """Raises when ``jaxpr`` is not well formed (types, scopes, effects). Equations of ``known``, a jaxpr
-    that is well formed, need no second look at their types."""
+    """Raises TypeError where ``jaxpr`` is not well formed (types, scopes, effects). Types of equations that it shares
+    with ``known``, a well-formed jaxpr, are not checked again."""
     old = set(known.eqns if known else ())
     new = [e for e in jaxpr.eqns if e not in old]
     defined = {*jaxpr.constvars, *jaxpr.invars}
     for e in jaxpr.eqns:
         for a in e.invars:
             if isinstance(a, Var) and a not in defined:
-                raise TypeError(f"{e.primitive.name} reads what no equation before it makes:\n{e}")
+                raise TypeError(f"{e.primitive.name} reads a variable that no earlier equation defines:\n{e}")
         defined.update(e.outvars)
     if not defined.issuperset(a for a in jaxpr.outvars if isinstance(a, Var)):
-        raise TypeError("an output is made by no equation")
-    if any(hasattr(f, "input_index") for f in jaxpr.effects):  # effects on inputs go by their positions
+        raise TypeError("no equation defines an output")
+    if any(hasattr(f, "input_index") for f in jaxpr.effects):  # effects on inputs refer to their positions
         _core.check_jaxpr(jaxpr)
         return
     made = {v for e in new for v in e.outvars}
@@ -125,7 +126,7 @@ def check_jaxpr(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
 
 
 def use_counts(jaxpr: Jaxpr) -> Counter[Var]:
-    """How often each variable is read, as a result of ``jaxpr`` too; nested programs aside."""
+    """Uses of each variable as an operand or a result of ``jaxpr``, not counting those within regions."""
     found = Counter([a for e in jaxpr.eqns for a in e.invars if isinstance(a, Var)])
     found.update(a for a in jaxpr.outvars if isinstance(a, Var))
     return found
@@ -138,7 +139,7 @@ def with_eqns(
     invars: Sequence[Var] | None = None,
     outvars: Sequence[Atom] | None = None,
 ) -> Jaxpr:
-    """``jaxpr`` with other equations, and other inputs and outputs where given; its constants stay."""
+    """``jaxpr`` with other equations, and other inputs and outputs where given; constants stay."""
     return jaxpr.replace(
         eqns=list(eqns),
         invars=jaxpr.invars if invars is None else list(invars),
@@ -147,7 +148,7 @@ def with_eqns(
 
 
 def clone_eqn(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = None) -> JaxprEqn:
-    """``eqn`` on other operands, with results and bodies of its own; counted to the phase of ``like``."""
+    """A copy of ``eqn`` on other operands, with fresh results and bodies; with the autodiff phase of ``like``."""
     bodies = [normalize(r.body) for r in regions(eqn)]
     copy = with_bodies(eqn, bodies) if bodies else eqn
     stack = eqn.source_info.name_stack
@@ -161,7 +162,7 @@ def clone_eqn(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = N
 
 
 def optimization_barrier(operands: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
-    """An optimization barrier: results equal to ``operands`` that no compiler may identify with them."""
+    """An equation `jax.lax.optimization_barrier` of ``operands``, whose results XLA may not identify with them."""
     return _barrier().replace(
         invars=list(operands), outvars=[Var(v.aval) for v in operands], source_info=like.source_info
     )

@@ -1,4 +1,4 @@
-"""stages: from a program to its executable, and the fast way from a call to that, which is JAX's own."""
+"""Lowered and compiled stages: executing a flat executable, and JAX's C++ dispatch from a call to it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jax.sharding import NamedSharding
 from autoshard.jaxpr.value import is_tracer
 
 FastPath = Any
-"""What JAX's dispatch needs to run an executable again without Python; None where there is no such way."""
+"""JAX's C++ fast-path data, by which its dispatch calls an executable without Python; None where that is impossible."""
 
-_OWN = {"abstract_mesh_context_manager", "jax_disable_jit", "mesh_context_manager"}
+_SET_BY_AUTOSHARD = {"abstract_mesh_context_manager", "jax_disable_jit", "mesh_context_manager"}
 
 
 def kept_arguments(lowered: jax.stages.Lowered) -> tuple[int, ...]:
-    """The flat arguments that the lowered program takes: those that it uses."""
+    """Positions of the flat arguments that the lowered program takes; unused ones are dropped."""
     return tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
 
 
 class CompileOnlyLowered(jax.stages.Lowered):
-    """A lowering for devices that are not here: it compiles, and calling what comes of it calls ``refuse`` instead."""
+    """A lowering for devices that this process lacks: it compiles; calling the executable calls ``refuse`` instead."""
 
     def __init__(self, lowered: jax.stages.Lowered, refuse: Callable[..., Any]) -> None:
         super().__init__(lowered._lowering, lowered.args_info, lowered.out_tree)
@@ -41,15 +41,15 @@ class CompileOnlyLowered(jax.stages.Lowered):
 
 
 def with_call_structure(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any) -> jax.stages.Lowered:
-    """The lowering of a function of flat arguments, for calls with ``in_tree``, the structure of (args, kwargs)."""
+    """A lowering for flat arguments as one for calls with ``in_tree``, the structure of (args, kwargs)."""
     info = in_tree.unflatten(jax.tree.leaves(lowered.args_info))
     return jax.stages.Lowered(lowered._lowering, info, out_tree)
 
 
 def trace_context() -> tuple[Any, ...]:
-    """The settings that `jax.jit` keys its traces by, except for those that autoshard gives its own value."""
+    """The JAX settings that `jax.jit` keys its traces by, except those that autoshard sets itself."""
     names, values = _config.trace_context_names(), _config.trace_context()
-    return tuple(v for n, v in zip(names, values, strict=True) if n not in _OWN)
+    return tuple(v for n, v in zip(names, values, strict=True) if n not in _SET_BY_AUTOSHARD)
 
 
 def execute(
@@ -59,20 +59,20 @@ def execute(
     effects: Any,
     shardings: Sequence[NamedSharding] | None = None,
 ) -> tuple[Any, FastPath]:
-    """Runs an executable of flat arguments: its result in the form of ``out_tree``, and the shortcut to the next.
+    """Runs an executable on flat arguments: its result as ``out_tree``, and the fast path for the next call.
 
-    ``shardings``, where given, are of the results on a mesh with other axis types; they stay where they are.
+    ``shardings``, where given, restate those of the results on a mesh with other axis types; no data moves.
     """
     executable: Any = compiled._executable
     consts = executable.shard_const_args(compiled._params.const_args)
     flat = executable.call(*consts, *leaves)
     if shardings is not None:
         flat = jax.device_put(flat, list(shardings))
-    shortcut = _pjit._get_fastpath_data(executable, out_tree, list(leaves), flat, effects, [], None, consts)
-    if shardings is not None and shortcut is not None:
+    fast_path = _pjit._get_fastpath_data(executable, out_tree, list(leaves), flat, effects, [], None, consts)
+    if shardings is not None and fast_path is not None:
         plain = not any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in flat)
-        shortcut = shortcut._replace(out_shardings=list(shardings)) if plain else None
-    return out_tree.unflatten(flat), shortcut
+        fast_path = fast_path._replace(out_shardings=list(shardings)) if plain else None
+    return out_tree.unflatten(flat), fast_path
 
 
 def make_dispatcher(
@@ -81,11 +81,11 @@ def make_dispatcher(
     static_nums: Sequence[int],
     static_names: Sequence[str],
 ) -> Callable[..., Any]:
-    """A callable that tells its calls apart as `jax.jit` does, in C++, and takes the shortcut of those it knows.
+    """A callable that caches its calls as `jax.jit` does, in C++, by argument structure, shapes, dtypes and shardings,
+    values of static arguments, and JAX's settings.
 
-    A call that it does not know goes to ``miss``, for the result and a shortcut for all that are alike: in the
-    structure, shapes, dtypes and places of the arguments, in the values of static ones, and in JAX's settings.
-    Where JAX is told not to compile, ``fun`` is called as it stands.
+    A cache miss calls ``miss`` for the result and the fast path of further calls with the same key. Under
+    `jax.disable_jit`, ``fun`` itself is called.
     """
 
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -107,10 +107,10 @@ def make_dispatcher(
 
 
 def is_tracing() -> bool:
-    """Whether something is being traced: what is called now becomes part of that."""
+    """Whether JAX is tracing, so that a call becomes part of that trace."""
     return not _core.trace_state_clean()
 
 
 def any_tracer(leaves: Sequence[Any]) -> bool:
-    """Whether a value among ``leaves`` is being traced."""
+    """Whether any of ``leaves`` is a tracer."""
     return any(map(is_tracer, leaves))

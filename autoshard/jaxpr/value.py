@@ -1,4 +1,4 @@
-"""value: abstract values of variables and arrays, and dtypes as sizes and names."""
+"""Abstract values of variables and arrays, new variables, and sizes and names of dtypes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Atom = Var | Literal
 
 
 def is_tracer(x: Any) -> bool:
-    """Whether ``x`` stands for a value that is being traced."""
+    """Whether ``x`` is a tracer."""
     return isinstance(x, _core.Tracer)
 
 
 def aval(atom: Atom) -> Any:
-    """The abstract value of ``atom``. JAX types it by a base class that has neither shape nor dtype."""
+    """The abstract value of ``atom``, typed Any: JAX's annotation is a base class without shape and dtype."""
     return atom.aval
 
 
 def is_shaped(atom: Atom) -> bool:
-    """Whether ``atom`` has a shape and a dtype: no token, no reference."""
+    """Whether ``atom`` has a shape and a dtype, unlike a token or a reference."""
     return isinstance(atom.aval, _core.ShapedArray)
 
 
@@ -32,38 +32,38 @@ def array_aval(x: Any) -> Any:
     """The abstract value of ``x``, an array or a number.
 
     Raises:
-      TypeError: ``x`` is neither; a reference to an array is none.
+      TypeError: ``x`` is neither, such as a reference to an array.
     """
     found = jax.typeof(x)
     if not isinstance(found, _core.ShapedArray):
-        raise TypeError(f"{type(x).__name__} is no array")
+        raise TypeError(f"{type(x).__name__} is not an array")
     return found
 
 
 def is_array(atom: Atom) -> bool:
-    """Whether ``atom`` is an array of plain numbers: no token, reference or key."""
+    """Whether ``atom`` is an array of a plain dtype: no token, reference or key array."""
     dtype = getattr(atom.aval, "dtype", None)
     return is_shaped(atom) and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def new_var(var: Var) -> Var:
-    """A new variable for a value like ``var``."""
+    """A new variable of the type of ``var``."""
     return Var(var.aval)
 
 
 def stacked_var(var: Var, length: int) -> Var:
-    """A new variable for ``length`` values like ``var``, stacked along a new leading dimension."""
+    """A new variable for ``length`` values of the type of ``var``, stacked along a new leading dimension."""
     return Var(_core.unmapped_aval(length, 0, var.aval))
 
 
 def aval_bytes(aval: Any) -> int:
-    """Size of a value in bytes; 0 for what is no array, such as a token."""
+    """Size of a value in bytes; 0 where it is no array, such as a token."""
     return -(-math.prod(aval.shape) * dtype_bits(aval.dtype) // 8) if hasattr(aval, "dtype") else 0
 
 
 @functools.cache
 def dtype_bits(dtype: Any) -> int:
-    """Bits that one element takes; sub-byte types count as what they are."""
+    """Bits per element; sub-byte types count their own size."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=dtype._impl.name)))
         return key.size * key.dtype.itemsize * 8
@@ -88,7 +88,7 @@ def dtype_from_name(name: str) -> Any:
     """The inverse of `dtype_name`.
 
     Raises:
-      ValueError, TypeError: there is no such dtype or generator.
+      ValueError, TypeError: no such dtype or generator.
     """
     if name.startswith("key<"):
         return jax.eval_shape(lambda: jax.random.key(0, impl=name[4:-1])).dtype
