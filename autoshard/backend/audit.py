@@ -1,9 +1,10 @@
 """The audit: a plan's predicted collectives against those that the compiler emitted.
 
-Collectives are compared by kind and mesh axes: for each pair, bytes per device over all runs. Differences of up to 5 % are
-ignored. The rest is matched against rewrites that compilers are known to do (`autoshard.backend.known_rewrites`); what a
-rewrite accounts for is *explained*, by its name, and the audit is clean when nothing else is left. The number of runs is
-reported and not compared: compilers combine small collectives freely.
+Collectives are compared by kind and mesh axes: for each pair, bytes per device over all runs. Differences of up to 5
+% are ignored. The rest is matched against rewrites that compilers are known to do
+(`autoshard.backend.known_rewrites`); what a rewrite accounts for is *explained*, by its name, and the audit is clean
+when nothing else is left. The number of runs is reported and not compared: compilers combine small collectives
+freely.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
 def _observed_rewrites(
     sides: Mapping[Key, tuple[list[Collective], list[Collective]]],
 ) -> Iterator[tuple[Rewrite, float]]:
-    """Rewrites that can be seen in single collectives of one kind and axes, each with the most bytes that it explains."""
+    """Rewrites visible in the collectives of one kind and axes alone, each with the most bytes that it explains."""
     for (kind, axes), (planned, emitted) in sides.items():
         if axes:
             this, none = {(kind, axes): 1.0}, dict[tuple[str, Axes], float]()
@@ -183,7 +184,7 @@ def _observed_rewrites(
 
 
 def _redundant_bytes(found: Iterable[Collective]) -> float:
-    """Bytes of collectives that repeat another one, so that its result need not be kept in memory until its next use."""
+    """Bytes of collectives that repeat another one, which saves keeping its result in memory until the next use."""
     return float(_total(c for c in found if c.redundant))
 
 

@@ -146,8 +146,8 @@ def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
 def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsage | None:
     """Memory per device that ``compiled`` uses; None where its compiler does not report it.
 
-    On TPU the peak is the compiler's own. Other compilers' peak leaves temporaries out, so there it is arguments, results
-    that alias none of them, and temporaries.
+    On TPU the peak is the compiler's own. Other compilers' peak leaves temporaries out, so there it is arguments,
+    results that alias none of them, and temporaries.
     """
     found = compiled.memory_analysis()
     if found is None:

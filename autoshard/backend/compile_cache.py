@@ -15,7 +15,15 @@ from pathlib import Path
 
 import jax
 
-from autoshard.backend import compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts
+from autoshard.backend import (
+    compilation,
+    estimate,
+    hlo_collectives,
+    hlo_dtypes,
+    hlo_roofline,
+    hlo_text,
+    hlo_trip_counts,
+)
 from autoshard.backend.compilation import Compilation, MemoryUsage, OutOfMemory
 from autoshard.backend.estimate import Estimate
 from autoshard.errors import CacheWarning, ConfigError
@@ -25,7 +33,7 @@ from autoshard.strict_config import Config
 
 CACHE_VARIABLE = "AUTOSHARD_CACHE"
 """Environment variable: the cache folder, where `jit` is given none."""
-PARSERS = (collective, compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts)
+PARSERS = (collective, compilation, estimate, hlo_collectives, hlo_dtypes, hlo_roofline, hlo_text, hlo_trip_counts)
 """Modules that compute an entry from the compiler's output; their sources are part of the key."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that change what a compiler emits."""

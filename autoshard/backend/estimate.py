@@ -1,9 +1,9 @@
 """Estimated time of a compiled step, from its HLO.
 
-The TPU compiler annotates every fusion with the cycles that it expects (`estimated_cycles`); a loop's body is annotated
-once, so its cycles are multiplied by the trip count. Instructions that it does not annotate, and all instructions of the
-GPU and CPU compilers, are estimated by the chip's roofline. No compiler estimates collectives: their time is the link
-model's.
+The TPU compiler annotates every fusion with the cycles that it expects (`estimated_cycles`); a loop's body is
+annotated once, so its cycles are multiplied by the trip count. Instructions that it does not annotate, and all
+instructions of the GPU and CPU compilers, are estimated by the chip's roofline. No compiler estimates collectives:
+their time is the link model's.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""The collectives in a compiled program, read from its HLO text.
+"""Finds the collectives of a compiled program in its HLO text, with their mesh axes, payloads and number of runs.
 
-The text is that of ``compiled.as_text()`` on CPU, GPU and TPU. What is particular about each:
+The text is that of ``compiled.as_text()`` on CPU, GPU and TPU:
 
-- an asynchronous collective is a ``-start`` and a ``-done``: the start counts, the done does not;
-- the TPU compiler spreads one asynchronous collective over several fusions that share a ``chain_id``:
-  the first counts. It writes a reduce-scatter as a fusion named ``all-reduce-scatter`` around an
-  all-reduce of the padded operand: that is a reduce-scatter of the fusion's operands. What the padding
-  put on a neighbour then moves by a collective-permute: that is part of the reduce-scatter;
-- a loop's body stands once in the text, and its trip count is the compiler's ``known_trip_count`` or
-  else read from the loop's condition, initial value and step (`autoshard.backend.hlo_trip_counts`);
-- device groups come as lists ``{{0,1},{2,3}}``, as iotas ``[4,2]<=[2,4]T(1,0)`` and as meshes of the
-  compiler's own naming ``mesh['axis_0'=2,'axis_1'=4] {'axis_1'}``. Numbers are positions in the mesh,
-  row-major.
-
-A branch of a conditional counts as if it were always taken.
+- An asynchronous collective is a ``-start`` and a ``-done``; only the start is counted.
+- The TPU compiler spreads one asynchronous collective over several fusions with the same ``chain_id``; only the first
+  is counted. It emits a reduce-scatter as a fusion named ``all-reduce-scatter`` around an all-reduce of the padded
+  operand: that is counted as a reduce-scatter of the fusion's operands. A collective-permute then moves the rows that
+  padding put on a neighbour: that is counted as part of the reduce-scatter.
+- A loop's body is in the text once; `autoshard.backend.hlo_trip_counts` gives its runs.
+- Device groups are lists ``{{0,1},{2,3}}``, iotas ``[4,2]<=[2,4]T(1,0)``, or axes of a mesh with names of the
+  compiler's own, ``mesh['axis_0'=2,'axis_1'=4] {'axis_1'}``. Device numbers are row-major positions in the mesh.
+- Every branch of a conditional is counted as taken.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from autoshard.backend import hlo_dtypes
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_KINDS, COLLECTIVE_PERMUTE, REDUCE_SCATTER, Collective
@@ -46,8 +44,8 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
     """Every collective of a compiled module, in the order of the text.
 
     Args:
-      text: HLO as `jax.stages.Compiled.as_text` gives it.
-      mesh: the mesh that the program was compiled for; it gives the groups their axes.
+      text: HLO as from `jax.stages.Compiled.as_text`.
+      mesh: the mesh that the program was compiled for, which maps device groups to axes.
     """
     module = parse(text)
     times = run_counts(module)
@@ -91,7 +89,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
 
 
 def _moves_scatter_padding(permute: Instruction, computation: Computation) -> bool:
-    """Whether a permute is the end of a reduce-scatter: in parts that fill tiles, of which the edges then move on."""
+    """Whether a permute completes a padded reduce-scatter: it sends a slice of the result of ``all-reduce-scatter``."""
     body = computation.instructions
     cut = body.get(permute.names[0]) if permute.names else None
     whole = body.get(cut.names[0]) if cut is not None and cut.opcode == "slice" else None
@@ -101,20 +99,20 @@ def _moves_scatter_padding(permute: Instruction, computation: Computation) -> bo
 
 
 def _wraps_computation(instruction: Instruction, module: Module) -> bool:
-    """Whether the collective stands in a computation of its own that is in the text too."""
+    """Whether an async start wraps a computation that is in the text too, and holds the collective itself."""
     return instruction.opcode.endswith("-start") and any(
         name in module.computations for key, name in called(instruction) if key == "calls"
     )
 
 
 def _sending_devices(attributes: str) -> int:
-    """How many devices a collective-permute sends from, to others."""
+    """Number of devices that a collective-permute sends from to another device."""
     pairs = _PAIRS.search(attributes)
     return len({pair[0] for pair in _parse_lists(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
 
 
 def _is_later_part(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
-    """Whether this is a further part of an asynchronous collective that has been counted."""
+    """Whether this is a later part of an asynchronous collective in ``seen``; adds it if it is the first."""
     chain, channel = _CHAIN.search(instruction.attributes), _CHANNEL.search(instruction.attributes)
     if chain is None or channel is None:
         return False
@@ -126,19 +124,12 @@ def _is_later_part(instruction: Instruction, seen: set[tuple[str, str]]) -> bool
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an HLO shape or tuple of shapes, each array's bits rounded up: ``(bf16[8,4]{1,0}, s4[3])``."""
+    """Bytes of an HLO shape or tuple of shapes, each array rounded up to whole bytes: ``(bf16[8,4]{1,0}, s4[3])``."""
     total = 0
     for dtype, dims in _SHAPE.findall(shape):
         elements = math.prod(int(d.strip("<= ")) for d in dims.split(",") if d.strip())
-        total += -(-elements * _bits(dtype) // 8)
+        total += -(-elements * hlo_dtypes.bits(dtype) // 8)
     return total
-
-
-def _bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    digits = re.search(r"\d+", dtype)  # f8e4m3fn, bf16, s4; token and opaque have none
-    return int(digits[0]) if digits else 0
 
 
 def _payload(kind: str, instruction: Instruction, group: int) -> int:
@@ -154,7 +145,7 @@ def _payload(kind: str, instruction: Instruction, group: int) -> int:
 
 
 def _tuple_elements(shape: str) -> list[str]:
-    """The elements of a tuple shape at its top level; a lone array is its own."""
+    """The top-level elements of a tuple shape; of an array, the array alone."""
     if not shape.startswith("("):
         return [shape]
     parts, depth, start = [], 0, 1
@@ -171,7 +162,7 @@ def _parameter_bytes(computation: Computation) -> int:
 
 
 class _GroupAxes:
-    """Finds the mesh axes of device groups, each spelling of them once."""
+    """Maps device groups to mesh axes; each distinct text of ``replica_groups`` is parsed once."""
 
     def __init__(self, mesh: LogicalMesh) -> None:
         self.mesh = mesh
@@ -185,7 +176,7 @@ class _GroupAxes:
                 self.by_groups[_unordered(_groups_along(self.ids, dims))] = axes
 
     def __call__(self, kind: str, attributes: str) -> tuple[tuple[str, ...] | None, int]:
-        """Axes, or None when no set of them gives these groups, and the number of devices in a group."""
+        """The axes, None where no set of axes has these groups, and the number of devices in a group."""
         if kind == COLLECTIVE_PERMUTE:
             pairs = _PAIRS.search(attributes)
             return (self._permuted_axes(_parse_lists(pairs[1])), 2) if pairs else (None, 1)
@@ -198,7 +189,7 @@ class _GroupAxes:
         return self.by_text[key]
 
     def _permuted_axes(self, pairs: Groups) -> tuple[str, ...] | None:
-        """The axes along which some source and its target differ."""
+        """The axes in which some source-target pair differs."""
         if any(d >= self.mesh.size for pair in pairs for d in pair):
             return None
         places = [np.unravel_index(list(pair), self.mesh.axis_sizes) for pair in pairs if len(pair) == 2]
@@ -208,10 +199,10 @@ class _GroupAxes:
 
 
 def replica_groups(text: str, devices: int) -> Groups | None:
-    """The groups in ``replica_groups=...``, of any spelling; None when it is none that is known.
+    """The device groups of ``replica_groups=...`` in any of its three forms; None for any other form.
 
     Args:
-      devices: how many there are, for the empty spelling ``{}`` that means one group of all.
+      devices: number of devices; ``{}`` means one group of all.
     """
     if mesh := _MESH.search(text):
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
@@ -225,9 +216,9 @@ def replica_groups(text: str, devices: int) -> Groups | None:
 
 
 def _mesh_groups(mesh: str, order: str | None, group: str) -> Groups:
-    """``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}``: axes, device order, what is grouped."""
+    """Groups of ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}``: axes, device order, grouped axes."""
     sizes = {name.strip("' "): int(size) for name, size in (part.split("=") for part in mesh.split(","))}
-    # An axis of which only a part is grouped, `'b':(2)2`, is (major, part, minor).
+    # A sub-axis `'b':(major)size` splits the axis into (major, size, minor), of which the middle one is grouped.
     parts = {name: (1, size, 1) for name, size in sizes.items()}
     chosen: dict[str, int] = {}
     for name, major, part in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", group):
@@ -244,7 +235,7 @@ def _mesh_groups(mesh: str, order: str | None, group: str) -> Groups:
 
 
 def _groups_along(ids: np.ndarray, dims: Sequence[int]) -> Groups:
-    """Devices that differ along ``dims`` alone, one group a row."""
+    """Groups of the devices that differ in ``dims`` only."""
     others = [d for d in range(ids.ndim) if d not in dims]
     return _rows(ids.transpose(*others, *dims).reshape(-1, math.prod(ids.shape[d] for d in dims)))
 

@@ -1,8 +1,8 @@
-"""roofline: how long compiled instructions take at least, where their compiler gives no estimate of its own.
+"""Roofline time of compiled instructions, for compilers that give no estimate of their own.
 
-Each instruction that runs as a kernel of its own takes the longer of its products at the chip's peak and of its
-operands and result at the memory's bandwidth, and one kernel's overhead; a loop's, as often as it turns. A library's
-attention is no plain product: it runs at the share of the peak that the hardware table says (`autoshard.transforms.cudnn_attention`).
+Each instruction that runs as a kernel takes the larger of FLOPs / peak and bytes read and written / memory bandwidth,
+plus one kernel launch; in a loop, times its trip count. cuDNN's attention runs at the share of the peak that the
+hardware table gives (`autoshard.transforms.cudnn_attention`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from autoshard.backend import hlo_dtypes
 from autoshard.backend.hlo_collectives import shape_bytes
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called
 from autoshard.backend.hlo_trip_counts import run_counts
@@ -22,10 +23,7 @@ from autoshard.transforms.cudnn_attention import flops_at_peak, peak_share
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
 _LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->")
-_DTYPES = {
-    "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8",
-    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
-}  # fmt: skip
+
 _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
     "async-done", "copy-done", "fusion-done", "partition-id", "replica-id", "tuple", "while",
@@ -37,11 +35,13 @@ _SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[(
 _CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
 _BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
 _KERNEL_BODIES = ("calls", "to_apply")
-"""How a kernel names what it computes; what loops and branches run stands in the module on its own."""
+"""Attributes that name the computation inside a kernel; those of loops and conditionals are computations of their
+own.
+"""
 
 
 def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
-    """Seconds of one call, collectives left out, and whether every loop's trips are known."""
+    """Seconds of one call without its collectives, and whether every loop's trip count is known."""
     inner = {
         name
         for computation in module.computations.values()
@@ -65,7 +65,7 @@ def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
 def instruction_seconds(
     instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
 ) -> float:
-    """Seconds of one that runs as a kernel of its own."""
+    """Seconds of an instruction that runs as a kernel."""
     inside = _fused_computation(instruction, module)
     moved = _unfused_bytes(instruction, computation) if inside is None else _fusion_bytes(inside)
     products = sum(
@@ -76,25 +76,26 @@ def instruction_seconds(
 
 
 def _attention_seconds(instruction: Instruction, computation: Computation, hardware: Hardware) -> float:
-    """Seconds of cuDNN's attention; 0 of all else."""
+    """Seconds of the products of cuDNN's attention kernel; 0 for any other instruction."""
     kernel = _ATTENTION.search(instruction.attributes)
     if not kernel:
         return 0.0
     scores = _SCORES.search(instruction.attributes)
     query = _ARRAY.search(computation.instructions[instruction.names[0]].shape)
     if not scores or not query:
-        raise ValueError(f"{instruction.name}: cuDNN's attention, and its HLO does not say of what shape")
+        raise ValueError(f"{instruction.name}: a cuDNN attention kernel whose HLO has no shape of the scores")
     batch, heads, rows, cols = _ints(scores[1].replace('"', ""))
     width = math.prod(_ints(query[2])) // (batch * heads * rows)
     backward = "Backward" in kernel[1]
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
     share = peak_share(hardware.attention[backward], cols) if hardware.attention else 1.0
     causal = _CAUSAL.search(instruction.attributes) is not None
-    return flops_at_peak(flops, width, share, causal=causal) / hardware.peak_flops(_DTYPES.get(query[1], query[1]))
+    return flops_at_peak(flops, width, share, causal=causal) / hardware.peak_flops(hlo_dtypes.peak_dtype(query[1]))
 
 
 def _fused_computation(instruction: Instruction, module: Module) -> Computation | None:
-    """What a fusion computes; one that runs beside others is called through a computation that only calls it."""
+    """The computation of a fusion; None for any other instruction. An async fusion is called through a computation
+    that has the fusion alone."""
     found = next((module.computations.get(name) for key, name in called(instruction) if key == "calls"), None)
     if found is None or found.instructions[found.root].opcode != "fusion":
         return found
@@ -102,7 +103,7 @@ def _fused_computation(instruction: Instruction, module: Module) -> Computation 
 
 
 def _fusion_bytes(fusion: Computation) -> int:
-    """Bytes that a fusion reads and writes: of an operand that it only takes slices of, those slices."""
+    """Bytes that a fusion reads and writes; of an operand of which it reads slices only, the bytes of the slices."""
     body = fusion.instructions
     users: dict[str, list[Instruction]] = defaultdict(list)
     for instruction in body.values():
@@ -113,13 +114,13 @@ def _fusion_bytes(fusion: Computation) -> int:
 
 
 def _unfused_bytes(instruction: Instruction, computation: Computation) -> int:
-    """The same of an instruction that stands by itself."""
+    """Bytes that an instruction outside of fusions reads and writes."""
     read = sum(_bytes_read(name, {name: [instruction]}, computation) for name in instruction.names)
     return read + _bytes_written(instruction, computation)
 
 
 def _bytes_read(name: str, users: Mapping[str, list[Instruction]], computation: Computation) -> int:
-    """What ``users`` read of ``name``: of what is written into, nothing."""
+    """Bytes that ``users`` read of ``name``; none where a dynamic-update-slice writes into it."""
     whole = shape_bytes(computation.instructions[name].shape) if name in computation.instructions else 0
     found = 0 if users.get(name) else whole
     for user in users.get(name, ()):
@@ -145,7 +146,7 @@ def _bytes_written(instruction: Instruction, computation: Computation) -> int:
 def _contraction_flops(
     instruction: Instruction, computation: Computation, module: Module
 ) -> Iterator[tuple[float, str]]:
-    """FLOPs and operand type of every product in an instruction, those of the computations inside it included."""
+    """FLOPs and operand dtype of each dot, convolution and GEMM call in an instruction and the computations inside."""
     for key, name in called(instruction):
         inside = module.computations.get(name)
         if key in _KERNEL_BODIES and inside is not None:
@@ -159,7 +160,7 @@ def _contraction_flops(
         return
     (_, result), (dtype, left), (_, right) = [(a[1], _ints(a[2])) for a in arrays if a]
     if labels := _LABELS.search(instruction.attributes):
-        # cuDNN's derivatives name dimensions as the convolution itself does: its output and kernel tell the work.
+        # cuDNN's gradient calls have the dim_labels of the forward convolution: its output and kernel give the FLOPs.
         output, kernel = result, right
         if _BACKWARD_INPUT in instruction.attributes:
             output = left
@@ -170,7 +171,7 @@ def _contraction_flops(
         depth = math.prod(left[d] for d in _ints(contracting[1].replace('"', "")))
     else:
         return
-    yield 2.0 * math.prod(result) * depth, _DTYPES.get(dtype, dtype)
+    yield 2.0 * math.prod(result) * depth, hlo_dtypes.peak_dtype(dtype)
 
 
 def _ints(text: str) -> list[int]:

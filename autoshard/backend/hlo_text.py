@@ -1,4 +1,4 @@
-"""HLO text as computations and instructions: as much of the grammar as reading collectives needs."""
+"""Parses HLO text into computations and instructions: the part of the grammar that this package needs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Instruction:
     shape: str
     opcode: str
     operands: str
-    """The text between the parentheses: operands, a constant's literal or a parameter's number."""
+    """The text between the parentheses: operands, a constant's literal, or a parameter's number."""
     attributes: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the operands, whether or not each is printed with its shape."""
+        """Names of the operands, which may be printed with or without shapes."""
         marked = re.findall(r"%([\w.\-]+)", self.operands)
         return tuple(marked or (part.split()[-1] for part in self.operands.split(", ") if part.strip()))
 
@@ -47,14 +47,14 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Computations by name, the entry's name, and ``file:line`` by stack frame."""
+    """Computations by name, the entry computation's name, and ``file:line`` by stack frame."""
 
     computations: dict[str, Computation]
     entry: str
     frames: dict[str, str]
 
     def source(self, instruction: Instruction) -> str:
-        """``file:line`` of the user's code that an instruction comes from, or empty."""
+        """``file:line`` of the user's code that an instruction comes from; empty if unknown."""
         if frame := _FRAME_ID.search(instruction.attributes):
             return self.frames.get(frame[1], "")
         if named := _SOURCE.search(instruction.attributes):
@@ -62,12 +62,12 @@ class Module:
         return ""
 
     def operation(self, instruction: Instruction) -> str:
-        """JAX's name for the operation that an instruction comes from, ``jit(step)/jvp()/dot_general``, or empty."""
+        """JAX's ``op_name`` of an instruction, such as ``jit(step)/jvp()/dot_general``; empty if unknown."""
         named = _OPERATION.search(instruction.attributes)
         return named[1] if named else ""
 
     def caller_source(self, name: str) -> str:
-        """``file:line`` of the first instruction that calls computation ``name``, or empty."""
+        """``file:line`` of the first instruction that calls computation ``name``; empty if unknown."""
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 if any(callee == name for _, callee in called(instruction)):
@@ -76,14 +76,14 @@ class Module:
 
 
 def called(instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """The computations that an instruction calls, each with the attribute that names it."""
+    """(attribute, computation) for each computation that an instruction calls: ``("calls", "fused_computation")``."""
     for key, several, one in _CALLED.findall(instruction.attributes):
         for name in re.findall(r"[\w.\-]+", several or one):
             yield key, name
 
 
 def parse(text: str) -> Module:
-    """Reads HLO text; what it does not know it passes over."""
+    """Parses HLO text; lines that it does not recognise are skipped."""
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
     entry, table, instructions, name, root = "", "", dict[str, Instruction](), "", ""
@@ -108,7 +108,7 @@ def parse(text: str) -> Module:
 
 
 def _frames(tables: dict[str, dict[str, str]]) -> dict[str, str]:
-    """``file:line`` by stack frame, from the tables that stand at the top of the module."""
+    """``file:line`` by stack frame, from the tables at the top of the module."""
     places: dict[str, str] = {}
     for key, row in tables["FileLocations"].items():
         if place := re.search(r"file_name_id=(\d+).*?\bline=(\d+)", row):
@@ -121,7 +121,7 @@ def _frames(tables: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    """``rest`` is what follows the equals sign."""
+    """The instruction ``name``; ``rest`` is the text after the equals sign."""
     end = _closing(rest) if rest.startswith("(") else rest.find(" ")
     shape, rest = rest[:end].strip(), rest[end:].strip()
     opcode, _, rest = rest.partition("(")
@@ -130,7 +130,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Index just after the parenthesis that closes the one that ``text`` begins with."""
+    """Index after the parenthesis that matches the one at the start of ``text``."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1

@@ -1,19 +1,28 @@
-"""How often each computation of an HLO module runs: the trip counts of its loops, multiplied."""
+"""Run counts of the computations of an HLO module: the product of the trip counts of the loops around each."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called
 
-RunCount = tuple[int, bool]
-"""Runs per call of the program, and whether that is known; when it is not, it is a lower bound."""
 
-_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+class RunCount(NamedTuple):
+    """Runs per call of the program; a lower bound where it is not ``exact``."""
+
+    count: int
+    exact: bool
+
+
+ONCE = RunCount(1, True)
+
+_KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _DIRECTION = re.compile(r"\bdirection=(\w\w)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _PASS_THROUGH = ("bitcast", "convert", "copy", "copy-done", "copy-start", "reshape")
+"""Opcodes whose scalar result is their operand."""
 _MIRROR = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
@@ -28,38 +37,39 @@ _Value = int | _StateElement | None
 
 
 def run_counts(module: Module) -> dict[str, RunCount]:
-    """Runs of each computation that the entry reaches. A loop's condition runs once more than its body."""
+    """Runs of each computation reachable from the entry. A loop's condition runs once more than its body."""
     calls: dict[str, list[tuple[str, RunCount]]] = {name: [] for name in module.computations}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             for key, callee in called(instruction):
-                times = trip_count(instruction, computation, module) if instruction.opcode == "while" else (1, True)
+                times = trip_count(instruction, computation, module) if instruction.opcode == "while" else ONCE
                 if key == "condition":
-                    times = times[0] + 1, times[1]
+                    times = RunCount(times.count + 1, times.exact)
                 if callee in calls:
                     calls[callee].append((computation.name, times))
-    found: dict[str, RunCount] = {module.entry: (1, True)}
+    found: dict[str, RunCount] = {module.entry: ONCE}
 
     def runs(name: str) -> RunCount:
         if name not in found:
-            reached = [(runs(caller), times) for caller, times in calls[name]]
-            alive = [(a, b) for a, b in reached if a[0] > 0]
-            found[name] = sum(a[0] * b[0] for a, b in alive), all(a[1] and b[1] for a, b in alive)
+            callers = [(runs(caller), times) for caller, times in calls[name]]
+            live = [(caller, times) for caller, times in callers if caller.count > 0]
+            total = sum(caller.count * times.count for caller, times in live)
+            found[name] = RunCount(total, all(caller.exact and times.exact for caller, times in live))
         return found[name]
 
-    return {name: runs(name) for name in module.computations if runs(name)[0] > 0}
+    return {name: runs(name) for name in module.computations if runs(name).count > 0}
 
 
 def trip_count(loop: Instruction, caller: Computation, module: Module) -> RunCount:
-    """Trips of a while loop: the compiler's own count, else that of a counted loop, else 1 and unknown."""
-    if known := _KNOWN.search(loop.attributes):
-        return int(known[1]), True
+    """Trip count of a while loop: ``known_trip_count``, else that of a counted loop, else 1 and not exact."""
+    if known := _KNOWN_TRIP_COUNT.search(loop.attributes):
+        return RunCount(int(known[1]), True)
     trips = _counted_loop_trips(loop, caller, module)
-    return (1, False) if trips is None else (trips, True)
+    return RunCount(1, False) if trips is None else RunCount(trips, True)
 
 
 def _counted_loop_trips(loop: Instruction, caller: Computation, module: Module) -> int | None:
-    """Trips of ``for (i = first; i < last; i += step)`` with all three constant, or None."""
+    """Trip count of ``for (i = first; i < last; i += step)`` with constant first, last and step; None otherwise."""
     parts = {key: module.computations.get(name) for key, name in called(loop)}
     condition, body = parts.get("condition"), parts.get("body")
     if condition is None or body is None:
@@ -84,7 +94,7 @@ def _counted_loop_trips(loop: Instruction, caller: Computation, module: Module) 
 
 
 def _step(body: Computation, counter: _StateElement, module: Module) -> int | None:
-    """What one trip adds to the counter."""
+    """The constant that one iteration adds to the counter; None if it is none."""
     root = body.instructions[body.root]
     if root.opcode != "tuple" or counter.index >= len(root.names):
         return None
@@ -98,16 +108,16 @@ def _step(body: Computation, counter: _StateElement, module: Module) -> int | No
 
 
 def _initial_value(loop: Instruction, caller: Computation, index: int) -> int | None:
-    """The constant that the loop's state starts with at ``index``."""
+    """The constant initial value of the loop's state at ``index``; None if it is none."""
     state = caller.instructions.get(loop.names[0])
     if state is None or state.opcode != "tuple" or index >= len(state.names):
         return None
-    value = _value(caller, state.names[index])
+    value = _trace_value(caller, state.names[index])
     return value if isinstance(value, int) else None
 
 
 def _binary_operands(computation: Computation, name: str, module: Module) -> tuple[Instruction, tuple[_Value, _Value]]:
-    """The instruction and its two operands; a fusion is looked into, one level deep."""
+    """The instruction that computes ``name``, past pass-through operations and one fusion, and its two operands."""
     instruction = computation.instructions[name]
     while instruction.opcode in _PASS_THROUGH and instruction.names[0] in computation.instructions:
         instruction = computation.instructions[instruction.names[0]]
@@ -115,14 +125,18 @@ def _binary_operands(computation: Computation, name: str, module: Module) -> tup
     if instruction.opcode == "fusion":
         inner = next((module.computations.get(callee) for _, callee in called(instruction)), None)
         if inner is not None:
-            inputs = tuple(_value(computation, operand) for operand in instruction.names)
+            inputs = tuple(_trace_value(computation, operand) for operand in instruction.names)
             computation, instruction = inner, inner.instructions[inner.root]
-    values = [_value(computation, operand, inputs) for operand in instruction.names[:2]]
+    values = [_trace_value(computation, operand, inputs) for operand in instruction.names[:2]]
     return instruction, (values[0] if values else None, values[1] if len(values) > 1 else None)
 
 
-def _value(computation: Computation, name: str, inputs: tuple[_Value, ...] | None = None) -> _Value:
-    """A constant, an element of the state, or None for all else. ``inputs``: a fusion's operands."""
+def _trace_value(computation: Computation, name: str, inputs: tuple[_Value, ...] | None = None) -> _Value:
+    """The constant or the element of the loop's state that ``name`` is; None for anything else.
+
+    Args:
+      inputs: the operands, where ``computation`` is that of a fusion.
+    """
     instruction = computation.instructions.get(name)
     if instruction is None:
         return None
@@ -133,5 +147,5 @@ def _value(computation: Computation, name: str, inputs: tuple[_Value, ...] | Non
     if instruction.opcode == "parameter" and inputs is not None:
         return inputs[int(instruction.operands)]
     if instruction.opcode in _PASS_THROUGH and instruction.names:
-        return _value(computation, instruction.names[0], inputs)
+        return _trace_value(computation, instruction.names[0], inputs)
     return None

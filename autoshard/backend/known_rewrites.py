@@ -1,16 +1,17 @@
 """Known compiler rewrites of collectives, and a linear program that says how far they explain what was emitted.
 
-A rewrite replaces planned collectives by emitted ones, at fixed bytes per unit. Let p_k and e_k be the planned and emitted
-bytes of kind and axes k, and x_r the units of rewrite r, which consumes P_kr and produces E_kr bytes of k a unit:
+A rewrite replaces planned collectives by emitted ones, at fixed bytes per unit. Let p_k and e_k be the planned and
+emitted bytes of kind and axes k, and x_r the units of rewrite r, which consumes P_kr and produces E_kr bytes of k a
+unit:
 
     minimize    REWRITE_PENALTY * sum_r x_r + sum_k (u_k + v_k)
     subject to  sum_r (E_kr - P_kr) x_r + u_k - v_k = e_k - p_k     for each k: u, v are what stays unexplained
                 what the rewrites up to a stage consume of k is at most p_k and what earlier stages produced of it
                 x, u, v >= 0
 
-Rewrites of the first stage change axes, those of the second, which may consume what the first produced, kinds. A rewrite
-and its reverse in the same stage, over the same axes, could produce collectives from nothing: where a solution has both,
-each is excluded in turn (branch and bound) and the cheaper solution kept.
+Rewrites of the first stage change axes, those of the second, which may consume what the first produced, kinds. A
+rewrite and its reverse in the same stage, over the same axes, could produce collectives from nothing: where a
+solution has both, each is excluded in turn (branch and bound) and the cheaper solution kept.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def fit_rewrites(
 ) -> list[tuple[Rewrite, float]]:
     """The rewrites that explain the difference best, each with its units.
 
-    The linear program is scaled: bytes of a kind and axes by the larger of planned and emitted, units of a rewrite by the
-    least of what it touches. So four bytes weigh as much as gigabytes.
+    The linear program is scaled: bytes of a kind and axes by the larger of planned and emitted, units of a rewrite by
+    the least of what it touches. So four bytes weigh as much as gigabytes.
 
     Args:
       planned: bytes of each kind and axes.

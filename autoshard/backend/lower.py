@@ -1,8 +1,8 @@
-"""lower: Program + PlanRecord -> a function whose intermediates are constrained as planned.
+"""Lowers a plan: inserts its sharding constraints and `jax.shard_map` islands into the program's jaxpr.
 
-The program's equations are kept; after an equation whose result is pinned stands a sharding constraint, and
-before one that reads a value differently from how it lies stands one on that operand. Constraints never
-change a value. An equation that the plan runs in its local form becomes an island: a `jax.shard_map` of that form.
+Equations are kept. A constrained result is followed by `with_sharding_constraint`; an operand that an equation reads
+with another spec is preceded by one; constraints are identities. An equation that the plan runs in its local form
+becomes an island: a `jax.shard_map` of that form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jax.experimental import layout as storage
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
@@ -29,91 +29,104 @@ from autoshard.plan.record import PlanRecord
 
 
 def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
-    """The program's jaxpr with a constraint for each pin and an island for each local form, at every depth."""
-    plan_pins = plan.intermediates
+    """The program's jaxpr with the plan's constraints and islands, in nested jaxprs too."""
     shardings = {
-        (p.value, p.node): [NamedSharding(mesh, s.partition_spec()) for s in (*p.waypoints, p.spec)] for p in plan_pins
+        (c.value, c.node): [NamedSharding(mesh, s.partition_spec()) for s in (*c.waypoints, c.spec)]
+        for c in plan.intermediates
     }
     results = {v: s for (v, n), s in shardings.items() if n is None}
     operands = {(v, n): s for (v, n), s in shardings.items() if n is not None}
-    local = {i.node: (graph.nodes[i.node].kind.rule, i) for i in plan.islands}
-    inner = {n for _, n in operands if n < len(graph.nodes)}
-    numbers = {graph.nodes[n].results: n for n in (*inner, *local)}
-    ends = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
-    borders = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in inner and graph.nodes[n].tie}
-    lowering = _Lowering(graph.ids, results, operands, numbers, borders, local, mesh, plan.mesh, graph.program.rules)
-    return lowering.jaxpr(graph.program.jaxpr, ends)
+    islands = {i.node: (graph.nodes[i.node].kind.rule, i) for i in plan.islands}
+    # Operand constraints number the program's results after the nodes: they are "read" by the caller.
+    readers = {n for _, n in operands if n < len(graph.nodes)}
+    outputs = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
+    nodes = {graph.nodes[n].results: n for n in (*readers, *islands)}
+    ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
+    lowering = _Lowering(graph.ids, results, operands, nodes, ties, islands, mesh, plan.mesh, graph.program.rules)
+    return lowering.jaxpr(graph.program.jaxpr, outputs)
 
 
 class _Lowering:
-    """Rewrites one jaxpr tree."""
+    """Rewrites a jaxpr and those nested in it.
+
+    Args:
+      value_of: the graph's value number of each variable.
+      result_shardings: shardings to constrain a value to, in turn, where it is defined.
+      operand_shardings: the same where one node reads it: by value and node.
+      node_of_results: nodes with operand constraints or an island, by the values that they define.
+      tie_shardings: constraints on what enters, leaves or is carried around a nested jaxpr, by value before and after.
+      islands: rule and island by node.
+      mesh, logical_mesh: the mesh with devices, and with links.
+    """
 
     def __init__(
         self,
-        ids: Mapping[jx.Var, int],
-        results: Mapping[int, Sequence[NamedSharding]],
-        operands: Mapping[tuple[int, int], Sequence[NamedSharding]],
-        numbers: Mapping[tuple[int, ...], int],
-        borders: Mapping[tuple[int, ...], Sequence[NamedSharding]],
-        local: Mapping[int, tuple[Rule, Island]],
+        value_of: Mapping[jx.Var, int],
+        result_shardings: Mapping[int, Sequence[NamedSharding]],
+        operand_shardings: Mapping[tuple[int, int], Sequence[NamedSharding]],
+        node_of_results: Mapping[tuple[int, ...], int],
+        tie_shardings: Mapping[tuple[int, ...], Sequence[NamedSharding]],
+        islands: Mapping[int, tuple[Rule, Island]],
         mesh: Mesh,
-        links: LogicalMesh,
+        logical_mesh: LogicalMesh,
         rules: Rules,
     ) -> None:
-        self.ids, self.results, self.operands, self.node_of_results = ids, results, operands, numbers
-        self.borders, self.local, self.mesh, self.logical_mesh, self.rules = borders, local, mesh, links, rules
+        self.value_of, self.node_of_results, self.islands = value_of, node_of_results, islands
+        self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
+        self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
 
-    def jaxpr(self, jaxpr: jx.Jaxpr, ends: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
-        """``jaxpr`` constrained; ``ends`` are the places that each of its results is brought to in turn."""
+    def jaxpr(self, jaxpr: jx.Jaxpr, outputs: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
+        """``jaxpr`` constrained; ``outputs`` are the shardings to constrain each of its results to, in turn."""
         eqns: list[jx.JaxprEqn] = []
-        now: dict[jx.Var, jx.Var] = {}
+        now: dict[jx.Var, jx.Var] = {}  # the constrained variable that replaces an original one from here on
 
-        def settle(var: jx.Var, like: jx.JaxprEqn, node: int | None = None) -> None:
-            value = self.ids.get(var, -1)
-            made = self.operands.get((value, node), ()) if node is not None else ()
-            shardings = (*made, *self.results.get(value, ()))
+        def constrain_result(var: jx.Var, like: jx.JaxprEqn, node: int | None = None) -> None:
+            value = self.value_of.get(var, -1)
+            in_place = self.operand_shardings.get((value, node), ()) if node is not None else ()
+            shardings = (*in_place, *self.result_shardings.get(value, ()))
             if shardings:
                 now[var] = self._constrain_through(now.get(var, var), shardings, like, eqns)
 
         if jaxpr.eqns:
             for var in jaxpr.invars:
-                settle(var, jaxpr.eqns[0])
+                constrain_result(var, jaxpr.eqns[0])
         for eqn in jaxpr.eqns:
-            node = self.node_of_results.get(tuple(self.ids[v] for v in eqn.outvars))
+            node = self.node_of_results.get(tuple(self.value_of[v] for v in eqn.outvars))
             invars = [a if isinstance(a, jx.Literal) else self._operand(a, node, eqn, now, eqns) for a in eqn.invars]
             regions = jx.regions(eqn)
             if regions and not self._is_opaque(regions):
-                ways = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.inputs]
-                for i, a, b in ways:
-                    if a is invars[i] and not isinstance(a, jx.Literal):
-                        invars[i] = self._constrain_through(a, self._border(eqn.invars[i], b), eqn, eqns)
-                eqn = jx.with_bodies(eqn, [self.jaxpr(r.body, self._result_shardings(eqn, r)) for r in regions])
+                entries = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.inputs]
+                for i, outside, inside in entries:
+                    if outside is invars[i] and not isinstance(outside, jx.Literal):
+                        shardings = self._tie_shardings(eqn.invars[i], inside)
+                        invars[i] = self._constrain_through(outside, shardings, eqn, eqns)
+                eqn = jx.with_bodies(eqn, [self.jaxpr(r.body, self._body_result_shardings(eqn, r)) for r in regions])
             if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
                 self._user_constraint(eqn, invars[0], now, eqns)
                 continue
-            eqns += self._island(eqn, invars, node) if node in self.local else self._unpartitioned(eqn, invars)
+            eqns += self._island(eqn, invars, node) if node in self.islands else self._equation(eqn, invars)
             for var in eqn.outvars:
-                settle(var, eqn, node)
+                constrain_result(var, eqn, node)
         last = jaxpr.eqns[-1] if jaxpr.eqns else None
         outvars = [
             a if isinstance(a, jx.Literal) else self._constrain_through(now.get(a, a), shardings, last, eqns)
-            for a, shardings in zip(jaxpr.outvars, ends or [()] * len(jaxpr.outvars), strict=True)
+            for a, shardings in zip(jaxpr.outvars, outputs or [()] * len(jaxpr.outvars), strict=True)
         ]
         return jaxpr.replace(eqns=eqns, outvars=outvars)
 
     def _island(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal], node: int | None) -> list[jx.JaxprEqn]:
-        """The equations of ``eqn`` in its local form."""
-        rule, island = self.local[node or 0]
-        form, sizes = rule.local, self.mesh.shape
-        assert form is not None
-        edges = halo_axes(rule, island.in_specs, island.out_specs)
-        if edges == set(sizes):
+        """``eqn`` as a `jax.shard_map` of its local form, over all axes but those with a halo left to XLA."""
+        rule, island = self.islands[node or 0]
+        local, sizes = rule.local, self.mesh.shape
+        assert local is not None
+        left_to_xla = halo_axes(rule, island.in_specs, island.out_specs)
+        if left_to_xla == set(sizes):
             return [eqn.replace(invars=invars)]
-        needs, leaves = (
-            tuple(_drop_axes(s, edges).partition_spec() for s in side)
+        in_specs, out_specs = (
+            tuple(_drop_axes(s, left_to_xla).partition_spec() for s in side)
             for side in (island.in_specs, island.reduced_specs)
         )
-        itself = jx.bind_on_shards(
+        same_op = jx.bind_on_shards(
             eqn,
             [
                 [n // math.prod(sizes[a] for a in axes) for n, axes in zip(jx.aval(v).shape, s.dims, strict=True)]
@@ -121,63 +134,74 @@ class _Lowering:
             ],
         )
 
-        def part(*operands: Any) -> tuple[Any, ...]:
+        def on_shards(*operands: Any) -> tuple[Any, ...]:
             operands = _extend_with_halos(operands, rule, island, sizes)
-            out = itself(*operands) if form.fun is None else form.fun(island.axes, *operands)
+            out = same_op(*operands) if local.fun is None else local.fun(island.axes, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
-            ends = zip(results, island.out_specs, island.reduced_specs, strict=True)
-            return tuple(_reduce_partials(x, given, left, self.logical_mesh) for x, given, left in ends)
+            specs = zip(results, island.out_specs, island.reduced_specs, strict=True)
+            return tuple(_reduce_partials(x, spec, reduced, self.logical_mesh) for x, spec, reduced in specs)
 
-        whole = jax.shard_map(
-            part, mesh=self.mesh, in_specs=needs, out_specs=leaves, check_vma=False, axis_names=set(sizes) - edges
+        mapped = jax.shard_map(
+            on_shards,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+            axis_names=set(sizes) - left_to_xla,
         )
-        return jx.splice(whole, eqn, invars)
+        return jx.splice(mapped, eqn, invars)
 
-    def _unpartitioned(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
-        """``eqn`` as it stands."""
+    def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
+        """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
         eqn = eqn.replace(invars=invars)
         row_major = self.rules.traits(eqn.primitive).row_major_on_cpu and self.mesh.devices.flat[0].platform == "cpu"
         if not row_major:
             return [eqn]
-        itself = jx.bind_on_shards(eqn, [])
+        same_op = jx.bind_on_shards(eqn, [])
 
-        def laid(*operands: Any) -> list[Any]:
-            return [storage.with_layout_constraint(x, storage.Layout(tuple(range(x.ndim)))) for x in itself(*operands)]
+        def in_row_major(*operands: Any) -> list[Any]:
+            return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in same_op(*operands)]
 
-        return jx.splice(laid, eqn, invars)
+        return jx.splice(in_row_major, eqn, invars)
 
     def _is_opaque(self, regions: tuple[jx.Region, ...]) -> bool:
-        """Whether the bodies are no part of the graph, because their function has a rule of its own."""
+        """Whether the nested jaxprs are not in the graph, because their function has a rule of its own."""
         variables = (v for r in regions for v in (*r.body.invars, *(o for e in r.body.eqns for o in e.outvars)))
         first = next(variables, None)
-        return first is not None and first not in self.ids
+        return first is not None and first not in self.value_of
 
-    def _result_shardings(self, eqn: jx.JaxprEqn, region: jx.Region) -> list[Sequence[NamedSharding]]:
-        """The places that each result of a body is brought to in turn, for the next turn or to leave."""
-        ends: list[Sequence[NamedSharding]] = [()] * len(region.body.outvars)
-        out = [(w.inside, eqn.outvars[w.outside]) for w in region.outputs]
-        for end, to in (*out, *((end, region.body.invars[start]) for end, start in region.carries)):
-            ends[end] = self._border(region.body.outvars[end], to) or ends[end]
-        for w in (
-            region.outputs if len(jx.regions(eqn)) > 1 and not region.carries else ()
-        ):  # XLA wants branches to end alike
-            ends[w.inside] = ends[w.inside] or self.results.get(self.ids[eqn.outvars[w.outside]], ())[-1:]
-        return ends
+    def _body_result_shardings(self, eqn: jx.JaxprEqn, region: jx.Region) -> list[Sequence[NamedSharding]]:
+        """Shardings to constrain each result of a nested jaxpr to, in turn, for the next iteration or the outer
+        result.
+        """
+        found: list[Sequence[NamedSharding]] = [()] * len(region.body.outvars)
+        leaving = [(w.inside, eqn.outvars[w.outside]) for w in region.outputs]
+        for i, after in (*leaving, *((end, region.body.invars[start]) for end, start in region.carries)):
+            found[i] = self._tie_shardings(region.body.outvars[i], after) or found[i]
+        is_branch = len(jx.regions(eqn)) > 1 and not region.carries
+        for w in region.outputs if is_branch else ():  # XLA needs equal shardings at the end of all branches
+            outer = self.result_shardings.get(self.value_of[eqn.outvars[w.outside]], ())
+            found[w.inside] = found[w.inside] or outer[-1:]
+        return found
 
-    def _border(self, before: jx.Var | jx.Literal, after: jx.Var) -> Sequence[NamedSharding]:
-        return () if isinstance(before, jx.Literal) else self.borders.get((self.ids[before], self.ids[after]), ())
+    def _tie_shardings(self, before: jx.Var | jx.Literal, after: jx.Var) -> Sequence[NamedSharding]:
+        return (
+            ()
+            if isinstance(before, jx.Literal)
+            else self.tie_shardings.get((self.value_of[before], self.value_of[after]), ())
+        )
 
     def _operand(
         self, var: jx.Var, node: int | None, eqn: jx.JaxprEqn, now: Mapping[jx.Var, jx.Var], eqns: list[jx.JaxprEqn]
     ) -> jx.Var:
         current = now.get(var, var)
-        shardings = self.operands.get((self.ids[var], node), ()) if node is not None else ()
+        shardings = self.operand_shardings.get((self.value_of[var], node), ()) if node is not None else ()
         return self._constrain_through(current, shardings, eqn, eqns)
 
     def _constrain_through(
         self, var: jx.Var, shardings: Sequence[NamedSharding], like: jx.JaxprEqn | None, eqns: list[jx.JaxprEqn]
     ) -> jx.Var:
-        """``var`` brought to each of ``shardings`` in turn."""
+        """``var`` constrained to each of ``shardings`` in turn."""
         for sharding in shardings:
             fresh = jx.Var(var.aval)
             eqns.append(jx.constrain(var, fresh, sharding, like))
@@ -187,9 +211,9 @@ class _Lowering:
     def _user_constraint(
         self, eqn: jx.JaxprEqn, operand: jx.Var | jx.Literal, now: dict[jx.Var, jx.Var], eqns: list[jx.JaxprEqn]
     ) -> None:
-        """A pin written in the step: its place is taken by the constraint on the plan's mesh."""
+        """Replaces a constraint that the user wrote in the step by the plan's, over the plan's mesh."""
         (result,) = eqn.outvars
-        shardings = self.results.get(self.ids[result], ())
+        shardings = self.result_shardings.get(self.value_of[result], ())
         if isinstance(operand, jx.Literal) or not shardings:  # a scalar: nothing to constrain
             now[result] = operand  # type: ignore[assignment]
             return
@@ -201,7 +225,7 @@ class _Lowering:
 def _extend_with_halos(
     operands: Sequence[Any], rule: Rule, island: Island, sizes: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    """The parts with what they read of their neighbours, where that is not left to XLA."""
+    """The shards extended by the rows that they read of their neighbours, where that is not left to XLA."""
     found = list(operands)
     for halo in rule.halos:
         axes = island.in_specs[halo.operand].dims[halo.dim]
@@ -212,30 +236,32 @@ def _extend_with_halos(
 
 
 def _drop_axes(spec: Spec, axes: Collection[str]) -> Spec:
-    """``spec`` with some axes left out."""
+    """``spec`` without ``axes``."""
     return Spec(tuple(tuple(a for a in d if a not in axes) for d in spec.dims), spec.partial)
 
 
-def _reduce_partials(x: Any, given: Spec, left: Spec, mesh: LogicalMesh) -> Any:
-    """The terms of a part's result, put together over the axes along which it is partial, and scattered as ``left``."""
-    terms = dict(given.partial)
-    for d, split in enumerate(left.dims):
-        x = _reduce_scatter(x, d, [a for a in split if terms.pop(a, None)], mesh)
-    for kind in dict.fromkeys(terms.values()):
-        axes = tuple(a for a, k in terms.items() if k == kind)
+def _reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:
+    """``x``, a shard of a result with ``spec``, all-reduced or reduce-scattered over its partial axes to
+    ``reduced``.
+    """
+    partial = dict(spec.partial)
+    for d, split in enumerate(reduced.dims):
+        x = _reduce_scatter(x, d, [a for a in split if partial.pop(a, None)], mesh)
+    for kind in dict.fromkeys(partial.values()):
+        axes = tuple(a for a, k in partial.items() if k == kind)
         if kind in _REDUCERS:
             x = _REDUCERS[kind](x, axes)
-        else:  # no collective does it
-            parts = jax.lax.all_gather(x, axes)
-            x = jnp.prod(parts, axis=0, dtype=x.dtype) if kind == "prod" else _BITWISE[kind].reduce(parts, axis=0)
+        else:  # JAX has no collective for this reduction
+            shards = jax.lax.all_gather(x, axes)
+            x = jnp.prod(shards, axis=0, dtype=x.dtype) if kind == "prod" else _BITWISE[kind].reduce(shards, axis=0)
     return x
 
 
 def _reduce_scatter(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) -> Any:
-    """The sum of terms over ``axes``, of which each device is left its part of dimension ``dim``.
+    """The sum of partial sums over ``axes``, scattered along dimension ``dim``.
 
-    One axis after the other, the fastest first, so that slower ones carry less: what is to be scattered over two at
-    once, XLA for TPU (JAX 0.12) reduces whole and cuts.
+    One reduce-scatter an axis, since XLA for TPU (JAX 0.12) turns one over two axes into an all-reduce and a slice. The
+    axis with the fastest link comes first, so that slower ones carry less.
     """
     fastest = sorted(axes, key=lambda a: mesh.slowest_link((a,)).bandwidth, reverse=True)
     if fastest == axes:
