@@ -35,7 +35,7 @@ class PlanError(AutoshardError):
 
 
 class MemoryBudgetError(PlanError):
-    """No layout fits the memory budget; the message says the least that would.
+    """No layout fits the memory budget; the message names the smallest.
 
     Attributes:
       least: that, in bytes per device.

@@ -270,7 +270,7 @@ def test_unknown_names_of_strategies_passes_and_primitives():
 
 @pytest.mark.parametrize("budget", [1, "1KiB"])
 def test_a_memory_budget_too_small(budget: Any):
-    never_runs(MemoryBudgetError, "layouts", "the least that would", "raise memory_budget", memory_budget=budget)
+    never_runs(MemoryBudgetError, "layouts", "the smallest needs", "raise memory_budget", memory_budget=budget)
 
 
 def test_strict_refuses_what_has_no_rule():

@@ -1,8 +1,8 @@
-"""candidates: layouts of one program, each with its cost and memory.
+"""Candidates: layouts of one program with predicted cost and memory, and the search state that prices them.
 
-A candidate stands for a *choice*: for each dimension class the axes that split it, and over which axes the state is
-stored in parts (ZeRO). It is propagated through the whole program and priced there, so its cost is that of the very
-layout that would be lowered.
+A candidate stands for a `Choice`: mesh axes for each dimension class, and axes over which carried state is stored
+sharded (ZeRO). It is propagated through the whole graph and priced there, so that its cost is that of the layout that
+would be lowered.
 """
 
 from __future__ import annotations
@@ -24,58 +24,62 @@ from autoshard.ir.spec import Axes, Spec, replicated
 from autoshard.search.value_groups import ValueGroups
 
 BOUND_TOLERANCE = 2e-6
-"""A cost that is above its bound by no more than this fraction is at it."""
+"""A predicted cost meets the bound if it exceeds it by at most this fraction."""
 MAX_CLASSES = 10
-"""Classes considered, heaviest first; lighter ones follow by propagation."""
+"""Dimension classes that a choice decides, heaviest first; the dimensions of others are sharded by propagation only."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the search decides. ``split[i]`` are the axes of class i; the state lies in parts over ``storage``."""
+    """What one candidate decides; all else follows by propagation."""
 
     class_axes: tuple[Axes, ...]
+    """For each dimension class, the axes that shard it."""
     storage_axes: Axes = ()
+    """Axes that shard carried state in storage, beyond how it is used."""
     zero_stage: int = 0
-    """0: state whole on each replica; 1, 2: optimizer state in parts; 3: parameters too."""
+    """0: state stored as it is used; 1, 2: optimizer state over ``storage_axes``; 3: parameters too."""
     argument_specs: tuple[tuple[int, Spec], ...] = ()
-    """Arguments set one by one, by flat position."""
+    """(flat position, spec) of arguments that are decided one by one."""
     solved_number: int = 0
-    """Not 0: the layout is this one of those that were solved for; ``split`` says what it amounts to."""
+    """Nonzero: the solver's n-th layout of this program; the other fields only describe it."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with its layout, priced."""
+    """A choice, its layout, and what that is predicted to cost."""
 
     choice: Choice
     layout: Layout
     cost: Cost
     memory: Memory
     all_gather_fusion_disabled: bool = False
-    """Whether it asks the compiler to keep gathers out of convolutions (`autoshard.cost.compiler_options`)."""
+    """Whether the compiler is told not to fuse all-gathers into convolutions (`autoshard.cost.compiler_options`)."""
 
     def key(self, budget: float) -> tuple[float, ...]:
-        """Sorts the best first: fitting before not, then by seconds, then by memory."""
+        """Sort key, the best first: bytes over the budget, then seconds, then peak memory."""
         over = max(0.0, self.memory.peak - budget)
         return (over, self.cost.seconds, self.memory.peak)
 
 
 @dataclass
 class Search:
-    """One program's space, and the candidates priced so far."""
+    """The state of a search: one graph with its models, and every candidate priced so far."""
 
     graph: Graph
     budget: float
+    """Bytes per device."""
     options: CompilerOptions = ()
-    """What the user tells the compiler."""
+    """Compiler options that the user gave."""
     classes: tuple[DimClass, ...] = ()
     cost_model: CostModel = field(init=False)
     memory_model: MemoryModel = field(init=False)
     bound: float = 0.0
-    """Seconds that no layout of the space can go below, as the solver proved."""
+    """Lower bound on the predicted seconds of every layout that the layout problem of this graph can express within the
+    budget; 0 if nothing was proven."""
     tried: dict[Choice, Candidate] = field(default_factory=dict[Choice, Candidate])
     priced_layouts: dict[Any, tuple[Cost, Memory, bool]] = field(default_factory=dict[Any, tuple[Cost, Memory, bool]])
-    """Of layouts, by their specs and ways."""
+    """By specs of the values and strategies of the nodes: different choices can have one layout."""
 
     def __post_init__(self) -> None:
         self.cost_model = CostModel(self.graph)
@@ -86,93 +90,93 @@ class Search:
 
     @functools.cached_property
     def groups(self) -> ValueGroups:
-        """The graph's."""
+        """The value groups of the graph, on any mesh."""
         return ValueGroups(self.graph)
 
     @property
     def batch_classes(self) -> list[int]:
-        """The classes that the batch is of."""
+        """Indices of the dimension classes that are batch dimensions."""
         return [i for i, c in enumerate(self.classes) if c.is_batch]
 
     def price(self, choice: Choice) -> Candidate:
-        """Propagates and prices ``choice``."""
+        """The candidate of ``choice``, propagated and priced if it was not before."""
         found = self.tried.get(choice)
         return found if found is not None else self.price_layout(choice, propagate(self.graph, *self._seeds(choice)))
 
     def price_layout(self, choice: Choice, layout: Layout) -> Candidate:
-        """Prices ``layout``, which stands for ``choice``."""
+        """The candidate of ``choice`` with ``layout``."""
         key = layout.specs, tuple(layout.strategies.items())
         priced = self.priced_layouts.get(key)
         if priced is None:
             memory = self.memory_model.memory(layout)
-            apart = should_disable_all_gather_fusion(self.graph, memory.peak, self.budget, self.options)
-            memory = self.memory_model.memory(layout, all_gather_fusion_disabled=True) if apart else memory
-            priced = self.priced_layouts[key] = (self.cost_model.cost(layout), memory, apart)
+            disable = should_disable_all_gather_fusion(self.graph, memory.peak, self.budget, self.options)
+            memory = self.memory_model.memory(layout, all_gather_fusion_disabled=True) if disable else memory
+            priced = self.priced_layouts[key] = (self.cost_model.cost(layout), memory, disable)
         found = self.tried[choice] = Candidate(choice, layout, *priced)
         return found
 
     def meets_bound(self, found: Candidate) -> bool:
-        """Whether no layout of the space is better."""
+        """Whether ``found`` is within the budget and its cost equals the bound, up to `BOUND_TOLERANCE`."""
         return found.memory.peak <= self.budget and found.cost.seconds <= self.bound * (1 + BOUND_TOLERANCE)
 
     def best(self, choices: Iterable[Choice]) -> Candidate:
-        """The best of ``choices``; the first of equals."""
+        """The candidate of least `key` among ``choices``; of equal ones the first."""
         return min(map(self.price, choices), key=self.key)
 
     def key(self, found: Candidate) -> tuple[float, ...]:
-        """Sorts the best first."""
+        """`Candidate.key` under this search's budget."""
         return found.key(self.budget)
 
     def _seeds(self, choice: Choice) -> tuple[list[dict[int, Spec]], dict[int, Spec]]:
+        """What `propagate` starts from: levels of seeds (class axes, then stored state), and specs that are given."""
         values, mesh = self.graph.values, self.graph.program.mesh
-        first: dict[int, Spec] = {}
+        by_class: dict[int, Spec] = {}
         for c, axes in zip(self.classes, choice.class_axes, strict=True):
             for v, d in c.inputs if axes else ():
-                spec = first.get(v, replicated(len(values[v].shape)))
+                spec = by_class.get(v, replicated(len(values[v].shape)))
                 if not set(axes) & set(spec.axes):
-                    first[v] = spec.with_dim(d, axes)
-        hard = {self.graph.inputs[i]: spec for i, spec in choice.argument_specs}
+                    by_class[v] = spec.with_dim(d, axes)
+        given = {self.graph.inputs[i]: spec for i, spec in choice.argument_specs}
         outs = dict(self.graph.program.carries)
-        second: dict[int, Spec] = {}
+        stored: dict[int, Spec] = {}
         for i in sorted(self.roles.parameters | self.roles.optimizer):
             v = self.graph.inputs[i]
-            spec = first.get(v, replicated(len(values[v].shape)))
-            stored = (
-                v not in self.graph.pins and choice.zero_stage and (choice.zero_stage == 3 or i in self.roles.optimizer)
-            )
-            if stored:
+            spec = by_class.get(v, replicated(len(values[v].shape)))
+            covered = choice.zero_stage == 3 or i in self.roles.optimizer
+            if choice.zero_stage and covered and v not in self.graph.pins:
                 spec = zero_sharded(spec, values[v].shape, choice.storage_axes, mesh.shape)
-                second[v] = second[self.graph.outputs[outs[i]]] = spec
-            elif choice.zero_stage and v not in hard:
-                hard[v] = hard[self.graph.outputs[outs[i]]] = spec
-        hard.pop(0, None)
-        second.pop(0, None)
+                stored[v] = stored[self.graph.outputs[outs[i]]] = spec
+            elif choice.zero_stage and v not in given:
+                given[v] = given[self.graph.outputs[outs[i]]] = spec
+        given.pop(0, None)
+        stored.pop(0, None)
         for i, o in self.graph.program.carries:
             v, out = self.graph.inputs[i], self.graph.outputs[o]
-            if v in hard and out not in self.graph.pins and out:
-                hard[out] = hard[v]
-        return [first, second], {v: s for v, s in hard.items() if v not in self.graph.pins}
+            if v in given and out not in self.graph.pins and out:
+                given[out] = given[v]
+        return [by_class, stored], {v: s for v, s in given.items() if v not in self.graph.pins}
 
     def class_options(self) -> list[list[Axes]]:
-        """For each class, the axes that may split it."""
-        options = [p for n in range(len(self.axes) + 1) for p in itertools.combinations(self.axes, n)]
-        sizes = self.graph.program.mesh
-        return [[o for o in options if c.size % sizes.axes_size(o) == 0] for c in self.classes]
+        """For each class, the sets of axes that divide its size."""
+        subsets = [p for n in range(len(self.axes) + 1) for p in itertools.combinations(self.axes, n)]
+        mesh = self.graph.program.mesh
+        return [[axes for axes in subsets if c.size % mesh.axes_size(axes) == 0] for c in self.classes]
 
 
 def zero_sharded(spec: Spec, shape: Sequence[int], axes: Axes, sizes: Mapping[str, int]) -> Spec:
-    """``spec`` split further over ``axes``: all on one dimension if one divides, else each where it can.
+    """``spec`` sharded further over ``axes``, as ZeRO stores state: all axes on one dimension if they divide any, else
+    one after the other where they can.
 
-    The locally largest dimension that fits is taken, so that a transfer is one collective.
+    Of several dimensions, the one with the largest local size, so that gathering it is one collective.
     """
     axes = tuple(a for a in axes if a not in spec.axes)
     if not axes:
         return spec
     local = [n // math.prod(sizes[a] for a in d) for n, d in zip(shape, spec.dims, strict=True)]
     parts = math.prod(sizes[a] for a in axes)
-    fits = [d for d, n in enumerate(local) if n % parts == 0 and n > 1]
-    if fits:
-        d = max(fits, key=lambda d: (local[d], d))
+    divisible = [d for d, n in enumerate(local) if n % parts == 0 and n > 1]
+    if divisible:
+        d = max(divisible, key=lambda d: (local[d], d))
         return spec.with_dim(d, spec.dims[d] + axes)
     for axis in axes if len(axes) > 1 else ():
         spec = zero_sharded(spec, shape, (axis,), sizes)

@@ -1,10 +1,13 @@
-"""eliminate: the best choice of a `Problem` without its budgets, and a bound that no choice can go below.
+"""Bucket elimination: the optimum of a `Problem` without its budgets, or a lower bound on it.
 
-Variables are eliminated one after the other, the cheapest first: what touches a variable becomes one table over its
-neighbours, in which each entry is the best that the variable can do. That is exact, and quick where a problem is a long
-chain with a few things beside it, as programs are. Where a table would become too large, what touches the variable is
-split, and each part takes its own best (mini-buckets): the sum is then a bound from below, and the choice read off it
-is near the best.
+Eliminating variable i replaces the tables that mention it by one table over the other variables in them, the minimum
+over i of their sum: dynamic programming, exact, exponential in the largest table only. Programs are long chains with a
+little beside them, so the variable whose joint table is smallest goes first (`eliminate`). Where that table would have
+more than ``max_entries`` entries, the tables are split into mini-buckets that are minimised separately
+(`_mini_buckets`): the result is then a lower bound, and the assignment read off has no guarantee.
+
+Sources: Bertele and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter and Rish, "Mini-buckets", JACM 2003;
+docs/math/elimination.md.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from autoshard.search.problem import REL_TOLERANCE, Array, Assignment, Problem
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice, its cost, and a lower bound on the cost of every choice that keeps the budgets."""
+    """An assignment, its cost, and a lower bound on the cost of every assignment within the budgets."""
 
     assignment: Assignment
     cost: float
@@ -30,101 +33,102 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far from optimal the choice can be, as a fraction of its cost; 0: it is optimal."""
+        """(cost - bound) / cost: how much of the cost the optimum can save at most."""
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
 
     @property
     def optimal(self) -> bool:
-        """Whether it is the best."""
+        """Whether the cost equals the bound, up to `REL_TOLERANCE`."""
         return self.cost <= self.bound + REL_TOLERANCE * abs(self.bound)
 
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """A table over some variables."""
+    """Costs by the options of some variables, one axis each."""
 
     variables: tuple[int, ...]
     costs: Array
 
-    def costs_of(self, i: int, chosen: Sequence[int]) -> Array:
-        """The entries for every option of ``i``, the others as chosen."""
-        return self.costs[tuple(slice(None) if j == i else chosen[j] for j in self.variables)]
+    def costs_of(self, i: int, assignment: Sequence[int]) -> Array:
+        """The costs of each option of ``i``, the other variables as assigned."""
+        return self.costs[tuple(slice(None) if j == i else assignment[j] for j in self.variables)]
 
 
-def eliminate(problem: Problem, largest: int) -> Solution:
-    """The best choice, budgets aside; its gap is 0 unless a table would have more than ``largest`` entries."""
+def eliminate(problem: Problem, max_entries: int) -> Solution:
+    """Minimises ``problem`` without its budgets; optimal if no table needs more than ``max_entries`` entries."""
     sizes = [len(u) for u in problem.unary]
-    choice = [0] * len(sizes)
+    assignment = [0] * len(sizes)
     number = itertools.count()
-    factors: dict[int, CostTable] = {}
-    touching: list[set[int]] = [set() for _ in sizes]
+    tables: dict[int, CostTable] = {}
+    tables_of: list[set[int]] = [set() for _ in sizes]
     bound = 0.0
 
-    def add(over: tuple[int, ...], table: Array) -> None:
+    def add(variables: tuple[int, ...], costs: Array) -> None:
         nonlocal bound
-        over, table = tuple([i for i in over if sizes[i] > 1]), table.squeeze()
-        if not over:
-            bound += float(table)
+        variables, costs = tuple([i for i in variables if sizes[i] > 1]), costs.squeeze()
+        if not variables:
+            bound += float(costs)
             return
-        factors[n := next(number)] = CostTable(over, table)
-        for i in over:
-            touching[i].add(n)
+        tables[n := next(number)] = CostTable(variables, costs)
+        for i in variables:
+            tables_of[i].add(n)
 
     for i, costs in enumerate(problem.unary):
         add((i,), costs)
-    for pair, table in problem.pairwise.items():
-        add(pair, table)
+    for pair, costs in problem.pairwise.items():
+        add(pair, costs)
 
-    def near(i: int) -> set[int]:
-        return {j for n in touching[i] for j in factors[n].variables} - {i}
+    def neighbours(i: int) -> set[int]:
+        return {j for n in tables_of[i] for j in tables[n].variables} - {i}
 
-    def effort(i: int) -> int:
-        return math.prod(sizes[j] for j in (*near(i), i))
+    def joint_size(i: int) -> int:
+        return math.prod(sizes[j] for j in (*neighbours(i), i))
 
-    efforts = {i: effort(i) for i, n in enumerate(sizes) if n > 1}
-    queue = [(e, i) for i, e in efforts.items()]
+    joint_sizes = {i: joint_size(i) for i, n in enumerate(sizes) if n > 1}
+    queue = [(size, i) for i, size in joint_sizes.items()]
     heapq.heapify(queue)
-    order: list[tuple[int, list[CostTable]]] = []
+    eliminated: list[tuple[int, list[CostTable]]] = []
     while queue:
-        e, i = heapq.heappop(queue)
-        if efforts.get(i) != e:
+        size, i = heapq.heappop(queue)
+        if joint_sizes.get(i) != size:  # eliminated already, or its size has changed since
             continue
-        del efforts[i]
-        others = near(i)
-        bucket = [factors.pop(n) for n in sorted(touching[i])]
-        for part in _mini_buckets(bucket, sizes, largest):
-            scope = (i, *sorted({j for f in part for j in f.variables} - {i}))
-            add(scope[1:], _sum_tables([_aligned(f, scope) for f in part]).min(axis=0))
-        order.append((i, bucket))
+        del joint_sizes[i]
+        others = neighbours(i)
+        bucket = [tables.pop(n) for n in sorted(tables_of[i])]
+        for part in _mini_buckets(bucket, sizes, max_entries):
+            scope = (i, *sorted({j for t in part for j in t.variables} - {i}))
+            add(scope[1:], _sum_tables([_aligned(t, scope) for t in part]).min(axis=0))
+        eliminated.append((i, bucket))
         for j in others:
-            touching[j] = {n for n in touching[j] if n in factors}
-            if (e := effort(j)) != efforts[j]:
-                efforts[j] = e
-                heapq.heappush(queue, (e, j))
-    for i, bucket in reversed(order):
-        choice[i] = int(np.argmin(sum(f.costs_of(i, choice) for f in bucket)))
-    cost = problem.cost(choice)
-    return Solution(tuple(choice), cost, min(bound, cost))
+            tables_of[j] = {n for n in tables_of[j] if n in tables}
+            if (size := joint_size(j)) != joint_sizes[j]:
+                joint_sizes[j] = size
+                heapq.heappush(queue, (size, j))
+    for i, bucket in reversed(eliminated):
+        assignment[i] = int(np.argmin(sum(t.costs_of(i, assignment) for t in bucket)))
+    cost = problem.cost(assignment)
+    return Solution(tuple(assignment), cost, min(bound, cost))
 
 
-def _mini_buckets(bucket: Sequence[CostTable], sizes: Sequence[int], largest: int) -> list[list[CostTable]]:
-    """The factors in as few groups as keep each group's table within ``largest`` entries, widest first."""
+def _mini_buckets(bucket: Sequence[CostTable], sizes: Sequence[int], max_entries: int) -> list[list[CostTable]]:
+    """Partitions ``bucket`` so that each part's joint table has at most ``max_entries`` entries: first fit, largest
+    table first."""
     parts: list[list[CostTable]] = []
     scopes: list[set[int]] = []
-    for f in sorted(bucket, key=lambda f: -f.costs.size):
+    for table in sorted(bucket, key=lambda t: -t.costs.size):
         for part, scope in zip(parts, scopes, strict=True):
-            if math.prod(sizes[j] for j in scope.union(f.variables)) <= largest:
-                part.append(f)
-                scope.update(f.variables)
+            if math.prod(sizes[j] for j in scope.union(table.variables)) <= max_entries:
+                part.append(table)
+                scope.update(table.variables)
                 break
         else:
-            parts.append([f])
-            scopes.append(set(f.variables))
+            parts.append([table])
+            scopes.append(set(table.variables))
     return parts
 
 
 def _sum_tables(tables: Sequence[Array]) -> Array:
-    """The sum of tables, each of one entry along the axes that it has not."""
+    """The broadcast sum of ``tables``."""
     if len(tables) == 1:
         return tables[0]
     total = np.empty(np.broadcast_shapes(*(t.shape for t in tables)))
@@ -134,12 +138,12 @@ def _sum_tables(tables: Sequence[Array]) -> Array:
     return total
 
 
-def _aligned(factor: CostTable, scope: tuple[int, ...]) -> Array:
-    """The factor's table, its axes where ``scope`` has them and of one entry elsewhere."""
-    place = {j: k for k, j in enumerate(scope)}
-    order = sorted(range(len(factor.variables)), key=lambda k: place[factor.variables[k]])
-    table = factor.costs.transpose(order)
+def _aligned(table: CostTable, scope: tuple[int, ...]) -> Array:
+    """The costs with an axis for each variable of ``scope``, of size 1 for those that the table does not mention."""
+    axis = {j: k for k, j in enumerate(scope)}
+    order = sorted(range(len(table.variables)), key=lambda k: axis[table.variables[k]])
+    costs = table.costs.transpose(order)
     shape = [1] * len(scope)
-    for k, n in zip(order, table.shape, strict=True):
-        shape[place[factor.variables[k]]] = n
-    return table.reshape(shape)
+    for k, n in zip(order, costs.shape, strict=True):
+        shape[axis[table.variables[k]]] = n
+    return costs.reshape(shape)

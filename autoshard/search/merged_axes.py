@@ -1,7 +1,8 @@
-"""merged: a program on a mesh of fewer axes, neighbours taken as one, and what is found there on the mesh as it is.
+"""Merged axes: the same graph over a mesh of fewer axes, each a run of neighbouring axes of the actual mesh.
 
-Each axis more makes a space several times as large. Axes that stand side by side mostly do the same (two levels of one
-network, both for the batch), so a mesh of many is solved as meshes of few: one for each way to take neighbours in one.
+The number of specs of a value grows by a factor with each mesh axis. Neighbouring axes mostly shard the same dimensions
+(two levels of one network, both for the batch), so a mesh of many axes is solved as meshes of few, one for each way to
+merge neighbours; specs are expanded to the actual axes, and layouts merged where they can be expressed.
 """
 
 from __future__ import annotations
@@ -14,92 +15,95 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
-
-FactorAxes = tuple[tuple[str, Axes], ...]
+from autoshard.search.layout_problem import FactorAxes
 
 
 @dataclass(frozen=True)
 class MergedMesh:
-    """A graph over a mesh of fewer axes."""
+    """A graph over merged axes, and what these stand for."""
 
     graph: Graph
     axes: Mapping[str, Axes]
-    """What each of its axes stands for, major to minor."""
+    """For each merged axis, the actual axes, major to minor."""
 
     def expand_axes(self, axes: Axes) -> Axes:
-        """These axes as those of the mesh itself."""
+        """The actual axes of merged ``axes``."""
         return tuple([a for axis in axes for a in self.axes[axis]])
 
     def expand_spec(self, spec: Spec) -> Spec:
-        """``spec`` over the mesh itself."""
+        """``spec`` over the actual axes."""
         return Spec(tuple(map(self.expand_axes, spec.dims)))
 
     def expand_specs(self, specs: Mapping[int, Spec]) -> dict[int, Spec]:
-        """Of each value its spec over the mesh itself."""
-        known = {spec: self.expand_spec(spec) for spec in set(specs.values())}
-        return {v: known[spec] for v, spec in specs.items()}
+        """Specs of values over the actual axes."""
+        expanded = {spec: self.expand_spec(spec) for spec in set(specs.values())}
+        return {v: expanded[spec] for v, spec in specs.items()}
 
-    def merge_layout(self, whole: Layout) -> Layout | None:
-        """A layout over the mesh itself as one over these axes; None where it splits over a part of one."""
-        specs = {spec: _merge_spec(spec, self.axes) for spec in set(whole.specs)}
-        ways = {
-            way: _merge_spec(Spec(tuple(axes for _, axes in way)), self.axes) for way in set(whole.strategies.values())
+    def expand_factor_axes(self, factor_axes: Mapping[int, FactorAxes]) -> dict[int, FactorAxes]:
+        """Factor axes of nodes over the actual axes."""
+        expanded = {fs: tuple((f, self.expand_axes(axes)) for f, axes in fs) for fs in set(factor_axes.values())}
+        return {n: expanded[fs] for n, fs in factor_axes.items()}
+
+    def merge_layout(self, layout: Layout) -> Layout | None:
+        """A layout over the actual axes as one over merged axes; None where it uses one of a merged axis's axes without
+        the others."""
+        specs = {spec: _merge_spec(spec, self.axes) for spec in set(layout.specs)}
+        strategies = {
+            fs: _merge_spec(Spec(tuple(axes for _, axes in fs)), self.axes) for fs in set(layout.strategies.values())
         }
-        said = {spec: s for spec, s in specs.items() if s is not None}
-        run = {
-            w: tuple((f, axes) for (f, _), axes in zip(w, s.dims, strict=True))
-            for w, s in ways.items()
+        merged_specs = {spec: s for spec, s in specs.items() if s is not None}
+        merged_strategies = {
+            fs: tuple((f, axes) for (f, _), axes in zip(fs, s.dims, strict=True))
+            for fs, s in strategies.items()
             if s is not None
         }
-        if len(said) + len(run) < len(specs) + len(ways):
+        if len(merged_specs) + len(merged_strategies) < len(specs) + len(strategies):
             return None
         return Layout(
-            tuple([said[s] for s in whole.specs]), {}, strategies={n: run[w] for n, w in whole.strategies.items()}
+            tuple([merged_specs[s] for s in layout.specs]),
+            {},
+            strategies={n: merged_strategies[fs] for n, fs in layout.strategies.items()},
         )
 
-    def expand_factor_axes(self, ways: Mapping[int, FactorAxes]) -> dict[int, FactorAxes]:
-        """Of each node the axes of its factors, as those of the mesh itself."""
-        known = {way: tuple((f, self.expand_axes(axes)) for f, axes in way) for way in set(ways.values())}
-        return {n: known[way] for n, way in ways.items()}
 
-
-def merged_meshes(graph: Graph, most: int) -> Iterator[MergedMesh]:
-    """``graph`` over ``most`` axes, in every way to take neighbours together under which the user's pins can be said;
-    as it is where it has no more."""
+def merged_meshes(graph: Graph, count: int) -> Iterator[MergedMesh]:
+    """``graph`` over ``count`` merged axes, for every way to merge neighbours that can express the user's pins; if the
+    mesh has no more axes than that, only the graph as it is."""
     mesh = graph.program.mesh
     axes = mesh.nontrivial_axes
-    if len(axes) <= most:
+    if len(axes) <= count:
         yield MergedMesh(graph, {a: (a,) for a in mesh.axis_names})
         return
-    for cuts in itertools.combinations(range(1, len(axes)), most - 1):
-        parts = [axes[i:j] for i, j in itertools.pairwise((0, *cuts, len(axes)))]
-        names = {"+".join(part): part for part in parts}
-        pins = {v: _merge_spec(spec, names) for v, spec in graph.pins.items()}
-        said = {v: spec for v, spec in pins.items() if spec is not None}
-        if len(said) == len(pins):
-            program = replace(graph.program, mesh=_merge_mesh(mesh, names))
-            yield MergedMesh(replace(graph, program=program, pins=said, proposal_cache={}, node_cost_cache={}), names)
+    for cuts in itertools.combinations(range(1, len(axes)), count - 1):
+        runs = [axes[i:j] for i, j in itertools.pairwise((0, *cuts, len(axes)))]
+        merged = {"+".join(run): run for run in runs}
+        pins = {v: _merge_spec(spec, merged) for v, spec in graph.pins.items()}
+        expressible = {v: spec for v, spec in pins.items() if spec is not None}
+        if len(expressible) == len(pins):
+            program = replace(graph.program, mesh=_merge_mesh(mesh, merged))
+            yield MergedMesh(replace(graph, program=program, pins=expressible), merged)
 
 
-def _merge_mesh(mesh: LogicalMesh, names: Mapping[str, Axes]) -> LogicalMesh:
+def _merge_mesh(mesh: LogicalMesh, merged: Mapping[str, Axes]) -> LogicalMesh:
+    """The mesh of merged axes; each runs over the slowest link of its axes."""
     links = mesh.hardware.links
 
-    def slowest(part: Axes) -> str:
-        of = [mesh.axis_links[mesh.axis_names.index(a)] for a in part]
-        return min(of, key=lambda name: links[name].bandwidth)
+    def slowest(run: Axes) -> str:
+        names = [mesh.axis_links[mesh.axis_names.index(a)] for a in run]
+        return min(names, key=lambda name: links[name].bandwidth)
 
-    sizes = tuple(map(mesh.axes_size, names.values()))
-    over = tuple(map(slowest, names.values())) if mesh.axis_links else ()
-    return LogicalMesh(tuple(names), sizes, mesh.hardware, over)
+    sizes = tuple(map(mesh.axes_size, merged.values()))
+    axis_links = tuple(map(slowest, merged.values())) if mesh.axis_links else ()
+    return LogicalMesh(tuple(merged), sizes, mesh.hardware, axis_links)
 
 
-def _merge_spec(spec: Spec, names: Mapping[str, Axes]) -> Spec | None:
-    """``spec`` over merged axes, or None where it splits a dimension over a part of one."""
+def _merge_spec(spec: Spec, merged: Mapping[str, Axes]) -> Spec | None:
+    """``spec`` over merged axes, or None if some dimension has only part of one, or its axes in another order."""
     dims: list[Axes] = []
     for axes in spec.dims:
-        found = tuple(name for name, part in names.items() if set(part) <= set(axes))
-        found = tuple(sorted(found, key=lambda name: axes.index(names[name][0])))
-        if tuple(a for name in found for a in names[name]) != axes:
+        names = tuple(name for name, run in merged.items() if set(run) <= set(axes))
+        names = tuple(sorted(names, key=lambda name: axes.index(merged[name][0])))
+        if tuple(a for name in names for a in merged[name]) != axes:
             return None
-        dims.append(found)
+        dims.append(names)
     return Spec(tuple(dims))

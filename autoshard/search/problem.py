@@ -1,9 +1,10 @@
-"""problem: a choice among options for each of many variables, as plain arrays.
+"""The optimisation problem as plain arrays: choose one option for each variable.
 
-    cost(x) = sum of unary[i][x[i]]  +  sum of pairs[i, j][x[i], x[j]]
+    minimise   sum_i unary[i][x[i]]  +  sum_(i,j) pairwise[i, j][x[i], x[j]]
+    subject to sum_i loads[i][x[i]] <= limit   for each budget
 
-under rows ``sum of loads[i][x[i]] <= limit``. It knows nothing of programs: `space` makes one from a graph, `solve`
-minimises it, and `Problem.cost` says what a choice costs, however it was found.
+`Problem.cost` and `Problem.fits` evaluate an assignment x however it was found. This module knows nothing of programs:
+`autoshard.search.build_problem` makes a problem of a graph, `autoshard.search.solve` minimises it (docs/math/).
 """
 
 from __future__ import annotations
@@ -17,96 +18,101 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Assignment = tuple[int, ...]
+"""The option of each variable."""
 
 REL_TOLERANCE = 1e-9
-"""Costs that differ by a smaller share are the same."""
+"""Costs whose relative difference is smaller count as equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """A budget: the load of every variable's option, and what they may add up to."""
+    """A linear constraint: the loads of the assigned options add up to at most ``limit``."""
 
     loads: Mapping[int, Array]
+    """By variable, the load of each of its options; variables without an entry load nothing."""
     limit: float
 
-    def load(self, choice: Sequence[int]) -> float:
-        """What ``choice`` takes of it."""
-        return float(sum(a[choice[i]] for i, a in self.loads.items()))
+    def load(self, assignment: Sequence[int]) -> float:
+        """The sum of the loads under ``assignment``."""
+        return float(sum(a[assignment[i]] for i, a in self.loads.items()))
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Costs by option, for each variable and for pairs of them. Infinite: not to be had."""
+    """Costs of options and of pairs of options, and budgets. An infinite cost forbids an option or a pair."""
 
     unary: tuple[Array, ...]
+    """For each variable, [options]."""
     pairwise: Mapping[tuple[int, int], Array] = field(default_factory=dict[tuple[int, int], Array])
-    """By two variables, the lower first."""
+    """By two variables (i, j) with i < j, [options of i, options of j]."""
     budgets: tuple[Budget, ...] = ()
     neighbourhoods: tuple[tuple[Indices, ...], ...] = ()
-    """Ways to see options as alike, a label an option for each variable: to look for what is better near a choice, each
-    variable may take any option that is labelled as the one it has."""
+    """For large-neighbourhood search: each neighbourhood labels the options of every variable, [options]. The
+    neighbours of an assignment are those in which every variable has an option with the label of its present one."""
 
-    def cost(self, choice: Sequence[int]) -> float:
-        """The cost of ``choice``, summed afresh."""
-        alone = sum(u[choice[i]] for i, u in enumerate(self.unary))
-        return float(alone + sum(t[choice[i], choice[j]] for (i, j), t in self.pairwise.items()))
+    def cost(self, assignment: Sequence[int]) -> float:
+        """The objective, summed from the tables."""
+        unary = sum(u[assignment[i]] for i, u in enumerate(self.unary))
+        return float(unary + sum(t[assignment[i], assignment[j]] for (i, j), t in self.pairwise.items()))
 
-    def fits(self, choice: Sequence[int]) -> bool:
-        """Whether ``choice`` keeps every budget."""
-        return all(row.load(choice) <= row.limit for row in self.budgets)
+    def fits(self, assignment: Sequence[int]) -> bool:
+        """Whether ``assignment`` is within every budget."""
+        return all(budget.load(assignment) <= budget.limit for budget in self.budgets)
 
     def infeasible(self) -> bool:
-        """Whether some budget is less than what the lightest options of all variables take of it."""
+        """Whether some budget is exceeded even by the allowed options of least load. If not, no statement is made."""
 
         def least(i: int, load: Array) -> float:
             return float(load[np.isfinite(self.unary[i])].min(initial=np.inf))
 
-        return any(sum(least(i, load) for i, load in row.loads.items()) > row.limit for row in self.budgets)
+        return any(sum(least(i, load) for i, load in b.loads.items()) > b.limit for b in self.budgets)
 
     def lagrangian(self, multipliers: Sequence[float]) -> Problem:
-        """This problem without its rows, a unit of each row's load priced instead."""
+        """The problem without budgets in which a unit of each budget's load costs its multiplier.
+
+        Its optimum, less the sum of multiplier times limit, bounds the optimum of this problem from below.
+        """
         unary = list(self.unary)
-        for row, price in zip(self.budgets, multipliers, strict=True):
-            for i, load in row.loads.items() if price else ():
-                unary[i] = unary[i] + price * load
+        for budget, multiplier in zip(self.budgets, multipliers, strict=True):
+            for i, load in budget.loads.items() if multiplier else ():
+                unary[i] = unary[i] + multiplier * load
         return Problem(tuple(unary), self.pairwise, neighbourhoods=self.neighbourhoods)
 
 
-def restricted(problem: Problem, options: Sequence[Indices], *, kin: bool = False) -> Problem:
-    """``problem`` without its rows and with some of each variable's options, given by number; ``kin``: with its kin."""
+def restricted(problem: Problem, options: Sequence[Indices], *, neighbourhoods: bool = False) -> Problem:
+    """``problem`` without budgets, with the given options of each variable; ``neighbourhoods``: with those it has."""
+    kept = problem.neighbourhoods if neighbourhoods else ()
     return Problem(
         tuple(u[k] for u, k in zip(problem.unary, options, strict=True)),
         {(i, j): t[np.ix_(options[i], options[j])] for (i, j), t in problem.pairwise.items()},
-        neighbourhoods=tuple(
-            tuple(l[k] for l, k in zip(labels, options, strict=True)) for labels in problem.neighbourhoods
-        )
-        if kin
-        else (),
+        neighbourhoods=tuple(tuple(l[k] for l, k in zip(labels, options, strict=True)) for labels in kept),
     )
 
 
 class ProblemBuilder:
-    """Adds up a problem's costs."""
+    """Accumulates the costs of a problem term by term."""
 
     def __init__(self) -> None:
         self.unary: list[Array] = []
         self.pairwise: dict[tuple[int, int], Array] = {}
 
     def add_variable(self, options: int) -> int:
-        """A new variable."""
+        """A new variable with so many options, all of cost 0."""
         self.unary.append(np.zeros(options))
         return len(self.unary) - 1
 
     def add_unary(self, i: int, costs: Array) -> None:
+        """Adds ``costs[option of i]``."""
         self.unary[i] += costs
 
     def add_pairwise(self, i: int, j: int, costs: Array) -> None:
-        """Adds ``costs[option of i, option of j]``."""
+        """Adds ``costs[option of i, option of j]``; i may be j."""
         if i == j:
             self.unary[i] += np.diagonal(costs)
             return
         key, costs = ((i, j), costs) if i < j else ((j, i), costs.T)
         self.pairwise[key] = self.pairwise[key] + costs if key in self.pairwise else costs
 
-    def build(self, kin: tuple[tuple[Indices, ...], ...] = ()) -> Problem:
-        return Problem(tuple(self.unary), self.pairwise, neighbourhoods=kin)
+    def build(self, neighbourhoods: tuple[tuple[Indices, ...], ...] = ()) -> Problem:
+        """The problem, without budgets."""
+        return Problem(tuple(self.unary), self.pairwise, neighbourhoods=neighbourhoods)

@@ -1,11 +1,14 @@
-"""narrow: which options are in no choice that is better than one already known, found by passing messages.
+"""Pruning: options of a `Problem` that are in no assignment better than a known one, found by message passing (TRW-S).
 
-What a choice costs can be moved between variables and pairs so that no choice costs more or less in all. Every sweep
-goes through the variables in order, the next in the reverse: a variable takes what the pairs with those before it cost
-at least under each of its options, what its best option then costs is added to the bound, and the rest goes on to the
-pairs with those after it (TRW-S: Kolmogorov, "Convergent tree-reweighted message passing", 2006, in the form of his "A
-new look at reweighted message passing", 2015). No choice costs less than the bound, and none that has an option less
-than the bound and what is left of that option's cost.
+Costs are moved between variables and pairs such that every assignment costs the same as before (a reparametrization).
+A sweep visits the variables in order, the next sweep in reverse. Each variable takes from its pairs with earlier
+variables what those cost at least under each of its options; the minimum of what it then costs is moved to the bound;
+the rest is passed on in equal shares to its pairs with later variables (`PrunedProblem._sweep_once`). All costs that
+are left are non-negative, so the bound is one, and an assignment with option k of variable i costs at least the bound
+plus what is left of k's cost: where that exceeds the known cost, k is dropped.
+
+Sources: Kolmogorov, "Convergent tree-reweighted message passing", PAMI 2006, in the one-pass form of his "A new look at
+reweighted message passing", PAMI 2015; docs/math/pruning.md.
 """
 
 from __future__ import annotations
@@ -20,107 +23,109 @@ import numpy as np
 from autoshard.search.problem import REL_TOLERANCE, Array, Assignment, Indices, Problem
 
 SWEEPS = 4
-"""How often the costs are moved before what they leave is looked at again."""
+"""Sweeps between two attempts to eliminate what is left."""
 
 
 @dataclass(eq=False)
 class _Edge:
-    """A pair of variables as one of the two has it."""
+    """One of the two directions of a pair of variables."""
 
     table: Array
-    """[options of the other, own options]"""
+    """[options of the other variable, options of this one]: the pair's cost as given."""
     message: Array
-    """What of the variable's costs the pair holds, by option."""
+    """[options of this variable]: what of its cost has been moved to the pair."""
     reverse: _Edge = field(init=False, repr=False)
 
 
 class PrunedProblem:
-    """A problem with its costs moved, and the options that are left; budgets aside.
+    """A problem without budgets whose costs are reparametrized and whose useless options are dropped.
 
-    Costs above ``most``, that of a choice that is known, count as ``most``: they are in no better choice.
+    Costs above ``upper_bound``, the cost of a known assignment, are set to it: no better assignment has them.
     """
 
-    def __init__(self, problem: Problem, most: float) -> None:
+    def __init__(self, problem: Problem, upper_bound: float) -> None:
         tables = (*problem.unary, *problem.pairwise.values())
-        if not math.isfinite(most):
-            most = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
+        if not math.isfinite(upper_bound):
+            upper_bound = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
         self.bound = 0.0
-        self.unary = [np.minimum(u, most) for u in problem.unary]
+        """No assignment costs less."""
+        self.unary = [np.minimum(u, upper_bound) for u in problem.unary]
+        """The reparametrized cost of each remaining option."""
         self.options: list[Indices] = [np.arange(len(u)) for u in self.unary]
-        """The options that are left of each variable."""
+        """The remaining options of each variable, by their numbers in the problem as given."""
         self.order = _breadth_first_order(problem)
         self.edges: dict[tuple[int, int], _Edge] = {}
-        """By two variables, the lower first: its side."""
+        """By two variables, the lower first: the direction of that one."""
         self.incoming: list[list[_Edge]] = [[] for _ in self.unary]
         self.outgoing: list[list[_Edge]] = [[] for _ in self.unary]
-        place = {i: k for k, i in enumerate(self.order)}
+        position = {i: k for k, i in enumerate(self.order)}
         for (i, j), table in problem.pairwise.items():
-            table = np.minimum(table, most)
-            one = _Edge(np.ascontiguousarray(table.T), np.zeros(len(self.unary[i])))
-            two = _Edge(np.ascontiguousarray(table), np.zeros(len(self.unary[j])))
-            one.reverse, two.reverse = two, one
-            self.edges[i, j] = one
-            (self.outgoing if place[i] < place[j] else self.incoming)[i].append(one)
-            (self.outgoing if place[j] < place[i] else self.incoming)[j].append(two)
+            table = np.minimum(table, upper_bound)
+            edge = _Edge(np.ascontiguousarray(table.T), np.zeros(len(self.unary[i])))
+            reverse = _Edge(np.ascontiguousarray(table), np.zeros(len(self.unary[j])))
+            edge.reverse, reverse.reverse = reverse, edge
+            self.edges[i, j] = edge
+            (self.outgoing if position[i] < position[j] else self.incoming)[i].append(edge)
+            (self.outgoing if position[j] < position[i] else self.incoming)[j].append(reverse)
 
-    def sweep(self, best: float) -> None:
-        """Raises the bound, and drops options that are in no choice of less than ``best``."""
+    def sweep(self, upper_bound: float) -> None:
+        """Raises the bound, and drops options that are in no assignment that costs less than ``upper_bound``."""
         for _ in range(SWEEPS):
-            self._sweep_once(best)
+            self._sweep_once(upper_bound)
 
-    def _sweep_once(self, best: float) -> None:
+    def _sweep_once(self, upper_bound: float) -> None:
         for i in self.order:
-            alone, before, after = self.unary[i], self.incoming[i], self.outgoing[i]
-            for side in before:
-                least = (side.table + side.reverse.message[:, None]).min(axis=0) + side.message
-                side.message = side.message - least
-                alone = alone + least
-            least = float(alone.min())
+            unary, incoming, outgoing = self.unary[i], self.incoming[i], self.outgoing[i]
+            for edge in incoming:
+                least = (edge.table + edge.reverse.message[:, None]).min(axis=0) + edge.message
+                edge.message = edge.message - least
+                unary = unary + least
+            least = float(unary.min())
             self.bound += least
-            alone = alone - least
-            keep = alone <= best * (1 + REL_TOLERANCE) - self.bound
+            unary = unary - least
+            keep = unary <= upper_bound * (1 + REL_TOLERANCE) - self.bound
             if not keep.all() and keep.any():
-                alone = alone[keep]
+                unary = unary[keep]
                 self._drop_options(i, keep)
-            share = alone / max(len(before), len(after), 1)
-            for side in after:
-                side.message = side.message + share
-                alone = alone - share
-            self.unary[i] = alone
+            share = unary / max(len(incoming), len(outgoing), 1)
+            for edge in outgoing:
+                edge.message = edge.message + share
+                unary = unary - share
+            self.unary[i] = unary
         self.order.reverse()
         self.incoming, self.outgoing = self.outgoing, self.incoming
 
     def _drop_options(self, i: int, keep: np.ndarray) -> None:
         self.options[i] = self.options[i][keep]
-        for side in (*self.incoming[i], *self.outgoing[i]):
-            side.table = np.ascontiguousarray(side.table[:, keep])
-            side.reverse.table = side.reverse.table[keep]
-            side.message = side.message[keep]
+        for edge in (*self.incoming[i], *self.outgoing[i]):
+            edge.table = np.ascontiguousarray(edge.table[:, keep])
+            edge.reverse.table = edge.reverse.table[keep]
+            edge.message = edge.message[keep]
 
     def reparametrized(self) -> Problem:
-        """What is left, its costs as they were moved: each choice costs the bound less than it does."""
-        pairs = {
-            pair: side.reverse.table + side.message[:, None] + side.reverse.message for pair, side in self.edges.items()
+        """The problem of the remaining options: each assignment costs ``bound`` less there than in the original."""
+        pairwise = {
+            pair: edge.reverse.table + edge.message[:, None] + edge.reverse.message for pair, edge in self.edges.items()
         }
-        return Problem(tuple(self.unary), pairs)
+        return Problem(tuple(self.unary), pairwise)
 
-    def original_assignment(self, choice: Sequence[int]) -> Assignment:
-        """A choice among what is left as one among all options."""
-        return tuple(int(left[c]) for left, c in zip(self.options, choice, strict=True))
+    def original_assignment(self, assignment: Sequence[int]) -> Assignment:
+        """An assignment of remaining options, by the options' numbers in the problem as given."""
+        return tuple(int(options[c]) for options, c in zip(self.options, assignment, strict=True))
 
 
 def _breadth_first_order(problem: Problem) -> list[int]:
-    """The variables, each near those that it is in a pair with: breadth first."""
-    near: dict[int, list[int]] = defaultdict(list)
+    """The variables in breadth-first order, so that each is near those that it has a pair with."""
+    neighbours: dict[int, list[int]] = defaultdict(list)
     for i, j in sorted(problem.pairwise):
-        near[i].append(j)
-        near[j].append(i)
-    found: dict[int, None] = {}
+        neighbours[i].append(j)
+        neighbours[j].append(i)
+    order: dict[int, None] = {}
     for start in range(len(problem.unary)):
         queue = deque([start])
         while queue:
             i = queue.popleft()
-            if i not in found:
-                found[i] = None
-                queue += near[i]
-    return list(found)
+            if i not in order:
+                order[i] = None
+                queue += neighbours[i]
+    return list(order)

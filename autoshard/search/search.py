@@ -1,8 +1,9 @@
-"""search: the layout to lower, under a memory budget.
+"""The search: which layout of a graph to lower, under a strategy and a memory budget.
 
-"auto" takes the layout that `solve` finds in the program's `space`, where every group of values has its own spec. Where
-that is not proven the best, what the presets would do is tried beside it, and all of what is left open where that is
-little. A layout over the budget loses against any that fits. Deterministic: counts bound the work, never clocks.
+"auto" solves the layout problem (`autoshard.search.solved_layouts`), in which every group of values has its own spec.
+Unless a layout found meets the proven bound, it also prices what the presets would do, all choices of dimension classes
+where they are few, and changes of single arguments' specs. A layout over the budget loses to any within it.
+Deterministic: work is limited by counts, never by clocks.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from autoshard.search.strategies import PRESETS, preset_choices
 from autoshard.units import size_text
 
 MAX_EXHAUSTIVE = 512
-"""Most candidates that are tried one by one."""
+"""Most choices that are enumerated."""
 MAX_PRESET_WORK = 16_000
-"""Most nodes times presets that are tried beside what was solved for: in larger programs none was the better one."""
+"""Nodes times presets above which presets are not priced beside solved layouts: in no larger program was one better."""
 MAX_ARGUMENT_WORK = 40_000
-"""Most nodes times specs of arguments that are tried one by one."""
+"""Nodes times specs of arguments above which arguments are not varied one by one."""
 
 
 def search(
     graph: Graph, strategy: str = "auto", budget: float = math.inf, options: CompilerOptions = ()
 ) -> tuple[Candidate, Search]:
-    """The best layout of ``strategy`` whose peak memory is at most ``budget`` bytes per device under compiler
-    ``options``.
+    """The cheapest layout found for ``strategy`` with predicted peak memory of at most ``budget`` bytes per device, and
+    all that was priced. ``options``: compiler options that the user gave.
 
     Raises:
-      MemoryBudgetError: nothing that was tried fits; names the least that would.
+      MemoryBudgetError: no layout that was priced fits; names the smallest.
       ArgumentError, SpecError: as `explore`.
     """
     found, s = explore(graph, strategy, budget, options)
@@ -49,11 +50,11 @@ def search(
 def explore(
     graph: Graph, strategy: str = "auto", budget: float = math.inf, options: CompilerOptions = ()
 ) -> tuple[Candidate, Search]:
-    """The best layout of ``strategy``, which may be over the budget where nothing that was tried fits.
+    """As `search`, but if nothing fits, the layout that exceeds the budget least instead of an error.
 
     Raises:
       ArgumentError: no such strategy.
-      SpecError: a data-parallel preset whose batch does not divide.
+      SpecError: a preset's axes do not divide the batch.
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
@@ -65,35 +66,37 @@ def explore(
 
 
 def _auto_choices(s: Search) -> Iterator[Choice]:
-    proven, found = False, 0
+    """Solved layouts; then all choices of class axes and ZeRO stages if these are few and no solved layout meets the
+    bound, else the data-parallel ones among them."""
+    proven, solved = False, 0
     for choice in solve_layouts(s):
-        proven, found = proven or s.meets_bound(s.price(choice)), found + 1
+        proven, solved = proven or s.meets_bound(s.price(choice)), solved + 1
         yield choice
-    space = s.class_options()
+    options = s.class_options()
     subsets = [a for n in range(1, len(s.axes) + 1) for a in itertools.combinations(s.axes, n)]
-    zeros = [(0, ()), *((z, a) for z in (2, 3) for a in subsets)]
+    stages = [(0, ()), *((stage, axes) for stage in (2, 3) for axes in subsets)]
     if not s.roles.parameters and not s.roles.optimizer:
-        zeros = zeros[:1]
-    if not proven and math.prod(map(len, space)) * len(zeros) <= MAX_EXHAUSTIVE:
-        for split in itertools.product(*space):
-            for zero, storage in zeros:
-                yield Choice(tuple(split), storage, zero)
+        stages = stages[:1]
+    if not proven and math.prod(map(len, options)) * len(stages) <= MAX_EXHAUSTIVE:
+        for class_axes in itertools.product(*options):
+            for stage, storage_axes in stages:
+                yield Choice(tuple(class_axes), storage_axes, stage)
         return
-    starts = [Choice(((),) * len(s.classes))]
+    presets = [Choice(((),) * len(s.classes))]
     for axes in subsets:
-        split = tuple(axes if i in s.batch_classes and axes in space[i] else () for i in range(len(s.classes)))
-        starts += [Choice(split), Choice(split, axes, 2), Choice(split, axes, 3)]
-    if len(s.graph.nodes) * len(starts) <= MAX_PRESET_WORK:
-        yield from starts
-    elif not found:
-        yield starts[0]
-        yield from starts[-3:]
+        batch = tuple(axes if i in s.batch_classes and axes in options[i] else () for i in range(len(s.classes)))
+        presets += [Choice(batch), Choice(batch, axes, 2), Choice(batch, axes, 3)]
+    if len(s.graph.nodes) * len(presets) <= MAX_PRESET_WORK:
+        yield from presets
+    elif not solved:
+        yield presets[0]
+        yield from presets[-3:]
 
 
 def _argument_choices(s: Search, best: Candidate) -> Iterator[Choice]:
-    """Sets arguments one by one: all combinations where they are few, else those that better ``best`` in turn.
+    """Decides specs of arguments one by one: all combinations if these are few, else changes that improve ``best``.
 
-    Classes tie together what one layout may well keep apart (a weight stored otherwise than it is used).
+    Dimension classes tie together what a good layout can keep apart, such as how a weight is stored and used.
     """
     yield best.choice
     options = {i: argument_options(s, i) for i in _unpinned_arguments(s)}
@@ -104,22 +107,20 @@ def _argument_choices(s: Search, best: Candidate) -> Iterator[Choice]:
     if len(s.graph.nodes) * sum(map(len, options.values())) > MAX_ARGUMENT_WORK:
         return
     for i, specs in options.items():
-        tries = [
-            replace(best.choice, argument_specs=(*best.choice.argument_specs, (i, spec)), solved_number=0)
-            for spec in specs
-        ]
-        yield from tries
-        best = min([best, *map(s.price, tries)], key=s.key)
+        decided = best.choice.argument_specs
+        variants = [replace(best.choice, argument_specs=(*decided, (i, spec)), solved_number=0) for spec in specs]
+        yield from variants
+        best = min([best, *map(s.price, variants)], key=s.key)
 
 
 def _unpinned_arguments(s: Search) -> list[int]:
-    """Flat positions of the arguments that have a dimension to split and no pin, largest first."""
+    """Flat positions of the arguments that have no pin and more than one possible spec, largest first."""
     found = [i for i, v in enumerate(s.graph.inputs) if v not in s.graph.pins and len(argument_options(s, i)) > 1]
     return sorted(found, key=lambda i: (-s.graph.values[s.graph.inputs[i]].bytes, i))
 
 
 def argument_options(s: Search, i: int) -> Sequence[Spec]:
-    """Every spec of argument ``i``: each axis on one dimension or none, in mesh order where several share one."""
+    """Every spec that divides the argument at flat position ``i``."""
     return all_splits(s.graph.values[s.graph.inputs[i]].shape, s.axes, s.graph.program.mesh)
 
 
@@ -130,18 +131,19 @@ def _over_budget_message(s: Search) -> str:
     value = s.graph.values[v]
     array = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return (
-        f"none of {len(s.tried)} layouts fits {size_text(s.budget, 2)} a device: the least that would is "
-        f"{size_text(smallest.memory.peak, 2)}, of which {parts[0][0]} take {size_text(parts[0][1], 2)} and "
-        f"{parts[1][0]} {size_text(parts[1][1], 2)}; the largest array, {array}{_value_origin(s.graph, v)}, takes "
-        f"{size_text(size, 2)}; raise memory_budget or add devices"
+        f"none of {len(s.tried)} layouts fits the memory budget of {size_text(s.budget, 2)} per device: the smallest "
+        f"needs {size_text(smallest.memory.peak, 2)}, of which {parts[0][0]} take {size_text(parts[0][1], 2)} and "
+        f"{parts[1][0]} {size_text(parts[1][1], 2)}; the largest array at its peak, "
+        f"{array}{_value_origin(s.graph, v)}, takes {size_text(size, 2)}; raise memory_budget or add devices"
     )
 
 
 def _value_origin(graph: Graph, v: int) -> str:
-    """Where a value comes from: an argument's path, or the line that makes it, of whatever loop it comes out."""
-    made = {w: node for node in reversed(graph.nodes) for w in node.results}
-    while v in made and made[v].tie and made[v].operands and v not in graph.inputs:
-        (v,) = made[v].operands
+    """Where a value comes from, for a message: an argument's path, or the source line that computes it, traced back
+    through the borders of loops."""
+    producer = {w: node for node in reversed(graph.nodes) for w in node.results}
+    while v in producer and producer[v].tie and producer[v].operands and v not in graph.inputs:
+        (v,) = producer[v].operands
     if v in graph.inputs:
         return f", {graph.values[v].name}"
-    return f" from {made[v].source}" if v in made and made[v].source else ""
+    return f" from {producer[v].source}" if v in producer and producer[v].source else ""

@@ -1,10 +1,15 @@
-"""solve: the best choice of a `Problem`, and a bound that no choice can go below.
+"""Minimises a `Problem` within its budgets, with a lower bound on the cost of every assignment within them.
 
-Without budgets, variables are eliminated (`autoshard.search.eliminate`). Where tables would become large, options that are in
-no good choice are left out first (`autoshard.search.prune`), until what is left is eliminated exactly.
+Without budgets (`solve_without_budgets`): `autoshard.search.eliminate` with small tables; where that leaves a gap,
+`autoshard.search.prune` drops options and large-neighbourhood search (`neighbourhood_search`) improves the known
+assignment, in turn, until what remains is eliminated exactly or the rounds are used up.
 
-Budgets are priced (Lagrange): the price of a byte rises until the choice fits, and the best dual value is the bound.
-`exactly` hands a problem to HiGHS as it stands.
+With budgets (`solve`): small problems go to HiGHS as a mixed-integer linear program (`solve_milp`). In larger ones,
+each budget's load is priced by a Lagrange multiplier, which grows until the assignment fits; the value of the
+Lagrangian dual at the last multipliers is the bound.
+
+The bound is one of this problem, that is, of the cost model and of the layouts that the problem can express: not of
+every program that computes the same, nor of the clock (docs/math/elimination.md).
 """
 
 from __future__ import annotations
@@ -23,235 +28,245 @@ from autoshard.search.problem import REL_TOLERANCE, Assignment, Problem, restric
 from autoshard.search.prune import PrunedProblem
 
 MAX_TABLE_ENTRIES = 1 << 21
-"""Most entries of a table in elimination."""
-MAX_MILP_ENTRIES = 4000
-"""Most entries of all tables for which budgets are kept exactly."""
+"""Limit on a table's entries in elimination."""
 MAX_TABLE_ENTRIES_UNPRUNED = 1 << 15
-"""Most entries of a table in elimination before options have been left out."""
+"""The same before and while options are pruned: a quick upper bound is enough there."""
+MAX_MILP_ENTRIES = 4000
+"""Limit on the entries of all pairwise tables together for a problem with budgets to go to HiGHS."""
 PRUNING_ROUNDS = 10
-"""Most rounds of leaving options out."""
 LOCAL_SEARCH_ROUNDS = 16
-"""Most rounds of improving one variable at a time."""
 BISECTIONS = 8
-"""How often the gap between a price that is too low and one that is not is halved."""
+"""Geometric bisections between a multiplier that is too low and one that suffices."""
 LEAST_LOAD_MULTIPLIER = 1e3
-"""The price of a whole budget where costs do not matter, in costs of the dearest options of all."""
+"""Multiplier for which loads outweigh all costs: per whole budget, in units of the sum of all tables' largest costs."""
 MAX_MULTIPLIER = 1e6
-"""The highest price of a whole budget, in costs of the best choice without it."""
+"""Multiplier beyond which a budget is given up: per whole budget, in units of the optimum without budgets."""
 
 
-def solve(problem: Problem, small: int = MAX_MILP_ENTRIES) -> Solution:
-    """A choice that keeps the budgets: the best where its pairs' tables have at most ``small`` entries or pricing the
-    budgets happens to find it, else one near it.
+def solve(problem: Problem, milp_entries: int = MAX_MILP_ENTRIES) -> Solution:
+    """An assignment within the budgets, and a lower bound on the cost of all such assignments.
+
+    It is optimal if the optimum without budgets fits and was proven, or if the pairwise tables have at most
+    ``milp_entries`` entries; otherwise `Solution.gap` says what is not proven.
 
     Raises:
-      PlanError: no choice keeps them, or none that was tried.
+      PlanError: no assignment is within the budgets, or none that was tried.
     """
     if problem.infeasible():
-        raise PlanError("no choice keeps the budgets")
-    best = solve_without_budgets(problem)
-    found = best.assignment if problem.fits(best.assignment) else None
-    if found is None and sum(t.size for t in problem.pairwise.values()) <= small:
+        raise PlanError("no assignment is within the budgets")
+    relaxed = solve_without_budgets(problem)
+    best = relaxed.assignment if problem.fits(relaxed.assignment) else None
+    if best is None and sum(t.size for t in problem.pairwise.values()) <= milp_entries:
         return solve_milp(problem)
-    prices, choice = [0.0] * len(problem.budgets), best.assignment
+    multipliers, current = [0.0] * len(problem.budgets), relaxed.assignment
 
-    def tried(prices: Sequence[float], near: Assignment) -> Assignment:
-        nonlocal found
-        priced = problem.lagrangian(prices)
-        choice = (
-            neighbourhood_search(priced, near) if problem.neighbourhoods else solve_without_budgets(priced).assignment
+    def minimise_lagrangian(start: Assignment) -> Assignment:
+        nonlocal best
+        priced = problem.lagrangian(multipliers)
+        found = (
+            neighbourhood_search(priced, start) if problem.neighbourhoods else solve_without_budgets(priced).assignment
         )
-        if problem.fits(choice) and (found is None or problem.cost(choice) < problem.cost(found)):
-            found = choice
-        return choice
+        if problem.fits(found) and (best is None or problem.cost(found) < problem.cost(best)):
+            best = found
+        return found
 
-    while found is None:
-        over = [row.load(choice) / max(row.limit, 1.0) for row in problem.budgets]
-        r = int(np.argmax(over))
-        row, low = problem.budgets[r], prices[r]
-        if low:  # priced already, and another budget's price has undone it
+    while best is None:
+        r = int(np.argmax([b.load(current) / max(b.limit, 1.0) for b in problem.budgets]))
+        budget, low = problem.budgets[r], multipliers[r]
+        if low:  # its multiplier was found, and that of another budget has undone the effect
             break
-        high = best.cost / max(row.limit, 1.0) / 64
-        while row.load(choice) > row.limit and high < MAX_MULTIPLIER * best.cost / max(row.limit, 1.0):
+        scale = relaxed.cost / max(budget.limit, 1.0)
+        high = scale / 64
+        while budget.load(current) > budget.limit and high < MAX_MULTIPLIER * scale:
             low, high = high, 4 * high
-            prices[r] = high
-            choice = tried(prices, choice)
-        if row.load(choice) > row.limit:
+            multipliers[r] = high
+            current = minimise_lagrangian(current)
+        if budget.load(current) > budget.limit:
             break
-        for _ in range(BISECTIONS):  # the cheapest price that keeps it
-            prices[r] = (low * high) ** 0.5
-            near = tried(prices, choice)
-            if row.load(near) > row.limit:
-                low = prices[r]
+        for _ in range(BISECTIONS):  # towards the least multiplier under which the budget is kept
+            multipliers[r] = (low * high) ** 0.5
+            found = minimise_lagrangian(current)
+            if budget.load(found) > budget.limit:
+                low = multipliers[r]
             else:
-                high, choice = prices[r], near
-        prices[r] = high
-    if found is None:
-        raise PlanError("no choice was found that keeps the budgets")
-    bound = best.bound
-    if any(prices):
-        found = _descend_within_budgets(problem, found)
-        dual = solve_without_budgets(problem.lagrangian(prices)).bound
-        bound = max(bound, dual - sum(p * r.limit for p, r in zip(prices, problem.budgets, strict=True)))
-    return Solution(found, problem.cost(found), min(bound, problem.cost(found)))
+                high, current = multipliers[r], found
+        multipliers[r] = high
+    if best is None:
+        raise PlanError("no assignment within the budgets was found")
+    bound = relaxed.bound
+    if any(multipliers):
+        best = _descend_within_budgets(problem, best)
+        dual = solve_without_budgets(problem.lagrangian(multipliers)).bound
+        bound = max(bound, dual - sum(m * b.limit for m, b in zip(multipliers, problem.budgets, strict=True)))
+    return Solution(best, problem.cost(best), min(bound, problem.cost(best)))
 
 
 def least_load(problem: Problem) -> Solution:
-    """A choice that takes little of the budgets, whatever it costs; nothing is known of what it could cost."""
+    """An assignment of small loads at any cost, for budgets that cannot all be kept. Its bound is 0."""
     tables = (*problem.unary, *problem.pairwise.values())
-    most = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
-    found = solve_without_budgets(
-        problem.lagrangian([LEAST_LOAD_MULTIPLIER * most / max(row.limit, 1.0) for row in problem.budgets])
-    ).assignment
+    worst = sum(float(t.max(where=np.isfinite(t), initial=0.0)) for t in tables)
+    multipliers = [LEAST_LOAD_MULTIPLIER * worst / max(b.limit, 1.0) for b in problem.budgets]
+    found = solve_without_budgets(problem.lagrangian(multipliers)).assignment
     return Solution(found, problem.cost(found), 0.0)
 
 
-def solve_without_budgets(problem: Problem, largest: int = MAX_TABLE_ENTRIES) -> Solution:
-    """The best choice, budgets aside; its gap is 0 unless what narrowing leaves needs a table of more than ``largest``
-    entries."""
-    rough = min(largest, MAX_TABLE_ENTRIES_UNPRUNED)
-    best = eliminate(problem, rough)
+def solve_without_budgets(problem: Problem, max_entries: int = MAX_TABLE_ENTRIES) -> Solution:
+    """Minimises ``problem`` without its budgets.
+
+    It is optimal unless what pruning leaves still needs a table of more than ``max_entries`` entries.
+    """
+    unpruned_entries = min(max_entries, MAX_TABLE_ENTRIES_UNPRUNED)
+    best = eliminate(problem, unpruned_entries)
     if best.optimal:
         return best
-    narrow, known = PrunedProblem(problem, best.cost), dict[tuple[int, bytes], Assignment]()
+    pruned, cache = PrunedProblem(problem, best.cost), dict[tuple[int, bytes], Assignment]()
     for _ in range(PRUNING_ROUNDS):
-        narrow.sweep(best.cost)
-        before, best = best.assignment, _eliminate_remaining(problem, best, narrow, rough)
+        pruned.sweep(best.cost)
+        before, best = best.assignment, _eliminate_remaining(problem, best, pruned, unpruned_entries)
         if best.assignment == before and problem.neighbourhoods and not best.optimal:
-            best = _improve_solution(problem, best, known)
-        if best.optimal:  # again with the costs as they were: of equal choices the first, as everywhere
-            near = eliminate(restricted(problem, narrow.options), rough)
-            if near.cost <= best.cost * (1 + REL_TOLERANCE):
-                best = Solution(narrow.original_assignment(near.assignment), near.cost, min(best.bound, near.cost))
+            best = _improve_solution(problem, best, cache)
+        if best.optimal:  # once more with the original costs: ties are then broken as in an unpruned problem
+            tied = eliminate(restricted(problem, pruned.options), unpruned_entries)
+            if tied.cost <= best.cost * (1 + REL_TOLERANCE):
+                best = Solution(pruned.original_assignment(tied.assignment), tied.cost, min(best.bound, tied.cost))
             return best
-    best = _eliminate_remaining(problem, best, narrow, largest)
-    return _improve_solution(problem, best, known) if problem.neighbourhoods and not best.optimal else best
+    best = _eliminate_remaining(problem, best, pruned, max_entries)
+    return _improve_solution(problem, best, cache) if problem.neighbourhoods and not best.optimal else best
 
 
 def eliminate_and_improve(problem: Problem) -> Assignment:
-    """A good choice that is found otherwise, budgets aside: by elimination alone, and improved."""
+    """A second good assignment, found without pruning: elimination and neighbourhood search, budgets ignored."""
     first = eliminate(problem, MAX_TABLE_ENTRIES).assignment
-    return min((neighbourhood_search(problem, c) for c in (first, [0] * len(first))), key=problem.cost)
+    return min((neighbourhood_search(problem, start) for start in (first, [0] * len(first))), key=problem.cost)
 
 
-def _improve_solution(problem: Problem, best: Solution, known: dict[tuple[int, bytes], Assignment]) -> Solution:
-    choice = neighbourhood_search(problem, best.assignment, known)
-    cost = problem.cost(choice)
-    return Solution(choice, cost, min(cost, best.bound))
+def _improve_solution(problem: Problem, best: Solution, cache: dict[tuple[int, bytes], Assignment]) -> Solution:
+    found = neighbourhood_search(problem, best.assignment, cache)
+    cost = problem.cost(found)
+    return Solution(found, cost, min(cost, best.bound))
 
 
-def _eliminate_remaining(problem: Problem, best: Solution, narrow: PrunedProblem, largest: int) -> Solution:
-    """The better of ``best`` and what elimination finds with the costs moved, with the higher bound."""
-    near = eliminate(narrow.reparametrized(), largest)
-    choice = min(best.assignment, narrow.original_assignment(near.assignment), key=problem.cost)
-    cost = problem.cost(choice)
-    return Solution(choice, cost, min(cost, max(best.bound, narrow.bound + near.bound)))
+def _eliminate_remaining(problem: Problem, best: Solution, pruned: PrunedProblem, max_entries: int) -> Solution:
+    """The cheaper of ``best`` and what eliminating the remaining options finds, with the higher of the two bounds."""
+    remaining = eliminate(pruned.reparametrized(), max_entries)
+    found = min(best.assignment, pruned.original_assignment(remaining.assignment), key=problem.cost)
+    cost = problem.cost(found)
+    return Solution(found, cost, min(cost, max(best.bound, pruned.bound + remaining.bound)))
 
 
 def neighbourhood_search(
-    problem: Problem, choice: Sequence[int], known: dict[tuple[int, bytes], Assignment] | None = None
+    problem: Problem, start: Sequence[int], cache: dict[tuple[int, bytes], Assignment] | None = None
 ) -> Assignment:
-    """Looks for better choices near ``choice``: all variables at once among kindred options, each kind in its turn.
+    """Large-neighbourhood search from ``start``, budgets ignored: for each of the problem's neighbourhoods in turn (one
+    for each mesh axis), re-solves by elimination with every variable free to take any option of its present label (to
+    change what that axis shards), until nothing improves.
 
-    ``known`` keeps what was found, by the kind and the label of every variable, for this problem's next search.
+    ``cache`` keeps solutions, by neighbourhood and labels, between calls for the same problem.
     """
-    best, known = tuple(choice), {} if known is None else known
+    best, cache = tuple(start), {} if cache is None else cache
     for _ in range(LOCAL_SEARCH_ROUNDS):
         before = best
         for k, labels in enumerate(problem.neighbourhoods):
-            at = np.array([l[c] for l, c in zip(labels, best, strict=True)])
-            key = k, at.tobytes()
-            if key not in known:
-                options = [np.flatnonzero(l == x) for l, x in zip(labels, at, strict=True)]
-                near = eliminate(restricted(problem, options), MAX_TABLE_ENTRIES)
-                known[key] = tuple(int(o[c]) for o, c in zip(options, near.assignment, strict=True))
-            best = known[key]
+            current = np.array([l[c] for l, c in zip(labels, best, strict=True)])
+            key = k, current.tobytes()
+            if key not in cache:
+                options = [np.flatnonzero(l == label) for l, label in zip(labels, current, strict=True)]
+                found = eliminate(restricted(problem, options), MAX_TABLE_ENTRIES)
+                cache[key] = tuple(int(o[c]) for o, c in zip(options, found.assignment, strict=True))
+            best = cache[key]
         if problem.cost(best) >= problem.cost(before):
             return before
     return best
 
 
-def _descend_within_budgets(problem: Problem, choice: Assignment) -> Assignment:
-    """Uses what the budgets leave: changes one variable at a time for the better, as long as they are kept."""
-    found = list(choice)
-    spent = [row.load(found) for row in problem.budgets]
-    beside = _tables_by_variable(problem)
+def _descend_within_budgets(problem: Problem, start: Assignment) -> Assignment:
+    """Coordinate descent: changes one variable at a time to its cheapest option that keeps all budgets."""
+    found = list(start)
+    loads = [budget.load(found) for budget in problem.budgets]
+    tables = _tables_by_variable(problem)
     for _ in range(LOCAL_SEARCH_ROUNDS):
         before = tuple(found)
-        for i, costs in enumerate(problem.unary):
+        for i, unary in enumerate(problem.unary):
             now = found[i]
-            total = costs + sum((f.costs_of(i, found) for f in beside[i]), np.zeros(len(costs)))
-            for r, row in enumerate(problem.budgets):
-                load = row.loads.get(i)
+            costs = unary + sum((t.costs_of(i, found) for t in tables[i]), np.zeros(len(unary)))
+            for r, budget in enumerate(problem.budgets):
+                load = budget.loads.get(i)
                 if load is not None:
-                    total = np.where(spent[r] + load - load[now] > row.limit, math.inf, total)
-            best = int(np.argmin(total))
-            if total[best] < total[now]:
+                    costs = np.where(loads[r] + load - load[now] > budget.limit, math.inf, costs)
+            best = int(np.argmin(costs))
+            if costs[best] < costs[now]:
                 found[i] = best
-                spent = [row.load(found) for row in problem.budgets]
+                loads = [budget.load(found) for budget in problem.budgets]
         if tuple(found) == before:
             break
     return tuple(found)
 
 
 def _tables_by_variable(problem: Problem) -> list[list[CostTable]]:
-    """For each variable, the pairs that it is in."""
-    beside: list[list[CostTable]] = [[] for _ in problem.unary]
-    for pair, table in problem.pairwise.items():
+    """For each variable, the pairwise tables that mention it."""
+    tables: list[list[CostTable]] = [[] for _ in problem.unary]
+    for pair, costs in problem.pairwise.items():
         for i in pair:
-            beside[i].append(CostTable(pair, table))
-    return beside
+            tables[i].append(CostTable(pair, costs))
+    return tables
 
 
 def solve_milp(problem: Problem) -> Solution:
-    """The best choice that keeps the budgets, by HiGHS, with the bound that it proved.
+    """The optimum within the budgets, by HiGHS as a mixed-integer linear program, with HiGHS's bound.
+
+    A binary b[i, k] says that variable i has option k; a continuous q[i, k, j, l] says that i has k and j has l:
+
+        sum_k b[i, k] = 1,   sum_l q[i, k, j, l] = b[i, k],   sum_k q[i, k, j, l] = b[j, l]
+
+    (the formulation of Alpa's intra-operator pass: Zheng et al., OSDI 2022, section 4.2).
 
     Raises:
-      PlanError: no choice keeps the budgets.
+      PlanError: no assignment is within the budgets.
     """
-    at, columns = [], 0
+    first_column, columns = [], 0
     for u in problem.unary:
-        at.append(columns)
+        first_column.append(columns)
         columns += len(u)
-    whole = columns
+    binaries = columns
     cost = [np.concatenate(problem.unary)]
     entries: list[tuple[int, int, float]] = []
     lower: list[float] = []
     upper: list[float] = []
 
-    def row(terms: list[tuple[int, float]], low: float, high: float) -> None:
+    def add_row(terms: list[tuple[int, float]], low: float, high: float) -> None:
         entries.extend((len(lower), c, x) for c, x in terms)
         lower.append(low)
         upper.append(high)
 
     for i, u in enumerate(problem.unary):
-        row([(at[i] + k, 1.0) for k in range(len(u))], 1, 1)
+        add_row([(first_column[i] + k, 1.0) for k in range(len(u))], 1, 1)
     for (i, j), table in problem.pairwise.items():
         n, m = table.shape
-        for k in range(n):  # what a pair does is what each of the two does
-            row([(columns + k * m + l, 1.0) for l in range(m)] + [(at[i] + k, -1.0)], 0, 0)
+        for k in range(n):
+            add_row([(columns + k * m + l, 1.0) for l in range(m)] + [(first_column[i] + k, -1.0)], 0, 0)
         for l in range(m):
-            row([(columns + k * m + l, 1.0) for k in range(n)] + [(at[j] + l, -1.0)], 0, 0)
+            add_row([(columns + k * m + l, 1.0) for k in range(n)] + [(first_column[j] + l, -1.0)], 0, 0)
         cost.append(table.ravel())
         columns += n * m
     for budget in problem.budgets:
-        row([(at[i] + k, x) for i, load in budget.loads.items() for k, x in enumerate(load)], -math.inf, budget.limit)
-    c = np.concatenate(cost)
-    never = ~np.isfinite(c)
-    r, k, x = zip(*entries, strict=True)
-    matrix = scipy.sparse.csr_array((x, (r, k)), shape=(len(lower), columns))
-    most: Any = np.where(never, 0.0, 1.0)
+        terms = [(first_column[i] + k, x) for i, load in budget.loads.items() for k, x in enumerate(load)]
+        add_row(terms, -math.inf, budget.limit)
+    costs = np.concatenate(cost)
+    forbidden = ~np.isfinite(costs)
+    rows, cols, coefficients = zip(*entries, strict=True)
+    matrix = scipy.sparse.csr_array((coefficients, (rows, cols)), shape=(len(lower), columns))
+    most: Any = np.where(forbidden, 0.0, 1.0)
     low: Any = np.array(lower)
     high: Any = np.array(upper)
-    scale = np.abs(c[~never]).max() or 1.0
+    scale = np.abs(costs[~forbidden]).max() or 1.0  # seconds of one step are too small for HiGHS's tolerances
     result = scipy.optimize.milp(
-        np.where(never, 0.0, c) / scale,
-        integrality=np.arange(columns) < whole,
+        np.where(forbidden, 0.0, costs) / scale,
+        integrality=np.arange(columns) < binaries,
         bounds=scipy.optimize.Bounds(0, most),
         constraints=scipy.optimize.LinearConstraint(matrix, low, high),
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None:
-        raise PlanError(f"no choice keeps the budgets: {result.message}")
-    choice = tuple(int(np.argmax(result.x[a : a + len(u)])) for a, u in zip(at, problem.unary, strict=True))
-    return Solution(choice, problem.cost(choice), float(result.mip_dual_bound) * scale)
+        raise PlanError(f"no assignment is within the budgets: {result.message}")
+    found = tuple(int(np.argmax(result.x[c : c + len(u)])) for c, u in zip(first_column, problem.unary, strict=True))
+    return Solution(found, problem.cost(found), float(result.mip_dual_bound) * scale)

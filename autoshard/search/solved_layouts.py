@@ -1,4 +1,10 @@
-"""layouts: what solving a program's space finds, as layouts of the program."""
+"""Solved layouts: solutions of a program's layout problem, propagated to whole layouts and priced once more.
+
+On at most `MAX_AXES` mesh axes the problem is solved as a whole (`_solve_on_mesh`), first without a memory budget. A
+layout whose peak exceeds the budget adds that moment to the problem as a `Budget`, and it is solved again. With more
+axes, neighbours are merged until `COARSE_AXES` are left, and the solutions refined on `MAX_AXES` merged axes near what
+was found (`_coarse_to_fine`); no bound is known of those.
+"""
 
 from __future__ import annotations
 
@@ -13,140 +19,144 @@ from autoshard.errors import PlanError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout, Origin, propagate
 from autoshard.ir.spec import Axes, Spec
-from autoshard.search.build_problem import StrategyLimits, build_problem
+from autoshard.search.build_problem import build_problem
 from autoshard.search.candidates import BOUND_TOLERANCE, Candidate, Choice, Search, zero_sharded
 from autoshard.search.merged_axes import MergedMesh, merged_meshes
 from autoshard.search.problem import restricted
 from autoshard.search.solve import eliminate_and_improve, least_load, solve, solve_without_budgets
 from autoshard.search.spec_tables import value_spec
+from autoshard.search.strategy_limits import StrategyLimits
 
 MAX_AXES = 3
-"""Most mesh axes for which the space is solved as a whole."""
+"""Most mesh axes with which the layout problem is solved as a whole."""
 COARSE_AXES = 2
-"""Of more, neighbours are first taken together until so many are left."""
+"""Axes that are left in the coarse problems of a mesh of more."""
 REFINEMENT_ROUNDS = 3
-"""How often it is looked near what was found so, at the most."""
 MIN_GAIN = 1e-3
-"""What that has to gain to be done again, as a share of the time."""
+"""Relative gain of a refinement round below which there is no next one."""
 MAX_MEMORY_BUDGETS = 5
-"""Most moments of a step whose memory is held within the budget while solving."""
+"""Most times that a problem is solved, each time with the peak of the last layout as one more budget."""
 
 
-def solve_layouts(s: Search, limits: StrategyLimits | None = None, stored: Axes = ()) -> Iterator[Choice]:
-    """What solving the program's space finds within ``limits``: the best without the budget, then with it until it is
-    kept. What the step carries lies in parts over ``stored``, beside how it is used.
+def solve_layouts(s: Search, limits: StrategyLimits | None = None, storage_axes: Axes = ()) -> Iterator[Choice]:
+    """Solves the layout problem within ``limits``; yields a choice for each layout found, all priced.
 
-    Memory is least known where it peaks, and that moves with the layout; so each answer that is over the budget adds
-    the moment of its own peak to the problem, what it moves there included. Where no answer keeps all of them, the last
-    is one that holds little.
+    The first is found without a memory budget; each further one with one budget more, until one fits. If the budgets
+    cannot all be kept, the last is a layout of little memory. Carried state is stored sharded over ``storage_axes``
+    beyond how it is used.
     """
     number = itertools.count(1)
     if 0 < len(s.axes) <= MAX_AXES:
         (whole,) = merged_meshes(s.graph, MAX_AXES)
-        yield from _solve_on_mesh(s, whole, number, limits, stored)
-    elif s.axes and limits is None:  # which name the mesh's own axes
+        yield from _solve_on_mesh(s, whole, number, limits, storage_axes)
+    elif s.axes and limits is None:  # limits name actual axes, which merged meshes do not have
         yield from _coarse_to_fine(s, number)
 
 
 def _coarse_to_fine(s: Search, number: Iterator[int]) -> Iterator[Choice]:
-    """What solving finds on few axes, neighbours taken together, and then near that on more of them; again near the
-    best alone as long as it gains. Under pins that cannot be said on so few, what it finds on more."""
-    found: list[Candidate] = []  # the best of each view
+    """Solves on `COARSE_AXES` merged axes, then on `MAX_AXES` near the layouts found; again near the best alone while
+    it gains. If the user's pins cannot be expressed on the coarse meshes, only on `MAX_AXES`."""
+    best_of_mesh: list[Candidate] = []
 
-    def noted(choices: Iterator[Choice]) -> Sequence[Choice]:
-        every = list(choices)
-        found.append(s.best(every))
-        return every
+    def recorded(choices: Iterator[Choice]) -> Sequence[Choice]:
+        found = list(choices)
+        best_of_mesh.append(s.best(found))
+        return found
 
     coarse = [*merged_meshes(s.graph, COARSE_AXES)]
-    for view in coarse or merged_meshes(s.graph, MAX_AXES):
-        yield from noted(_solve_on_mesh(s, view, number))
-    for turn in range(REFINEMENT_ROUNDS if coarse else 0):
-        before = min(found, key=s.key)
-        starts = [before] if turn else sorted(found, key=s.key)
-        for view in merged_meshes(s.graph, MAX_AXES):
-            about = [layout for c in starts if (layout := view.merge_layout(c.layout)) is not None]
-            if about:
-                yield from noted(_solve_on_mesh(s, view, number, about=about))
-        now = min(found, key=s.key)
+    for merged in coarse or merged_meshes(s.graph, MAX_AXES):
+        yield from recorded(_solve_on_mesh(s, merged, number))
+    for k in range(REFINEMENT_ROUNDS if coarse else 0):
+        before = min(best_of_mesh, key=s.key)
+        starts = [before] if k else sorted(best_of_mesh, key=s.key)
+        for merged in merged_meshes(s.graph, MAX_AXES):
+            near = [layout for c in starts if (layout := merged.merge_layout(c.layout)) is not None]
+            if near:
+                yield from recorded(_solve_on_mesh(s, merged, number, near_layouts=near))
+        now = min(best_of_mesh, key=s.key)
         if s.key(now)[0] == s.key(before)[0] and now.cost.seconds >= before.cost.seconds * (1 - MIN_GAIN):
             return
 
 
 def _solve_on_mesh(
     s: Search,
-    view: MergedMesh,
+    merged: MergedMesh,
     number: Iterator[int],
     limits: StrategyLimits | None = None,
-    stored: Axes = (),
-    about: Sequence[Layout] = (),
+    storage_axes: Axes = (),
+    near_layouts: Sequence[Layout] = (),
 ) -> Iterator[Choice]:
-    """What solving finds for ``view``, or there near the layouts ``about``; layouts are numbered."""
-    graph, sizes = s.graph, s.graph.program.mesh
-    space = build_problem(view.graph, limits, about, s.groups)
-    problem, sure = space.problem, limits is None and view.graph is graph and not about
+    """Solves the layout problem over ``merged`` axes; if given, near ``near_layouts``. Takes layouts' numbers from
+    ``number``, and raises the search's bound if the problem is that of the whole graph on the actual mesh."""
+    graph, mesh = s.graph, s.graph.program.mesh
+    layout_problem = build_problem(merged.graph, limits, near_layouts, s.groups)
+    problem = layout_problem.problem
+    bound_holds = limits is None and merged.graph is graph and not near_layouts
 
-    def laid(found: Sequence[int]) -> Candidate:
-        specs, ways = view.expand_specs(space.value_specs(found)), view.expand_factor_axes(space.factor_axes(found))
-        for i, o in graph.program.carries if stored else ():
+    def price(assignment: Sequence[int]) -> Candidate:
+        specs = merged.expand_specs(layout_problem.value_specs(assignment))
+        strategies = merged.expand_factor_axes(layout_problem.factor_axes(assignment))
+        for i, o in graph.program.carries if storage_axes else ():
             v, out = graph.inputs[i], graph.outputs[o]
             if v in specs and out:
-                shape = graph.values[v].shape
-                specs[v] = specs[out] = zero_sharded(specs[v], shape, stored, sizes.shape)
-        open_ = {v: specs[v] for v in graph.unconstrained_dims if v in specs}
-        given = {v: x for v, x in specs.items() if v not in graph.pins}
-        layout = propagate(graph, [open_], given)
+                specs[v] = specs[out] = zero_sharded(specs[v], graph.values[v].shape, storage_axes, mesh.shape)
+        unconstrained = {v: specs[v] for v in graph.unconstrained_dims if v in specs}
+        given = {v: spec for v, spec in specs.items() if v not in graph.pins}
+        layout = propagate(graph, [unconstrained], given)
         origins: dict[tuple[int, int], Origin] = {
             k: o if k[0] in graph.pins or k[0] not in specs else "solved" for k, o in layout.origins.items()
         }
-        layout = replace(layout, origins=origins, strategies=ways)
-        split = tuple(most_common(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
-        return s.price_layout(Choice(split, stored, 3 if stored else 0, solved_number=next(number)), layout)
+        layout = replace(layout, origins=origins, strategies=strategies)
+        class_axes = tuple(most_common(layout.specs[v].dims[d] for v, d in c.inputs) for c in s.classes)
+        zero_stage = 3 if storage_axes else 0
+        return s.price_layout(Choice(class_axes, storage_axes, zero_stage, solved_number=next(number)), layout)
 
     for _ in range(MAX_MEMORY_BUDGETS):
         try:
-            found = solve(problem)
+            solution = solve(problem)
         except PlanError:
-            found = least_load(problem)
-        if sure:
-            s.bound = max(s.bound, found.bound - space.slack)
-        candidate = laid(found.assignment)
+            solution = least_load(problem)
+        if bound_holds:
+            s.bound = max(s.bound, solution.bound - layout_problem.slack)
+        candidate = price(solution.assignment)
         layout, peak = candidate.layout, candidate.memory.peak
         yield candidate.choice
-        if not (stored or problem.budgets) and candidate.cost.seconds > found.cost * (1 + BOUND_TOLERANCE):
-            yield laid(eliminate_and_improve(problem)).choice  # the tables lack something of what the layout costs
-        if peak <= s.budget or not problem.fits(found.assignment):
+        without_limits = not (storage_axes or problem.budgets)
+        if without_limits and candidate.cost.seconds > solution.cost * (1 + BOUND_TOLERANCE):
+            # The problem leaves out part of what this layout costs, so another good assignment can turn out cheaper.
+            yield price(eliminate_and_improve(problem)).choice
+        if peak <= s.budget or not problem.fits(solution.assignment):
             return
-        held = s.memory_model.usage(layout, all_gather_fusion_disabled=candidate.all_gather_fusion_disabled)
-        moment = int(held.argmax())
-        beside = int(held[moment] - s.memory_model.live_bytes(s.memory_model.sizes(layout))[moment])
-        alive = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.memory_model.live_values(moment)
-        row = space.byte_budget(alive, s.budget - beside, view.graph.program.mesh)
-        if (load := row.load(found.assignment)) <= row.limit:  # it is over the budget for what the row cannot say
-            row, sure = replace(row, limit=load - (peak - s.budget)), False  # which other layouts need not keep
-        problem = replace(problem, budgets=(*problem.budgets, row))
+        usage = s.memory_model.usage(layout, all_gather_fusion_disabled=candidate.all_gather_fusion_disabled)
+        moment = int(usage.argmax())
+        resharded = int(usage[moment] - s.memory_model.live_bytes(s.memory_model.sizes(layout))[moment])
+        live = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.memory_model.live_values(moment)
+        budget = layout_problem.byte_budget(live, s.budget - resharded, merged.graph.program.mesh)
+        if (load := budget.load(solution.assignment)) <= budget.limit:
+            # What exceeds it is not in the budget's loads. A tighter limit helps, but other layouts need not keep it.
+            budget, bound_holds = replace(budget, limit=load - (peak - s.budget)), False
+        problem = replace(problem, budgets=(*problem.budgets, budget))
 
 
 def min_marginals(graph: Graph, v: int) -> list[tuple[Spec, float]]:
-    """Every way in which value ``v`` can lie, with the seconds of the best layout found in which it does, memory aside.
-
-    None where it cannot lie in more than one, or the mesh has too many axes to solve for.
-    """
+    """For each spec that value ``v`` can have, the predicted seconds of the cheapest layout found that has it, memory
+    ignored. Empty if it can have only one, or the mesh has more than `MAX_AXES` axes."""
     if not 0 < len(graph.program.mesh.nontrivial_axes) <= MAX_AXES:
         return []
-    space = build_problem(graph)
-    if v not in space.bindings:
+    layout_problem = build_problem(graph)
+    if v not in layout_problem.bindings:
         return []
-    i, places = space.bindings[v]
-    whole = [np.arange(len(u)) for u in space.problem.unary]
+    i, dim_map = layout_problem.bindings[v]
+    every = [np.arange(len(u)) for u in layout_problem.problem.unary]
     found: list[tuple[Spec, float]] = []
-    for k, option in enumerate(space.options[i]):
-        one = [*whole[:i], np.array([k]), *whole[i + 1 :]]
-        found.append((value_spec(option, places), solve_without_budgets(restricted(space.problem, one, kin=True)).cost))
+    for k, option in enumerate(layout_problem.options[i]):
+        fixed = [*every[:i], np.array([k]), *every[i + 1 :]]
+        solution = solve_without_budgets(restricted(layout_problem.problem, fixed, neighbourhoods=True))
+        found.append((value_spec(option, dim_map), solution.cost))
     return found if len(found) > 1 else []
 
 
 def most_common(found: Iterable[Axes]) -> Axes:
-    """The commonest; the longest of equally common ones."""
-    have = Counter(found)
-    return max(have, key=lambda a: (have[a], len(a)), default=())
+    """The most frequent of ``found``; of equally frequent ones the longest."""
+    counts = Counter(found)
+    return max(counts, key=lambda axes: (counts[axes], len(axes)), default=())

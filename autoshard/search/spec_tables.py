@@ -1,6 +1,8 @@
-"""lays: how values lie under each of many options, and what it takes to bring them from one to the other, all at once.
+"""Spec tables: the specs that the options of a solver variable give to a value, and what resharding between two such
+lists costs, as arrays.
 
-Worked out once for all equations that ask the same.
+A variable's options are specs over its own dimensions: those of a group, or of one value. A value is bound to a
+variable by a `Binding`. Lists of specs are interned, so that each table is computed once for all nodes that ask for it.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,113 +19,122 @@ from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seco
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.search.problem import Array, Indices
+from autoshard.search.value_groups import DimMap
 
-Sizes = tuple[int, ...]
-"""For each dimension of a value, that of its variable's options, or -1."""
+Shape = tuple[int, ...]
 PartialDims = tuple[tuple[int, str], ...]
-"""Dimensions of the options along whose axes a value is in terms, and of what kind."""
+"""(dimension of the options, kind of reduction): the value is partial along the axes that shard that dimension."""
+
+
+class Binding(NamedTuple):
+    """The variable that decides a value's spec, and which of its dimensions are the value's."""
+
+    variable: int
+    dim_map: DimMap
+    """For each dimension of the value, the dimension of the variable's options, or -1 where it is never sharded."""
 
 
 @dataclass(frozen=True, eq=False)
 class OptionSpecs:
-    """A spec for each of many options."""
+    """The spec of one value under each option of a variable."""
 
     distinct_specs: tuple[Spec, ...]
-    """Those that differ."""
     index: Indices
-    """For each option, which of them."""
+    """[options]: which of the distinct specs."""
 
     @property
     def all_distinct(self) -> bool:
-        """Whether no two options are alike."""
+        """Whether no two options give the same spec."""
         return len(self.distinct_specs) == len(self.index)
 
 
 class SpecTables:
-    """How values lie under the options of a problem's variables. Options and lays that are equal are one object."""
+    """The options of a problem's variables, and tables computed from them. Equal option lists and equal spec lists are
+    one object."""
 
     def __init__(self, options: Iterable[Sequence[Spec]], mesh: LogicalMesh) -> None:
         self.mesh = mesh
         self.options: list[Sequence[Spec]] = []
         """Of each variable."""
         self.canonical: list[int] = []
-        """Of each variable the first with its options."""
+        """For each variable, the first with equal options."""
         self._first: dict[tuple[Spec, ...], int] = {}
-        self._known: dict[tuple[tuple[Spec, ...], bytes], OptionSpecs] = {}
-        self._lays: dict[tuple[int, Sizes, PartialDims], OptionSpecs] = {}
-        self._moves: dict[tuple[OptionSpecs, OptionSpecs, Sizes, int], Array] = {}
-        self._along: dict[tuple[OptionSpecs, OptionSpecs, Sizes, int], Array] = {}
-        self._parts: dict[OptionSpecs, Array] = {}
+        self._interned: dict[tuple[tuple[Spec, ...], bytes], OptionSpecs] = {}
+        self._value_specs: dict[tuple[int, DimMap, PartialDims], OptionSpecs] = {}
+        self._matrices: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
+        self._pairs: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
+        self._shard_counts: dict[OptionSpecs, Array] = {}
         for o in options:
             self.add_variable(o)
 
     def add_variable(self, options: Sequence[Spec]) -> None:
-        """The options of the next variable."""
+        """Appends the options of the next variable."""
         self.canonical.append(self._first.setdefault(tuple(options), len(self.options)))
         self.options.append(self.options[self.canonical[-1]] if self.canonical[-1] < len(self.options) else options)
 
     def intern(self, specs: Iterable[Spec]) -> OptionSpecs:
-        """A spec for each option."""
+        """The list ``specs``, one for each option."""
         number: dict[Spec, int] = {}
-        which = np.array([number.setdefault(s, len(number)) for s in specs], dtype=np.intp)
-        key = tuple(number), which.tobytes()
-        found = self._known.get(key)
+        index = np.array([number.setdefault(s, len(number)) for s in specs], dtype=np.intp)
+        key = tuple(number), index.tobytes()
+        found = self._interned.get(key)
         if found is None:
-            found = self._known[key] = OptionSpecs(key[0], which)
+            found = self._interned[key] = OptionSpecs(key[0], index)
         return found
 
-    def value_specs(self, i: int, where: Sizes, terms: PartialDims = ()) -> OptionSpecs:
-        """How a value with these places lies under each option of variable ``i``; in terms along what splits some."""
-        key = self.canonical[i], where, terms
-        found = self._lays.get(key)
+    def value_specs(self, variable: int, dim_map: DimMap, partial: PartialDims = ()) -> OptionSpecs:
+        """`value_spec` under each option of ``variable``."""
+        key = self.canonical[variable], dim_map, partial
+        found = self._value_specs.get(key)
         if found is None:
-            found = self._lays[key] = self.intern([value_spec(o, where, terms) for o in self.options[i]])
+            specs = [value_spec(o, dim_map, partial) for o in self.options[variable]]
+            found = self._value_specs[key] = self.intern(specs)
         return found
 
-    def reshard_matrix(self, src: OptionSpecs, dst: OptionSpecs, shape: Sizes, bits: int) -> Array:
-        """Seconds from each of ``src`` to each of ``dst``."""
+    def reshard_matrix(self, src: OptionSpecs, dst: OptionSpecs, shape: Shape, bits: int) -> Array:
+        """[options of src, options of dst]: seconds of resharding a value between each two."""
         key = src, dst, shape, bits
-        found = self._moves.get(key)
+        found = self._matrices.get(key)
         if found is None:
-            apart = reshard_seconds_table(src.distinct_specs, dst.distinct_specs, shape, bits, self.mesh)
-            found = self._moves[key] = (
-                apart if src.all_distinct and dst.all_distinct else apart[src.index[:, None], dst.index]
-            )
+            distinct = reshard_seconds_table(src.distinct_specs, dst.distinct_specs, shape, bits, self.mesh)
+            one_to_one = src.all_distinct and dst.all_distinct
+            found = self._matrices[key] = distinct if one_to_one else distinct[src.index[:, None], dst.index]
         return found
 
-    def reshard_pairs(self, src: OptionSpecs, dst: OptionSpecs, shape: Sizes, bits: int) -> Array:
-        """Seconds from each of ``src`` to the one of ``dst`` in the same place."""
+    def reshard_pairs(self, src: OptionSpecs, dst: OptionSpecs, shape: Shape, bits: int) -> Array:
+        """[options]: seconds of resharding a value from ``src`` to ``dst`` under one option, the same for both."""
         if src is dst:
             return np.zeros(len(src.index))
         key = src, dst, shape, bits
-        found = self._along.get(key)
+        found = self._pairs.get(key)
         if found is None:
             pairs: dict[tuple[int, int], int] = {}
-            at = [pairs.setdefault(p, len(pairs)) for p in zip(src.index.tolist(), dst.index.tolist(), strict=True)]
+            which = [pairs.setdefault(p, len(pairs)) for p in zip(src.index.tolist(), dst.index.tolist(), strict=True)]
             srcs, dsts = [src.distinct_specs[s] for s, _ in pairs], [dst.distinct_specs[d] for _, d in pairs]
-            found = self._along[key] = reshard_seconds_pairwise(srcs, dsts, shape, bits, self.mesh)[at]
+            found = self._pairs[key] = reshard_seconds_pairwise(srcs, dsts, shape, bits, self.mesh)[which]
         return found
 
-    def shard_counts(self, lay: OptionSpecs) -> Array:
-        """Into how many parts each of ``lay`` splits a value."""
-        found = self._parts.get(lay)
+    def shard_counts(self, specs: OptionSpecs) -> Array:
+        """[options]: into how many parts each spec splits a value."""
+        found = self._shard_counts.get(specs)
         if found is None:
-            parts = np.array([s.num_shards(self.mesh.shape) for s in lay.distinct_specs])
-            found = self._parts[lay] = parts[lay.index]
+            counts = np.array([s.num_shards(self.mesh.shape) for s in specs.distinct_specs])
+            found = self._shard_counts[specs] = counts[specs.index]
         return found
 
 
-def value_spec(option: Spec, places: Sizes, terms: PartialDims = ()) -> Spec:
-    """How a value with these places lies where its group lies so; in terms of a kind along what splits a dimension."""
+def value_spec(option: Spec, dim_map: DimMap, partial: PartialDims = ()) -> Spec:
+    """The spec of a value whose variable has ``option``; partial along the axes of the dimensions in ``partial``."""
     dims = option.dims
-    partial = tuple(sorted([(a, kind) for d, kind in terms if d not in places for a in dims[d]])) if terms else ()
-    return Spec(tuple([dims[p] if p >= 0 else () for p in places]), partial)
+    axes = tuple(sorted([(a, kind) for d, kind in partial if d not in dim_map for a in dims[d]])) if partial else ()
+    return Spec(tuple([dims[d] if d >= 0 else () for d in dim_map]), axes)
 
 
 @functools.lru_cache(maxsize=4096)
-def all_splits(sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[Spec, ...]:
-    """Every way to split dimensions of ``sizes``: each axis on one or none, in mesh order where several meet."""
-    found: list[tuple[tuple[Axes, ...], tuple[int, ...]]] = [(((),) * len(sizes), sizes)]
+def all_splits(sizes: Shape, axes: Axes, mesh: LogicalMesh) -> tuple[Spec, ...]:
+    """Every spec of dimensions of these sizes that divides them evenly: each axis on one dimension or none, in mesh
+    order where a dimension has several."""
+    found: list[tuple[tuple[Axes, ...], Shape]] = [(((),) * len(sizes), sizes)]
     for axis in axes:
         n = mesh.shape[axis]
         found = [
@@ -141,8 +153,8 @@ def all_splits(sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[S
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def neighbouring_splits(spec: Spec, sizes: tuple[int, ...], axes: Axes, mesh: LogicalMesh) -> tuple[Spec, ...]:
-    """``spec`` and every way to split dimensions of ``sizes`` that differs from it in what one axis splits."""
+def neighbouring_splits(spec: Spec, sizes: Shape, axes: Axes, mesh: LogicalMesh) -> tuple[Spec, ...]:
+    """Those of `all_splits` that differ from ``spec`` at most in the dimension that one axis shards."""
     found = {spec: None}
     for axis in axes:
         rest = tuple(tuple(a for a in d if a != axis) for d in spec.dims)

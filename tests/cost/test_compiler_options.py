@@ -69,7 +69,7 @@ def test_memory_is_predicted_with_the_user_s_option():
     }
     plan = jit(step, strategy="fsdp", **given).plan(state, batch)
     fused = {"compiler_options": dict.fromkeys(NO_ALL_GATHER_FUSION, True), **given}
-    with pytest.raises(MemoryBudgetError, match=r"500.00 MiB.*the least that would is 516"):
+    with pytest.raises(MemoryBudgetError, match=r"500.00 MiB.*the smallest needs 516"):
         jit(step, strategy="fsdp", **fused).plan(state, batch)
     with pytest.raises(
         PlanError, match=f"predicted with compiler options that these override.*{next(iter(NO_ALL_GATHER_FUSION))}"

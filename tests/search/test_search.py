@@ -86,7 +86,7 @@ def test_memory_budget_is_kept_where_it_can_be() -> None:
 
 def test_a_budget_that_nothing_fits_names_the_least_that_would() -> None:
     g = graph(mlp_step, mlp_args(64, 64, 64), mesh(a=4))
-    least = r"fits 100 B a device: the least that would is [\d.]+ KiB, of which \w+ take [\d.]+ KiB"
+    least = r"fits the memory budget of 100 B per device: the smallest needs [\d.]+ KiB, of which \w+ take [\d.]+ KiB"
     with pytest.raises(MemoryBudgetError, match=least):
         search(g, "auto", 100)
 

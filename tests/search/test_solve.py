@@ -47,7 +47,7 @@ def test_elimination_finds_the_best_of_all(seed: int) -> None:
 @given(st.integers(0, 2**32))
 def test_where_tables_would_be_large_the_bound_holds(seed: int) -> None:
     p = random_problem(seed)
-    found = solve_without_budgets(p, largest=8)
+    found = solve_without_budgets(p, max_entries=8)
     assert found.bound <= every(p) + 1e-12
     assert found.cost >= every(p) - 1e-12
 
@@ -56,7 +56,7 @@ def test_where_tables_would_be_large_the_bound_holds(seed: int) -> None:
 def test_highs_agrees(seed: int) -> None:
     p = random_problem(seed, rows=seed % 2)
     if every(p) == math.inf:
-        with pytest.raises(PlanError, match="no choice keeps the budgets"):
+        with pytest.raises(PlanError, match="no assignment is within the budgets"):
             solve_milp(p)
     else:
         found = solve_milp(p)
@@ -70,7 +70,7 @@ def test_budgets_are_kept_and_the_gap_is_honest(seed: int) -> None:
     p = random_problem(seed, rows=1)
     best = every(p)
     try:
-        found = solve(p, small=seed % 2 * 4000)
+        found = solve(p, milp_entries=seed % 2 * 4000)
     except PlanError:
         assert best == math.inf or seed % 2 == 0
         return
@@ -83,7 +83,7 @@ def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
     for seed in range(100):
         p = random_problem(seed, rows=1)
         try:
-            found += solve(p, small=0).cost <= every(p) * 1.02
+            found += solve(p, milp_entries=0).cost <= every(p) * 1.02
         except PlanError:
             found += every(p) == math.inf
     assert found >= 70
@@ -105,8 +105,8 @@ def test_what_is_hopeless_no_choice_keeps(seed: int) -> None:
     kept = [c for c in itertools.product(range(3), repeat=4) if problem.fits(c) and math.isfinite(problem.cost(c))]
     assert problem.infeasible() is not bool(kept)
     if not kept:
-        with pytest.raises(PlanError, match="keeps the budgets"):
-            solve(problem, small=0)
+        with pytest.raises(PlanError, match="within the budgets"):
+            solve(problem, milp_entries=0)
         allowed = [c for c in itertools.product(range(3), repeat=4) if math.isfinite(problem.cost(c))]
         assert row.load(least_load(problem).assignment) == pytest.approx(min(map(row.load, allowed)))
 
@@ -118,7 +118,7 @@ def test_kindred_options_lead_out_of_a_bad_start() -> None:
     wide = {(0, 1): table, (1, 2): table, (0, 2): table}
     neighbourhoods = tuple(tuple(np.array(k) for _ in range(3)) for k in ([0, 0, 1, 1], [0, 1, 0, 1]))
     p = Problem((np.zeros(4),) * 3, wide, neighbourhoods=neighbourhoods)
-    assert solve_without_budgets(p, largest=4).assignment == (3, 3, 3)
+    assert solve_without_budgets(p, max_entries=4).assignment == (3, 3, 3)
 
 
 def test_two_products_on_a_mesh_of_two_by_two() -> None:

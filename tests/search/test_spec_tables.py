@@ -44,7 +44,7 @@ def test_moves_are_those_of_each_pair_of_options():
     assert same is dst
     assert not tables.reshard_pairs(dst, same, shape, 32).any()
     np.testing.assert_allclose(tables.reshard_pairs(src, src, shape, 32), np.zeros(len(OPTIONS[0])))
-    assert tables.shard_counts(dst).tolist() == [o.shards(MESH.shape) for o in OPTIONS[1]]
+    assert tables.shard_counts(dst).tolist() == [o.num_shards(MESH.shape) for o in OPTIONS[1]]
 
 
 def test_options_that_are_equal_lie_alike():

@@ -1,0 +1,70 @@
+"""What an assignment of the layout problem's variables means for the graph: specs of values and strategies of nodes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.ir.spec import Axes, Spec
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.search.problem import Array, Budget, Problem
+from autoshard.search.spec_tables import Binding, value_spec
+
+FactorAxes = tuple[tuple[str, Axes], ...]
+"""Mesh axes of the factors of a node."""
+
+
+@dataclass(frozen=True)
+class LayoutProblem:
+    """A problem, and what an assignment of its variables means for the graph."""
+
+    problem: Problem
+    bindings: Mapping[int, Binding]
+    """Of each value that a variable decides."""
+    options: Sequence[Sequence[Spec]]
+    """Of each variable; empty for those of nodes."""
+    node_options: Mapping[int, tuple[int, Sequence[FactorAxes]]]
+    """Of each choosing node: its variable, and the axes of its factors under each option."""
+    slack: float
+    """Seconds by which an assignment can cost more here than its layout: the most that argument bytes can cost."""
+
+    def factor_axes(self, assignment: Sequence[int]) -> dict[int, FactorAxes]:
+        """The axes of the factors of every choosing node."""
+        return {n: options[assignment[i]] for n, (i, options) in self.node_options.items()}
+
+    def value_specs(self, assignment: Sequence[int]) -> dict[int, Spec]:
+        """The spec of every value that a variable decides."""
+        specs = {
+            b: value_spec(self.options[b.variable][assignment[b.variable]], b.dim_map)
+            for b in set(self.bindings.values())
+        }
+        return {v: specs[b] for v, b in self.bindings.items()}
+
+    def byte_budget(self, sizes: Mapping[int, float], limit: float, mesh: LogicalMesh) -> Budget:
+        """That values of these ``sizes`` (bytes over all devices) take at most ``limit`` bytes per device together."""
+        return byte_budget(sizes, limit, self.bindings, self.options, mesh)
+
+
+def byte_budget(
+    sizes: Mapping[int, float],
+    limit: float,
+    bindings: Mapping[int, Binding],
+    options: Sequence[Sequence[Spec]],
+    mesh: LogicalMesh,
+) -> Budget:
+    """Bytes per device of values of these ``sizes``, by the options of their variables; unbound values count whole."""
+    total: Counter[Binding] = Counter()
+    for v, n in sizes.items():
+        if v in bindings:
+            total[bindings[v]] += n  # type: ignore[assignment]
+        else:
+            limit -= n
+    loads: dict[int, Array] = {}
+    for (i, dim_map), n in total.items():
+        parts = np.array([math.prod(mesh.axes_size(o.dims[d]) for d in dim_map if d >= 0) for o in options[i]])
+        loads[i] = n / parts + loads.get(i, 0.0)
+    return Budget(loads, limit)
