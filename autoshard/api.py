@@ -28,8 +28,16 @@ from autoshard.search.strategies import PRESETS
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms.pipeline import Pass, parse_passes
 
-DEFAULT_PASSES = ("dead_code", "one_hot", "transposed_products", "attention:large", "sum_products")
-MEMORY_SAVING_PASSES = ("dead_code", "one_hot", "transposed_products", "recompute", "attention:large", "sum_products")
+DEFAULT_PASSES = ("dead_code", "one_hot", "transposed_products", "attention:large", "sum_products", "pad_uneven")
+MEMORY_SAVING_PASSES = (
+    "dead_code",
+    "one_hot",
+    "transposed_products",
+    "recompute",
+    "attention:large",
+    "sum_products",
+    "pad_uneven",
+)
 """What else is weighed where memory stands in the way of the fastest layout and the user named no passes."""
 OPTIONAL_PASSES = ("accumulate",)
 """What is weighed besides where the user named no passes."""
@@ -69,10 +77,11 @@ def jit(
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects.
-        None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products"]``; before them
-        ``"accumulate"`` along those axes of the mesh, if any, with which the step is fastest; and where memory stands
-        in the way of the fastest layout, ``"recompute:products:N"`` or ``"recompute:full"`` beside them if that is
-        faster than other layouts.
+        None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
+        "pad_uneven"]``; before them ``"accumulate"`` along those axes of the mesh, if any, with which the step is
+        fastest; and where memory stands in the way of the fastest layout, ``"recompute:products:N"`` or
+        ``"recompute:full"`` beside them if that is faster than other layouts. Passes that are named here are all
+        that run.
       rules: rules of this step alone, as `register_rule` takes them, by primitive, name of a primitive, or name of a
         kernel or function; they go before all others.
       strict: an operation that has to be kept whole is an error rather than a diagnostic.
@@ -125,8 +134,7 @@ def jit(
         strategy if isinstance(strategy, str) else strategy.strategy,
         budget,
         strict,
-        tuple(map(str, chosen)),
-        tuple(sorted((compiler_options or {}).items())),
+        compiler_options=tuple(sorted((compiler_options or {}).items())),
     )
     static = _positions_and_names(fun, static_argnums, static_argnames)
     donate = _positions_and_names(fun, donate_argnums, donate_argnames)

@@ -38,7 +38,7 @@ def filled(name: str, strategy: str, platform: str) -> tuple[int, Plan, jax.stag
     def step(batch: int) -> tuple[autoshard.Step, Program]:
         program = GROWN[name](batch)
         # No pass recomputes: the residuals that the step asks for are the ones that are kept in memory.
-        passes = ("dead_code", "one_hot", "transposed_products", "sum_products")
+        passes = ("dead_code", "one_hot", "transposed_products", "sum_products", "pad_uneven")
         made = autoshard.jit(
             program[0], mesh=where, strategy=strategy, memory_budget=budget, passes=passes, donate_argnums=0
         )

@@ -173,14 +173,14 @@ def cases(platform: str) -> Iterator[Case]:
 def decorated(case: Case) -> tuple[autoshard.Step, Any, Any]:
     """The step of a case, to be planned, and the shapes of its state and batch."""
     step, state, batch = PROGRAMS[case.program]()
+    recompute = f"recompute:{case.recompute}"
+    passes = ("dead_code", "one_hot", "transposed_products", recompute, "sum_products", "pad_uneven")
     jitted = autoshard.jit(
         step,
         mesh=mesh(case.platform, case.mesh),
         strategy=case.strategy,
         donate_argnums=0,
-        passes=("dead_code", "one_hot", "transposed_products", f"recompute:{case.recompute}", "sum_products")
-        if case.recompute
-        else None,
+        passes=passes if case.recompute else None,
     )
     return jitted, state, batch
 

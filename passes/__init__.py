@@ -8,14 +8,25 @@ from autoshard.passes.accumulate import Accumulate
 from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.one_hot import OneHot
+from autoshard.passes.pad_uneven import PadUneven
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.sum_products import SumProducts
 from autoshard.passes.transposed_products import TransposedProducts
 from autoshard.transforms.pipeline import Pass
 
 KNOWN: Mapping[str, type[Pass]] = {
-    p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, Recompute, SumProducts, TransposedProducts)
+    p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, PadUneven, Recompute, SumProducts, TransposedProducts)
 }
 """What a user can name in ``passes=[...]``."""
 
-__all__ = ["KNOWN", "Accumulate", "Attention", "DeadCode", "OneHot", "Recompute", "SumProducts", "TransposedProducts"]
+__all__ = [
+    "KNOWN",
+    "Accumulate",
+    "Attention",
+    "DeadCode",
+    "OneHot",
+    "PadUneven",
+    "Recompute",
+    "SumProducts",
+    "TransposedProducts",
+]

@@ -102,23 +102,21 @@ KNOWN: Mapping[str, Traits] = {
     "unstack": MOVE,
     "while": Traits(loop=True),
 }
-NOTHING_KNOWN: tuple[str, ...] = tuple(
-    """
-    abs acos acosh and approx_top_k asin asinh atan atan2 atanh bessel_i0e bessel_i1e call_hi_primitive cbrt ceil
-    cholesky cholesky_update clamp clz complex cond conj cos cosh cumlogsumexp cummax cummin cumprod cumsum
-    custom_jvp_call custom_linear_solve custom_vjp_call dce_sink device_put digamma empty eq eq_to erf erf_inv erfc
-    eval_jaxpr exp exp2 expm1 floor from_edtype ge geqp3 geqrf gt hessenberg householder_product imag iota_2x32_shape
-    is_finite jit layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to lu lu_pivots_to_permutation mulhi
-    ne nextafter not one_minus_square or ormqr philox2x32 philox4x32 polygamma polynomial population_count qr
-    ragged_dot_general random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
-    reduce_precision rem remat2 reshard rng_bit_generator round scaled_dot select_and_scatter select_and_scatter_add
-    select_n shard_map shift_left shift_right_arithmetic shift_right_logical sign sin sinh sort square
-    symmetric_product tan tanh threefry2x32 threefry4x32 tie to_edtype top_k triangular_solve tridiagonal
-    tridiagonal_solve with_memory_space_constraint xla_metadata_value xor zeta
-    """.split()
-)
+NOTHING_KNOWN = """
+abs acos acosh and approx_top_k asin asinh atan atan2 atanh bessel_i0e bessel_i1e call_hi_primitive cbrt ceil
+cholesky cholesky_update clamp clz complex cond conj cos cosh cumlogsumexp cummax cummin cumprod cumsum
+custom_jvp_call custom_linear_solve custom_vjp_call dce_sink device_put digamma empty eq eq_to erf erf_inv erfc
+eval_jaxpr exp exp2 expm1 floor from_edtype ge geqp3 geqrf gt hessenberg householder_product imag iota_2x32_shape
+is_finite jit layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to lu lu_pivots_to_permutation mulhi
+ne nextafter not one_minus_square or ormqr philox2x32 philox4x32 polygamma polynomial population_count qr
+ragged_dot_general random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
+reduce_precision rem remat2 reshard rng_bit_generator round scaled_dot select_and_scatter select_and_scatter_add
+select_n shard_map shift_left shift_right_arithmetic shift_right_logical sign sin sinh sort square
+symmetric_product tan tanh threefry2x32 threefry4x32 tie to_edtype top_k triangular_solve tridiagonal
+tridiagonal_solve with_memory_space_constraint xla_metadata_value xor zeta
+"""
 """Operations of which nothing is known but their rule or structure. What is kept whole has the same row."""
-ROWS: Mapping[str, Traits] = {**dict.fromkeys((*NOTHING_KNOWN, *KEPT_WHOLE), UNKNOWN), **KNOWN}
+ROWS: Mapping[str, Traits] = {**dict.fromkeys((*NOTHING_KNOWN.split(), *KEPT_WHOLE), UNKNOWN), **KNOWN}
 TRAITS: Mapping[Primitive, Traits] = {
     **table(ROWS),
     annotate_p: VIEW,

@@ -1,4 +1,4 @@
-"""Program: a traced step with its mesh, pins and argument paths."""
+"""Program: a traced step with its mesh, its flat arguments and results, their pins, and its rules."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ TreeDef = jax.tree_util.PyTreeDef
 
 @dataclass(frozen=True)
 class Leaf:
-    """One flat argument or result: where it stands, and its abstract value."""
+    """One flat argument or result."""
 
     path: str
-    """As the user would write it: ``state['params']['w1']``."""
+    """Its path in the arguments or the result: ``state['params']['w1']``."""
     aval: jax.ShapeDtypeStruct
     donated: bool = False
     pin: Spec | None = None
-    """What the user demanded of it; never overruled."""
+    """The spec that the user demands; never overruled."""
 
     @property
     def bytes(self) -> int:
-        """Size of the whole value, in bytes."""
+        """Size of the unsharded value in bytes."""
         return -(-math.prod(self.aval.shape) * dtype_bits(self.aval.dtype) // 8)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step as planning sees it. `jaxpr` is normalized: each variable is defined once."""
+    """A step to plan. `jaxpr` is normalized: each variable is defined once."""
 
     name: str
     jaxpr: Jaxpr
@@ -49,16 +49,17 @@ class Program:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     in_tree: TreeDef
-    """Of ``(args, kwargs)``, static arguments left out."""
+    """Of ``(args, kwargs)`` without static arguments."""
     out_tree: TreeDef
     carries: tuple[tuple[int, int], ...] = ()
-    """(input, output) pairs of flat positions that are one state before and after the step."""
+    """Carried state: (argument, result) pairs of flat positions, where the result replaces the argument in the next
+    call."""
     source: str = ""
     unpadded_jaxpr: Jaxpr | None = None
-    """`jaxpr` without elements that mean nothing, where it has some (`autoshard.transforms.pad_uneven`)."""
+    """`jaxpr` without elements that mean nothing, where it has some (`autoshard.passes.pad_uneven`)."""
 
     def with_jaxpr(self, jaxpr: Jaxpr) -> Program:
-        """The same step with its equations rewritten."""
+        """The same step with another jaxpr."""
         return replace(self, jaxpr=jaxpr)
 
     def __str__(self) -> str:
@@ -77,12 +78,12 @@ def aval_text(aval: Any) -> str:
     return f"{aval.dtype.name if hasattr(aval.dtype, 'name') else aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def with_pins(program: Program, pins: Mapping[str, PartitionSpec], what: str, *, over: bool = False) -> Program:
-    """``program`` with pins by argument-path glob; one that an argument has already wins, unless ``over``.
+def with_pins(program: Program, pins: Mapping[str, PartitionSpec], what: str, *, overwrite: bool = False) -> Program:
+    """``program`` with ``pins``, specs by argument-path glob; arguments that are pinned stay so unless ``overwrite``.
 
     Raises:
-      ConfigError: a glob that matches nothing.
-      SpecError: a spec that does not fit.
+      ConfigError: a glob that matches no argument; ``what`` names the glob in the message.
+      SpecError: a spec that does not fit its argument or the mesh.
     """
     inputs = list(program.inputs)
     for pattern, spec in pins.items():
@@ -94,6 +95,6 @@ def with_pins(program: Program, pins: Mapping[str, PartitionSpec], what: str, *,
             )
         for i in hits:
             leaf = inputs[i]
-            if over or leaf.pin is None:
+            if overwrite or leaf.pin is None:
                 inputs[i] = replace(leaf, pin=checked_spec(spec, leaf.aval.shape, program.mesh.shape, leaf.path))
     return replace(program, inputs=tuple(inputs))

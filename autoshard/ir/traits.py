@@ -1,7 +1,7 @@
 """Traits: what the engine has to know of an operation beside its sharding rule, as data.
 
-The table by primitive is `autoshard.rules.traits`; a program hands it to the engine (`Program.rules`), and every node of a
-graph has the traits of its operation (`OpKind.traits`), so that no module of the engine names an operation.
+The table by primitive is `autoshard.rules.traits`. A program hands it to the engine (`Program.rules`), and every node
+of a graph has the traits of its operation (`OpKind.traits`), so that no module of the engine names an operation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Facts about one operation. A field left at its default claims nothing: what the rule says is all that is known."""
+    """Facts about one operation. A field left at its default claims nothing: only what the rule says is known."""
 
     fused_into_consumer: bool = False
     """XLA computes it where it is read, for nothing: broadcasts, casts, reshapes, transposes. Asked by `cost.cost` (no
@@ -39,7 +39,7 @@ class Traits:
     reduces: bool = False
     """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`."""
     sums_products: bool = False
-    """It adds up the products of its operands, two by two, one after another in one buffer. Asked by `cost.liveness`."""
+    """It adds up the products of pairs of operands, one after another in one buffer. Asked by `cost.liveness`."""
     convolution: bool = False
     """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`."""
     loop: bool = False
@@ -60,7 +60,7 @@ class Traits:
     folds_scalars: bool = False
     """Of scalars that are known while a program is read, it is evaluated then. Asked by `passes.attention`."""
     keeps_constant: bool = False
-    """Of an operand that is one number everywhere, its result is that number everywhere. Asked by `passes.attention`."""
+    """Of an operand that is one number everywhere, its result is so too. Asked by `passes.attention`."""
     runs_once: bool = False
     """Run again, it may give other values, or calls the host again. Asked by `passes.recompute`, which never repeats
     it."""

@@ -12,7 +12,6 @@ from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh_config import MeshLike
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
-from autoshard.transforms.pad_uneven import aligned
 from autoshard.transforms.pipeline import Pass, Pipeline
 
 
@@ -52,7 +51,7 @@ class Options:
 
 def rewritten(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Program, PlanRequest]:
     program, reports = Pipeline(passes).run(program)
-    return aligned(program), replace(options.request, passes=reports)
+    return program, replace(options.request, passes=reports)
 
 
 def with_optional_passes(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:

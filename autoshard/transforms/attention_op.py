@@ -1,8 +1,8 @@
-"""Attention as one operation: what `softmax(scores(q, k)) v` and its gradient are, whole or block by block.
+"""Softmax attention as two primitives, forward and backward, and the math of one block of scores.
 
-A `Form` says how the operands lie and what is done to the scores; from it follow both primitives. Outside of a plan
-they are the plain composition, `attend` and `gradients` over one block. `autoshard.rules.attention` runs the same
-blocks round a ring. Under differentiation and batching the primitives dissolve into the plain composition.
+An `AttentionConfig` holds the static parameters of both primitives. By default they are lowered, differentiated and
+batched as plain JAX code (`attend` and `attention_gradients`); the local forms of `autoshard.rules.attention` compute
+the same block by block, for a sequence that is sharded or whose scores would not fit on the chip.
 """
 
 from __future__ import annotations
@@ -20,71 +20,84 @@ from autoshard.transforms.primitive import define_primitive
 
 @dataclass(frozen=True, slots=True)
 class ScoreOp:
-    """What is done to every score, on its way to the softmax."""
+    """One elementwise operation on the scores, between the product of queries and keys and the softmax."""
 
     kind: str
-    """``scale`` or ``shift`` by a number, ``bias`` by an operand, ``keep`` where an operand is ``positive``, or where
-    the key's position less the query's lies in a ``band``; what is not kept becomes the number."""
+    """``scale``: times ``constant``; ``shift``: plus ``constant``; ``bias``: plus an operand; ``mask``: ``constant``
+    where a boolean operand says so; ``band``: ``constant`` outside a band of key position minus query position."""
     constant: float = 0.0
     extra: int = -1
-    """Which of the extras."""
+    """Of a ``bias`` or ``mask``: the index of its operand among the extras."""
     keep_true: bool = True
+    """Of a ``mask``: whether scores are kept where the operand is True, or where it is False."""
     low: int | None = None
     high: int | None = None
-    """The band's ends, inclusive; None where it has none."""
+    """Of a ``band``: its inclusive limits; None for no limit. A causal mask is ``high=0``."""
 
     @property
     def is_mask(self) -> bool:
+        """Whether scores are replaced by ``constant``, by an operand or by position."""
         return self.kind in {"mask", "band"}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """How an attention's operands lie, a letter a dimension, and how it is computed."""
+    """The static parameters of one attention: einsum subscripts of its arrays (one letter a dimension, the same
+    letter for the same dimension everywhere), what happens to the scores, and the dtypes and precisions."""
 
     query_dims: str
+    """Subscripts of the queries, as ``bqhd``."""
     key_dims: str
+    """Subscripts of the keys, as ``bkhd``."""
     value_dims: str
+    """Subscripts of the values, as ``bkhe``."""
     out_dims: str
+    """Subscripts of the output, as ``bqhe``."""
     row_dims: str
-    """The dimensions of the scores, but for the keys'."""
+    """Subscripts of what there is one of per softmax row (``row_max``, ``row_sum``): those of the scores without
+    ``key_position``, as ``bhq``."""
     query_position: str
-    """The one among them along which queries have positions."""
+    """The letter of the queries' sequence dimension."""
     key_position: str
-    """The dimension along which keys and values have positions; the last of the scores."""
+    """The letter of the keys' and values' sequence dimension. The scores are ``row_dims + key_position``."""
     score_ops: tuple[ScoreOp, ...]
+    """What is applied to the scores before the softmax, in this order."""
     extra_dims: tuple[str, ...]
-    """How the further operands lie; ``.`` is a dimension of size 1."""
+    """Subscripts of each extra operand (a mask or bias); ``.`` is a dimension of size 1."""
     score_dtype: str
-    """Dtype of the product of query and key."""
+    """Dtype of the product of queries and keys (its ``preferred_element_type``)."""
     softmax_dtype: str
+    """Dtype of the exponentials in the traced program."""
     weight_dtype: str
-    """Dtype in which the softmax meets the values."""
+    """Dtype of the softmax weights in the products with the values and their cotangents."""
     out_dtype: str
+    """Dtype of the output."""
     score_precision: Any = None
-    """That of the products of queries and keys."""
+    """`jax.lax` precision of the product of queries and keys, and of its transposes in the backward part."""
     value_precision: Any = None
-    """That of the products with values."""
+    """`jax.lax` precision of the product of weights and values, and of its transposes in the backward part."""
     cotangent_dims: str = ""
+    """Subscripts of the output's cotangent; "" without a backward part."""
     grad_dims: tuple[str, str, str] = ("", "", "")
-    """How the backward part's results lie."""
+    """Subscripts of the gradients of query, key and value."""
     grad_dtypes: tuple[str, str, str] = ("", "", "")
+    """Dtypes of the gradients of query, key and value."""
     fused: bool = False
-    """Whether a kernel of the target's own library runs it (`autoshard.transforms.cudnn_attention`)."""
+    """Whether one kernel of the target's library computes it (`autoshard.transforms.cudnn_attention`)."""
 
     @property
     def accum_dtype(self) -> Any:
-        """The dtype of sums and exponentials."""
+        """The dtype in which scores, exponentials and sums are computed: at least float32."""
         return jnp.promote_types(self.softmax_dtype, "float32")
 
     @property
     def head_width(self) -> str:
-        """The width of a query and key."""
+        """The letter of the dimension that the product of queries and keys contracts."""
         return "".join(c for c in self.query_dims if c not in self.row_dims)
 
     @property
     def value_width(self) -> str:
-        """The width of a value."""
+        """The letter of the values' feature dimension."""
         return "".join(c for c in self.value_dims if c not in self.row_dims + self.key_position)
 
     def sizes(self, query: Any, key: Any, value: Any) -> dict[str, int]:
@@ -93,70 +106,77 @@ class AttentionConfig:
         return {c: n for letters, x in sides for c, n in zip(letters, x.shape, strict=True)}
 
     def flops(self, query: Any, key: Any, value: Any, *, backward: bool = False) -> float:
-        """Floating-point operations of the products; those of the backward part make the scores again."""
+        """FLOPs of the products: two forward; five backward, which recomputes the scores."""
         sizes = self.sizes(query, key, value)
-        cells = 1.0
+        scores = 1.0
         for c in self.row_dims + self.key_position:
-            cells *= sizes[c]
-        inner, outer = sizes[self.head_width], sizes[self.value_width]
-        return 2.0 * cells * (3 * inner + 2 * outer if backward else inner + outer)
+            scores *= sizes[c]
+        head, value_head = sizes[self.head_width], sizes[self.value_width]
+        return 2.0 * scores * (3 * head + 2 * value_head if backward else head + value_head)
 
 
-def logits(form: AttentionConfig, query: Any, key: Any, extras: Sequence[Any], row: Any = 0, col: Any = 0) -> Any:
-    """What the softmax is taken of, of one block: [*rows, col].
+def logits(
+    config: AttentionConfig, query: Any, key: Any, extras: Sequence[Any], query_start: Any = 0, key_start: Any = 0
+) -> Any:
+    """The scores of one block of queries and keys after all score ops: [*row_dims, key_position].
 
     Args:
-      row, col: the positions at which the block's queries and keys begin. Extras that depend on keys hold all of them.
+      extras: masks and biases, over this block's queries and over all keys.
+      query_start, key_start: positions of the block's first query and first key.
     """
-    text = f"{form.query_dims},{form.key_dims}->{form.row_dims}{form.key_position}"
-    s = jnp.einsum(text, query, key, precision=form.score_precision, preferred_element_type=form.score_dtype)
-    s = s.astype(form.accum_dtype)
-    for step in form.score_ops:
-        if step.kind == "scale":
-            s = s * step.constant
-        elif step.kind == "shift":
-            s = s + step.constant
-        elif step.kind == "bias":
-            s = s + _extra(form, step, extras, s, col).astype(s.dtype)
+    text = f"{config.query_dims},{config.key_dims}->{config.row_dims}{config.key_position}"
+    s = jnp.einsum(text, query, key, precision=config.score_precision, preferred_element_type=config.score_dtype)
+    s = s.astype(config.accum_dtype)
+    for op in config.score_ops:
+        if op.kind == "scale":
+            s = s * op.constant
+        elif op.kind == "shift":
+            s = s + op.constant
+        elif op.kind == "bias":
+            s = s + _block_of_extra(config, op, extras, s, key_start).astype(s.dtype)
         else:
-            s = jnp.where(_kept(form, step, extras, s, row, col), s, jnp.asarray(step.constant, s.dtype))
+            kept = _kept_scores(config, op, extras, s, query_start, key_start)
+            s = jnp.where(kept, s, jnp.asarray(op.constant, s.dtype))
     return s
 
 
-def _kept(form: AttentionConfig, step: ScoreOp, extras: Sequence[Any], s: Any, row: Any, col: Any) -> Any:
-    if step.kind == "mask":
-        mask = _extra(form, step, extras, s, col)
-        return mask if step.keep_true else jnp.logical_not(mask)
-    ahead = col + lax.broadcasted_iota("int32", s.shape, s.ndim - 1)
-    ahead = ahead - row - lax.broadcasted_iota("int32", s.shape, form.row_dims.index(form.query_position))
-    low = True if step.low is None else ahead >= step.low
-    return low if step.high is None else low & (ahead <= step.high)
+def _kept_scores(
+    config: AttentionConfig, op: ScoreOp, extras: Sequence[Any], s: Any, query_start: Any, key_start: Any
+) -> Any:
+    """Where a mask or band leaves the block's scores ``s`` as they are: booleans that broadcast against ``s``."""
+    if op.kind == "mask":
+        mask = _block_of_extra(config, op, extras, s, key_start)
+        return mask if op.keep_true else jnp.logical_not(mask)
+    offset = key_start + lax.broadcasted_iota("int32", s.shape, s.ndim - 1)
+    offset = offset - query_start - lax.broadcasted_iota("int32", s.shape, config.row_dims.index(config.query_position))
+    low = True if op.low is None else offset >= op.low
+    return low if op.high is None else low & (offset <= op.high)
 
 
-def _extra(form: AttentionConfig, step: ScoreOp, extras: Sequence[Any], s: Any, col: Any) -> Any:
-    """The block's part of an extra, dimensions in the order of the scores."""
-    x, letters = extras[step.extra], form.extra_dims[step.extra]
-    if form.key_position in letters and x.shape[letters.index(form.key_position)] != s.shape[-1]:
-        x = lax.dynamic_slice_in_dim(x, col, s.shape[-1], letters.index(form.key_position))
+def _block_of_extra(config: AttentionConfig, op: ScoreOp, extras: Sequence[Any], s: Any, key_start: Any) -> Any:
+    """The mask or bias of ``op`` for the block's keys, transposed to broadcast against the scores ``s``."""
+    x, letters = extras[op.extra], config.extra_dims[op.extra]
+    if config.key_position in letters and x.shape[letters.index(config.key_position)] != s.shape[-1]:
+        x = lax.dynamic_slice_in_dim(x, key_start, s.shape[-1], letters.index(config.key_position))
     x = lax.squeeze(x, [d for d, c in enumerate(letters) if c == "."])
-    letters, order = letters.replace(".", ""), form.row_dims + form.key_position
+    letters, order = letters.replace(".", ""), config.row_dims + config.key_position
     x = jnp.transpose(x, sorted(range(x.ndim), key=lambda d: order.index(letters[d])))
     return lax.expand_dims(x, [d for d, c in enumerate(order) if c not in letters])
 
 
 def attend(
-    query: Any, key: Any, value: Any, *extras: Any, form: AttentionConfig, flops: float = 0.0, row: Any = 0
+    query: Any, key: Any, value: Any, *extras: Any, config: AttentionConfig, flops: float = 0.0, query_start: Any = 0
 ) -> tuple[Any, Any, Any]:
-    """The plain composition of `attention_p`, of queries whose positions begin at ``row``."""
+    """`attention_p` as plain JAX code, over queries whose positions begin at ``query_start`` and all keys."""
     del flops
-    s = logits(form, query, key, extras, row)
-    peak = jnp.max(s, -1)
-    e = jnp.exp(s - peak[..., None])
-    total = jnp.sum(e, -1)
-    weights = (e / total[..., None]).astype(form.weight_dtype)
-    text = f"{form.row_dims}{form.key_position},{form.value_dims}->{form.out_dims}"
-    out = jnp.einsum(text, weights, value, precision=form.value_precision, preferred_element_type=form.out_dtype)
-    return out, peak, total
+    s = logits(config, query, key, extras, query_start)
+    row_max = jnp.max(s, -1)
+    e = jnp.exp(s - row_max[..., None])
+    row_sum = jnp.sum(e, -1)
+    weights = (e / row_sum[..., None]).astype(config.weight_dtype)
+    text = f"{config.row_dims}{config.key_position},{config.value_dims}->{config.out_dims}"
+    out = jnp.einsum(text, weights, value, precision=config.value_precision, preferred_element_type=config.out_dtype)
+    return out, row_max, row_sum
 
 
 def attention_gradients(
@@ -164,88 +184,100 @@ def attention_gradients(
     key: Any,
     value: Any,
     out: Any,
-    peak: Any,
-    total: Any,
+    row_max: Any,
+    row_sum: Any,
     cotangent: Any,
     *extras: Any,
-    form: AttentionConfig,
+    config: AttentionConfig,
     flops: float = 0.0,
 ) -> tuple[Any, Any, Any]:
-    """The plain composition of `attention_backward_p`."""
+    """`attention_backward_p` as plain JAX code."""
     del flops
-    inner = out_dot_cotangent(form, out, cotangent)
-    found = block_gradients(form, query, key, value, peak, total, cotangent, inner, extras)
-    return finalize_gradients(form, found)
+    delta = out_dot_cotangent(config, out, cotangent)
+    grads = block_gradients(config, query, key, value, row_max, row_sum, cotangent, delta, extras)
+    return finalize_gradients(config, grads)
 
 
-def out_dot_cotangent(form: AttentionConfig, out: Any, cotangent: Any) -> Any:
-    """Of each row, the cotangent's part along what came out: [*rows]."""
-    sides = (out.astype(form.accum_dtype), cotangent.astype(form.accum_dtype))
-    return jnp.einsum(f"{form.out_dims},{form.cotangent_dims}->{form.row_dims}", *sides, precision="highest")
+def out_dot_cotangent(config: AttentionConfig, out: Any, cotangent: Any) -> Any:
+    """The dot product of output and cotangent, per softmax row: [*row_dims].
+
+    It is D of FlashAttention-2 (arXiv:2307.08691), which turns the softmax's transpose into work per score.
+    """
+    sides = (out.astype(config.accum_dtype), cotangent.astype(config.accum_dtype))
+    return jnp.einsum(f"{config.out_dims},{config.cotangent_dims}->{config.row_dims}", *sides, precision="highest")
 
 
 def block_gradients(
-    form: AttentionConfig,
+    config: AttentionConfig,
     query: Any,
     key: Any,
     value: Any,
-    peak: Any,
-    total: Any,
+    row_max: Any,
+    row_sum: Any,
     cotangent: Any,
-    inner: Any,
+    delta: Any,
     extras: Sequence[Any],
-    row: Any = 0,
-    col: Any = 0,
+    query_start: Any = 0,
+    key_start: Any = 0,
 ) -> tuple[Any, Any, Any]:
-    """What one block adds to the cotangents of query, key and value, which lie as these do; in the wide dtype."""
-    cells = form.row_dims + form.key_position
-    scored, mixed = (
-        functools.partial(jnp.einsum, precision=p, preferred_element_type=form.accum_dtype)
-        for p in (form.score_precision, form.value_precision)
+    """What one block of queries and keys adds to the gradients of query, key and value, in ``accum_dtype``.
+
+    Args:
+      row_max, row_sum: of the softmax over all keys: [*row_dims].
+      delta: `out_dot_cotangent` of the output over all keys: [*row_dims].
+      query_start, key_start: positions of the block's first query and first key.
+    """
+    score_dims = config.row_dims + config.key_position
+    score_einsum, value_einsum = (
+        functools.partial(jnp.einsum, precision=p, preferred_element_type=config.accum_dtype)
+        for p in (config.score_precision, config.value_precision)
     )
-    s = logits(form, query, key, extras, row, col)
-    p = jnp.exp(s - peak[..., None]) / total[..., None]
-    dv = mixed(f"{cells},{form.cotangent_dims}->{form.value_dims}", p.astype(form.weight_dtype), cotangent)
-    dp = mixed(f"{form.cotangent_dims},{form.value_dims}->{cells}", cotangent, value)
-    ds = p * (dp - inner[..., None])
-    for step in reversed(form.score_ops):
-        if step.kind == "scale":
-            ds = ds * step.constant
-        elif step.is_mask:
-            ds = jnp.where(_kept(form, step, extras, s, row, col), ds, 0)
-    dq = scored(f"{cells},{form.key_dims}->{form.query_dims}", ds.astype(key.dtype), key)
-    dk = scored(f"{cells},{form.query_dims}->{form.key_dims}", ds.astype(query.dtype), query)
+    s = logits(config, query, key, extras, query_start, key_start)
+    p = jnp.exp(s - row_max[..., None]) / row_sum[..., None]
+    weights = p.astype(config.weight_dtype)
+    dv = value_einsum(f"{score_dims},{config.cotangent_dims}->{config.value_dims}", weights, cotangent)
+    dp = value_einsum(f"{config.cotangent_dims},{config.value_dims}->{score_dims}", cotangent, value)
+    ds = p * (dp - delta[..., None])
+    for op in reversed(config.score_ops):
+        if op.kind == "scale":
+            ds = ds * op.constant
+        elif op.is_mask:
+            ds = jnp.where(_kept_scores(config, op, extras, s, query_start, key_start), ds, 0)
+    dq = score_einsum(f"{score_dims},{config.key_dims}->{config.query_dims}", ds.astype(key.dtype), key)
+    dk = score_einsum(f"{score_dims},{config.query_dims}->{config.key_dims}", ds.astype(query.dtype), query)
     return dq, dk, dv
 
 
-def finalize_gradients(form: AttentionConfig, found: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Cotangents of query, key and value, laid out and typed as the form says."""
-    sides = zip((form.query_dims, form.key_dims, form.value_dims), form.grad_dims, found, form.grad_dtypes, strict=True)
-    dq, dk, dv = (jnp.transpose(x, [own.index(c) for c in to]).astype(d) for own, to, x, d in sides)
+def finalize_gradients(config: AttentionConfig, grads: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Gradients of query, key and value, transposed from these's dimensions to ``grad_dims`` and cast to
+    ``grad_dtypes``."""
+    operand_dims = (config.query_dims, config.key_dims, config.value_dims)
+    each = zip(operand_dims, config.grad_dims, grads, config.grad_dtypes, strict=True)
+    dq, dk, dv = (jnp.transpose(x, [dims.index(c) for c in to]).astype(dtype) for dims, to, x, dtype in each)
     return dq, dk, dv
 
 
-def _shapes(query: Any, key: Any, value: Any, *extras: Any, form: AttentionConfig, flops: float) -> tuple[Any, ...]:
+def _shapes(query: Any, key: Any, value: Any, *extras: Any, config: AttentionConfig, flops: float) -> tuple[Any, ...]:
     del extras, flops
-    sizes = form.sizes(query, key, value)
-    row = query.update(shape=tuple(sizes[c] for c in form.row_dims), dtype=form.accum_dtype, weak_type=False)
-    return row.update(shape=tuple(sizes[c] for c in form.out_dims), dtype=jnp.dtype(form.out_dtype)), row, row
+    sizes = config.sizes(query, key, value)
+    row = query.update(shape=tuple(sizes[c] for c in config.row_dims), dtype=config.accum_dtype, weak_type=False)
+    return row.update(shape=tuple(sizes[c] for c in config.out_dims), dtype=jnp.dtype(config.out_dtype)), row, row
 
 
 def _backward_shapes(
-    query: Any, key: Any, value: Any, *rest: Any, form: AttentionConfig, flops: float
+    query: Any, key: Any, value: Any, *rest: Any, config: AttentionConfig, flops: float
 ) -> tuple[Any, ...]:
     del rest, flops
-    sizes = form.sizes(query, key, value)
+    sizes = config.sizes(query, key, value)
     return tuple(
         query.update(shape=tuple(sizes[c] for c in letters), dtype=jnp.dtype(d), weak_type=False)
-        for letters, d in zip(form.grad_dims, form.grad_dtypes, strict=True)
+        for letters, d in zip(config.grad_dims, config.grad_dtypes, strict=True)
     )
 
 
 attention_p = define_primitive("attention", attend, _shapes)
-"""(query, key, value, *extras) -> (mixed values, peak, total): the last two of each row of scores, the largest and
-the sum of the exponentials of what the others fall short of it. (Their logarithmic sum alone would lose the second
-where the first is as large as a mask's fill.)"""
+"""(query, key, value, *extras) -> (output, row_max, row_sum): per row of scores, the largest score and the sum of
+``exp(score - row_max)``. (One log-sum-exp in their place would lose ``row_sum`` where ``row_max`` is as large as the
+constant of a mask.)"""
 attention_backward_p = define_primitive("attention_backward", attention_gradients, _backward_shapes)
-"""(query, key, value, mixed values, peak, total, their cotangent, *extras) -> cotangents of query, key, value."""
+"""(query, key, value, output, row_max, row_sum, cotangent of the output, *extras) -> gradients of query, key, value."""

@@ -58,13 +58,16 @@ class PassReport:
     """What one pass did."""
 
     name: str
+    """``recompute``"""
+    written: str
+    """The pass as a user writes it, with its option: ``recompute:full``."""
     equations_before: int
     """Equations at every depth, before the pass."""
     equations_after: int
     change: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.change} ({self.equations_before} -> {self.equations_after} equations)"
+        return f"{self.written}: {self.change} ({self.equations_before} -> {self.equations_after} equations)"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class Pipeline:
                 after = _checked(step, program, after)
                 has = _survey(after.jaxpr)
                 _same_effects(step, had.effects, has.effects)
-            reports.append(PassReport(str(step), had.equations, has.equations, step.change(program, after)))
+            change = step.change(program, after)
+            reports.append(PassReport(step.name, str(step), had.equations, has.equations, change))
             program, had = after, has
         return program, tuple(reports)
 
@@ -133,7 +137,7 @@ def _checked(step: Pass, before: Program, after: Program) -> Program:
     if not _defined_once(after.jaxpr):
         after = after.with_jaxpr(jx.normalize(after.jaxpr))
     try:
-        jx.check(after.jaxpr, before.jaxpr)
+        jx.check_jaxpr(after.jaxpr, before.jaxpr)
     except Exception as e:
         raise PassError(f"the pass {step} left a program that is not well formed: {e}") from e
     return after

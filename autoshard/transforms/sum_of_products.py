@@ -1,7 +1,8 @@
-"""Sums of products as one operation, so that what every product leaves partial is put together once, after the sum.
+"""A sum of matrix products as one primitive: with a sharded contracted dimension it takes one all-reduce, not several.
 
-Megatron's backward pass is the case in point: the gradients of what a layer's query, key and value projections read
-are three products whose contracted dimension is split, and only their sum is wanted.
+The case in point is the backward pass of Megatron tensor parallelism: the gradient of the activation that the query, key
+and value projections read is the sum of three products whose contracted dimension is sharded. XLA all-reduces each
+product before it adds them; as one operation, the partial sums are added first.
 """
 
 from __future__ import annotations
@@ -18,52 +19,64 @@ from jax import numpy as jnp
 from autoshard.transforms.primitive import define_primitive
 
 ProductDims = tuple[str, str]
-"""How the two operands of a product lie, a letter a dimension; letters that the sum has not are contracted."""
+"""Einsum subscripts of a product's two operands; letters that the result lacks are contracted."""
 
 
-def contracted_dims(term: ProductDims, out: str) -> str:
-    """The letters that ``term`` sums over."""
-    return "".join(c for c in term[0] if c in term[1] and c not in out)
+def contracted_dims(product: ProductDims, out: str) -> str:
+    """The letters that ``product`` contracts."""
+    return "".join(c for c in product[0] if c in product[1] and c not in out)
 
 
-def flops(operands: Sequence[Any], terms: Sequence[ProductDims], out: str) -> float:
-    """Floating-point operations of the products, multiply and add counted."""
+def flops(operands: Sequence[Any], products: Sequence[ProductDims], out: str) -> float:
+    """FLOPs of the products: a multiplication and an addition count as two."""
     total = 0.0
-    for i, term in enumerate(terms):
+    for i, product in enumerate(products):
         sizes = {
             c: n
-            for letters, x in zip(term, operands[2 * i :], strict=False)
+            for letters, x in zip(product, operands[2 * i :], strict=False)
             for c, n in zip(letters, x.shape, strict=True)
         }
-        total += 2.0 * math.prod(sizes[c] for c in out + contracted_dims(term, out))
+        total += 2.0 * math.prod(sizes[c] for c in out + contracted_dims(product, out))
     return total
 
 
 def sum_of_products(
-    *operands: Any, terms: tuple[ProductDims, ...], out: str, dtype: str, precision: Any, flops: float
+    *operands: Any, products: tuple[ProductDims, ...], out: str, dtype: str, precision: Any, flops: float
 ) -> Any:
-    """``sum(left * right for left, right in pairs of operands)``, contracted as ``terms`` say."""
+    """The sum of one einsum for each pair of operands: (left, right, left, right, ...) -> (sum,).
+
+    Args:
+      products: subscripts of each pair.
+      out: subscripts of the result, the same for every product.
+      dtype, precision: result dtype and `jax.lax` precision of every product.
+      flops: FLOPs of all products, for cost models that see only the primitive.
+    """
     del flops
-    pairs = zip(operands[::2], operands[1::2], terms, strict=True)
-    found = [_product(a, b, term, out, dtype, precision) for a, b, term in pairs]
-    return (functools.reduce(operator.add, found),)
+    pairs = zip(operands[::2], operands[1::2], products, strict=True)
+    terms = [_product(a, b, product, out, dtype, precision) for a, b, product in pairs]
+    return (functools.reduce(operator.add, terms),)
 
 
-def _product(a: Any, b: Any, term: ProductDims, out: str, dtype: str, precision: Any) -> Any:
-    left, right = term
-    summed, both = contracted_dims(term, out), [c for c in left if c in right and c in out]
-    numbers = tuple(([left.index(c) for c in cs], [right.index(c) for c in cs]) for cs in (summed, both))
-    made = lax.dot_general(a, b, (numbers[0], numbers[1]), precision=precision, preferred_element_type=jnp.dtype(dtype))
-    order = [*both, *(c for x in term for c in x if c not in both and c not in summed)]
-    return jnp.transpose(made, [order.index(c) for c in out])
+def _product(a: Any, b: Any, product: ProductDims, out: str, dtype: str, precision: Any) -> Any:
+    left, right = product
+    contracted, batch = contracted_dims(product, out), [c for c in left if c in right and c in out]
+    numbers = tuple(([left.index(c) for c in cs], [right.index(c) for c in cs]) for cs in (contracted, batch))
+    result = lax.dot_general(
+        a, b, (numbers[0], numbers[1]), precision=precision, preferred_element_type=jnp.dtype(dtype)
+    )
+    order = [*batch, *(c for dims in product for c in dims if c not in batch and c not in contracted)]
+    return jnp.transpose(result, [order.index(c) for c in out])
 
 
-def _shapes(*operands: Any, terms: tuple[ProductDims, ...], out: str, dtype: str, precision: Any, flops: float) -> Any:
+def _shapes(
+    *operands: Any, products: tuple[ProductDims, ...], out: str, dtype: str, precision: Any, flops: float
+) -> Any:
     del precision, flops
     sizes = {
-        c: n for letters, x in zip(terms[0], operands, strict=False) for c, n in zip(letters, x.shape, strict=True)
+        c: n for letters, x in zip(products[0], operands, strict=False) for c, n in zip(letters, x.shape, strict=True)
     }
     return (operands[0].update(shape=tuple(sizes[c] for c in out), dtype=jnp.dtype(dtype), weak_type=False),)
 
 
 sum_of_products_p = define_primitive("sum_of_products", sum_of_products, _shapes)
+"""Operands and parameters as of `sum_of_products`."""

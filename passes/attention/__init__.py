@@ -176,7 +176,9 @@ def _rewritten(jaxpr: jx.Jaxpr, wanted: _Wanted, above: Above | None = None) -> 
         for e in jx.eqns_with_regions(jaxpr)
     }
     eqns = [changed.get(e, e) for e in jaxpr.eqns] if changed else jaxpr.eqns
-    sites = [(site, config) for site, found in reader.attentions() if (config := wanted.config(site, found)) is not None]
+    sites = [
+        (site, config) for site, found in reader.attentions() if (config := wanted.config(site, found)) is not None
+    ]
     places = _Places(jaxpr) if sites else None
     known: dict[Any, jx.JaxprEqn] = {}
     plans = [plan for site, config in sites if places and (plan := _plan(places, site, config, wanted, known))]

@@ -153,7 +153,7 @@ class Site:
         if any(set(to) != set(letters) for (to, _), (_, letters) in zip(found, own.values(), strict=True)):
             raise PassError("a cotangent lies otherwise than what it is of")
         grads, dtypes = zip(*found, strict=True)
-        return replace(config, cotangent=self.cotangent[1], grads=grads, dtypes=dtypes)
+        return replace(config, cotangent_dims=self.cotangent[1], grad_dims=grads, grad_dtypes=dtypes)
 
 
 @dataclass

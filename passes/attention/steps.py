@@ -188,7 +188,7 @@ def chosen(known: Known, eqn: jx.JaxprEqn, given: Given) -> Meaning:
     if m.stage == SCORES:
         return replace(m, steps=(*m.steps, step))
     steps = m.site.steps or ()
-    same = [i for i, s in enumerate(steps) if s.is_mask and replace(s, number=0.0) == replace(step, number=0.0)]
+    same = [i for i, s in enumerate(steps) if s.is_mask and replace(s, constant=0.0) == replace(step, constant=0.0)]
     if fill or not same:
         raise PassError("weights are masked, not scores")
     return replace(m, terms=combine("mul", m.terms, {((i, 1),): 1.0 for i in same[:1]}))

@@ -53,7 +53,7 @@ def found(done) -> tuple[list[Any], list[Any]]:
 
     eqns = list(walk(done.jaxpr))
     forward, backward = (
-        [e.params["form"] for e in eqns if e.primitive is p] for p in (attention_p, attention_backward_p)
+        [e.params["config"] for e in eqns if e.primitive is p] for p in (attention_p, attention_backward_p)
     )
     return forward, backward
 
@@ -296,8 +296,8 @@ def test_cross_attention_splits_its_queries_and_keeps_its_keys_whole():
     kinds = {c.kind for c in step.plan(*args).cost.collectives}
     assert kinds == {"all-reduce"}, "terms of the keys' and values' cotangents, and the loss"
     close(step(*args), jax.jit(trained(fun))(*args))
-    (form,), _ = found(step.trace(*args))
-    rule = OWN[attention_p](*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args), form=form)
+    (config,), _ = found(step.trace(*args))
+    rule = OWN[attention_p](*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args), config=config)
     assert rule.kinds == ()
     assert rule.operands[1][1] == ()
 

@@ -51,7 +51,7 @@ def same(fun: Any, *args: Any) -> list[jx.JaxprEqn]:
 
 def test_two_products_that_are_added_become_one_operation() -> None:
     (eqn,) = same(lambda x, w, v: x @ w + jnp.sin(x) @ v, X, W, V)
-    assert eqn.params["terms"] == (("ac", "cb"), ("ac", "cb"))
+    assert eqn.params["products"] == (("ac", "cb"), ("ac", "cb"))
     assert eqn.params["flops"] == 2 * (2 * 8 * 16 * 4)
 
 
@@ -69,7 +69,7 @@ def test_transposed_products_with_batch_dimensions() -> None:
         )
 
     (eqn,) = same(fun, normal(2, 3, 5), normal(2, 7, 5, seed=1))
-    assert len(eqn.params["terms"]) == 3
+    assert len(eqn.params["products"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_gradients_of_what_several_projections_read() -> None:
         return sum((jnp.tanh(x @ w) ** 2).sum() for w in weights)  # type: ignore[return-value]
 
     (eqn,) = same(jax.grad(loss), X, [normal(16, n, seed=n) for n in (4, 8, 8)])
-    assert len(eqn.params["terms"]) == 3
+    assert len(eqn.params["products"]) == 3
 
 
 def test_inside_a_loop() -> None:

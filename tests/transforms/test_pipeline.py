@@ -53,19 +53,19 @@ class Swap(Pass):
         eqns = jaxpr.eqns
         match self.what:
             case "results":
-                return program.with_jaxpr(jx.with_code(jaxpr, eqns, outvars=[a]))
+                return program.with_jaxpr(jx.with_eqns(jaxpr, eqns, outvars=[a]))
             case "input":
                 x, y = jaxpr.invars
-                return program.with_jaxpr(jx.with_code(jaxpr, [], invars=[x, y, x], outvars=[x, y]))
+                return program.with_jaxpr(jx.with_eqns(jaxpr, [], invars=[x, y, x], outvars=[x, y]))
             case "shape":
-                lost = jx.lift(jaxpr.invars[0], 2)
-                return program.with_jaxpr(jx.with_code(jaxpr, [], invars=[lost, jaxpr.invars[1]], outvars=[a, b]))
+                lost = jx.stacked_var(jaxpr.invars[0], 2)
+                return program.with_jaxpr(jx.with_eqns(jaxpr, [], invars=[lost, jaxpr.invars[1]], outvars=[a, b]))
             case "order":
-                return program.with_jaxpr(jx.with_code(jaxpr, eqns[::-1]))
+                return program.with_jaxpr(jx.with_eqns(jaxpr, eqns[::-1]))
             case "effect":
-                return program.with_jaxpr(jx.with_code(jaxpr, [e for e in eqns if not e.effects]))
+                return program.with_jaxpr(jx.with_eqns(jaxpr, [e for e in eqns if not e.effects]))
             case "effect twice":
-                return program.with_jaxpr(jx.with_code(jaxpr, [e for e in eqns for _ in range(1 + bool(e.effects))]))
+                return program.with_jaxpr(jx.with_eqns(jaxpr, [e for e in eqns for _ in range(1 + bool(e.effects))]))
             case _:
                 raise AssertionError(self.what)
 
@@ -78,8 +78,8 @@ class Shared(Pass):
 
     def __call__(self, program: Program) -> Program:
         (eqn,) = (e for e in program.jaxpr.eqns if jx.regions(e))
-        twin = eqn.replace(outvars=[jx.fresh(v) for v in eqn.outvars])
-        return program.with_jaxpr(jx.with_code(program.jaxpr, [twin, *program.jaxpr.eqns]))
+        twin = eqn.replace(outvars=[jx.new_var(v) for v in eqn.outvars])
+        return program.with_jaxpr(jx.with_eqns(program.jaxpr, [twin, *program.jaxpr.eqns]))
 
 
 def test_reports_what_each_pass_did():
@@ -145,7 +145,7 @@ def test_parse_takes_names_options_and_passes():
         ("recomputee:full", r"unknown pass 'recomputee' in passes='recomputee:full'; did you mean 'recompute'\?"),
         (
             "zzz",
-            r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'one_hot', 'recompute', 'sum_products'",
+            r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'one_hot', 'pad_uneven', 'recompute', 'sum_products'",
         ),
         ("dead_code:all", r"'dead_code' takes no option, but dead_code:all gives it 'all'"),
         ("recompute:dot_saveable", r"no policy 'dot_saveable'; did you mean 'dots_saveable'\?"),

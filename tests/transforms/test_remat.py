@@ -69,8 +69,8 @@ def test_a_loop_whose_turns_have_both_parts_counts_one_turn():
 
 def test_a_scan_holds_its_carry_and_nothing_else():
     program = traced(jax.grad(lambda w, x: jax.lax.scan(dense, x, w)[0].sum()))
-    after = program.with_jaxpr(jx.dead_code(remat.recompute_in_scans(program.jaxpr, nothing)))
-    jx.check(after.jaxpr)
+    after = program.with_jaxpr(jx.eliminate_dead_code(remat.recompute_in_scans(program.jaxpr, nothing)))
+    jx.check_jaxpr(after.jaxpr)
     assert remat.residual_bytes(after) == 6 * 4 * 8 * 4
 
 
@@ -95,7 +95,7 @@ def test_what_is_held_anyway_is_read_rather_than_made_again():
         return back((jnp.ones_like(y), jnp.zeros_like(ys))), ys
 
     program = traced(step)
-    after = jx.dead_code(remat.recompute_in_scans(program.jaxpr, nothing))
+    after = jx.eliminate_dead_code(remat.recompute_in_scans(program.jaxpr, nothing))
     forward = next(e for e in after.eqns if jx.scan_groups(e))
     assert [v.aval.shape for v in forward.outvars] == [(4, 8), (6, 4, 8)], "stacked once, for both readers"
     assert sum(bool(jx.scan_groups(e)) for e in after.eqns) == 2

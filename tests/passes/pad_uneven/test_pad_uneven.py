@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.transforms.pad_uneven import aligned
+from autoshard.passes import PadUneven
 from tests.forms import compared, same, step
 from tests.programs import mesh, mlp_args, mlp_step, program
 
@@ -107,8 +107,8 @@ def test_numbers_are_those_of_one_device(fun: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_the_program_is_well_formed_and_computes_the_same(fun: Callable[[Any], Any]) -> None:
     before = program(fun, [X.shape], mesh(x=8))
-    after = aligned(before)
-    jx.check(after.jaxpr)
+    after = PadUneven()(before)
+    jx.check_jaxpr(after.jaxpr)
     same(jx.as_fun(after.jaxpr)(X), jx.as_fun(before.jaxpr)(X), scale=1.0)
 
 
@@ -141,13 +141,13 @@ def test_random_numbers_stay_as_they_are_and_what_means_nothing_is_not_iterated_
 )
 def test_where_nothing_is_uneven_the_program_stays(fun: Callable[..., Any], args: Any) -> None:
     before = program(fun, args, mesh(x=8))
-    assert aligned(before) is before
+    assert PadUneven()(before) is before
     on_one = program(lambda x: x[1:] - x[:-1], [(64, 48)], mesh(x=1))
-    assert aligned(on_one) is on_one
+    assert PadUneven()(on_one) is on_one
 
 
 def test_a_roll_is_one_array_laid_over_itself() -> None:
-    after = aligned(program(lambda x: jnp.roll(x, 3, 0), [(64, 48)], mesh(x=8)))
+    after = PadUneven()(program(lambda x: jnp.roll(x, 3, 0), [(64, 48)], mesh(x=8)))
     names = [e.primitive.name for e in after.jaxpr.eqns]
     assert sorted(names) == ["ge", "iota", "pad", "pad", "select_n"]
 

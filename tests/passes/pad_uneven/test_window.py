@@ -1,4 +1,4 @@
-"""Views: a chain of slices and padding, computed at once and placed anywhere, is what it is step by step."""
+"""Windows: a chain of slices and padding, computed at once and placed anywhere, is what it is step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
-from autoshard.transforms.window import kept, neutral, of, padded, placed, sliced
+from autoshard.passes.pad_uneven.window import (
+    fill_outside,
+    leading_window,
+    neutral_element,
+    pad_window,
+    place_window,
+    slice_window,
+)
 
 STEP = st.tuples(st.booleans(), st.integers(-3, 4), st.integers(-3, 4))
 
@@ -21,32 +28,32 @@ STEP = st.tuples(st.booleans(), st.integers(-3, 4), st.integers(-3, 4))
 def test_a_chain_at_once(size: int, chain: list[tuple[bool, int, int]], before: int, after: int) -> None:
     eqn = jax.make_jaxpr(lambda x: lax.pad(x, jnp.float32(-1), ((1, 1, 0),)))(np.ones(size, "f4")).eqns[0]
     base, fill = eqn.invars
-    x, view = np.arange(size, dtype="f4") + 1, of(base)
+    x, window = np.arange(size, dtype="f4") + 1, leading_window(base)
     for pad, a, b in chain:
         if len(x) + (a + b if pad else -abs(a) - abs(b)) < 1:
             continue
         if pad:
             x = np.asarray(lax.pad(x, np.float32(-1), ((a, b, 0),)))
-            view = padded(view, [(a, b)], fill)
-            assert view is not None
+            window = pad_window(window, [(a, b)], fill)
+            assert window is not None
         else:
             x = x[abs(a) : len(x) - abs(b)]
-            view = sliced(view, [abs(a)], [len(x)])
-    assert view.shape == x.shape
-    given_fill = [] if view.fill is None else [np.float32(-1)]
-    whole = placed(view, [(before, before + len(x) + after)])(np.arange(size, dtype="f4") + 1, *given_fill)
+            window = slice_window(window, [abs(a)], [len(x)])
+    assert window.shape == x.shape
+    given_fill = [] if window.fill is None else [np.float32(-1)]
+    whole = place_window(window, [(before, before + len(x) + after)])(np.arange(size, dtype="f4") + 1, *given_fill)
     assert whole.shape == (before + len(x) + after,)
     np.testing.assert_array_equal(whole[before : before + len(x)], x)
 
 
-def test_padding_with_another_value_is_no_view() -> None:
+def test_padding_with_another_value_is_no_window() -> None:
     (one, two) = (jx.Literal(np.float32(n), jax.typeof(np.float32(n))) for n in (1, 2))
     base = jax.make_jaxpr(lambda x: x)(np.ones(4, "f4")).invars[0]
-    first = padded(of(base), [(1, 0)], one)
+    first = pad_window(leading_window(base), [(1, 0)], one)
     assert first is not None
-    assert padded(first, [(1, 0)], one) is not None
-    assert padded(first, [(1, 0)], two) is None
-    assert padded(sliced(first, [1], [4]), [(1, 0)], two) is not None
+    assert pad_window(first, [(1, 0)], one) is not None
+    assert pad_window(first, [(1, 0)], two) is None
+    assert pad_window(slice_window(first, [1], [4]), [(1, 0)], two) is not None
 
 
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "int8", "uint16"])
@@ -54,8 +61,8 @@ def test_padding_with_another_value_is_no_view() -> None:
 def test_what_changes_no_reduction(kind: str, dtype: str) -> None:
     x = jnp.asarray([0, 1, 1, 0, 1], dtype)
     reduce = getattr(jnp, kind)
-    number = neutral(kind, x.dtype)
+    number = neutral_element(kind, x.dtype)
     if number is None:
         assert (kind, dtype) in [("max", "bool"), ("min", "bool")]
     else:
-        np.testing.assert_array_equal(reduce(kept(x, 0, 0, 3, number)), reduce(x[:3]))
+        np.testing.assert_array_equal(reduce(fill_outside(x, 0, 0, 3, number)), reduce(x[:3]))
