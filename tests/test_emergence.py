@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 
-from autoshard.plan.adopt import passes_of
 from autoshard.runtime.plan import Plan
 from benchmarks.emergence import CASES, EIGHT, LARGE, WORDY, Case, planned, sent, told
 
@@ -64,7 +63,7 @@ def test_optimizer_state_lies_in_parts_where_the_update_takes_longer_than_its_pa
 def test_as_memory_tightens_values_are_made_again_and_then_parameters_lie_in_parts() -> None:
     names = [c.name for c in CASES if c.program[1].get("dtype") == "float32"]
     plans = [plan_of(n) for n in names]
-    passes = [" ".join(passes_of(p.passes)) for p in plans]
+    passes = [" ".join(q.written for q in p.passes) for p in plans]
     assert ["recompute" in p for p in passes] == [False, True, True, True]
     assert ["recompute:products" in p for p in passes] == [False, True, True, False]
     assert ["data" in specs(n)["params mlp up"] for n in names] == [False, False, False, True]

@@ -1,7 +1,7 @@
-"""dims: dimension classes, the dimensions that must be split alike across the whole program.
+"""Dimension classes: sets of dimensions, across the whole program, that should be split over the same mesh axes.
 
-Two dimensions belong together when some equation has one factor on both. The classes are what people
-mean by "batch", "heads" or "vocab": the vocabulary in which a layout is chosen and explained.
+Two dimensions are in one class where the rule of some equation puts the same factor on both (the transitive closure of
+that). Classes are what users call "batch", "heads" or "vocab": a layout is chosen and explained in terms of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.ir.graph import BACKWARD, FORWARD, Graph, OpKind
 
 @dataclass(frozen=True)
 class DimClass:
-    """Dimensions to be split alike. Members are (value, dimension) pairs."""
+    """A class of dimensions. Members are (value, dimension) pairs."""
 
     name: str
     size: int
@@ -27,12 +27,13 @@ class DimClass:
     inputs: tuple[tuple[int, int], ...]
     """Members that are dimensions of the program's arguments."""
     members: int
+    """Number of all members."""
     weight: float
-    """Bytes of all values with a member: how much splitting it would save."""
+    """Bytes of all values with a member."""
     repeats_in_value: bool
-    """Whether some value has it on two dimensions, of which only one can take an axis."""
+    """Whether some value has two members as dimensions, of which only one can take a mesh axis."""
     is_batch: bool = False
-    """Whether it has the first dimension of an argument that is not carried from call to call."""
+    """Whether a member is the first dimension of an argument that is not carried from call to call."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.size})"
@@ -40,18 +41,20 @@ class DimClass:
 
 @dataclass(frozen=True)
 class ArgumentRoles:
-    """What each flat argument is in a training step. A step without state has inputs only."""
+    """Positions of the flat arguments of a training step by role. A step without state has a batch only."""
 
     parameters: frozenset[int]
     optimizer: frozenset[int]
+    """Carried state that is no parameter."""
     batch: frozenset[int]
+    """Not carried from call to call."""
 
 
 def argument_roles(graph: Graph) -> ArgumentRoles:
-    """Sorts the arguments into parameters, other carried state, and inputs.
+    """The role of each argument.
 
-    A parameter is a carried argument that a differentiated equation reads; where nothing is
-    differentiated, every carried argument is one.
+    A parameter is a carried argument that a differentiated equation reads; where nothing is differentiated, every
+    carried argument is one.
     """
     carried = {i for i, _ in graph.program.carries}
     phases = [{graph.nodes[n].phase for n in graph.uses[v]} for v in graph.inputs]
@@ -62,50 +65,50 @@ def argument_roles(graph: Graph) -> ArgumentRoles:
 
 
 def dim_classes(graph: Graph) -> tuple[DimClass, ...]:
-    """The dimension classes that an argument's dimension belongs to, heaviest first."""
+    """The dimension classes with a dimension of an argument, in order of falling weight."""
     values = graph.values
     ranks = np.array([len(v.shape) for v in values])
     start = np.cumsum(ranks) - ranks
     owner = np.repeat(np.arange(len(values)), ranks)
     sizes = np.fromiter((n for v in values for n in v.shape), dtype=np.int64, count=len(owner))
-    label = _together(graph, start, len(owner))
+    label = _class_labels(graph, start, len(owner))
     large = np.flatnonzero(sizes > 1)
     order = large[np.argsort(label[large], kind="stable")]
     weights = np.array([v.bytes for v in values], dtype=object)
     args, batch = set(graph.inputs), {graph.inputs[i] for i in argument_roles(graph).batch}
-    wanted = np.isin(owner, list(args))
+    is_argument = np.isin(owner, list(args))
     found: list[DimClass] = []
     for group in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
-        mine = group[wanted[group]]
-        inputs = tuple(zip(owner[mine].tolist(), (mine - start[owner[mine]]).tolist(), strict=True))
+        of_args = group[is_argument[group]]
+        inputs = tuple(zip(owner[of_args].tolist(), (of_args - start[owner[of_args]]).tolist(), strict=True))
         if inputs:
-            held = np.unique(owner[group])
+            members_of = np.unique(owner[group])
             size = int(np.gcd.reduce(sizes[group]))
-            weight = float(weights[held].sum())
+            weight = float(weights[members_of].sum())
             is_batch = any(v in batch and d == 0 for v, d in inputs)
             name = "batch" if is_batch else _name(graph, inputs)
-            found.append(DimClass(name, size, inputs, len(group), weight, len(held) < len(group), is_batch))
-    return _distinct(sorted(found, key=lambda c: (-c.weight, c.inputs)))
+            found.append(DimClass(name, size, inputs, len(group), weight, len(members_of) < len(group), is_batch))
+    return _with_distinct_names(sorted(found, key=lambda c: (-c.weight, c.inputs)))
 
 
 def batch_dims(graph: Graph) -> frozenset[tuple[int, int]]:
-    """Every (value, dimension) that belongs with the first dimension of an argument that is no state."""
+    """Every (value, dimension) in the class of the first dimension of a batch argument."""
     ranks = np.array([len(v.shape) for v in graph.values])
     start = np.cumsum(ranks) - ranks
     owner = np.repeat(np.arange(len(ranks)), ranks)
-    label = _together(graph, start, len(owner))
+    label = _class_labels(graph, start, len(owner))
     firsts = [start[graph.inputs[i]] for i in argument_roles(graph).batch if graph.values[graph.inputs[i]].shape]
     found = np.flatnonzero(np.isin(label, label[firsts]))
     return frozenset((int(owner[k]), int(k - start[owner[k]])) for k in found)
 
 
-def _together(graph: Graph, start: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
-    """For every dimension of every value the number of its class; ``start`` is where those of each value begin."""
-    alike: dict[OpKind, list[tuple[int, ...]]] = defaultdict(list)
+def _class_labels(graph: Graph, start: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
+    """Class number of each dimension of each value, flat; ``start``: position of each value's first dimension."""
+    values_by_kind: dict[OpKind, list[tuple[int, ...]]] = defaultdict(list)
     for node in graph.nodes:
-        alike[node.kind].append(node.values)
+        values_by_kind[node.kind].append(node.values)
     ends: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-    for kind, found in alike.items():
+    for kind, found in values_by_kind.items():
         first, kinds = dict[str, tuple[int, int]](), dict(kind.rule.kinds)
         at = start[np.array(found)]
         for i, d, (f, *_) in kind.factored_dims:
@@ -126,7 +129,7 @@ def _name(graph: Graph, inputs: tuple[tuple[int, int], ...]) -> str:
     return f"{leaf[0]}.{d}"
 
 
-def _distinct(found: list[DimClass]) -> tuple[DimClass, ...]:
+def _with_distinct_names(found: list[DimClass]) -> tuple[DimClass, ...]:
     seen: dict[str, int] = defaultdict(int)
     named: list[DimClass] = []
     for c in found:

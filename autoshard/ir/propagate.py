@@ -1,12 +1,11 @@
-"""propagate: from a few decided shardings to one for every value, to a fixed point.
+"""Sharding propagation: from the specs of a few values to a `Layout`, a spec for every value, as a fixed point.
 
-A decided dimension proposes its axes to every dimension that shares a factor with it. Proposals are taken
-the heaviest first, weight being the bytes of the value they come from: where two disagree, moving the smaller
-value is the cheaper repair. So the outcome depends on sizes, never on the order of equations. Seeds come in
-levels, and each level reaches its fixed point before the next begins (user pins first).
+A split dimension proposes its axes to every dimension that shares a factor with it. The heaviest proposal is taken
+first, where weight is the bytes of the value that it comes from: where two conflict, resharding the smaller value is
+cheaper. So the result depends on sizes, never on the order of equations. Seeds come in levels of falling priority (the
+user's pins first); each level reaches its fixed point before the next begins.
 
-A dimension only ever gains axes, minor to those it has, so the process ends, and running it on its own
-result changes nothing.
+A dimension only ever gains axes, minor to those it has. Hence propagation terminates and is idempotent.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Axes, Spec, replicated
 
 State = tuple[Axes, ...]
-Offer = tuple[int, int, Axes, int]
+"""Axes of each dimension of one value."""
 Factors = dict[str, Axes]
+"""Axes of each factor of one node."""
 Origin = Literal["pinned", "chosen", "solved"] | int
 """What decided how a dimension is split: the user, the search, the solver, or the node of this number, which propagated
 it."""
@@ -37,20 +37,23 @@ class Layout:
     """For a split dimension (value, dimension): what decided its split."""
     dropped: tuple[tuple[int, Spec, Spec], ...] = ()
     """Seeds that conflict with an earlier decision: value, seed, and the spec that the value had by then."""
-    strategies: Mapping[int, tuple[tuple[str, Axes], ...]] = field(default_factory=dict[int, tuple[tuple[str, Axes], ...]])
-    """For nodes of which it was decided: the axes of their factors. Any other runs the cheapest way under its specs."""
+    strategies: Mapping[int, tuple[tuple[str, Axes], ...]] = field(
+        default_factory=dict[int, tuple[tuple[str, Axes], ...]]
+    )
+    """(factor, axes) pairs by node, where the search chose them. Any other node runs the cheapest strategy that its
+    specs allow."""
 
 
 def propagate(graph: Graph, levels: Sequence[Mapping[int, Spec]], hard: Mapping[int, Spec] | None = None) -> Layout:
-    """Spreads ``levels`` of seeds, after the user's pins, through the graph.
+    """The layout that follows from the user's pins and ``levels`` of seeds.
 
     Args:
       graph: the program.
-      levels: seeds by value, in falling priority; each is taken as far as it fits what is decided before.
-      hard: values whose spec is given and final, beside the user's pins.
+      levels: specs by value, in falling priority; each is taken as far as it is compatible with earlier decisions.
+      hard: specs by value that are final, like the user's pins.
     """
     final = {**(hard or {}), **graph.pins}
-    run = _Run(graph, final)
+    run = _Propagation(graph, final)
     run.seed(final)
     dropped = [d for level in levels for d in run.seed(level)]
     known = {dims: Spec(dims) for dims in set(run.state)}
@@ -60,16 +63,16 @@ def propagate(graph: Graph, levels: Sequence[Mapping[int, Spec]], hard: Mapping[
 def factor_axes(
     kind: OpKind, state: Sequence[Sequence[Axes]], mesh: Mapping[str, int], first: int | None = None
 ) -> Factors:
-    """The axes of each factor of a node that its values' shardings agree on; the largest value decides conflicts.
+    """The axes of each factor of a node that follow from its values' specs; in a conflict the largest value decides.
 
-    ``state`` holds the axes per dimension of each operand and result. With ``first``, the value at that
-    position decides before all others.
+    ``state`` has the axes of each dimension of each operand and result. With ``first``, the value at that position
+    decides before all others.
     """
-    places = kind.factored_dims if first is None else sorted(kind.factored_dims, key=lambda p: p[0] != first)
+    dims = kind.factored_dims if first is None else sorted(kind.factored_dims, key=lambda p: p.value != first)
     sizes, kinds = dict(kind.factor_sizes), dict(kind.rule.kinds)
     chosen: Factors = {}
     owner: dict[str, str] = {}
-    for i, d, dim in places:
+    for i, d, dim in dims:
         rest = state[i][d]
         for f in dim:
             if not rest or kinds.get(f) == "whole":
@@ -89,8 +92,10 @@ def factor_axes(
     return chosen
 
 
-def axes_of_dim(dim: Sequence[str], chosen: Mapping[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Axes:
-    """The axes of a dimension made of the factors ``dim``, when its factors have the ``chosen`` axes."""
+def axes_of_dim(
+    dim: Sequence[str], chosen: Mapping[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int]
+) -> Axes:
+    """The axes of a dimension with the factors ``dim``, where factors have the ``chosen`` axes."""
     axes: Axes = ()
     for f in dim:
         own = chosen.get(f, ())
@@ -100,20 +105,32 @@ def axes_of_dim(dim: Sequence[str], chosen: Mapping[str, Axes], sizes: Mapping[s
     return axes
 
 
-class _Run:
-    """The state of one propagation."""
+class Proposal(NamedTuple):
+    """Axes that a node proposes to a dimension of one of its values."""
+
+    value: int
+    """Position among the node's operands and then its results."""
+    dim: int
+    axes: Axes
+    weight: int
+    """Bytes of the value that the axes come from."""
+
+
+class _Propagation:
+    """The state of one propagation: the axes of each dimension so far, and a priority queue of proposals."""
 
     def __init__(self, graph: Graph, final: Mapping[int, Spec]) -> None:
         self.graph, self.final, self.mesh = graph, final, graph.program.mesh.shape
         self.state: list[State] = [((),) * len(v.shape) for v in graph.values]
         self.origins: dict[tuple[int, int], Origin] = {}
-        loose = (v for v in range(1, len(graph.values)) if v not in final or v in graph.unconstrained_dims)
-        self.loose = {n for v in loose for n in graph.uses[v]}
-        """Nodes with a value that is not given."""
+        undecided = (v for v in range(1, len(graph.values)) if v not in final or v in graph.unconstrained_dims)
+        self.active_nodes = {n for v in undecided for n in graph.uses[v]}
+        """Nodes with a value whose spec is not final."""
         self.queue: list[tuple[int, int, int, Axes, int]] = []
+        """(-weight, value, dimension, axes, proposing node)."""
 
     def seed(self, seeds: Mapping[int, Spec]) -> list[tuple[int, Spec, Spec]]:
-        """Takes seeds, then runs to the fixed point. Returns those that did not fit whole."""
+        """Takes one level of seeds and propagates to the fixed point; returns conflicts as `Layout.dropped`."""
         dropped: list[tuple[int, Spec, Spec]] = []
         changed: list[int] = []
         for v, spec in seeds.items():
@@ -122,7 +139,7 @@ class _Run:
             for d, axes in enumerate(spec.dims):
                 if not axes:
                     continue
-                if self.take(v, d, axes, origin, pinned=final):
+                if self.take(v, d, axes, origin, final=final):
                     changed.append(v)
                 elif self.state[v][d] != axes:
                     dropped.append((v, spec, Spec(self.state[v])))
@@ -137,11 +154,11 @@ class _Run:
             if self.take(v, d, axes, n):
                 self.visit(v)
 
-    def take(self, v: int, d: int, axes: Axes, origin: Origin, *, pinned: bool = False) -> bool:
-        """Splits dimension ``d`` of value ``v`` over ``axes`` if that extends what it has and fits."""
+    def take(self, v: int, d: int, axes: Axes, origin: Origin, *, final: bool = False) -> bool:
+        """Splits dimension ``d`` of value ``v`` over ``axes`` if these extend its axes, are free and divide it."""
         dims = self.state[v]
         old = dims[d]
-        if not (pinned or self.free(v, d)):
+        if not (final or self.undecided(v, d)):
             return False
         if len(axes) <= len(old) or axes[: len(old)] != old:
             return False
@@ -154,28 +171,29 @@ class _Run:
         self.origins[v, d] = origin
         return True
 
-    def free(self, v: int, d: int) -> bool:
-        """Whether dimension ``d`` of ``v`` is not given."""
+    def undecided(self, v: int, d: int) -> bool:
+        """Whether the axes of dimension ``d`` of value ``v`` are not final."""
         return v not in self.final or d in self.graph.unconstrained_dims.get(v, ())
 
     def visit(self, v: int) -> None:
-        nodes, state, final, memo = self.graph.nodes, self.state, self.final, self.graph.proposal_cache
+        """Queues the proposals of the nodes that read or make ``v``, whose axes have changed."""
+        nodes, state, final, cache = self.graph.nodes, self.state, self.final, self.graph.proposal_cache
         for n in self.graph.uses[v]:
-            if n not in self.loose:
+            if n not in self.active_nodes:
                 continue
             values = nodes[n].values
             key = nodes[n].kind, *[state[u] for u in values]
-            found = memo.get(key)
+            found = cache.get(key)
             if found is None:
-                found = memo[key] = proposals(nodes[n].kind, key[1:], self.mesh)
+                found = cache[key] = proposals(nodes[n].kind, key[1:], self.mesh)
             for i, d, axes, weight in found:
                 u = values[i]
-                if u and (u not in final or self.free(u, d)):
+                if u and (u not in final or self.undecided(u, d)):
                     heapq.heappush(self.queue, (-weight, u, d, axes, n))
 
 
-def proposals(kind: OpKind, state: Sequence[State], mesh: Mapping[str, int]) -> tuple[Offer, ...]:
-    """What a node whose values have this state proposes to them: (position, dimension, axes, weight)."""
+def proposals(kind: OpKind, state: Sequence[State], mesh: Mapping[str, int]) -> tuple[Proposal, ...]:
+    """What a node proposes to its values, given the axes of their dimensions so far."""
     sizes = dict(kind.factor_sizes)
     chosen = factor_axes(kind, state, mesh)
     weights: dict[str, int] = {}
@@ -184,14 +202,14 @@ def proposals(kind: OpKind, state: Sequence[State], mesh: Mapping[str, int]) -> 
             bytes_ = math.prod(kind.shapes[i]) * kind.bits[i] // 8
             for f in dim:
                 weights[f] = max(weights.get(f, 0), bytes_)
-    found: list[Offer] = []
+    found: list[Proposal] = []
     for i, d, dim in kind.factored_dims:
         axes = axes_of_dim(dim, chosen, sizes, mesh)
         if len(axes) > len(state[i][d]):
-            found.append((i, d, axes, max(weights.get(f, 0) for f in dim)))
+            found.append(Proposal(i, d, axes, max(weights.get(f, 0) for f in dim)))
     return tuple(found)
 
 
 def replicated_layout(graph: Graph) -> Layout:
-    """The layout that splits nothing."""
+    """The layout under which every value is replicated."""
     return Layout(tuple(replicated(len(v.shape)) for v in graph.values), {})

@@ -1,4 +1,4 @@
-"""The sharding constraints on intermediates that make XLA follow a layout, and the equations that run in their local form."""
+"""The sharding constraints that make XLA follow a layout, and the equations that run in their local form (islands)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.cost.cost import CostModel
-from autoshard.cost.reshard import spec_after_reduction, reshard_path
+from autoshard.cost.reshard import reshard_path, spec_after_reduction
 from autoshard.ir.graph import Graph, Value
 from autoshard.ir.propagate import Layout
 from autoshard.ir.rule import halo_axes
@@ -22,9 +22,9 @@ def sharding_constraints(
     """The intermediates to constrain so that the partitioner follows ``layout`` and results have the specs ``outputs``.
 
     Constrained are: what the user pinned inside the step; results of products; results and operands that are resharded;
-    values that a loop carries; operands and results of operations that XLA partitions wrongly by itself, or of all where
-    the sizes of the mesh's axes do not divide one another; and values with waypoints on their way into or out of a
-    region. A result of the step that is resharded with waypoints has a node number beyond those of the graph.
+    values that a loop carries; operands and results of operations that XLA partitions wrongly by itself, or of all
+    operations where the sizes of the mesh's axes do not divide one another; and values with waypoints on their way into
+    or out of a region. A result of the step that is resharded with waypoints has a node number beyond the graph's.
     """
     found: dict[tuple[int, int | None], Constraint] = {}
     arguments, every = set(graph.inputs), not each_divides_next(graph.program.mesh.axis_sizes)
@@ -104,8 +104,8 @@ def reshard_waypoints(before: Spec, after: Spec, value: Value, mesh: LogicalMesh
     """Intermediate specs to constrain where XLA (JAX 0.12) would otherwise gather the whole value.
 
     It does where an axis moves from one dimension to another and something else is sent besides. Where axes move whose
-    sizes do not divide one another, it crashes on several such moves at once. Partial sums that are best scattered first
-    it would all-reduce. Some compilers turn an all-gather over all devices into an all-reduce of zero-padded shards,
+    sizes do not divide one another, it crashes on several such moves at once. It would all-reduce partial sums that are
+    best scattered first. Some compilers turn an all-gather over all devices into an all-reduce of zero-padded shards,
     which sends twice as much: there the axes are gathered one by one.
     """
     moved = {a for d, e in zip(before.dims, after.dims, strict=True) if d != e for a in (*d, *e)}
@@ -148,9 +148,7 @@ def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island
     for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
         if node.kind.rule.local and node.results and run.uses_local_form:
             reduced = _reduced_specs(run.out_specs, node.results, graph, layout)
-            found.append(
-                Island(n, run.local_axes, run.in_specs, run.out_specs, reduced, node.kind.op, node.source)
-            )
+            found.append(Island(n, run.local_axes, run.in_specs, run.out_specs, reduced, node.kind.op, node.source))
     return tuple(found)
 
 

@@ -1,12 +1,30 @@
-"""decisions: what a plan holds: where a value lies, what is pinned inside, what runs in its local form, what lost."""
+"""The records that a plan is made of: specs of arguments and results, constraints, islands, layouts that lost."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Literal
 
-from autoshard.ir.spec import Spec
-from autoshard.machine.mesh import LogicalMesh
+from autoshard.ir.spec import Axes, Spec
+
+PlaceReason = Literal["pinned", "replaces", "first_plan", "solved", "chosen", "propagated", "replicated"]
+"""What decided the spec of an argument or a result: the user; the argument that it replaces; the step's first plan; the
+solver; the search; propagation; nothing, so it is whole on every device."""
+
+ConstraintReason = Literal[
+    "pinned",
+    "product",
+    "resharded",
+    "operand",
+    "before_operand",
+    "as_computed",
+    "carried",
+    "guarded_operand",
+    "guarded_result",
+]
+"""Why an intermediate is constrained: the user pinned it; it is a product's result; it is a result that is resharded;
+an operand that is resharded, or the value before that; a result before it is resharded; it enters or leaves a region;
+it is an operand or a result of an operation that XLA partitions wrongly by itself."""
 
 
 @dataclass(frozen=True)
@@ -17,20 +35,20 @@ class Place:
     shape: tuple[int, ...]
     dtype: str
     spec: Spec
-    why: str = ""
+    reason: PlaceReason = "replicated"
+    sources: tuple[str, ...] = ()
+    """The equations, with their source lines, that its splits were propagated from."""
     donated: bool = False
-
-    def bytes_on(self, mesh: LogicalMesh, bits: int) -> int:
-        """Bytes on one device."""
-        return -(-math.prod(self.shape) * bits // 8 // self.spec.num_shards(mesh.shape))
+    replaces: str | None = None
+    """Of a result: the path of the argument that it replaces at the next call."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """An intermediate that is pinned when the step is lowered.
+    """A sharding constraint on an intermediate of the lowered step.
 
-    ``value`` is its number in the program's graph. ``node`` is the one equation that reads it so, or None when
-    the value itself is pinned where it is made.
+    ``value`` is its number in the program's graph. ``node`` is the one equation whose operand or result is constrained,
+    or None where the value is constrained for all that read it.
     """
 
     value: int
@@ -38,10 +56,12 @@ class Constraint:
     op: str
     source: str
     shape: tuple[int, ...]
-    why: str
+    reason: ConstraintReason
     node: int | None = None
+    resharded_from: Spec | None = None
+    """The spec that it has before, where that differs."""
     waypoints: tuple[Spec, ...] = ()
-    """What it is brought to on the way, where XLA cannot go all the way at once."""
+    """Intermediate specs to constrain first, where XLA would otherwise gather the whole value."""
 
 
 @dataclass(frozen=True)
@@ -49,48 +69,59 @@ class Island:
     """An equation that runs in its local form: each device computes its part, with explicit collectives."""
 
     node: int
-    axes: tuple[str, ...]
+    axes: Axes
     """Mesh axes that split its local factor."""
     in_specs: tuple[Spec, ...]
     out_specs: tuple[Spec, ...]
+    """Of its results as computed; they may be partial."""
     reduced_specs: tuple[Spec, ...]
-    """How its results lie once their terms are put together: as given, or scattered on the way."""
+    """Of its results after partial values are all-reduced or reduce-scattered."""
     op: str
     source: str
 
 
 @dataclass(frozen=True)
+class DimSplit:
+    """A dimension class (`autoshard.ir.dim_classes.DimClass`) and the mesh axes that split it."""
+
+    name: str
+    size: int
+    axes: Axes
+
+
+@dataclass(frozen=True)
 class Alternative:
-    """A layout that was weighed and lost."""
+    """A layout that was priced and not chosen."""
 
     text: str
     seconds: float
     peak: int
+    """Bytes per device."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout that was compiled to be chosen from, and what its compiler said; bytes are per device."""
+    """A layout that was compiled to choose from, and what the compiler reported; bytes are per device."""
 
     text: str
     predicted: float
     """Seconds of one call."""
     peak: int
     """Predicted bytes."""
-    required: int = 0
-    available: int = 0
-    """Bytes that there are, by the compiler's account, or what the user allows if that is less."""
+    needed_bytes: int = 0
+    available_bytes: int = 0
+    """What the compiler has available, or the memory budget if that is less."""
     seconds: float | None = None
-    """Of one call by the compiler's account, nothing hidden; None where it refused the layout."""
+    """Of one call as the compiler estimates it, without overlap; None where it refused the layout."""
     overlapped: float | None = None
-    """The same where all is hidden that can be."""
+    """The same with all communication overlapped that can be."""
     exact: bool = True
-    """False where some loop's trips are not known: they count as one."""
-    reason: str = ""
-    """Why it could not be compiled, where that is for another reason than memory."""
+    """False where the trip count of some loop is unknown: it counts as one."""
+    refusal: str = ""
+    """Why the compiler refused it for another reason than memory."""
     chosen: bool = False
 
     @property
     def fits(self) -> bool:
         """Whether the devices have the memory that it needs."""
-        return not self.reason and self.required <= self.available
+        return not self.refusal and self.needed_bytes <= self.available_bytes

@@ -1,4 +1,4 @@
-"""compare: what sets one plan of a step apart from another, and what that costs where."""
+"""What differs between two plans of one step: specs, and what that costs at which source line."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterator
 
 from autoshard.errors import PlanError
 from autoshard.machine.collective import collective_seconds
+from autoshard.plan.decisions import Place
 from autoshard.plan.document import Section, Table, plural, shorten_paths
 from autoshard.plan.grouping import group_arrays
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text, time_text
 
-ROWS = 24
-"""Rows that a table has at most."""
+MAX_ROWS = 24
+"""Most rows of a table."""
 
 
 def compare(plan: PlanRecord, other: PlanRecord) -> Iterator[Section]:
-    """What changes from ``plan`` to ``other``, in reading order; the first section is the heading.
+    """What changes from ``plan`` to ``other``; the first section is the heading.
 
     Raises:
       PlanError: they are of different steps; names the first argument that differs.
@@ -45,15 +46,16 @@ def _check(plan: PlanRecord, other: PlanRecord) -> None:
 
 
 def _heading(plan: PlanRecord, other: PlanRecord) -> Section:
-    words = [
+    sentences = [
         f"A call takes {time_text(other.cost.seconds)} instead of {time_text(plan.cost.seconds)}"
-        f"{_share(plan.cost.seconds, other.cost.seconds)}, and {size_text(other.memory.peak)} on a device instead of "
+        f"{_share(plan.cost.seconds, other.cost.seconds)}, and {size_text(other.memory.peak)} per device instead of "
         f"{size_text(plan.memory.peak)}{_share(plan.memory.peak, other.memory.peak)}."
     ]
     if plan.passes != other.passes:
-        words.append(f"Passes: {'; '.join(other.passes) or 'none'} instead of {'; '.join(plan.passes) or 'none'}.")
+        after, before = ("; ".join(map(str, p.passes)) or "none" for p in (other, plan))
+        sentences.append(f"Passes: {after} instead of {before}.")
     names = [f"{p.strategy} on {p.mesh}" for p in (plan, other)]
-    return Section(f"From {names[0]} to {names[1]}", tuple(words))
+    return Section(f"From {names[0]} to {names[1]}", tuple(sentences))
 
 
 def _share(before: float, after: float) -> str:
@@ -61,34 +63,36 @@ def _share(before: float, after: float) -> str:
 
 
 def _arguments(plan: PlanRecord, other: PlanRecord) -> Section:
-    theirs = {p.path: p.spec for p in other.inputs}
-    moved = [p for p in plan.inputs if theirs[p.path] != p.spec]
-    if not moved:
-        return Section("Arguments", ("All lie alike.",))
-    alike: dict[str, list[int]] = {}
-    for i, p in enumerate(moved):
-        alike.setdefault(str(theirs[p.path]), []).append(i)
+    specs = {p.path: p.spec for p in other.inputs}
+    changed = [p for p in plan.inputs if specs[p.path] != p.spec]
+    if not changed:
+        return Section("Arguments", ("All have the same specs.",))
+    by_spec: dict[str, list[Place]] = {}
+    for p in changed:
+        by_spec.setdefault(str(specs[p.path]), []).append(p)
     rows = [
-        (family.path, str(len(family.places)), str(family.first.spec), spec)
-        for spec, places in alike.items()
-        for family in group_arrays([moved[i] for i in places])
+        (group.path, str(len(group.places)), str(group.first.spec), spec)
+        for spec, places in by_spec.items()
+        for group in group_arrays(places)
     ]
-    words = f"{plural(len(moved), 'array')} of {len(plan.inputs)} lie otherwise."
-    return Section("Arguments", (words,), _table(("array", "arrays", "here", "there"), rows, {1}))
+    changes = (
+        f"{len(changed)} of {plural(len(plan.inputs), 'array')} {'has' if len(changed) == 1 else 'have'} another spec."
+    )
+    return Section("Arguments", (changes,), _table(("array", "arrays", "before", "after"), rows, {1}))
 
 
 def _time(plan: PlanRecord, other: PlanRecord) -> Section:
-    """Seconds by what is sent for which line, and of compute; what differs most first."""
-    here, there = _seconds(plan), _seconds(other)
-    order = sorted({*here, *there}, key=lambda k: (-abs(there[k] - here[k]), k))
+    """Seconds of compute, and of collectives by source line; the largest differences first."""
+    before, after = _seconds(plan), _seconds(other)
+    order = sorted({*before, *after}, key=lambda k: (-abs(after[k] - before[k]), k))
     rows = [
-        (signed_time(there[k] - here[k]), time_text(here[k]), time_text(there[k]), *k)
+        (signed_time(after[k] - before[k]), time_text(before[k]), time_text(after[k]), *k)
         for k in order
-        if abs(there[k] - here[k]) > 1e-9
+        if abs(after[k] - before[k]) > 1e-9
     ]
     if not rows:
-        return Section("Time", ("It goes where it went.",))
-    return Section("Time", (), _table(("difference", "here", "there", "of", "over", "for"), rows, {0, 1, 2}))
+        return Section("Time", ("The same.",))
+    return Section("Time", (), _table(("difference", "before", "after", "kind", "axes", "for"), rows, {0, 1, 2}))
 
 
 def _seconds(plan: PlanRecord) -> Counter[tuple[str, str, str]]:
@@ -100,18 +104,18 @@ def _seconds(plan: PlanRecord) -> Counter[tuple[str, str, str]]:
 
 
 def signed_time(seconds: float) -> str:
-    """A difference of times, with its sign."""
+    """A difference of times in seconds as text, with its sign."""
     return f"{'-' if seconds < 0 else '+'}{time_text(abs(seconds))}"
 
 
 def _memory(plan: PlanRecord, other: PlanRecord) -> Section:
     pairs = zip(plan.memory.items(), other.memory.items(), strict=True)
-    rows = [(name, size_text(here), size_text(there)) for (name, here), (_, there) in pairs if here != there]
+    rows = [(name, size_text(a), size_text(b)) for (name, a), (_, b) in pairs if a != b]
     if not rows:
         return Section("Memory", ("The same.",))
-    return Section("Memory", (), _table(("class", "here", "there"), rows, {1, 2}))
+    return Section("Memory", (), _table(("class", "before", "after"), rows, {1, 2}))
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], numbers: set[int]) -> Table:
-    rest = [(f"and {len(rows) - ROWS} more", *[""] * (len(head) - 1))] if len(rows) > ROWS else []
-    return Table(head, (*rows[:ROWS], *rest), frozenset(numbers))
+    rest = [(f"and {len(rows) - MAX_ROWS} more", *[""] * (len(head) - 1))] if len(rows) > MAX_ROWS else []
+    return Table(head, (*rows[:MAX_ROWS], *rest), frozenset(numbers))

@@ -1,4 +1,4 @@
-"""sections: what a review is made of, and how it names files and counts."""
+"""The document model of reports: sections of sentences and tables, with short source paths and plurals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_TEXT = re.compile(r"(?<![\w.])/[^\s:,;()]+(?=:\d)")
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head; ``numbers`` are the columns set flush right."""
+    """Rows of text under a head; the columns ``numbers`` are right-aligned."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -26,19 +26,19 @@ class Section:
     """A title, some sentences, a table, and remarks beneath it."""
 
     title: str
-    words: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
     table: Table | None = None
     remarks: tuple[str, ...] = ()
 
 
 def shorten_paths(text: str) -> str:
-    """``text`` with its source paths as seen from the working directory, from the library, or as a notebook's cell."""
+    """``text`` with its source paths relative to the working directory or to site-packages, or as a notebook's cell."""
     return _IN_TEXT.sub(lambda m: _file(m[0]), text)
 
 
-def plural(n: int, what: str) -> str:
-    """``n`` and the noun, in the plural where that is due."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def plural(n: int, noun: str) -> str:
+    """``n`` and the noun, in the plural unless ``n`` is 1."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _file(path: str) -> str:

@@ -1,9 +1,9 @@
-"""families: arguments that lie alike, told together.
+"""Groups arguments of equal shape, dtype and spec into one row of the report.
 
-Thirty-two layers of nine weights each, and two moments of every one, are a thousand arrays and perhaps six
-decisions. Two arrays belong to one family when they agree in shape, dtype and spec, and their paths differ
-in one step: ``state['layers'][0..31]['wk'|'wv']``. A subtree in which every array lies as the one of the same
-name in another *follows* it: an optimizer's moments follow the parameters.
+Thirty-two layers of nine weights each, with two moments of every weight, are a thousand arrays and perhaps six
+decisions. Arrays form one group where they agree in shape, dtype and spec, and their paths differ in one key:
+``state['layers'][0..31]['wk'|'wv']``. A subtree whose arrays all have the specs of the same-named arrays of another
+subtree, as an optimizer's moments have those of the parameters, is one row that names the other.
 """
 
 from __future__ import annotations
@@ -12,143 +12,144 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.jaxpr import dtype_bits, dtype_named
+from autoshard.jaxpr import dtype_bits, dtype_from_name
+from autoshard.jaxpr.paths import argument_name, path_keys
 from autoshard.plan.decisions import Place
 
-Steps = tuple[tuple[str, ...], ...]
-"""A path step by step; each step has one alternative or more."""
+Keys = tuple[tuple[str, ...], ...]
+"""The argument's name and the keys of a path; each has one alternative or more."""
 
-_STEP = re.compile(r"\[[^\]]*\]|\.\w+|^[^.\[]+")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
 _SHOWN = 4
-"""Most alternatives of a step that are spelled out."""
+"""Most alternatives of a key that are spelled out."""
 
 
 @dataclass(frozen=True)
 class ArrayGroup:
-    """Arrays of one shape, dtype and spec whose paths go together."""
+    """Arrays of one shape, dtype and spec whose paths differ in few keys."""
 
-    steps: Steps
+    keys: Keys
     places: tuple[Place, ...]
 
     @property
     def path(self) -> str:
-        """The paths in one: ``state['layers'][0..31]['wk'|'wv']``."""
-        return "".join(map(_alternatives, self.steps))
+        """All paths as one text: ``state['layers'][0..31]['wk'|'wv']``."""
+        return "".join(map(_key_text, self.keys))
 
     @property
     def first(self) -> Place:
+        """An array of the group."""
         return self.places[0]
 
 
 @dataclass(frozen=True)
 class MatchingSubtree:
-    """A subtree whose arrays lie as those of the same name under ``leader``."""
+    """A subtree whose arrays have the specs of those with the same names under ``reference``."""
 
     path: str
-    leader: str
+    reference: str
     places: tuple[Place, ...]
 
 
-def bytes_per_device(places: Iterable[Place], mesh: Mapping[str, int]) -> int:
+def bytes_per_device(places: Sequence[Place], mesh: Mapping[str, int]) -> int:
     """Bytes that ``places`` take on one device of a mesh with these axis sizes."""
-    return sum(-(-math.prod(p.shape) * dtype_bits(dtype_named(p.dtype)) // (8 * p.spec.num_shards(mesh))) for p in places)
+    bits = (math.prod(p.shape) * dtype_bits(dtype_from_name(p.dtype)) for p in places)
+    return sum(-(-n // (8 * p.spec.num_shards(mesh))) for n, p in zip(bits, places, strict=True))
 
 
 def group_arrays(places: Sequence[Place]) -> list[ArrayGroup]:
-    """Groups ``places``; families come in the order of their first member, members in theirs."""
-    rows = [ArrayGroup(tuple((s,) for s in _steps(p.path)), (p,)) for p in places]
-    for depth in range(max((len(r.steps) for r in rows), default=0)):
+    """Groups ``places``, in the order of each group's first member."""
+    rows = [ArrayGroup(tuple((k,) for k in _keys(p.path)), (p,)) for p in places]
+    for depth in range(max((len(r.keys) for r in rows), default=0)):
         rows = _merged(rows, depth)
     return rows
 
 
 def report_rows(places: Sequence[Place]) -> list[ArrayGroup | MatchingSubtree]:
-    """The families of ``places``, with every subtree that follows another as one entry."""
+    """The groups of ``places``, with every subtree that matches another as one entry."""
     rows = group_arrays(places)
-    trees: dict[Steps, list[int]] = defaultdict(list)
-    holders: dict[object, list[Steps]] = defaultdict(list)
+    rows_under: dict[Keys, list[int]] = defaultdict(list)
+    trees_with: dict[object, list[Keys]] = defaultdict(list)
     for i, row in enumerate(rows):
-        for n in range(1, len(row.steps)):
-            trees[row.steps[:n]].append(i)
-            holders[_member(row, n)].append(row.steps[:n])
-    leaders: dict[Steps, Steps] = {}
-    for tree in sorted(trees, key=len):
-        if not any(tree[:n] in leaders for n in range(1, len(tree))):
-            leader = _leader(tree, rows, trees, holders, leaders)
-            if leader:
-                leaders[tree] = leader
+        for n in range(1, len(row.keys)):
+            rows_under[row.keys[:n]].append(i)
+            trees_with[_member(row, n)].append(row.keys[:n])
+    references: dict[Keys, Keys] = {}
+    for tree in sorted(rows_under, key=len):
+        if not any(tree[:n] in references for n in range(1, len(tree))):
+            reference = _reference(tree, [rows[i] for i in rows_under[tree]], trees_with, references)
+            if reference:
+                references[tree] = reference
     found: list[ArrayGroup | MatchingSubtree] = []
-    done: set[Steps] = set()
+    done: set[Keys] = set()
     for row in rows:
-        tree = next((row.steps[:n] for n in range(1, len(row.steps)) if row.steps[:n] in leaders), None)
+        tree = next((row.keys[:n] for n in range(1, len(row.keys)) if row.keys[:n] in references), None)
         if tree is None:
             found.append(row)
         elif tree not in done:
             done.add(tree)
-            members = itertools.chain.from_iterable(rows[i].places for i in trees[tree])
-            path, leader = ("".join(map(_alternatives, t)) for t in (tree, leaders[tree]))
-            found.append(MatchingSubtree(path, leader, tuple(members)))
+            members = itertools.chain.from_iterable(rows[i].places for i in rows_under[tree])
+            path, reference = ("".join(map(_key_text, t)) for t in (tree, references[tree]))
+            found.append(MatchingSubtree(path, reference, tuple(members)))
     return found
 
 
 def _merged(rows: Sequence[ArrayGroup], depth: int) -> list[ArrayGroup]:
-    """``rows`` with those put together that differ in step ``depth`` alone."""
+    """``rows``, those merged that differ in key ``depth`` alone."""
     groups: dict[object, list[ArrayGroup]] = {}
     for row in rows:
-        p, others = row.first, (len(row.steps), row.steps[:depth], row.steps[depth + 1 :])
-        groups.setdefault((others, p.shape, p.dtype, p.spec, p.why == "pinned"), []).append(row)
+        p, others = row.first, (len(row.keys), row.keys[:depth], row.keys[depth + 1 :])
+        groups.setdefault((others, p.shape, p.dtype, p.spec, p.reason == "pinned"), []).append(row)
     return [group[0] if len(group) == 1 else _union(group, depth) for group in groups.values()]
 
 
 def _union(group: Sequence[ArrayGroup], depth: int) -> ArrayGroup:
-    steps = group[0].steps
-    either = tuple(dict.fromkeys(s for row in group for s in row.steps[depth]))
+    keys = group[0].keys
+    alternatives = tuple(dict.fromkeys(k for row in group for k in row.keys[depth]))
     places = itertools.chain.from_iterable(row.places for row in group)
-    return ArrayGroup((*steps[:depth], either, *steps[depth + 1 :]), tuple(places))
+    return ArrayGroup((*keys[:depth], alternatives, *keys[depth + 1 :]), tuple(places))
 
 
 def _member(row: ArrayGroup, n: int) -> object:
-    """What a subtree's member must share with one in another: the rest of its path, its shape, its spec."""
-    return row.steps[n:], row.first.shape, row.first.spec
+    """What a member of two matching subtrees has in common: the path after ``n`` keys, the shape and the spec."""
+    return row.keys[n:], row.first.shape, row.first.spec
 
 
-def _leader(
-    tree: Steps,
+def _reference(
+    tree: Keys,
     rows: Sequence[ArrayGroup],
-    trees: Mapping[Steps, list[int]],
-    holders: Mapping[object, list[Steps]],
-    leaders: Mapping[Steps, Steps],
-) -> Steps | None:
-    """The subtree nearest the root that has all members of ``tree``; not a part of it, nor a follower itself."""
-    members = [_member(rows[i], len(tree)) for i in trees[tree]]
-    if not any(rows[i].first.shape for i in trees[tree]):
-        return None  # scalars lie one way only: a step count follows nothing
-    for other in sorted(holders[members[0]], key=len):
-        apart = len(other) < len(tree) and tree[: len(other)] != other
-        free = not any(other[:n] in leaders for n in range(1, len(other) + 1))
-        if apart and free and all(other in holders[m] for m in members):
+    trees_with: Mapping[object, Sequence[Keys]],
+    references: Mapping[Keys, Keys],
+) -> Keys | None:
+    """The subtree nearest the root with all members of ``tree``; not within it, nor one that matches another itself."""
+    if not any(row.first.shape for row in rows):
+        return None  # scalars have one spec only: a step count matches nothing
+    members = [_member(row, len(tree)) for row in rows]
+    for other in sorted(trees_with[members[0]], key=len):
+        outside = len(other) < len(tree) and tree[: len(other)] != other
+        free = not any(other[:n] in references for n in range(1, len(other) + 1))
+        if outside and free and all(other in trees_with[m] for m in members):
             return other
     return None
 
 
-def _steps(path: str) -> list[str]:
-    found = _STEP.findall(path)
-    return found if "".join(found) == path else [path]
+def _keys(path: str) -> list[str]:
+    keys = path_keys(path)
+    return [path] if keys is None else [argument_name(path), *(key.text for key in keys)]
 
 
-def _alternatives(step: tuple[str, ...]) -> str:
-    """One step of a path: ``[0..31]``, ``['wk'|'wv']``, ``.mu|nu``."""
-    if len(step) == 1:
-        return step[0]
-    if all(s[0] == "[" for s in step):
-        return f"[{_either([s[1:-1] for s in step])}]"
-    if all(s[0] == "." for s in step):
-        return f".{_either([s[1:] for s in step])}"
-    return _either(step)
+def _key_text(alternatives: tuple[str, ...]) -> str:
+    """The alternatives of one key: ``[0..31]``, ``['wk'|'wv']``, ``.mu|nu``."""
+    if len(alternatives) == 1:
+        return alternatives[0]
+    if all(s[0] == "[" for s in alternatives):
+        return f"[{_either([s[1:-1] for s in alternatives])}]"
+    if all(s[0] == "." for s in alternatives):
+        return f".{_either([s[1:] for s in alternatives])}"
+    return _either(alternatives)
 
 
 def _either(names: Sequence[str]) -> str:

@@ -1,10 +1,10 @@
-"""planner: Program -> PlanRecord, the stages in their order."""
+"""From a program to its plan: flat graph, search, and the record of the candidate that won."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,15 @@ from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Leaf, Program, aval_text
 from autoshard.ir.propagate import Layout
-from autoshard.ir.spec import Spec, replicated
+from autoshard.ir.spec import Axes, replicated
 from autoshard.jaxpr import dtype_name
 from autoshard.plan.constraints import islands, sharding_constraints
-from autoshard.plan.decisions import Alternative, Place
+from autoshard.plan.decisions import Alternative, DimSplit, Place, PlaceReason
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.search import search
-from autoshard.search.solved_layouts import mostly
+from autoshard.search.solved_layouts import most_common
+from autoshard.transforms.pipeline import PassReport
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,16 @@ class PlanRequest:
     strategy: str = "auto"
     memory_budget: float | None = None
     strict: bool = False
-    passes: tuple[str, ...] = ()
+    passes: tuple[PassReport, ...] = ()
+    """The passes that ran on the program, and what each changed."""
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
 
 def make_plan(program: Program, request: PlanRequest) -> tuple[PlanRecord, Graph]:
-    """Plans ``program``: rules, propagation and search, then the pins that lowering needs.
+    """Plans ``program``; returns the plan and the graph that it numbers values and nodes by.
 
     Raises:
-      RuleError, SpecError, ArgumentError, MemoryBudgetError: as `flatten.flatten` and `search.search`.
+      RuleError, SpecError, ArgumentError, MemoryBudgetError: as `build_graph` and `search`.
     """
     graph = build_graph(program, strict=request.strict)
     best, s = search(graph, request.strategy, budget_of(request, program), request.compiler_options)
@@ -52,45 +54,34 @@ def budget_of(request: PlanRequest, program: Program) -> float:
 
 
 def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanRequest) -> PlanRecord:
-    """The account of a layout that was chosen."""
+    """The plan that candidate ``best`` of the search ``s`` amounts to."""
     program, layout = graph.program, best.layout
-    outs = {o: i for i, o in program.carries}
-
-    def place(leaf: Leaf, value: int, spec: Spec, why: str) -> Place:
-        return Place(leaf.path, leaf.aval.shape, dtype_name(leaf.aval.dtype), spec, why, leaf.donated)
-
-    inputs = tuple(
-        place(leaf, v, layout.specs[v], _why(leaf, v, layout))
-        for leaf, v in zip(program.inputs, graph.inputs, strict=True)
+    inputs = tuple(_place(leaf, v, graph, layout) for leaf, v in zip(program.inputs, graph.inputs, strict=True))
+    replaced = {o: inputs[i] for i, o in program.carries}
+    outputs = tuple(
+        _place(leaf, v, graph, layout, replaced.get(o))
+        for o, (leaf, v) in enumerate(zip(program.outputs, graph.outputs, strict=True))
     )
-    outputs: list[Place] = []
-    for o, (leaf, v) in enumerate(zip(program.outputs, graph.outputs, strict=True)):
-        spec = layout.specs[v] if v else replicated(len(leaf.aval.shape))
-        why = _why(leaf, v, layout)
-        if leaf.pin is not None:
-            spec, why = leaf.pin, "pinned"
-        elif o in outs:
-            spec, why = inputs[outs[o]].spec, f"as {inputs[outs[o]].path}, which it replaces"
-        outputs.append(place(leaf, v, spec, why))
-    split = tuple(
-        (c.name, c.size, _carried_by(c, layout, axes)) for c, axes in zip(s.classes, best.choice.split, strict=True)
+    dim_splits = tuple(
+        DimSplit(c.name, c.size, _split_axes(c, layout, axes))
+        for c, axes in zip(s.classes, best.choice.class_axes, strict=True)
     )
     return PlanRecord(
         name=program.name,
         mesh=program.mesh,
         strategy=request.strategy,
         inputs=inputs,
-        outputs=tuple(outputs),
+        outputs=outputs,
         intermediates=sharding_constraints(graph, layout, s.cost_model, [p.spec for p in outputs]),
         islands=islands(graph, layout, s.cost_model),
         cost=best.cost,
         memory=best.memory,
         fingerprint=fingerprint(graph),
-        dim_splits=split,
-        storage=best.choice.storage,
-        zero=best.choice.zero,
+        dim_splits=dim_splits,
+        storage_axes=best.choice.storage_axes,
+        zero_stage=best.choice.zero_stage,
         alternatives=_alternatives(best, s),
-        diagnostics=(*map(str, graph.diagnostics), *_dropped(graph, layout)),
+        diagnostics=(*map(str, graph.diagnostics), *_conflicts(graph, layout)),
         passes=request.passes,
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
@@ -119,22 +110,39 @@ def fingerprint(graph: Graph) -> str:
     return digest.hexdigest()[:32]
 
 
-def _why(leaf: Leaf, v: int, layout: Layout) -> str:
+def _place(leaf: Leaf, v: int, graph: Graph, layout: Layout, replaced: Place | None = None) -> Place:
+    """The record of an argument, or of a result that replaces the argument ``replaced``; ``v`` is its value, or 0."""
+    rank = len(leaf.aval.shape)
+    spec, (reason, sources) = layout.specs[v] if v else replicated(rank), _reason(v, rank, graph, layout)
     if leaf.pin is not None:
-        return "pinned"
-    found = dict.fromkeys(layout.origins.get((v, d), "") for d in range(len(leaf.aval.shape)))
-    return "; ".join(filter(None, found))
+        spec, reason, sources = leaf.pin, "pinned", ()
+    elif replaced is not None:
+        spec, reason, sources = replaced.spec, "replaces", ()
+    path = replaced.path if replaced is not None else None
+    return Place(leaf.path, leaf.aval.shape, dtype_name(leaf.aval.dtype), spec, reason, sources, leaf.donated, path)
 
 
-def _carried_by(c: DimClass, layout: Layout, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that split a class: those chosen, or, where pins or propagation decided, what its arguments have."""
+def _reason(v: int, rank: int, graph: Graph, layout: Layout) -> tuple[PlaceReason, tuple[str, ...]]:
+    """What decided the splits of a value, and the equations that they were propagated from."""
+    origins = [layout.origins[v, d] for d in range(rank) if (v, d) in layout.origins]
+    nodes = [graph.nodes[n] for n in origins if isinstance(n, int)]
+    sources = tuple(dict.fromkeys(f"{n.kind.op} at {n.source}" if n.source else n.kind.op for n in nodes))
+    decided: tuple[PlaceReason, ...] = ("pinned", "solved", "chosen")
+    for reason in decided:
+        if reason in origins:
+            return reason, sources
+    return "propagated" if nodes else "replicated", sources
+
+
+def _split_axes(c: DimClass, layout: Layout, chosen: Axes) -> Axes:
+    """The axes that split a class: those chosen, or, where pins or propagation decided, those most arguments have."""
     have = [layout.specs[v].dims[d] for v, d in c.inputs]
-    return chosen if not have or chosen in have else mostly(have)
+    return chosen if not have or chosen in have else most_common(have)
 
 
 def _alternatives(best: Candidate, s: Search) -> tuple[Alternative, ...]:
-    """The runners-up, one a distinct cost: the cheapest other layouts that fit, led by the fastest of all if memory
-    alone stood in its way; then those that do not fit."""
+    """The best other candidates, one for each distinct cost: those that fit first. A faster one that does not fit comes
+    before all."""
     fastest = min(s.tried.values(), key=lambda c: c.cost.seconds)
     order = sorted(s.tried.values(), key=s.key)
     seen = {(best.cost.seconds, best.memory.peak)}
@@ -148,17 +156,23 @@ def _alternatives(best: Candidate, s: Search) -> tuple[Alternative, ...]:
 
 
 def describe_choice(c: Candidate, s: Search) -> str:
-    """A choice in words: ``batch over data; w1.1 over model; state in parts over data``."""
-    words = [f"{k.name} over {'+'.join(a)}" for k, a in zip(s.classes, c.choice.split, strict=True) if a]
-    if c.choice.zero:
-        what = "state" if c.choice.zero == 3 else "optimizer state"
-        words.append(f"{what} in parts over {'+'.join(c.choice.storage)}")
-    words += [f"{s.graph.program.inputs[i].path} as {spec}" for i, spec in dict(c.choice.inputs).items()]
+    """A choice as text: ``batch over data; w1.1 over model; state sharded over data``."""
+    split = zip((k.name for k in s.classes), c.choice.class_axes, strict=True)
+    words = describe_splits(split, c.choice.zero_stage, c.choice.storage_axes)
+    words += [f"{s.graph.program.inputs[i].path} as {spec}" for i, spec in dict(c.choice.argument_specs).items()]
     return "; ".join(words) or "nothing split"
 
 
-def _dropped(graph: Graph, layout: Layout) -> list[str]:
+def describe_splits(splits: Iterable[tuple[str, Axes]], zero_stage: int, storage_axes: Axes) -> list[str]:
+    """Names with the axes that split each, and what of the state is sharded in storage, one text each."""
+    words = [f"{name} over {'+'.join(axes)}" for name, axes in splits if axes]
+    if zero_stage:
+        words.append(f"{'state' if zero_stage == 3 else 'optimizer state'} sharded over {'+'.join(storage_axes)}")
+    return words
+
+
+def _conflicts(graph: Graph, layout: Layout) -> list[str]:
     return [
-        f"{graph.values[v].name or v}: {spec} was wanted and could not be had whole: {why}"
-        for v, spec, why in layout.dropped
+        f"{graph.values[v].name or v}: {wanted} was requested, but {had} was decided before and conflicts with it"
+        for v, wanted, had in layout.dropped
     ]

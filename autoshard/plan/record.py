@@ -1,4 +1,4 @@
-"""PlanRecord: what was decided and what it costs, as frozen data. Comparable; `autoshard.plan.serialize` has its JSON."""
+"""PlanRecord: what was decided and its predicted cost, as frozen data that can be compared and stored as JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from autoshard.cost.cost import Cost
 from autoshard.cost.memory import Memory
 from autoshard.errors import PlanError
 from autoshard.ir.program import TreeDef
-from autoshard.jaxpr import dtype_named
+from autoshard.ir.spec import Axes
+from autoshard.jaxpr import dtype_from_name
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.plan.decisions import Alternative, Island, Constraint, Place, Trial
+from autoshard.plan.decisions import Alternative, Constraint, DimSplit, Island, Place, Trial
 from autoshard.plan.treedef import treedef_to_json
+from autoshard.transforms.pipeline import PassReport
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A spec for every value that matters, and the account of it.
+    """The specs of a step's arguments, results and constrained intermediates, with their predicted cost.
 
     The pytrees `in_specs`, `out_specs`, `in_shardings` and `out_shardings` have the shape of the positional
     arguments (a tuple of them, static ones left out) and of the result.
@@ -37,32 +39,36 @@ class PlanRecord:
     cost: Cost
     memory: Memory
     fingerprint: str
-    """Of the program, its shapes and the mesh's axes: a plan fits what has the same."""
+    """Digest of operations, shapes, argument paths and mesh axes: a plan serves programs with the same."""
     islands: tuple[Island, ...] = ()
     """Equations that run in their local form."""
-    dim_splits: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
-    """Dimension classes (name, size) and the axes that split them."""
-    storage: tuple[str, ...] = ()
-    zero: int = 0
+    dim_splits: tuple[DimSplit, ...] = ()
+    """Dimension classes and the axes that split them, the largest class first."""
+    storage_axes: Axes = ()
+    """Axes that shard carried state in storage, beside those that shard it in use (ZeRO)."""
+    zero_stage: int = 0
+    """0: none; 1, 2: the optimizer's state is sharded over `storage_axes`; 3: the parameters too."""
     alternatives: tuple[Alternative, ...] = ()
     diagnostics: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ()
+    passes: tuple[PassReport, ...] = ()
     memory_budget: float | None = None
+    """Bytes per device."""
     considered: int = 1
+    """Layouts that were priced."""
     bound: float = 0.0
-    """Seconds below which no layout of the space can go, as far as was proven; 0 where nothing was."""
+    """Lower bound, in seconds, of the cost model over all layouts of the search space; 0 where none was computed."""
     compiler_options: tuple[tuple[str, Any], ...] = ()
     refined: tuple[Trial, ...] = ()
-    """The layouts that were compiled to choose from, in the order of predictions; empty where that was not asked."""
+    """The layouts that were compiled to choose from, the predicted best first; empty without ``refine``."""
     in_tree: TreeDef | None = field(default=None, compare=False, repr=False)
     out_tree: TreeDef | None = field(default=None, compare=False, repr=False)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same was decided for the same arguments; a plan that was loaded equals the one saved."""
+        """Whether both decide the same for the same arguments; a loaded plan equals the one that was saved."""
         if not isinstance(other, PlanRecord):
             return NotImplemented
-        alike = all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.compare)
-        return alike and self._structures == other._structures
+        equal = all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.compare)
+        return equal and self._structures == other._structures
 
     def __hash__(self) -> int:
         return hash((self.name, self.fingerprint, self.inputs))
@@ -94,7 +100,7 @@ class PlanRecord:
     @property
     def in_avals(self) -> Any:
         """`jax.ShapeDtypeStruct`s of the positional arguments."""
-        return self._args([jax.ShapeDtypeStruct(p.shape, dtype_named(p.dtype)) for p in self.inputs])
+        return self._args([jax.ShapeDtypeStruct(p.shape, dtype_from_name(p.dtype)) for p in self.inputs])
 
     @functools.cached_property
     def jax_mesh(self) -> jax.sharding.Mesh:
@@ -116,5 +122,5 @@ class PlanRecord:
 
     def _tree(self, tree: TreeDef | None) -> TreeDef:
         if tree is None:
-            raise PlanError("this plan holds no argument structure")
+            raise PlanError("this plan has no argument structure")
         return tree

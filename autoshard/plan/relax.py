@@ -1,70 +1,75 @@
-"""relax: what of that which was asked for could be let go of, where nothing fits in memory.
+"""Which demand of the user, when dropped, lowers peak memory most: for the error where no layout fits the budget.
 
-A strategy other than "auto"; the pins of an argument, and of the results that replace it; the pins of all results; that
-a state which is replaced is not donated.
+Demands are a strategy other than "auto"; the pins of an argument, with those of the results that replace it; the pins
+of all results; and that an argument which a result replaces is not donated.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from autoshard.ir.program import Leaf, Program
+from autoshard.jaxpr.paths import argument_name
 from autoshard.plan.planner import PlanRequest
 
-Relaxed = tuple[str, Program, PlanRequest]
-"""What was done, as in "with ..." or "without ..."; the step and what is asked of it then."""
-
-_NAME = re.compile(r"\w+")
+MIN_GAIN_OF_ALL = 1.1
+"""Dropping all demands is proposed only where dropping the best one alone leaves the peak this many times higher."""
 
 
-def best_relaxation(program: Program, request: PlanRequest, peak: Callable[[Program, PlanRequest], float]) -> tuple[float, str]:
-    """The least ``peak`` that letting go of one thing, or of all, comes to, and what that is; infinite if of nothing.
+class Relaxation(NamedTuple):
+    """The step and the request without some demand, and a text that says which: "with ..." or "without ..."."""
 
-    All is let go of only where one alone keeps over a tenth more.
+    text: str
+    program: Program
+    request: PlanRequest
+
+
+def best_relaxation(
+    program: Program, request: PlanRequest, peak: Callable[[Program, PlanRequest], float]
+) -> tuple[float, str]:
+    """The lowest ``peak`` in bytes that dropping one demand, or all of them, leads to, and the text that says which.
+
+    Infinite where there is none to drop.
     """
-    alone = [(peak(relaxed, then), words) for words, relaxed, then in relaxations(program, request)]
-    best = min(alone, default=(float("inf"), ""))
-    if len(alone) > 1:
-        words, relaxed, then = _all(program, request)
-        every = peak(relaxed, then), words
-        best = every if every[0] * 1.1 < best[0] else best
+    single = [(peak(r.program, r.request), r.text) for r in relaxations(program, request)]
+    best = min(single, default=(float("inf"), ""))
+    if len(single) > 1:
+        r = _relax_all(program, request)
+        lowest = peak(r.program, r.request)
+        best = (lowest, r.text) if lowest * MIN_GAIN_OF_ALL < best[0] else best
     return best
 
 
-def relaxations(program: Program, request: PlanRequest) -> Iterator[Relaxed]:
-    """One relaxation each."""
+def relaxations(program: Program, request: PlanRequest) -> Iterator[Relaxation]:
+    """Each demand dropped by itself."""
     if request.strategy != "auto":
-        yield "with strategy 'auto'", program, replace(request, strategy="auto")
-    after = dict(program.carries)
-    for name in dict.fromkeys(_argument(leaf) for leaf in program.inputs):
-        mine = {i for i, leaf in enumerate(program.inputs) if _argument(leaf) == name}
-        if any(program.inputs[i].pin is not None for i in mine):
-            inputs = _unpinned(program.inputs, mine)
-            outputs = _unpinned(program.outputs, {after[i] for i in mine if i in after})
-            yield f"without the pins of {name}", replace(program, inputs=inputs, outputs=outputs), request
-        if any(i in after and not program.inputs[i].donated for i in mine):
-            given = tuple(replace(x, donated=x.donated or i in mine) for i, x in enumerate(program.inputs))
-            yield f"with {name} donated", replace(program, inputs=given), request
+        yield Relaxation("with strategy 'auto'", program, replace(request, strategy="auto"))
+    result_of = dict(program.carries)
+    names = [argument_name(leaf.path) for leaf in program.inputs]
+    for name in dict.fromkeys(names):
+        own = {i for i, n in enumerate(names) if n == name}
+        if any(program.inputs[i].pin is not None for i in own):
+            inputs = _unpinned(program.inputs, own)
+            outputs = _unpinned(program.outputs, {result_of[i] for i in own if i in result_of})
+            text = f"without the pins of {name}"
+            yield Relaxation(text, replace(program, inputs=inputs, outputs=outputs), request)
+        if any(i in result_of and not program.inputs[i].donated for i in own):
+            donated = tuple(replace(x, donated=x.donated or i in own) for i, x in enumerate(program.inputs))
+            yield Relaxation(f"with {name} donated", replace(program, inputs=donated), request)
     if any(leaf.pin is not None for leaf in program.outputs):
         outputs = _unpinned(program.outputs, set(range(len(program.outputs))))
-        yield "without the pins of results", replace(program, outputs=outputs), request
+        yield Relaxation("without the pins of results", replace(program, outputs=outputs), request)
 
 
-def _all(program: Program, request: PlanRequest) -> Relaxed:
-    """All that there are, one after the other."""
-    done: list[str] = []
+def _relax_all(program: Program, request: PlanRequest) -> Relaxation:
+    """All demands dropped, one after the other."""
+    texts: list[str] = []
     while (found := next(relaxations(program, request), None)) is not None:
-        words, program, request = found
-        done.append(words)
-    return " and ".join(done), program, request
-
-
-def _argument(leaf: Leaf) -> str:
-    """The name of the argument that a leaf is of."""
-    found = _NAME.match(leaf.path)
-    return found[0] if found else leaf.path
+        text, program, request = found
+        texts.append(text)
+    return Relaxation(" and ".join(texts), program, request)
 
 
 def _unpinned(leaves: tuple[Leaf, ...], which: set[int]) -> tuple[Leaf, ...]:

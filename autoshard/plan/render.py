@@ -1,4 +1,4 @@
-"""show: the review of a plan, set as plain text or as tables for a notebook. Both say the same."""
+"""Renders a report as plain text, or as HTML for a notebook, with the same content."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def as_text(sections: Iterable[Section]) -> str:
     for n, section in enumerate(sections):
         indent = "  " if n else ""
         lines += ["", section.title] if n else _wrapped(section.title, "", "")
-        for words in section.words:
-            lines += _wrapped(words, indent, indent)
+        for sentence in section.sentences:
+            lines += _wrapped(sentence, indent, indent)
         if section.table:
-            lines += [f"{indent}{line}".rstrip() for line in _set(section.table, WIDTH - len(indent))]
+            lines += [f"{indent}{line}".rstrip() for line in _table_lines(section.table, WIDTH - len(indent))]
         for remark in section.remarks:
             lines += _wrapped(remark, f"{indent}- ", f"{indent}  ")
     return "\n".join(lines)
@@ -41,7 +41,7 @@ def as_html(plan: PlanRecord) -> str:
     for n, section in enumerate(review(plan)):
         size = "h4" if n else "h3"
         parts.append(f"<{size}>{escape(section.title)}</{size}>")
-        parts += [f"<p>{escape(words)}</p>" for words in section.words]
+        parts += [f"<p>{escape(sentence)}</p>" for sentence in section.sentences]
         if section.table:
             parts.append(_html_table(section.table))
         if section.remarks:
@@ -53,8 +53,8 @@ def _wrapped(text: str, first: str, then: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
 
 
-def _set(table: Table, width: int) -> Iterator[str]:
-    """``table`` in lines of at most ``width``; the widest columns give way, and their cells run over several lines."""
+def _table_lines(table: Table, width: int) -> Iterator[str]:
+    """``table`` in lines of at most ``width`` characters; the widest columns are narrowed and their cells wrapped."""
     rows = [table.head, *table.rows]
     wide = [min(_COLUMN, max(len(r[c]) for r in rows)) for c in range(len(table.head))]
     while sum(wide) + 2 * (len(wide) - 1) > width:
@@ -62,11 +62,11 @@ def _set(table: Table, width: int) -> Iterator[str]:
     for row in rows:
         cells = [textwrap.wrap(cell, w, break_on_hyphens=False) or [""] for cell, w in zip(row, wide, strict=True)]
         for parts in itertools.zip_longest(*cells, fillvalue=""):
-            set_ = [
+            padded = [
                 p.rjust(w) if c in table.numbers else p.ljust(w)
                 for c, (p, w) in enumerate(zip(parts, wide, strict=True))
             ]
-            yield "  ".join(set_).rstrip()
+            yield "  ".join(padded).rstrip()
 
 
 def _html_table(table: Table) -> str:

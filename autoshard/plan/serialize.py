@@ -1,4 +1,4 @@
-"""record: a plan as JSON values, and back. It is data: nothing in it is executed, and every entry is checked."""
+"""A plan as JSON values, and back, strictly: nothing in it is executed, and every entry is checked."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ import pydantic
 from autoshard.errors import MeshError, PlanError
 from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import Spec
-from autoshard.jaxpr import dtype_named
+from autoshard.jaxpr import dtype_from_name
 from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.plan.decisions import Place
 from autoshard.plan.record import PlanRecord
-from autoshard.plan.treedef import treedef_to_json, leaf_paths, treedef_from_json
+from autoshard.plan.treedef import leaf_paths, treedef_from_json, treedef_to_json
 
-VERSION = 4
+VERSION = 5
 _TREES = ("in_tree", "out_tree")
 
 
 def plan_to_json(plan: PlanRecord) -> dict[str, Any]:
     """``plan`` as JSON values."""
-    names = _names() - set(_TREES)
+    names = _field_names() - set(_TREES)
     plain = {f.name: _plain(getattr(plan, f.name)) for f in dataclasses.fields(PlanRecord) if f.name in names}
     trees = {name: None if (tree := getattr(plan, name)) is None else [treedef_to_json(tree)] for name in _TREES}
     return {"autoshard_plan": VERSION, **plain, **trees}
 
 
-def _names() -> set[str]:
+def _field_names() -> set[str]:
     return {f.name for f in dataclasses.fields(PlanRecord)}
 
 
 def plan_from_json(stored: Any) -> PlanRecord:
-    """The plan that `write` was given.
+    """The plan that `plan_to_json` was given.
 
     Raises:
       PlanError: not a plan, another version, a field that is missing, unknown or of the wrong type, or a spec that
         does not fit its value or the mesh.
     """
     if not isinstance(stored, dict) or "autoshard_plan" not in stored:
-        raise PlanError("this is no plan: it has no 'autoshard_plan' entry")
+        raise PlanError("this is not a plan: it has no 'autoshard_plan' entry")
     if stored["autoshard_plan"] != VERSION:
-        raise PlanError(f"plan of version {stored['autoshard_plan']!r}; this autoshard reads {VERSION}: plan anew")
-    names = _names()
+        raise PlanError(f"plan of version {stored['autoshard_plan']!r}; this autoshard reads {VERSION}: plan again")
+    names = _field_names()
     missing = sorted(names - set(stored))
     if missing:
         raise PlanError(f"the plan lacks {', '.join(map(repr, missing))}")
@@ -71,9 +71,9 @@ def plan_from_json(stored: Any) -> PlanRecord:
     for name, places in zip(_TREES, (parts["inputs"], parts["outputs"]), strict=True):
         parts[name] = _tree(stored[name], places, name)
     plan = PlanRecord(**parts)
-    stranger = _difference(json.loads(json.dumps(plan_to_json(plan))), stored, "plan")
-    if stranger:
-        raise PlanError(f"{stranger}: not an entry that this version writes")
+    unknown = _difference(json.loads(json.dumps(plan_to_json(plan))), stored, "plan")
+    if unknown:
+        raise PlanError(f"{unknown}: not an entry that this version writes")
     _check(plan)
     return plan
 
@@ -96,34 +96,34 @@ def _adapter(name: str) -> pydantic.TypeAdapter[Any]:
 
 
 def _tree(stored: Any, places: Sequence[Place], what: str) -> TreeDef | None:
-    """The structure with these leaves: `write` keeps it in a list, for a structure may be None itself."""
+    """The structure with these leaves: `plan_to_json` wraps it in a list, since a structure may be None itself."""
     if stored is None:
         return None
     if not isinstance(stored, list) or len(stored) != 1:
-        raise PlanError(f"{what}: a list of one structure was expected")
+        raise PlanError(f"{what}: expected a list of one structure")
     try:
         tree = treedef_from_json(stored[0])
     except (PlanError, RecursionError) as e:
         raise PlanError(f"{what}: {e}") from None
     if tree.num_leaves != len(places):
-        raise PlanError(f"{what}: it has {tree.num_leaves} leaves, and there are {len(places)} values")
+        raise PlanError(f"{what}: it has {tree.num_leaves} leaves for {len(places)} values")
     top = tree.children() if what == "in_tree" else []
     if what == "in_tree" and [t.node_data() and t.node_data()[0] for t in (tree, *top)] != [tuple, tuple, dict]:
-        raise PlanError(f"{what}: it is not positional arguments and keywords")
+        raise PlanError(f"{what}: expected positional arguments and keywords")
     for path, place in zip(leaf_paths(tree), places, strict=True):
         name = jax.tree_util.keystr(path[2:] if what == "in_tree" else path)
         if not place.path.endswith(name):
-            raise PlanError(f"{what}: {name} stands where the value is {place.path}")
+            raise PlanError(f"{what}: the path {name} does not match the value {place.path}")
     return tree
 
 
 def _check(plan: PlanRecord) -> None:
-    """Raises `PlanError` for a spec that does not fit its value or the mesh, or for no dtype."""
+    """Raises `PlanError` for a spec that does not fit its value or the mesh, and for what is no dtype or argument."""
     mesh = plan.mesh
     for what, spec, shape in _specs(plan):
-        strange = sorted(set(spec.axes) - set(mesh.axis_names))
-        if strange:
-            raise PlanError(f"{what}: spec {spec} names mesh axis {strange[0]!r}, and the mesh is {mesh}")
+        missing = sorted(set(spec.axes) - set(mesh.axis_names))
+        if missing:
+            raise PlanError(f"{what}: spec {spec} names mesh axis {missing[0]!r}, and the mesh is {mesh}")
         twice = [a for a in mesh.axis_names if spec.axes.count(a) > 1]
         if twice:
             raise PlanError(f"{what}: spec {spec} uses mesh axis {twice[0]!r} twice")
@@ -137,18 +137,22 @@ def _check(plan: PlanRecord) -> None:
                     f"into {parts} parts over {'+'.join(axes)}"
                 )
         try:
-            dtype_named(place.dtype)
+            dtype_from_name(place.dtype)
         except (TypeError, ValueError):
-            raise PlanError(f"{place.path}: {place.dtype!r} is no dtype") from None
+            raise PlanError(f"{place.path}: {place.dtype!r} is not a dtype") from None
+    paths = {place.path for place in plan.inputs}
+    for place in plan.outputs:
+        if place.replaces is not None and place.replaces not in paths:
+            raise PlanError(f"{place.path} replaces {place.replaces}, which is not an argument")
 
 
 def _specs(plan: PlanRecord) -> Iterator[tuple[str, Spec, tuple[int, ...] | None]]:
-    """Every spec in ``plan`` with what it is of, and the shape where that is known."""
+    """Every spec in ``plan``, after the name of its value and before the shape where that is known."""
     for place in (*plan.inputs, *plan.outputs):
         yield place.path, place.spec, place.shape
-    for pin in plan.intermediates:
-        for spec in (pin.spec, *pin.waypoints):
-            yield f"{pin.op} at {pin.source}", spec, pin.shape
+    for c in plan.intermediates:
+        for spec in (c.spec, *c.waypoints, *([] if c.resharded_from is None else [c.resharded_from])):
+            yield f"{c.op} at {c.source}", spec, c.shape
     for island in plan.islands:
         for spec in (*island.in_specs, *island.out_specs, *island.reduced_specs, Spec((island.axes,))):
             yield f"{island.op} at {island.source}", spec, None

@@ -1,4 +1,4 @@
-"""Plan: a record of what was decided with the operations that a user has on it."""
+"""Plan: the record of what was decided, with what a user can do with it: place arrays, explain, compare, save, load."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autoshard.jaxpr import dtype_name
 from autoshard.plan import render, serialize
 from autoshard.plan.decisions import Place
 from autoshard.plan.diff import compare
+from autoshard.plan.document import plural
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import difference
 from autoshard.runtime import nnx
@@ -26,20 +27,20 @@ from autoshard.runtime.study import Study
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanRecord):
-    """A spec for every value that matters, the account of it, and what can be done with it."""
+    """The specs of a step's arguments, results and constrained intermediates, their predicted cost, and methods."""
 
     study: Study | None = field(default=None, compare=False, repr=False)
-    """The step that the plan was made for, to ask further questions; a plan that was loaded has none."""
+    """The step that the plan was made for, for `what_if` and `why`; None for a loaded plan."""
 
     @classmethod
     def of(cls, record: PlanRecord, study: Study | None = None) -> Self:
-        """``record`` with the operations of a plan."""
+        """``record`` as a `Plan`."""
         return cls(**{f.name: getattr(record, f.name) for f in dataclasses.fields(PlanRecord)}, study=study)
 
     def init(self, fn: Callable[..., Any], *args: Any, argnum: int = 0) -> Any:
-        """Runs ``fn(*args)`` so that its result is born as argument ``argnum`` of the step is laid out.
+        """Runs ``fn(*args)`` so that its result is created with the shardings of argument ``argnum`` of the step.
 
-        No device ever holds more than its part. ``fn`` may make NNX modules.
+        No device ever holds more than its shards. ``fn`` may make NNX modules.
 
         Raises:
           ArgumentError: the step has no such argument, or the result is not what it takes there: names the first
@@ -48,7 +49,7 @@ class Plan(PlanRecord):
         self.mesh.require_available(f"init for {self.name}")
         avals = self.in_avals
         if not -len(avals) <= argnum < len(avals):
-            raise ArgumentError(f"init: argnum={argnum}, and {self.name} takes {_count(len(avals), 'argument')}")
+            raise ArgumentError(f"init: argnum={argnum}, and {self.name} takes {plural(len(avals), 'argument')}")
         argnum %= len(avals)
         start, end = (jax.tree.structure(avals[:n]).num_leaves for n in (argnum, argnum + 1))
         rebuild: list[Callable[[Sequence[Any]], Any]] = []
@@ -69,8 +70,8 @@ class Plan(PlanRecord):
         return rebuild[0](leaves)
 
     def put(self, *args: Any) -> Any:
-        """Places the positional arguments as the step wants them; a single one comes back alone. In place of NNX
-        modules come new ones, which share what those given at once share.
+        """Places the positional arguments with the plan's shardings; a single one is returned by itself. NNX modules
+        are replaced by new ones, which share the variables that the given ones share.
 
         Raises:
           ArgumentError: they differ from the plan's in structure or shape; names the first that does.
@@ -78,7 +79,7 @@ class Plan(PlanRecord):
         self.mesh.require_available(f"put for {self.name}")
         avals = self.in_avals
         if len(args) > len(avals):
-            raise ArgumentError(f"put: {self.name} takes {_count(len(avals), 'argument')}, {len(args)} were given")
+            raise ArgumentError(f"put: {self.name} takes {plural(len(avals), 'argument')}, {len(args)} were given")
         parts = nnx.split(args)
         given, tree = jax.tree.flatten(parts.states)
         end = 0
@@ -102,16 +103,16 @@ class Plan(PlanRecord):
                 dtype = dtype_name(leaf.dtype) if dtypes else ""
                 return f"{place.path} of {self.name} is {place.dtype}{list(place.shape)}, {verb} {dtype}{list(shape)}"
         if len(given) != len(places):
-            return f"{self.name} takes {_count(len(places), 'array')}, {verb} {len(given)}: the structures differ"
+            return f"{self.name} takes {plural(len(places), 'array')}, {verb} {len(given)}: the structures differ"
         found = difference(tree, want_tree)
         return f"{self.name} takes another structure: {verb} one in which {found}" if found else ""
 
     def explain(self) -> str:
-        """The plan as a colleague would review it, in plain text: what is split, what it costs, why others lost."""
+        """A report in plain text: what is split, what it is predicted to cost, and why other layouts lost."""
         return render.explain(self)
 
     def diff(self, other: Plan) -> str:
-        """What changes from this plan to ``other``, another of the same step: specs, and by source line what it costs.
+        """What changes from this plan to ``other`` of the same step: specs, and the cost by source line.
 
         Raises:
           PlanError: they are of different steps.
@@ -119,27 +120,27 @@ class Plan(PlanRecord):
         return render.as_text(compare(self, other))
 
     def what_if(self, pins: Mapping[str, PartitionSpec]) -> Plan:
-        """The plan that would be made with further pins, by argument path or glob; `diff` tells them apart.
+        """The plan that would be made with further pins, by argument path or glob; `diff` compares the two.
 
         Raises:
-          PlanError: this plan was loaded, and knows its step no more.
+          PlanError: this plan was loaded, so it has no step.
           ConfigError, SpecError: a pin that matches no argument, or does not fit it.
-          MemoryBudgetError: nothing fits so.
+          MemoryBudgetError: no layout with these pins fits.
         """
         return Plan.of(*self._study("what_if").what_if(pins))
 
     def why(self, path: str) -> str:
-        """Why the argument ``path`` lies as it does: with what it goes, and what every other way would cost.
+        """Why the argument ``path`` has its spec: its dimension classes, and what every other spec would cost.
 
         Raises:
-          PlanError: this plan was loaded, and knows its step no more.
-          SpecError: no argument is called so.
+          PlanError: this plan was loaded, so it has no step.
+          SpecError: no argument has this path.
         """
         return render.as_text(self._study("why").why(self, path))
 
     def _study(self, asked: str) -> Study:
         if self.study is None:
-            raise PlanError(f"{asked}: a plan that was loaded knows its step no more; ask the one that the step makes")
+            raise PlanError(f"{asked}: a loaded plan has no step; ask the plan that the step itself makes")
         return self.study
 
     def _repr_html_(self) -> str:
@@ -160,7 +161,7 @@ class Plan(PlanRecord):
         return cls.of(serialize.plan_from_json(stored))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; folders on the way that do not exist are made."""
+        """Writes the plan as JSON; missing parent folders are created."""
         file = epath.Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.to_json(), indent=1))
@@ -169,10 +170,10 @@ class Plan(PlanRecord):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a plan that `save` wrote. It is data: nothing in it is executed.
 
-        It equals the plan that was saved, and does all that one does. In the pytrees it gives, tuples, lists, dicts,
-        ordered dicts and None are what they were. A node of any other class (a named tuple, a dataclass, an NNX state)
-        is a `autoshard.plan.treedef.Node`, since classes are not stored: ``in_specs[0]["opt"][0].mu`` reaches what it did, and the
-        paths of the leaves are the same, but `jax.tree.map` over such specs and the state itself finds two classes.
+        It equals the plan that was saved. In its pytrees, tuples, lists, dicts, ordered dicts and None are as before. A
+        node of any other class (a named tuple, a dataclass, an NNX state) is an `autoshard.plan.treedef.UnknownNode`,
+        since classes are not stored: ``in_specs[0]["opt"][0].mu`` works and leaves have the same paths, but
+        `jax.tree.map` over such specs and the state itself finds two classes.
         ``autoshard.jit(step, strategy=plan).plan(state, batch)`` is the same plan with the classes of its arguments.
 
         Raises:
@@ -184,7 +185,7 @@ class Plan(PlanRecord):
         except FileNotFoundError:
             raise PlanError(f"{path}: no such file") from None
         except IsADirectoryError:
-            raise PlanError(f"{path}: a directory; a plan is a file in JSON") from None
+            raise PlanError(f"{path}: a directory; a plan is a JSON file") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as e:
             raise PlanError(f"{path}: not JSON: {e}") from None
         except RecursionError:
@@ -193,7 +194,3 @@ class Plan(PlanRecord):
             return cls.from_json(stored)
         except PlanError as e:
             raise PlanError(f"{path}: {e}") from None
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""prepare: from the abstract arguments of a call to the step planned for them."""
+"""Plans a step for the abstract arguments of a call, stage by stage."""
 
 from __future__ import annotations
 
@@ -6,53 +6,57 @@ import contextlib
 import functools
 import gc
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from autoshard.backend.executable import Executable
+from autoshard.backend.stage_log import stage
 from autoshard.errors import AutoshardError, MemoryBudgetError
-from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program, with_pins
 from autoshard.ir.trace import trace
 from autoshard.jaxpr.arguments import ArgumentAval
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import mesh_config, resolve_mesh
 from autoshard.plan.adopt import adopt
-from autoshard.plan.planner import make_plan
 from autoshard.plan.record import PlanRecord
 from autoshard.runtime.carried_state import CarriedSpecs, note_carried, pin_carried
-from autoshard.runtime.choose_mesh import candidate_meshes, cheapest_mesh
+from autoshard.runtime.choose_mesh import candidate_meshes, fastest, plan_each_mesh
+from autoshard.runtime.dump import dump_stages
 from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
-from autoshard.runtime.options import Options, pass_sequences, rewritten
+from autoshard.runtime.options import Options, pass_sequences
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine
+from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.runtime.study import Study
 
-FROZEN = 1000
-"""Most objects that the interpreter itself keeps out of searches for cycles; more were put there by the program."""
-LIGHTER = 3
-"""Of the sets of passes that hold less, how many are weighed where the compiler chooses."""
+GC_FROZEN_BY_PYTHON = 1000
+"""Most objects that the interpreter itself freezes; if more are frozen, the program called `gc.freeze`."""
+REFINED_SEQUENCES = 3
+"""Memory-saving sequences of passes whose layouts `refine` may compile."""
+
+type TraceOn = Callable[[LogicalMesh], Program]
 
 
 @contextlib.contextmanager
-def _uncollected() -> Generator[None]:
-    """No search for reference cycles meanwhile: tracing and planning make millions of objects, nearly all of which
-    stay, and going through them again and again takes a quarter of the time. Afterwards they are old at once: by
-    themselves they would be gone through as the youngest first, then as the next."""
-    was = gc.isenabled()
+def _without_gc() -> Generator[None]:
+    """Pauses garbage collection: tracing and planning make millions of objects that stay, and traversing them again and
+    again takes a quarter of the time. Afterwards they are moved to the oldest generation at once."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was and gc.get_freeze_count() <= FROZEN:
+        if was_enabled and gc.get_freeze_count() <= GC_FROZEN_BY_PYTHON:
             gc.freeze()
             gc.unfreeze()
-        if was:
+        if was_enabled:
             gc.enable()
 
 
-@_uncollected()
+@_without_gc()
 def prepare(
     jitted: Any,
     args: Sequence[Any],
@@ -61,85 +65,115 @@ def prepare(
     options: Options,
     first: CarriedSpecs | None = None,
 ) -> Executable[Plan]:
-    """Traces and plans ``jitted`` (a `jax.jit` object) for a call.
+    """Plans ``jitted`` (a `jax.jit` object) for a call.
 
     Args:
       args, kwargs: `jax.ShapeDtypeStruct`s, and static arguments as they are.
-      avals: of the flat arguments.
-      first: what the step carries is laid out so where that is possible, lest it be moved whenever the shapes change.
+      avals: shape, dtype and weak type of the flat arguments.
+      first: specs of the carried state in the step's first plan. They are kept where possible, so that the state is not
+        resharded whenever the shapes of the other arguments change.
 
     Raises:
       AutoshardError, and whatever the function raises while it is traced.
     """
-
-    def traced(mesh: LogicalMesh) -> Program:
-        pins = options.in_shardings, options.out_shardings
-        program = trace(jitted, args, kwargs, mesh, rules=options.rules, in_shardings=pins[0], out_shardings=pins[1])
-        config = mesh_config(options.mesh)
-        return with_pins(program, config.specs() if config else {}, "the mesh's pin")
-
-    served: list[Program] = []
-
-    def fitting(program: Program) -> tuple[PlanRecord, Graph]:
-        made = plan_within_memory(program, options)
-        served.append(program)
-        return made
-
-    def planned(mesh: LogicalMesh) -> tuple[PlanRecord, Graph]:
-        return fitting(traced(mesh))
-
-    def freely() -> tuple[PlanRecord, Graph]:
-        config, name = mesh_config(options.mesh), getattr(jitted, "__name__", "step")
-        if config is not None and config.axes == "auto":
-            return cheapest_mesh(planned, config.meshes(), name)
-        if options.mesh is not None:
-            program = traced(resolve_mesh(options.mesh))
-            try:
-                return fitting(program)
-            except MemoryBudgetError as e:
-                raise MemoryBudgetError(f"{e}{relaxation_hint(program, options, e.least)}", e.least) from None
-        return cheapest_mesh(planned, candidate_meshes((options.in_shardings, options.out_shardings)), name)
-
-    bound, why, ready = frozenset[int](), "", None
+    # Trace, passes, graph, search, plan: for each candidate mesh and sequence of passes, of which the fastest is chosen.
+    trace_on = functools.partial(_trace, jitted, args, kwargs, options)
+    name, pinned, conflict = getattr(jitted, "__name__", "step"), frozenset[int](), ""
     if options.plan is not None:
-        config = mesh_config(options.mesh)
-        chosen = options.mesh is not None and (config is None or config.axes != "auto")
-        program = traced(resolve_mesh(options.mesh) if chosen else options.plan.mesh)
-        ways = pass_sequences(program, options)
-        ran = [p.written for p in options.plan.passes]
-        passes = next((way for way in ways if [*map(str, way)] == ran), options.passes)
-        program, request = rewritten(program, passes, options)
-        plan, graph = adopt(options.plan, program, request)
-    elif first is not None and first.specs and options.request.strategy == "auto":
-        try:
-            program, bound = pin_carried(traced(first.mesh), first)
-            plan, graph = fitting(program)
-        except (AutoshardError, ValueError) as e:
-            bound, why = frozenset[int](), str(e)
-            plan, graph = freely()
+        candidates = [_adopt(options.plan, trace_on, options)]
+    elif first is not None and options.request.strategy == "auto":
+        candidates, pinned, conflict = _plan_as_first(first, trace_on, options, name)
     else:
-        plan, graph = freely()
-    if options.refine:
-        ways = (
-            rewritten(program, way, options) for program in served for way in pass_sequences(program, options, LIGHTER)
-        )
-        plan, graph, ready = refine((plan, graph), ways, avals, options.refine, options.cache)
-    plan = note_carried(plan, first, bound, why) if first is not None else plan
-    study = Study(graph, replace(options.request, passes=plan.passes))
-    plain = functools.partial(_plain, graph.program, plan, options, avals) if graph.program.unpadded_jaxpr else None
-    return Executable(graph.program, graph, Plan.of(plan, study), avals, plain, ready)
+        candidates = _plan_candidates(trace_on, options, name)
+    planned = fastest(candidates)
+    # Lower, compile: of several layouts here if `refine` is to choose; else of the one when the step is first called.
+    planned, lowered = _refine(planned, candidates, avals, options) if options.refine else (planned, None)
+    record = note_carried(planned.plan, first, pinned, conflict) if first is not None else planned.plan
+    plan = Plan.of(record, Study(planned.graph, replace(options.request, passes=record.passes)))
+    program = planned.graph.program
+    unpadded = functools.partial(_plan_unpadded, program, plan, options, avals) if program.unpadded_jaxpr else None
+    executable = Executable(program, planned.graph, plan, avals, unpadded, lowered)
+    dump_stages(planned.traced, executable)
+    return executable
 
 
-def _plain(
+def _trace(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: LogicalMesh) -> Program:
+    """The function traced over ``mesh``, with the user's pins."""
+    pins = {"in_shardings": options.in_shardings, "out_shardings": options.out_shardings}
+    with stage("trace", getattr(jitted, "__name__", "step")):
+        program = trace(jitted, args, kwargs, mesh, rules=options.rules, **pins)
+    config = mesh_config(options.mesh)
+    return with_pins(program, config.specs() if config else {}, "the mesh's pin")
+
+
+def _plan_candidates(trace_on: TraceOn, options: Options, name: str) -> list[Planned]:
+    """The best plan on the user's mesh, or on each candidate mesh where the user leaves it open.
+
+    Raises:
+      AutoshardError: no mesh has a plan.
+    """
+    config = mesh_config(options.mesh)
+    if options.mesh is not None and (config is None or config.axes != "auto"):
+        program = trace_on(resolve_mesh(options.mesh))
+        try:
+            return [plan_within_memory(program, options)]
+        except MemoryBudgetError as e:
+            raise MemoryBudgetError(f"{e}{relaxation_hint(program, options, e.least)}", e.least) from None
+    pins = options.in_shardings, options.out_shardings
+    meshes = config.meshes() if config is not None else candidate_meshes(pins)
+    return plan_each_mesh(lambda mesh: plan_within_memory(trace_on(mesh), options), meshes, name)
+
+
+def _plan_as_first(
+    first: CarriedSpecs, trace_on: TraceOn, options: Options, name: str
+) -> tuple[list[Planned], frozenset[int], str]:
+    """The plan in which the carried state has the specs ``first``; if there is none, plans without this demand.
+
+    Returns:
+      The candidates, the flat arguments that have the specs ``first``, and why none of them could.
+    """
+    try:
+        program, pinned = pin_carried(trace_on(first.mesh), first)
+        return [plan_within_memory(program, options)], pinned, ""
+    except (AutoshardError, ValueError) as e:  # JAX raises ValueError for a spec that names no axis of the mesh
+        return _plan_candidates(trace_on, options, name), frozenset(), str(e)
+
+
+def _adopt(plan: PlanRecord, trace_on: TraceOn, options: Options) -> Planned:
+    """The plan that the user gave, checked against the program after the passes that it was made with."""
+    config = mesh_config(options.mesh)
+    fixed = options.mesh is not None and (config is None or config.axes != "auto")
+    traced = trace_on(resolve_mesh(options.mesh) if fixed else plan.mesh)
+    ran = [p.written for p in plan.passes]
+    sequences = pass_sequences(traced, options)
+    passes = next((s for s in sequences if [*map(str, s)] == ran), options.passes)
+    program, request = run_passes(traced, passes, options.request)
+    adopted, graph = adopt(plan, program, request)
+    return Planned(traced, graph, adopted)
+
+
+def _refine(
+    planned: Planned, candidates: Sequence[Planned], avals: tuple[ArgumentAval, ...], options: Options
+) -> tuple[Planned, jax.stages.Lowered | None]:
+    """The best of ``planned`` and other layouts on the meshes of ``candidates``, as the compiler estimates them."""
+    programs = (
+        (c.traced, *run_passes(c.traced, passes, options.request))
+        for c in candidates
+        for passes in pass_sequences(c.traced, options, REFINED_SEQUENCES)
+    )
+    return refine(planned, programs, avals, options.refine, options.cache)
+
+
+def _plan_unpadded(
     program: Program, plan: PlanRecord, options: Options, avals: tuple[ArgumentAval, ...]
 ) -> Executable[PlanRecord]:
-    """The step as it was before values were made longer, with its arguments and results where ``plan`` has them."""
-    ends = ((program.inputs, plan.inputs), (program.outputs, plan.outputs))
+    """The program without its padding, planned with the argument and result specs of ``plan``."""
+    sides = ((program.inputs, plan.inputs), (program.outputs, plan.outputs))
     inputs, outputs = (
         tuple(replace(leaf, pin=place.spec) for leaf, place in zip(leaves, places, strict=True))
-        for leaves, places in ends
+        for leaves, places in sides
     )
     assert program.unpadded_jaxpr is not None
     program = replace(program, jaxpr=program.unpadded_jaxpr, unpadded_jaxpr=None, inputs=inputs, outputs=outputs)
-    plan, graph = make_plan(program, replace(options.request, memory_budget=math.inf))
-    return Executable(program, graph, plan, avals)
+    planned = plan_program(program, (), replace(options.request, memory_budget=math.inf))
+    return Executable(program, planned.graph, planned.plan, avals)

@@ -27,6 +27,7 @@ from autoshard.jaxpr.arguments import ArgumentAval
 from autoshard.plan.decisions import Trial
 from autoshard.plan.planner import PlanRequest, budget_of, describe_splits, plan_from_candidate
 from autoshard.plan.record import PlanRecord
+from autoshard.runtime.stages import Planned
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.search import explore
 from autoshard.search.strategies import PRESETS, preset_choices
@@ -43,6 +44,8 @@ TIME_ERROR = 1.5
 class PricedLayout:
     """A layout with its predicted cost and memory, not yet a plan."""
 
+    traced: Program
+    """Before the passes."""
     graph: Graph
     candidate: Candidate
     search: Search
@@ -62,7 +65,7 @@ class PricedLayout:
         return self.candidate.memory.peak <= self.search.budget * budgets
 
 
-def priced_layouts(program: Program, request: PlanRequest) -> Iterator[PricedLayout]:
+def priced_layouts(traced: Program, program: Program, request: PlanRequest) -> Iterator[PricedLayout]:
     """Every distinct layout of ``program`` that the search priced; for ``auto`` those of the presets too."""
     graph = build_graph(program, strict=request.strict)
     s = explore(graph, request.strategy, budget_of(request, program), request.compiler_options)[1]
@@ -79,7 +82,7 @@ def priced_layouts(program: Program, request: PlanRequest) -> Iterator[PricedLay
         for c in sorted(candidates, key=s.key):
             key = c.layout.specs, tuple(c.layout.strategies.items())
             if key not in seen:
-                yield PricedLayout(graph, c, s, request, strategy, rank)
+                yield PricedLayout(traced, graph, c, s, request, strategy, rank)
                 seen.add(key)
                 rank += 1
 
@@ -101,52 +104,52 @@ def compile_order(found: Sequence[PricedLayout]) -> list[PricedLayout]:
 
 
 def refine(
-    predicted_best: tuple[PlanRecord, Graph],
-    programs: Iterable[tuple[Program, PlanRequest]],
+    predicted_best: Planned,
+    programs: Iterable[tuple[Program, Program, PlanRequest]],
     avals: tuple[ArgumentAval, ...],
     max_layouts: int,
     cache: str | os.PathLike[str] | None = None,
-) -> tuple[PlanRecord, Graph, jax.stages.Lowered | None]:
+) -> tuple[Planned, jax.stages.Lowered | None]:
     """Compiles up to ``max_layouts`` distinct layouts and returns the plan with the least estimated time that fits.
 
     Args:
-      predicted_best: the plan with the least predicted time, and its graph; always among those compiled.
-      programs: the step on each candidate mesh and after each candidate sequence of passes, with the plan request.
+      predicted_best: the plan with the least predicted time; always among those compiled.
+      programs: for each candidate mesh and sequence of passes, the program before and after the passes, and the request.
       avals: shape, dtype and weak type of the step's flat arguments.
       cache: folder of cached compilations; None as in `compile_cache.cache_folder`.
 
     Returns:
-      The plan, its graph, and the lowered step; no lowered step where the program closes over tracers.
+      The chosen plan and its lowered step; no lowered step where the program closes over tracers.
 
     Raises:
       MeshError: this machine cannot compile for the mesh.
       CompileError: the compiler refuses every layout, for other reasons than memory.
     """
-    plan, graph = predicted_best
-    if jx.any_tracer(graph.program.jaxpr.consts):
+    plan = predicted_best.plan
+    if jx.any_tracer(predicted_best.graph.program.jaxpr.consts):
         note = "not refined: the step closes over tracers of an outer trace, and cannot be compiled by itself"
-        return replace(plan, diagnostics=(*plan.diagnostics, note)), graph, None
-    layouts = {_layout_key(plan): (plan, graph, plan.strategy)}
-    for d in compile_order([d for program, request in programs for d in priced_layouts(program, request)]):
+        return predicted_best._replace(plan=replace(plan, diagnostics=(*plan.diagnostics, note))), None
+    layouts = {_layout_key(plan): (predicted_best, plan.strategy)}
+    for d in compile_order([d for candidate in programs for d in priced_layouts(*candidate)]):
         if len(layouts) == max_layouts:
             break
         other = plan_from_candidate(d.graph, d.candidate, d.search, d.request)
-        layouts.setdefault(_layout_key(other), (other, d.graph, d.strategy))
-    folder, trials, steps = cache_folder(cache), list[Trial](), list[tuple[PlanRecord, Graph, jax.stages.Lowered]]()
-    for other, other_graph, strategy in layouts.values():
-        lowered = Executable(other_graph.program, other_graph, other, avals).lowered
-        text = _difference_text(other, plan, strategy)
-        trials.append(_trial(other, text, _compile_or_load(lowered, other, folder)))
-        steps.append((other, other_graph, lowered))
+        layouts.setdefault(_layout_key(other), (Planned(d.traced, d.graph, other), d.strategy))
+    folder, trials, steps = cache_folder(cache), list[Trial](), list[tuple[Planned, jax.stages.Lowered]]()
+    for planned, strategy in layouts.values():
+        lowered = Executable(planned.graph.program, planned.graph, planned.plan, avals).lowered
+        compilation = _compile_or_load(lowered, planned.plan, folder)
+        trials.append(_trial(planned.plan, _difference_text(planned.plan, plan, strategy), compilation))
+        steps.append((planned, lowered))
     compiled = [i for i, t in enumerate(trials) if not t.refusal]
     if not compiled:
         reasons = "; ".join(f"{t.text}: {t.refusal}" for t in trials)
         raise CompileError(f"{plan.name}: the compiler refuses all {len(trials)} layouts compiled: {reasons}")
     best = min(compiled, key=lambda i: _preference(trials[i]))
     trials[best] = replace(trials[best], chosen=True)
-    plan, graph, lowered = steps[best]
-    notes = (*plan.diagnostics, *_over_memory_diagnostics(trials[best]))
-    return replace(plan, refined=tuple(trials), diagnostics=notes), graph, lowered
+    planned, lowered = steps[best]
+    notes = (*planned.plan.diagnostics, *_over_memory_diagnostics(trials[best]))
+    return planned._replace(plan=replace(planned.plan, refined=tuple(trials), diagnostics=notes)), lowered
 
 
 def _layout_key(plan: PlanRecord) -> Any:

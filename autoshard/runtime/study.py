@@ -1,4 +1,4 @@
-"""study: what a plan can still be asked while the step that it was made for is there: what if, and why."""
+"""What a plan can be asked as long as its step is in memory: the plan under other pins, and the cost of other specs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from autoshard.ir.dim_classes import dim_classes
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import with_pins
 from autoshard.plan.diff import signed_time
-from autoshard.plan.document import Section, Table
+from autoshard.plan.document import Section, Table, plural
 from autoshard.plan.planner import PlanRequest, make_plan
+from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
 from autoshard.search.solved_layouts import min_marginals
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """The program that a plan was made for, with what was asked of planning."""
+    """The graph that a plan was made for, and the request."""
 
     graph: Graph
     request: PlanRequest
@@ -31,33 +32,34 @@ class Study:
         Raises:
           ConfigError, SpecError, MemoryBudgetError: as planning does.
         """
-        plan, graph = make_plan(with_pins(self.graph.program, pins, "the pin", over=True), self.request)
+        plan, graph = make_plan(with_pins(self.graph.program, pins, "the pin", overwrite=True), self.request)
         return plan, replace(self, graph=graph)
 
     def why(self, plan: PlanRecord, path: str) -> Iterator[Section]:
-        """Of one argument: what its dimensions belong to, and what the best plan would cost if it lay otherwise.
+        """The dimension classes of one argument, and what the best plan with each other spec of it would cost.
 
         Raises:
-          SpecError: no argument is called so.
+          SpecError: no argument has this path.
         """
         paths = [p.path for p in plan.inputs]
         if path not in paths:
             raise SpecError(f"no argument of {plan.name} is called {path!r}{nearest(path, paths)}")
         place, v = plan.inputs[paths.index(path)], self.graph.inputs[paths.index(path)]
-        words = [f"{place.dtype}{list(place.shape)} lies as {place.spec}{': ' + place.why if place.why else ''}."]
+        reason = place_reason(place)
+        sentences = [f"{place.dtype}{list(place.shape)} has spec {place.spec}{': ' + reason if reason else ''}."]
         for c in dim_classes(self.graph):
             for u, d in c.inputs:
                 if u == v:
                     others = len({w for w, _ in c.inputs}) - 1
-                    shared = f"with {others} other arguments" if others else "of no other argument"
-                    words.append(f"Dimension {d} is of {c.name}, {shared}.")
-        yield Section(f"{path} of {plan.name}", tuple(words))
+                    shared = f"with {plural(others, 'other argument')}" if others else "with no other argument"
+                    sentences.append(f"Dimension {d} is of class {c.name}, shared {shared}.")
+        yield Section(f"{path} of {plan.name}", tuple(sentences))
         found = min_marginals(self.graph, v)
         if not found:
-            yield Section("Otherwise", ("It has nothing to split, or the user pinned it.",))
+            yield Section("Other specs", ("None: it has no dimension to split, or the user pinned it.",))
             return
         here = next((s for spec, s in found if spec == place.spec), min(s for _, s in found))
         order = sorted(found, key=lambda f: (f[0] != place.spec, f[1]))
         rows = [(str(spec), signed_time(s - here), f"{s / here - 1:+.1%}") for spec, s in order]
-        table = Table(("lies as", "a call", ""), tuple(rows), frozenset({1, 2}))
-        yield Section("Otherwise, with all else solved for anew, memory aside", (), table)
+        table = Table(("spec", "a call", ""), tuple(rows), frozenset({1, 2}))
+        yield Section("Other specs, with everything else solved again and no memory budget", (), table)

@@ -23,7 +23,7 @@ W, X = np.eye(8, dtype=np.float32) * 0.5 + 0.1, np.arange(64, dtype=np.float32).
 
 def pinned(step: Any, *args: Any) -> set[str]:
     """Specs of the values that the user pinned inside the step."""
-    return {str(p.spec) for p in step.plan(*args).intermediates if p.why == "pinned in the step"}
+    return {str(p.spec) for p in step.plan(*args).intermediates if p.reason == "pinned"}
 
 
 def agrees(fun: Callable[..., Any], *args: Any) -> Any:
@@ -42,7 +42,7 @@ def test_the_identity_outside_of_a_step():
 
 def test_a_pin_is_kept_and_shows_where_it_was_written():
     step = agrees(lambda w, x: annotate(x @ w, P("model", "data")) + 1, W, X)
-    (pin,) = [p for p in step.plan(W, X).intermediates if p.why == "pinned in the step"]
+    (pin,) = [p for p in step.plan(W, X).intermediates if p.reason == "pinned"]
     assert str(pin.spec) == "[model, data]"
     assert pin.source.startswith(__file__)
     assert "sharding_constraint" in step.lower(W, X).as_text()
@@ -63,7 +63,7 @@ def test_every_strategy_keeps_it(spec: P):
 
 def test_a_pytree_is_pinned_leaf_by_leaf():
     step = agrees(lambda w, x: annotate({"a": x @ w, "b": [x * 2]}, P("data")), W, X)
-    assert len([p for p in step.plan(W, X).intermediates if p.why == "pinned in the step"]) == 2
+    assert len([p for p in step.plan(W, X).intermediates if p.reason == "pinned"]) == 2
 
 
 def test_inside_loops_and_branches():
@@ -82,7 +82,7 @@ def test_inside_loops_and_branches():
 
 def test_the_gradient_is_pinned_too():
     step = jit(jax.grad(lambda w, x: (annotate(x @ w, P("data", "model")) ** 2).sum()))
-    pins = [p for p in step.plan(W, X).intermediates if p.why == "pinned in the step"]
+    pins = [p for p in step.plan(W, X).intermediates if p.reason == "pinned"]
     assert [str(p.spec) for p in pins] == ["[data, model]"] * 2
 
 
@@ -135,8 +135,8 @@ def test_impossible_pins(spec: P, message: str | None):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("data", r"takes a PartitionSpec or a NamedSharding, and this is 'data'; for one axis write P\('data'\)"),
-        (None, r"this is None; P\(\) lays every dimension whole"),
+        ("data", r"takes a PartitionSpec or a NamedSharding, not 'data'; for one axis write P\('data'\)"),
+        (None, r"not None; P\(\) replicates the array"),
         (("data", None), r"this is \('data', None\)$"),
     ],
 )

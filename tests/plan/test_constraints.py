@@ -41,7 +41,7 @@ def test_stops_are_where_an_axis_moves_and_more_is_sent(
 
 def test_gathers_that_would_be_reductions_go_axis_by_axis() -> None:
     before, after = Spec((("d", "m"), (), ())), Spec(((), (), ()))
-    summed = [replace(MESH, hardware=replace(HARDWARE, summed_gathers=n)) for n in (8, 9)]
+    summed = [replace(MESH, hardware=replace(HARDWARE, all_gather_as_all_reduce_from=n)) for n in (8, 9)]
     assert [reshard_waypoints(before, after, IMAGE, mesh) for mesh in summed] == [(Spec((("d",), (), ())),), ()]
     assert reshard_waypoints(Spec((("d",), (), ())), after, IMAGE, summed[0]) == ()
 

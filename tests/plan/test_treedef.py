@@ -71,7 +71,9 @@ def test_plain_containers_come_back_as_they_were(tree: Any):
 def test_a_class_comes_back_as_a_node_with_the_same_paths(tree: Any):
     back = again(tree)
     both = [jax.tree.structure(t) for t in (tree, back)]
-    assert [jax.tree_util.keystr(p) for p in leaf_paths(both[0])] == [jax.tree_util.keystr(p) for p in leaf_paths(both[1])]
+    assert [jax.tree_util.keystr(p) for p in leaf_paths(both[0])] == [
+        jax.tree_util.keystr(p) for p in leaf_paths(both[1])
+    ]
     assert treedef_to_json(both[0]) == treedef_to_json(both[1])
     assert not difference(*both)
     assert jax.tree.structure(copy.deepcopy(back)) == both[1]
@@ -98,11 +100,11 @@ def test_the_parts_of_a_node_are_reached_as_they_were():
     ("a", "b", "says"),
     [
         ({"a": [1]}, {"a": (1,)}, "['a'] is a list, not a tuple"),
-        ([1, 2], [1], "the whole has [0], [1], not [0]"),
+        ([1, 2], [1], "the tree has [0], [1], not [0]"),
         (Pair(1, None), Pair(1, 2), ".second is None, not an array"),
         ((Pair(1, 2),), ({"first": 1, "second": 2},), "[0] is Pair, not a dict"),
-        (OrderedDict(a=1, b=2), OrderedDict(b=1, a=2), "the whole has its parts in another order"),
-        (optax.EmptyState(), (), "the whole is EmptyState, not a tuple"),
+        (OrderedDict(a=1, b=2), OrderedDict(b=1, a=2), "the tree has its children in another order"),
+        (optax.EmptyState(), (), "the tree is EmptyState, not a tuple"),
         ((1, {}), (1, {}), ""),
     ],
 )

@@ -49,7 +49,7 @@ def test_none_serves():
     with pytest.raises(SpecError, match=r"product: no mesh of these devices.*data=8.*data=4.*data=2") as caught:
         autoshard.jit(product, in_shardings=(P(None, "mdel"), None)).plan(X, X)
     assert "did you mean 'model'?" in str(caught.value)
-    with pytest.raises(ArgumentError, match="^in_shardings is no prefix"):
+    with pytest.raises(ArgumentError, match="^in_shardings is no pytree prefix"):
         autoshard.jit(product, in_shardings=({"a": None}, None)).plan(X, X)
 
 

@@ -1,0 +1,109 @@
+"""The report of what a plan costs: memory by class, seconds by collective, and the layouts that it was chosen from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autoshard.machine.collective import CollectiveKind, collective_seconds
+from autoshard.plan.decisions import Alternative, Trial
+from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.record import PlanRecord
+from autoshard.units import size_text, time_text
+
+MAX_COLLECTIVES = 24
+"""Most rows of the table of collectives; what is left out is summed up beneath it."""
+
+
+def memory(plan: PlanRecord) -> Section:
+    """Predicted bytes per device by class, and the budget."""
+    m, budget = plan.memory, plan.memory_budget
+    sentence = f"{size_text(m.peak)} per device at the peak; no budget was set."
+    if budget is not None:
+        own = " (the chip's memory)" if budget == plan.mesh.hardware.memory else ""
+        rest = f"leaves {size_text(budget - m.peak)}" if budget >= m.peak else f"lacks {size_text(m.peak - budget)}"
+        sentence = f"{size_text(m.peak)} per device at the peak; the budget of {size_text(budget)}{own} {rest}."
+    sentence += " The classes need not add up to it: they are not all live at once."
+    rows = [(n, size_text(b), f"{b / m.peak:.0%}" if m.peak else "") for n, b in m.items()]
+    return Section("Memory", (sentence,), Table(("class", "per device", "of the peak"), tuple(rows), frozenset({1, 2})))
+
+
+def cost(plan: PlanRecord) -> Section:
+    """Predicted seconds of compute and of each collective, the most expensive first."""
+    seconds = plan.cost.seconds
+    if not plan.cost.collectives:
+        return Section("Cost", (f"{time_text(seconds)} a call, all of it compute: there is no communication.",))
+    counts = Counter[tuple[CollectiveKind, tuple[str, ...], int, str]]()
+    for c in plan.cost.collectives:
+        counts[c.kind, c.axes or (), c.bytes, shorten_paths(c.source)] += c.count
+    each = {k: collective_seconds(k[0], k[1], k[2], plan.mesh) * n for k, n in counts.items()}
+    order = sorted(counts, key=lambda k: (-each[k], k))
+    rows = [
+        (time_text(each[k]), k[0], "+".join(k[1]) or "none", size_text(k[2]), str(counts[k]), k[3] or "unknown")
+        for k in order[:MAX_COLLECTIVES]
+    ]
+    rest = order[MAX_COLLECTIVES:]
+    share = f"{plan.cost.transfers / seconds:.0%}" if seconds else "none"
+    sent = size_text(sum(c.total_bytes for c in plan.cost.collectives))
+    sentence = (
+        f"{time_text(seconds)} a call: {time_text(plan.cost.compute)} of compute and {time_text(plan.cost.transfers)} "
+        f"({share}) of communication: {plural(sum(counts.values()), 'collective')}, {sent} per device."
+    )
+    left_out = time_text(sum(each[k] for k in rest))
+    remark = f"{plural(len(rest), 'smaller row')} left out, {left_out} in total: plan.cost.collectives has each."
+    head = ("total", "collective", "axes", "bytes", "runs", "for")
+    return Section("Cost", (sentence,), Table(head, tuple(rows), frozenset({0, 3, 4})), (remark,) if rest else ())
+
+
+def alternatives(plan: PlanRecord) -> Section:
+    """The best layouts that were priced and not chosen."""
+    if not plan.alternatives:
+        none = (
+            "No other layout was considered." if plan.considered <= 1 else "No other layout differs in cost or memory."
+        )
+        return Section("Alternatives", (none,))
+    rows = [(a.text, time_text(a.seconds), size_text(a.peak), _drawback(a, plan)) for a in plan.alternatives]
+    return Section("Alternatives", (), Table(("layout", "seconds", "peak", "why not"), tuple(rows), frozenset({1, 2})))
+
+
+def _drawback(a: Alternative, plan: PlanRecord) -> str:
+    if plan.memory_budget is not None and a.peak > plan.memory_budget:
+        return f"over the budget by {size_text(a.peak - plan.memory_budget)}"
+    more = a.seconds - plan.cost.seconds
+    if abs(more) > 1e-9 * plan.cost.seconds:
+        part = f" ({abs(more) / plan.cost.seconds:.1%})" if plan.cost.seconds else ""
+        return f"{'slower' if more > 0 else 'faster'} by {time_text(abs(more))}{part}"
+    return f"as fast, {size_text(abs(a.peak - plan.memory.peak))} {'more' if a.peak > plan.memory.peak else 'less'}"
+
+
+def compiled_layouts(trials: Sequence[Trial]) -> Section:
+    """The layouts that were compiled to choose from: predicted, reported by the compiler, and why each won or lost."""
+    best = next(t for t in trials if t.chosen)
+    sentence = (
+        f"{plural(len(trials), 'layout')} compiled, the predicted best first. What fits in memory as compiled wins; "
+        "then the fastest without overlap; then the fastest with all communication overlapped that can be."
+    )
+    rows: list[tuple[str, ...]] = []
+    for t in trials:
+        more = "" if t.exact else " or more"
+        times = ["" if x is None else time_text(x) + more for x in (t.seconds, t.overlapped)]
+        needed = size_text(t.needed_bytes) if t.needed_bytes else ""
+        rows.append((t.text, time_text(t.predicted), *times, needed, _outcome(t, best)))
+    head = ("layout", "predicted", "compiled", "overlapped", "memory", "")
+    return Section("Compiled to choose from", (sentence,), Table(head, tuple(rows), frozenset({1, 2, 3, 4})))
+
+
+def _outcome(t: Trial, best: Trial) -> str:
+    """Why a compiled layout won or lost."""
+    if t.refusal:
+        return f"refused: {t.refusal}"
+    over = "" if t.fits else f"over by {size_text(t.needed_bytes - t.available_bytes, 2)}"
+    if t.chosen:
+        return f"chosen: {over}, the least" if over else "chosen: the fastest that fits"
+    if over or t.seconds is None or best.seconds is None or t.overlapped is None or best.overlapped is None:
+        return over or "the compiler estimates no time"
+    if t.seconds > best.seconds:
+        return f"slower by {t.seconds / best.seconds - 1:.1%}"
+    if t.overlapped > best.overlapped:
+        return f"as fast, slower by {t.overlapped / best.overlapped - 1:.1%} when overlapped"
+    return "as fast"
