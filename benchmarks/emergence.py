@@ -82,19 +82,19 @@ def _decoder(name: str, mesh: Mapping[str, int], batch: int, budget: str | None 
 
 CASES = (
     _decoder("data parallel", EIGHT, 256, **SMALL, d_model=128, scan=False),
-    _decoder("optimizer state in parts", EIGHT, 256, **SMALL, d_model=1024),
-    _decoder("optimizer state in parts, wide", EIGHT, 64, **WIDE),
-    _decoder("optimizer state in parts, only products kept", EIGHT, 64, "6GiB", **WIDE),
-    _decoder("optimizer state in parts, fewer products kept", EIGHT, 64, "4.5GiB", **WIDE),
-    _decoder("parameters in parts, all made again", EIGHT, 64, "2.5GiB", **WIDE),
-    _decoder("Megatron with the sequence in parts, batch 1", EIGHT, 1, **LARGE),
-    _decoder("Megatron with the sequence in parts, batch 4", EIGHT, 4, **LARGE),
-    _decoder("parameters in parts, gathered for a large batch", EIGHT, 64, **LARGE),
+    _decoder("ZeRO-1/2", EIGHT, 256, **SMALL, d_model=1024),
+    _decoder("ZeRO-1/2, wide", EIGHT, 64, **WIDE),
+    _decoder("ZeRO-1/2, only matmul results saved", EIGHT, 64, "6GiB", **WIDE),
+    _decoder("ZeRO-1/2, fewer matmul results saved", EIGHT, 64, "4.5GiB", **WIDE),
+    _decoder("ZeRO-3, all rematerialized", EIGHT, 64, "2.5GiB", **WIDE),
+    _decoder("Megatron with sequence parallelism, batch 1", EIGHT, 1, **LARGE),
+    _decoder("Megatron with sequence parallelism, batch 4", EIGHT, 4, **LARGE),
+    _decoder("FSDP (ZeRO-3), large batch", EIGHT, 64, **LARGE),
     _decoder("batch on one axis, Megatron on the other", {"data": 4, "model": 8}, 16, **LARGE),
-    _decoder("vocabulary whole", EIGHT, 64, **WORDY, vocab=1024),
-    _decoder("vocabulary in parts", EIGHT, 64, **WORDY, vocab=131072),
+    _decoder("vocabulary not sharded", EIGHT, 64, **WORDY, vocab=1024),
+    _decoder("vocabulary sharded", EIGHT, 64, **WORDY, vocab=131072),
     Case(
-        "tokens to their experts and back",
+        "expert parallelism",
         (experts, {"batch": 64, "seq": 512, "width": 1024, "hidden": 4096, "count": 8, "layers": 4}),
         EIGHT,
         _EXPERTS,
@@ -127,24 +127,24 @@ def sent(plan: Plan) -> dict[tuple[str, tuple[str, ...]], int]:
     """Bytes a device over the whole call, by kind and axes."""
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for c in plan.cost.collectives:
-        found[c.kind, c.axes or ()] += c.total
+        found[c.kind, c.axes or ()] += c.total_bytes
     return dict(found)
 
 
 def main() -> None:
     words = sys.argv[1:]
-    print("| what came out | program | mesh | memory | how it lies | what is sent | a call | a device |")
+    print("| layout found | program | mesh | memory | specs | bytes sent per device | step time | memory per device |")
     print("|---|---|---|---|---|---|--:|--:|")
     for case in CASES:
         if words and not any(w in case.name for w in words):
             continue
         plan = planned(case)
         total = sum(sent(plan).values())
-        lies = "; ".join(f"{words} {spec}" for words, spec in told(case, plan).items())
+        specs = "; ".join(f"{words} {spec}" for words, spec in told(case, plan).items())
         moved = sorted(sent(plan).items(), key=lambda p: -p[1])
         moves = ", ".join(f"{k} over {'+'.join(a)} {size_text(n)}" for (k, a), n in moved if n >= total / 50)
         mesh = "x".join(f"{k} {n}" for k, n in case.mesh.items())
-        row = case.name, f"{case.program[0].__name__} {case.sizes}", mesh, case.budget or "80 GB", lies, moves
+        row = case.name, f"{case.program[0].__name__} {case.sizes}", mesh, case.budget or "80 GB", specs, moves
         print(f"| {' | '.join(row)} | {time_text(plan.cost.seconds)} | {size_text(plan.memory.peak)} |", flush=True)
 
 

@@ -48,7 +48,7 @@ def test_a_small_model_is_data_parallel() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["optimizer state in parts", "optimizer state in parts, wide", "optimizer state in parts, only products kept"],
+    ["ZeRO-1/2", "ZeRO-1/2, wide", "ZeRO-1/2, only matmul results saved"],
 )
 def test_optimizer_state_lies_in_parts_where_the_update_takes_longer_than_its_parts(name: str) -> None:
     """ZeRO-1 and 2: gradients are scattered, updated in parts, and parameters gathered after the update."""
@@ -79,7 +79,7 @@ def test_a_small_batch_of_a_large_model_is_megatron_with_the_sequence_in_parts(b
 
     The backward pass gathers anew what a layer's products read, as Megatron does to keep a part of it only: two more.
     """
-    name = f"Megatron with the sequence in parts, batch {batch}"
+    name = f"Megatron with sequence parallelism, batch {batch}"
     found, plan = specs(name), plan_of(name)
     assert found["params mlp up"] == "[_, _, data]"
     assert found["params mlp down"] == "[_, data, _]"
@@ -93,7 +93,7 @@ def test_a_small_batch_of_a_large_model_is_megatron_with_the_sequence_in_parts(b
 
 def test_a_large_batch_of_it_gathers_its_parameters() -> None:
     """FSDP, or ZeRO-3: no layer's activation is sent."""
-    name = "parameters in parts, gathered for a large batch"
+    name = "FSDP (ZeRO-3), large batch"
     found, plan = specs(name), plan_of(name)
     assert found["params mlp up"] == found["params mlp down"] == found["mu mlp up"] == "[_, data, _]"
     weight = LARGE["d_model"] * LARGE["d_ff"] * 2
@@ -117,14 +117,14 @@ def test_on_two_axes_one_carries_the_batch_and_the_other_the_layers() -> None:
 
 def test_a_large_vocabulary_is_not_gathered() -> None:
     head = {v: WORDY["d_model"] * v * 2 for v in (1024, 131072)}
-    assert of_size(plan_of("vocabulary whole"), "all-gather", head[1024]) >= 1
-    parts = plan_of("vocabulary in parts")
-    assert specs("vocabulary in parts")["params head"] == "[_, data]"
+    assert of_size(plan_of("vocabulary not sharded"), "all-gather", head[1024]) >= 1
+    parts = plan_of("vocabulary sharded")
+    assert specs("vocabulary sharded")["params head"] == "[_, data]"
     assert all(c.bytes < head[131072] for c in parts.cost.collectives)
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
-    name = "tokens to their experts and back"
+    name = "expert parallelism"
     assert specs(name) == {"params up": "[_, data, _, _]", "batch x": "[data, _, _]"}
     assert share(name)["all-to-all"] > 0.99
 
