@@ -1,7 +1,7 @@
-"""The plan's cost is the least that any layout has: on random small programs every strategy of every equation is tried.
+"""No layout costs less than the plan: on random small programs every strategy of every node is enumerated.
 
-Given how each equation runs, a value lies wherever that is cheapest for what makes it and what reads it, apart from all
-other values; so the least over all layouts is a least over the ways of the equations alone.
+Given the strategies of all nodes, the cheapest spec of each value depends on its producer and consumers only; so the
+minimum over all layouts is a minimum over the nodes' strategies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.programs import graph
 PROGRAMS = 200
 SIZES = (4, 6, 8, 16, 24, 64)
 MESHES = ((2,), (4,), (4,), (2, 2), (2, 4))
-WAYS = 6000
-"""Most ways of all equations together."""
+MAX_COMBINATIONS = 6000
+"""Most combinations of all nodes' strategies."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Operations over numbered values, the arguments first. What nothing reads is a result."""
+    """Operations over numbered values, the arguments first. Values without a consumer are the results."""
 
     shapes: tuple[tuple[int, ...], ...]
     calls: tuple[tuple[str, tuple[int, ...], Any], ...]
@@ -69,7 +69,7 @@ def draw(rng: Random) -> Program:
     calls: list[tuple[str, tuple[int, ...], Any]] = []
 
     def fresh(shape: tuple[int, ...]) -> int:
-        """A new argument; those that calls make are renumbered in the end."""
+        """A new argument; results of calls are renumbered in the end."""
         shapes.append(shape)
         known.append(shape)
         return len(known) - 1
@@ -85,12 +85,12 @@ def draw(rng: Random) -> Program:
         param: Any = None
         if op == "contract":
             d = rng.randrange(len(s))
-            alike = [u for u, t in enumerate(known) if len(t) == 2 and s[d] in t]
-            u = rng.choice(alike) if alike and rng.random() < 0.4 else fresh((s[d], rng.choice(SIZES)))
+            matching = [u for u, t in enumerate(known) if len(t) == 2 and s[d] in t]
+            u = rng.choice(matching) if matching and rng.random() < 0.4 else fresh((s[d], rng.choice(SIZES)))
             operands, param = (v, u), (((d,), (known[u].index(s[d]),)), ((), ()))
         elif op in ("add", "mul"):
-            alike = [u for u, t in enumerate(known) if t == s]
-            operands = (v, rng.choice([*alike, -1]))
+            matching = [u for u, t in enumerate(known) if t == s]
+            operands = (v, rng.choice([*matching, -1]))
             operands = (v, fresh(s)) if operands[1] < 0 else operands
         elif op in ("cumsum", "max", "sum"):
             param = rng.randrange(len(s))
@@ -115,7 +115,7 @@ def draw(rng: Random) -> Program:
 
 
 def machine(rng: Random) -> LogicalMesh:
-    """A mesh of devices that are now slow, now badly connected."""
+    """A mesh of random compute speed, bandwidths and latencies."""
     sizes = rng.choice(MESHES)
     link = [Link(n, 10 ** rng.uniform(6.5, 9.5), 10 ** rng.uniform(-8, -5)) for n in "ab"]
     chip = Hardware(
@@ -136,31 +136,31 @@ def splits(sizes: Sequence[int], mesh: LogicalMesh) -> list[tuple[Axes, ...]]:
     return found
 
 
-def ways(kind: OpKind, mesh: LogicalMesh) -> list[NodeStrategy]:
-    """Every way to run an equation."""
-    free = [(f, n) for f, n in kind.sizes if kind.rule.kind(f) != "whole"]
+def strategies(kind: OpKind, mesh: LogicalMesh) -> list[NodeStrategy]:
+    """Every feasible strategy of a node."""
+    free = [(f, n) for f, n in kind.factor_sizes if kind.rule.kind(f) != "whole"]
     chosen = [{f: a for (f, _), a in zip(free, s, strict=True) if a} for s in splits([n for _, n in free], mesh)]
     found = [node_strategy(kind, c, mesh) for c in chosen if expressible_factors(kind, c, mesh) == c]
     return [w for w in found if w.feasible]
 
 
 def least(g: Graph) -> float:
-    """The least cost of all layouts of all values and all ways of all equations."""
+    """The least cost over all specs of all values and all strategies of all nodes."""
     mesh, free = g.program.mesh, CostModel(g).free_to_reshard
     nodes: list[Node] = [n for n in g.nodes if n.trip_count]
     options = [[Spec(s) for s in splits(v.shape, mesh)] for v in g.values]
     move = functools.cache(lambda v, a, b: reshard_seconds(a, b, g.values[v].shape, g.values[v].bits, mesh))
 
     @functools.cache
-    def lying(v: int, made: Spec | None, read: frozenset[Spec]) -> float:
-        """What it takes at least to bring a value from how it is made to where it lies, and to all who read it."""
+    def reshard_least(v: int, made: Spec | None, read: frozenset[Spec]) -> float:
+        """Least seconds of resharding a value from its producer's spec to its own, and on to its consumers'."""
         return min(
             (0 if made is None else move(v, made, s)) + (0 if v in free else sum(move(v, s, r) for r in read))
             for s in options[v]
         )
 
     best = math.inf
-    for chosen in itertools.product(*(ways(n.kind, mesh) for n in nodes)):
+    for chosen in itertools.product(*(strategies(n.kind, mesh) for n in nodes)):
         made: dict[int, Spec] = {}
         read: dict[int, set[Spec]] = {}
         total = 0.0
@@ -169,19 +169,19 @@ def least(g: Graph) -> float:
             made.update(zip(n.results, w.out_specs, strict=True))
             for v, need in zip(n.operands, w.in_specs, strict=True):
                 read.setdefault(v, set()).add(need)
-        total += sum(lying(v, made.get(v), frozenset(read.get(v, ()))) for v in {*made, *read} if v)
+        total += sum(reshard_least(v, made.get(v), frozenset(read.get(v, ()))) for v in {*made, *read} if v)
         best = min(best, total)
     return best
 
 
 def drawn(seed: int) -> tuple[Program, Graph]:
-    """The program that ``seed`` stands for, on its machine."""
+    """The program of ``seed``, on its mesh."""
     rng = Random(seed)
     while True:
         p, mesh = draw(rng), machine(rng)
         if p.calls:
             g = graph(lambda *xs, p=p: p(*xs), p.shapes, mesh)
-            if math.prod(len(ways(n.kind, mesh)) for n in g.nodes if n.trip_count) <= WAYS:
+            if math.prod(len(strategies(n.kind, mesh)) for n in g.nodes if n.trip_count) <= MAX_COMBINATIONS:
                 return p, g
 
 

@@ -197,7 +197,7 @@ class _LayoutProblemBuilder:
 
     def _add_argument_costs(self) -> float:
         """Adds what arguments cost: a little for each byte per device, so that of layouts that are equal otherwise the
-        smallest wins, and the seconds to write what every call brings anew (its batch). Returns the most that the
+        smallest wins, and the seconds to write the inputs of each call (its batch). Returns the most that the
         former can come to."""
         values, bandwidth = self.graph.values, self.mesh.hardware.bandwidth
         weight = ARGUMENT_BYTE_WEIGHT / bandwidth

@@ -97,7 +97,7 @@ class ProblemBuilder:
         self.pairwise: dict[tuple[int, int], Array] = {}
 
     def add_variable(self, options: int) -> int:
-        """A new variable with so many options, all of cost 0."""
+        """A new variable; each of its ``options`` costs 0."""
         self.unary.append(np.zeros(options))
         return len(self.unary) - 1
 

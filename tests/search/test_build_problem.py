@@ -1,4 +1,4 @@
-"""The problem of a program costs what the program's layouts do."""
+"""The layout problem's optimum costs what its layout is priced at."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gated(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.
 
 
 def updated(w: jax.Array, m: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Momentum: a weight, its state and its gradient, which need not lie alike."""
+    """Momentum: a weight, its state and its gradient, which can have different specs."""
     m = 0.9 * m + jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
     return w - 0.1 * m, m
 
@@ -43,7 +43,7 @@ def program(case: str, axes: dict[str, int]) -> Graph:
 @pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_solution_costs_what_its_layout_is_priced_at(case: str, axes: dict[str, int]) -> None:
-    """The solver adds up tables, the evaluator prices a layout node by node; neither asks the other."""
+    """The solver adds up tables, the cost model prices a layout node by node: two implementations of one cost."""
     g = program(case, axes)
     solution = solve(build_problem(g).problem)
     _, s = search(g)

@@ -32,24 +32,24 @@ def gated(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down + x
 
 
-def test_neighbours_are_taken_together_in_every_way():
+def test_neighbours_are_merged_in_every_way():
     found = [v.graph.program.mesh.shape for v in merged_meshes(graph(product, ((64, 64), (64, 64)), FOUR), 3)]
     assert found == [{"a": 2, "b": 4, "c+d": 4}, {"a": 2, "b+c": 8, "d": 2}, {"a+b": 8, "c": 2, "d": 2}]
 
 
 def test_a_mesh_of_few_axes_is_itself():
     g = graph(product, ((64, 64), (64, 64)), mesh(a=2, b=4))
-    (view,) = merged_meshes(g, 3)
-    assert view.graph is g
-    assert view.expand_spec(Spec((("a",), ("b",)))) == Spec((("a",), ("b",)))
+    (merged,) = merged_meshes(g, 3)
+    assert merged.graph is g
+    assert merged.expand_spec(Spec((("a",), ("b",)))) == Spec((("a",), ("b",)))
 
 
-def test_pins_are_said_in_merged_axes_or_not_at_all():
+def test_a_mesh_that_cannot_express_the_pins_is_left_out():
     g = graph(product, ((64, 64), (64, 64)), FOUR, in_shardings=(P(("a", "b"), "d"), P(None, "c")))
-    (view,) = merged_meshes(g, 3)
-    assert list(view.axes) == ["a+b", "c", "d"]
-    assert [view.graph.pins[v] for v in g.inputs] == [Spec((("a+b",), ("d",))), Spec(((), ("c",)))]
-    assert all(view.expand_spec(view.graph.pins[v]) == g.pins[v] for v in g.inputs)
+    (merged,) = merged_meshes(g, 3)
+    assert list(merged.axes) == ["a+b", "c", "d"]
+    assert [merged.graph.pins[v] for v in g.inputs] == [Spec((("a+b",), ("d",))), Spec(((), ("c",)))]
+    assert all(merged.expand_spec(merged.graph.pins[v]) == g.pins[v] for v in g.inputs)
     swapped = graph(product, ((64, 64), (64, 64)), FOUR, in_shardings=(P(("b", "a")), P("d", "c")))
     assert not list(merged_meshes(swapped, 3))
 
@@ -64,25 +64,27 @@ def test_a_merged_axis_runs_over_its_slowest_link():
     assert first.graph.program.mesh.axis_links == last.graph.program.mesh.axis_links == ("far", "near")
 
 
-def test_a_layout_is_said_in_merged_axes_or_not_at_all():
+def test_a_layout_is_merged_where_merged_axes_can_express_it():
     g = graph(product, ((64, 64), (64, 64)), FOUR)
     first, middle, last = merged_meshes(g, 3)
-    said = propagate(first.graph, [{g.inputs[0]: Spec((("c+d",), ("a",)))}])
-    said = replace(said, strategies={0: (("m", ("c+d",)),)})
+    merged_layout = propagate(first.graph, [{g.inputs[0]: Spec((("c+d",), ("a",)))}])
+    merged_layout = replace(merged_layout, strategies={0: (("m", ("c+d",)),)})
     whole = replace(
-        said, specs=tuple(map(first.expand_spec, said.specs)), strategies=first.expand_factor_axes(said.strategies)
+        merged_layout,
+        specs=tuple(map(first.expand_spec, merged_layout.specs)),
+        strategies=first.expand_factor_axes(merged_layout.strategies),
     )
     found = first.merge_layout(whole)
     assert found is not None
-    assert (found.specs, found.strategies) == (said.specs, said.strategies)
+    assert (found.specs, found.strategies) == (merged_layout.specs, merged_layout.strategies)
     assert whole.specs[g.inputs[0]] == Spec((("c", "d"), ("a",)))
     assert middle.merge_layout(whole) is last.merge_layout(whole) is None  # c without b, and a without b
-    narrow = last.merge_layout(replace(whole, specs=(Spec((("c", "d"), ())),) * 4))
-    assert narrow is not None
-    assert (narrow.specs[0], narrow.strategies) == (Spec((("c", "d"), ())), {0: (("m", ("c", "d")),)})
+    replaced = last.merge_layout(replace(whole, specs=(Spec((("c", "d"), ())),) * 4))
+    assert replaced is not None
+    assert (replaced.specs[0], replaced.strategies) == (Spec((("c", "d"), ())), {0: (("m", ("c", "d")),)})
 
 
-def turned(weights: Any, x: jax.Array) -> jax.Array:
+def stacked(weights: Any, x: jax.Array) -> jax.Array:
     for w in weights:
         x = jnp.tanh(x @ w)
     return x.sum()
@@ -92,7 +94,7 @@ CASES = {
     "product": (product, ((1024, 256), (256, 512))),
     "gated": (gated, ((512, 64), (64, 256), (64, 256), (256, 64))),
     "trained": (mlp_step, mlp_args(256, 64, 128)),
-    "gradients": (jax.grad(turned), (((256, 512), (512, 256), (256, 512)), (32, 256))),
+    "gradients": (jax.grad(stacked), (((256, 512), (512, 256), (256, 512)), (32, 256))),
 }
 
 
@@ -107,7 +109,7 @@ def test_four_axes_do_no_worse_than_the_two_that_they_make(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_looking_near_coarse_layouts_finds_what_solving_finer_views_does(
+def test_refining_near_coarse_layouts_finds_what_solving_finer_meshes_does(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fun, args = CASES[case]
@@ -116,10 +118,10 @@ def test_looking_near_coarse_layouts_finds_what_solving_finer_views_does(
     def solved() -> float:
         return min(c.cost.seconds for choice, c in search(g)[1].tried.items() if choice.solved_number)
 
-    near = solved()
-    assert near <= min(solve(build_problem(v.graph).problem).cost for v in merged_meshes(g, 3)) * (1 + MIN_GAIN)
+    refined = solved()
+    assert refined <= min(solve(build_problem(v.graph).problem).cost for v in merged_meshes(g, 3)) * (1 + MIN_GAIN)
     monkeypatch.setattr(solved_layouts, "REFINEMENT_ROUNDS", 0)
-    assert (solved() > near * 1.04) == (case == "gradients")  # two axes are enough for the others
+    assert (solved() > refined * 1.04) == (case == "gradients")  # two axes are enough for the others
 
 
 def deep(x: jax.Array, weights: jax.Array) -> jax.Array:

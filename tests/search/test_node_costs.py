@@ -1,4 +1,4 @@
-"""What equations cost under all options at once is what they cost under each."""
+"""Node costs computed for all options at once equal those computed option by option."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.search.test_build_problem import CASES, program
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
-    """Of many equations one, on values that lie alike, splits but one dimension of three."""
+    """Of many nodes on one group of values, one can be split along one dimension of three only."""
     for _ in range(SMALL_PROGRAM):
         x = jnp.tanh(x)
     return x + lax.linalg.cholesky(x, symmetrize_input=False)

@@ -84,7 +84,7 @@ def test_memory_budget_is_kept_where_it_can_be() -> None:
     assert tight.cost.seconds >= free.cost.seconds
 
 
-def test_a_budget_that_nothing_fits_names_the_least_that_would() -> None:
+def test_a_budget_that_nothing_fits_names_the_smallest_layout() -> None:
     g = graph(mlp_step, mlp_args(64, 64, 64), mesh(a=4))
     least = r"fits the memory budget of 100 B per device: the smallest needs [\d.]+ KiB, of which \w+ take [\d.]+ KiB"
     with pytest.raises(MemoryBudgetError, match=least):

@@ -1,4 +1,4 @@
-"""The solver: what every combination tried one by one says, with a bound that never lies."""
+"""The solver against enumeration: optima where it claims them, and bounds that hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.search.problem import Budget, Problem
 from autoshard.search.solve import least_load, solve, solve_milp, solve_without_budgets
 
 
-def random_problem(seed: int, rows: int = 0) -> Problem:
+def random_problem(seed: int, budget_count: int = 0) -> Problem:
     """Two to six variables of one to four options, most pairs of them with a table."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 5, rng.integers(2, 7))
@@ -24,19 +24,21 @@ def random_problem(seed: int, rows: int = 0) -> Problem:
         for i, j in itertools.combinations(range(len(sizes)), 2)
         if rng.random() < 0.6
     }
-    budgets = [Budget({i: rng.random(n) for i, n in enumerate(sizes)}, rng.uniform(0.3, 0.6) * len(sizes))] * rows
+    budgets = [
+        Budget({i: rng.random(n) for i, n in enumerate(sizes)}, rng.uniform(0.3, 0.6) * len(sizes))
+    ] * budget_count
     neighbourhoods = (tuple(np.arange(n) // 2 for n in sizes),)
     return Problem(tuple(rng.random(n) for n in sizes), pairs, tuple(budgets), neighbourhoods)
 
 
 def every(p: Problem) -> float:
-    """The least cost of all choices that keep the budgets."""
+    """The least cost of all assignments within the budgets."""
     choices = itertools.product(*(range(len(u)) for u in p.unary))
     return min((p.cost(c) for c in choices if p.fits(c)), default=math.inf)
 
 
 @given(st.integers(0, 2**32))
-def test_elimination_finds_the_best_of_all(seed: int) -> None:
+def test_elimination_finds_the_optimum(seed: int) -> None:
     p = random_problem(seed)
     found = solve_without_budgets(p)
     assert found.cost == pytest.approx(every(p), abs=1e-12)
@@ -45,7 +47,7 @@ def test_elimination_finds_the_best_of_all(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_where_tables_would_be_large_the_bound_holds(seed: int) -> None:
+def test_with_mini_buckets_the_bound_holds(seed: int) -> None:
     p = random_problem(seed)
     found = solve_without_budgets(p, max_entries=8)
     assert found.bound <= every(p) + 1e-12
@@ -54,7 +56,7 @@ def test_where_tables_would_be_large_the_bound_holds(seed: int) -> None:
 
 @given(st.integers(0, 2**32))
 def test_highs_agrees(seed: int) -> None:
-    p = random_problem(seed, rows=seed % 2)
+    p = random_problem(seed, budget_count=seed % 2)
     if every(p) == math.inf:
         with pytest.raises(PlanError, match="no assignment is within the budgets"):
             solve_milp(p)
@@ -67,7 +69,7 @@ def test_highs_agrees(seed: int) -> None:
 
 @given(st.integers(0, 2**32))
 def test_budgets_are_kept_and_the_gap_is_honest(seed: int) -> None:
-    p = random_problem(seed, rows=1)
+    p = random_problem(seed, budget_count=1)
     best = every(p)
     try:
         found = solve(p, milp_entries=seed % 2 * 4000)
@@ -81,7 +83,7 @@ def test_budgets_are_kept_and_the_gap_is_honest(seed: int) -> None:
 def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
     found = 0
     for seed in range(100):
-        p = random_problem(seed, rows=1)
+        p = random_problem(seed, budget_count=1)
         try:
             found += solve(p, milp_entries=0).cost <= every(p) * 1.02
         except PlanError:
@@ -89,14 +91,14 @@ def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
     assert found >= 70
 
 
-def test_an_option_that_is_not_to_be_had_is_not_taken() -> None:
+def test_an_option_of_infinite_cost_is_not_taken() -> None:
     p = Problem((np.array([0.0, 1.0]), np.zeros(2)), {(0, 1): np.array([[math.inf, math.inf], [3.0, 2.0]])})
     assert solve_without_budgets(p).assignment == (1, 1)
     assert solve_milp(p).assignment == (1, 1)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_hopeless_no_choice_keeps(seed: int) -> None:
+def test_infeasible_problems_have_no_assignment_within_the_budgets(seed: int) -> None:
     rng = np.random.default_rng(seed)
     unary = tuple(np.where(rng.random(3) < 0.3, math.inf, rng.random(3)) for _ in range(4))
     unary = tuple(np.where(np.isinf(u).all(), 1.0, u) for u in unary)
@@ -111,8 +113,8 @@ def test_what_is_hopeless_no_choice_keeps(seed: int) -> None:
         assert row.load(least_load(problem).assignment) == pytest.approx(min(map(row.load, allowed)))
 
 
-def test_kindred_options_lead_out_of_a_bad_start() -> None:
-    """Two variables that must change together: one at a time nothing is better, all at once it is."""
+def test_neighbourhoods_lead_out_of_a_local_optimum() -> None:
+    """Variables that must change together: no single change improves, a change of all does."""
     table = np.full((4, 4), 5.0)
     np.fill_diagonal(table, [3.0, 2.0, 1.0, 0.5])
     wide = {(0, 1): table, (1, 2): table, (0, 2): table}
@@ -122,7 +124,7 @@ def test_kindred_options_lead_out_of_a_bad_start() -> None:
 
 
 def test_two_products_on_a_mesh_of_two_by_two() -> None:
-    """XLA's solver test in plain numbers: [64,64] x [64,128] x [128,64] on (2, 2), one axis a hundredth as dear."""
+    """XLA's solver test in plain numbers: [64,64] x [64,128] x [128,64] on (2, 2), one axis costs 1 %."""
     # Options of a product's factors (rows, contracted, columns): which axis splits which; beta of the axes is (.01, 1).
     beta, n = (0.01, 1.0), 2
 

@@ -1,4 +1,4 @@
-"""How values lie under many options at once, against one at a time."""
+"""Specs and reshard prices of many options at once equal those of one at a time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_splits_are_all_that_divide_in_the_order_of_their_axes():
     assert list(OPTIONS[0]) == found
 
 
-def test_what_splits_a_dimension_with_terms_is_what_the_value_is_in_terms_along():
+def test_a_value_is_partial_along_the_axes_of_its_partial_dimensions():
     option = Spec((("a",), ("b",)))
     assert value_spec(option, (1, -1), ((0, "sum"),)) == Spec((("b",), ()), (("a", "sum"),))
     assert value_spec(option, (1, -1), ()) == Spec((("b",), ()))
 
 
-def test_moves_are_those_of_each_pair_of_options():
+def test_the_matrix_has_the_reshard_of_each_pair_of_options():
     tables, shape = SpecTables(OPTIONS, MESH), (8, 12)
     src, dst = tables.value_specs(0, (0, -1), ((1, "sum"),)), tables.value_specs(1, (0, 1))
     table = tables.reshard_matrix(src, dst, shape, 32)
@@ -47,13 +47,13 @@ def test_moves_are_those_of_each_pair_of_options():
     assert tables.shard_counts(dst).tolist() == [o.num_shards(MESH.shape) for o in OPTIONS[1]]
 
 
-def test_options_that_are_equal_lie_alike():
+def test_equal_options_share_their_specs():
     tables = SpecTables((OPTIONS[0], list(OPTIONS[0]), OPTIONS[1]), MESH)
     assert tables.value_specs(0, (0, -1)) is tables.value_specs(1, (0, -1)) is not tables.value_specs(2, (0, -1))
     assert tables.intern([value_spec(o, (0, -1)) for o in OPTIONS[0]]) is tables.value_specs(0, (0, -1))
 
 
-def test_along_is_what_moves_has_for_the_same_option():
+def test_pairs_are_the_diagonal_of_the_matrix():
     tables, shape = SpecTables(OPTIONS, MESH), (8, 12)
     src, dst = tables.value_specs(1, (0, 1)), tables.value_specs(1, (-1, 1))
     np.testing.assert_array_equal(
@@ -62,7 +62,7 @@ def test_along_is_what_moves_has_for_the_same_option():
     assert tables.reshard_pairs(src, dst, shape, 32).any()
 
 
-def test_near_differs_in_what_one_axis_splits():
+def test_neighbouring_splits_differ_in_what_one_axis_shards():
     def split_by(spec: Spec) -> list[int | None]:
         return [next((d for d, axes in enumerate(spec.dims) if a in axes), None) for a in ("a", "b")]
 

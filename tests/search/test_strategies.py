@@ -28,7 +28,7 @@ def planned(strategy: str, mesh: dict[str, int], batch: int = 8) -> tuple[Plan, 
 
 
 def specs(plan: Plan) -> dict[str, str]:
-    """Of each parameter of the first layer, and of what stands outside of the layers."""
+    """Of each parameter of the first layer, and of those outside of the layers."""
     found = {p.path.removeprefix("state['params']"): str(p.spec) for p in plan.inputs if "['params']" in p.path}
     return {k: v for k, v in found.items() if "[1]" not in k}
 
