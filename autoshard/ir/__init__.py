@@ -1,8 +1,8 @@
-"""ir: the program as data, and what sharding means for it.
+"""ir: the program as data, and its sharding semantics.
 
-In comes a jaxpr with its arguments, and a table of rules (the rules themselves are `autoshard.rules`, which this
-package does not know). Out go a `Program`, its flat `Graph` with a `Rule` for every equation, the `Layout` that
-propagation makes of a choice of specs, and the dimension classes that the search chooses over.
+Input: a traced step with its arguments, and tables of rules (`autoshard.rules`, which this package does not import).
+Output: a `Program`; its flat `Graph`, with a `Rule` on every node; the `Layout` (a `Spec` for every value) that
+propagation derives from a few decided specs; and the dimension classes that the search chooses mesh axes for.
 
 May import: jaxpr, machine, and what they may.
 """

@@ -1,7 +1,7 @@
-"""`annotate`: a pin on an intermediate value, written inside the step.
+"""`autoshard.annotate`: a pin (hard sharding constraint) on an intermediate value, written inside the step.
 
-It is a primitive of its own, so that it stays in the traced program under any mesh, differentiates
-and batches; outside autoshard it is the identity.
+It is a primitive of its own, so that it survives tracing under any mesh, autodiff and batching; in a step that is not
+planned by autoshard it is the identity.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ annotate_p = Primitive("annotate")
 def annotate[T](x: T, spec: PartitionSpec | NamedSharding) -> T:
     """Pins every array in ``x`` to ``spec`` when the step is planned; the values do not change.
 
-    The pin is hard: planning never overrules it, and an impossible one is a `SpecError` when the step is
-    planned. The gradient with respect to ``x`` is pinned likewise.
+    Planning never overrules a pin; an impossible one raises `SpecError` when the step is planned. The gradient with
+    respect to ``x`` is pinned to the same spec.
 
     Args:
       x: an array or a pytree of arrays inside a traced step.
-      spec: mesh axes per dimension, as for `jax.lax.with_sharding_constraint`. Of a `NamedSharding` the spec is taken.
+      spec: mesh axes per dimension, as for `jax.lax.with_sharding_constraint`; or a `NamedSharding` with that spec.
 
     Raises:
       ArgumentError: ``spec`` is neither.
@@ -52,13 +52,13 @@ def _entries(spec: Any) -> PartitionSpec:
         return spec
     if not isinstance(spec, NamedSharding):
         hint = f"; for one axis write P({spec!r})" if isinstance(spec, str) else ""
-        hint = "; P() lays every dimension whole" if spec is None else hint
-        raise ArgumentError(f"annotate takes a PartitionSpec or a NamedSharding, and this is {spec!r}{hint}")
+        hint = "; P() replicates the array" if spec is None else hint
+        raise ArgumentError(f"annotate takes a PartitionSpec or a NamedSharding, not {spec!r}{hint}")
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and dict(mesh.shape) != dict(spec.mesh.shape):
         raise SpecError(
             f"annotate: {spec.spec} is over the mesh {dict(spec.mesh.shape)}, and the step runs on "
-            f"{dict(mesh.shape)}; give the spec alone, {spec.spec}, if its axes are meant"
+            f"{dict(mesh.shape)}; pass the PartitionSpec alone, {spec.spec}, to use the step's mesh"
         )
     return spec.spec
 

@@ -1,4 +1,4 @@
-"""flatten: a program's equations as the nodes of a `Graph`, nested programs in place."""
+"""Builds the `Graph` of a `Program`: equations become nodes with rules, regions are flattened in place."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from autoshard import jaxpr as jx
 from autoshard.errors import RuleError
 from autoshard.ir.annotate import annotate_p
 from autoshard.ir.combined_reductions import combined_reduction_counts
-from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, Graph, OpKind, Node, Value
+from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, FactoredDim, Graph, Node, OpKind, Value
 from autoshard.ir.program import Program
-from autoshard.ir.rule import Rule, single_factor_dims, factor_names, replicated_rule
-from autoshard.ir.rule_registry import check_used, lookup_rule, near_misses, has_own_rule, fallback_rule
+from autoshard.ir.rule import Rule, factor_names, replicated_rule, single_factor_dims
+from autoshard.ir.rule_registry import check_used, fallback_rule, has_own_rule, lookup_rule, near_misses
 from autoshard.ir.spec import Spec, checked_spec, unconstrained_dims
 from autoshard.ir.traits import UNKNOWN, Traits
 
 
 def build_graph(program: Program, *, strict: bool = False) -> Graph:
-    """Flattens ``program`` and gives every equation its rule.
+    """The graph of ``program``, with the rule of every equation looked up.
 
-    An equation that has no rule is kept whole and named in `Graph.diagnostics`.
+    An equation without a rule is kept whole (no dimension split), and reported in `Graph.diagnostics`.
 
     Raises:
-      RuleError: under ``strict``, an equation without a rule; a rule that does not fit its equation; or a name among
-        the step's own rules that nothing in it has.
+      RuleError: a rule that does not fit its equation; a name in the step's ``rules=`` that no operation has; with
+        ``strict``, an equation without a rule.
       SpecError: a pin inside the step that does not fit its value or the mesh.
     """
     builder = _Builder(program, strict)
@@ -38,14 +38,14 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     ids = builder.ids
     inputs = tuple(ids[v] for v in program.jaxpr.invars)
     outputs = tuple(builder.read(a) for a in program.jaxpr.outvars)
-    for x, gradient in builder.gathered():
+    for x, gradient in builder.gathered_with_gradients():
         builder.tie("gradient", x, gradient, False, 0, "", PLAIN)
     kinds: dict[tuple[OpKind, int], OpKind] = {}
     for i, count in combined_reduction_counts(builder.nodes, builder.values).items():
         kind = builder.nodes[i].kind
         kind = kinds.setdefault((kind, count), replace(kind, combined_count=count))
         builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
-    for i, o in program.carries:  # the next call begins where this one ends
+    for i, o in program.carries:  # the next call's argument is this call's result
         builder.tie("carry", outputs[o], inputs[i], False, 1, "", PLAIN)
     for v, leaf in (*zip(inputs, program.inputs, strict=True), *zip(outputs, program.outputs, strict=True)):
         if leaf.pin is not None and v:
@@ -62,7 +62,7 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
         ids,
         builder.pins,
         tuple(dict.fromkeys(builder.diagnostics)),
-        builder.open,
+        builder.unconstrained_dims,
         tuple(builder.loops),
     )
 
@@ -76,16 +76,19 @@ class _Builder:
         self.nodes: list[Node] = []
         self.ids: dict[jx.Var, int] = {}
         self.pins: dict[int, Spec] = {}
-        self.open: dict[int, frozenset[int]] = {}
+        self.unconstrained_dims: dict[int, frozenset[int]] = {}
         self.diagnostics: list[Diagnostic] = []
         self.kinds: dict[Any, OpKind] = {}
-        self.met: dict[tuple[int, ...], OpKind] = {}
-        """Kinds by the very parameters and abstract values of an equation, which many that are alike share."""
-        self.alike: dict[Any, Value] = {}
+        """By `jx.eqn_key`, or by what distinguishes ties."""
+        self.kinds_by_id: dict[tuple[int, ...], OpKind] = {}
+        """By ids of the equation's parameters and abstract values: a first look-up, cheaper than `kinds`. The program
+        keeps these objects alive."""
+        self.value_types: dict[Any, Value] = {}
         """By shape and dtype."""
-        self.seen: dict[int, Value] = {}
-        """By the very abstract value."""
+        self.value_types_by_id: dict[int, Value] = {}
+        """By id of the abstract value."""
         self.names: set[str] = set()
+        """Names of all operations, to report rules that match none."""
         self.loops: list[tuple[int, int]] = []
 
     def read(self, atom: jx.Var | jx.Literal) -> int:
@@ -97,15 +100,16 @@ class _Builder:
 
     def pin(self, value: int, entries: PartitionSpec, source: str, free: frozenset[int] = frozenset()) -> None:
         shape = self.values[value].shape
-        self.open[value] = free | unconstrained_dims(entries)
+        self.unconstrained_dims[value] = free | unconstrained_dims(entries)
         self.pins[value] = checked_spec(entries, shape, self.program.mesh.shape, f"the value pinned at {source}")
 
     def value(self, aval: Any) -> int:
-        found = self.seen.get(id(aval))
+        found = self.value_types_by_id.get(id(aval))
         if found is None:
             key = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
             name = "token" if key[1] is None else jx.dtype_name(key[1])
-            found = self.seen[id(aval)] = self.alike.setdefault(key, Value(key[0], _bits(aval), name))
+            found = self.value_types.setdefault(key, Value(key[0], _bits(aval), name))
+            self.value_types_by_id[id(aval)] = found
         self.values.append(found)
         return len(self.values) - 1
 
@@ -122,9 +126,9 @@ class _Builder:
             if regions:
                 self.regions(eqn, regions, times, inner)
             elif jx.manual_specs(eqn):
-                self.manual(eqn, times, inner)
+                self.shard_map(eqn, times, inner)
             elif eqn.primitive in jx.VARIADIC_IDENTITIES:
-                self.side_by_side(eqn, times, inner)
+                self.variadic_identity(eqn, times, inner)
             else:
                 self.equation(eqn, times, inner)
 
@@ -133,16 +137,16 @@ class _Builder:
         results = tuple(map(self.define, eqn.outvars))
         source = jx.source(eqn)
         key = id(eqn.primitive), id(eqn.params), *[id(jx.aval(a)) for a in eqn.invars]
-        kind = self.met.get(key)
+        kind = self.kinds_by_id.get(key)
         if kind is None:
-            kind = self.met[key] = self.kind(eqn, source)
+            kind = self.kinds_by_id[key] = self.kind(eqn, source)
         self.nodes.append(Node(kind, operands, results, times, source, phase))
         if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
             entries = eqn.params["spec"] if eqn.primitive is annotate_p else eqn.params["sharding"].spec
             self.pin(results[0], entries, source, frozenset(eqn.params.get("unconstrained_dims", ())))
 
-    def manual(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
-        """A `shard_map` of the user's: what goes in and comes out lies as it says, and what it does is its own."""
+    def shard_map(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+        """A `shard_map` of the user's: its operands and results are pinned to its specs, its body is not read."""
         specs, source = jx.manual_specs(eqn), jx.source(eqn)
         assert specs is not None
         name, traits = eqn.primitive.name, self.rules.traits(eqn.primitive)
@@ -155,13 +159,14 @@ class _Builder:
             self.pin(result, spec, source)
         avals = [jx.aval(v) for v in eqn.outvars]
         shapes, bits = tuple(tuple(a.shape) for a in avals), tuple(map(_bits, avals))
-        kind = _kind(name, traits, replicated_rule("", (), avals), shapes, bits, "", 0.0, source, tie=True)  # they come into being so
+        # A tie, so that no transfer is charged: the results have their specs from the start.
+        kind = _kind(name, traits, replicated_rule("", (), avals), shapes, bits, "", 0.0, source, tie=True)
         self.nodes.append(Node(kind, (), results, times, source, phase))
-        text = f"{name} is taken as it is; its compute and collectives are not costed"
+        text = f"{name} is used as written; its compute and collectives are not costed"
         self.diagnostics.append(Diagnostic(source, text))
 
-    def side_by_side(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
-        """Each result is its operand, and no two have to do with each other."""
+    def variadic_identity(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+        """A tie from each operand to its result; the pairs are independent of each other."""
         traits = self.rules.traits(eqn.primitive)
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
             made = self.define(result)
@@ -201,7 +206,7 @@ class _Builder:
         operands = [self.read(a) for a in eqn.invars]
         source, name, traits = jx.source(eqn), eqn.primitive.name, self.rules.traits(eqn.primitive)
         if not all(r.trip_count_known for r in regions):
-            text = f"{name}: how often it turns is not known; costed as one turn"
+            text = f"{name}: its trip count is unknown; costed as one iteration"
             self.diagnostics.append(Diagnostic(source, text))
         for region in regions:
             inner, begin = times * region.trip_count, len(self.nodes)
@@ -219,10 +224,10 @@ class _Builder:
             if region.carries or region.trip_count > 1 or not region.trip_count_known:
                 self.loops.append((begin, len(self.nodes) - 1))
 
-    def gathered(self) -> list[tuple[int, int]]:
-        """Arrays that are gathered from, each with its gradient: what is scattered to the same positions into zeros.
+    def gathered_with_gradients(self) -> list[tuple[int, int]]:
+        """Arrays that are gathered from, each with its gradient: the backward scatter-add at the same indices.
 
-        No operation has both, so nothing else would let the gradient of an embedding lie as the embedding does.
+        No operation reads both, so nothing else would propagate an embedding's spec to its gradient.
         """
         nodes, first = self.nodes, dict[tuple[int, tuple[int, ...]], int]()
         for n in nodes:
@@ -240,17 +245,17 @@ class _Builder:
         name: str,
         a: int,
         b: int,
-        lifted: bool,
+        stacked: bool,
         times: int,
         source: str,
         phase: str,
         traits: Traits = UNKNOWN,
     ) -> None:
-        """``b`` is ``a``, or, lifted, a slice of one is the other."""
+        """Adds a tie: ``b`` is ``a`` or, where ``stacked``, one is a slice of the other along its leading dimension."""
         if not a or not b:
             return
         va, vb = self.values[a], self.values[b]
-        rule = _lifted(len(va.shape), len(vb.shape)) if lifted else _identity(len(va.shape))
+        rule = _slice_rule(len(va.shape), len(vb.shape)) if stacked else _identity(len(va.shape))
         key = ("tie", name, traits, va.shape, vb.shape, va.bits, vb.dtype)
         kind = self.kinds.get(key) or self.kinds.setdefault(
             key, _kind(name, traits, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source, tie=True)
@@ -278,8 +283,8 @@ def _kind(
         raise RuleError(f"{source}: {op}: {e}") from None
     order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
     dims = (*rule.operands, *rule.results)
-    places = tuple((i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
-    return OpKind(op, traits, rule, shapes, bits, dtype, tuple(sizes.items()), places, flops, tie)
+    factored = tuple(FactoredDim(i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
+    return OpKind(op, traits, rule, shapes, bits, dtype, tuple(sizes.items()), factored, flops, tie)
 
 
 @functools.cache
@@ -288,7 +293,7 @@ def _identity(rank: int) -> Rule:
 
 
 @functools.cache
-def _lifted(before: int, after: int) -> Rule:
+def _slice_rule(before: int, after: int) -> Rule:
     inner, outer = min(before, after), max(before, after)
     small, large = single_factor_dims(factor_names(inner)), ((), *single_factor_dims(factor_names(inner)))
     assert outer == inner + 1

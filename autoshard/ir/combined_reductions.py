@@ -1,7 +1,7 @@
-"""together: sums that become one number are sent together.
+"""Scalar reductions whose all-reduces XLA combines into one.
 
-The norm of a gradient adds a number for each of its arrays. A compiler combines their reductions into one collective,
-and a round trip is paid once, not once for every array; so each bears its share of it.
+A global gradient norm adds one scalar per array. XLA combines their all-reduces into one collective, so each is charged
+its share of one collective's latency (`OpKind.combined_count`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autoshard.ir.spec import REDUCTION_KINDS
 
 
 def combined_reduction_counts(nodes: Sequence[Node], values: Sequence[Value]) -> dict[int, int]:
-    """Of each node whose result is a number that is only added to others: how many such numbers are sent together."""
+    """By node number, for reductions to a scalar that are summed with others: how many scalars go into the same sum."""
     leader = list(range(len(values)))
 
     def root(v: int) -> int:
@@ -23,7 +23,7 @@ def combined_reduction_counts(nodes: Sequence[Node], values: Sequence[Value]) ->
             v = leader[v]
         return v
 
-    sums: list[int] = []
+    reductions: list[int] = []
     for i, node in enumerate(nodes):
         if len(node.results) != 1 or values[node.results[0]].shape:
             continue
@@ -31,8 +31,8 @@ def combined_reduction_counts(nodes: Sequence[Node], values: Sequence[Value]) ->
             for v in filter(None, node.operands):
                 leader[root(v)] = root(node.results[0])
         elif any(kind in REDUCTION_KINDS for _, kind in node.kind.rule.kinds):
-            sums.append(i)
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for i in sums:
-        alike[root(nodes[i].results[0]), nodes[i].trip_count].append(i)
-    return {i: len(members) for members in alike.values() if len(members) > 1 for i in members}
+            reductions.append(i)
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i in reductions:
+        groups[root(nodes[i].results[0]), nodes[i].trip_count].append(i)
+    return {i: len(members) for members in groups.values() if len(members) > 1 for i in members}

@@ -1,8 +1,8 @@
-"""Graph: a program as numbered values and nodes, with a rule on every node.
+"""Graph: a program as a flat list of nodes over numbered values, with a sharding rule on every node.
 
-Nested programs are flat in it (`autoshard.ir.build_graph`). Where a value enters, leaves or goes round a region there is a
-*tie*, a node whose rule is the identity, so that every algorithm above (propagation, cost, memory) reads one
-flat list and knows nothing of control flow. A node inside a loop carries how often it runs.
+Nested jaxprs are flattened into it (`autoshard.ir.build_graph`). Where a value enters or leaves a region, or is carried
+by a loop, there is a *tie*: a node whose rule is the identity. So propagation, cost and memory read one flat list and
+know nothing of control flow. A node inside a loop has the loop's trip count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORWARD, BACKWARD, PLAIN = "forward", "backward", "plain"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array of the program, whole."""
+    """One array of the program, unsharded."""
 
     shape: tuple[int, ...]
     bits: int
@@ -38,28 +38,44 @@ class Value:
         object.__setattr__(self, "bytes", -(-math.prod(self.shape) * self.bits // 8))
 
 
+class FactoredDim(NamedTuple):
+    """A dimension of an operand or result and the factors of its size."""
+
+    value: int
+    """Position among the operands and then the results."""
+    dim: int
+    factors: Dim
+    """Major to minor."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpKind:
-    """What nodes that are alike share; interned, so that work on one serves all."""
+    """What nodes of the same operation, parameters, shapes and dtypes share.
+
+    Interned (one object per graph, compared by identity), so that what is computed for one node serves all.
+    """
 
     op: str
+    """Name of the primitive."""
     traits: Traits
     rule: Rule
     shapes: tuple[tuple[int, ...], ...]
     """Of the operands, then the results."""
     bits: tuple[int, ...]
+    """Bits per element of the operands, then the results."""
     dtype: str
+    """Of the first result."""
     factor_sizes: tuple[tuple[str, int], ...]
-    factored_dims: tuple[tuple[int, int, Dim], ...]
-    """(position among operands and results, dimension, factors), largest value first."""
+    factored_dims: tuple[FactoredDim, ...]
+    """Every dimension that has a factor; those of the largest value first."""
     flops: float
-    """Floating-point operations of the whole operation, where they are what costs; else 0."""
+    """FLOPs of the unsharded operation, where it is a matrix product or the like; else 0."""
     tie: bool = False
-    """Whether it stands for a value that goes into, out of or round a region."""
+    """Whether it is a value's way into or out of a region, or from one iteration to the next."""
     combined_count: int = 1
-    """How many results are sent by one collective, this one's among them."""
+    """How many scalar all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
-    """Of the operands, then the results, whole."""
+    """Of the operands, then the results, unsharded."""
 
     def __post_init__(self) -> None:
         sizes = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, self.bits, strict=True))
@@ -67,15 +83,17 @@ class OpKind:
 
 
 class Node(NamedTuple):
-    """One operation. ``operands`` and ``results`` are value numbers."""
+    """One operation of the graph. ``operands`` and ``results`` are value numbers; 0 stands for any literal."""
 
     kind: OpKind
     operands: tuple[int, ...]
     results: tuple[int, ...]
     trip_count: int = 1
-    """How often it runs; 0 of a tie that says of two values that they should lie alike, and moves nothing."""
+    """Executions per call of the step; 0 of a tie that only asks for equal specs of two values and moves no data."""
     source: str = ""
+    """``file:line`` of the user's code."""
     phase: str = PLAIN
+    """Automatic differentiation: ``FORWARD``, ``BACKWARD``, or ``PLAIN`` outside differentiated functions."""
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -89,9 +107,10 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """Something a user should know: where, and what."""
+    """A remark for the user of the plan."""
 
     source: str
+    """``file:line`` of the user's code, or empty."""
     text: str
 
     def __str__(self) -> str:
@@ -100,21 +119,24 @@ class Diagnostic:
 
 @dataclass(frozen=True)
 class Graph:
-    """A program's values and nodes, in order of execution."""
+    """A program's values, and its nodes in order of execution."""
 
     program: Program
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
+    """Value numbers of the program's arguments."""
     outputs: tuple[int, ...]
+    """Value numbers of the program's results."""
     ids: Mapping[jx.Var, int]
+    """Value number of each variable, at any depth of the jaxpr."""
     pins: Mapping[int, Spec]
-    """Values pinned by the user: arguments, results, and those inside the step."""
+    """Specs that the user demands, by value: of arguments, results and values inside the step."""
     diagnostics: tuple[Diagnostic, ...] = ()
     unconstrained_dims: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
-    """Dimensions of pinned values that their pin leaves open."""
+    """By pinned value: the dimensions that its pin leaves to the planner."""
     loops: tuple[tuple[int, int], ...] = ()
-    """First and last node of every loop, what goes in and comes out included; an outer loop after its inner ones."""
+    """First and last node of every loop, the ties at its boundary included; an outer loop after its inner ones."""
     proposal_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
     """Cache of `propagate.proposals` by (OpKind, axes of its values). Like every cache here it lives as long as the
     graph, is valid for its mesh alone, and starts empty in a copy that `dataclasses.replace` makes."""
@@ -123,7 +145,7 @@ class Graph:
 
     @functools.cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """For each value, the nodes that it is an operand or a result of."""
+        """For each value, the numbers of the nodes that have it as operand or result."""
         uses: list[list[int]] = [[] for _ in self.values]
         for i, node in enumerate(self.nodes):
             for v in dict.fromkeys(node.values):
@@ -132,7 +154,7 @@ class Graph:
 
 
 def graph_lines(graph: Graph) -> Iterator[str]:
-    """One line a node: what it does, to what, under which rule, and where it comes from."""
+    """One line per node: number, results, operation, operands, trip count, rule, phase and source."""
 
     def value(v: int) -> str:
         return f"%{v}{list(graph.values[v].shape)}" if v else "lit"

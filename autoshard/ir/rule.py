@@ -1,23 +1,23 @@
-"""Rules: how an operation may be split, as data.
+"""Rules: how an operation may be sharded, as data.
 
-A rule names the *factors* of an operation, einsum-like, and says what happens when each is split::
+A rule names the *factors* of an operation, as einsum does, and says what splitting each of them means (after Shardy's
+`OpShardingRule`)::
 
     mk, kn -> mn {k: sum} | sum: 0 1
 
-Each operand and result lists the factors of its dimensions. ``(ab)`` is one dimension made of two
-factors, ``a`` major; ``.`` is a dimension that carries no factor and must stay whole. In braces stand
-the factors that are not plainly parallel:
+Each operand and result lists the factors of its dimensions. ``(ab)`` is one dimension made of two factors, ``a`` major;
+``.`` is a dimension without a factor, which is never split. In braces are the factors that are not parallel:
 
-- ``sum max min prod and or``: the factor is reduced, so splitting it leaves those results partial that lack it;
-- ``whole``: the factor must not be split;
-- ``halo``: it may be split, and neighbours exchange their edges;
-- ``local``: it may be split where the rule's *local form* computes each part, with collectives of its own.
+- ``sum max min prod and or``: a reduction: splitting it makes the results without it partial;
+- ``whole``: it must not be split;
+- ``halo``: it may be split; neighbours exchange halos;
+- ``local``: it may be split where each shard runs the rule's *local form*, with collectives of its own.
 
-After the bar stands what the operation lets through: ``sum: 0 1`` means that a sum-partial operand 0,
-or a sum-partial operand 1 (not both), gives a sum-partial result; ``sum: 0+1`` that both must be.
+After the bar is the partial passthrough: ``sum: 0 1`` means that a sum-partial operand 0 or a sum-partial operand 1,
+but not both, gives a sum-partial result; ``sum: 0+1`` that both operands must be partial.
 
-From one rule follow forward and backward propagation, the legal strategies, partial results and
-cost. The text form is the one that `str` prints and `parse` reads.
+Propagation in both directions, the legal strategies, partial results and costs all follow from the rule. `str` prints
+the text form and `parse` reads it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Dims = tuple[Dim, ...]
 
 
 class Aval(Protocol):
-    """What a rule may look at: an abstract value."""
+    """An abstract value, as far as a rule may read it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -51,56 +51,54 @@ class Aval(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """How each device computes its part of an operation, where XLA would gather or cannot split it at all.
+    """A local form: how each device computes its shard of an operation that XLA would gather for, or cannot partition.
 
-    It is used inside `jax.shard_map`. With a rule that has a factor of the kind `local`, when that is split; with one
-    that has a factor of the kind `halo`, when that is, and the axes that split it are left to XLA, which exchanges the
-    edges; with any other, always; unless ``due`` says otherwise. All other factors may be split at the same time; what
-    they reduce, the lowering combines.
+    It runs inside a `jax.shard_map`. By default it is used where the rule's `local` factor is split; with a `halo`
+    factor, where that is split, with its axes left to XLA, which exchanges the halos; with neither, always. All other
+    factors may be split at the same time; the lowering reduces the partial results that they leave.
     """
 
     fun: Callable[..., Any] | None
-    """``fun(axes, *operands)`` -> a result or a tuple of them: parts in, parts out. ``axes`` are the mesh axes that
-    split the local factor, major to minor: a valid ``axis_name`` of every collective. None: the operation itself."""
+    """``fun(axes, *operands)`` -> a result or a tuple of them, all shards. ``axes`` are the mesh axes that split the
+    local factor, major to minor: an ``axis_name`` for `jax.lax`'s collectives. None: the operation itself."""
     collectives: Callable[[int, Sequence[int]], tuple[tuple[CollectiveKind, int], ...] | None]
-    """``moves(parts, sizes)`` -> the collectives that ``fun`` makes over ``axes``, as (kind, bytes); None where so many
-    parts are better gathered, so that ``fun`` is not asked. ``sizes`` are the bytes of one part of each operand and
-    then of each result; bytes are as `autoshard.machine.collective` defines them."""
+    """``collectives(parts, sizes)`` -> the collectives that ``fun`` executes over ``axes``, as (kind, bytes as
+    `autoshard.machine.collective` defines them); None where ``fun`` is not to be used for so many ``parts``.
+    ``sizes``: bytes of one shard of each operand and then of each result."""
     used_when: Literal["split", "always", "partial", "scattered"] = "split"
-    """``always``: also where the local factor is not split, with no ``axes``, since XLA gathers whatever else is.
-    ``partial``: where a factor is split that is reduced, and nowhere else. ``scattered``: where the terms which that
-    leaves are put together into parts, or operands come with their neighbours' edges, and nowhere else."""
+    """``always``: also, with no ``axes``, where the local factor is not split, since XLA would gather for any other.
+    ``partial``: only where a reduced factor is split. ``scattered``: only where the partial sums of a split reduced
+    factor are reduce-scattered, or operands come with halos."""
     imbalance: Callable[[int, Sequence[float]], float] | None = None
-    """``slowest(parts, sizes)`` -> the work of the part that has most, over an even share; None: all have as much."""
+    """``imbalance(parts, sizes)`` -> the work of the busiest shard over the mean; None: all have equal work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Factors per dimension of every operand and result, their kinds, and what partials pass."""
+    """The factors of every dimension of the operands and results, their kinds, and partial passthrough."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     kinds: tuple[tuple[str, str], ...] = ()
-    """Kind by factor, for those not plainly parallel; sorted."""
+    """Kind by factor, of those that are not parallel; sorted."""
     partial_passthrough: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
-    """For each reduction kind, the sets of operands that may be partial together."""
+    """By reduction kind: the sets of operands that, if exactly these are partial, make the results partial."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes of the factors that stand only inside compound dimensions; sorted."""
+    """Sizes of the factors that occur in compound dimensions only; sorted."""
     reason: str = ""
-    """Why the operation, or part of it, is kept whole; empty when nothing is."""
+    """Why the operation, or a dimension of it, is kept whole (never split); empty where none is."""
     halos: tuple[Halo, ...] = ()
-    """What parts read of their neighbours. Along a factor of the kind `halo`, XLA exchanges it; along one that is
-    reduced, operands come to the local form with it, and zeros beyond the first and the last part."""
+    """Halos that shards read. Along a `halo` factor XLA exchanges them; along a reduced factor the local form gets
+    operands with their halos, and zeros beyond the first and the last shard."""
     local: Local | None = field(default=None, compare=False)
-    """There where a factor is of the kind `local`, of which there is at most one, or where XLA cannot split the
-    operation."""
+    """Required with a `local` factor, of which there is at most one, and where XLA cannot partition the operation."""
 
     def kind(self, factor: str) -> str:
-        """The factor's kind; ``"parallel"`` when nothing is said."""
+        """The factor's kind; ``"parallel"`` by default."""
         return dict(self.kinds).get(factor, "parallel")
 
     def halo_factor(self, halo: Halo) -> str:
-        """The factor along which neighbours exchange ``halo``."""
+        """The factor that ``halo`` is read along."""
         return self.operands[halo.operand][halo.dim][0]
 
     @property
@@ -109,28 +107,28 @@ class Rule:
         return tuple(dict.fromkeys(f for dims in (*self.operands, *self.results) for d in dims for f in d))
 
     def factor_sizes(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Size of each factor, given the shapes of the operands and then the results.
+        """Size of each factor, for these shapes of the operands and then the results.
 
         Raises:
           RuleError: the rule does not fit the shapes.
         """
         sizes = dict(self.sizes)
-        places = [
+        dim_sizes = [
             (d, n)
             for dims, shape in zip((*self.operands, *self.results), shapes, strict=True)
             for d, n in zip(dims, shape, strict=True)
         ]
-        for dim, n in places:
+        for dim, n in dim_sizes:
             if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
-                raise RuleError(f"rule {self} gives factor {dim[0]!r} the sizes {sizes[dim[0]]} and {n}")
-        for dim, n in places:
+                raise RuleError(f"rule {self}: factor {dim[0]!r} has the sizes {sizes[dim[0]]} and {n}")
+        for dim, n in dim_sizes:
             product = 1
             for f in dim:
                 if f not in sizes:
-                    raise RuleError(f"rule {self} does not say the size of factor {f!r}")
+                    raise RuleError(f"rule {self}: the size of factor {f!r} is unknown; pass sizes={{{f!r}: ...}}")
                 product *= sizes[f]
             if dim and product != n:
-                raise RuleError(f"rule {self} makes a dimension of size {n} out of factors of {product}")
+                raise RuleError(f"rule {self}: a dimension of size {n} has factors of product {product}")
         return sizes
 
     def __str__(self) -> str:
@@ -138,20 +136,20 @@ class Rule:
 
 
 RuleFn = Callable[..., Rule]
-"""A rule's signature is the operation's: ``fn(*avals, **params) -> Rule``."""
+"""Returns the rule of an operation for its operands and parameters: ``fn(*avals, **params) -> Rule``."""
 RuleTable = Mapping[Primitive, RuleFn] | Mapping[Primitive | str, RuleFn]
-"""By primitive; and by the names of kernels and functions, as `autoshard.jaxpr.names` gives them."""
+"""By primitive, and by name of a kernel or function (`autoshard.jaxpr.op_names`)."""
 
 _TOKEN = re.compile(r"\s*(?:(?P<f>[A-Za-z][0-9]*)|(?P<dot>\.)|(?P<open>\()|(?P<close>\)))")
 
 
 def parse(text: str, sizes: Mapping[str, int] | None = None) -> Rule:
-    """Reads the text form.
+    """Reads the text form; ``sizes``: of factors that occur in compound dimensions only.
 
     Raises:
-      RuleError: the text is not a rule; the message names the part that is not.
+      RuleError: the text is not a rule; the message names the part that is wrong.
     """
-    body, _, lets = text.partition("|")
+    body, _, passthrough = text.partition("|")
     body, brace, kinds = body.partition("{")
     sides = body.split("->")
     if len(sides) != 2:
@@ -159,15 +157,17 @@ def parse(text: str, sizes: Mapping[str, int] | None = None) -> Rule:
     if brace and not kinds.strip().endswith("}"):
         raise RuleError(f"rule {text!r}: the braces do not close")
     operands, results = (tuple(_dims(t, text) for t in side.split(",")) for side in sides)
-    rule = Rule(operands, results, _kinds(kinds, text), _lets(lets, text), tuple(sorted((sizes or {}).items())))
-    strangers = {f for f, _ in rule.kinds} - set(rule.factors)
-    if strangers:
-        raise RuleError(f"rule {text!r} gives a kind to {sorted(strangers)}, which stands nowhere in it")
+    rule = Rule(
+        operands, results, _kinds(kinds, text), _passthrough(passthrough, text), tuple(sorted((sizes or {}).items()))
+    )
+    unknown = {f for f, _ in rule.kinds} - set(rule.factors)
+    if unknown:
+        raise RuleError(f"rule {text!r} gives a kind to {sorted(unknown)}, which no operand or result has")
     return rule
 
 
 def unparse(rule: Rule) -> str:
-    """The canonical text of ``rule``; factors keep their names."""
+    """The canonical text form of ``rule``; factors keep their names."""
 
     def dims(ds: Dims) -> str:
         return "".join("." if not d else d[0] if len(d) == 1 else f"({''.join(d)})" for d in ds)
@@ -176,12 +176,14 @@ def unparse(rule: Rule) -> str:
     if rule.kinds:
         text += " {" + ", ".join(f"{f}: {k}" for f, k in rule.kinds) + "}"
     if rule.partial_passthrough:
-        text += " | " + ", ".join(f"{k}: {' '.join('+'.join(map(str, s)) for s in sets)}" for k, sets in rule.partial_passthrough)
+        text += " | " + ", ".join(
+            f"{k}: {' '.join('+'.join(map(str, s)) for s in sets)}" for k, sets in rule.partial_passthrough
+        )
     return text.strip()
 
 
 def replicated_rule(reason: str, operands: Iterable[Aval], results: Iterable[Aval]) -> Rule:
-    """The rule that splits nothing, and why."""
+    """The rule under which no dimension is split, and why."""
     return Rule(
         tuple(((),) * len(a.shape) for a in operands), tuple(((),) * len(a.shape) for a in results), reason=reason
     )
@@ -193,7 +195,7 @@ def factor_names(n: int, start: int = 0) -> tuple[str, ...]:
 
 
 def single_factor_dims(factors: Iterable[str | None]) -> Dims:
-    """One dimension a factor; None is a dimension that carries none."""
+    """Dimensions of one factor each, or none where None is given."""
     return tuple((f,) if f else () for f in factors)
 
 
@@ -234,21 +236,21 @@ def _kinds(text: str, rule: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(kinds.items()))
 
 
-def _lets(text: str, rule: str) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
-    lets: dict[str, tuple[tuple[int, ...], ...]] = {}
+def _passthrough(text: str, rule: str) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
+    passthrough: dict[str, tuple[tuple[int, ...], ...]] = {}
     for item in filter(str.strip, text.split(",")):
         kind, _, sets = (part.strip() for part in item.partition(":"))
         if kind not in REDUCTIONS:
             raise RuleError(f"rule {rule!r}: {kind!r} is no kind of partial{nearest(kind, REDUCTIONS)}")
-        lets[kind] = tuple(tuple(int(i) for i in s.split("+")) for s in sets.split())
-    return tuple(sorted(lets.items()))
+        passthrough[kind] = tuple(tuple(int(i) for i in s.split("+")) for s in sets.split())
+    return tuple(sorted(passthrough.items()))
 
 
-def halo_axes(rule: Rule, needs: Sequence[Spec], gives: Sequence[Spec]) -> set[str]:
-    """The axes along which neighbours exchange edges: where an operation in its local form is left to XLA."""
+def halo_axes(rule: Rule, in_specs: Sequence[Spec], out_specs: Sequence[Spec]) -> set[str]:
+    """The mesh axes that split a `halo` factor: those that XLA exchanges halos over, in a local form too."""
     return {
         a
-        for side, specs in ((rule.operands, needs), (rule.results, gives))
+        for side, specs in ((rule.operands, in_specs), (rule.results, out_specs))
         for dims, s in zip(side, specs, strict=True)
         for dim, axes in zip(dims, s.dims, strict=True)
         if dim and rule.kind(dim[0]) == "halo"

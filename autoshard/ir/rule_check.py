@@ -1,9 +1,8 @@
-"""ranks: whether a rule fits its operation, found out before the operation is met.
+"""Checks a rule's ranks against its operation at registration, before any program uses it.
 
-What the operation makes of its operands is asked of whatever can be called without a program around it: a primitive,
-a function with derivatives of its own, or the form in which a kernel runs on its parts. Operands are those of an
-example, or, without one, of any sizes that the rule admits. What cannot be asked (it takes parameters, or arguments
-that are no arrays) is not judged here, and refused where it is first met.
+The result shapes of the operation are evaluated abstractly, by calling a primitive, a function with custom derivatives,
+or a kernel's local form. Operands are the user's example, or synthetic ones of sizes that the rule admits. What cannot
+be called like that (for lack of parameters, or with arguments that are not arrays) is checked when a program uses it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.ir.rule_registry import FixedRule, Key, EinsumRule, display_name
+from autoshard.ir.rule_registry import EinsumRule, FixedRule, Key, display_name
 
 _SIZES = ((8, 8), (8, 1))
-"""Of factors, and of dimensions without one."""
+"""Synthetic sizes: of factors, and of dimensions without one."""
 _DTYPES = ("float32", "int32", "bool")
 
 
@@ -33,57 +32,58 @@ def check_rule(
     local: Local | Callable[..., Any] | None = None,
     example: Sequence[Any] | None = None,
 ) -> None:
-    """Holds the rule ``fn`` of the operation ``of`` against what the operation makes of its operands.
+    """Checks the rule ``fn`` of the operation ``of``.
 
     Args:
-      local: the rule's form, as it was given.
-      example: the operation's operands and, where they are given, after them its results.
+      local: the rule's local form, as the user gave it.
+      example: operands of the operation, and after them, optionally, its results.
 
     Raises:
-      RuleError: another number of operands, results or dimensions, or sizes of an example that do not fit.
+      RuleError: another number of operands, results or dimensions than the operation's, or sizes that do not fit the
+        example.
     """
-    calls = list(_calls(of, local))
+    calls = list(_callables(of, local))
     if example is not None:
-        _exemplified(of, fn, calls, example)
+        _check_example(of, fn, calls, example)
     elif isinstance(fn, FixedRule | EinsumRule):
-        _invented(of, fn, calls)
+        _check_synthetic(of, fn, calls)
 
 
-def _exemplified(of: Any, fn: RuleFn, calls: Sequence[Callable[..., Any]], example: Sequence[Any]) -> None:
+def _check_example(of: Any, fn: RuleFn, calls: Sequence[Callable[..., Any]], example: Sequence[Any]) -> None:
     avals: list[Any] = [a if isinstance(a, jax.ShapeDtypeStruct) else jax.typeof(a) for a in example]
-    count = _count(fn, len(avals))
+    count = _num_operands(fn, len(avals))
     operands, results = avals[:count], avals[count:]
     if len(operands) < count:
         raise RuleError(f"the rule for {display_name(of)} is for {count} operands, the example has {len(operands)}")
     try:
         rule = fn(*operands)
     except TypeError as e:
-        raise RuleError(f"the rule for {display_name(of)} cannot be asked about the example alone: {e}") from None
+        raise RuleError(f"the rule for {display_name(of)} needs more than the example's operands: {e}") from None
     if not results:
-        results = next(filter(None, (_results(call, operands) for call in calls)), [])
-    _fits(of, rule, operands, results)
+        results = next(filter(None, (_eval_results(call, operands) for call in calls)), [])
+    _check_ranks(of, rule, operands, results)
     if results:
         rule.factor_sizes([tuple(a.shape) for a in (*operands, *results)])
 
 
-def _invented(of: Any, fn: FixedRule | EinsumRule, calls: Sequence[Callable[..., Any]]) -> None:
-    """Refuses a rule that fits nothing of what the operation makes of such operands as the rule is for."""
-    wrong: RuleError | None = None
+def _check_synthetic(of: Any, fn: FixedRule | EinsumRule, calls: Sequence[Callable[..., Any]]) -> None:
+    """Raises `RuleError` where the operation accepts some synthetic operands, but the rule fits none of its results."""
+    first_error: RuleError | None = None
     for (size, rest), dtype, call in itertools.product(_SIZES, _DTYPES, calls):
-        operands = [jax.ShapeDtypeStruct(s, dtype) for s in _shapes(fn, size, rest)]
-        results = _results(call, operands)
+        operands = [jax.ShapeDtypeStruct(s, dtype) for s in _operand_shapes(fn, size, rest)]
+        results = _eval_results(call, operands)
         if results is None:
             continue
         try:
-            return _fits(of, fn(*operands), operands, results)
+            return _check_ranks(of, fn(*operands), operands, results)
         except RuleError as e:
-            wrong = wrong or e
-    if wrong is not None:
-        raise wrong
+            first_error = first_error or e
+    if first_error is not None:
+        raise first_error
 
 
-def _shapes(fn: FixedRule | EinsumRule, size: int, rest: int) -> list[tuple[int, ...]]:
-    """Of operands that the rule is for; ``rest`` is the size of dimensions without a factor, open ones are left out."""
+def _operand_shapes(fn: FixedRule | EinsumRule, size: int, rest: int) -> list[tuple[int, ...]]:
+    """Operand shapes of the rule's ranks: ``size`` per factor, ``rest`` for a dimension without one, no ellipsis."""
     rule = fn.rule if isinstance(fn, FixedRule) else fn.einsum
     sizes = dict(rule.sizes)
     return [
@@ -96,26 +96,26 @@ def _shapes(fn: FixedRule | EinsumRule, size: int, rest: int) -> list[tuple[int,
     ]
 
 
-def _calls(of: Any, local: Local | Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """What can be asked for results."""
+def _callables(of: Any, local: Local | Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
+    """Functions of the operands that may return the operation's results."""
     form = local.fun if isinstance(local, Local) else local
     if isinstance(of, Primitive):
         yield of.bind
     elif callable(of):
         yield of
     if form is not None:
-        yield functools.partial(form, ())  # over no axes, the only part is the whole
+        yield functools.partial(form, ())  # over no axes the one shard is the whole array
 
 
-def _results(call: Callable[..., Any], operands: Sequence[Any]) -> list[Any] | None:
+def _eval_results(call: Callable[..., Any], operands: Sequence[Any]) -> list[Any] | None:
     try:
         return jax.tree.leaves(jax.eval_shape(call, *operands)) or None
-    except Exception:  # of any kind: it wants parameters, or is a kernel that runs only inside of another
+    except Exception:  # of any kind: it needs parameters, or is a kernel that runs inside another only
         return None
 
 
-def _count(fn: RuleFn, given: int) -> int:
-    """How many of so many values the rule takes for operands."""
+def _num_operands(fn: RuleFn, given: int) -> int:
+    """How many of the ``given`` values of an example are operands, by the rule's signature."""
     if isinstance(fn, FixedRule):
         return len(fn.rule.operands)
     if isinstance(fn, EinsumRule):
@@ -126,8 +126,8 @@ def _count(fn: RuleFn, given: int) -> int:
     return sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
 
 
-def _fits(of: Any, rule: Rule, operands: Sequence[Aval], results: Sequence[Aval]) -> None:
-    """Raises `RuleError` where ``rule`` has another number of values or dimensions; no results are not judged."""
+def _check_ranks(of: Any, rule: Rule, operands: Sequence[Aval], results: Sequence[Aval]) -> None:
+    """Raises `RuleError` where ``rule`` has other numbers of operands, results (unless empty) or dimensions."""
     for what, dims, avals in (("operand", rule.operands, operands), ("result", rule.results, results)):
         if what == "result" and not avals:
             continue
@@ -140,5 +140,5 @@ def _fits(of: Any, rule: Rule, operands: Sequence[Aval], results: Sequence[Aval]
             if len(ds) != len(aval.shape):
                 raise RuleError(
                     f"the rule {rule} for {display_name(of)} has rank {len(ds)} for {what} {i}, whose shape is "
-                    f"{tuple(aval.shape)}: write a factor for each dimension, '.' for one that stays whole"
+                    f"{tuple(aval.shape)}: write a factor for each dimension, '.' for one that is never split"
                 )

@@ -1,7 +1,7 @@
-"""registry: how an operation comes to its rule: by its own name, by its primitive, or because it carries one.
+"""Rule lookup: from an equation to its `Rule`, by name, by primitive, or from the equation itself.
 
-A kernel, a foreign function or a function with derivatives of its own is one primitive for all of them; what
-tells them apart is a name, so a table of rules is keyed by primitives and by names. Names come first.
+All Pallas kernels share one primitive, as do all foreign functions and all functions with custom derivatives. They
+differ by name, so rule tables are keyed by primitives and by names; a name takes precedence.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from autoshard.machine.mesh import LogicalMesh
 
 Key = Primitive | str
 AnyRule = Rule | str | tuple[str, Mapping[str, Any]] | RuleFn | Any
-"""Every form in which a rule may be given; the last is JAX's `SdyShardingRule`."""
+"""Every form in which a user may give a rule: `Rule`, its text, Shardy's text with options, a function of the abstract
+operands, or JAX's `SdyShardingRule`."""
 
 
 @dataclass(frozen=True)
 class Rules(Mapping[Key, RuleFn]):
-    """Several tables, the first that has a key deciding. A view: it shows what is in them now."""
+    """Layered rule tables, of which the first with a key decides, and traits. A view: tables may still change."""
 
     step_rules: Mapping[Key, RuleFn]
-    """Those of one step."""
+    """The rules of one step (``rules=``)."""
     base_tables: tuple[RuleTable, ...]
+    """The rules of all steps: registered ones, then those that ship."""
     known_traits: Mapping[Primitive, Traits]
 
     @property
@@ -41,7 +43,7 @@ class Rules(Mapping[Key, RuleFn]):
         return cast("tuple[Mapping[Key, RuleFn], ...]", (self.step_rules, *self.base_tables))
 
     def traits(self, primitive: Primitive) -> Traits:
-        """What is known of ``primitive`` beside its rule; nothing of one that is no part of JAX."""
+        """The traits of ``primitive``; none for one that is not JAX's."""
         return self.known_traits.get(primitive, UNKNOWN)
 
     def __getitem__(self, key: Key) -> RuleFn:
@@ -62,7 +64,7 @@ class Rules(Mapping[Key, RuleFn]):
 
 @dataclass(frozen=True)
 class FixedRule:
-    """The same rule whatever the operands."""
+    """A rule function that returns ``rule`` for any operands."""
 
     rule: Rule
 
@@ -72,21 +74,21 @@ class FixedRule:
 
 @dataclass(frozen=True)
 class EinsumRule:
-    """A rule in Shardy's terms, for operands of any ranks that it leaves open."""
+    """A rule function that instantiates a rule in Shardy's notation for the ranks of its operands."""
 
     einsum: shardy_notation.EinsumTemplate
-    form: Local | None
+    local: Local | None
 
     def __call__(self, *avals: Any, **_: Any) -> Rule:
         rule = self.einsum.rule([tuple(getattr(a, "shape", ())) for a in avals])
-        return rule if self.form is None else _with_local(rule, self.form)
+        return rule if self.local is None else _with_local(rule, self.local)
 
 
 def table_key(of: Key | Callable[..., Any]) -> Key:
-    """What stands in a table for ``of``: a primitive, its name, the name of a kernel or function, or a function.
+    """The key in a rule table of ``of``: a primitive or its name, a function, or the name of a kernel or function.
 
     Raises:
-      RuleError: it is none of these.
+      RuleError: ``of`` is none of these.
     """
     if isinstance(of, Primitive):
         return of
@@ -104,40 +106,40 @@ def table_key(of: Key | Callable[..., Any]) -> Key:
 
 
 def rule_items(rules: Any) -> list[tuple[Key | Callable[..., Any], AnyRule]]:
-    """``rules``, as a step takes them, as operations and their rules.
+    """The argument ``rules=`` of a step as (operation, rule) pairs.
 
     Raises:
-      RuleError: it is no mapping.
+      RuleError: ``rules`` is no mapping.
     """
     if rules is not None and not isinstance(rules, Mapping):
         raise RuleError(
-            f"rules is a mapping from operations to their rules, such as {{'sin': 'ij -> ij'}}; not {rules!r}"
+            f"rules= takes a mapping from operations to rules, such as {{'sin': 'ij -> ij'}}, not {rules!r}"
         )
     return list((rules or {}).items())
 
 
 def rule_fn(rule: AnyRule, local: Local | Callable[..., Any] | None = None) -> RuleFn:
-    """``rule`` as a function of the operation's abstract values and parameters.
+    """``rule`` as a function of the operation's abstract operands and parameters, with its local form.
 
     Raises:
-      RuleError: a text that is no rule, or a local form that does not go with it.
+      RuleError: a text that is no rule, or a local form that does not fit it.
     """
-    form = Local(local, _silent) if callable(local) else local
+    form = Local(local, _no_collectives) if callable(local) else local
     if isinstance(rule, str) and not shardy_notation.is_attribute(rule) and not shardy_notation.is_words(rule):
         rule = parse(rule)
     if isinstance(rule, Rule):
         return FixedRule(_with_local(rule, form))
-    read = _read(rule)
-    if isinstance(read, shardy_notation.EinsumTemplate):
-        return EinsumRule(read, form)
-    return read if form is None else lambda *avals, **params: _with_local(read(*avals, **params), form)
+    parsed = _parse(rule)
+    if isinstance(parsed, shardy_notation.EinsumTemplate):
+        return EinsumRule(parsed, form)
+    return parsed if form is None else lambda *avals, **params: _with_local(parsed(*avals, **params), form)
 
 
 def lookup_rule(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | None:
     """The rule of ``eqn``; None where it has none.
 
     Raises:
-      RuleError: a kernel has a rule that splits it and no form in which to run a part.
+      RuleError: a rule splits a kernel and has no local form to run on shards.
     """
     keys = [*jx.op_names(eqn), eqn.primitive, eqn.primitive.name]
     fn = next((rules[k] for k in keys if k in rules), None)
@@ -150,19 +152,19 @@ def lookup_rule(eqn: jx.JaxprEqn, rules: Rules, mesh: LogicalMesh) -> Rule | Non
         return rule
     if any(rule.kind(f) != "whole" for f in rule.factors) and not jx.accepts_shards(eqn):
         raise RuleError(
-            f"the rule {rule} for {keys[0]!r} splits a kernel, which XLA cannot: give "
-            "local=lambda axes, *parts: ..., the call on the parts of its operands"
+            f"the rule {rule} for {keys[0]!r} splits a kernel, which XLA cannot partition: give "
+            "local=lambda axes, *shards: ..., the kernel's call on shards of its operands"
         )
-    return _with_local(rule, Local(None, _silent))
+    return _with_local(rule, Local(None, _no_collectives))
 
 
 def has_own_rule(eqn: jx.JaxprEqn, rules: Rules) -> bool:
-    """Whether a function has a rule of its own, so that its body is not looked into."""
+    """Whether a function has a rule of its own, so that its body is not read."""
     return any(n in rules for n in jx.op_names(eqn))
 
 
 def custom_partitioning_rule(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None:
-    """The rule that a `custom_partitioning` operation brings along, as it stands; None where there is none."""
+    """The sharding rule given to `jax.experimental.custom_partitioning`, if ``eqn`` is a call of that and has one."""
     found = jx.sharding_rule(eqn)
     if found is None:
         return None
@@ -171,74 +173,79 @@ def custom_partitioning_rule(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None
     options: Mapping[str, Any] = {}
     if callable(rule):
         with shardy_mlir.context():
-            rule = rule(*static, mesh.abstract_mesh(), shardy_mlir.tensor_types(operands), shardy_mlir.tensor_types(results))
+            types = [shardy_mlir.tensor_types(side) for side in (operands, results)]
+            rule = rule(*static, mesh.abstract_mesh(), *types)
         if isinstance(rule, tuple | list) and not hasattr(rule, "operand_mappings"):
             rule, options = rule
-    read = shardy_notation.parse_words(rule, **options) if isinstance(rule, str) else shardy_notation.from_sdy_rule(rule)
-    return read.rule([a.shape for a in operands], [a.shape for a in results])
+    einsum = (
+        shardy_notation.parse_words(rule, **options) if isinstance(rule, str) else shardy_notation.from_sdy_rule(rule)
+    )
+    return einsum.rule([a.shape for a in operands], [a.shape for a in results])
 
 
 def fallback_rule(eqn: jx.JaxprEqn) -> Rule:
-    """The rule of an operation that has none: kept whole, with what to do about it."""
-    called = jx.op_names(eqn)
-    strange = [jx.aval(a).str_short() for a in (*eqn.invars, *eqn.outvars) if not jx.is_shaped(a)]
-    if eqn.primitive is jx.CALL_HI_PRIMITIVE and strange:
-        text = f"{called[-1]} takes or gives {strange[0]}, which is no array, so it is not looked into"
-    elif called:
-        text = f"no rule for {called[0]!r}; autoshard.register_rule({called[1]!r}, ...) gives one"
+    """The rule of an operation that has none: kept whole, with the reason and the remedy."""
+    names = jx.op_names(eqn)
+    not_arrays = [jx.aval(a).str_short() for a in (*eqn.invars, *eqn.outvars) if not jx.is_shaped(a)]
+    if eqn.primitive is jx.CALL_HI_PRIMITIVE and not_arrays:
+        text = f"{names[-1]} takes or returns {not_arrays[0]}, which is not an array, so its body is not read"
+    elif names:
+        text = f"no rule for {names[0]!r}; autoshard.register_rule({names[1]!r}, ...) gives one"
     else:
         text = f"no rule for the primitive {eqn.primitive.name!r}"
     rule = replicated_rule(text, map(jx.aval, eqn.invars), map(jx.aval, eqn.outvars))
-    alone = jx.is_opaque(eqn) and not jx.accepts_shards(eqn) and not jx.is_interpreted(eqn)  # XLA does not even repeat it
-    return replace(rule, local=Local(None, _silent)) if alone else rule
+    # XLA cannot even run a kernel replicated on every device: that takes a shard_map.
+    needs_shard_map = jx.is_opaque(eqn) and not jx.accepts_shards(eqn) and not jx.is_interpreted(eqn)
+    return replace(rule, local=Local(None, _no_collectives)) if needs_shard_map else rule
 
 
 def check_used(rules: Rules, names: set[str]) -> None:
-    """Raises `RuleError` for a name among a step's own rules that stands nowhere in its program."""
+    """Raises `RuleError` for a name in a step's ``rules=`` that is not among ``names``, those of its operations."""
     for k in rules.step_rules:
         if isinstance(k, str) and k not in names:
             raise RuleError(
-                f"rules names {k!r}, which is no primitive of this JAX and no kernel or function of "
+                f"rules= names {k!r}, which is no primitive of this JAX version and no kernel or function of "
                 f"the step{nearest(k, {*names, *jx.all_primitives()})}"
             )
 
 
 def near_misses(rules: Rules, names: set[str]) -> Iterator[str]:
-    """What to say of names registered for every step that this one has not, but one much alike: perhaps slips, perhaps
-    operations of other steps."""
+    """Diagnostics for registered names that match no operation of this step but nearly match one: they may be misspelt,
+    or be of other steps."""
     for k in rules:
         if isinstance(k, str) and k not in names and not jx.find_primitive(k):
             for close in difflib.get_close_matches(k, names, n=1, cutoff=0.8):
-                yield f"a rule is registered for {k!r}, which the step has not; did you mean {close!r}?"
+                yield f"a rule is registered for {k!r}, which is not in the step; did you mean {close!r}?"
 
 
 def display_name(of: Key | Callable[..., Any]) -> str:
-    """``of`` as a person would write it."""
+    """The name of the operation ``of``, for messages."""
     k = table_key(of)
     return k.name if isinstance(k, Primitive) else k
 
 
-def _silent(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
-    """The moves of a form without collectives."""
+def _no_collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    """`Local.collectives` of a local form without any."""
     return ()
 
 
-def _read(rule: Any) -> shardy_notation.EinsumTemplate | RuleFn:
+def _parse(rule: Any) -> shardy_notation.EinsumTemplate | RuleFn:
     if isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Mapping):
         return shardy_notation.parse_words(rule[0], **rule[1])
     if isinstance(rule, str):
         text, _, kinds = rule.partition("{") if shardy_notation.is_words(rule) else (rule, "", "")
         if kinds:
             raise RuleError(
-                f"rule {rule!r}: beside factors in words, kinds are given as "
-                f"({text.strip()!r}, {{'reduction_factors': (...)}}), or write one letter a factor"
+                f"rule {rule!r}: with factors of several letters, kinds are given as "
+                f"({text.strip()!r}, {{'reduction_factors': (...)}}); or write one letter per factor"
             )
-        return shardy_notation.parse_words(rule) if shardy_notation.is_words(rule) else shardy_notation.parse_attribute(rule)
+        words = shardy_notation.is_words(rule)
+        return shardy_notation.parse_words(rule) if words else shardy_notation.parse_attribute(rule)
     if hasattr(rule, "operand_mappings"):
         return shardy_notation.from_sdy_rule(rule)
     if callable(rule):
         return cast(RuleFn, rule)
-    raise RuleError(f"{rule!r} is no rule: give a Rule, its text, Shardy's, or a function that returns one")
+    raise RuleError(f"{rule!r} is no rule: give a Rule, its text, Shardy's text, or a function that returns a Rule")
 
 
 def _with_local(rule: Rule, form: Local | None) -> Rule:
@@ -246,13 +253,13 @@ def _with_local(rule: Rule, form: Local | None) -> Rule:
     form = form or rule.local
     if len(locals_) > 1 or (locals_ and form is None):
         raise RuleError(
-            f"rule {rule} splits {', '.join(locals_)} in a local form: give one factor of that kind, and "
-            "local=Local(fun, moves)"
+            f"rule {rule} has the local factors {', '.join(locals_)}: it may have one, and needs "
+            "local=Local(fun, collectives)"
         )
     halos = [f for f, kind in rule.kinds if kind == "halo"]
     if halos and form is not None and not locals_:
         raise RuleError(
-            f"rule {rule}: the parts of an operation that XLA cannot split do not see their neighbours; "
-            f"make {', '.join(halos)} whole, or local with a form that fetches the edges"
+            f"rule {rule}: XLA exchanges no halos for an operation that it cannot partition; make "
+            f"{', '.join(halos)} whole, or local with a local form that exchanges them"
         )
     return replace(rule, local=form)

@@ -1,6 +1,6 @@
-"""shardy: XLA's own propagation, asked on a copy of a lowered program.
+"""Runs Shardy's MLIR passes on the text of a lowered program.
 
-A pass changes the module that it runs on, and JAX caches modules: so a copy is made by parsing its text.
+Passes modify a module in place and JAX caches modules, so each run parses its own copy.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ PROPAGATION_PIPELINE = (
     "builtin.module(sdy-propagation-pipeline,"
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),func.func(sdy-reshard-to-collectives))"
 )
-"""What XLA does before it partitions; the collectives that it will need stand in the program afterwards."""
+"""Shardy's propagation, and its reshards as explicit collectives: what XLA does before it partitions."""
 OP_RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-"""Writes beside each operation the rule that Shardy has for it."""
+"""Attaches Shardy's sharding rule to each operation."""
 
 
 def context() -> Any:
-    """A fresh MLIR context that knows every dialect a lowered program is in."""
+    """A fresh MLIR context with every dialect of lowered programs."""
     return mlir.make_ir_context()
 
 
 def run_passes(text: str, pipeline: str) -> str:
-    """A program after a pipeline of passes, both as text."""
+    """The program ``text`` after a pass pipeline, as text."""
     with context():
         module = ir.Module.parse(text)
         apply_passes(module, pipeline)
@@ -35,16 +35,16 @@ def run_passes(text: str, pipeline: str) -> str:
 
 
 def apply_passes(module: ir.Module, pipeline: str) -> None:
-    """Runs a pipeline of passes on ``module``, which it changes, inside of a `context`."""
+    """Runs a pass pipeline on ``module``, in place; for use inside a `context`."""
     passmanager.PassManager.parse(pipeline).run(module.operation)
 
 
 def propagate(lowered: jax.stages.Lowered) -> str:
-    """The lowered program with the sharding that Shardy gives every value, and the collectives between them."""
+    """The lowered program after Shardy's propagation: the sharding of every value, and explicit collectives."""
     return run_passes(lowered.as_text(), PROPAGATION_PIPELINE)
 
 
 def tensor_types(avals: Sequence[Any]) -> list[Any]:
-    """The MLIR types of abstract values, inside of a `context`."""
+    """The MLIR tensor types of abstract values; for use inside a `context`."""
     with ir.Location.unknown():
         return [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in avals]

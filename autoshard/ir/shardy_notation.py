@@ -1,13 +1,13 @@
-"""notation: Shardy's ways of writing a rule, read as ours.
+"""Parsers for Shardy's notations of sharding rules, into `Rule`.
 
-Three forms, all of which `jax.experimental.custom_partitioning` or Shardy itself use:
+Three forms, used by `jax.experimental.custom_partitioning` and by Shardy itself:
 
-- words, one factor each: ``"i j, j k -> i k"``, with ``...`` for leading dimensions and ``(a b)`` for a
-  dimension of two factors; the kinds stand beside it, as arguments;
+- text in words, one per factor: ``"i j, j k -> i k"``, with ``...`` for leading dimensions and ``(a b)`` for a
+  dimension of two factors; the kinds of factors are given separately, as keyword arguments;
 - the `SdyShardingRule` object that JAX makes of that;
-- the attribute that Shardy prints: ``([i, k], [k, j])->([i, j]) {i=8, j=12, k=16} reduction={k}``.
+- the MLIR attribute that Shardy prints: ``([i, k], [k, j])->([i, j]) {i=8, j=12, k=16} reduction={k}``.
 
-A reduction is read as a sum, a need for replication as `whole`, a permutation as `halo`.
+Shardy's reduction factors become kind `sum`, its need-replication factors `whole`, its permutation factors `halo`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from autoshard.errors import RuleError, nearest
 from autoshard.ir.rule import Dim, Dims, Rule, factor_names
 
-KINDS = {
+_KIND_OF_GROUP = {
     "reduction_factors": "sum",
     "need_replication_factors": "whole",
     "permutation_factors": "halo",
     "blocked_propagation_factors": "whole",
 }
-"""Shardy's groups of factors, and what kind they are here."""
-_PLAIN = re.compile(r"[A-Za-z][0-9]*")
-_WORD = re.compile(r"\s*(?:(?P<rest>\.\.\.[0-9]*)|(?P<f>[A-Za-z]\w*)|(?P<open>\()|(?P<close>\)))")
+"""Kind of factor by Shardy's name for the group."""
+_FACTOR_NAME = re.compile(r"[A-Za-z][0-9]*")
+_WORD = re.compile(r"\s*(?:(?P<ellipsis>\.\.\.[0-9]*)|(?P<f>[A-Za-z]\w*)|(?P<open>\()|(?P<close>\)))")
 _VALUES = r"(?:\[[a-z0-9_, ]*\](?:, *|(?=\))))*"
 _ATTRIBUTE = re.compile(
     rf"\s*(?:#sdy\.op_sharding_rule<)?\((?P<ins>{_VALUES})\)\s*->\s*\((?P<outs>{_VALUES})\)(?P<rest>[^<>]*?)>?\s*"
@@ -37,7 +37,7 @@ _ATTRIBUTE = re.compile(
 
 @dataclass(frozen=True)
 class EinsumTemplate:
-    """A rule whose leading dimensions may be left open: a word ``...n`` stands for any number of them."""
+    """A rule for operands of any rank: a word ``...n`` as the first of a value stands for any number of dimensions."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -45,30 +45,33 @@ class EinsumTemplate:
     sizes: tuple[tuple[str, int], ...] = ()
 
     def rule(self, shapes: Sequence[Sequence[int]], results: Sequence[Sequence[int]] = ()) -> Rule:
-        """The rule for operands, and where known results, of these shapes.
+        """The rule for these shapes of the operands and, where known, results.
 
-        A factor to which two dimensions give different sizes is taken out, with a reason.
+        A factor of dimensions with different sizes is removed, and `Rule.reason` says so.
 
         Raises:
-          RuleError: another number of operands or dimensions.
+          RuleError: another number of operands, results or dimensions.
         """
         if len(shapes) != len(self.operands) or (results and len(results) != len(self.results)):
             raise RuleError(
                 f"the rule {self} is for {len(self.operands)} operands and {len(self.results)} results, "
                 f"the operation has {len(shapes)} and {len(results)}"
             )
-        open_ranks: dict[str, int] = {}
+        ellipsis_ranks: dict[str, int] = {}
         for i, (dims, shape) in enumerate(zip((*self.operands, *self.results), (*shapes, *results), strict=False)):
-            rest = _rest(dims)
-            rank = len(dims) - bool(rest)
-            if len(shape) < rank or (not rest and len(shape) > rank):
-                raise RuleError(f"the rule {self} gives value {i} {rank} dimensions, it has the shape {tuple(shape)}")
-            if rest and open_ranks.setdefault(rest, len(shape) - rank) != len(shape) - rank:
+            ellipsis = _ellipsis(dims)
+            rank = len(dims) - bool(ellipsis)
+            if len(shape) < rank or (not ellipsis and len(shape) > rank):
+                raise RuleError(f"the rule {self} has {rank} dimensions for value {i}, whose shape is {tuple(shape)}")
+            if ellipsis and ellipsis_ranks.setdefault(ellipsis, len(shape) - rank) != len(shape) - rank:
                 raise RuleError(
-                    f"the rule {self}: {rest} stands for {open_ranks[rest]} dimensions and for {len(shape) - rank}"
+                    f"the rule {self}: {ellipsis} stands for both {ellipsis_ranks[ellipsis]} and "
+                    f"{len(shape) - rank} dimensions"
                 )
-        ins, outs = (tuple(_spread(dims, open_ranks) for dims in side) for side in (self.operands, self.results))
-        return _renamed(ins, outs, dict(self.kinds), dict(self.sizes), (*shapes, *results))
+        ins, outs = (
+            tuple(_expand_ellipsis(dims, ellipsis_ranks) for dims in side) for side in (self.operands, self.results)
+        )
+        return _canonical(ins, outs, dict(self.kinds), dict(self.sizes), (*shapes, *results))
 
     def __str__(self) -> str:
         def side(values: tuple[Dims, ...]) -> str:
@@ -78,15 +81,15 @@ class EinsumTemplate:
 
 
 def parse_words(text: str, **options: Any) -> EinsumTemplate:
-    """Reads the form in words.
+    """Reads the text form in words.
 
     Args:
       text: such as ``"... i j, j k -> ... i k"``.
       options: ``reduction_factors``, ``need_replication_factors``, ``permutation_factors``: tuples of factors; and
-        the sizes of the factors that stand only inside parentheses.
+        sizes by factor, of those that occur in parentheses only.
 
     Raises:
-      RuleError: the text is not a rule, or an option names no factor of it.
+      RuleError: the text is not a rule, or an option names a factor that it lacks.
     """
     sides = text.split("->")
     if len(sides) != 2:
@@ -96,7 +99,7 @@ def parse_words(text: str, **options: Any) -> EinsumTemplate:
 
 
 def from_sdy_rule(rule: Any) -> EinsumTemplate:
-    """Reads an `SdyShardingRule`: anything with its attributes."""
+    """Reads an `SdyShardingRule`, or anything with its attributes."""
 
     def value(mapping: Sequence[Any]) -> Dims:
         return tuple(
@@ -108,7 +111,7 @@ def from_sdy_rule(rule: Any) -> EinsumTemplate:
             for d in mapping
         )
 
-    options = {group: tuple(getattr(rule, group, ())) for group in KINDS}
+    options = {group: tuple(getattr(rule, group, ())) for group in _KIND_OF_GROUP}
     return _einsum(
         tuple(map(value, rule.operand_mappings)),
         tuple(map(value, rule.result_mappings)),
@@ -118,10 +121,10 @@ def from_sdy_rule(rule: Any) -> EinsumTemplate:
 
 
 def parse_attribute(text: str) -> EinsumTemplate:
-    """Reads what Shardy prints, with or without ``#sdy.op_sharding_rule<...>`` around it.
+    """Reads the MLIR attribute that Shardy prints, with or without ``#sdy.op_sharding_rule<...>`` around it.
 
     Raises:
-      RuleError: it is not that.
+      RuleError: the text is no such attribute.
     """
     found = _ATTRIBUTE.fullmatch(text)
     if not found:
@@ -142,33 +145,35 @@ def parse_attribute(text: str) -> EinsumTemplate:
 
 
 def is_words(text: str) -> bool:
-    """Whether a text is in Shardy's words rather than in our letters: factors stand apart, or dots lead.
+    """Whether a rule's text is in Shardy's words rather than autoshard's letters: separate factors, or a ``...``.
 
-    Where both readings give the same rule, as in ``"i j -> j i"``, it does not matter.
+    Text that reads the same both ways, such as ``"i j -> j i"``, may get either answer.
     """
     values = text.partition("{")[0].partition("|")[0].replace("->", ",").split(",")
     return "..." in text or any(len(v.split()) > 1 and re.search(r"\w\w", v) for v in values)
 
 
 def is_attribute(text: str) -> bool:
-    """Whether a text is a rule as Shardy prints it."""
+    """Whether a rule's text is an MLIR attribute as Shardy prints it."""
     return bool(re.match(r"\s*(#sdy\.op_sharding_rule<|\(\[|\(\)\s*->)", text))
 
 
-def _einsum(operands: tuple[Dims, ...], results: tuple[Dims, ...], options: Mapping[str, Any], text: str) -> EinsumTemplate:
+def _einsum(
+    operands: tuple[Dims, ...], results: tuple[Dims, ...], options: Mapping[str, Any], text: str
+) -> EinsumTemplate:
     factors = {f for dims in (*operands, *results) for d in dims for f in d}
     kinds: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for name, value in options.items():
         if isinstance(value, int):
             sizes[name] = value
-        elif name in KINDS:
-            kinds |= dict.fromkeys(value, KINDS[name])
+        elif name in _KIND_OF_GROUP:
+            kinds |= dict.fromkeys(value, _KIND_OF_GROUP[name])
         else:
-            raise RuleError(f"rule {text!r}: {name!r} is no group of factors{nearest(name, KINDS)}")
-    strangers = sorted({*kinds, *sizes} - factors)
-    if strangers:
-        raise RuleError(f"rule {text!r} says something of {strangers}, which stands nowhere in it")
+            raise RuleError(f"rule {text!r}: {name!r} is no group of factors{nearest(name, _KIND_OF_GROUP)}")
+    unknown = sorted({*kinds, *sizes} - factors)
+    if unknown:
+        raise RuleError(f"rule {text!r}: its options name {unknown}, which no operand or result has")
     return EinsumTemplate(operands, results, tuple(sorted(kinds.items())), tuple(sorted(sizes.items())))
 
 
@@ -178,7 +183,7 @@ def _words(text: str, rule: str) -> Dims:
     at, text = 0, text.rstrip()
     while at < len(text):
         m = _WORD.match(text, at)
-        if not m or (m["rest"] and (dims or group is not None)) or (m["open"] and group is not None):
+        if not m or (m["ellipsis"] and (dims or group is not None)) or (m["open"] and group is not None):
             raise RuleError(f"rule {rule!r}: {text[at:].strip()!r} is no factor, '...' at the beginning, or group")
         at = m.end()
         if m["open"]:
@@ -191,48 +196,48 @@ def _words(text: str, rule: str) -> Dims:
         elif group is not None:
             group.append(m["f"])
         else:
-            dims.append((m["f"] or m["rest"],))
+            dims.append((m["f"] or m["ellipsis"],))
     if group is not None:
         raise RuleError(f"rule {rule!r}: a parenthesis in {text.strip()!r} does not close")
     return tuple(dims)
 
 
-def _rest(dims: Dims) -> str:
-    """The word for open leading dimensions, or ""."""
+def _ellipsis(dims: Dims) -> str:
+    """The ellipsis that ``dims`` starts with, or ""."""
     return dims[0][0] if dims and dims[0] and dims[0][0].startswith("...") else ""
 
 
-def _spread(dims: Dims, ranks: Mapping[str, int]) -> Dims:
-    rest = _rest(dims)
-    return (*((f"{rest}:{i}",) for i in range(ranks.get(rest, 0))), *dims[1:]) if rest else dims
+def _expand_ellipsis(dims: Dims, ranks: Mapping[str, int]) -> Dims:
+    ellipsis = _ellipsis(dims)
+    return (*((f"{ellipsis}:{i}",) for i in range(ranks.get(ellipsis, 0))), *dims[1:]) if ellipsis else dims
 
 
-def _renamed(
+def _canonical(
     operands: tuple[Dims, ...],
     results: tuple[Dims, ...],
     kinds: Mapping[str, str],
     sizes: dict[str, int],
     shapes: Sequence[Sequence[int]],
 ) -> Rule:
-    """The rule with names that the text form can print, and without the factors whose sizes disagree."""
-    found: dict[str, set[int]] = {}
+    """The rule with factor names that the text form can print, and without factors of different sizes."""
+    sizes_of: dict[str, set[int]] = {}
     inside = {f for dims in (*operands, *results) for d in dims if len(d) != 1 for f in d}
     for dims, shape in zip((*operands, *results), shapes, strict=False):
         for dim, n in zip(dims, shape, strict=True):
             if len(dim) == 1:
-                found.setdefault(dim[0], set()).add(n)
-    off = {f for f, ns in found.items() if len(ns) > 1}
+                sizes_of.setdefault(dim[0], set()).add(n)
+    inconsistent = {f for f, ns in sizes_of.items() if len(ns) > 1}
     everything = list(dict.fromkeys(f for dims in (*operands, *results) for d in dims for f in d))
-    kept = {f for f in everything if _PLAIN.fullmatch(f)}
+    kept = {f for f in everything if _FACTOR_NAME.fullmatch(f)}
     spare = (n for n in factor_names(len(everything) + len(kept)) if n not in kept)
     new = {f: f if f in kept else next(spare) for f in everything}
 
     def value(dims: Dims) -> Dims:
-        return tuple(() if off & set(d) else tuple(new[f] for f in d) for d in dims)
+        return tuple(() if inconsistent & set(d) else tuple(new[f] for f in d) for d in dims)
 
     ins, outs = tuple(map(value, operands)), tuple(map(value, results))
     left = {f for dims in (*ins, *outs) for d in dims for f in d}
-    reason = f"its rule gives {', '.join(sorted(off))} different sizes" if off else ""
+    reason = f"its rule gives {', '.join(sorted(inconsistent))} different sizes" if inconsistent else ""
     return Rule(
         ins,
         outs,

@@ -1,8 +1,8 @@
-"""Spec: how one value lies over the mesh.
+"""Spec: the sharding of one value over a mesh, including partial values.
 
-A spec has, for each dimension, the mesh axes that split it (major to minor), plus the axes along
-which the value is *partial*: each device holds a term that is still to be combined, and the kind
-says how. Text form: ``[data, _, model+seq] sum(pipe)``.
+A spec has, for each dimension, the mesh axes that split it (major to minor), and the axes over which the value is
+*partial*: each device has a partial result, and reducing them over the axis (sum, max, ...) gives the value. Text form:
+``[data, _, model+seq] sum(pipe)``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ REDUCTION_KINDS = frozenset(REDUCTION_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Mesh axes per dimension (major to minor) and partial axes with their kind."""
+    """The sharding of a value: mesh axes by dimension, and partial axes."""
 
     dims: tuple[Axes, ...]
+    """For each dimension the mesh axes that split it, major to minor."""
     partial: tuple[tuple[str, str], ...] = ()
+    """(mesh axis, reduction kind) pairs."""
 
     @property
     def rank(self) -> int:
@@ -33,11 +35,11 @@ class Spec:
 
     @property
     def axes(self) -> Axes:
-        """Every mesh axis in use, partial ones last."""
+        """Every mesh axis in the spec, partial ones last."""
         return tuple(a for d in self.dims for a in d) + tuple(a for a, _ in self.partial)
 
     def is_replicated(self) -> bool:
-        """Whether every device holds the complete value."""
+        """Whether every device has the whole value."""
         return not self.partial and not any(self.dims)
 
     def with_dim(self, dim: int, axes: Axes) -> Spec:
@@ -45,15 +47,15 @@ class Spec:
         return Spec(self.dims[:dim] + (axes,) + self.dims[dim + 1 :], self.partial)
 
     def reduced(self) -> Spec:
-        """This spec once its partial terms are combined in place."""
+        """The spec after an all-reduce over the partial axes."""
         return Spec(self.dims) if self.partial else self
 
     def num_shards(self, sizes: Mapping[str, int]) -> int:
-        """Number of distinct parts that the dimensions are split into."""
+        """Number of distinct shards, for mesh axes of these ``sizes``."""
         return math.prod([sizes[a] for d in self.dims for a in d])
 
     def partition_spec(self) -> PartitionSpec:
-        """As a `PartitionSpec`, without trailing Nones; partial axes are not expressed."""
+        """As a `PartitionSpec` without trailing Nones, and without the partial axes, which it cannot express."""
         entries = [None if not d else d[0] if len(d) == 1 else d for d in self.dims]
         while entries and entries[-1] is None:
             entries.pop()
@@ -66,24 +68,24 @@ class Spec:
 
 
 def replicated(rank: int) -> Spec:
-    """The spec under which every device holds the whole value."""
+    """The spec under which every device has the whole value."""
     return Spec(((),) * rank)
 
 
 def from_partition_spec(entries: PartitionSpec | Sequence[object], rank: int) -> Spec:
-    """A `PartitionSpec` for a value of ``rank`` dimensions. Assumes it has been checked."""
+    """A valid `PartitionSpec` of a value of ``rank`` dimensions as a `Spec`."""
     dims = [_entry(e) for e in entries]
     return Spec((*dims, *((),) * (rank - len(dims))))
 
 
 def checked_spec(entries: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], what: str) -> Spec:
-    """Checks a user's `PartitionSpec` against a value and a mesh, and converts it.
+    """A user's `PartitionSpec` as a `Spec`, checked against a value's ``shape`` and a mesh with axis ``sizes``.
 
-    Axes of size 1 are dropped: they split nothing.
+    Axes of size 1 are dropped.
 
     Raises:
-      SpecError: an axis that the mesh lacks or that is used twice, more entries than the value has
-        dimensions, or a dimension that the axes' sizes do not divide. ``what`` names the value.
+      SpecError: an axis that the mesh lacks or that is used twice, more entries than the value has dimensions, or a
+        dimension that is not divisible by its axes' sizes. ``what`` names the value in the message.
     """
     if len(entries) > len(shape):
         raise SpecError(
@@ -116,7 +118,7 @@ def checked_spec(entries: PartitionSpec, shape: Sequence[int], sizes: Mapping[st
 
 
 def unconstrained_dims(entries: PartitionSpec) -> frozenset[int]:
-    """The dimensions that a user's `PartitionSpec` leaves to the planner: those that are ``UNCONSTRAINED``."""
+    """The dimensions that a user's `PartitionSpec` leaves to the planner: its ``UNCONSTRAINED`` entries."""
     return frozenset(i for i, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED)
 
 
@@ -127,4 +129,4 @@ def _entry(entry: object) -> Axes:
         return (entry,)
     if isinstance(entry, (tuple, list)) and all(isinstance(a, str) for a in entry):
         return tuple(entry)
-    raise SpecError(f"a spec entry is a mesh axis, a tuple of them or None, and this is {entry!r}")
+    raise SpecError(f"a spec entry is a mesh axis, a tuple of mesh axes or None, not {entry!r}")

@@ -1,4 +1,4 @@
-"""trace: a function and abstract arguments -> Program."""
+"""Traces a step on abstract arguments into a `Program`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from autoshard.ir.spec import Spec, checked_spec
 from autoshard.machine.mesh import LogicalMesh
 
 _EXPLICIT = (
-    "the step names a mesh with Explicit axes, and in a planned step all axes are Auto. In jax.shard_map, leave mesh= "
-    "out: it is the step's; or give jax.make_mesh axis_types=(jax.sharding.AxisType.Auto, ...). In place of "
-    "jax.reshard there is autoshard.annotate. JAX says: "
+    "the step uses a mesh with Explicit axes, and in a planned step all axes are Auto. In jax.shard_map, leave out "
+    "mesh=, which is the step's; or pass axis_types=(jax.sharding.AxisType.Auto, ...) to jax.make_mesh. Instead of "
+    "jax.reshard, use autoshard.annotate. JAX says: "
 )
 
 
@@ -32,15 +32,15 @@ def trace(
     in_shardings: Any = None,
     out_shardings: Any = None,
 ) -> Program:
-    """Traces ``jitted`` (a `jax.jit` object) for these arguments: arrays or `jax.ShapeDtypeStruct`s.
+    """Traces ``jitted`` (the result of `jax.jit`) for these arguments: arrays or `jax.ShapeDtypeStruct`s.
 
-    ``in_shardings`` and ``out_shardings`` are pytree prefixes of `PartitionSpec`, `NamedSharding` or None over
-    the positional arguments that are not static, and over the result.
+    ``in_shardings`` and ``out_shardings`` become pins. They are pytree prefixes of `PartitionSpec`, `NamedSharding` or
+    None for the positional arguments that are not static, and for the result.
 
     Raises:
-      SpecError: a pin that does not fit its value or the mesh.
-      ArgumentError: a prefix whose structure does not match.
-      MeshError: the function works with Explicit mesh axes.
+      SpecError: a sharding that does not fit its value or the mesh.
+      ArgumentError: a prefix with another structure than the arguments or the result.
+      MeshError: the function uses Explicit mesh axes.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh()), jax.disable_jit(False):
         try:
@@ -82,11 +82,11 @@ def trace(
 
 
 def match_carries(args: Sequence[Any], result: Any) -> tuple[tuple[int, int], ...]:
-    """Pairs each argument with the part of the result that replaces it at the next call.
+    """Carried state: pairs of flat positions of each argument and of the part of the result that replaces it.
 
-    The result itself, or one of its top-level elements, replaces an argument when it has the same tree and
-    shapes, and the argument is donated or has several leaves. First come, first paired. A leaf whose dtype the
-    step changes has no pair.
+    The result, or one of its top-level elements, replaces an argument where it has the same tree structure and shapes,
+    and the argument is donated or has several leaves; the first argument and the first such part are paired first. A
+    leaf whose dtype changes has no pair.
     """
     whole = jax.tree.structure(result)
     children, offset = [], 0
@@ -99,13 +99,13 @@ def match_carries(args: Sequence[Any], result: Any) -> tuple[tuple[int, int], ..
     start = 0
     for arg in args:
         leaves, tree = jax.tree.flatten(arg)
-        wanted = [x.shape for x in leaves]
+        shapes = [x.shape for x in leaves]
         if leaves and (len(leaves) > 1 or all(x.donated for x in leaves)):
             for at, part in parts:
                 outs, out_tree = jax.tree.flatten(part)
                 span = set(range(at, at + len(outs)))
                 same = [i for i, (a, b) in enumerate(zip(leaves, outs, strict=False)) if a.dtype == b.dtype]
-                if out_tree == tree and same and not span & taken and [x.shape for x in outs] == wanted:
+                if out_tree == tree and same and not span & taken and [x.shape for x in outs] == shapes:
                     taken |= span
                     pairs += [(start + i, at + i) for i in same]
                     break
@@ -131,31 +131,31 @@ def _pins(prefix: Any, tree: Any, what: str) -> list[Any]:
         whose = "arguments" if what[0] == "i" else "result"
         where = _misfit(prefix, tree, is_pin, what, whose)
         raise ArgumentError(
-            f"{what} is no prefix of the {whose}: {where}; None, or one spec for all that lies there, is a prefix too"
+            f"{what} is no pytree prefix of the {whose}: {where}; None, or one spec for a subtree, is a prefix too"
         ) from None
     values = jax.tree.leaves(tree, is_leaf=is_pin)
     pins = [p for p, v in zip(jax.tree.leaves(full, is_leaf=is_pin), values, strict=True) if v is not None]
     for pin in pins:
         if not is_pin(pin):
-            raise ArgumentError(f"{what} holds {pin!r}; it takes PartitionSpec, NamedSharding or None")
+            raise ArgumentError(f"{what} has {pin!r} as a leaf; leaves are PartitionSpec, NamedSharding or None")
     return pins
 
 
 def _misfit(prefix: Any, tree: Any, is_pin: Callable[[Any], bool], what: str, whose: str) -> str:
-    """Where ``prefix`` first leaves the structure of ``tree``; empty if it does not."""
+    """Where ``prefix`` first differs from the structure of ``tree``, as text; empty where it is a prefix."""
     if is_pin(prefix):
         return ""
 
     def children(x: Any) -> list[Any]:
         return jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
 
-    parts, wanted = children(prefix), children(tree)
-    keys, known = ([jax.tree_util.keystr(path) for path, _ in side] for side in (parts, wanted))
+    parts, subtrees = children(prefix), children(tree)
+    keys, expected = ([jax.tree_util.keystr(path) for path, _ in side] for side in (parts, subtrees))
     if type(prefix) is not type(tree):
-        return f"{what} is a {type(prefix).__name__}, and the {whose} have a {type(tree).__name__} there"
-    if keys != known:
-        return f"{what} has {', '.join(keys) or 'nothing'}, and the {whose} have {', '.join(known) or 'nothing'} there"
-    found = (_misfit(p, t, is_pin, what + k, whose) for k, (_, p), (_, t) in zip(keys, parts, wanted, strict=True))
+        return f"{what} is a {type(prefix).__name__}, in the {whose} it is a {type(tree).__name__}"
+    if keys != expected:
+        return f"{what} has {', '.join(keys) or 'nothing'}, in the {whose} it has {', '.join(expected) or 'nothing'}"
+    found = (_misfit(p, t, is_pin, what + k, whose) for k, (_, p), (_, t) in zip(keys, parts, subtrees, strict=True))
     return next(filter(None, found), "")
 
 

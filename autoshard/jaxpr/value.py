@@ -80,7 +80,7 @@ def dtype_bits(dtype: Any) -> int:
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
-    """Name of a dtype that `dtype_named` reads back; of keys it holds the generator: ``key<threefry2x32>``."""
+    """Name of a dtype, which `dtype_from_name` reads; of PRNG keys with the generator: ``key<threefry2x32>``."""
     return f"key<{dtype._impl.name}>" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype)
 
 

@@ -95,7 +95,9 @@ def collective_seconds(kind: CollectiveKind, axes: tuple[str, ...], size: float,
     Raises:
       KeyError: ``kind`` or an axis is unknown.
     """
-    return rings_seconds(kind, [ring for ring in rings(axes, mesh) if ring.devices > 1], size, mesh.hardware.overhead)
+    return ring_seconds(
+        kind, [ring for ring in axis_rings(axes, mesh) if ring.devices > 1], size, mesh.hardware.overhead
+    )
 
 
 class Ring(NamedTuple):
@@ -108,7 +110,7 @@ class Ring(NamedTuple):
     """Seconds of one hop."""
 
 
-def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
+def axis_rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
     """The ring of each axis in ``axes``."""
     shape = mesh.shape
     found: list[Ring] = []
@@ -118,7 +120,7 @@ def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
     return found
 
 
-def rings_seconds(kind: CollectiveKind, over: list[Ring], size: float, overhead: float) -> float:
+def ring_seconds(kind: CollectiveKind, over: list[Ring], size: float, overhead: float) -> float:
     """`collective_seconds` over rings already looked up, each of two devices or more."""
     if not over:
         return 0.0

@@ -86,7 +86,7 @@ def test_a_pin_inside_that_cannot_be_names_its_line() -> None:
 
 def test_a_loop_of_unknown_length_is_named() -> None:
     g = graph(lambda x: jax.lax.while_loop(lambda c: c.sum() < 3, jnp.sin, x), ((4,),), MESH)
-    assert any("how often it turns is not known" in str(d) for d in g.diagnostics)
+    assert any("its trip count is unknown" in str(d) for d in g.diagnostics)
 
 
 def test_alike_nodes_share_their_kind() -> None:

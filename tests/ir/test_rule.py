@@ -51,9 +51,9 @@ def test_factor_sizes() -> None:
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
-        ("ab, bc -> ac", [(2, 3), (4, 5), (2, 5)], "gives factor 'b' the sizes 3 and 4"),
-        ("(ab) -> a", [(6,), (2,)], "does not say the size of factor 'b'"),
-        ("(ab) -> ab", [(6,), (2, 4)], "makes a dimension of size 6 out of factors of 8"),
+        ("ab, bc -> ac", [(2, 3), (4, 5), (2, 5)], "factor 'b' has the sizes 3 and 4"),
+        ("(ab) -> a", [(6,), (2,)], "the size of factor 'b' is unknown"),
+        ("(ab) -> ab", [(6,), (2, 4)], "a dimension of size 6 has factors of product 8"),
     ],
 )
 def test_factor_sizes_refuse(text: str, shapes: list[tuple[int, ...]], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Specs: printing, conversion, and what `check` refuses."""
+"""Specs: printing, conversion, and what `checked_spec` refuses."""
 
 from __future__ import annotations
 

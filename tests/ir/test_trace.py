@@ -79,12 +79,12 @@ def test_a_sharding_over_another_mesh_is_refused() -> None:
 
 @pytest.mark.parametrize("prefix", [(None,), (None, None, None), {"a": P()}])
 def test_a_prefix_of_the_wrong_structure_is_refused(prefix: Any) -> None:
-    with pytest.raises(ArgumentError, match="in_shardings is no prefix of the arguments"):
+    with pytest.raises(ArgumentError, match="in_shardings is no pytree prefix of the arguments"):
         program(step, (STATE, (8, 4)), MESH, in_shardings=prefix)
 
 
 def test_something_else_than_a_pin_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"in_shardings holds 'data'; it takes PartitionSpec"):
+    with pytest.raises(ArgumentError, match=r"in_shardings has 'data' as a leaf; leaves are PartitionSpec"):
         program(lambda x: x, ((4,),), MESH, in_shardings="data")
 
 

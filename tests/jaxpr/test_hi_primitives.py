@@ -186,7 +186,7 @@ def test_a_rule_by_its_name(op: Any) -> None:
 def test_names_that_are_none() -> None:
     with pytest.raises(RuleError, match="call_hi_primitive takes no rule .* such as SearchSorted.* by its name"):
         autoshard.register_rule("call_hi_primitive", "ab -> ab")
-    with pytest.raises(RuleError, match="rules names 'halves'.* did you mean 'Halves'"):
+    with pytest.raises(RuleError, match="rules= names 'halves'.* did you mean 'Halves'"):
         autoshard.jit(halves, mesh=EIGHT, rules={"halves": "ab -> ab, a"}).plan(real(64, 16))
 
 
@@ -237,10 +237,10 @@ def test_what_is_no_array_is_kept_whole_and_said_to_be() -> None:
 
     x = real(64, 16)
     step = autoshard.jit(fun, mesh=EIGHT, strategy="replicated", in_shardings=ROWS)
-    reason = "Between takes or gives Coarse[64, 16], which is no array, so it is not looked into"
+    reason = "Between takes or returns Coarse[64, 16], which is not an array, so its body is not read"
     assert step.plan(x).explain().replace("\n    ", " ").count(reason) == 2
     np.testing.assert_array_equal(step(x), jax.jit(fun)(x))
-    with pytest.raises(RuleError, match="Between takes or gives"):
+    with pytest.raises(RuleError, match="Between takes or returns"):
         autoshard.jit(fun, mesh=EIGHT, strict=True).plan(x)
 
 
