@@ -1,4 +1,4 @@
-"""facts: what is known of a program's values without running it: constants, positions, masks of positions, layouts."""
+"""What is known of the values of a jaxpr without running it: scalar constants, positions (iotas) and masks of them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from autoshard import jaxpr as jx
 from autoshard.ir.rule_registry import Rules
 
 Letters = tuple[str | None, ...]
-"""A letter a dimension; None where the value does not depend on it."""
+"""A letter for each dimension; None where the value is broadcast along it."""
 Position = dict[str, int]
-"""A sum of positions, by letter, and a constant, by ""."""
+"""An integer linear in positions: the coefficient of each letter's position, and the constant under ``""``."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """Where the position along ``col`` less that along ``row`` lies between two ends, inclusive."""
+    """A mask, True where the position along ``col`` minus that along ``row`` is in [low, high]; None is no limit."""
 
     row: str
     col: str
     low: int | None
     high: int | None
 
-    def turned(self) -> Band:
+    def transposed(self) -> Band:
+        """The same mask, with ``row`` and ``col`` interchanged."""
         return Band(
             self.col, self.row, None if self.high is None else -self.high, None if self.low is None else -self.low
         )
 
-    def both(self, other: Band) -> Band | None:
+    def intersection(self, other: Band) -> Band | None:
+        """The conjunction of two masks; None where they are of other dimensions."""
         if (self.row, self.col) != (other.row, other.col):
             return None
         lows = [x.low for x in (self, other) if x.low is not None]
@@ -41,32 +43,32 @@ class Band:
         return Band(self.row, self.col, max(lows, default=None), min(highs, default=None))
 
 
-Above = Mapping[jx.Var, tuple["Facts", "jx.Var | jx.Literal"]]
-"""What inputs of a nested program are outside of it."""
+OuterValues = Mapping[jx.Var, tuple["Facts", "jx.Var | jx.Literal"]]
+"""Inputs of a nested jaxpr -> the facts of the jaxpr around it, and the value there."""
 
 
 class Facts:
-    """Of one jaxpr."""
+    """Constants, positions and masks among the values of one jaxpr."""
 
-    def __init__(self, jaxpr: jx.Jaxpr, rules: Rules, above: Above | None = None) -> None:
+    def __init__(self, jaxpr: jx.Jaxpr, rules: Rules, outer: OuterValues | None = None) -> None:
         self.rules = rules
         self.defs = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.consts = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        self.above = above or {}
+        self.outer = outer or {}
 
-    def inside(self, eqn: jx.JaxprEqn, region: jx.Region) -> Above:
-        """What the inputs of a body are here, those that stay the same in every turn."""
-        turning = {start for _, start in region.carries}
-        if not region.trip_count_known:  # a `while`: what its condition looks at turns too
+    def in_region(self, eqn: jx.JaxprEqn, region: jx.Region) -> OuterValues:
+        """The loop-invariant inputs of one of the bodies of ``eqn``."""
+        carried = {start for _, start in region.carries}
+        if not region.trip_count_known:  # a `while`, whose condition reads carries too
             return {}
         return {
             region.body.invars[w.inside]: (self, eqn.invars[w.outside])
             for w in region.inputs
-            if not w.stacked and w.inside not in turning
+            if not w.stacked and w.inside not in carried
         }
 
     def const(self, atom: jx.Var | jx.Literal) -> float | None:
-        """The number that ``atom`` is, everywhere; None where it is none, or not known."""
+        """The number that every element of ``atom`` is; None where it is not known to be one."""
         found = self._scalar(atom)
         return None if found is None else float(found)
 
@@ -79,9 +81,9 @@ class Facts:
             value = self.consts[atom]
             known = np.ndim(value) == 0 and not jx.is_tracer(value) and jx.is_array(atom)
             return np.asarray(value) if known and not np.iscomplexobj(value) else None
-        if atom in self.above:
-            reader, there = self.above[atom]
-            return reader._scalar(there)
+        if atom in self.outer:
+            facts, outside = self.outer[atom]
+            return facts._scalar(outside)
         eqn = self.defs.get(atom)
         if eqn is None or len(eqn.outvars) != 1:
             return None
@@ -97,7 +99,7 @@ class Facts:
             return np.asarray(eqn.primitive.bind(*operands, **eqn.params))
 
     def source(self, var: jx.Var, letters: Letters) -> tuple[jx.Var, Letters]:
-        """What ``var`` is a broadcast, transposed or reshaped form of, with its letters."""
+        """The variable that ``var``, with these letters, is a broadcast, transpose or reshape of, and its letters."""
         while True:
             shape = jx.aval(var).shape
             letters = tuple(None if n == 1 else c for c, n in zip(letters, shape, strict=True))
@@ -112,7 +114,7 @@ class Facts:
             elif eqn.primitive is _prims.transpose_p:
                 letters = tuple(letters[p["permutation"].index(d)] for d in range(len(before)))
             elif eqn.primitive in (_prims.reshape_p, _prims.squeeze_p):
-                places = reshaped(shape, before)
+                places = reshape_dims(shape, before)
                 if places is None or (eqn.primitive is _prims.reshape_p and p["dimensions"] is not None):
                     return var, letters
                 letters = tuple(letters[d] if d is not None else None for d in places)
@@ -121,31 +123,31 @@ class Facts:
             var = operand
 
     def band(self, atom: jx.Var | jx.Literal, letters: Letters) -> Band | None:
-        """The mask as one of positions: where one's less another's lies between two ends."""
+        """The band that a boolean array with these letters is True in; None where it is not known to be one."""
         if not isinstance(atom, jx.Var) or len(jx.aval(atom).shape) != len(letters):
             return None
         var, letters = self.source(atom, letters)
-        if var in self.above:
-            reader, there = self.above[var]
-            return reader.band(there, letters)
+        if var in self.outer:
+            facts, outside = self.outer[var]
+            return facts.band(outside, letters)
         eqn = self.defs.get(var)
         if eqn is None:
             return None
         op = eqn.primitive
         if op in (_prims.ge_p, _prims.gt_p, _prims.le_p, _prims.lt_p):
             x, y = (self.position(a, letters) for a in eqn.invars)
-            return None if x is None or y is None else _compared(op, x, y)
+            return None if x is None or y is None else _comparison_band(op, x, y)
         if op is _prims.and_p:
             sides = [self.band(a, letters) for a in eqn.invars]
             ones = [a for a, s in zip(eqn.invars, sides, strict=True) if s is None and self.const(a) == 1]
             known = [s for s in sides if s is not None]
             if len(known) == 2:
-                other = known[1] if known[0].row == known[1].row else known[1].turned()
-                return known[0].both(other)
+                other = known[1] if known[0].row == known[1].row else known[1].transposed()
+                return known[0].intersection(other)
             return known[0] if known and ones else None
         if op is _prims.not_p:
             inner = self.band(eqn.invars[0], letters)
-            return None if inner is None else outside(inner)
+            return None if inner is None else complement(inner)
         if (
             op is _prims.select_n_p
             and len(eqn.invars) == 3
@@ -156,7 +158,7 @@ class Facts:
         return None
 
     def position(self, atom: jx.Var | jx.Literal, letters: Letters) -> Position | None:
-        """An integer that is a sum of positions and a constant."""
+        """An integer array with these letters as a linear function of positions; None where it is not one."""
         dtype = jx.aval(atom).dtype
         if dtype not in (np.int32, np.int64):
             return None
@@ -166,9 +168,9 @@ class Facts:
         if not isinstance(atom, jx.Var) or len(jx.aval(atom).shape) != len(letters):
             return None
         var, letters = self.source(atom, letters)
-        if var in self.above:
-            reader, there = self.above[var]
-            return reader.position(there, letters)
+        if var in self.outer:
+            facts, outside = self.outer[var]
+            return facts.position(outside, letters)
         eqn = self.defs.get(var)
         if eqn is None:
             return None
@@ -187,14 +189,15 @@ class Facts:
         return None
 
 
-def outside(band: Band) -> Band | None:
+def complement(band: Band) -> Band | None:
+    """The negation of a mask; None where that is no band, as of a band with two limits."""
     if band.low is None and band.high is not None:
         return replace(band, low=band.high + 1, high=None)
     return replace(band, low=None, high=band.low - 1) if band.high is None and band.low is not None else None
 
 
-def _compared(op: jx.Primitive, x: Position, y: Position) -> Band | None:
-    """``x`` and ``y`` compared, as a band."""
+def _comparison_band(op: jx.Primitive, x: Position, y: Position) -> Band | None:
+    """Where ``x`` compares to ``y`` as ``op`` says; None where they are not positions along one dimension each."""
     left = {c: x.get(c, 0) - y.get(c, 0) for c in {**x, **y}}
     offset = left.pop("", 0)
     found = {c: n for c, n in left.items() if n}
@@ -206,8 +209,9 @@ def _compared(op: jx.Primitive, x: Position, y: Position) -> Band | None:
     return Band(row, col, low, high)
 
 
-def reshaped(before: Sequence[int], after: Sequence[int]) -> list[int | None] | None:
-    """For each dimension after, the one before that it is; None where dimensions are merged or split."""
+def reshape_dims(before: Sequence[int], after: Sequence[int]) -> list[int | None] | None:
+    """For each dimension of ``after`` the one of ``before`` that it is (None: a new one of size 1); None where a
+    reshape between these shapes merges or splits dimensions."""
     places: list[int | None] = []
     d = 0
     for n in after:

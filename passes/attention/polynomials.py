@@ -1,4 +1,7 @@
-"""terms: polynomials in what a softmax and its gradient are made of; `reader` says what the letters are."""
+"""Polynomials in the quantities that a softmax and its gradient consist of; `finder` defines these.
+
+Exponents are integers, perhaps negative. A mask is 0 or 1, so that every power of it is itself.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,25 @@ from typing import Any
 from autoshard.errors import PassError
 from autoshard.transforms.attention_op import ScoreOp
 
-Term = tuple[tuple[Any, int], ...]
-Terms = dict[Term, float]
-E, Z, D, T = "e", "z", "d", "t"
-WEIGHTS: Terms = {((E, 1), (Z, -1)): 1.0}
+Monomial = tuple[tuple[Any, int], ...]
+"""(quantity, exponent) of each factor, sorted; the quantity of a mask is the index of its score op."""
+Polynomial = dict[Monomial, float]
+"""The coefficient of each monomial."""
+EXP, ROW_SUM, DOT, ROW_DOT = "e", "z", "d", "t"
+WEIGHTS: Polynomial = {((EXP, 1), (ROW_SUM, -1)): 1.0}
 
 
-def combine(name: str, x: Terms, y: Terms) -> Terms:
+def combine(name: str, x: Polynomial, y: Polynomial) -> Polynomial:
+    """``x`` and ``y`` added, subtracted, multiplied or divided.
+
+    Raises:
+      PassError: another operation, or a quotient that is no polynomial.
+    """
     if name in {"add", "sub"}:
         sign = 1 if name == "add" else -1
         done = {t: x.get(t, 0.0) + sign * y.get(t, 0.0) for t in {**x, **y}}
     elif name == "mul":
-        done: Terms = {}
+        done: Polynomial = {}
         for s, a in x.items():
             for t, b in y.items():
                 powers: dict[Any, int] = {}
@@ -30,35 +40,41 @@ def combine(name: str, x: Terms, y: Terms) -> Terms:
                 done[term] = done.get(term, 0.0) + a * b
     elif name == "div" and len(y) == 1:
         ((term, c),) = y.items()
-        if not c or any(a != Z for a, _ in term):
-            raise PassError("a quotient by more than sums of exponentials")
+        if not c or any(a != ROW_SUM for a, _ in term):
+            raise PassError("weights are divided by something else than row sums of exponentials")
         return combine("mul", x, {tuple((a, -n) for a, n in term): 1 / c})
     else:
-        raise PassError(f"{name} of weights")
+        raise PassError(f"weights enter {name}")
     return {t: c for t, c in done.items() if c}
 
 
-def row_sum(terms: Terms, size: int) -> Terms:
-    """The sums along the keys."""
-    done: Terms = {}
-    for term, c in terms.items():
-        row = tuple((a, n) for a, n in term if a in {Z, T})
-        cell = tuple((a, n) for a, n in term if a not in {Z, T})
-        if not cell:
-            added: Terms = {row: c * size}
-        elif cell in {((E, 1),), ((D, 1), (E, 1))}:
-            added = combine("mul", {row: c}, {((Z if len(cell) == 1 else T, 1),): 1.0})
+def sum_over_keys(polynomial: Polynomial, size: int) -> Polynomial:
+    """The sum along ``size`` keys.
+
+    Raises:
+      PassError: the sum is not one of the known quantities.
+    """
+    done: Polynomial = {}
+    for term, c in polynomial.items():
+        row = tuple((a, n) for a, n in term if a in {ROW_SUM, ROW_DOT})
+        per_key = tuple((a, n) for a, n in term if a not in {ROW_SUM, ROW_DOT})
+        if not per_key:
+            added: Polynomial = {row: c * size}
+        elif per_key in {((EXP, 1),), ((DOT, 1), (EXP, 1))}:
+            added = combine("mul", {row: c}, {((ROW_SUM if len(per_key) == 1 else ROW_DOT, 1),): 1.0})
         else:
-            raise PassError("a sum of something else than weights, alone or times their cotangent")
+            raise PassError("something else than weights, or weights times their cotangent, is summed along the keys")
         done = combine("add", done, added)
     return done
 
 
-def is_cotangent(terms: Terms, steps: Sequence[ScoreOp]) -> bool:
-    """Whether ``terms`` are the cotangent of the product of queries and keys."""
-    scale = math.prod([s.constant for s in steps if s.kind == "scale"])
-    kept = tuple((i, 1) for i, s in enumerate(steps) if s.is_mask)
-    expected: Terms = {(): scale}
-    for factor in ({((E, 1), (Z, -1)): 1.0}, {kept: 1.0}, {((D, 1),): 1.0, ((T, 1), (Z, -1)): -1.0}):
+def is_score_gradient(polynomial: Polynomial, score_ops: Sequence[ScoreOp]) -> bool:
+    """Whether ``polynomial`` is the gradient of the softmax with respect to the product of queries and keys."""
+    scale = math.prod([op.constant for op in score_ops if op.kind == "scale"])
+    masks = tuple((i, 1) for i, op in enumerate(score_ops) if op.is_mask)
+    expected: Polynomial = {(): scale}
+    for factor in (WEIGHTS, {masks: 1.0}, {((DOT, 1),): 1.0, ((ROW_DOT, 1), (ROW_SUM, -1)): -1.0}):
         expected = combine("mul", expected, factor)
-    return terms.keys() == expected.keys() and all(math.isclose(c, expected[t], rel_tol=1e-6) for t, c in terms.items())
+    if polynomial.keys() != expected.keys():
+        return False
+    return all(math.isclose(c, expected[t], rel_tol=1e-6) for t, c in polynomial.items())

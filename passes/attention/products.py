@@ -1,4 +1,4 @@
-"""products: those that an attention ends in, forward and backward, and of cotangents with values."""
+"""The products that an attention ends in, forward and backward, and the product of cotangent and values."""
 
 from __future__ import annotations
 
@@ -9,37 +9,44 @@ from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
-from autoshard.passes.attention.facts import Letters
-from autoshard.passes.attention.polynomials import WEIGHTS, is_cotangent
-from autoshard.passes.attention.site import (
+from autoshard.passes.attention.candidate import (
     POLYNOMIAL,
     SCORES,
-    STRANGE,
-    Given,
-    Known,
-    Role,
-    Site,
+    UNKNOWN_FACTOR,
+    Candidate,
+    Env,
+    FinalProduct,
+    OperandValues,
     is_float,
-    is_free,
-    product_letters,
+    is_unconstrained,
+    product_dims,
 )
+from autoshard.passes.attention.facts import Letters
+from autoshard.passes.attention.polynomials import WEIGHTS, is_score_gradient
 
 _PASSED_ON = (_prims.convert_element_type_p, _prims.copy_p, _prims.transpose_p)
-"""What may stand between the product of cotangent and values and what reads it."""
+"""What the product of cotangent and values may pass through before it is read."""
 
 
-def backwards(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Letters) -> Letters:
-    """Takes ``atom`` for the product of cotangent and values, if it is one; returns its letters."""
-    missing = [c for c in site.cells if c not in letters]
+def match_cotangent_product(env: Env, candidate: Candidate, atom: jx.Var | jx.Literal, letters: Letters) -> Letters:
+    """The letters of ``atom``, which must be the product of cotangent and values; both are noted in the candidate.
+
+    Args:
+      letters: those of the value that it is combined with; None where that one is broadcast.
+
+    Raises:
+      PassError: it is not that product.
+    """
+    missing = [c for c in candidate.score_dims if c not in letters]
     holes = [d for d, c in enumerate(letters) if c is None]
     if len(missing) == len(holes) == 1:
         letters = tuple(c or missing[0] for c in letters)
-    sizes = tuple(site.sizes.get(c or "", 0) for c in letters)
-    whole = sorted(c or "" for c in letters) == sorted(site.cells) and jx.aval(atom).shape == sizes
+    sizes = tuple(candidate.sizes.get(c or "", 0) for c in letters)
+    whole = sorted(c or "" for c in letters) == sorted(candidate.score_dims) and jx.aval(atom).shape == sizes
     if not isinstance(atom, jx.Var) or not whole:
-        raise PassError(STRANGE)
+        raise PassError(UNKNOWN_FACTOR)
     found = letters
-    eqn = known.facts.defs.get(atom)
+    eqn = env.facts.defs.get(atom)
     while eqn is not None and eqn.primitive in _PASSED_ON:
         (operand,) = eqn.invars
         if not isinstance(operand, jx.Var) or not is_float(jx.aval(operand).dtype):
@@ -47,53 +54,59 @@ def backwards(known: Known, site: Site, atom: jx.Var | jx.Literal, letters: Lett
         if eqn.primitive is _prims.transpose_p:
             permutation = eqn.params["permutation"]
             found = tuple(found[permutation.index(d)] for d in range(len(found)))
-        eqn = known.facts.defs.get(operand)
+        eqn = env.facts.defs.get(operand)
     if eqn is None or eqn.primitive is not _prims.dot_general_p:
-        raise PassError(STRANGE)
+        raise PassError(UNKNOWN_FACTOR)
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    if len(left) != 1 or not _like(eqn, site.mixing) or not all(isinstance(a, jx.Var) for a in eqn.invars):
-        raise PassError("the cotangent's product with the values is none that is known")
-    sides: list[list[str | None]] = [[None] * len(jx.aval(a).shape) for a in eqn.invars]
+    variables = all(isinstance(a, jx.Var) for a in eqn.invars)
+    if len(left) != 1 or not variables or not _has_precision(eqn, candidate.value_precision):
+        raise PassError("its weights are combined with a product that is not the one of cotangent and values")
+    dims: list[list[str | None]] = [[None] * len(jx.aval(a).shape) for a in eqn.invars]
     order = [(0, d) for d in left_batch]
-    order += [(0, d) for d in range(len(sides[0])) if d not in (*left, *left_batch)]
-    order += [(1, d) for d in range(len(sides[1])) if d not in (*right, *right_batch)]
-    for (side, d), c in zip(order, found, strict=True):
-        sides[side][d] = c
+    order += [(0, d) for d in range(len(dims[0])) if d not in (*left, *left_batch)]
+    order += [(1, d) for d in range(len(dims[1])) if d not in (*right, *right_batch)]
+    for (operand, d), c in zip(order, found, strict=True):
+        dims[operand][d] = c
     for i, j in zip(left_batch, right_batch, strict=True):
-        sides[1][j] = sides[0][i]
-    sides[0][left[0]] = sides[1][right[0]] = site.width
-    texts = ["".join(c or "" for c in side) for side in sides]
-    if (site.col in texts[0]) == (site.col in texts[1]):
-        raise PassError("the cotangent's product with the values is none that is known")
-    v = 0 if site.col in texts[0] else 1
-    site.mixing = [eqn.params["precision"]]
-    _operand(known, site, "value", eqn.invars[v], texts[v])
-    _operand(known, site, "cotangent", eqn.invars[1 - v], texts[1 - v])
+        dims[1][j] = dims[0][i]
+    dims[0][left[0]] = dims[1][right[0]] = candidate.value_width
+    texts = ["".join(c or "" for c in letters) for letters in dims]
+    if (candidate.key_position in texts[0]) == (candidate.key_position in texts[1]):
+        raise PassError("its weights are combined with a product that is not the one of cotangent and values")
+    v = 0 if candidate.key_position in texts[0] else 1
+    candidate.value_precision = [eqn.params["precision"]]
+    _set_operand(env, candidate, "value", eqn.invars[v], texts[v])
+    _set_operand(env, candidate, "cotangent", eqn.invars[1 - v], texts[1 - v])
     return letters
 
 
-def _operand(known: Known, site: Site, what: str, atom: jx.Var | jx.Literal, letters: str) -> None:
-    own = known.meaning(atom)
-    if not isinstance(atom, jx.Var) or (own and (own.stage != SCORES or own.site is site)):
-        raise PassError(f"its {what} comes of scores")
-    old = getattr(site, what)
+def _set_operand(env: Env, candidate: Candidate, what: str, atom: jx.Var | jx.Literal, letters: str) -> None:
+    """Notes the ``value`` or ``cotangent`` of a candidate, of which there may be one only."""
+    own = env.read(atom)
+    if not isinstance(atom, jx.Var) or (own and (own.stage != SCORES or own.candidate is candidate)):
+        raise PassError(f"its {what} depends on its scores")
+    old = getattr(candidate, what)
     if old not in (None, (atom, letters)):
-        raise PassError(f"it meets two {what}s: its weights are used twice")
-    setattr(site, what, (atom, letters))
+        raise PassError(f"its weights are used twice, with two {what}s")
+    setattr(candidate, what, (atom, letters))
 
 
-def product(known: Known, at: int, eqn: jx.JaxprEqn, given: Given) -> None:
-    """The product of what came of the scores with something else: one of the roles, or no attention."""
-    n = 0 if given[0] is not None else 1
-    m, other = given[n], eqn.invars[1 - n]
+def interpret_product(env: Env, at: int, eqn: jx.JaxprEqn, operand_values: OperandValues) -> None:
+    """Notes a product of something symbolic with an ordinary array: the output, or the gradient of query, key or value.
+
+    Raises:
+      PassError: it is none of these.
+    """
+    n = 0 if operand_values[0] is not None else 1
+    m, other = operand_values[n], eqn.invars[1 - n]
     assert m is not None
-    site, shape = m.site, jx.aval(eqn.invars[n]).shape
-    if given[1 - n] is not None or m.stage != POLYNOMIAL or not isinstance(other, jx.Var):
-        raise PassError("a product of scores")
-    weights, scores = m.terms == WEIGHTS, is_cotangent(m.terms, site.steps or ())
-    precision = [site.eqn.params["precision"]] if scores else site.mixing
-    if None in m.letters or set(m.letters) != set(site.cells) or not _like(eqn, precision):
-        raise PassError(f"a product of what lies as {list(shape)}, or of another precision")
+    candidate, shape = m.candidate, jx.aval(eqn.invars[n]).shape
+    if operand_values[1 - n] is not None or m.stage != POLYNOMIAL or not isinstance(other, jx.Var):
+        raise PassError("its scores enter a product")
+    weights, scores = m.polynomial == WEIGHTS, is_score_gradient(m.polynomial, candidate.score_ops or ())
+    precision = [candidate.eqn.params["precision"]] if scores else candidate.value_precision
+    if None in m.letters or set(m.letters) != set(candidate.score_dims) or not _has_precision(eqn, precision):
+        raise PassError(f"a product of its weights of shape {list(shape)} lacks a dimension, or has another precision")
     contracted, batch = eqn.params["dimension_numbers"]
     theirs: list[str | None] = [None] * len(jx.aval(other).shape)
     for i, j in (*zip(contracted[n], contracted[1 - n], strict=True), *zip(batch[n], batch[1 - n], strict=True)):
@@ -101,30 +114,30 @@ def product(known: Known, at: int, eqn: jx.JaxprEqn, given: Given) -> None:
     free = [d for d, c in enumerate(theirs) if c is None]
     over = {m.letters[d] for d in contracted[n]}
     if len(free) != 1:
-        raise PassError("it meets something with more or fewer than one width")
+        raise PassError("its weights are multiplied by an array with more or fewer than one feature dimension")
     if not weights and not scores:
-        raise PassError("neither softmax nor its cotangent is what enters the product")
-    theirs[free[0]] = site.width if weights else site.within
+        raise PassError("what enters the product is neither the softmax nor its gradient")
+    theirs[free[0]] = candidate.value_width if weights else candidate.head_width
     letters = "".join(c or "" for c in theirs)
-    sides = [list(map(str, m.letters)), list(letters)] if n == 0 else [list(letters), list(map(str, m.letters))]
-    result = "".join(product_letters(sides, *contracted, *batch))
+    own = list(map(str, m.letters))
+    result = "".join(product_dims([own, list(letters)] if n == 0 else [list(letters), own], *contracted, *batch))
     if weights:
-        role, what = ("out", "value") if site.col in over else ("dv", "cotangent")
-        if role == "out" and over != {site.col}:
-            raise PassError("its weights are summed over more than the keys")
-        _operand(known, site, what, other, letters)
-        site.mixing = [eqn.params["precision"]]
-        site.weights = site.weights or str(jx.aval(eqn.invars[n]).dtype)
+        role, what = ("out", "value") if candidate.key_position in over else ("dv", "cotangent")
+        if role == "out" and over != {candidate.key_position}:
+            raise PassError("the product with the values contracts more than the keys")
+        _set_operand(env, candidate, what, other, letters)
+        candidate.value_precision = [eqn.params["precision"]]
+        candidate.weight_dtype = candidate.weight_dtype or str(jx.aval(eqn.invars[n]).dtype)
     else:
-        role, (var, own) = ("dq", site.key) if site.col in over else ("dk", site.query)
-        if (other, letters) != (var, own):
-            raise PassError("the scores' cotangent meets something else than the queries and keys")
-        site.weights = site.weights or str(jx.aval(var).dtype)
-    if role in site.roles:
+        role, (var, dims) = ("dq", candidate.key) if candidate.key_position in over else ("dk", candidate.query)
+        if (other, letters) != (var, dims):
+            raise PassError("the gradient of its scores is multiplied by something else than its queries or keys")
+        candidate.weight_dtype = candidate.weight_dtype or str(jx.aval(var).dtype)
+    if role in candidate.products:
         raise PassError("its weights are used twice")
-    site.roles[role] = Role(at, eqn, result)
+    candidate.products[role] = FinalProduct(at, eqn, result)
 
 
-def _like(eqn: jx.JaxprEqn, precision: Sequence[Any]) -> bool:
-    """Whether a product is of that ``precision``, where one is known."""
-    return is_free(eqn) and precision in ([], [eqn.params["precision"]])
+def _has_precision(eqn: jx.JaxprEqn, precision: Sequence[Any]) -> bool:
+    """Whether a product has the one precision in ``precision``, where that is known, and no sharding of its own."""
+    return is_unconstrained(eqn) and precision in ([], [eqn.params["precision"]])

@@ -1,1 +1,1 @@
-"""Local forms: how one device computes its part of an operation that XLA would gather for, with explicit collectives."""
+"""Local forms: one device's part of operations for which XLA would gather whole operands, with explicit collectives."""

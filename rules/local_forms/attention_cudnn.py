@@ -1,4 +1,7 @@
-"""Attention by one kernel of the target's own library: operands are laid out as `autoshard.transforms.cudnn_attention` wants them."""
+"""Attention on one device by the fused kernel: arrays are transposed to the kernel's layout and back.
+
+The kernel is `autoshard.transforms.cudnn_attention`: queries [batch, length, heads, width], keys and values likewise.
+"""
 
 from __future__ import annotations
 
@@ -14,85 +17,96 @@ from autoshard.transforms.cudnn_attention import attention_kernel_backward_p, at
 
 
 @dataclass(frozen=True)
-class _Lay:
-    """Which letters are the batch, and which the heads: of those that all share, these that come after the queries."""
+class _KernelLayout:
+    """Which letters of an attention make up each dimension of the kernel."""
 
-    form: AttentionConfig
+    config: AttentionConfig
     sizes: Mapping[str, int]
     batch: str
+    """Dimensions that query, key and value share, before the queries' sequence dimension."""
     heads: str
+    """Dimensions that query, key and value share, after it: the key heads."""
     groups: str
+    """Dimensions of the queries only: the query heads of each key head."""
 
     @classmethod
-    def of(cls, form: AttentionConfig, query: Any, key: Any, value: Any) -> _Lay:
-        at = form.query_dims.index(form.query_position)
-        shared = [(d, c) for d, c in enumerate(form.query_dims) if c in form.key_dims and c in form.value_dims]
+    def of(cls, config: AttentionConfig, query: Any, key: Any, value: Any) -> _KernelLayout:
+        sequence = config.query_dims.index(config.query_position)
+        shared = [(d, c) for d, c in enumerate(config.query_dims) if c in config.key_dims and c in config.value_dims]
         return cls(
-            form,
-            form.sizes(query, key, value),
-            "".join(c for d, c in shared if d < at),
-            "".join(c for d, c in shared if d > at),
+            config,
+            config.sizes(query, key, value),
+            "".join(c for d, c in shared if d < sequence),
+            "".join(c for d, c in shared if d > sequence),
             "".join(
-                c for c in form.query_dims if c in form.row_dims and c not in form.key_dims and c != form.query_position
+                c
+                for c in config.query_dims
+                if c in config.row_dims and c not in config.key_dims and c != config.query_position
             ),
         )
 
     @property
     def params(self) -> dict[str, Any]:
-        scale = math.prod(s.constant for s in self.form.score_ops if s.kind == "scale")
-        return {"scale": float(scale), "causal": causal_fill(self.form) is not None}
+        """The parameters of the kernel primitives."""
+        scale = math.prod(op.constant for op in self.config.score_ops if op.kind == "scale")
+        return {"scale": float(scale), "causal": causal_fill(self.config) is not None}
 
-    def query(self, width: str) -> tuple[str, ...]:
-        return self.batch, self.form.query_position, self.heads + self.groups, width
+    def query_like(self, width: str) -> tuple[str, ...]:
+        """The letters of each kernel dimension of a query, output or cotangent."""
+        return self.batch, self.config.query_position, self.heads + self.groups, width
 
-    def key(self, width: str) -> tuple[str, ...]:
-        return self.batch, self.form.key_position, self.heads, width
+    def key_like(self, width: str) -> tuple[str, ...]:
+        """The letters of each kernel dimension of a key or value."""
+        return self.batch, self.config.key_position, self.heads, width
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return self.batch, self.heads + self.groups, self.form.query_position
+        """The letters of each kernel dimension of a row statistic."""
+        return self.batch, self.heads + self.groups, self.config.query_position
 
-    def merged(self, x: Any, letters: str, to: Sequence[str]) -> Any:
-        """``x`` with a dimension for each of ``to``."""
-        x = jnp.transpose(x, [letters.index(c) for c in "".join(to)])
-        return x.reshape([math.prod(self.sizes[c] for c in part) for part in to])
+    def to_kernel(self, x: Any, letters: str, kernel_dims: Sequence[str]) -> Any:
+        """``x``, whose subscripts are ``letters``, with one dimension for each of ``kernel_dims``."""
+        x = jnp.transpose(x, [letters.index(c) for c in "".join(kernel_dims)])
+        return x.reshape([math.prod(self.sizes[c] for c in dim) for dim in kernel_dims])
 
-    def apart(self, x: Any, given: Sequence[str], letters: str) -> Any:
-        """What `merged` has done is undone."""
-        whole = "".join(given)
-        x = x.reshape([self.sizes[c] for c in whole])
-        return jnp.transpose(x, [whole.index(c) for c in letters])
+    def from_kernel(self, x: Any, kernel_dims: Sequence[str], letters: str) -> Any:
+        """The inverse of `to_kernel`."""
+        order = "".join(kernel_dims)
+        x = x.reshape([self.sizes[c] for c in order])
+        return jnp.transpose(x, [order.index(c) for c in letters])
 
     def operands(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-        form = self.form
+        """Query, key and value in the kernel's layout."""
+        config = self.config
         return (
-            self.merged(query, form.query_dims, self.query(form.head_width)),
-            self.merged(key, form.key_dims, self.key(form.head_width)),
-            self.merged(value, form.value_dims, self.key(form.value_width)),
+            self.to_kernel(query, config.query_dims, self.query_like(config.head_width)),
+            self.to_kernel(key, config.key_dims, self.key_like(config.head_width)),
+            self.to_kernel(value, config.value_dims, self.key_like(config.value_width)),
         )
 
 
-def attend_fused(form: AttentionConfig, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """The results of `attention_p` for one part: of each row, the sums' logarithm is the peak, and the total is 1."""
-    lay = _Lay.of(form, query, key, value)
-    out, logsum = attention_kernel_p.bind(*lay.operands(query, key, value), **lay.params)
-    peak = lay.apart(logsum, lay.rows, form.row_dims)
-    return lay.apart(out, lay.query(form.value_width), form.out_dims), peak, jnp.ones_like(peak)
+def attend_fused(config: AttentionConfig, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """The results of `attention_p` on one device: ``row_max`` is each row's log-sum-exp, and ``row_sum`` is 1."""
+    layout = _KernelLayout.of(config, query, key, value)
+    out, logsumexp = attention_kernel_p.bind(*layout.operands(query, key, value), **layout.params)
+    row_max = layout.from_kernel(logsumexp, layout.rows, config.row_dims)
+    out = layout.from_kernel(out, layout.query_like(config.value_width), config.out_dims)
+    return out, row_max, jnp.ones_like(row_max)
 
 
 def gradients_fused(
-    form: AttentionConfig, query: Any, key: Any, value: Any, out: Any, peak: Any, total: Any, cotangent: Any
+    config: AttentionConfig, query: Any, key: Any, value: Any, out: Any, row_max: Any, row_sum: Any, cotangent: Any
 ) -> tuple[Any, Any, Any]:
-    """The results of `attention_backward_p` for one part."""
-    lay = _Lay.of(form, query, key, value)
-    ours = lay.operands(query, key, value)
-    came = lay.merged(out, form.out_dims, lay.query(form.value_width))
-    logsum = lay.merged(peak + jnp.log(total), form.row_dims, lay.rows)
-    ct = lay.merged(cotangent, form.cotangent_dims, lay.query(form.value_width)).astype(came.dtype)
-    dq, dk, dv = attention_kernel_backward_p.bind(*ours, came, logsum, ct, **lay.params)
-    found = (
-        lay.apart(dq, lay.query(form.head_width), form.query_dims),
-        lay.apart(dk, lay.key(form.head_width), form.key_dims),
-        lay.apart(dv, lay.key(form.value_width), form.value_dims),
+    """The results of `attention_backward_p` on one device."""
+    layout = _KernelLayout.of(config, query, key, value)
+    operands = layout.operands(query, key, value)
+    out = layout.to_kernel(out, config.out_dims, layout.query_like(config.value_width))
+    logsumexp = layout.to_kernel(row_max + jnp.log(row_sum), config.row_dims, layout.rows)
+    ct = layout.to_kernel(cotangent, config.cotangent_dims, layout.query_like(config.value_width)).astype(out.dtype)
+    dq, dk, dv = attention_kernel_backward_p.bind(*operands, out, logsumexp, ct, **layout.params)
+    grads = (
+        layout.from_kernel(dq, layout.query_like(config.head_width), config.query_dims),
+        layout.from_kernel(dk, layout.key_like(config.head_width), config.key_dims),
+        layout.from_kernel(dv, layout.key_like(config.value_width), config.value_dims),
     )
-    return finalize_gradients(form, found)
+    return finalize_gradients(config, grads)

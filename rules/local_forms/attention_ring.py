@@ -1,13 +1,13 @@
-"""Attention over a sequence in parts: blocks travel from part to part until every query has met its keys.
+"""Ring attention: the sequence is sharded, and blocks of keys and values travel from device to device.
 
-As a ring, each block goes all the way round (ring attention, arXiv:2310.01889). Where a mask lets queries see only
-keys before them, or near them, blocks travel as two chains instead, no further than they are seen, and not round.
-Of a mask that fills with a number, all keys count in rows that see none: those out of reach count together, by
-the sum of their values.
+Without a position mask every block goes all the way round the ring (Liu et al., arXiv:2310.01889). Where a causal or
+window mask lets queries see only some of the keys, blocks travel along two chains instead, one in each direction, and
+only as far as they are seen. A mask with a finite constant still gives keys out of reach some weight in rows that see
+no key at all: as they all have the same score, the sum of their values stands for them.
 
-In the backward part it is the keys and values that travel, or the queries and what belongs to them. In a ring the
-cotangents of a block travel with it, one hop behind, and come home with the last; in a chain they are sent home from
-where they arise.
+In the backward part either keys and values travel, or queries with their statistics. In a ring the gradients of a
+block travel with it, one hop behind, and reach its device with the last hop; in a chain each device sends what it has
+computed directly to the block's device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -24,6 +24,13 @@ from jax import numpy as jnp
 from autoshard.ir.halo import permute_shards
 from autoshard.machine.collective import ALL_GATHER, COLLECTIVE_PERMUTE, CollectiveKind
 from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
+from autoshard.rules.local_forms.online_softmax import (
+    SoftmaxState,
+    empty_state,
+    merge_softmax_states,
+    online_softmax_update,
+    results_of_state,
+)
 from autoshard.transforms.attention_op import (
     AttentionConfig,
     block_gradients,
@@ -33,272 +40,240 @@ from autoshard.transforms.attention_op import (
 )
 
 Axes = tuple[str, ...]
-Moves = tuple[tuple[CollectiveKind, int], ...]
+Collectives = tuple[tuple[CollectiveKind, int], ...]
 Pairs = list[tuple[int, int]]
-Sums = tuple[Any, Any, Any]
-"""Of each row, over the keys so far: mixed values, the largest score, the sum of exponentials of what others lack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """From how many parts before its own, and behind, a part needs the keys; ``ring`` if from all, in one round."""
+    """Of how many devices before and behind it in the sequence a device needs the keys."""
 
     before: int
     behind: int
     ring: bool
+    """Whether it needs those of all devices, so that blocks go once round a ring."""
 
 
-def reach(form: AttentionConfig, parts: int, length: int) -> Reach:
-    """Which of ``parts``, each of ``length`` positions, must meet."""
-    most, bands = parts - 1, [s for s in form.score_ops if s.kind == "band"]
-    if not bands or unseen(form) is None:
+def key_reach(config: AttentionConfig, parts: int, length: int) -> Reach:
+    """Which blocks of keys a device's queries can see, where each of ``parts`` devices has ``length`` positions."""
+    most, bands = parts - 1, [op for op in config.score_ops if op.kind == "band"]
+    if not bands or masked_score(config) is None:
         return Reach(most, 0, ring=True)
-    low = max([s.low for s in bands if s.low is not None], default=-parts * length)
-    high = min([s.high for s in bands if s.high is not None], default=parts * length)
+    low = max([op.low for op in bands if op.low is not None], default=-parts * length)
+    high = min([op.high for op in bands if op.high is not None], default=parts * length)
     before, behind = (min(most, max(0, (length - 1 + n) // length)) for n in (-low, high))
     ring = before == behind == most
     return Reach(before, 0 if ring else behind, ring)
 
 
-def unseen(form: AttentionConfig) -> float | None:
-    """The score of every key that some band masks: a number, or minus infinity; None where it is not the same."""
+def masked_score(config: AttentionConfig) -> float | None:
+    """The score of keys outside a band after all score ops, perhaps minus infinity; None where it is not one number."""
     found: set[float] = set()
-    lone = sum(s.kind == "band" for s in form.score_ops) == 1
-    for step in form.score_ops:
-        if step.kind == "band":
-            found = {step.constant} if lone else found | {step.constant}
-        elif step.kind == "mask":
-            found |= {step.constant}
-        elif step.kind == "bias" and found - {-math.inf}:
+    only_band = sum(op.kind == "band" for op in config.score_ops) == 1
+    for op in config.score_ops:
+        if op.kind == "band":
+            found = {op.constant} if only_band else found | {op.constant}
+        elif op.kind == "mask":
+            found |= {op.constant}
+        elif op.kind == "bias" and found - {-math.inf}:
             return None
-        elif step.kind != "bias":
-            found = {x * step.constant if step.kind == "scale" else x + step.constant for x in found}
+        elif op.kind != "bias":
+            found = {x * op.constant if op.kind == "scale" else x + op.constant for x in found}
     (score,) = found if len(found) == 1 else (math.nan,)
     return score if score < math.inf else None
 
 
-def beyond(form: AttentionConfig, far: Reach) -> float | None:
-    """The score of keys out of reach, where it may count; None where no key is, or they count nothing."""
-    score = None if far.ring or form.fused else unseen(form)  # a kernel never counts them
+def out_of_window_score(config: AttentionConfig, reach: Reach) -> float | None:
+    """The score of keys out of reach; None where none are, or where they have no weight."""
+    score = None if reach.ring or config.fused else masked_score(config)  # cuDNN gives masked keys no weight
     return None if score == -math.inf else score
 
 
-def nothing(form: AttentionConfig, query: Any, key: Any, value: Any) -> Sums:
-    """The sums over no keys."""
-    sizes = form.sizes(query, key, value)
-    rows = tuple(sizes[c] for c in form.row_dims)
-    return (
-        jnp.zeros((*rows, sizes[form.value_width]), form.accum_dtype),
-        jnp.full(rows, -jnp.inf, form.accum_dtype),
-        jnp.zeros(rows, form.accum_dtype),
-    )
+def without_bands(config: AttentionConfig) -> AttentionConfig:
+    """``config`` for a block of keys that all queries see."""
+    return replace(config, score_ops=tuple(op for op in config.score_ops if op.kind != "band"))
 
 
-def met(form: AttentionConfig, sums: Sums, scores: Any, value: Any, times: Any = 1) -> Sums:
-    """``sums`` and those over further keys, each of which counts ``times``."""
-    mixed, peak, total = sums
-    highest = jnp.maximum(peak, jnp.max(scores, -1))
-    base = jnp.where(highest == -jnp.inf, 0, highest)  # of nothing but masked scores: their exponentials are 0
-    e, before = jnp.exp(scores - base[..., None]), jnp.exp(peak - base)
-    text = f"{form.row_dims}{form.key_position},{form.value_dims}->{form.row_dims}{form.value_width}"
-    added = jnp.einsum(
-        text,
-        e.astype(form.weight_dtype),
-        value,
-        precision=form.value_precision,
-        preferred_element_type=form.accum_dtype,
-    )
-    return mixed * before[..., None] + added, highest, total * before + jnp.sum(e, -1) * times
-
-
-def joined(form: AttentionConfig, sums: Sums, further: tuple[Any, Any, Any]) -> Sums:
-    """``sums`` and those over further keys, of which `attention_p` has made its results."""
-    (mixed, peak, total), (out, high, count) = sums, further
-    highest = jnp.maximum(peak, high)
-    before, after = jnp.exp(peak - highest), jnp.exp(high - highest) * count
-    out = jnp.transpose(out, [form.out_dims.index(c) for c in form.row_dims + form.value_width]).astype(
-        form.accum_dtype
-    )
-    return mixed * before[..., None] + out * after[..., None], highest, total * before + after
-
-
-def open_(form: AttentionConfig) -> AttentionConfig:
-    """``form`` for keys that all its queries see."""
-    return replace(form, steps=tuple(s for s in form.score_ops if s.kind != "band"))
-
-
-def results(form: AttentionConfig, sums: Sums) -> tuple[Any, Any, Any]:
-    """The results of `attention_p`."""
-    mixed, peak, total = sums
-    order = [(form.row_dims + form.value_width).index(c) for c in form.out_dims]
-    return jnp.transpose(mixed / total[..., None], order).astype(form.out_dtype), peak, total
-
-
-def attend_round(
-    form: AttentionConfig, far: Reach, axes: Axes, query: Any, key: Any, value: Any, *extras: Any
+def attend_ring(
+    config: AttentionConfig, reach: Reach, axes: Axes, query: Any, key: Any, value: Any, *extras: Any
 ) -> tuple[Any, Any, Any]:
-    """The results of `attention_p` for one part."""
+    """The results of `attention_p` for one device's queries, inside `jax.shard_map` over ``axes``."""
     parts, me = lax.axis_size(axes), lax.axis_index(axes)
-    rows, cols = (
-        query.shape[form.query_dims.index(form.query_position)],
-        key.shape[form.key_dims.index(form.key_position)],
-    )
+    queries = query.shape[config.query_dims.index(config.query_position)]
+    keys = key.shape[config.key_dims.index(config.key_position)]
 
-    def meet(sums: Sums, k: Any, v: Any, source: Any) -> Sums:
-        if form.fused:  # of a causal mask, blocks that come by are seen whole
-            return joined(form, sums, attend_fused(open_(form), query, k, v))
-        return met(form, sums, logits(form, query, k, extras, me * rows, source * cols), v)
+    def attend_block(state: SoftmaxState, k: Any, v: Any, source: Any) -> SoftmaxState:
+        if config.fused:  # the only band is causal: what comes from devices before is seen by every query
+            return merge_softmax_states(config, state, attend_fused(without_bands(config), query, k, v))
+        scores = logits(config, query, k, extras, me * queries, source * keys)
+        return online_softmax_update(config, state, scores, v)
 
-    sums = nothing(form, query, key, value)
-    if form.fused:
-        sums = joined(form, sums, attend_fused(form, query, key, value))
+    state = empty_state(config, query, key, value)
+    if config.fused:
+        state = merge_softmax_states(config, state, attend_fused(config, query, key, value))
     else:
-        sums = meet(sums, key, value, me)
-    for step, turns in ((1, far.before), (-1, far.behind)):
+        state = attend_block(state, key, value, me)
+    for step, hops in ((1, reach.before), (-1, reach.behind)):
 
-        def arrive(sums: Sums, blocks: Any, turn: Any, step: int = step) -> Sums:
-            source = me - step * turn
-            k, v = blocks
-            if far.ring:
-                return meet(sums, k, v, source % parts)
-            inside = (source >= 0) & (source < parts)
-            return lax.cond(inside, meet, lambda sums, *_: sums, sums, k, v, source)
+        def receive(state: SoftmaxState, block: Any, hop: Any, step: int = step) -> SoftmaxState:
+            source = me - step * hop
+            k, v = block
+            if reach.ring:
+                return attend_block(state, k, v, source % parts)
+            exists = (source >= 0) & (source < parts)
+            return lax.cond(exists, attend_block, lambda state, *_: state, state, k, v, source)
 
-        sums = _walk(axes, far, step, turns, (key, value), sums, arrive)
-    score = beyond(form, far)
+        state = _circulate(axes, reach, step, hops, (key, value), state, receive)
+    score = out_of_window_score(config, reach)
     if score is not None:
-        values = jnp.sum(value, form.value_dims.index(form.key_position), form.accum_dtype, keepdims=True)
-        away = _away(far, me, parts)
-        count = jnp.sum(away) * cols
-        alike = jnp.full((*sums[1].shape, 1), jnp.where(count > 0, score, -jnp.inf), form.accum_dtype)
-        values = jnp.tensordot(away.astype(form.accum_dtype), lax.all_gather(values, axes), 1)
-        sums = met(form, sums, alike, values, count)
-    return results(form, sums)
+        values = jnp.sum(value, config.value_dims.index(config.key_position), config.accum_dtype, keepdims=True)
+        unreached = _out_of_reach(reach, me, parts)
+        count = jnp.sum(unreached) * keys
+        scores = jnp.full((*state.row_max.shape, 1), jnp.where(count > 0, score, -jnp.inf), config.accum_dtype)
+        values = jnp.tensordot(unreached.astype(config.accum_dtype), lax.all_gather(values, axes), 1)
+        state = online_softmax_update(config, state, scores, values, count)
+    return results_of_state(config, state)
 
 
-def gradients_round(
-    form: AttentionConfig,
-    far: Reach,
-    travels: str,
+def gradients_ring(
+    config: AttentionConfig,
+    reach: Reach,
+    travelling: Literal["keys", "queries"],
     axes: Axes,
     query: Any,
     key: Any,
     value: Any,
     out: Any,
-    peak: Any,
-    total: Any,
+    row_max: Any,
+    row_sum: Any,
     cotangent: Any,
     *extras: Any,
 ) -> tuple[Any, ...]:
-    """The results of `attention_backward_p` for one part; ``keys`` travel, or ``queries``."""
-    parts, me, queries = lax.axis_size(axes), lax.axis_index(axes), travels == "queries"
-    rows, cols = (
-        query.shape[form.query_dims.index(form.query_position)],
-        key.shape[form.key_dims.index(form.key_position)],
-    )
-    stats = (out, peak, total) if form.fused else jnp.stack([peak, total, out_dot_cotangent(form, out, cotangent)])
-    ours, theirs = (query, stats, cotangent), (key, value)
-    # XLA would otherwise keep all that has come in the forward part.
-    ours, theirs = lax.optimization_barrier((ours, theirs))
-    own = ours if queries else theirs
+    """The results of `attention_backward_p` for one device's queries and keys, inside `jax.shard_map` over ``axes``.
 
-    def meet(blocks: Any, source: Any) -> tuple[Any, Any]:
-        """What a block adds to its own cotangents, and to those of what stays."""
-        (q, stats, ct), (k, v) = (blocks, theirs) if queries else (ours, blocks)
-        if form.fused:
-            return fused(open_(form), q, stats, ct, k, v)
-        row, col = (source * rows, me * cols) if queries else (me * rows, source * cols)
-        dq, *both = block_gradients(form, q, k, v, stats[0], stats[1], ct, stats[2], extras, row, col)
-        return ([dq], both) if queries else (both, [dq])
+    Args:
+      travelling: which blocks go round: keys with values, or queries with their statistics and cotangents.
+    """
+    parts, me, send_queries = lax.axis_size(axes), lax.axis_index(axes), travelling == "queries"
+    queries = query.shape[config.query_dims.index(config.query_position)]
+    keys = key.shape[config.key_dims.index(config.key_position)]
+    delta = None if config.fused else out_dot_cotangent(config, out, cotangent)
+    stats = (out, row_max, row_sum) if config.fused else jnp.stack([row_max, row_sum, delta])
+    query_block, key_block = (query, stats, cotangent), (key, value)
+    # XLA would otherwise merge these sends with the forward part's and keep all blocks until here.
+    query_block, key_block = lax.optimization_barrier((query_block, key_block))
+    own_block = query_block if send_queries else key_block
 
-    def fused(seen: AttentionConfig, q: Any, stats: Any, ct: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """The same by the kernel; it is the keys that travel."""
-        lies = replace(
-            seen, grads=(form.query_dims, form.key_dims, form.value_dims), dtypes=(str(form.accum_dtype),) * 3
-        )
-        out, peak, total = stats
-        dq, *both = gradients_fused(lies, q, k, v, out, peak, total, ct)
-        return both, [dq]
+    def kernel_gradients(config: AttentionConfig, q: Any, stats: Any, ct: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """`gradients_of_block` by the fused kernel, where keys travel."""
+        dims, dtypes = (config.query_dims, config.key_dims, config.value_dims), (str(config.accum_dtype),) * 3
+        out, row_max, row_sum = stats
+        unconverted = replace(config, grad_dims=dims, grad_dtypes=dtypes)
+        dq, *dkv = gradients_fused(unconverted, q, k, v, out, row_max, row_sum, ct)
+        return dkv, [dq]
 
-    went, stayed = fused(form, *ours, *own) if form.fused else meet(own, me)
-    for step, turns in ((1, far.before), (-1, far.behind)):
-        toward = -step if queries else step
+    def gradients_of_block(block: Any, source: Any) -> tuple[Any, Any]:
+        """What a block that came from ``source`` adds to its own gradients, and to those of what stays here."""
+        (q, stats, ct), (k, v) = (block, key_block) if send_queries else (query_block, block)
+        if config.fused:
+            return kernel_gradients(without_bands(config), q, stats, ct, k, v)
+        starts = (source * queries, me * keys) if send_queries else (me * queries, source * keys)
+        dq, *dkv = block_gradients(config, q, k, v, stats[0], stats[1], ct, stats[2], extras, *starts)
+        return ([dq], dkv) if send_queries else (dkv, [dq])
 
-        def arrive(sums: Any, blocks: Any, turn: Any, step: int = toward) -> Any:
-            back, stayed = sums
-            source = me - step * turn
-            if far.ring:
-                away, here = meet(blocks, source % parts)
-                back = [
-                    permute_shards(x + y, axes, _pairs(step, 1, parts, True)) for x, y in zip(back, away, strict=True)
-                ]
+    if config.fused:
+        travelled, stayed = kernel_gradients(config, *query_block, *own_block)
+    else:
+        travelled, stayed = gradients_of_block(own_block, me)
+    for step, hops in ((1, reach.before), (-1, reach.behind)):
+        direction = -step if send_queries else step  # queries travel to the keys that they see
+
+        def receive(grads: Any, block: Any, hop: Any, step: int = direction) -> Any:
+            travelled, stayed = grads
+            source = me - step * hop
+            if reach.ring:
+                of_block, here = gradients_of_block(block, source % parts)
+                pairs = _send_pairs(step, 1, parts, True)
+                travelled = [permute_shards(x + y, axes, pairs) for x, y in zip(travelled, of_block, strict=True)]
             else:
-                none = jax.tree.map(jnp.zeros_like, (back, stayed))
-                away, here = lax.cond((source >= 0) & (source < parts), meet, lambda *_: none, blocks, source)
-                home = [(p, p - step * turn) for p in range(parts) if 0 <= p - step * turn < parts]
-                back = [x + permute_shards(y, axes, home) for x, y in zip(back, away, strict=True)]
-            return back, jax.tree.map(jnp.add, stayed, here)
+                zeros = jax.tree.map(jnp.zeros_like, (travelled, stayed))
+                exists = (source >= 0) & (source < parts)
+                of_block, here = lax.cond(exists, gradients_of_block, lambda *_: zeros, block, source)
+                home = [(p, p - step * hop) for p in range(parts) if 0 <= p - step * hop < parts]
+                travelled = [x + permute_shards(y, axes, home) for x, y in zip(travelled, of_block, strict=True)]
+            return travelled, jax.tree.map(jnp.add, stayed, here)
 
-        start = jax.tree.map(jnp.zeros_like, went), stayed
-        back, stayed = _walk(axes, far, toward, turns, own, start, arrive)
-        went = jax.tree.map(jnp.add, went, back)
-    dq, dk, dv = (*went, *stayed) if queries else (*stayed, *went)
-    score = beyond(form, far)
+        start = jax.tree.map(jnp.zeros_like, travelled), stayed
+        returned, stayed = _circulate(axes, reach, direction, hops, own_block, start, receive)
+        travelled = jax.tree.map(jnp.add, travelled, returned)
+    dq, dk, dv = (*travelled, *stayed) if send_queries else (*stayed, *travelled)
+    score = out_of_window_score(config, reach)
     if score is not None:
-        text = f"{form.row_dims},{form.cotangent_dims}->{form.value_dims.replace(form.key_position, '')}"
-        p = (jnp.exp(score - peak) / total).astype(form.weight_dtype)
-        mixed = jnp.einsum(text, p, cotangent, precision=form.value_precision, preferred_element_type=form.accum_dtype)
-        away = jax.vmap(lambda part: _away(far, part, parts)[me])(jnp.arange(parts))
-        dv = dv + jnp.expand_dims(
-            jnp.tensordot(away.astype(form.accum_dtype), lax.all_gather(mixed, axes), 1),
-            form.value_dims.index(form.key_position),
+        text = f"{config.row_dims},{config.cotangent_dims}->{config.value_dims.replace(config.key_position, '')}"
+        p = (jnp.exp(score - row_max) / row_sum).astype(config.weight_dtype)
+        per_key = jnp.einsum(
+            text, p, cotangent, precision=config.value_precision, preferred_element_type=config.accum_dtype
         )
-    return finalize_gradients(form, (dq, dk, dv))
+        unreached = jax.vmap(lambda device: _out_of_reach(reach, device, parts)[me])(jnp.arange(parts))
+        per_key = jnp.tensordot(unreached.astype(config.accum_dtype), lax.all_gather(per_key, axes), 1)
+        dv = dv + jnp.expand_dims(per_key, config.value_dims.index(config.key_position))
+    return finalize_gradients(config, (dq, dk, dv))
 
 
-def _walk(
-    axes: Axes, far: Reach, step: int, turns: int, own: Any, sums: Any, arrive: Callable[[Any, Any, Any], Any]
+def _circulate(
+    axes: Axes, reach: Reach, step: int, hops: int, block: Any, state: Any, receive: Callable[[Any, Any, Any], Any]
 ) -> Any:
-    """``sums`` after ``arrive(sums, blocks, turn)`` of all blocks that come by; each is sent on before it is used."""
+    """``state`` after ``receive(state, block, hop)`` of every block that arrives in ``hops`` hops.
+
+    Args:
+      step: 1 where blocks travel to the next device, -1 to the one before.
+      block: this device's own; an arrived block is sent on before it is used, so that both run at once.
+    """
     parts = lax.axis_size(axes)
 
-    def send(blocks: Any, turn: int) -> Any:
-        return jax.tree.map(lambda x: permute_shards(x, axes, _pairs(step, turn, parts, far.ring)), blocks)
+    def send(block: Any, hop: int) -> Any:
+        return jax.tree.map(lambda x: permute_shards(x, axes, _send_pairs(step, hop, parts, reach.ring)), block)
 
-    def turned(carry: tuple[Any, Any], turn: Any) -> tuple[tuple[Any, Any], None]:
-        blocks, sums = carry
-        # In a chain, no hop is made before the last but one has been used, lest all blocks pile up.
-        return lax.optimization_barrier((send(blocks, turn + 1), arrive(sums, blocks, turn))), None
+    def next_hop(carry: tuple[Any, Any], hop: Any) -> tuple[tuple[Any, Any], None]:
+        block, state = carry
+        # In an unrolled chain, no hop starts before the block of the last but one is used, or all blocks pile up.
+        return lax.optimization_barrier((send(block, hop + 1), receive(state, block, hop))), None
 
-    if turns == 0:
-        return sums
-    carry = send(own, 1), sums
-    if far.ring:
-        carry, _ = lax.scan(turned, carry, jnp.arange(1, turns))
+    if hops == 0:
+        return state
+    carry = send(block, 1), state
+    if reach.ring:
+        carry, _ = lax.scan(next_hop, carry, jnp.arange(1, hops))
     else:
-        for turn in range(1, turns):
-            carry, _ = turned(carry, turn)
-    return arrive(carry[1], carry[0], turns)
+        for hop in range(1, hops):
+            carry, _ = next_hop(carry, hop)
+    return receive(carry[1], carry[0], hops)
 
 
-def _pairs(step: int, turn: Any, parts: int, ring: bool) -> Pairs:
-    """Which part sends to which: all, or in a chain those that a block has come to."""
+def _send_pairs(step: int, hop: Any, parts: int, ring: bool) -> Pairs:
+    """(sender, receiver) of a hop: all devices in a ring, in a chain those that a block has arrived at."""
     if ring:
         return [(p, (p + step) % parts) for p in range(parts)]
-    begun = range(turn - 1, parts - 1) if step > 0 else range(1, parts - turn + 1)
-    return [(p, p + step) for p in begun]
+    senders = range(hop - 1, parts - 1) if step > 0 else range(1, parts - hop + 1)
+    return [(p, p + step) for p in senders]
 
 
-def _away(far: Reach, me: Any, parts: int) -> Any:
-    """[parts]: which of them are out of reach."""
-    place = jnp.arange(parts)
-    return (place < me - far.before) | (place > me + far.behind)
+def _out_of_reach(reach: Reach, device: Any, parts: int) -> Any:
+    """Whose keys the queries of ``device`` do not reach: [parts] booleans."""
+    source = jnp.arange(parts)
+    return (source < device - reach.before) | (source > device + reach.behind)
 
 
-def moves_round(
-    form: AttentionConfig, far: Reach, parts: int, there: Sequence[int], back: Sequence[int], values: int
-) -> Moves:
-    """What a part sends: at each hop ``there`` and ``back``, in bytes; ``values`` are those of a sum of values."""
-    hop: Moves = tuple((COLLECTIVE_PERMUTE, n) for n in (*there, *back))
-    hops = hop * (far.before + far.behind)
-    return hops if beyond(form, far) is None else (*hops, (ALL_GATHER, values * parts))
+def ring_collectives(
+    config: AttentionConfig, reach: Reach, parts: int, sent: Sequence[int], returned: Sequence[int], values: int
+) -> Collectives:
+    """The collectives of one device, as (kind, bytes).
+
+    Args:
+      sent: bytes of each array of a block, per hop.
+      returned: bytes of each of its gradients, per hop.
+      values: bytes of the values of one key, all-gathered where keys out of reach have weight.
+    """
+    hop: Collectives = tuple((COLLECTIVE_PERMUTE, n) for n in (*sent, *returned))
+    hops = hop * (reach.before + reach.behind)
+    return hops if out_of_window_score(config, reach) is None else (*hops, (ALL_GATHER, values * parts))

@@ -68,7 +68,7 @@ def test_forward_and_backward_are_found_and_mean_the_same(name):
     args = operands(heads=heads)
     done, report = rewritten(trained(fun), args)
     forward, backward = found(done)
-    assert report == "1 forward and 1 backward made one operation each"
+    assert report == "1 forward and 1 backward attentions replaced by one operation each"
     assert [s.kind for s in forward[0].score_ops] == steps.split() == [s.kind for s in backward[0].score_ops]
     assert not any(e.primitive.name in {"dot_general", "exp"} for e in done.jaxpr.eqns)
     close(run(done, args), jax.jit(trained(fun))(*args))
@@ -79,7 +79,7 @@ def test_forward_alone_is_found(name):
     fun, heads, _ = FORMS[name]
     args = operands(heads=heads)
     done, report = rewritten(fun, args)
-    assert report == "1 forward and 0 backward made one operation each"
+    assert report == "1 forward and 0 backward attentions replaced by one operation each"
     close(run(done, args), jax.jit(fun)(*args))
 
 
@@ -206,13 +206,13 @@ def coarse(q, k, v):
         (leaking, "no number and no cotangent"),
         (capped, None),
         (tempered, None),
-        (over_queries, "values are not known|results are used before"),
-        (without_sum, "neither softmax nor its cotangent"),
+        (over_queries, "not multiplied by values|results are used before"),
+        (without_sum, "neither the softmax nor its gradient"),
         (of_another_maximum, None),
         (masked_weights, "weights are masked"),
-        (squared, "power|neither"),
+        (squared, "a power is taken|neither the softmax"),
         (scores_too, None),
-        (of_both, "brings two"),
+        (of_both, "weights of two attentions"),
         (turned, None),
         (by_one_mask, None),
         (coarse, "float8"),
@@ -224,7 +224,7 @@ def test_what_is_no_attention_or_more_than_one_is_left_alone(fun, why, gradient)
     done, report = rewritten(fun, operands())
     assert found(done) == ([], [])
     if why is not None:
-        place, _, reason = report.partition("left alone: ")[2].partition(", ")
+        place, _, reason = report.partition("not replaced: ")[2].partition(", ")
         assert place.startswith((__file__, attentions.__file__))
         assert any(w in reason for w in why.split("|")), report
     close(run(done, operands()), jax.jit(fun)(*operands()))
@@ -269,7 +269,7 @@ def test_the_gradient_of_a_bias_keeps_an_attention_from_being_replaced():
     args = (BIAS, operands()[0])
     done, report = rewritten(jax.grad(fun), args)
     assert found(done) == ([], [])
-    assert "left alone" in report
+    assert "not replaced" in report
     close(run(done, args), jax.jit(jax.grad(fun))(*args))
 
 
@@ -333,7 +333,7 @@ def test_layers_in_a_loop_hold_no_scores_for_the_loop_of_the_backward_part():
     held = [a.shape[1:] for p in (before, after) for a in _stacks(p)]
     assert (B, H, S, S) in held[: len(_stacks(before))]
     assert (B, H, S, S) not in held[len(_stacks(before)) :]
-    assert "left alone" not in report
+    assert "not replaced" not in report
     assert found(after)[1]
     close(run(after, args), jax.jit(step)(*args))
 

@@ -14,7 +14,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.rules import OWN
-from autoshard.rules.local_forms.attention_ring import reach, unseen
+from autoshard.rules.local_forms.attention_ring import key_reach, masked_score
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
 from tests.attentions import (
     FORMS,
@@ -87,7 +87,7 @@ def test_rows_without_any_key_are_nan_as_they_are_without_the_pass_and_blocks_wi
     close(got, want)
 
 
-# form, heads of keys, sequences in the batch, whether gradients are taken, and what carries the keys or the heads
+# config, heads of keys, sequences in the batch, whether gradients are taken, and what carries the keys or the heads
 WIRE = {
     "full": ("full", H, 4, False, "all-to-all"),
     "full, trained": ("full", H, 4, True, "all-to-all"),
@@ -122,7 +122,7 @@ def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batc
     )
     alone = jax.jit(fun, in_shardings=placed[0], out_shardings=placed[1]).lower(*args).compile()
     found = [collectives(c.as_text(), on) for c in (ours, alone)]
-    sent = [sum(c.sent(on) for c in cs) for cs in found]
+    sent = [sum(c.wire_bytes(on) for c in cs) for cs in found]
     held = [c.memory_analysis().temp_size_in_bytes for c in (ours, alone)]
     table = "\n".join(
         f"{who}: {n:,.0f} bytes sent, {size:,} held: {', '.join(map(str, cs))}"
@@ -167,7 +167,7 @@ def test_derivatives_of_the_step_to_the_second_order(name, batch):
         close(twice(step), twice(fun), rtol=1e-10)
 
 
-def form(*steps):
+def config(*steps):
     return AttentionConfig("bqhe", "bkhe", "bkhe", "bqhe", "bhq", "q", "k", steps, (), *("float32",) * 4)
 
 
@@ -191,9 +191,9 @@ def band(number, low=None, high=None):
     ],
 )
 def test_the_score_of_what_is_out_of_sight(steps, score):
-    assert unseen(form(*steps)) == score
+    assert masked_score(config(*steps)) == score
     if score is None:
-        assert reach(form(*steps), 8, 4).ring
+        assert key_reach(config(*steps), 8, 4).ring
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])
@@ -206,12 +206,12 @@ def test_the_parts_that_must_meet(length, low, high):
     ahead = np.arange(parts * length) - np.arange(parts * length)[:, None]
     seen = (ahead >= (-np.inf if low is None else low)) & (ahead <= (np.inf if high is None else high))
     rows, cols = np.nonzero(seen.reshape(parts, length, parts, length).any((1, 3)))
-    far = reach(form(band(-np.inf, low, high)), parts, length)
-    if far.ring:
+    reach = key_reach(config(band(-np.inf, low, high)), parts, length)
+    if reach.ring:
         assert (rows - cols).max() == (cols - rows).max() == parts - 1
     else:
-        assert far.before == max(0, *(rows - cols), 0)
-        assert far.behind == max(0, *(cols - rows), 0)
+        assert reach.before == max(0, *(rows - cols), 0)
+        assert reach.behind == max(0, *(cols - rows), 0)
 
 
 @pytest.mark.parametrize(

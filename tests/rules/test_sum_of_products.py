@@ -19,18 +19,18 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, "float64")
 
 
-def sample(terms: tuple[ProductDims, ...], out: str, *shapes: tuple[int, ...]) -> Sample:
+def sample(products: tuple[ProductDims, ...], out: str, *shapes: tuple[int, ...]) -> Sample:
     operands = [Draw().real(*s) for s in shapes]
-    counted = flops(operands, terms, out)
+    counted = flops(operands, products, out)
 
     def fn(*xs: Any) -> Any:
-        return sum_of_products_p.bind(*xs, terms=terms, out=out, dtype="float64", precision=None, flops=counted)
+        return sum_of_products_p.bind(*xs, products=products, out=out, dtype="float64", precision=None, flops=counted)
 
     return Sample("sum_of_products", fn, tuple(operands))
 
 
 @pytest.mark.parametrize(
-    ("terms", "shapes"),
+    ("products", "shapes"),
     [
         ((("ac", "bc"), ("ac", "cb")), ((4, 6), (8, 6), (4, 6), (6, 8))),
         ((("ac", "bc"), ("ac", "cb")), ((4, 6), (8, 6), (4, 9), (9, 8))),
@@ -39,10 +39,10 @@ def sample(terms: tuple[ProductDims, ...], out: str, *shapes: tuple[int, ...]) -
     ],
 )
 def test_every_split_that_the_rule_allows_gives_the_same_numbers(
-    terms: tuple[ProductDims, ...], shapes: tuple[tuple[int, ...], ...]
+    products: tuple[ProductDims, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     with jax.enable_x64(True):
-        case = load(sample(terms, "ab", *shapes), TABLE)
+        case = load(sample(products, "ab", *shapes), TABLE)
         assert case is not None
         assert list(audit_factors(case)) == []
 
@@ -50,13 +50,13 @@ def test_every_split_that_the_rule_allows_gives_the_same_numbers(
 def test_dimensions_that_are_summed_over_are_split_alike_as_far_as_they_go() -> None:
     queries, keys = ("abcd", "ecd"), ("abcd", "ecd")  # 8 heads of queries, 2 of keys
     rule = sum_of_products(
-        array(2, 4, 8, 16), array(32, 8, 16), array(2, 4, 2, 16), array(32, 2, 16), terms=(queries, keys), out="abe"
+        array(2, 4, 8, 16), array(32, 8, 16), array(2, 4, 2, 16), array(32, 2, 16), products=(queries, keys), out="abe"
     )
     assert str(rule) == "ab(cd)e, f(cd)e, abce, fce -> abf {c: sum, d: whole, e: sum}"
 
 
 def test_what_one_term_does_not_sum_over_is_whole() -> None:
-    rule = sum_of_products(array(4, 6), array(8, 6), array(4), array(8), terms=(("ac", "bc"), ("a", "b")), out="ab")
+    rule = sum_of_products(array(4, 6), array(8, 6), array(4), array(8), products=(("ac", "bc"), ("a", "b")), out="ab")
     assert rule.kind(rule.operands[0][1][0]) == "whole"
 
 

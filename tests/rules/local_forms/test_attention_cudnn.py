@@ -40,17 +40,19 @@ def shaped(letters, seed=0):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_numbers_are_those_of_the_composition(name):
-    form = FORMS[name]
-    grads = tuple(x[::-1] for x in (form.query_dims, form.key_dims, form.value_dims))
-    form = replace(form, cotangent_dims=form.out_dims[::-1], grad_dims=grads, grad_dtypes=("float32",) * 3)
-    ours = [shaped(x, i) for i, x in enumerate((form.query_dims, form.key_dims, form.value_dims))]
-    assert "float32" in cudnn_attention.unsupported_reason(form, *ours), "and nothing else stands in the way"
-    want, have = jax.jit(lambda *a: (attend(*a, form=form), attend_fused(form, *a)))(*ours)
+    config = FORMS[name]
+    grads = tuple(x[::-1] for x in (config.query_dims, config.key_dims, config.value_dims))
+    config = replace(config, cotangent_dims=config.out_dims[::-1], grad_dims=grads, grad_dtypes=("float32",) * 3)
+    ours = [shaped(x, i) for i, x in enumerate((config.query_dims, config.key_dims, config.value_dims))]
+    assert "float32" in cudnn_attention.unsupported_reason(config, *ours), "and nothing else stands in the way"
+    want, have = jax.jit(lambda *a: (attend(*a, config=config), attend_fused(config, *a)))(*ours)
     np.testing.assert_allclose(have[0], want[0], rtol=1e-5, atol=1e-5)
     logs = [peak + jnp.log(total) for _, peak, total in (want, have)]
     np.testing.assert_allclose(*logs, rtol=1e-5, atol=1e-5)
-    cotangent = shaped(form.cotangent_dims, 3)
-    both = jax.jit(lambda *a: (gradients_fused(form, *a), attention_gradients(*a, form=form)))(*ours, *want, cotangent)
+    cotangent = shaped(config.cotangent_dims, 3)
+    both = jax.jit(lambda *a: (gradients_fused(config, *a), attention_gradients(*a, config=config)))(
+        *ours, *want, cotangent
+    )
     for a, b in zip(*both, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -76,7 +78,7 @@ def sharded(fun, split, backward=True):
 
 
 def said(plan):
-    return next(p for p in plan.passes if p.startswith("attention"))
+    return next(p.change for p in plan.passes if p.name == "attention")
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -88,7 +90,7 @@ def test_numbers_of_whatever_is_split(name, split, any_float):
         pytest.skip("there are no key heads to split")
     step = sharded(fun, split)
     plan = step.plan(*args)
-    assert "1 forward and 1 backward made one operation each, all of them run by cuDNN" in said(plan)
+    assert "1 forward and 1 backward attentions replaced by one operation each, all of them run by cuDNN" in said(plan)
     assert [bool(i.axes) for i in plan.islands] == [split not in ("nothing", "batch", "batch and heads")] * 2
     close(step(*args), jax.jit(trained(fun))(*args))
     assert audit(step.lower(*args).compile(), plan).clean
@@ -124,17 +126,17 @@ def test_what_the_kernel_does_not_take_is_left_alone_and_the_plan_says_why():
     assert "cuDNN takes queries, keys and values of bfloat16 or float16, not float32" in said(plan)
     half = tuple(jnp.asarray(x, "bfloat16") for x in operands())
     plan = sharded(WRITTEN["padded"][0], "batch").plan(*half)
-    assert "cuDNN gets no mask or bias but the causal mask (mask)" in said(plan)
+    assert "of masks and biases cuDNN's kernel is used for the causal mask only (mask)" in said(plan)
 
 
 @pytest.mark.parametrize(("batch", "name", "slowest"), [(4, "causal", 1), (3, "causal", 15 / 8), (3, "full", 1)])
 def test_the_last_part_of_a_causal_ring_has_most_of_the_work(batch, name, slowest):
     """Where heads are traded, four sequences of four heads, all have as much."""
     masks = (BAND,) if name == "causal" else ()
-    form = replace(FORMS["heads last"], score_ops=masks, fused=True)
+    config = replace(FORMS["heads last"], score_ops=masks, fused=True)
     sides = [jax.ShapeDtypeStruct((batch, 16, 4, 8), "bfloat16")] * 3
-    local = OWN[attention_p](*sides, form=form).local
+    local = OWN[attention_p](*sides, config=config).local
     part = batch * 2 * 4 * 8 * 2
-    assert local.slowest(8, [part] * 4 + [part // 4] * 2) == slowest
-    plain = OWN[attention_p](*sides, form=replace(form, fused=False)).local
-    assert plain.slowest(8, [part] * 4 + [part // 4] * 2) == 1
+    assert local.imbalance(8, [part] * 4 + [part // 4] * 2) == slowest
+    plain = OWN[attention_p](*sides, config=replace(config, fused=False)).local
+    assert plain.imbalance(8, [part] * 4 + [part // 4] * 2) == 1
