@@ -117,8 +117,7 @@ def jit(
             refine=refine,
             cache=cache,
         )
-    chosen = parse_passes(DEFAULT_PASSES if passes is None else passes, KNOWN)
-    lighter = parse_passes(MEMORY_SAVING_PASSES if passes is None else None, KNOWN)
+
     config = mesh_config(mesh)
     try:
         budget = parse_bytes(memory_budget) if memory_budget is not None else config.memory_budget if config else None
@@ -136,24 +135,26 @@ def jit(
         strict,
         compiler_options=tuple(sorted((compiler_options or {}).items())),
     )
-    static = _positions_and_names(fun, static_argnums, static_argnames)
-    donate = _positions_and_names(fun, donate_argnums, donate_argnames)
+    static_nums, static_names = _positions_and_names(fun, static_argnums, static_argnames)
+    donate_nums, donate_names = _positions_and_names(fun, donate_argnums, donate_argnames)
     return Step(
         fun,
         Options(
-            config or mesh,
-            strategy if isinstance(strategy, Plan) else None,
-            request,
-            chosen,
-            lighter,
-            parse_passes(OPTIONAL_PASSES if passes is None else None, KNOWN),
-            _rules(rules),
-            in_shardings,
-            out_shardings,
-            *static,
-            *donate,
-            refine or 0,
-            cache,
+            mesh=config or mesh,
+            plan=strategy if isinstance(strategy, Plan) else None,
+            request=request,
+            rules=_rules(rules),
+            passes=parse_passes(DEFAULT_PASSES if passes is None else passes, KNOWN),
+            memory_saving_passes=parse_passes(MEMORY_SAVING_PASSES if passes is None else None, KNOWN),
+            optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, KNOWN),
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_nums=static_nums,
+            static_names=static_names,
+            donate_nums=donate_nums,
+            donate_names=donate_names,
+            refine=refine or 0,
+            cache=cache,
         ),
     )
 
@@ -221,9 +222,8 @@ def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
     """
     if _registered.pop(rule_registry.table_key(op), None) is None:
         known = [rule_registry.display_name(k) for k in _registered]
-        raise RuleError(
-            f"no rule is registered for {rule_registry.display_name(op)!r}{nearest(rule_registry.display_name(op), known)}"
-        )
+        name = rule_registry.display_name(op)
+        raise RuleError(f"no rule is registered for {name!r}{nearest(name, known)}")
 
 
 _registered: dict[rule_registry.Key, RuleFn] = {}

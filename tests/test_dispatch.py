@@ -144,10 +144,10 @@ def test_caches_of_jax_cleared():
 
 def test_a_static_argument_without_a_hash_is_named():
     step = jit(lambda x, n: x * n[0], static_argnums=1)
-    with pytest.raises(ArgumentError, match="the static argument n is a list, which has no hash"):
+    with pytest.raises(ArgumentError, match="the static argument n is a list, which is not hashable"):
         step(np.ones(8), [2])
     np.testing.assert_array_equal(step(np.ones(8), (2,)), 2)
-    with pytest.raises(ArgumentError, match="the static argument n is a list, which has no hash"):
+    with pytest.raises(ArgumentError, match="the static argument n is a list, which is not hashable"):
         step(np.ones(8), [2])
 
 

@@ -12,6 +12,7 @@ import jax
 
 from autoshard.backend.audit import Audit, audit
 from autoshard.backend.estimate import Estimate, estimate, total_seconds
+from autoshard.backend.stage_log import stage
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.record import PlanRecord
@@ -127,7 +128,8 @@ def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
     """
     start = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        with stage("compile", plan.name):
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         out_of_memory = parse_out_of_memory(str(error))
         if out_of_memory is None:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend.lower import constrain
+from autoshard.backend.stage_log import stage
 from autoshard.cost.compiler_options import user_options
 from autoshard.errors import PlacementWarning
 from autoshard.ir.graph import Graph
@@ -116,13 +117,16 @@ class Executable[P: PlanRecord]:
             compiler_options=dict(self.plan.compiler_options) or None,
         )
         shapes = [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in map(self.avals.__getitem__, places)]
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # overrides a mesh that the caller has set
+        caller_mesh_overridden = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        with caller_mesh_overridden, stage("lower", self.program.name):
             return jitted.lower(*shapes)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step, a function of flat arguments."""
-        return self.lowered.compile()
+        lowered = self.lowered
+        with stage("compile", self.program.name):
+            return lowered.compile()
 
     def call(self, leaves: Sequence[Any], out_tree: Any) -> tuple[Any, jx.FastPath]:
         """Runs the compiled step on flat arguments that are placed as planned or uncommitted.

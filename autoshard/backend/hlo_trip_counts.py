@@ -12,7 +12,7 @@ from autoshard.backend.hlo_text import Computation, Instruction, Module, called
 class RunCount(NamedTuple):
     """Runs per call of the program; a lower bound where it is not ``exact``."""
 
-    count: int
+    runs: int
     exact: bool
 
 
@@ -44,20 +44,20 @@ def run_counts(module: Module) -> dict[str, RunCount]:
             for key, callee in called(instruction):
                 times = trip_count(instruction, computation, module) if instruction.opcode == "while" else ONCE
                 if key == "condition":
-                    times = RunCount(times.count + 1, times.exact)
+                    times = RunCount(times.runs + 1, times.exact)
                 if callee in calls:
                     calls[callee].append((computation.name, times))
     found: dict[str, RunCount] = {module.entry: ONCE}
 
-    def runs(name: str) -> RunCount:
+    def total(name: str) -> RunCount:
         if name not in found:
-            callers = [(runs(caller), times) for caller, times in calls[name]]
-            live = [(caller, times) for caller, times in callers if caller.count > 0]
-            total = sum(caller.count * times.count for caller, times in live)
-            found[name] = RunCount(total, all(caller.exact and times.exact for caller, times in live))
+            callers = [(total(caller), times) for caller, times in calls[name]]
+            live = [(caller, times) for caller, times in callers if caller.runs > 0]
+            runs = sum(caller.runs * times.runs for caller, times in live)
+            found[name] = RunCount(runs, all(caller.exact and times.exact for caller, times in live))
         return found[name]
 
-    return {name: runs(name) for name in module.computations if runs(name).count > 0}
+    return {name: total(name) for name in module.computations if total(name).runs > 0}
 
 
 def trip_count(loop: Instruction, caller: Computation, module: Module) -> RunCount:

@@ -1,4 +1,4 @@
-"""From a program to its plan: flat graph, search, and the record of the candidate that won."""
+"""What is asked of planning, and the record of the candidate that won the search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.cost.compiler_options import effective_options
-from autoshard.ir.build_graph import build_graph
 from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Leaf, Program, aval_text
@@ -20,7 +19,6 @@ from autoshard.plan.constraints import islands, sharding_constraints
 from autoshard.plan.decisions import Alternative, DimSplit, Place, PlaceReason
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
-from autoshard.search.search import search
 from autoshard.search.solved_layouts import most_common
 from autoshard.transforms.pipeline import PassReport
 
@@ -36,16 +34,6 @@ class PlanRequest:
     """The passes that ran on the program, and what each changed."""
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
-
-def make_plan(program: Program, request: PlanRequest) -> tuple[PlanRecord, Graph]:
-    """Plans ``program``; returns the plan and the graph that it numbers values and nodes by.
-
-    Raises:
-      RuleError, SpecError, ArgumentError, MemoryBudgetError: as `build_graph` and `search`.
-    """
-    graph = build_graph(program, strict=request.strict)
-    best, s = search(graph, request.strategy, budget_of(request, program), request.compiler_options)
-    return plan_from_candidate(graph, best, s, request), graph
 
 
 def budget_of(request: PlanRequest, program: Program) -> float:

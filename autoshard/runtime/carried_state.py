@@ -1,4 +1,8 @@
-"""carried: what a step carries from call to call lies as in the step's first plan, lest it be moved with the shapes."""
+"""Keeps the carried state of a step (parameters, optimizer state) in the specs of the step's first plan.
+
+A step is planned again for other argument shapes. Its state must then keep its specs, or it would be resharded whenever
+the shapes alternate.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +20,50 @@ from autoshard.runtime.plan import Plan
 
 @dataclass(frozen=True)
 class CarriedSpecs:
-    """How a step's first plan lays out what the step carries from call to call."""
+    """The specs that a plan gives to the state carried from call to call."""
 
     mesh: LogicalMesh
     specs: Mapping[tuple[str, tuple[int, ...], str], Spec]
     """By argument path, shape and dtype."""
 
 
-def carried_specs(entry: Executable[Plan]) -> CarriedSpecs:
-    """What ``entry``, the first of a step, lays down for those after it."""
-    places = [entry.plan.inputs[i] for i, _ in entry.program.carries]
-    return CarriedSpecs(entry.plan.mesh, {(p.path, p.shape, p.dtype): p.spec for p in places})
+@dataclass
+class FirstPlan:
+    """What a step remembers of its first plan; shared by the steps that it makes for the states of NNX modules."""
+
+    carried: CarriedSpecs | None = None
+    """None until a plan has carried state."""
+
+    def record(self, executable: Executable[Plan]) -> None:
+        """Remembers the carried state's specs of ``executable``, if none are known yet and it has such state."""
+        carried = [executable.plan.inputs[i] for i, _ in executable.program.carries]
+        if self.carried is None and carried:
+            specs = {(p.path, p.shape, p.dtype): p.spec for p in carried}
+            self.carried = CarriedSpecs(executable.plan.mesh, specs)
 
 
 def pin_carried(program: Program, first: CarriedSpecs) -> tuple[Program, frozenset[int]]:
-    """``program`` with what the step carries pinned as its first plan lays it out, and which arguments that are."""
+    """``program`` with its carried state pinned to the specs ``first``, and the flat arguments pinned so.
+
+    An argument of another shape or dtype, and one that the user pinned, is left as it is.
+    """
     keys = [(leaf.path, leaf.aval.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
-    bound = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
-    leaves = [replace(leaf, pin=bound.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
-    return replace(program, inputs=tuple(leaves)), frozenset(bound)
+    pins = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
+    leaves = [replace(leaf, pin=pins.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
+    return replace(program, inputs=tuple(leaves)), frozenset(pins)
 
 
-def note_carried(plan: PlanRecord, first: CarriedSpecs, bound: frozenset[int], why: str) -> PlanRecord:
-    """``plan``, which says what it has as the step's first plan, and what not and why."""
-    inputs = tuple(replace(p, reason="first_plan", sources=()) if i in bound else p for i, p in enumerate(plan.inputs))
-    lay = [(p, first.specs.get((p.path, p.shape, p.dtype))) for p in plan.inputs] if why else []
-    moved = [p.path for p, spec in lay if spec is not None and (first.mesh, spec) != (plan.mesh, p.spec)]
-    said = (
-        f"{', '.join(moved)}: laid out otherwise than in the first plan of the step, which does not serve here: {why}"
+def note_carried(plan: PlanRecord, first: CarriedSpecs, pinned: frozenset[int], conflict: str) -> PlanRecord:
+    """``plan`` with a note of what keeps its spec of the first plan, and a diagnostic of what could not.
+
+    Args:
+      pinned: flat arguments that `pin_carried` pinned.
+      conflict: why no plan with these pins was found; empty where one was.
+    """
+    inputs = tuple(replace(p, reason="first_plan", sources=()) if i in pinned else p for i, p in enumerate(plan.inputs))
+    before = [(p, first.specs.get((p.path, p.shape, p.dtype))) for p in plan.inputs] if conflict else []
+    resharded = [p.path for p, spec in before if spec is not None and (first.mesh, spec) != (plan.mesh, p.spec)]
+    note = (
+        f"{', '.join(resharded)}: another spec than in the first plan of the step, which has no plan here: {conflict}"
     )
-    return replace(plan, inputs=inputs, diagnostics=(*plan.diagnostics, said) if moved else plan.diagnostics)
+    return replace(plan, inputs=inputs, diagnostics=(*plan.diagnostics, note) if resharded else plan.diagnostics)

@@ -1,4 +1,4 @@
-"""The mesh, where the user leaves it open: every candidate is planned for, and the cheapest plan wins."""
+"""Chooses the mesh where the user leaves it open: plans the step on each candidate and takes the fastest plan."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard.errors import AutoshardError, SpecError
-from autoshard.ir.graph import Graph
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
 from autoshard.plan.decisions import Alternative
-from autoshard.plan.record import PlanRecord
+from autoshard.runtime.stages import Planned
 
 
 def candidate_meshes(pins: Any) -> list[LogicalMesh]:
-    """The meshes to weigh where none is given.
+    """The candidate meshes where the user gives none: the mesh of the given shardings if they name one, else every
+    factoring of the devices into ``data`` and ``model``.
 
-    That of the shardings given, if one names any, or every factoring of the devices into ``data`` and ``model``.
+    Args:
+      pins: pytree of `PartitionSpec`, `NamedSharding` or None.
+
+    Raises:
+      SpecError: the shardings are over different meshes.
     """
     leaves = jax.tree.leaves(pins, is_leaf=lambda x: isinstance(x, NamedSharding))
     named = dict.fromkeys(p.mesh for p in leaves if isinstance(p, NamedSharding))
@@ -31,27 +35,36 @@ def candidate_meshes(pins: Any) -> list[LogicalMesh]:
     return MeshConfig(axes="auto").meshes()
 
 
-def cheapest_mesh(
-    planned: Callable[[LogicalMesh], tuple[PlanRecord, Graph]], meshes: Sequence[LogicalMesh], name: str
-) -> tuple[PlanRecord, Graph]:
-    """What is ``planned`` for the mesh that it is fastest on; meshes that do not serve what was asked are left out.
+def plan_each_mesh(
+    plan_on: Callable[[LogicalMesh], Planned], meshes: Sequence[LogicalMesh], name: str
+) -> list[Planned]:
+    """The plan on each mesh that has one.
 
     Raises:
-      AutoshardError: no mesh serves; of the kind of the first refusal, and the refusal itself where all are alike.
+      AutoshardError: no mesh has a plan. Of the class of the first mesh's error; that error itself where all are equal.
     """
-    made: list[tuple[PlanRecord, Graph]] = []
-    refused: dict[str, Exception] = {}
+    planned: list[Planned] = []
+    errors: dict[str, Exception] = {}
     for mesh in meshes:
         try:
-            made.append(planned(mesh))
-        except (AutoshardError, ValueError) as e:  # JAX has ValueError for a spec of an axis that the mesh lacks
-            refused[str(mesh)] = e
-    if made:
-        plan, graph = min(made, key=lambda m: m[0].cost.seconds)
-        others = [Alternative(f"the mesh {p.mesh}", p.cost.seconds, p.memory.peak) for p, _ in made if p is not plan]
-        return replace(plan, alternatives=(*plan.alternatives, *others)), graph
-    first = next(iter(refused.values()))
-    if len({(type(e), str(e)) for e in refused.values()}) == 1 or not isinstance(first, AutoshardError):
+            planned.append(plan_on(mesh))
+        except (AutoshardError, ValueError) as e:  # JAX raises ValueError for a spec that names no axis of the mesh
+            errors[str(mesh)] = e
+    if planned:
+        return planned
+    first = next(iter(errors.values()))
+    if len({(type(e), str(e)) for e in errors.values()}) == 1 or not isinstance(first, AutoshardError):
         raise first
-    reasons = "; ".join(f"{mesh}: {e}" for mesh, e in refused.items())
-    raise type(first)(f"{name}: no mesh of these devices serves what was asked; give one as mesh=. {reasons}")
+    reasons = "; ".join(f"{mesh}: {e}" for mesh, e in errors.items())
+    raise type(first)(f"{name}: none of the candidate meshes has a plan; give one as mesh=. {reasons}")
+
+
+def fastest(candidates: Sequence[Planned]) -> Planned:
+    """The plan with the least predicted time, with the others' meshes among its alternatives."""
+    best = min(candidates, key=lambda c: c.plan.cost.seconds)
+    others = [
+        Alternative(f"the mesh {c.plan.mesh}", c.plan.cost.seconds, c.plan.memory.peak)
+        for c in candidates
+        if c is not best
+    ]
+    return best._replace(plan=replace(best.plan, alternatives=(*best.plan.alternatives, *others)))

@@ -1,4 +1,4 @@
-"""Planning within a memory budget: passes that hold less are tried where memory stands in the way."""
+"""Plans within the memory budget: where memory rules out the fastest layout, with passes that save memory."""
 
 from __future__ import annotations
 
@@ -10,89 +10,94 @@ from dataclasses import replace
 
 from autoshard.errors import AutoshardError, MemoryBudgetError
 from autoshard.ir.build_graph import build_graph
-from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.plan.planner import PlanRequest, budget_of, make_plan
+from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.relax import best_relaxation
-from autoshard.runtime.options import Options, memory_saving_sequences, rewritten, with_optional_passes
+from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
+from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.search.search import explore
 from autoshard.transforms.pipeline import Pass
 from autoshard.units import size_text, time_text
 
 MIN_SAVING = 0.01
-"""The least share of memory for which something is to be let go of."""
+"""Least share of the peak memory that dropping a demand must save to be proposed."""
 
 
-def plan_within_memory(program: Program, options: Options) -> tuple[PlanRecord, Graph]:
-    """Plans ``program`` into what its compiler leaves as it is planned; if nothing fits there, into the budget.
+def plan_within_memory(traced: Program, options: Options) -> Planned:
+    """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
+
+    Below the threshold XLA compiles the plan as it is; above it, XLA recomputes values of its own choice.
 
     Raises:
       MemoryBudgetError: nothing fits.
     """
-    room = program.mesh.hardware.remat_threshold
-    if room < budget_of(options.request, program):
+    threshold = traced.mesh.hardware.remat_threshold
+    if threshold < budget_of(options.request, traced):
         with contextlib.suppress(MemoryBudgetError):
-            return _plan_within_budget(program, replace(options, request=replace(options.request, memory_budget=room)))
-    return _plan_within_budget(program, options)
+            return _plan_within_budget(traced, options, replace(options.request, memory_budget=threshold))
+    return _plan_within_budget(traced, options, options.request)
 
 
-def _plan_within_budget(program: Program, options: Options) -> tuple[PlanRecord, Graph]:
-    """Plans ``program`` into the budget. Where memory stands in the way of the fastest layout and the user said nothing
-    of passes, those that hold less are tried, and the fastest of what fits is taken.
+def _plan_within_budget(traced: Program, options: Options, request: PlanRequest) -> Planned:
+    """Plans ``traced`` within the budget of ``request``. Where memory rules out the fastest layout and the user named
+    no passes, tries passes that save memory too, and returns the fastest plan that fits.
 
     Raises:
-      MemoryBudgetError: nothing fits; what it says is of the passes with which least is missing.
+      MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
     """
-    made: list[tuple[PlanRecord, Graph, tuple[Pass, ...]]] = []
-    refused: list[MemoryBudgetError] = []
+    fitting: list[tuple[Planned, tuple[Pass, ...]]] = []
+    errors: list[MemoryBudgetError] = []
 
-    def unhindered(passes: tuple[Pass, ...], way: tuple[Pass, ...] | None = None) -> bool:
-        changed, request = rewritten(program, way or passes, options)
+    def try_passes(passes: tuple[Pass, ...], with_optional: tuple[Pass, ...] | None = None) -> bool:
+        """Plans with ``with_optional`` or else ``passes``; whether a plan fits and no faster layout was too large."""
         try:
-            plan, graph = make_plan(changed, request)
+            planned = plan_program(traced, with_optional or passes, request)
         except MemoryBudgetError as e:
-            refused.append(e)
+            errors.append(e)
             return False
+        plan = planned.plan
         if passes is not options.passes:
             added = ", ".join(str(p) for p in passes if p not in options.passes)
-            said = f"{added} was added: without it, {refused[0] if refused else _faster_but_larger(made[0][0])}"
-            plan = replace(plan, diagnostics=(*plan.diagnostics, said))
-        made.append((plan, graph, passes))
+            without = errors[0] if errors else _faster_but_larger(fitting[0][0].plan)
+            plan = replace(plan, diagnostics=(*plan.diagnostics, f"{added} was added: without it, {without}"))
+        fitting.append((planned._replace(plan=plan), passes))
         return not _memory_bound(plan)
 
-    def fastest() -> tuple[PlanRecord, Graph, tuple[Pass, ...]]:
-        return min(made, key=lambda m: m[0].cost.seconds)
+    def fastest() -> tuple[Planned, tuple[Pass, ...]]:
+        return min(fitting, key=lambda f: f[0].plan.cost.seconds)
 
-    if not unhindered(options.passes):
-        ways = list(memory_saving_sequences(program, options))
-        bisect.bisect_left(ways, True, key=unhindered)  # what holds most and leaves every layout its room
-    if made:
-        *_, passes = fastest()
-        for way in itertools.islice(with_optional_passes(program, passes, options), 1, None):
-            unhindered(passes, way)
-        plan, graph, _ = fastest()
-        return plan, graph
-    how = "" if options.memory_saving_passes else "; or pass passes=['recompute:full']"
+    if not try_passes(options.passes):
+        sequences = list(memory_saving_sequences(traced, options))
+        bisect.bisect_left(
+            sequences, True, key=try_passes
+        )  # saves the least memory that leaves the fastest layout room
+    if fitting:
+        _, passes = fastest()
+        for with_optional in itertools.islice(with_optional_passes(traced, passes, options), 1, None):
+            try_passes(passes, with_optional)
+        return fastest()[0]
+    hint = "; or pass passes=['recompute:full']"
     if options.memory_saving_passes:
-        how = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
-    raise MemoryBudgetError(f"{refused[-1]}{how}", refused[-1].least) from None
+        hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
+    raise MemoryBudgetError(f"{errors[-1]}{hint}", errors[-1].least) from None
 
 
-def relaxation_hint(program: Program, options: Options, least: float) -> str:
-    """What to let go of so that less than ``least`` bytes would do, as a sentence ends; empty where none helps."""
-    *_, passes = options.passes, *memory_saving_sequences(program, options)
+def relaxation_hint(traced: Program, options: Options, least: float) -> str:
+    """The demand to drop so that less than ``least`` bytes per device are needed, as the end of a sentence; empty where
+    none helps."""
+    *_, passes = options.passes, *memory_saving_sequences(traced, options)
 
     def peak(relaxed: Program, request: PlanRequest) -> float:
-        changed, request = rewritten(relaxed, passes, replace(options, request=request))
+        program, request = run_passes(relaxed, passes, request)
         try:
-            graph, budget = build_graph(changed), budget_of(request, changed)
+            graph, budget = build_graph(program), budget_of(request, program)
             return explore(graph, request.strategy, budget, request.compiler_options)[0].memory.peak
-        except AutoshardError:  # a strategy that does not serve what is left
+        except AutoshardError:  # the strategy does not apply to the relaxed program
             return math.inf
 
-    peak_then, words = best_relaxation(program, options.request, peak)
-    return f"; {words}, {size_text(peak_then, 2)} would do" if peak_then < least * (1 - MIN_SAVING) else ""
+    lowest, demand = best_relaxation(traced, options.request, peak)
+    return f"; {demand}, {size_text(lowest, 2)} would do" if lowest < least * (1 - MIN_SAVING) else ""
 
 
 def _memory_bound(plan: PlanRecord) -> bool:
@@ -103,6 +108,6 @@ def _memory_bound(plan: PlanRecord) -> bool:
 def _faster_but_larger(plan: PlanRecord) -> str:
     fastest = plan.alternatives[0]
     return (
-        f"what fits takes {time_text(plan.cost.seconds)}; what takes {time_text(fastest.seconds)} "
-        f"holds {size_text(fastest.peak, 2)} a device"
+        f"the fastest layout that fits takes {time_text(plan.cost.seconds)}; one that takes "
+        f"{time_text(fastest.seconds)} needs {size_text(fastest.peak, 2)} per device"
     )

@@ -163,7 +163,7 @@ class PureFunction:
 def pure(fun: Callable[..., Any], parts: SplitArguments) -> PureFunction:
     """``fun`` as a function of the states of modules taken apart as ``parts``."""
     trees = tuple(map(jax.tree.structure, parts.module_states))
-    return PureFunction(fun, replace(parts, states=(), named={}), trees)
+    return PureFunction(fun, replace(parts, states=(), states_by_name={}), trees)
 
 
 def _arguments_at(args: Sequence[Any], kwargs: Mapping[str, Any], where: Sequence[int | str]) -> list[Any]:

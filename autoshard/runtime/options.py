@@ -1,4 +1,4 @@
-"""Options: the arguments of `jit` in one form, and the sequences of passes that they let a plan choose from."""
+"""The arguments of `jit` in one form, and the sequences of passes that planning may choose from."""
 
 from __future__ import annotations
 
@@ -12,36 +12,44 @@ from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh_config import MeshLike
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
-from autoshard.transforms.pipeline import Pass, Pipeline
+from autoshard.transforms.pipeline import Pass
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `jit`, checked and in one form."""
+    """The arguments of `jit`, validated and normalized."""
 
     mesh: MeshLike
     plan: PlanRecord | None
+    """The plan to run by, where the user gave one as the strategy."""
     request: PlanRequest
-    passes: tuple[Pass, ...]
-    memory_saving_passes: tuple[Pass, ...]
-    """Passes to weigh in place of them where memory stands in the way, what is new among them in all its forms, from
-    what holds most to what holds least; none where the user chose the passes."""
-    optional_passes: tuple[Pass, ...]
-    """Passes whose every form is weighed against going without."""
+    """Strategy, memory budget, strictness and compiler options."""
     rules: Rules
+    """The step's own rules, then those registered, then those that ship."""
+
+    passes: tuple[Pass, ...]
+    """The passes that run unless memory rules out the fastest layout."""
+    memory_saving_passes: tuple[Pass, ...]
+    """The passes tried in their place then; those that ``passes`` lacks are tried in each of their variants. Empty
+    where the user named the passes."""
+    optional_passes: tuple[Pass, ...]
+    """Passes tried before the others in each of their variants, and left out. Empty where the user named the passes."""
+
     in_shardings: Any
     out_shardings: Any
     static_nums: tuple[int, ...]
+    """Positions of the static arguments; ``static_names`` has the same arguments' names. So for donation."""
     static_names: tuple[str, ...]
     donate_nums: tuple[int, ...]
     donate_names: tuple[str, ...]
+
     refine: int = 0
-    """Layouts that are compiled to choose from; none where predictions choose."""
+    """Layouts compiled to choose from; 0 chooses by predicted time."""
     cache: str | os.PathLike[str] | None = None
-    """The folder where the compiler's answers are kept."""
+    """Folder of cached compilations for ``refine``; None as in `compile_cache.cache_folder`."""
 
     def without_first(self) -> Options:
-        """For the same function with its first argument bound."""
+        """The options for the same function with its first argument bound."""
 
         def shifted(nums: Sequence[int]) -> tuple[int, ...]:
             return tuple(n - 1 for n in nums if n > 0)
@@ -49,34 +57,34 @@ class Options:
         return replace(self, static_nums=shifted(self.static_nums), donate_nums=shifted(self.donate_nums))
 
 
-def rewritten(program: Program, passes: tuple[Pass, ...], options: Options) -> tuple[Program, PlanRequest]:
-    program, reports = Pipeline(passes).run(program)
-    return program, replace(options.request, passes=reports)
+def pass_sequences(program: Program, options: Options, max_saving: int | None = None) -> Iterator[tuple[Pass, ...]]:
+    """Every candidate sequence of passes: ``options.passes`` and the memory-saving ones, each with optional passes too.
 
-
-def with_optional_passes(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
-    """``passes``, and ``passes`` after each form of those that are weighed."""
-    yield passes
-    for weighed in options.optional_passes:
-        for form in weighed.variants(program):
-            yield form, *passes
-
-
-def pass_sequences(program: Program, options: Options, most: int | None = None) -> Iterator[tuple[Pass, ...]]:
-    """Passes that may serve: those chosen and those that hold less, each after every form of what is weighed.
-
-    Of those that hold less all, or ``most``, 2 or more, evenly from what holds most to what holds least.
+    Args:
+      max_saving: 2 or more: so many memory-saving sequences at most, evenly spaced; None takes all.
     """
-    lighter = list(memory_saving_sequences(program, options))
-    if most is not None and len(lighter) > most:
-        lighter = [lighter[i * (len(lighter) - 1) // (most - 1)] for i in range(most)]
-    for passes in (options.passes, *lighter):
+    saving = list(memory_saving_sequences(program, options))
+    if max_saving is not None and len(saving) > max_saving:
+        saving = [saving[i * (len(saving) - 1) // (max_saving - 1)] for i in range(max_saving)]
+    for passes in (options.passes, *saving):
         yield from with_optional_passes(program, passes, options)
 
 
+def with_optional_passes(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
+    """``passes``, then ``passes`` after each variant of each optional pass."""
+    yield passes
+    for optional in options.optional_passes:
+        for variant in optional.variants(program):
+            yield variant, *passes
+
+
 def memory_saving_sequences(program: Program, options: Options) -> Iterator[tuple[Pass, ...]]:
-    """What holds less than the passes that were chosen, from most to least."""
-    for i, lighter in enumerate(options.memory_saving_passes):
-        if lighter not in options.passes:
-            for form in lighter.variants(program):
-                yield *options.memory_saving_passes[:i], form, *options.memory_saving_passes[i + 1 :]
+    """The sequences that save memory, in increasing order of what they save.
+
+    ``options.memory_saving_passes`` with each variant of each pass in it that ``options.passes`` has not.
+    """
+    passes = options.memory_saving_passes
+    for i, added in enumerate(passes):
+        if added not in options.passes:
+            for variant in added.variants(program):
+                yield *passes[:i], variant, *passes[i + 1 :]

@@ -76,7 +76,7 @@ def prepare(
     Raises:
       AutoshardError, and whatever the function raises while it is traced.
     """
-    # Trace, passes, graph, search, plan: for each candidate mesh and sequence of passes, of which the fastest is chosen.
+    # Trace, passes, graph, search, plan: for each candidate mesh and sequence of passes; the fastest plan is chosen.
     trace_on = functools.partial(_trace, jitted, args, kwargs, options)
     name, pinned, conflict = getattr(jitted, "__name__", "step"), frozenset[int](), ""
     if options.plan is not None:

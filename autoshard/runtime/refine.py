@@ -114,7 +114,8 @@ def refine(
 
     Args:
       predicted_best: the plan with the least predicted time; always among those compiled.
-      programs: for each candidate mesh and sequence of passes, the program before and after the passes, and the request.
+      programs: for each candidate mesh and sequence of passes, the program before and after the passes, and the
+        request.
       avals: shape, dtype and weak type of the step's flat arguments.
       cache: folder of cached compilations; None as in `compile_cache.cache_folder`.
 

@@ -1,4 +1,4 @@
-"""signature: the forms in which a function can be called, and what tells two calls apart."""
+"""The call forms of a function, and the key under which a call's plan is cached."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Signature:
-    """What can be given by position, and which arguments are static."""
+    """Which arguments of a function can be passed by position, and which are static."""
 
     name: str
     positional_only: int
-    """How many of `names` can be given by position only."""
+    """Number of positional-only arguments; they come first in `names`."""
     names: tuple[str, ...]
-    """Of the arguments that can be given by position."""
+    """Names of the arguments that can be passed by position."""
     static_nums: tuple[int, ...]
     static_names: tuple[str, ...]
 
     def by_position(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """The same call with as few keywords as it can be written with: one program for all its forms."""
+        """The same call with as many arguments by position as possible, so that all its forms share one program."""
         if not kwargs or len(args) < self.positional_only:
             return args, dict(kwargs)
         kwargs, given = dict(kwargs), list(args)
@@ -41,30 +41,30 @@ class Signature:
         return tuple(given), kwargs
 
     def dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """The arguments that the program takes: static ones left out."""
+        """The arguments that are not static: those of the program."""
         return (
             tuple(a for i, a in enumerate(args) if i not in self.static_nums),
             {k: v for k, v in kwargs.items() if k not in self.static_names},
         )
 
     def with_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Iterable[Any]) -> Call:
-        """The call with other flat arguments; static ones as they are."""
+        """The call with ``leaves`` as its flat dynamic arguments."""
         dynamic, named = jax.tree.structure(self.dynamic(args, kwargs)).unflatten(leaves)
         rest = iter(dynamic)
         given = tuple(a if i in self.static_nums else next(rest) for i, a in enumerate(args))
         return given, {**kwargs, **named}
 
     def leaf_order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
-        """The structure of a call's arguments, and where among its leaves those of `by_position` stand."""
+        """The tree structure of a call's arguments, and the position among its leaves of each leaf of `by_position`."""
         tree = jax.tree.structure(self.dynamic(args, kwargs))
         numbered = self.with_leaves(args, kwargs, range(tree.num_leaves))
         return tree, tuple(jax.tree.leaves(self.dynamic(*self.by_position(*numbered))))
 
     def cache_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What calls share that one plan serves: shapes, static values, and the settings that JAX traces by.
+        """Equal for calls that share one plan: shapes, static values, and the settings that JAX's tracing depends on.
 
         Raises:
-          ArgumentError: an argument is no array, or a static one has no hash.
+          ArgumentError: an argument is not an array, or a static one is not hashable.
         """
         leaves, tree = jax.tree.flatten(self.dynamic(args, kwargs))
         static = tuple((i, type(a), a) for i, a in enumerate(args) if i in self.static_nums)
@@ -77,37 +77,37 @@ class Signature:
         return key
 
     def check_static_hashable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises `ArgumentError` when a static argument has no hash."""
-        for where, value in (*enumerate(args), *kwargs.items()):
-            if (where in self.static_nums or where in self.static_names) and not _accepts(hash, value):
+        """Raises `ArgumentError` if a static argument is not hashable."""
+        for key, value in (*enumerate(args), *kwargs.items()):
+            if (key in self.static_nums or key in self.static_names) and not _accepts(hash, value):
                 raise ArgumentError(
-                    f"{self.name}: the static argument {self._argument_name(where)} is a {type(value).__name__}, which has "
-                    "no hash; pass something immutable, such as a tuple or a frozen dataclass"
+                    f"{self.name}: the static argument {self._argument_name(key)} is a {type(value).__name__}, which "
+                    "is not hashable; pass something immutable, such as a tuple or a frozen dataclass"
                 )
 
-    def _argument_name(self, where: int | str) -> str:
-        if isinstance(where, str):
-            return where
-        return self.names[where] if where < len(self.names) else f"args[{where}]"
+    def _argument_name(self, key: int | str) -> str:
+        if isinstance(key, str):
+            return key
+        return self.names[key] if key < len(self.names) else f"args[{key}]"
 
     def _invalid_argument(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """What to say of an argument that is no array."""
+        """The error message for a call with an argument that is not an array."""
         self.check_static_hashable(args, kwargs)
-        for where, value in (*enumerate(args), *kwargs.items()):
-            if where in self.static_nums or where in self.static_names:
+        for key, value in (*enumerate(args), *kwargs.items()):
+            if key in self.static_nums or key in self.static_names:
                 continue
             for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
                 if not _accepts(argument_aval, leaf):
+                    name = f"{self._argument_name(key)}{jax.tree_util.keystr(path)}"
                     return (
-                        f"{self.name}: {self._argument_name(where)}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, "
-                        "which is no array; name it in static_argnums or static_argnames if it is a setting, or take "
-                        "it out of the pytree"
+                        f"{self.name}: {name} is a {type(leaf).__name__}, which is not an array; name it in "
+                        "static_argnums or static_argnames if it is a setting, or take it out of the pytree"
                     )
-        return f"{self.name}: the structure of an argument has no hash"
+        return f"{self.name}: the tree structure of an argument is not hashable"
 
 
 def signature(fun: Callable[..., Any], static_nums: Sequence[int], static_names: Sequence[str]) -> Signature:
-    """The signature of ``fun``, as far as Python tells it."""
+    """The signature of ``fun``; without names where Python cannot inspect it."""
     name = getattr(fun, "__name__", "step")
     try:
         parameters = inspect.signature(fun).parameters.values()

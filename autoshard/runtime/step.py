@@ -1,4 +1,6 @@
-"""step: the object that `jit` returns: plans on first sight of a set of shapes, then only calls."""
+"""The object that `autoshard.jit` returns: plans once for each set of argument shapes, then only calls the
+executable.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.executable import Executable
 from autoshard.jaxpr.arguments import argument_aval
 from autoshard.runtime import nnx
-from autoshard.runtime.carried_state import CarriedSpecs, carried_specs
+from autoshard.runtime.carried_state import FirstPlan
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.prepare import prepare
@@ -22,16 +24,16 @@ from autoshard.runtime.traced import Traced, traced
 
 
 class Step:
-    """A function that is planned for the shapes it is called with. Made by `autoshard.jit`.
+    """A function that is planned for the argument shapes it is called with. Made by `autoshard.jit`.
 
-    A call goes to JAX's own dispatch, which knows the calls that it has seen by their arguments' structure, shapes and
-    places, by the values of static ones and by JAX's settings. What it has not seen comes back to `_miss`. Modules are
-    taken apart before and put together after, for a step of their states.
+    A call goes to JAX's C++ dispatch, which caches by the arguments' structure, shapes and shardings, by the values of
+    static arguments and by JAX's settings. A cache miss comes back to `_miss`. NNX modules are split into structure and
+    state before the call and updated after it; a step of its own is planned for the states.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: Options, shared: list[CarriedSpecs] | None = None) -> None:
+    def __init__(self, fun: Callable[..., Any], options: Options, first_plan: FirstPlan | None = None) -> None:
         self._fun, self._options = fun, options
-        self._carried: list[CarriedSpecs] = [] if shared is None else shared
+        self._first_plan = FirstPlan() if first_plan is None else first_plan
         self._jitted = jax.jit(
             fun,
             static_argnums=options.static_nums,
@@ -45,6 +47,7 @@ class Step:
         self._executables: dict[Any, Executable[Plan]] = {}
         self._warned: set[str] = set()
         self._pure_steps: list[Step] = []
+        self._bound_steps: dict[int, Step] = {}
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +56,7 @@ class Step:
             args, kwargs = self._signature.by_position(args, kwargs)
         try:
             return self._dispatch(*args, **kwargs)
-        except ValueError:  # JAX's dispatch says so of a static argument without a hash, but not which
+        except ValueError:  # JAX's dispatch raises it for a static argument without a hash, but does not say which
             self._signature.check_static_hashable(args, kwargs)
             raise
 
@@ -65,29 +68,30 @@ class Step:
         return self.executable(*args, **kwargs).plan
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """The program that is planned for these arguments, after the passes, with what `jax.stages.Traced` offers."""
-        step, called = self._pure_call(args, kwargs)
-        given, named = step._abstract(*called)
-        return traced(step._executable(*called).program, functools.partial(step.lower, *given, **named))
+        """The planned program for these arguments, after the passes, with the interface of `jax.stages.Traced`."""
+        step, call = self._pure_call(args, kwargs)
+        abstract_args, abstract_kwargs = step._abstract(*call)
+        lower = functools.partial(step.lower, *abstract_args, **abstract_kwargs)
+        return traced(step._executable(*call).program, lower)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers for these arguments, as planned. ``.compile()`` gives what `jax.stages` offers."""
-        step, called = self._pure_call(args, kwargs)
-        form = (args, kwargs) if step is self else called
-        return step._executable(*called).lower_for_call(*step._signature.leaf_order(*form))
+        """Lowers the step for these arguments with the planned shardings, as `jax.jit` does."""
+        step, call = self._pure_call(args, kwargs)
+        form = (args, kwargs) if step is self else call
+        return step._executable(*call).lower_for_call(*step._signature.leaf_order(*form))
 
     def executable(self, *args: Any, **kwargs: Any) -> Executable[Plan]:
-        """What was planned for these arguments, made now if need be."""
-        step, called = self._pure_call(args, kwargs)
-        return step._executable(*called)
+        """The planned step for these arguments; planned now if it was not."""
+        step, call = self._pure_call(args, kwargs)
+        return step._executable(*call)
 
     def dynamic(self, *args: Any, **kwargs: Any) -> Call:
-        """The arguments that the program takes: static ones left out, NNX modules as their states."""
-        step, called = self._pure_call(args, kwargs)
-        return step._signature.dynamic(*called)
+        """The program's arguments: without the static ones, NNX modules as their states."""
+        step, call = self._pure_call(args, kwargs)
+        return step._signature.dynamic(*call)
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The function under plain `jax.jit` on one device, donating nothing: what the step is held against."""
+        """The result of the function under plain `jax.jit` on one device, without donation."""
         return jax.jit(self._fun, static_argnums=self._options.static_nums, static_argnames=self._options.static_names)(
             *args, **kwargs
         )
@@ -97,27 +101,27 @@ class Step:
         return self._dispatch(*args, **kwargs)
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, jx.FastPath]:
-        """A call that JAX's dispatch has not seen: its result, and how to do it again."""
+        """A call that is not in the dispatch cache: its result, and the fast path for the next such call."""
         pure = self._fun if isinstance(self._fun, nnx.PureFunction) else None
         if pure is not None:
             args, kwargs = pure.with_states(args, kwargs)
         elif nnx.has_modules((args, kwargs)):
             self._dispatch = self._call_with_modules
             return self._call_with_modules(*args, **kwargs), None
-        entry = self._executable(args, kwargs)
+        executable = self._executable(args, kwargs)
         if not jx.is_tracing():
-            entry.plan.mesh.require_available(entry.program.name)
+            executable.plan.mesh.require_available(executable.program.name)
         leaves = jax.tree.leaves(self._signature.dynamic(args, kwargs))
-        placed = entry.move_misplaced(leaves, self._warned)
+        placed = executable.move_misplaced(leaves, self._warned)
         if jx.is_tracing():
-            result = entry.nested_jit(*placed)
+            result = executable.nested_jit(*placed)
             return (result if pure is None else pure.with_values(result)), None
-        out_tree = entry.program.out_tree
+        out_tree = executable.program.out_tree
         if pure is not None:
             out_tree = jax.tree.structure(pure.with_values(out_tree.unflatten(range(out_tree.num_leaves))))
-        result, shortcut = entry.call(placed, out_tree)
-        as_given = all(a is b for a, b in zip(leaves, placed, strict=True))
-        return result, shortcut if as_given else None
+        result, fast_path = executable.call(placed, out_tree)
+        none_moved = all(a is b for a, b in zip(leaves, placed, strict=True))
+        return result, fast_path if none_moved else None
 
     def _call_with_modules(self, *args: Any, **kwargs: Any) -> Any:
         """A call with NNX modules among the arguments."""
@@ -134,22 +138,23 @@ class Step:
         found = self._executables.get(key)
         if found is None:
             avals = tuple(map(argument_aval, jax.tree.leaves(self._signature.dynamic(args, kwargs))))
-            first = self._carried[0] if self._carried else None
-            found = prepare(self._jitted, *self._abstract(args, kwargs), avals, self._options, first)
-            if not found.closes_over_tracers:  # what closes over a trace is good for that trace only
+            call = self._abstract(args, kwargs)
+            found = prepare(self._jitted, *call, avals, self._options, self._first_plan.carried)
+            if not found.closes_over_tracers:  # else it is valid within the outer trace only
                 self._executables[key] = found
-                if not self._carried and carried_specs(found).specs:
-                    self._carried.append(carried_specs(found))
+                self._first_plan.record(found)
         return found
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments without their values or where they lie; static ones as they are."""
+        """The arguments as `jax.ShapeDtypeStruct`s without sharding; static ones as they are."""
         avals = map(argument_aval, jax.tree.leaves(self._signature.dynamic(args, kwargs)))
         shapes = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
         return self._signature.with_leaves(args, kwargs, shapes)
 
     def _pure_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, Call]:
-        """The step that takes the states of the NNX modules among the arguments, and those; itself without any."""
+        """The step to plan for this call and its arguments: of the NNX modules' states if there are any, else
+        itself.
+        """
         args, kwargs = self._signature.by_position(args, kwargs)
         if isinstance(self._fun, nnx.PureFunction) or not nnx.has_modules((args, kwargs)):
             return self, (args, kwargs)
@@ -157,7 +162,7 @@ class Step:
         return self._pure_step(parts)[0], (parts.states, dict(parts.states_by_name))
 
     def _pure_step(self, parts: nnx.SplitArguments) -> tuple[Step, nnx.PureFunction]:
-        """The step of the states of modules so taken apart; the one used last stands first."""
+        """The step that takes states of modules with this structure; the list is kept in order of last use."""
         for step in self._pure_steps:
             if isinstance(step._fun, nnx.PureFunction) and step._fun.matches(parts):
                 if step is not self._pure_steps[0]:
@@ -165,7 +170,7 @@ class Step:
                 return step, step._fun
         pure = nnx.pure(self._fun, parts)
         outs = (*(None,) * len(parts.module_args), self._options.out_shardings)
-        self._pure_steps = [Step(pure, replace(self._options, out_shardings=outs), self._carried), *self._pure_steps]
+        self._pure_steps = [Step(pure, replace(self._options, out_shardings=outs), self._first_plan), *self._pure_steps]
         return self._pure_steps[0], pure
 
 
@@ -193,11 +198,10 @@ class _BoundStep:
 
 
 def _bind(step: Step, instance: Any) -> Any:
-    """``step`` bound to ``instance``: passed on where JAX can take it as an argument, closed over where not."""
-    options = step._options
+    """``step`` bound to ``instance``, which is passed as an argument if JAX can take it as one, else closed over."""
+    options, bound = step._options, step._bound_steps
     if 0 in options.static_nums or nnx.is_module(instance) or not jax.tree_util.all_leaves([instance]):
         return _BoundStep(step, instance)
-    bound: dict[int, Step] = step.__dict__.setdefault("_bound", {})
     if id(instance) not in bound:
         bound[id(instance)] = Step(functools.partial(step._fun, instance), options.without_first())
     return bound[id(instance)]

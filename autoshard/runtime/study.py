@@ -13,9 +13,10 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.program import with_pins
 from autoshard.plan.diff import signed_time
 from autoshard.plan.document import Section, Table, plural
-from autoshard.plan.planner import PlanRequest, make_plan
+from autoshard.plan.planner import PlanRequest
 from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
+from autoshard.runtime.stages import plan_program
 from autoshard.search.solved_layouts import min_marginals
 
 
@@ -32,8 +33,9 @@ class Study:
         Raises:
           ConfigError, SpecError, MemoryBudgetError: as planning does.
         """
-        plan, graph = make_plan(with_pins(self.graph.program, pins, "the pin", overwrite=True), self.request)
-        return plan, replace(self, graph=graph)
+        program = with_pins(self.graph.program, pins, "the pin", overwrite=True)
+        planned = plan_program(program, (), self.request)  # the passes have run
+        return planned.plan, replace(self, graph=planned.graph)
 
     def why(self, plan: PlanRecord, path: str) -> Iterator[Section]:
         """The dimension classes of one argument, and what the best plan with each other spec of it would cost.

@@ -261,7 +261,8 @@ def test_a_layout_refused_for_memory_loses_and_is_kept_as_such(monkeypatch, tmp_
 
 def test_where_nothing_fits_the_least_that_is_lacking_is_taken_and_said(monkeypatch, tmp_path):
     def refused(n, plan, lowered):
-        return replace(compile_plan(plan, lowered), usage=None, estimate=None, out_of_memory=OutOfMemory((9 - n) * 2**30, 2**30))
+        out_of_memory = OutOfMemory((9 - n) * 2**30, 2**30)
+        return replace(compile_plan(plan, lowered), usage=None, estimate=None, out_of_memory=out_of_memory)
 
     answering(monkeypatch, refused)
     plan = autoshard.jit(small, mesh={"data": 8}, refine=3, cache=tmp_path).plan(S, S)
@@ -301,7 +302,8 @@ def test_when_every_layout_is_refused_so_the_reasons_are_the_error(monkeypatch, 
         raise jax.errors.JaxRuntimeError(f"INTERNAL: reason {n}")
 
     answering(monkeypatch, broken)
-    with pytest.raises(CompileError, match="small: the compiler refuses all 2 layouts .*auto: .*INTERNAL: reason 0; .*: INTERNAL: reason 1"):
+    said = "small: the compiler refuses all 2 layouts .*auto: .*INTERNAL: reason 0; .*: INTERNAL: reason 1"
+    with pytest.raises(CompileError, match=said):
         autoshard.jit(small, mesh={"data": 8}, refine=2, cache=tmp_path).plan(S, S)
 
 
