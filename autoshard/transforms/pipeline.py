@@ -1,4 +1,4 @@
-"""Passes: what they are, how a user names them, and the checks that each must stand before the next runs."""
+"""The contract of a pass, how a user names passes, and the pipeline that runs them and checks each one's result."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from autoshard.ir.program import Program, aval_text
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewriting of programs. A subclass is a frozen dataclass whose fields are its options.
+    """A rewrite of programs. A subclass is a frozen dataclass whose fields are its options.
 
-    A valid program goes in and a valid one comes out, with the same inputs, outputs and effects; the
-    program that was given is not changed.
+    It takes a valid program and returns a valid one with the same inputs, outputs and effects. Programs are immutable.
     """
 
     name: ClassVar[str]
+    """What a user writes in ``passes=[...]``."""
 
     def __call__(self, program: Program) -> Program:
         """The rewritten program."""
-        raise PassError(f"the pass {type(self).__name__} does not say how it rewrites; define its __call__")
+        raise PassError(f"the pass {type(self).__name__} has no __call__; define __call__(program) -> Program")
 
     def change(self, before: Program, after: Program) -> str:
-        """One line on what was changed, for the report."""
+        """What was rewritten, in one line for the plan's report."""
         return "changed" if before.jaxpr is not after.jaxpr else "nothing to change"
 
     def variants(self, program: Program) -> tuple[Pass, ...]:
-        """The forms of the pass that change ``program``, where the planner is to say which of them serves, if any."""
+        """The passes to try where the planner is to choose options for this one: those that change ``program``."""
         return (self,) if self(program) is not program else ()
 
     @classmethod
     def from_option(cls, option: str | None) -> Self:
-        """The pass from what follows the colon in ``"name:option"``: the value of its first field.
+        """The pass whose first field is ``option``, the text after the colon in ``"name:option"``.
 
         Raises:
           PassError: an option where the pass takes none.
@@ -72,35 +72,35 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in the order in which they run."""
+    """Passes, in the order in which they run."""
 
     passes: tuple[Pass, ...] = ()
 
     def run(self, program: Program) -> tuple[Program, tuple[PassReport, ...]]:
-        """The program after every pass, and a report of each.
+        """The program after all passes, and a report on each.
 
         Raises:
-          PassError: a pass that broke the program; the message names the pass and what is wrong.
+          PassError: a pass returned an invalid program, or one with other inputs, outputs or effects.
         """
         reports: list[PassReport] = []
-        had = _survey(program.jaxpr)
+        counts = _count(program.jaxpr)
         for step in self.passes:
-            after, has = step(program), had
+            after, new = step(program), counts
             if after.jaxpr is not program.jaxpr:
-                after = _checked(step, program, after)
-                has = _survey(after.jaxpr)
-                _same_effects(step, had.effects, has.effects)
+                after = _validated(step, program, after)
+                new = _count(after.jaxpr)
+                _check_effects(step, counts.effects, new.effects)
             change = step.change(program, after)
-            reports.append(PassReport(step.name, str(step), had.equations, has.equations, change))
-            program, had = after, has
+            reports.append(PassReport(step.name, str(step), counts.equations, new.equations, change))
+            program, counts = after, new
         return program, tuple(reports)
 
 
 def parse_passes(specs: str | Pass | Iterable[str | Pass] | None, known: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:
-    """Passes from what a user writes: ``"dead_code"``, ``"recompute:full"``, a `Pass`, or several of these.
+    """The passes that a user names: ``"dead_code"``, ``"recompute:full"``, a `Pass`, or several of these.
 
     Raises:
-      PassError: a name that ``known`` has not, or an option that the pass does not take.
+      PassError: a name that is not in ``known``, or an option that the pass does not take.
     """
     if specs is None:
         return ()
@@ -111,25 +111,27 @@ def _parse(spec: Any, known: Mapping[str, type[Pass]]) -> Pass:
     if isinstance(spec, Pass):
         return spec
     if not isinstance(spec, str):
-        raise PassError(f"passes holds {spec!r}; it takes a pass or its name, such as {next(iter(known), 'name')!r}")
+        raise PassError(
+            f"passes contains {spec!r}, not a Pass or the name of one, such as {next(iter(known), 'name')!r}"
+        )
     name, colon, option = (part.strip() for part in spec.partition(":"))
     if name not in known:
         raise PassError(f"unknown pass {name!r} in passes={spec!r}{nearest(name, known)}")
     return known[name].from_option(option if colon else None)
 
 
-def _checked(step: Pass, before: Program, after: Program) -> Program:
-    """``after``, normalized where needed, once it is seen to be a valid form of ``before``; effects aside.
+def _validated(step: Pass, before: Program, after: Program) -> Program:
+    """``after``, normalized where needed, once its inputs, outputs and equations are checked.
 
     Raises:
-      PassError: inputs or outputs differ, or the jaxpr is not well formed.
+      PassError: inputs or outputs differ from those of ``before``, or the jaxpr is not well formed.
     """
     for what, old, new in (
         ("inputs", before.jaxpr.in_avals, after.jaxpr.in_avals),
         ("outputs", before.jaxpr.out_avals, after.jaxpr.out_avals),
     ):
         for i, (a, b) in enumerate(zip(old, new, strict=False)):
-            if not _same(a, b):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
                 leaf = (before.inputs if what == "inputs" else before.outputs)[i]
                 raise PassError(f"the pass {step} changed {leaf.path} from {aval_text(a)} to {aval_text(b)}")
         if len(old) != len(new):
@@ -139,24 +141,20 @@ def _checked(step: Pass, before: Program, after: Program) -> Program:
     try:
         jx.check_jaxpr(after.jaxpr, before.jaxpr)
     except Exception as e:
-        raise PassError(f"the pass {step} left a program that is not well formed: {e}") from e
+        raise PassError(f"the pass {step} returned a program that is not well formed: {e}") from e
     return after
 
 
-def _same(a: Any, b: Any) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
 @dataclass(frozen=True)
-class _Survey:
-    """What a program has, at every depth."""
+class _Counts:
+    """Equations of a jaxpr, at every depth."""
 
     equations: int
     effects: Counter[str]
-    """How many equations with effects there are of each kind; those that only hold such equations left out."""
+    """Equations with effects, by primitive; not those that only contain such equations."""
 
 
-def _survey(jaxpr: jx.Jaxpr) -> _Survey:
+def _count(jaxpr: jx.Jaxpr) -> _Counts:
     count, effects, bodies = 0, Counter[str](), [jaxpr]
     while bodies:
         body = bodies.pop()
@@ -167,23 +165,23 @@ def _survey(jaxpr: jx.Jaxpr) -> _Survey:
             bodies += inner
             if e.effects and not any(b.effects for b in inner):
                 effects[e.primitive.name] += 1
-    return _Survey(count, effects)
+    return _Counts(count, effects)
 
 
-def _same_effects(step: Pass, old: Counter[str], new: Counter[str]) -> None:
+def _check_effects(step: Pass, old: Counter[str], new: Counter[str]) -> None:
     if old != new:
         changed = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in sorted((old - new) | (new - old)))
-        raise PassError(f"the pass {step} lost or repeated equations with effects: {changed}")
+        raise PassError(f"the pass {step} removed or duplicated equations with effects: {changed}")
 
 
 def _defined_once(jaxpr: jx.Jaxpr) -> bool:
     seen: set[jx.Var] = set()
 
-    def all_new(body: jx.Jaxpr) -> bool:
-        found = [*body.constvars, *body.invars, *(v for e in body.eqns for v in e.outvars)]
+    def all_unseen(body: jx.Jaxpr) -> bool:
+        defined = [*body.constvars, *body.invars, *(v for e in body.eqns for v in e.outvars)]
         before = len(seen)
-        seen.update(found)
-        fresh = len(seen) == before + len(found)
-        return fresh and all(all_new(r.body) for e in jx.eqns_with_regions(body) for r in jx.regions(e))
+        seen.update(defined)
+        unseen = len(seen) == before + len(defined)
+        return unseen and all(all_unseen(r.body) for e in jx.eqns_with_regions(body) for r in jx.regions(e))
 
-    return all_new(jaxpr)
+    return all_unseen(jaxpr)

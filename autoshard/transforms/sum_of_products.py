@@ -1,7 +1,7 @@
 """A sum of matrix products as one primitive: with a sharded contracted dimension it takes one all-reduce, not several.
 
-The case in point is the backward pass of Megatron tensor parallelism: the gradient of the activation that the query, key
-and value projections read is the sum of three products whose contracted dimension is sharded. XLA all-reduces each
+The case in point is the backward pass of Megatron tensor parallelism: the gradient of the activation that the query,
+key and value projections read is the sum of three products whose contracted dimension is sharded. XLA all-reduces each
 product before it adds them; as one operation, the partial sums are added first.
 """
 

@@ -8,14 +8,14 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.transforms.remat_segments import Value, choose_cuts, saved_bytes
+from autoshard.transforms.remat_segments import LiveValue, choose_cuts, saved_bytes
 
 
 @st.composite
 def lines(draw):
     n = draw(st.integers(1, 9))
     made = [
-        Value(at, draw(st.integers(at, n - 1)), draw(st.integers(0, 9)))
+        LiveValue(at, draw(st.integers(at, n - 1)), draw(st.integers(0, 9)))
         for at in range(n)
         for _ in range(draw(st.integers(0, 2)))
     ]
@@ -45,8 +45,8 @@ def test_a_chain_of_alike_layers_is_held_in_the_square_root():
     # Layers of ten steps; the state between layers is one unit, every step leaves one unit for later.
     layers, steps = 64, 10
     n = layers * steps
-    made = [Value(i * steps - 1, (i + 1) * steps - 1, 1) for i in range(1, layers)]
-    made += [Value(i, i + 1, 3) for i in range(n - 1) if (i + 1) % steps]
+    made = [LiveValue(i * steps - 1, (i + 1) * steps - 1, 1) for i in range(1, layers)]
+    made += [LiveValue(i, i + 1, 3) for i in range(n - 1) if (i + 1) % steps]
     chosen = choose_cuts(n, made, [1] * n)
     assert all(c % steps == 0 for c in chosen)
     ideal = 2 * math.sqrt(n)
@@ -54,19 +54,19 @@ def test_a_chain_of_alike_layers_is_held_in_the_square_root():
 
 
 def test_what_is_held_anyway_makes_small_gains_not_worth_their_work():
-    made = [Value(i, i + 1, 1) for i in range(9)]
+    made = [LiveValue(i, i + 1, 1) for i in range(9)]
     assert choose_cuts(10, made, [10] * 10)
-    assert not choose_cuts(10, made, [10] * 10, anyway=10_000)
+    assert not choose_cuts(10, made, [10] * 10, saved_anyway=10_000)
 
 
 def test_what_lives_throughout_is_paid_for_once():
-    made = [Value(0, 99, 5), *(Value(i, i + 1, 1) for i in range(99))]
+    made = [LiveValue(0, 99, 5), *(LiveValue(i, i + 1, 1) for i in range(99))]
     chosen = choose_cuts(100, made, [10] * 100)
     assert len(chosen) > 5
     assert saved_bytes(100, made, [10] * 100, chosen) < 250
 
 
 def test_nothing_to_gain_means_no_cut():
-    assert choose_cuts(3, [Value(0, 2, 100), Value(1, 2, 100)], [1, 1, 1]) == ()
+    assert choose_cuts(3, [LiveValue(0, 2, 100), LiveValue(1, 2, 100)], [1, 1, 1]) == ()
     assert choose_cuts(4, [], [0, 0, 0, 0]) == ()
     assert choose_cuts(1, [], [7]) == ()
