@@ -56,7 +56,7 @@ class Program:
     call."""
     source: str = ""
     unpadded_jaxpr: Jaxpr | None = None
-    """`jaxpr` without elements that mean nothing, where it has some (`autoshard.passes.pad_uneven`)."""
+    """`jaxpr` before dimensions were padded, where some were (`autoshard.passes.pad_uneven`)."""
 
     def with_jaxpr(self, jaxpr: Jaxpr) -> Program:
         """The same step with another jaxpr."""

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import jaxpr as jx
-from autoshard.passes import PadUneven
+from autoshard.api import DEFAULT_PASSES, MEMORY_SAVING_PASSES
+from autoshard.passes import KNOWN, PadUneven
 from tests.forms import compared, same, step
 from tests.programs import mesh, mlp_args, mlp_step, program
 
@@ -201,3 +202,35 @@ def test_a_step_with_such_values_is_verified_against_what_was_written() -> None:
     ours = autoshard.jit(neighbours, mesh={"x": 8}, strategy="replicated", in_shardings=(P("x"),))
     assert all(d.equal for d in autoshard.verify(ours, X).results)
     assert autoshard.jit(jnp.sin, mesh={"x": 8}).executable(X).unpadded is None
+
+
+@pytest.mark.parametrize("passes", [DEFAULT_PASSES, MEMORY_SAVING_PASSES])
+def test_it_runs_last(passes: tuple[str, ...]) -> None:
+    assert KNOWN["pad_uneven"] is PadUneven
+    assert passes[-1] == "pad_uneven"
+
+
+def test_the_report_names_the_sizes_that_were_padded() -> None:
+    def reported(fun: Callable[[Any], Any], **options: Any) -> list[str]:
+        step = autoshard.jit(fun, mesh={"x": 8}, strategy="replicated", in_shardings=(P("x"),), **options)
+        return [p.change for p in step.plan(X).passes if p.name == "pad_uneven"]
+
+    padded = reported(lambda x: (jnp.sin(x[1:]) - x[:-1]).sum(0))
+    assert padded == ["padded dimensions of size 31 (4 times)"]
+    padded = reported(lambda x: (x[1:] - x[:-1]).sum(0) + (x[3:] * x[:-3]).sum(0), passes=["pad_uneven"])
+    assert padded == ["padded dimensions of size 31 (3 times), 29 (3 times)"]
+    assert reported(jnp.sin) == ["nothing to pad"]
+    assert reported(lambda x: x[1:] - x[:-1], passes=["dead_code"]) == []
+
+
+def test_who_names_passes_without_it_goes_without() -> None:
+    step = autoshard.jit(lambda x: x[1:] - x[:-1], mesh={"x": 8}, passes=["dead_code"])
+    assert step.executable(X).unpadded is None
+    same(step(X), X[1:] - X[:-1])
+
+
+def test_twice_is_once() -> None:
+    before = program(lambda x: jnp.roll(x[1:], 3, 0), [(64, 48)], mesh(x=8))
+    once = PadUneven()(before)
+    twice = PadUneven()(once)
+    assert once.unpadded_jaxpr is twice.unpadded_jaxpr is before.jaxpr
