@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost.cost import CostModel, NodeStrategy, expressible_factors, node_strategy
+from autoshard.cost.cost import CostModel
+from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.graph import Graph, Node, OpKind
 from autoshard.ir.spec import Axes, Spec

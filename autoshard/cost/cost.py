@@ -15,49 +15,19 @@ overlap.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
 from autoshard.cost.reshard import reshard_collectives, reshard_seconds, spec_after_reduction
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, OpKind
-from autoshard.ir.halo import rows_per_hop
-from autoshard.ir.propagate import Layout, axes_of_dim, factor_axes
+from autoshard.ir.propagate import Layout, factor_axes
 from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
-from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, Collective, collective_seconds
+from autoshard.machine.collective import ALL_REDUCE, Collective, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 
 OperandPositions = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStrategy:
-    """How nodes of one kind run under one assignment of mesh axes to factors."""
-
-    in_specs: tuple[Spec, ...]
-    """Spec in which each operand is read."""
-    out_specs: tuple[Spec, ...]
-    """Spec in which each result is produced, partial axes included."""
-    compute_seconds: float
-    """Compute seconds of one execution on one device."""
-    collectives: tuple[Collective, ...] | None = ()
-    """Halo exchanges and the collectives inside the local form; None where the local form does not support this many
-    parts."""
-    local_axes: Axes = ()
-    """Mesh axes that split the rule's `local` factor."""
-
-    @property
-    def feasible(self) -> bool:
-        """Whether the node can run so: the local form supports the number of parts, and leaves no result partial."""
-        return self.collectives is not None and not (self.local_axes and any(s.partial for s in self.out_specs))
-
-    def seconds(self, mesh: LogicalMesh) -> float:
-        """Seconds of one execution: compute and ``collectives``, without reshards of operands and results."""
-        return self.compute_seconds + sum(
-            collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in self.collectives or ()
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,22 +232,6 @@ def _bytes_sent(
     return sum(c.wire_bytes(mesh) for c in (*issued, *run.collectives))
 
 
-def expressible_factors(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
-    """``assignment`` without the factors whose split no spec can express.
-
-    In a dimension merged from several factors, a minor factor can only be split where every more major one is split
-    down to parts of one.
-    """
-    kept, compound = dict(assignment), [dim for _, _, dim in kind.factored_dims if len(dim) > 1]
-    sizes = dict(kind.factor_sizes) if compound else {}
-    for _ in compound:  # a factor dropped for one dimension may block another one
-        for dim in compound:
-            parts = [mesh.axes_size(kept.get(f, ())) == sizes[f] for f in dim]
-            for f in dim[parts.index(False) + 1 :] if not all(parts) else ():
-                kept.pop(f, None)
-    return kept
-
-
 def _reassign_idle_axes(
     kind: OpKind, specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
 ) -> Iterator[dict[str, Axes]]:
@@ -294,37 +248,6 @@ def _reassign_idle_axes(
             reassigned = expressible_factors(kind, {**assignment, f: axes}, mesh)
             if f in reassigned:
                 yield reassigned
-
-
-def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMesh) -> NodeStrategy:
-    """The strategy of a node whose factors are split as ``assignment`` says: factor -> mesh axes."""
-    sizes, kinds, shape = dict(kind.factor_sizes), dict(kind.rule.kinds), mesh.shape
-
-    def spec(dims: Sequence[Sequence[str]]) -> Spec:
-        return Spec(
-            tuple(
-                [
-                    axes_of_dim(d, assignment, sizes, shape) if len(d) > 1 else assignment.get(d[0], ()) if d else ()
-                    for d in dims
-                ]
-            )
-        )
-
-    in_specs = tuple(map(spec, kind.rule.operands))
-    partial = tuple(
-        sorted([(a, kinds[f]) for f, axes in assignment.items() if kinds.get(f) in REDUCTION_KINDS for a in axes])
-    )
-    out_specs = tuple(map(spec, kind.rule.results))
-    if partial:  # a result that has the reduced factor as a dimension is not partial over it
-        out_specs = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in out_specs])
-    collectives = _strategy_collectives(kind, in_specs, out_specs, assignment, mesh)
-    return NodeStrategy(
-        in_specs,
-        out_specs,
-        _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh),
-        collectives,
-        _local_axes(kind, assignment),
-    )
 
 
 def _node_cost(
@@ -369,75 +292,3 @@ def _uses_local_form(kind: OpKind, specs: Sequence[Spec], strategy: NodeStrategy
     if "halo" in kinds.values():
         return any(specs[i].dims[d] for i, d, dim in kind.factored_dims if kinds.get(dim[0]) == "halo")
     return bool(strategy.local_axes) or kind.rule.local.used_when == "always" or "local" not in kinds.values()
-
-
-def _strategy_collectives(
-    kind: OpKind, in_specs: Sequence[Spec], out_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
-) -> tuple[Collective, ...] | None:
-    """Halo exchanges and, where the local factor is split, the collectives of the local form; None where the local form
-    does not support the split."""
-    local = _local_axes(kind, assignment)
-    halos = [(halo, axes) for halo in kind.rule.halos if (axes := assignment.get(kind.rule.halo_factor(halo), ()))]
-    if not halos and not local:
-        return ()
-    sizes = [math.ceil(b / s.num_shards(mesh.shape)) for b, s in zip(kind.bytes, (*in_specs, *out_specs), strict=True)]
-    found: list[Collective] = []
-    for halo, axes in halos:
-        parts, size = mesh.axes_size(axes), sizes[halo.operand]
-        own, sides = halo.window.input_size // parts, halo.window.halo_rows(parts)
-        sent = [math.ceil(size * n / own) for rows in sides for n in rows_per_hop(rows, own)]
-        found += [Collective(COLLECTIVE_PERMUTE, _in_mesh_order(axes, mesh), n) for n in sent]
-        sizes[halo.operand] = math.ceil(size * (own + sum(sides)) / own)
-    if not local or kind.rule.local is None:
-        return tuple(found)
-    moves = kind.rule.local.collectives(mesh.axes_size(local), sizes)
-    return None if moves is None else (*found, *(Collective(k, _in_mesh_order(local, mesh), b) for k, b in moves))
-
-
-def _local_axes(kind: OpKind, assignment: Mapping[str, Axes]) -> Axes:
-    """The mesh axes that split the rule's `local` factor."""
-    return next((axes for f, axes in assignment.items() if kind.rule.kind(f) == "local"), ())
-
-
-def _in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
-    return tuple(a for a in mesh.axis_names if a in axes)
-
-
-def _strategy_compute_seconds(
-    kind: OpKind, in_specs: Sequence[Spec], out_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
-) -> float:
-    local = [b / s.num_shards(mesh.shape) for b, s in zip(kind.bytes, (*in_specs, *out_specs), strict=True)]
-    parts: float = math.prod(mesh.axes_size(a) for a in assignment.values())
-    axes = _local_axes(kind, assignment)
-    if axes and kind.rule.local is not None and kind.rule.local.imbalance is not None:
-        parts /= kind.rule.local.imbalance(mesh.axes_size(axes), local)
-    return compute_seconds(kind, local, parts, mesh)
-
-
-def compute_seconds(
-    kind: OpKind,
-    local: Sequence[Any],
-    parts: Any,
-    mesh: LogicalMesh,
-    minimum: Callable[[Sequence[Any]], Any] = min,
-    maximum: Callable[[Sequence[Any]], Any] = max,
-) -> Any:
-    """Compute seconds of one execution of a node on one device.
-
-    Args:
-      local: bytes per device of each operand and then of each result.
-      parts: product of the sizes of all axes that split the node's factors.
-      minimum: reduces a sequence of numbers; elementwise where ``local`` and ``parts`` are arrays.
-      maximum: the same for the maximum.
-    """
-    hardware = mesh.hardware
-    if kind.traits.fused_into_consumer or not kind.shapes:
-        return 0.0
-    if kind.tie:  # slices of a stacked operand or result of a loop are copied; any other tie moves nothing
-        ranks = {len(n) for n in kind.shapes}
-        return minimum(local) / hardware.bandwidth if len(ranks) > 1 else 0.0
-    if not kind.flops:  # fused with its producers, which were charged for what it reads
-        return sum(local[len(kind.rule.operands) :]) / hardware.bandwidth
-    return maximum(
-        [kind.flops / parts / hardware.peak_flops(kind.dtype), sum(local) / hardware.bandwidth, hardware.overhead]
-    )

@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.cost import compute_seconds, expressible_factors, find_per_call_inputs
+from autoshard.cost.cost import find_per_call_inputs
+from autoshard.cost.node_strategy import compute_seconds, expressible_factors
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
