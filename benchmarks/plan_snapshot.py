@@ -5,9 +5,9 @@
 
 ``write`` plans every cell of `benchmarks.cells` and every case of `benchmarks.target_cases` for TPUs (with WORD, those
 that have it in their name), with no accelerator and no compiler, and stores each plan's JSON. ``compare`` reads two
-such folders: exit status 1 and one line a difference where anything but fingerprints, the JSON's version and sentences
-differs; how many sentences differ is printed. OLD=NEW renames a field (``leaves=out_specs_reduced``) or a value of the
-older plans before they are compared.
+such folders: exit status 1 and one line a difference where anything but fingerprints, the JSON's version and
+explanations differs; how many explanations differ is printed. OLD=NEW renames a field (``leaves=reduced_specs``) or a
+value of the older plans before they are compared.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from benchmarks.cells import CELLS, COLUMNS
 from benchmarks.target_cases import cases, decorated
 
 IGNORED = frozenset({"autoshard_plan", "fingerprint"})
-SENTENCES = frozenset({"diagnostics", "passes", "source", "text", "why"})
-"""Fields whose values are for people to read: they may be worded otherwise by another version."""
+EXPLANATIONS = frozenset(
+    {"diagnostics", "passes", "reason", "replaces", "resharded_from", "source", "sources", "text", "why"}
+)
+"""Fields that say why something was decided, or how it is worded: another version may have others."""
 
 
 def plans(word: str) -> Iterator[tuple[str, Any]]:
@@ -45,7 +47,7 @@ def plans(word: str) -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: Any, after: Any, renamed: Mapping[str, str], at: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Path, old and new value of everything that differs; only the path's last name tells sentences from decisions."""
+    """Path, old and new value of everything that differs. A record equals a row of the same values in older plans."""
     if isinstance(before, dict) and isinstance(after, dict):
         before = {renamed.get(k, k): v for k, v in before.items()}
         for key in sorted({*before, *after} - IGNORED):
@@ -53,6 +55,8 @@ def differences(before: Any, after: Any, renamed: Mapping[str, str], at: str = "
                 yield f"{at}.{key}", before.get(key, "(absent)"), after.get(key, "(absent)")
             else:
                 yield from differences(before[key], after[key], renamed, f"{at}.{key}")
+    elif isinstance(before, list) and isinstance(after, dict) and len(before) == len(after):
+        yield from differences(before, list(after.values()), renamed, at)
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from differences(old, new, renamed, f"{at}[{i}]")
@@ -60,9 +64,9 @@ def differences(before: Any, after: Any, renamed: Mapping[str, str], at: str = "
         yield at, before, after
 
 
-def is_sentence(path: str) -> bool:
-    """Whether the field that ``path`` ends in holds text for people."""
-    return re.sub(r"\[\d+\]", "", path).rpartition(".")[2] in SENTENCES
+def is_explanation(path: str) -> bool:
+    """Whether ``path`` leads into a field that explains a decision and is none itself."""
+    return not EXPLANATIONS.isdisjoint(re.sub(r"\[\d+\]", "", path).split("."))
 
 
 def write(folder: Path, word: str) -> None:
@@ -74,9 +78,9 @@ def write(folder: Path, word: str) -> None:
 
 
 def compare(before: Path, after: Path, renamed: Mapping[str, str]) -> int:
-    """The number of plans that differ in more than sentences."""
+    """The number of plans that differ in their decisions."""
     names = sorted({path.name for folder in (before, after) for path in folder.glob("*.json")})
-    changed, sentences = 0, 0
+    changed, explanations = 0, 0
     for name in names:
         if not all((folder / name).exists() for folder in (before, after)):
             print(f"{name}: only in one folder")
@@ -84,12 +88,12 @@ def compare(before: Path, after: Path, renamed: Mapping[str, str]) -> int:
             continue
         old, new = (json.loads((folder / name).read_text()) for folder in (before, after))
         found = list(differences(old, new, renamed))
-        decided = [d for d in found if not is_sentence(d[0])]
-        sentences += len(found) - len(decided)
+        decided = [d for d in found if not is_explanation(d[0])]
+        explanations += len(found) - len(decided)
         changed += bool(decided)
         for path, a, b in decided[:5]:
             print(f"{name}: {path}: {str(a)[:80]} -> {str(b)[:80]}")
-    print(f"{len(names)} plans, {changed} differ; {sentences} sentences are worded otherwise")
+    print(f"{len(names)} plans, {changed} differ; {explanations} explanations do")
     return changed
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard import jaxpr as jx
 from autoshard.errors import RuleError, nearest
-from autoshard.ir.spec import KINDS
+from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.rules import KEPT_WHOLE, STRUCTURAL
 from autoshard.rules.validation.evidence import (
     COMBINE,
@@ -78,7 +78,7 @@ def _joined(case: Case, factor: str, parts: int) -> list[np.ndarray]:
             local_shape(dims, jx.aval(v).shape, factor, parts)
             for dims, v in zip(rule.results, case.eqn.outvars, strict=True)
         )
-        if any(rule.along(h) == factor for h in rule.halos):
+        if any(rule.halo_factor(h) == factor for h in rule.halos):
             outs.append(_with_edges(case, operands, factor, parts, k))
         else:
             outs.append(case.run(operands, Part(rule, factor, k, shapes, local)))
@@ -101,8 +101,8 @@ def _with_edges(case: Case, operands: Sequence[np.ndarray], factor: str, parts: 
     rule, found = case.rule, list(operands)
     assert rule.local is not None
     assert rule.local.fun is not None
-    for h in (h for h in rule.halos if rule.along(h) == factor):
-        sides = h.window.rows(parts)
+    for h in (h for h in rule.halos if rule.halo_factor(h) == factor):
+        sides = h.window.halo_rows(parts)
         wide = np.pad(case.operands[h.operand], [sides if d == h.dim else (0, 0) for d in range(found[h.operand].ndim)])
         own = found[h.operand].shape[h.dim]
         found[h.operand] = np.take(wide, range(k * own, (k + 1) * own + sum(sides)), h.dim)
@@ -117,7 +117,7 @@ def _formed(case: Case, factor: str, parts: int) -> list[np.ndarray] | None:
     assert local is not None
     assert local.fun is not None
     sides = zip((*case.operands, *case.results), (*rule.operands, *rule.results), strict=True)
-    if local.moves(parts, [x.nbytes // (parts if any(factor in d for d in dims) else 1) for x, dims in sides]) is None:
+    if local.collectives(parts, [x.nbytes // (parts if any(factor in d for d in dims) else 1) for x, dims in sides]) is None:
         return None
     stacked = [
         np.stack([block(x, dims, case.sizes, factor, parts, k) for k in range(parts)])
@@ -126,7 +126,7 @@ def _formed(case: Case, factor: str, parts: int) -> list[np.ndarray] | None:
     operands = [device(x, jx.aval(v).dtype) for x, v in zip(stacked, case.eqn.invars, strict=True)]
     form = jax.make_jaxpr(functools.partial(local.fun, ("parts",)), axis_env=[("parts", parts)])
     jaxpr = jx.normalize(form(*(jax.typeof(x[0]) for x in operands)))
-    jaxpr = jx.with_code(jaxpr, [_permuting(eqn, parts) for eqn in jaxpr.eqns])
+    jaxpr = jx.with_eqns(jaxpr, [_permuting(eqn, parts) for eqn in jaxpr.eqns])
     outs = jax.vmap(jx.as_fun(jaxpr), axis_name="parts")(*operands)
     joined = []
     for out, dims, whole in zip(outs, rule.results, case.results, strict=True):
@@ -152,7 +152,7 @@ def _near(case: Case, factor: str, parts: int) -> bool:
     """Whether each part of the result stays as it is when all operands change but for its own rows and those that the
     rule says it reads of its neighbours; of a rule that does not say, all of its neighbours' rows."""
     rng = np.random.default_rng(1)
-    said = {(h.operand, h.dim): h.window.rows(parts) for h in case.rule.halos}
+    said = {(h.operand, h.dim): h.window.halo_rows(parts) for h in case.rule.halos}
     for k in range(parts):
         changed = []
         for i, (x, dims) in enumerate(zip(case.operands, case.rule.operands, strict=True)):
@@ -176,7 +176,7 @@ def audit_lets(case: Case) -> Iterator[Finding]:
     count = len(case.operands)
     sizes = range(1, count + 1) if count <= 4 else (1, count)
     allowed = dict(case.rule.partial_passthrough)
-    for kind in KINDS:
+    for kind in REDUCTION_KINDS:
         able = [i for i in _terms(case) if reducible(kind, jx.aval(case.eqn.invars[i]).dtype)]
         for some in (s for n in sizes for s in itertools.combinations(range(count), n)):
             if not set(some) <= set(able) or not all(reducible(kind, jx.aval(v).dtype) for v in case.eqn.outvars):
@@ -185,11 +185,12 @@ def audit_lets(case: Case) -> Iterator[Finding]:
             seen = [_passes(case, kind, some, seed) for seed in range(3)]
             sets = "+".join(map(str, some))
             if claimed and False in seen:
-                yield case.finding("wrong", f"does not let {kind}: {sets} through")
+                yield case.finding("wrong", f"does not let {kind}: {sets} through", passthrough=True)
             elif claimed and True not in seen:
-                yield case.finding("no evidence", f"lets {kind}: {sets} through, to a result that does not vary")
+                text = f"lets {kind}: {sets} through, to a result that does not vary"
+                yield case.finding("no evidence", text, passthrough=True)
             elif not claimed and all(seen):
-                yield case.finding("missing", f"lets {kind}: {sets} through")
+                yield case.finding("missing", f"lets {kind}: {sets} through", passthrough=True)
 
 
 def _terms(case: Case) -> list[int]:
@@ -242,7 +243,7 @@ def chosen(names: Sequence[str]) -> tuple[Sample, ...]:
     Raises:
       RuleError: a name that has no rule, or no sample in this JAX.
     """
-    known = [s for s in samples() if jx.primitive(s.name) is not None]
+    known = [s for s in samples() if jx.find_primitive(s.name) is not None]
     for name in names:
         if name in KEPT_WHOLE or name in STRUCTURAL:
             raise RuleError(f"{name!r} has no rule to audit: {KEPT_WHOLE.get(name) or STRUCTURAL[name]}")

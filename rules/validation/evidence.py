@@ -42,11 +42,13 @@ class Finding:
     text: str
     whole: str = ""
     """Why the rule keeps its operation whole, where it does."""
+    passthrough: bool = False
+    """Whether it is about partial operands, not about a split."""
 
     @property
     def reason(self) -> str:
         """Why the rule does not allow what is missing; "" if no reason is stated."""
-        known = NOT_LET if self.text.startswith("lets ") else NOT_SPLIT
+        known = NOT_LET if self.passthrough else NOT_SPLIT
         return known.get(self.name, self.whole) if self.kind == "missing" else ""
 
     def __str__(self) -> str:
@@ -80,13 +82,13 @@ class Case:
         out = self.eqn.primitive.bind(*xs, **params)
         return [host(y) for y in (out if self.eqn.primitive.multiple_results else [out])]
 
-    def finding(self, kind: str, text: str) -> Finding:
-        return Finding(kind, self.name, str(self.rule), text, self.rule.reason)
+    def finding(self, kind: str, text: str, *, passthrough: bool = False) -> Finding:
+        return Finding(kind, self.name, str(self.rule), text, self.rule.reason, passthrough)
 
 
 def load(sample: Sample, table: RuleTable = TABLE) -> Case | None:
     """Traces and runs a sample up to the equation it is for; None where this JAX has no such primitive."""
-    if jx.primitive(sample.name) is None:
+    if jx.find_primitive(sample.name) is None:
         return None
     jaxpr = jx.normalize(jax.make_jaxpr(sample.fn)(*sample.args))
     values: dict[Any, Any] = dict(zip(jaxpr.invars, sample.args, strict=True))

@@ -332,7 +332,7 @@ def test_put_refuses(plan):
         plan.put(make_state(jax.random.key(0)), batch(), batch())
     with pytest.raises(ArgumentError, match="takes 5 arrays, it was given 3"):
         plan.put({k: v for k, v in make_state(jax.random.key(0)).items() if k != "weights"})
-    names = r"takes state\['momentum'\]\['down'\], it was given \['momentum'\]\['down'\]\['old'\] there"
+    names = r"takes state\['momentum'\]\['down'\], it was given \['momentum'\]\['down'\]\['old'\] in its place"
     with pytest.raises(ArgumentError, match=names):
         plan.put({"momentum": {"down": {"old": 1.0}}})
 

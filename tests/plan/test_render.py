@@ -282,6 +282,42 @@ def test_a_pin_is_marked():
     assert [line for line in lines if re.match(r"  x +float32\[32,16\] +\[model, _\] +1\.0 KiB +pinned$", line)]
 
 
+def pinned_state(before, after):
+    specs = [{"up": PartitionSpec(None, axis), "down": PartitionSpec(axis, None)} for axis in (before, after)]
+    options = {"in_shardings": (specs[0], None), "out_shardings": (specs[1], None)}
+    return autoshard.jit(train_step, mesh={"data": 4, "model": 2}, **options).plan(W, X)
+
+
+def test_state_that_is_pinned_on_both_sides_is_carried():
+    plan = pinned_state("model", "model")
+    assert [(p.path, p.reason, p.replaces) for p in plan.outputs] == [
+        ("result[0]['down']", "pinned", "w['down']"),
+        ("result[0]['up']", "pinned", "w['up']"),
+        ("result[1]", "replicated", None),
+    ]
+    text = plan.explain()
+    assert "Carried from call to call: 2 arrays, 8.0 KiB in total, 4.0 KiB per device." in text
+    assert re.search(r"^  model +2 +2 +8\.0 KiB +4\.0 KiB$", text, re.MULTILINE)
+    assert "2 arrays replace arguments and have their specs." in text
+    assert "are in memory twice: w." in text
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_state_that_leaves_with_another_spec_is_reported():
+    text = pinned_state("model", "data").explain()
+    assert "Carried from call to call: 2 arrays" in text
+    assert "2 arrays replace arguments of other specs: the next call has to reshard." in text
+    assert re.search(r"^  result\[0\]\['up'\] +float32\[16,64\] +\[_, data\] +1\.0 KiB +pinned$", text, re.MULTILINE)
+
+
+def test_an_intermediate_is_resharded_from_a_recorded_spec():
+    plan = pinned_state("model", "data")
+    resharded = [c for c in plan.intermediates if c.reason in ("operand", "resharded")]
+    assert resharded
+    assert all(c.resharded_from is not None and c.resharded_from != c.spec for c in resharded)
+    assert all(c.resharded_from is None for c in plan.intermediates if c.reason in ("product", "before_operand"))
+
+
 def test_a_step_of_nothing():
     text = autoshard.jit(lambda: (), mesh={"data": 8}).plan().explain()
     assert "The step returns nothing." in text
