@@ -85,7 +85,7 @@ KNOWN: Mapping[str, Traits] = {
     "scatter-max": SCATTER,
     "scatter-min": SCATTER,
     "scatter-mul": SCATTER,
-    "scatter-sub": Traits(mispartitioned_by_xla=True),
+    "scatter-sub": Traits(mispartitioned_by_xla=True),  # its buffers have not been measured
     "schur": ITERATION,
     "select_and_gather_add": Traits(mispartitioned_by_xla=True),
     "sharding_constraint": VIEW,

@@ -21,7 +21,7 @@ class Traits:
     reshard of the other. Asked by `cost.cost` (collectives that are made once for both)."""
     broadcasts: bool = False
     """It spreads its operand, or positions, over its result, which can be made of any size. Asked by `cost.cost` (of
-    scalars alone, it is made anew wherever it is read) and by padding (made longer rather than padded)."""
+    scalars alone, it is made anew wherever it is read) and `passes.pad_uneven` (made longer rather than padded)."""
     moves_data: bool = False
     """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
     by `cost.liveness` (no buffer)."""
@@ -66,12 +66,12 @@ class Traits:
     it."""
     ignores_neutral: bool = False
     """It reads nothing of a reduced dimension but its elements, so that neutral ones more change nothing. Asked by
-    padding, which masks them."""
+    `passes.pad_uneven`, which makes padding neutral."""
     iterates_to_convergence: bool = False
-    """It runs until every element has converged, which an arbitrary one may never do. Asked by padding, which leaves it
-    as it is."""
+    """It runs until every element has converged, which an arbitrary one may never do. Asked by `passes.pad_uneven`,
+    which does not pad its operands."""
     shape_param: str | None = None
-    """The parameter that states the shape of its result. Asked by padding."""
+    """The parameter that states the shape of its result. Asked by `passes.pad_uneven`."""
     mispartitioned_by_xla: bool = False
     """XLA (JAX 0.12) gives wrong numbers or fails where it partitions it by itself. Asked by `plan.constraints`, which
     constrains all that it reads and makes."""
