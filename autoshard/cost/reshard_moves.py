@@ -22,8 +22,8 @@ from autoshard.machine.collective import (
     REDUCE_SCATTER,
     CollectiveKind,
     Ring,
-    rings,
-    rings_seconds,
+    axis_rings,
+    ring_seconds,
 )
 from autoshard.machine.mesh import LogicalMesh
 
@@ -97,7 +97,7 @@ class ReshardGraph:
     def __init__(self, axes: Axes, rank: int, goal_partial: PartialAxes, mesh: LogicalMesh) -> None:
         self.axes, self.rank, self.goal_partial = axes, rank, goal_partial
         self.sizes = {a: mesh.shape[a] for a in axes}
-        self.rings: dict[str, Ring] = dict(zip(axes, rings(axes, mesh), strict=True))
+        self.rings: dict[str, Ring] = dict(zip(axes, axis_rings(axes, mesh), strict=True))
         self.overhead = mesh.hardware.overhead
         self._edges: dict[State, tuple[Edge, ...]] = {}
         self._edge_seconds: dict[tuple[str, Axes], tuple[float, float]] = {}
@@ -114,8 +114,8 @@ class ReshardGraph:
             return Edge(kind, axes, 0.0, 0.0, after)
         if (kind, axes) not in self._edge_seconds:
             over = [self.rings[a] for a in axes]
-            fixed = rings_seconds(kind, over, 0.0, self.overhead)
-            self._edge_seconds[kind, axes] = fixed, rings_seconds(kind, over, 1.0, self.overhead) - fixed
+            fixed = ring_seconds(kind, over, 0.0, self.overhead)
+            self._edge_seconds[kind, axes] = fixed, ring_seconds(kind, over, 1.0, self.overhead) - fixed
         return Edge(kind, axes, *self._edge_seconds[kind, axes], after)
 
     def move(self, edge: Edge, before: State, sizes: LocalBytes) -> Move:
@@ -123,7 +123,7 @@ class ReshardGraph:
         if edge.kind in FREE_MOVES:
             return Move(edge.kind, edge.axes, 0, 0.0, Spec(*edge.after))
         size = sizes(edge.after if edge.kind == ALL_GATHER else before) or 0
-        seconds = rings_seconds(edge.kind, [self.rings[a] for a in edge.axes], size, self.overhead)
+        seconds = ring_seconds(edge.kind, [self.rings[a] for a in edge.axes], size, self.overhead)
         return Move(edge.kind, edge.axes, size, seconds, Spec(*edge.after))
 
     def edges_from(self, state: State) -> tuple[Edge, ...]:

@@ -113,7 +113,7 @@ class _Builder:
         self.values.append(found)
         return len(self.values) - 1
 
-    def jaxpr(self, jaxpr: jx.Jaxpr, times: int, phase: str) -> None:
+    def jaxpr(self, jaxpr: jx.Jaxpr, trip_count: int, phase: str) -> None:
         for var in (*jaxpr.constvars, *jaxpr.invars):
             if var not in self.ids:
                 self.define(var)
@@ -124,15 +124,15 @@ class _Builder:
             regions = jx.regions(eqn)
             regions = () if regions and has_own_rule(eqn, self.rules) else regions
             if regions:
-                self.regions(eqn, regions, times, inner)
+                self.regions(eqn, regions, trip_count, inner)
             elif jx.manual_specs(eqn):
-                self.shard_map(eqn, times, inner)
+                self.shard_map(eqn, trip_count, inner)
             elif eqn.primitive in jx.VARIADIC_IDENTITIES:
-                self.variadic_identity(eqn, times, inner)
+                self.variadic_identity(eqn, trip_count, inner)
             else:
-                self.equation(eqn, times, inner)
+                self.equation(eqn, trip_count, inner)
 
-    def equation(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+    def equation(self, eqn: jx.JaxprEqn, trip_count: int, phase: str) -> None:
         operands = tuple(map(self.read, eqn.invars))
         results = tuple(map(self.define, eqn.outvars))
         source = jx.source(eqn)
@@ -140,19 +140,19 @@ class _Builder:
         kind = self.kinds_by_id.get(key)
         if kind is None:
             kind = self.kinds_by_id[key] = self.kind(eqn, source)
-        self.nodes.append(Node(kind, operands, results, times, source, phase))
+        self.nodes.append(Node(kind, operands, results, trip_count, source, phase))
         if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
             entries = eqn.params["spec"] if eqn.primitive is annotate_p else eqn.params["sharding"].spec
             self.pin(results[0], entries, source, frozenset(eqn.params.get("unconstrained_dims", ())))
 
-    def shard_map(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+    def shard_map(self, eqn: jx.JaxprEqn, trip_count: int, phase: str) -> None:
         """A `shard_map` of the user's: its operands and results are pinned to its specs, its body is not read."""
         specs, source = jx.manual_specs(eqn), jx.source(eqn)
         assert specs is not None
         name, traits = eqn.primitive.name, self.rules.traits(eqn.primitive)
         for operand, spec in zip(eqn.invars, specs[0], strict=True):
             inside = self.value(jx.aval(operand))
-            self.tie(name, self.read(operand), inside, False, times, source, phase, traits)
+            self.tie(name, self.read(operand), inside, False, trip_count, source, phase, traits)
             self.pin(inside, spec, source)
         results = tuple(map(self.define, eqn.outvars))
         for result, spec in zip(results, specs[1], strict=True):
@@ -161,16 +161,16 @@ class _Builder:
         shapes, bits = tuple(tuple(a.shape) for a in avals), tuple(map(_bits, avals))
         # A tie, so that no transfer is charged: the results have their specs from the start.
         kind = _kind(name, traits, replicated_rule("", (), avals), shapes, bits, "", 0.0, source, tie=True)
-        self.nodes.append(Node(kind, (), results, times, source, phase))
+        self.nodes.append(Node(kind, (), results, trip_count, source, phase))
         text = f"{name} is used as written; its compute and collectives are not costed"
         self.diagnostics.append(Diagnostic(source, text))
 
-    def variadic_identity(self, eqn: jx.JaxprEqn, times: int, phase: str) -> None:
+    def variadic_identity(self, eqn: jx.JaxprEqn, trip_count: int, phase: str) -> None:
         """A tie from each operand to its result; the pairs are independent of each other."""
         traits = self.rules.traits(eqn.primitive)
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
             made = self.define(result)
-            self.tie(eqn.primitive.name, self.read(operand), made, False, times, jx.source(eqn), phase, traits)
+            self.tie(eqn.primitive.name, self.read(operand), made, False, trip_count, jx.source(eqn), phase, traits)
 
     def kind(self, eqn: jx.JaxprEqn, source: str) -> OpKind:
         key = jx.eqn_key(eqn)
@@ -201,7 +201,7 @@ class _Builder:
         except RuleError as e:
             raise RuleError(f"{source}: {eqn.primitive.name}: {e}") from None
 
-    def regions(self, eqn: jx.JaxprEqn, regions: tuple[jx.Region, ...], times: int, phase: str) -> None:
+    def regions(self, eqn: jx.JaxprEqn, regions: tuple[jx.Region, ...], trip_count: int, phase: str) -> None:
         results = [self.define(v) for v in eqn.outvars]
         operands = [self.read(a) for a in eqn.invars]
         source, name, traits = jx.source(eqn), eqn.primitive.name, self.rules.traits(eqn.primitive)
@@ -209,18 +209,18 @@ class _Builder:
             text = f"{name}: its trip count is unknown; costed as one iteration"
             self.diagnostics.append(Diagnostic(source, text))
         for region in regions:
-            inner, begin = times * region.trip_count, len(self.nodes)
+            inner, begin = trip_count * region.trip_count, len(self.nodes)
             inside = [self.define(v) for v in region.body.invars]
             for wire in region.inputs:
-                often = inner if wire.stacked else times
-                self.tie(name, operands[wire.outside], inside[wire.inside], wire.stacked, often, source, phase, traits)
+                count = inner if wire.stacked else trip_count
+                self.tie(name, operands[wire.outside], inside[wire.inside], wire.stacked, count, source, phase, traits)
             self.jaxpr(region.body, inner, phase)
             ends = [self.read(a) for a in region.body.outvars]
             for end, start in region.carries:
                 self.tie(name, ends[end], inside[start], False, inner, source, phase, traits)
             for wire in region.outputs:
-                often = inner if wire.stacked else times
-                self.tie(name, ends[wire.inside], results[wire.outside], wire.stacked, often, source, phase, traits)
+                count = inner if wire.stacked else trip_count
+                self.tie(name, ends[wire.inside], results[wire.outside], wire.stacked, count, source, phase, traits)
             if region.carries or region.trip_count > 1 or not region.trip_count_known:
                 self.loops.append((begin, len(self.nodes) - 1))
 
@@ -246,7 +246,7 @@ class _Builder:
         a: int,
         b: int,
         stacked: bool,
-        times: int,
+        trip_count: int,
         source: str,
         phase: str,
         traits: Traits = UNKNOWN,
@@ -260,7 +260,7 @@ class _Builder:
         kind = self.kinds.get(key) or self.kinds.setdefault(
             key, _kind(name, traits, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source, tie=True)
         )
-        self.nodes.append(Node(kind, (a,), (b,), times, source, phase))
+        self.nodes.append(Node(kind, (a,), (b,), trip_count, source, phase))
 
 
 def _kind(

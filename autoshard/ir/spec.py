@@ -17,7 +17,7 @@ from autoshard.errors import SpecError, nearest
 
 Axes = tuple[str, ...]
 REDUCTION_KINDS = ("sum", "max", "min", "prod", "and", "or")
-REDUCTION_KINDS = frozenset(REDUCTION_KINDS)
+"""Reductions by which the partial values on several devices are combined."""
 
 
 @dataclass(frozen=True, slots=True)

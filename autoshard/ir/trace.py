@@ -15,7 +15,7 @@ from autoshard.ir.rule_registry import Rules
 from autoshard.ir.spec import Spec, checked_spec
 from autoshard.machine.mesh import LogicalMesh
 
-_EXPLICIT = (
+_EXPLICIT_AXES = (
     "the step uses a mesh with Explicit axes, and in a planned step all axes are Auto. In jax.shard_map, leave out "
     "mesh=, which is the step's; or pass axis_types=(jax.sharding.AxisType.Auto, ...) to jax.make_mesh. Instead of "
     "jax.reshard, use autoshard.annotate. JAX says: "
@@ -47,11 +47,11 @@ def trace(
             traced = jitted.trace(*args, **kwargs)
         except ValueError as e:
             if "axis_types=(Explicit" in str(e) or "AxisType.Auto" in str(e):
-                raise MeshError(_EXPLICIT + str(e)) from e
+                raise MeshError(_EXPLICIT_AXES + str(e)) from e
             raise
     info = traced.args_info
     flat_info, in_tree = jax.tree.flatten(info)
-    names = _in_names(traced.jaxpr.debug_info.arg_names, info)
+    names = _argument_paths(traced.jaxpr.debug_info.arg_names, info)
     dynamic = info[0]
     in_pins = _pins(in_shardings, dynamic, "in_shardings") + [None] * len(jax.tree.leaves(info[1]))
     flat_out, out_tree = jax.tree.flatten(traced.out_info)
@@ -113,7 +113,7 @@ def match_carries(args: Sequence[Any], result: Any) -> tuple[tuple[int, int], ..
     return tuple(pairs)
 
 
-def _in_names(names: Sequence[str | None] | None, info: Any) -> list[str]:
+def _argument_paths(names: Sequence[str | None] | None, info: Any) -> list[str]:
     paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(info)[0]]
     plain = [f"args{jax.tree_util.keystr(p[1:])}" if p[0].idx == 0 else jax.tree_util.keystr(p[1:]) for p in paths]
     if names is None or len(names) != len(plain):
@@ -129,7 +129,7 @@ def _pins(prefix: Any, tree: Any, what: str) -> list[Any]:
         full = jax.tree.broadcast(prefix, tree, is_leaf=is_pin)
     except ValueError:
         whose = "arguments" if what[0] == "i" else "result"
-        where = _misfit(prefix, tree, is_pin, what, whose)
+        where = _mismatch(prefix, tree, is_pin, what, whose)
         raise ArgumentError(
             f"{what} is no pytree prefix of the {whose}: {where}; None, or one spec for a subtree, is a prefix too"
         ) from None
@@ -141,7 +141,7 @@ def _pins(prefix: Any, tree: Any, what: str) -> list[Any]:
     return pins
 
 
-def _misfit(prefix: Any, tree: Any, is_pin: Callable[[Any], bool], what: str, whose: str) -> str:
+def _mismatch(prefix: Any, tree: Any, is_pin: Callable[[Any], bool], what: str, whose: str) -> str:
     """Where ``prefix`` first differs from the structure of ``tree``, as text; empty where it is a prefix."""
     if is_pin(prefix):
         return ""
@@ -155,7 +155,7 @@ def _misfit(prefix: Any, tree: Any, is_pin: Callable[[Any], bool], what: str, wh
         return f"{what} is a {type(prefix).__name__}, in the {whose} it is a {type(tree).__name__}"
     if keys != expected:
         return f"{what} has {', '.join(keys) or 'nothing'}, in the {whose} it has {', '.join(expected) or 'nothing'}"
-    found = (_misfit(p, t, is_pin, what + k, whose) for k, (_, p), (_, t) in zip(keys, parts, subtrees, strict=True))
+    found = (_mismatch(p, t, is_pin, what + k, whose) for k, (_, p), (_, t) in zip(keys, parts, subtrees, strict=True))
     return next(filter(None, found), "")
 
 

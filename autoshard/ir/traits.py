@@ -14,8 +14,8 @@ class Traits:
     """Facts about one operation. A field left at its default claims nothing: only what the rule says is known."""
 
     fused_into_consumer: bool = False
-    """XLA computes it where it is read, for nothing: broadcasts, casts, reshapes, transposes. Asked by `cost.cost` (no
-    compute time) and `cost.liveness` (no buffer)."""
+    """XLA computes it where it is read, for nothing: broadcasts, casts, reshapes, transposes. Asked by
+    `cost.node_strategy` (no compute time) and `cost.liveness` (no buffer)."""
     view: bool = False
     """Its result is its first operand in another order, shape or dtype, so that XLA finds a reshard of one to be the
     reshard of the other. Asked by `cost.cost` (collectives that are made once for both)."""
@@ -50,7 +50,7 @@ class Traits:
     """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `passes.accumulate` and
     `passes.sum_products`."""
     casts: bool = False
-    """Its result is its operand in another dtype. Asked by `ir.combined_reductions`."""
+    """Its result is its operand in another dtype. Asked by `ir.combined_reductions` and `passes.attention`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `passes.accumulate`, which carries sums over
     parts through it; what no gradient goes through on its way to a sum need not say so."""
@@ -62,7 +62,7 @@ class Traits:
     keeps_constant: bool = False
     """Of an operand that is one number everywhere, its result is so too. Asked by `passes.attention`."""
     runs_once: bool = False
-    """Run again, it may give other values, or calls the host again. Asked by `passes.recompute`, which never repeats
+    """Run again, it may give other values, or calls the host again. Asked by `transforms.remat`, which never recomputes
     it."""
     ignores_neutral: bool = False
     """It reads nothing of a reduced dimension but its elements, so that neutral ones more change nothing. Asked by

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from autoshard.jaxpr.hi_primitives import with_traced_body
 from autoshard.jaxpr.nested import INLINED, regions, with_bodies
-from autoshard.jaxpr.origin import LIBRARIES, line
+from autoshard.jaxpr.origin import LIBRARIES, user_line
 from autoshard.jaxpr.value import Atom
 
 
@@ -54,7 +54,7 @@ class _Normalizer:
                 body = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
                 inner: list[JaxprEqn] = []
                 results = self._body(body, dict(zip(body.invars, operands, strict=True)), inner, consts)
-                eqns += [_called(e, eqn, body) for e in inner]
+                eqns += [_attributed(e, eqn, body) for e in inner]
                 env.update(zip(eqn.outvars, results, strict=True))
                 continue
             eqn = with_traced_body(eqn)
@@ -73,7 +73,7 @@ def _is_tracing_artifact(eqn: JaxprEqn) -> bool:
     return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
-def _called(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
+def _attributed(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     """``eqn`` of an inlined ``body`` with the name stack of ``call``, and its traceback where a library wrote the body.
 
     JAX caches the trace of a library function with the source lines of its first caller.
@@ -81,7 +81,7 @@ def _called(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     stack = call.source_info.name_stack + eqn.source_info.name_stack
     info = eqn.source_info.replace(name_stack=stack)
     written = (body.debug_info.func_src_info or "").partition(" at ")[2]
-    if written.startswith(LIBRARIES) or not line(eqn.source_info.traceback):
+    if written.startswith(LIBRARIES) or not user_line(eqn.source_info.traceback):
         info = info.replace(traceback=call.source_info.traceback)
     return eqn.replace(source_info=info)
 

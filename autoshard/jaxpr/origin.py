@@ -18,7 +18,7 @@ LIBRARIES = tuple(
 
 
 @functools.lru_cache(maxsize=65536)
-def line(traceback: Any) -> str:
+def user_line(traceback: Any) -> str:
     """``file:line`` of the user's code in a traceback; "" if there is none."""
     frames = list(_source.user_frames(traceback)) if traceback is not None else []
     chosen = next((f for f in frames if not f.file_name.startswith(LIBRARIES)), frames[0] if frames else None)
@@ -27,7 +27,7 @@ def line(traceback: Any) -> str:
 
 def source(eqn: JaxprEqn) -> str:
     """``file:line`` of the user's code that made the equation, outside JAX, Flax and Optax; "" if unknown."""
-    return line(eqn.source_info.traceback)
+    return user_line(eqn.source_info.traceback)
 
 
 def autodiff_phase(eqn: JaxprEqn) -> Literal["forward", "backward", ""]:

@@ -1,4 +1,4 @@
-"""`annotate`: the identity, wherever it stands; a pin that the plan keeps."""
+"""`annotate`: the identity at run time, and a pin that every plan keeps."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def agrees(fun: Callable[..., Any], *args: Any) -> Any:
     return step
 
 
-def test_the_identity_outside_of_a_step():
+def test_identity_outside_of_a_planned_step():
     tree = {"a": jnp.ones((4, 4)), "b": (jnp.zeros(3), 2.0)}
     assert jax.tree.structure(annotate(tree, P())) == jax.tree.structure(tree)
     np.testing.assert_array_equal(annotate(jnp.arange(4), P("nowhere")), np.arange(4))
     np.testing.assert_array_equal(jax.jit(lambda x: annotate(x, P("nowhere")))(jnp.arange(4)), np.arange(4))
 
 
-def test_a_pin_is_kept_and_shows_where_it_was_written():
+def test_a_pin_is_kept_and_reported_with_its_source_line():
     step = agrees(lambda w, x: annotate(x @ w, P("model", "data")) + 1, W, X)
     (pin,) = [p for p in step.plan(W, X).intermediates if p.reason == "pinned"]
     assert str(pin.spec) == "[model, data]"
@@ -49,7 +49,7 @@ def test_a_pin_is_kept_and_shows_where_it_was_written():
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P(("model", "data")), P()])
-def test_every_strategy_keeps_it(spec: P):
+def test_every_strategy_keeps_the_pin(spec: P):
     def fun(w: Any, x: Any) -> Any:
         return jnp.tanh(annotate(x @ w, spec)).sum()
 
@@ -86,7 +86,7 @@ def test_the_gradient_is_pinned_too():
     assert [str(p.spec) for p in pins] == ["[data, model]"] * 2
 
 
-def test_vmap_leaves_the_new_dimension_open():
+def test_vmap_leaves_the_new_dimension_unconstrained():
     def fun(w: Any, xs: Any) -> Any:
         return jax.vmap(lambda x: annotate(x @ w, P("model")))(xs).sum()
 
@@ -98,7 +98,7 @@ def test_vmap_leaves_the_new_dimension_open():
     assert pinned(step, W, xs) == {"[data, model, _]"}
 
 
-def test_an_unconstrained_dimension_stays_open():
+def test_an_unconstrained_dimension_is_left_to_the_planner():
     step = jit(lambda x: annotate(x * 2, P(P.UNCONSTRAINED, "model")), in_shardings=P("data"))
     assert pinned(step, X) == {"[data, model]"}
     np.testing.assert_array_equal(step(X), X * 2)
@@ -140,12 +140,12 @@ def test_impossible_pins(spec: P, message: str | None):
         (("data", None), r"not \('data', None\)$"),
     ],
 )
-def test_what_is_no_spec(spec: Any, message: str):
+def test_other_types_are_refused(spec: Any, message: str):
     with pytest.raises(ArgumentError, match=message):
         annotate(X, spec)
 
 
-def test_a_named_sharding_gives_its_spec():
+def test_a_named_sharding_is_read_as_its_spec():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, P(None, "model"))
     step = agrees(lambda x: annotate(x * 2, sharding) + 1, X)
@@ -160,7 +160,7 @@ def test_a_dimension_that_does_not_divide():
         jit(lambda x: annotate(x * 2, P("data")))(jnp.ones(6))
 
 
-def test_jaxs_own_constraint_is_read_alike():
+def test_with_sharding_constraint_is_a_pin_too():
     def fun(w: Any, xs: Any) -> Any:
         return jax.vmap(lambda x: jax.lax.with_sharding_constraint(x @ w, P("model")))(xs).sum()
 

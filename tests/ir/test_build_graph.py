@@ -1,4 +1,4 @@
-"""Graphs: flattening, multiplicities, phases, diagnostics."""
+"""Building graphs: flattening, trip counts, phases, diagnostics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ odd_p.def_impl(lambda x: x)
 odd_p.def_abstract_eval(lambda x: x)
 
 
-def test_a_loop_body_runs_as_often_as_it_turns() -> None:
+def test_nested_loops_multiply_trip_counts() -> None:
     def fun(x: Any, ws: Any) -> Any:
         def outer(h: Any, w: Any) -> Any:
             return jax.lax.fori_loop(0, 5, lambda _, c: jnp.sin(c @ w), h), None
@@ -44,7 +44,7 @@ def test_calls_are_inlined_and_values_defined_once() -> None:
     assert len(made) == len(set(made))
 
 
-def test_forward_and_backward_are_told_apart() -> None:
+def test_phases() -> None:
     g = graph(mlp_step, mlp_args(8, 4, 4), MESH)
     phases = {p: [n.kind.op for n in g.nodes if n.phase == p] for p in (FORWARD, BACKWARD, PLAIN)}
     assert phases[FORWARD].count("dot_general") == 2
@@ -53,13 +53,13 @@ def test_forward_and_backward_are_told_apart() -> None:
     assert phases[PLAIN].count("sub") == 2
 
 
-def test_a_carried_argument_is_tied_to_its_successor() -> None:
+def test_a_carried_argument_is_tied_to_its_result() -> None:
     g = graph(mlp_step, mlp_args(8, 4, 4), MESH)
     ties = [(n.operands, n.results) for n in g.nodes if n.kind.op == "carry"]
     assert ties == [((g.outputs[i],), (g.inputs[i],)) for i in (0, 1)]
 
 
-def test_a_primitive_without_a_rule_is_kept_whole_and_named() -> None:
+def test_a_primitive_without_a_rule_is_kept_whole_with_a_diagnostic() -> None:
     p = program(lambda x: jnp.sin(odd_p.bind(x)), ((4,),), MESH)
     found = build_graph(p).diagnostics
     assert len(found) == 1
@@ -78,17 +78,17 @@ def test_a_rule_of_the_wrong_rank_is_refused_with_the_line() -> None:
         build_graph(p)
 
 
-def test_a_pin_inside_that_cannot_be_names_its_line() -> None:
+def test_an_impossible_pin_inside_the_step_names_its_line() -> None:
     p = program(lambda x: annotate(x, P("dat")), ((4,),), MESH)
     with pytest.raises(SpecError, match=r"pinned at .*test_build_graph.py:\d+: .*'dat'.*did you mean 'data'"):
         build_graph(p)
 
 
-def test_a_loop_of_unknown_length_is_named() -> None:
+def test_an_unknown_trip_count_is_a_diagnostic() -> None:
     g = graph(lambda x: jax.lax.while_loop(lambda c: c.sum() < 3, jnp.sin, x), ((4,),), MESH)
     assert any("its trip count is unknown" in str(d) for d in g.diagnostics)
 
 
-def test_alike_nodes_share_their_kind() -> None:
+def test_equal_nodes_share_their_kind() -> None:
     g = graph(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), ((4, 4),), MESH)
     assert len({id(n.kind) for n in g.nodes}) == 1

@@ -1,4 +1,4 @@
-"""Together: sums that are only added to one another pay for one round trip, and others for their own."""
+"""Combined scalar reductions: scalars that are summed pay one latency together, others their own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def transfers(fun, count):
     return CostModel(g).cost(propagate(g, [], dict.fromkeys(g.inputs, ROWS))).transfers
 
 
-def test_the_norm_of_many_arrays_is_reduced_once() -> None:
+def test_a_global_norm_pays_one_latency() -> None:
     assert transfers(lambda *xs: jnp.sqrt(sum(jnp.sum(x * x) for x in xs)), 5) == pytest.approx(ONE)
 
 
-def test_numbers_that_are_not_added_are_reduced_each() -> None:
+def test_scalars_that_are_not_added_pay_one_latency_each() -> None:
     assert transfers(lambda x, y: jnp.sum(x) * jnp.sum(y), 2) == pytest.approx(2 * ONE)
 
 
-def test_a_sum_of_rows_is_no_number() -> None:
+def test_vectors_are_not_combined() -> None:
     four = collective_seconds("all-reduce", ("data",), 64 * 4, MESH)
     assert transfers(lambda x, y: jnp.sum(x, 0) + jnp.sum(y, 0), 2) == pytest.approx(2 * four)

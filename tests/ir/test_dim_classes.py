@@ -8,7 +8,7 @@ from autoshard.ir.dim_classes import dim_classes
 from tests.programs import graph, mesh, mlp_args, mlp_step
 
 
-def test_a_step_has_the_dimensions_that_a_person_would_name() -> None:
+def test_classes_of_a_training_step() -> None:
     found = {(c.name, c.size) for c in dim_classes(graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4)))}
     assert found == {("batch", 64), ("w1.1", 32), ("x.1", 16), ("y.1", 16)}
 
@@ -20,12 +20,12 @@ def test_forward_and_backward_share_their_classes() -> None:
     assert members == {"params['w1']", "params['w2']"}
 
 
-def test_a_dimension_met_twice_is_marked() -> None:
+def test_a_class_repeated_in_one_value_is_marked() -> None:
     found = dim_classes(graph(lambda x: x @ x.T, ((8, 4),), mesh(a=4)))
     assert {c.size: c.repeats_in_value for c in found} == {8: True, 4: False}
 
 
-def test_the_common_divisor_bounds_the_parts() -> None:
+def test_the_size_is_the_common_divisor() -> None:
     def fun(x):
         return jnp.sin(x.reshape(4, 6, 5)).reshape(24, 5)
 

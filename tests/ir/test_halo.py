@@ -1,4 +1,4 @@
-"""Edges that parts send their neighbours, counted row by row; gradients of split images send them and one sum."""
+"""Halos: their sizes, counted row by row, and the collectives of gradients of split images."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = P("b", "a")
     ],
     ids=str,
 )
-def test_rows_are_those_that_some_part_reads(window: HaloWindow) -> None:
+def test_halo_rows_are_those_that_some_shard_reads(window: HaloWindow) -> None:
     for parts in (2, 3, 4, 6):
         own, made = window.input_size // parts, window.output_size // parts
         before = behind = 0
@@ -44,7 +44,7 @@ def test_rows_are_those_that_some_part_reads(window: HaloWindow) -> None:
         assert window.halo_rows(parts) == (before, behind)
 
 
-def test_rows_of_several_neighbours_come_from_each() -> None:
+def test_rows_per_hop() -> None:
     assert rows_per_hop(5, 2) == [2, 2, 1]
     assert rows_per_hop(0, 2) == []
 
@@ -66,7 +66,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("fun", "shape"), CASES.values(), ids=CASES)
-def test_gradients_of_split_images_send_edges_and_sums(fun: Any, shape: tuple[int, ...]) -> None:
+def test_gradients_of_split_images_exchange_halos_and_all_reduce(fun: Any, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     args = [rng.normal(size=s).astype("f4") for s in (shape, (2, 32, 4, 4))]
     grad = jax.grad(fun, (0, 1))
@@ -81,7 +81,7 @@ def test_gradients_of_split_images_send_edges_and_sums(fun: Any, shape: tuple[in
     assert sum(c.total_bytes for c in found.emitted if c.kind == "all-reduce") == args[0].nbytes
 
 
-def test_gradients_of_grouped_windows_send_edges_and_sums() -> None:
+def test_gradients_of_grouped_convolutions_exchange_halos_and_all_reduce() -> None:
     rng = np.random.default_rng(0)
     w, x, t = (rng.normal(size=s).astype("f4") for s in ((3, 3, 2, 8), (2, 32, 4, 4), (2, 32, 4, 8)))
 

@@ -32,12 +32,12 @@ def spec(*dims: str | None) -> Spec:
     return Spec(tuple(tuple(d.split("+")) if d else () for d in dims))
 
 
-def test_product_passes_rows_and_columns_on() -> None:
+def test_a_product_propagates_rows_and_columns() -> None:
     g = graph(lambda x, w: x @ w, ((8, 4), (4, 6)), MESH)
     assert outputs(g, spec("data", None), spec(None, "model")) == ["[data, model]"]
 
 
-def test_split_goes_backward_from_a_result() -> None:
+def test_propagation_from_results_to_operands() -> None:
     g = graph(lambda x, w: jnp.tanh(x @ w), ((8, 4), (4, 6)), MESH, out_shardings=P("data", "model"))
     specs = propagate(g, []).specs
     assert [str(specs[v]) for v in g.inputs] == ["[data, _]", "[_, model]"]
@@ -57,7 +57,7 @@ def test_the_dimension_scanned_over_is_not_split() -> None:
     assert str(specs[g.outputs[0]]) == "[_, _]"
 
 
-def test_while_and_cond_pass_splits_through() -> None:
+def test_propagation_through_while_and_cond() -> None:
     def fun(x: Any) -> Any:
         y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
         return jax.lax.cond(y[0, 0] > 0, jnp.cos, lambda z: z * 2, y)
@@ -65,12 +65,12 @@ def test_while_and_cond_pass_splits_through() -> None:
     assert outputs(graph(fun, ((8, 4),), MESH), spec("data", "model")) == ["[data, model]"]
 
 
-def test_gradient_of_a_weight_lies_like_the_weight() -> None:
+def test_a_gradient_has_the_spec_of_its_weight() -> None:
     g = graph(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)), ((4, 6), (8, 4)), MESH)
     assert outputs(g, spec(None, "model"), spec("data", None)) == ["[_, model]"]
 
 
-def test_a_conflict_is_won_by_the_larger_value() -> None:
+def test_the_larger_value_wins_a_conflict() -> None:
     large, small = (8, 64), (64, 2)
     for fun, shapes in ((lambda x, w: x @ w, (large, small)), (lambda w, x: x @ w, (small, large))):
         g = graph(fun, shapes, MESH)
@@ -83,7 +83,7 @@ def test_the_larger_value_wins_a_conflict_equations_away() -> None:
     assert outputs(g, spec("data", None, None), spec(None, "data")) == ["[data, _]"]
 
 
-def test_annotation_inside_is_kept_and_spreads() -> None:
+def test_a_pin_inside_the_step_is_kept_and_propagates() -> None:
 
     g = graph(lambda x: jnp.cos(annotate(jnp.sin(x), P(None, "model"))), ((8, 4),), MESH)
     assert outputs(g, spec("data", None)) == ["[_, model]"]
@@ -129,7 +129,7 @@ def programs(draw: Any) -> tuple[Graph, list[dict[int, Spec]]]:
 
 @settings(max_examples=60)
 @given(programs())
-def test_properties(case: tuple[Graph, list[dict[int, Spec]]]) -> None:
+def test_result_is_a_fixed_point_and_every_split_has_an_origin(case: tuple[Graph, list[dict[int, Spec]]]) -> None:
     g, levels = case
     layout = propagate(g, levels)
     for v, s in enumerate(layout.specs):
@@ -145,19 +145,19 @@ def test_properties(case: tuple[Graph, list[dict[int, Spec]]]) -> None:
     assert split == set(layout.origins), "every split remembers where it came from"
 
 
-def test_nothing_seeded_splits_nothing() -> None:
+def test_without_seeds_everything_is_replicated() -> None:
     g = graph(lambda x: jnp.sin(x) @ x, ((8, 8),), MESH)
     assert propagate(g, []).specs == replicated_layout(g).specs
 
 
-def test_seeds_that_do_not_fit_are_reported() -> None:
+def test_conflicting_seeds_are_reported() -> None:
     g = graph(lambda x: x + 1, ((8, 8),), MESH)
     layout = propagate(g, [{g.inputs[0]: spec("data", None)}, {g.inputs[0]: spec("model", None)}])
     assert [(v, str(s)) for v, s, _ in layout.dropped] == [(g.inputs[0], "[model, _]")]
 
 
 @pytest.mark.parametrize("name", ["pod", "x", "stage-2"])
-def test_axis_names_mean_nothing(name: str) -> None:
+def test_axis_names_do_not_matter(name: str) -> None:
     m = mesh(**{name: 4})
     g = graph(jnp.sin, ((8, 8),), m)
     assert outputs(g, spec(name, None)) == [f"[{name}, _]"]

@@ -38,7 +38,7 @@ def test_text_round_trip(text: str) -> None:
         ("a -> a | mean: 0", "'mean' is no kind of partial"),
     ],
 )
-def test_what_is_no_rule_is_refused(text: str, message: str) -> None:
+def test_invalid_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         parse(text)
 
@@ -56,7 +56,7 @@ def test_factor_sizes() -> None:
         ("(ab) -> ab", [(6,), (2, 4)], "a dimension of size 6 has factors of product 8"),
     ],
 )
-def test_factor_sizes_refuse(text: str, shapes: list[tuple[int, ...]], message: str) -> None:
+def test_factor_sizes_that_do_not_fit(text: str, shapes: list[tuple[int, ...]], message: str) -> None:
     with pytest.raises(RuleError, match=message):
         parse(text).factor_sizes(shapes)
 
@@ -66,12 +66,12 @@ def test_kind_defaults_to_parallel() -> None:
     assert (rule.kind("a"), rule.kind("b")) == ("max", "parallel")
 
 
-def test_names_do_not_run_out() -> None:
+def test_factor_names_do_not_run_out() -> None:
     assert len(set(factor_names(100))) == 100
     assert factor_names(2, 25) == ("z", "a1")
 
 
-def test_whole_says_why() -> None:
+def test_a_replicated_rule_has_a_reason() -> None:
     class Aval:
         shape, dtype = (2, 3), "float32"
 

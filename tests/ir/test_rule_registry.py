@@ -1,4 +1,4 @@
-"""Rules that users give: for primitives, kernels, foreign functions, and functions with rules of their own."""
+"""Rules of users, for primitives, kernels, foreign functions, functions with custom derivatives or partitioning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def real(*shape: int) -> np.ndarray:
 
 @pytest.fixture
 def register() -> Iterator[Any]:
-    """`autoshard.register_rule`, taken back after the test."""
+    """`autoshard.register_rule`, undone after the test."""
     given: list[Any] = []
 
     def give(op: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ def axes(plan: Any) -> list[tuple[tuple[str, ...], ...]]:
     return [p.spec.dims for p in (*plan.inputs, *plan.outputs)]
 
 
-def test_a_primitive_by_itself_and_by_its_name(register: Any) -> None:
+def test_a_rule_by_primitive_and_by_name(register: Any) -> None:
     x, w = real(8, 16), real(16, 8)
     options = {"in_shardings": (P("a", "b"), P("b")), "out_shardings": P("a")}
     step = autoshard.jit(odd_p.bind, mesh=MESH, **options)
@@ -99,7 +99,7 @@ def test_a_primitive_by_itself_and_by_its_name(register: Any) -> None:
 @pytest.mark.parametrize(
     "op", ["matmul_kernel", "pallas_call:matmul_kernel", matmul_kernel], ids=["name", "full name", "function"]
 )
-def test_a_kernel_runs_on_its_parts(register: Any, op: Any) -> None:
+def test_a_kernel_runs_on_shards(register: Any, op: Any) -> None:
     register(op, "mk, kn -> mn {k: sum}", local=lambda _, x, w: kernel(x, w))
     x, w = real(8, 16), real(16, 8)
     plan, text, said = planned(kernel, x, w, in_shardings=(P("a", None), P(None, "b")))
@@ -109,7 +109,7 @@ def test_a_kernel_runs_on_its_parts(register: Any, op: Any) -> None:
     assert not re.search(r"all-|collective-", text)
 
 
-def test_what_a_kernel_reduces_is_combined(register: Any) -> None:
+def test_partial_results_of_a_kernel_are_reduced(register: Any) -> None:
     register("matmul_kernel", "mk, kn -> mn {k: sum}", local=lambda _, x, w: kernel(x, w))
     x, w = real(8, 16), real(16, 8)
     plan, text, _ = planned(kernel, x, w, in_shardings=(P("a", "b"), P("b")), out_shardings=P("a"))
@@ -118,7 +118,7 @@ def test_what_a_kernel_reduces_is_combined(register: Any) -> None:
     assert not GATHERS.search(text)
 
 
-def test_a_saved_plan_runs_the_kernel_on_its_parts(register: Any, tmp_path: Any) -> None:
+def test_a_saved_plan_runs_the_kernel_on_shards(register: Any, tmp_path: Any) -> None:
     register("matmul_kernel", "mk, kn -> mn {k: sum}", local=lambda _, x, w: kernel(x, w))
     x, w = real(8, 16), real(16, 8)
     autoshard.jit(kernel, mesh=MESH, in_shardings=(P("a", "b"), P("b"))).plan(x, w).save(tmp_path / "plan.json")
@@ -130,7 +130,7 @@ def test_a_saved_plan_runs_the_kernel_on_its_parts(register: Any, tmp_path: Any)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("max", np.max), ("min", np.min), ("prod", np.prod)])
-def test_every_reduction_of_a_kernel_is_combined(register: Any, kind: str, expected: Any) -> None:
+def test_every_reduction_kind_of_a_kernel(register: Any, kind: str, expected: Any) -> None:
     reduce = {"max": jnp.max, "min": jnp.min, "prod": jnp.prod}[kind]
 
     def reduce_kernel(x_ref: Any, o_ref: Any) -> None:
@@ -147,7 +147,7 @@ def test_every_reduction_of_a_kernel_is_combined(register: Any, kind: str, expec
     np.testing.assert_allclose(autoshard.jit(call, mesh=MESH)(x), expected(x, 1), rtol=1e-5)
 
 
-def test_a_kernel_in_a_loop_by_the_name_given_to_it(register: Any) -> None:
+def test_a_named_kernel_in_a_loop(register: Any) -> None:
     register("pallas_call:mine", "mk, kn -> mn {k: sum}", local=lambda _, x, w: kernel(x, w))
 
     def fun(x: Any, ws: Any) -> Any:
@@ -183,7 +183,7 @@ def test_a_local_factor_with_its_collectives(register: Any) -> None:
     assert text.count("all-gather(") == 1
 
 
-def test_a_kernel_without_a_form_for_its_parts_is_refused(register: Any) -> None:
+def test_a_kernel_without_a_local_form_is_refused(register: Any) -> None:
     register("matmul_kernel", "mk, kn -> mn {k: sum}")
     with pytest.raises(
         RuleError,
@@ -193,7 +193,7 @@ def test_a_kernel_without_a_form_for_its_parts_is_refused(register: Any) -> None
         autoshard.jit(kernel, mesh=MESH).plan(real(8, 16), real(16, 8))
 
 
-def test_a_kernel_without_a_rule_runs_whole_and_says_so() -> None:
+def test_a_kernel_without_a_rule_is_kept_whole_with_a_diagnostic() -> None:
     x, w = real(8, 16), real(16, 8)
     plan, _, said = planned(kernel, x, w, in_shardings=(P("a"), P()))
     text = (
@@ -210,7 +210,7 @@ def for_tpu(step: Any, x: Any) -> str:
     return step.executable(x).nested_jit.trace(x).lower(lowering_platforms=("tpu",)).as_text()
 
 
-def test_a_kernel_for_an_accelerator_is_an_island_with_a_rule_or_without(register: Any) -> None:
+def test_an_accelerator_kernel_runs_in_a_shard_map_with_or_without_a_rule(register: Any) -> None:
     """Plain JAX refuses to lower it for several devices."""
 
     def double_kernel(x_ref: Any, o_ref: Any) -> None:
@@ -239,7 +239,7 @@ def foreign(x: Any) -> Any:
     return jax.ffi.ffi_call("lapack_spotrf_ffi", outs)(x, uplo=np.uint8(ord("L")))[0]
 
 
-def test_a_foreign_function_runs_on_its_parts_as_it_stands(register: Any) -> None:
+def test_a_foreign_function_runs_on_shards_without_a_local_form(register: Any) -> None:
     a = real(8, 4, 4)
     a = a @ a.swapaxes(1, 2) + 4 * np.eye(4, dtype=np.float32)
     jax.block_until_ready(jnp.linalg.cholesky(a))  # JAX loads LAPACK at first use
@@ -253,7 +253,7 @@ def test_a_foreign_function_runs_on_its_parts_as_it_stands(register: Any) -> Non
     assert not re.search(r"all-|collective-", text)
 
 
-def test_a_function_with_a_rule_is_not_looked_into(register: Any) -> None:
+def test_the_body_of_a_function_with_a_rule_is_not_read(register: Any) -> None:
     def fun(x: Any, w: Any) -> Any:
         return scaled(x, w) + 1
 
@@ -272,12 +272,12 @@ def test_a_function_with_a_rule_is_not_looked_into(register: Any) -> None:
 
 
 @pytest.mark.parametrize("rules", [[3], "sin", {"sin"}])
-def test_rules_that_are_no_mapping(rules: Any) -> None:
+def test_rules_must_be_a_mapping(rules: Any) -> None:
     with pytest.raises(RuleError, match=r"rules= takes a mapping from operations to rules, such as .*, not "):
         autoshard.jit(lambda x: x, mesh=MESH, rules=rules)
 
 
-def test_a_rule_of_this_step_alone() -> None:
+def test_rules_of_one_step() -> None:
     x, w = real(8, 16), real(8, 16)
     plan = autoshard.jit(scaled, mesh=MESH, rules={"scaled": ".., .. -> .."}).plan(x, w)
     assert axes(plan) == [((), ())] * 3
@@ -321,7 +321,7 @@ def by_shapes(mesh: Any, operands: Any, results: Any) -> Any:
     ],
     ids=["letters", "words", "dots", "object", "function"],
 )
-def test_a_custom_partitioning_rule_is_read_as_it_stands(rule: Any, options: Any) -> None:
+def test_rules_of_custom_partitioning(rule: Any, options: Any) -> None:
     product = partitioned(rule, **options)
     x, w = real(8, 16), real(16, 8)
     step = autoshard.jit(product, mesh=MESH, in_shardings=(P("a", "b"), P("b")), out_shardings=P("a"))
@@ -335,7 +335,7 @@ def test_a_custom_partitioning_rule_is_read_as_it_stands(rule: Any, options: Any
     np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
 
 
-def test_a_registered_rule_goes_before_the_one_carried(register: Any) -> None:
+def test_a_registered_rule_precedes_that_of_custom_partitioning(register: Any) -> None:
     product = partitioned("m k, k n -> m n", reduction_factors=("k",))
     register("product", "mk, kn -> mn {k: whole}")
     step = autoshard.jit(product, mesh=MESH)
@@ -343,7 +343,7 @@ def test_a_registered_rule_goes_before_the_one_carried(register: Any) -> None:
     assert [str(n.kind.rule) for n in graph.nodes] == ["mk, kn -> mn {k: whole}"]
 
 
-def test_sizes_that_disagree_are_said() -> None:
+def test_factors_of_different_sizes_are_a_diagnostic() -> None:
     @custom_partitioning
     def half(x: Any) -> Any:
         return x[:4]
@@ -374,7 +374,7 @@ def test_sizes_that_disagree_are_said() -> None:
     ],
     ids=range(9),
 )
-def test_every_form_of_a_rule(rule: Any, expected: str) -> None:
+def test_every_notation_of_a_rule(rule: Any, expected: str) -> None:
     x, w = real(8, 16), real(16, 8)
     step = autoshard.jit(odd_p.bind, mesh=MESH, rules={odd_p: rule})
     (node,) = step.executable(x, w).graph.nodes
@@ -424,14 +424,14 @@ def test_every_form_of_a_rule(rule: Any, expected: str) -> None:
     ],
     ids=range(25),
 )
-def test_what_is_no_rule_is_refused_at_registration(rule: Any, example: Any, message: str) -> None:
+def test_invalid_rules_are_refused_at_registration(rule: Any, example: Any, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         autoshard.register_rule(odd_p, rule, example=example)
     with pytest.raises(RuleError, match="no rule is registered for 'odd_product'"):
         autoshard.unregister_rule(odd_p)
 
 
-def test_a_slip_in_a_registered_name_is_told_where_the_plan_meets_its_neighbour() -> None:
+def test_a_registered_name_that_nearly_matches_is_a_diagnostic() -> None:
     x, fun = real(8, 16), jnp.tanh
     autoshard.register_rule("tanhh", "ab -> ab")
     try:
@@ -443,7 +443,7 @@ def test_a_slip_in_a_registered_name_is_told_where_the_plan_meets_its_neighbour(
     assert not autoshard.jit(fun, mesh={"x": 8}).plan(x).diagnostics
 
 
-def test_neighbours_are_out_of_sight_in_a_form_without_collectives() -> None:
+def test_a_halo_factor_needs_a_local_form_that_exchanges_it() -> None:
     with pytest.raises(RuleError, match="exchanges no halos for an operation that it cannot partition; make a whole"):
         autoshard.register_rule("some_kernel", "a -> a {a: halo}", local=lambda _, x: x)
 
@@ -457,7 +457,7 @@ def test_neighbours_are_out_of_sight_in_a_form_without_collectives() -> None:
         (3, "a rule is for a primitive"),
     ],
 )
-def test_what_takes_no_rule(op: Any, message: str) -> None:
+def test_operations_that_take_no_rule(op: Any, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         autoshard.register_rule(op, "a -> a")
 
@@ -488,7 +488,7 @@ def test_what_takes_no_rule(op: Any, message: str) -> None:
         ("tanh", "ab -> a", None, None, "rank 1 for result 0"),
     ],
 )
-def test_a_wrong_rank_is_refused_at_registration_where_it_can_be_known(op, rule, local, example, message) -> None:
+def test_a_wrong_rank_is_refused_at_registration(op, rule, local, example, message) -> None:
     with pytest.raises(RuleError, match=message):
         autoshard.register_rule(op, rule, local=local, example=example)
 
@@ -505,24 +505,24 @@ def test_a_wrong_rank_is_refused_at_registration_where_it_can_be_known(op, rule,
     ],
     ids=range(6),
 )
-def test_what_cannot_be_known_is_not_judged(register: Any, op: Any, rule: str) -> None:
+def test_rules_that_cannot_be_checked_at_registration_are_accepted(register: Any, op: Any, rule: str) -> None:
     register(op, rule)
 
 
-def test_a_rule_of_the_wrong_rank_is_refused_where_it_is_met(register: Any) -> None:
+def test_a_wrong_rank_is_refused_when_a_program_uses_the_rule(register: Any) -> None:
     register("matmul_kernel", "mk, kn -> m", local=lambda axes, x, w: kernel(x, w, axes[0]))
     with pytest.raises(RuleError, match=r"test_rule_registry.py:\d+: pallas_call: rule mk, kn -> m has other ranks"):
         autoshard.jit(kernel, mesh=MESH).plan(real(8, 16), real(16, 8))
 
 
-def test_a_misspelt_name_is_not_taken_back() -> None:
+def test_unregistering_an_unknown_name_is_refused() -> None:
     autoshard.register_rule("flash", "a -> a")
     with pytest.raises(RuleError, match="no rule is registered for 'flush'; did you mean 'flash'"):
         autoshard.unregister_rule("flush")
     autoshard.unregister_rule("flash")
 
 
-def test_a_rule_that_ships_can_be_overruled(register: Any) -> None:
+def test_a_shipped_rule_can_be_replaced(register: Any) -> None:
     register("tanh", ". -> .")
     assert axes(autoshard.jit(jnp.tanh, mesh=MESH).plan(real(16))) == [((),), ((),)]
     register(find_primitive("tanh"), "a -> a")

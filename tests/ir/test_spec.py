@@ -19,7 +19,7 @@ SIZES = {"data": 4, "model": 2, "one": 1}
         (Spec((), (("data", "max"), ("model", "sum"))), "[] max(data) sum(model)"),
     ],
 )
-def test_text(spec: Spec, text: str) -> None:
+def test_text_form(spec: Spec, text: str) -> None:
     assert str(spec) == text
 
 
@@ -29,12 +29,12 @@ def test_partition_spec_round_trip(entries: P) -> None:
     assert from_partition_spec(spec.partition_spec(), 2) == spec
 
 
-def test_shards_counts_parts() -> None:
+def test_num_shards() -> None:
     assert Spec((("data",), ("model",))).num_shards(SIZES) == 8
     assert replicated(3).num_shards(SIZES) == 1
 
 
-def test_reduced_drops_partial_terms() -> None:
+def test_reduced_has_no_partial_axes() -> None:
     assert Spec(((),), (("data", "sum"),)).reduced() == replicated(1)
 
 
@@ -53,6 +53,6 @@ def test_axes_of_size_one_and_dimensions_of_size_one_split_nothing() -> None:
         (P(("data", "model")), (4,), r"size 4, .* 8 parts over data\+model; it divides into 1, 2, 4, or pad it to 8"),
     ],
 )
-def test_what_does_not_fit_is_named(entries: P, shape: tuple[int, ...], message: str) -> None:
+def test_invalid_specs_are_refused(entries: P, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         checked_spec(entries, shape, SIZES, "state['w']")

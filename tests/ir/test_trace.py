@@ -31,7 +31,7 @@ def step(state: Any, batch: Any) -> Any:
 STATE = State({"layers": [{"w": (4, 4)}, {"w": (4, 4)}]}, ())
 
 
-def test_arguments_are_named_as_the_user_writes_them() -> None:
+def test_argument_paths() -> None:
     p = program(step, (STATE, (8, 4)), MESH)
     assert [leaf.path for leaf in p.inputs] == [
         "state.params['layers'][0]['w']",
@@ -44,7 +44,7 @@ def test_arguments_are_named_as_the_user_writes_them() -> None:
     assert __file__ in p.source
 
 
-def test_state_is_paired_with_its_successor() -> None:
+def test_state_is_paired_with_its_result() -> None:
     assert program(step, (STATE, (8, 4)), MESH).carries == ((0, 0), (1, 1), (2, 2))
 
 
@@ -64,7 +64,7 @@ def test_two_states_of_one_shape_are_paired_in_order() -> None:
     assert program(fun, (pair, pair), MESH).carries == ((0, 0), (1, 1), (2, 2), (3, 3))
 
 
-def test_pins_are_prefixes() -> None:
+def test_pins_are_pytree_prefixes() -> None:
     p = program(step, (STATE, (8, 4)), MESH, in_shardings=(None, P("data")), out_shardings=(P(), None))
     assert [leaf.pin for leaf in p.inputs] == [None, None, None, Spec((("data",), ()))]
     assert p.outputs[0].pin == Spec(((), ()))
@@ -83,12 +83,12 @@ def test_a_prefix_of_the_wrong_structure_is_refused(prefix: Any) -> None:
         program(step, (STATE, (8, 4)), MESH, in_shardings=prefix)
 
 
-def test_something_else_than_a_pin_is_refused() -> None:
+def test_other_leaves_than_specs_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"in_shardings has 'data' as a leaf; leaves are PartitionSpec"):
         program(lambda x: x, ((4,),), MESH, in_shardings="data")
 
 
-def test_constants_are_the_programs_own() -> None:
+def test_closed_over_arrays_are_constants() -> None:
     table = jnp.arange(8.0)
     p = program(lambda x: x + table, ((8,),), MESH)
     assert len(p.inputs) == 1

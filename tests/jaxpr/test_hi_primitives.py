@@ -1,4 +1,4 @@
-"""High-level operations: looked into, rewritten, and named, with derivatives that stay what they are."""
+"""High-level primitives: their bodies are read and replaced, their autodiff rules stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS, EIGHT = P("x"), {"x": 8}
 
 
 class Halves(HiPrim):
-    """``x * scale`` and its rows' sums, with a derivative that is not its program's: twice the tangent."""
+    """``x * scale`` and its rows' sums, with another derivative than its body's: twice the tangent."""
 
     def __init__(self, x: Any, scale: float) -> None:
         self.in_avals = (x,)
@@ -62,7 +62,7 @@ def only(jaxpr: Any) -> jx.JaxprEqn:
     return eqn
 
 
-def test_the_normal_form_holds_its_program() -> None:
+def test_normalize_traces_the_body_into_the_equation() -> None:
     jaxpr = jx.normalize(jax.make_jaxpr(lambda x: halves(jnp.sin(x)))(real(4, 6)))
     jx.check_jaxpr(jaxpr)
     eqn = only(jaxpr)
@@ -76,7 +76,7 @@ def test_the_normal_form_holds_its_program() -> None:
     assert not set(jx.regions(again)[0].body.invars) & set(region.body.invars)
 
 
-def test_another_program_in_its_place() -> None:
+def test_the_body_can_be_replaced() -> None:
     jaxpr = jx.normalize(jax.make_jaxpr(halves)(real(4, 6)))
     eqn = only(jaxpr)
     thirds = only(jx.normalize(jax.make_jaxpr(lambda x: halves(x, 1 / 3))(real(4, 6))))
@@ -89,7 +89,7 @@ def test_another_program_in_its_place() -> None:
     assert eqn.params != changed.eqns[0].params
 
 
-def test_it_is_dropped_whole_or_not_at_all() -> None:
+def test_dead_code_elimination_drops_the_whole_equation_or_nothing() -> None:
     jaxpr = jx.normalize(jax.make_jaxpr(lambda x: (x + 1, *halves(x), halves(x, 3.0)[1]))(real(4, 6)))
     none = jx.eliminate_dead_code(jx.with_eqns(jaxpr, jaxpr.eqns, outvars=jaxpr.outvars[:1]))
     assert [e.primitive.name for e in none.eqns] == ["add"]
@@ -97,7 +97,7 @@ def test_it_is_dropped_whole_or_not_at_all() -> None:
     assert len(jx.regions(only(one))[0].body.outvars) == 2
 
 
-def test_its_derivatives_stay_its_own_inside_the_step_and_around_it() -> None:
+def test_its_autodiff_rules_hold_inside_the_step_and_around_it() -> None:
     x = real(8, 6)
 
     def loss(x: Any) -> Any:
@@ -118,7 +118,7 @@ def test_its_derivatives_stay_its_own_inside_the_step_and_around_it() -> None:
 QUERIES, SORTED, HEIGHTS = real(64, 48), np.sort(real(101)), real(102)[:101]
 SMALL = np.asarray(np.random.default_rng(0).integers(-9, 9, (64, 48)), "int32")
 Case = tuple[Callable[..., Any], tuple[Any, ...], int]
-"""A function, its operands, of which those with 64 rows are split by them, and the bytes that a device may send."""
+"""Function, operands (those with 64 rows are split by rows), and the bytes that a device may send."""
 SILENT: dict[str, Case] = {
     **{f"searchsorted, {m}": (lambda a, q, m=m: jnp.searchsorted(a, q, method=m), (SORTED, QUERIES), 0)
        for m in ("scan", "scan_unrolled", "compare_all")},
@@ -152,7 +152,7 @@ SENDING: dict[str, Case] = {
 
 
 @pytest.mark.parametrize(("fun", "args", "most"), (SILENT | SENDING).values(), ids=SILENT | SENDING)
-def test_split_by_rows_it_is_equal_and_sends_no_more_than_it_must(fun: Any, args: Any, most: int) -> None:
+def test_split_by_rows_results_are_equal_and_bytes_sent_are_bounded(fun: Any, args: Any, most: int) -> None:
     specs = tuple(ROWS if len(a) == 64 else P() for a in args)
     step = autoshard.jit(fun, mesh=EIGHT, strategy="replicated", in_shardings=specs)
     plan, compiled = step.plan(*args), step.lower(*args).compile()
@@ -167,7 +167,7 @@ def test_split_by_rows_it_is_equal_and_sends_no_more_than_it_must(fun: Any, args
 
 
 @pytest.mark.parametrize("op", [Halves, "Halves", "call_hi_primitive:Halves"])
-def test_a_rule_by_its_name(op: Any) -> None:
+def test_a_rule_by_name(op: Any) -> None:
     seen: list[dict[str, Any]] = []
 
     def rule(x: Any, **params: Any) -> Any:
@@ -183,7 +183,7 @@ def test_a_rule_by_its_name(op: Any) -> None:
     assert plain.plan(x).out_specs == (ROWS, ROWS)
 
 
-def test_names_that_are_none() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(RuleError, match="call_hi_primitive takes no rule .* such as SearchSorted.* by its name"):
         autoshard.register_rule("call_hi_primitive", "ab -> ab")
     with pytest.raises(RuleError, match="rules= names 'halves'.* did you mean 'Halves'"):
@@ -192,7 +192,7 @@ def test_names_that_are_none() -> None:
 
 @dataclass(frozen=True)
 class Coarse:
-    """Whole numbers and what one of them counts for."""
+    """Integers and the step size that they count."""
 
     steps: Any
     size: Any
@@ -219,7 +219,7 @@ register_hitype(Coarse, lambda value: CoarseType(value.steps.shape))
 
 
 class Between(HiPrim):
-    """From an array to a `Coarse`, and back."""
+    """Converts an array to a `Coarse`, and back."""
 
     def __init__(self, of: Any) -> None:
         other = ShapedArray(of.shape, jnp.dtype("float32")) if isinstance(of, CoarseType) else CoarseType(of.shape)
@@ -230,7 +230,7 @@ class Between(HiPrim):
         return x.steps * x.size if isinstance(x, Coarse) else Coarse((x * 8).astype("int8"), jnp.float32(0.125))
 
 
-def test_what_is_no_array_is_kept_whole_and_said_to_be() -> None:
+def test_operations_on_other_types_than_arrays_are_kept_whole_with_a_diagnostic() -> None:
     def fun(x: Any) -> Any:
         coarse = Between(jax.typeof(x))(jnp.sin(x))
         return Between(jax.typeof(coarse))(coarse) + 1
@@ -244,7 +244,7 @@ def test_what_is_no_array_is_kept_whole_and_said_to_be() -> None:
         autoshard.jit(fun, mesh=EIGHT, strict=True).plan(x)
 
 
-def test_no_node_of_a_graph_is_a_high_level_operation_on_arrays() -> None:
+def test_a_graph_has_no_hi_primitive_on_arrays() -> None:
     def fun(x: Any) -> Any:
         root = jax.lax.custom_root(
             lambda y: y**2 - x, x, lambda f, y: jax.lax.fori_loop(0, 9, lambda _, y: (y + x / y) / 2, y), lambda g, y: y

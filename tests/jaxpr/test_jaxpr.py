@@ -1,4 +1,4 @@
-"""The jaxpr layer: normal form, regions, source lines, bits."""
+"""Jaxprs: normalization, regions, source lines, dtypes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def everything(x: Any, ws: Any) -> Any:
     return jax.checkpoint(half)(h) @ jnp.linalg.solve(jnp.eye(4) * 3, h.T)
 
 
-def test_the_normal_form_computes_the_same_and_defines_each_variable_once() -> None:
+def test_normalize_computes_the_same_and_defines_each_variable_once() -> None:
     jaxpr = traced(everything, (4, 4), (3, 4, 4))
     normal = jx.normalize(jaxpr)
     jx.check_jaxpr(normal)
@@ -54,7 +54,7 @@ def test_the_normal_form_computes_the_same_and_defines_each_variable_once() -> N
     np.testing.assert_array_equal(jax.jit(jx.as_fun(normal))(x, ws)[0], jax.jit(everything)(x, ws))
 
 
-def test_the_wires_of_every_region_fit_its_body() -> None:
+def test_region_inputs_outputs_and_carries_have_matching_shapes() -> None:
     found: set[str] = set()
 
     def walk(j: jx.Jaxpr) -> None:
@@ -75,13 +75,13 @@ def test_the_wires_of_every_region_fit_its_body() -> None:
     assert {"scan", "while", "cond", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_linear_solve"} <= found
 
 
-def test_a_region_can_be_given_other_bodies() -> None:
+def test_with_bodies_replaces_the_bodies_of_regions() -> None:
     normal = jx.normalize(traced(everything, (4, 4), (3, 4, 4)))
     eqns = [jx.with_bodies(e, [r.body for r in jx.regions(e)]) if jx.regions(e) else e for e in normal.eqns]
     jx.check_jaxpr(normal.replace(eqns=eqns))
 
 
-def test_a_library_called_twice_is_named_by_each_call() -> None:
+def test_a_library_function_called_twice_has_the_source_line_of_each_call() -> None:
     def fun(x: Any) -> Any:
         a = jnp.where(x > 0, x, 1)
         return jnp.where(x > 1, a, 2)
@@ -91,14 +91,14 @@ def test_a_library_called_twice_is_named_by_each_call() -> None:
     assert lines == [f"{__file__}:{first}", f"{__file__}:{first + 1}"]
 
 
-def test_forward_and_backward() -> None:
+def test_autodiff_phase() -> None:
     j = jx.normalize(traced(jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 3)), (4,)))
     marks = {e.primitive.name: (jx.is_differentiated(e), jx.is_backward(e)) for e in j.eqns}
     assert marks["sin"] == (True, False)
     assert (True, True) in marks.values()
 
 
-def test_dead_code_goes_and_inputs_stay() -> None:
+def test_dead_code_elimination_keeps_inputs() -> None:
     j = jx.normalize(traced(lambda x, y: (jnp.sin(y), x + 1)[1], (4,), (4,)))
     assert [e.primitive.name for e in jx.eliminate_dead_code(j).eqns] == ["add"]
     assert len(jx.eliminate_dead_code(j).invars) == 2
@@ -116,24 +116,24 @@ def test_dead_code_goes_and_inputs_stay() -> None:
         ("complex64", 64),
     ],
 )
-def test_bits(dtype: str, bits: int) -> None:
+def test_dtype_bits(dtype: str, bits: int) -> None:
     assert jx.dtype_bits(jnp.dtype(dtype)) == bits
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_key_dtypes_have_names_that_are_read_back(impl: str) -> None:
+def test_key_dtype_names_round_trip(impl: str) -> None:
     dtype = jax.random.key(0, impl=impl).dtype
     assert jx.dtype_from_name(jx.dtype_name(dtype)) == dtype
     assert jx.dtype_bits(dtype) == jax.random.key_data(jax.random.key(0, impl=impl)).size * 32
 
 
-def test_alike_equations_have_one_signature() -> None:
+def test_equal_equations_have_one_key() -> None:
     j = jx.normalize(traced(lambda x: jnp.sin(jnp.sin(x)) + jnp.sin(x[:2]).sum(), (4,)))
     sines = [jx.eqn_key(e) for e in j.eqns if e.primitive.name == "sin"]
     assert sines[0] == sines[1] != sines[2]
 
 
-def test_products_count_their_operations() -> None:
+def test_contraction_flops() -> None:
     product = next(e for e in traced(lambda a, b: a @ b, (3, 4), (4, 5)).eqns)
     assert jx.contraction_flops(product) == 2 * 3 * 4 * 5
     conv = traced(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), (2, 3, 8, 8), (5, 3, 3, 3)).eqns[-1]
@@ -160,7 +160,7 @@ def written_in_a_loop(x: Any) -> Any:
 
 @pytest.mark.parametrize("fun", [whole_write, written_in_a_loop])
 @pytest.mark.parametrize("passes", [(), None])
-def test_arrays_written_in_place_are_values_that_follow_one_another(fun: Any, passes: Any) -> None:
+def test_mutable_arrays_are_discharged(fun: Any, passes: Any) -> None:
     x = jnp.arange(64.0).reshape(8, 8)
     step = autoshard.jit(fun, mesh={"a": 2, "b": 4}, in_shardings=P("a", "b"), passes=passes)
     np.testing.assert_array_equal(step(x), jax.jit(fun)(x))
@@ -171,7 +171,7 @@ def test_arrays_written_in_place_are_values_that_follow_one_another(fun: Any, pa
     [lambda x: jnp.select([x > 0, x > -1], [x, 2 * x]), lambda x: jnp.median(x, axis=1), lambda x: jnp.nanmean(x, 1)],
     ids=["select", "median", "nanmean"],
 )
-def test_what_jax_reshards_to_no_place_on_a_mesh_that_decides_itself_stays_where_it_is(fun: Any) -> None:
+def test_reshards_to_auto_axes_are_removed(fun: Any) -> None:
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     step = autoshard.jit(fun, mesh={"d": 8}, strategy="dp", in_shardings=P("d"))
     plan = step.plan(x)
@@ -180,7 +180,7 @@ def test_what_jax_reshards_to_no_place_on_a_mesh_that_decides_itself_stays_where
     np.testing.assert_allclose(step(x), jax.jit(fun)(x), rtol=1e-6)
 
 
-def test_a_sum_by_segments_combines_sums_alone() -> None:
+def test_segment_sum_all_reduces_only_sums() -> None:
     x, i = jnp.ones((16, 4)), jnp.arange(16, dtype=jnp.int32) % 3
     step = autoshard.jit(
         lambda x, i: jax.ops.segment_sum(x, i, 4), mesh={"d": 8}, strategy="dp", in_shardings=(P("d"), P("d"))

@@ -1,4 +1,4 @@
-"""What `lower` and `trace` give is used as what `jax.stages` offers."""
+"""`Step.lower` and `Step.trace` return stages that behave like those of `jax.stages`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_variable_keywords():
     assert set(compiled.input_shardings[1]) == {"a", "b"}
 
 
-def test_the_executable_of_a_call_is_that_of_its_lowering(monkeypatch: pytest.MonkeyPatch):
+def test_calls_and_lowering_share_the_executable(monkeypatch: pytest.MonkeyPatch):
     step = jit(minus)
     compiled = step.lower(left=X, a=X).compile()  # in another order than the program's: lowered once more
     np.testing.assert_array_equal(compiled(left=X, a=X), -X)

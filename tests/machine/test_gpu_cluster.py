@@ -1,4 +1,4 @@
-"""Clusters of GPUs: what a config says, what a plan keeps of it, what is said where devices or compiler are missing.
+"""GPU clusters: their mesh configs, their plans, and the errors where devices or compiler are missing.
 
 None of this needs the extra ``gpu``; `tests/targets` holds what does.
 """
@@ -35,7 +35,7 @@ def test_the_first_axis_crosses_nodes_over_infiniband():
     assert chosen.slowest_link(("data",)).name == "nvlink"
 
 
-def test_nodes_are_an_axis_of_their_own_where_planning_chooses():
+def test_with_auto_axes_nodes_are_an_axis_of_their_own():
     assert all(
         mesh.axis_names[0] == "pod" and mesh.axis_sizes[0] == 2
         for mesh in MeshConfig(axes="auto", gpu="h100", nodes=2).meshes()
@@ -56,13 +56,13 @@ def test_nodes_are_an_axis_of_their_own_where_planning_chooses():
         ({"gpu": "h100", "axes": {"data": 3}}, "need 3 devices, not 8"),
     ],
 )
-def test_no_cluster(entries, message):
+def test_invalid_clusters_are_refused(entries, message):
     with pytest.raises(ConfigError, match=message):
         MeshConfig(**{"axes": {"data": 4, "model": 2}, **entries})
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_every_gpu_has_a_table_that_agrees_with_what_its_compiler_is_told(name):
+def test_every_gpu_has_a_hardware_table_that_agrees_with_its_target_config(name):
     table, chip = load_hardware(name), GPUS[name]
     assert set(table.links) == {"nvlink", "infiniband"}
     assert chip.bandwidth == pytest.approx(table.bandwidth, rel=0.05)
@@ -80,7 +80,7 @@ def test_planning_needs_no_compiler_and_the_plan_keeps_its_target(monkeypatch):
     assert Plan.from_json(plan.to_json()).mesh.target == GpuCluster("h100", 2, 8)
 
 
-def test_without_the_extra_compiling_names_it(monkeypatch):
+def test_compiling_without_the_extra_names_the_extra(monkeypatch):
     topology_devices.cache_clear()
     monkeypatch.setattr(
         clusters, "compile_requirements", lambda: {"jax-cuda13-plugin": True, "ptxas": False, "libdevice": False}

@@ -1,4 +1,4 @@
-"""Hardware tables: what ships is plausible, and what is not there or wrong is named."""
+"""Hardware tables: those that ship are plausible; missing and invalid ones are errors that name the mistake."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class _Kinds(BaseModel):
     device_kinds: list[str]
 
 
-def test_a_missing_name_names_the_nearest():
+def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(ConfigError, match="no hardware config is named 'tpu-v5'; did you mean 'tpu-v5"):
         load_hardware("tpu-v5")
     with pytest.raises(ConfigError, match="no hardware table lists the device kind 'Abacus'.*cpu.*path"):
         hardware_of("Abacus")
 
 
-def test_a_table_of_ones_own(tmp_path):
+def test_a_users_table(tmp_path):
     table = tmp_path / "mine.yaml"
     table.write_text(
         "flops: {float32: 1e12}\nmemory: 8GiB\nbandwidth: 1e11\nlinks: {wire: {bandwidth: 1e9, latency: 1e-6}}\n"

@@ -1,4 +1,4 @@
-"""Logical meshes: shapes, links, and the devices behind them."""
+"""Logical meshes: shapes, links and devices."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_shape_and_size():
         (("a", "b"), (2, 0), "'b' has size 0"),
     ],
 )
-def test_what_is_no_mesh(names, sizes, message):
+def test_invalid_meshes_are_refused(names, sizes, message):
     with pytest.raises(MeshError, match=message):
         LogicalMesh(names, sizes, CHIP)
 
 
-def test_a_collective_waits_for_its_slowest_link():
+def test_the_slowest_link_of_the_axes_decides():
     mesh = LogicalMesh(("pod", "chip"), (2, 4), CHIP, ("slow", "fast"))
     assert mesh.slowest_link(("chip",)) is FAST
     assert mesh.slowest_link(("pod", "chip")) is SLOW
     assert LogicalMesh(("a",), (2,), CHIP).slowest_link(("a",)) is FAST
 
 
-def test_peak_of_a_dtype_that_is_not_listed_is_the_slowest():
+def test_peak_flops_of_an_unlisted_dtype_is_the_slowest():
     assert CHIP.peak_flops("bfloat16") == 1e15
     assert CHIP.peak_flops("float64") == 5e14
 
@@ -57,7 +57,7 @@ def test_devices_do_not_enter_comparison():
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2), (1, 8), (1,), (3,)])
-def test_concrete(sizes):
+def test_concrete_and_abstract_mesh_have_auto_axes(sizes):
     names = tuple("abc"[: len(sizes)])
     mesh = LogicalMesh(names, sizes, CHIP)
     concrete = mesh.concrete()
@@ -70,7 +70,7 @@ def test_concrete(sizes):
     assert mesh.sharding(PartitionSpec("a")).mesh == concrete
 
 
-def test_chosen_devices_stay():
+def test_given_devices_are_kept():
     chosen = tuple(jax.devices()[:3:-1])
     assert tuple(LogicalMesh(("a", "b"), (2, 2), CHIP, devices=chosen).concrete().devices.flat) == chosen
 

@@ -1,4 +1,4 @@
-"""Configuration: what is written right loads, and what is written wrong is named with its line."""
+"""Mesh configs: valid ones load; invalid ones are errors that name the line."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_shipped_mesh_resolves(path):
         ("axes: {a: 2}\npins: {w: [a, a]}\n", "mesh.yaml:2: pins: the pin of 'w' uses a mesh axis twice"),
         ("axes: {a: 2}\npins:\n  w: [a, 3]\n", r"mesh.yaml:3: pins.w\[1\]: should be a valid string; it is 3"),
         ("axes: {a: 2}\nmemory_budget: 14Gib\n", "mesh.yaml:2: memory_budget: '14Gib' is no size .* GiB"),
-        ("axes: {a: 2}\naxes: {b: 2}\n", "mesh.yaml:2: axes: the key stands twice, first on line 1"),
+        ("axes: {a: 2}\naxes: {b: 2}\n", "mesh.yaml:2: axes: repeated key, first on line 1"),
         ("axes: {a: 2\ndevices: 2\n", r"mesh.yaml:\d: expected"),
         ("axes:\n\t- 1\n", "mesh.yaml:2: found character"),
         ("- 1\n", "mesh.yaml:1: expected keys and values, found list"),
@@ -91,7 +91,7 @@ def test_every_mistake_is_reported_at_once(write):
     assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["devices", "hardwear"]
 
 
-def test_a_missing_file_names_its_neighbour():
+def test_a_missing_file_suggests_the_nearest():
     with pytest.raises(ConfigError, match=r"cannot read .*cpu-9.yaml: No such file.*did you mean 'cpu-8.yaml'"):
         resolve_mesh(ROOT / "configs/mesh/cpu-9.yaml")
 
@@ -101,12 +101,12 @@ def test_a_directory_is_no_config():
         MeshConfig.load(ROOT / "configs")
 
 
-def test_a_missing_name_names_the_nearest():
+def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(ConfigError, match="no mesh config is named 'cpu8'; did you mean 'cpu-8'"):
         resolve_mesh("cpu8")
 
 
-def test_a_config_made_in_python_explains_itself_too():
+def test_a_config_made_in_python_is_checked_too():
     with pytest.raises(ConfigError, match="MeshConfig: hardwear: unknown key; did you mean 'hardware'"):
         MeshConfig(axes={"a": 2}, hardwear="cpu")
 
@@ -161,17 +161,17 @@ def test_yaml_never_makes_python_objects(write):
         ("1KiB", 1024),
     ],
 )
-def test_sizes(text, size):
+def test_byte_sizes(text, size):
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "1.2.3GB", "-1GB", "14 gib", "0", True, None, "0.1", "1e-3 B"])
-def test_no_sizes(text):
+def test_invalid_byte_sizes(text):
     with pytest.raises(ValueError, match="size in bytes|less than one byte"):
         parse_bytes(text)
 
 
-def test_sizes_in_a_config(write):
+def test_byte_sizes_in_a_config(write):
     class Budget(Config):
         budget: Bytes | None = None
 
@@ -183,7 +183,7 @@ def test_sizes_in_a_config(write):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
-def test_fill_finds_the_size_that_was_left_open(sizes, data):
+def test_fill_open_axis_finds_the_open_size(sizes, data):
     axes = {f"axis{i}": size for i, size in enumerate(sizes)}
     devices = int(np.prod(sizes))
     open_axis = data.draw(st.sampled_from(sorted(axes)))
@@ -212,7 +212,7 @@ def test_axis_sizes():
         ({}, "at least one axis"),
     ],
 )
-def test_axis_sizes_that_no_mesh_has(axes, message):
+def test_impossible_axis_sizes(axes, message):
     with pytest.raises(MeshError, match=message):
         resolve_mesh(axes)
 
@@ -232,7 +232,7 @@ def test_an_abstract_mesh_has_no_devices():
     assert mesh.devices is None
 
 
-def test_a_logical_mesh_is_itself():
+def test_a_logical_mesh_is_returned_as_it_is():
     mesh = resolve_mesh("h100-8")
     assert resolve_mesh(mesh) is mesh
 
@@ -242,7 +242,7 @@ def test_something_else_is_refused():
         resolve_mesh(8)  # type: ignore[arg-type]
 
 
-def test_the_config_behind_a_mesh(write):
+def test_mesh_config_of_every_form_of_mesh(write):
     path = write("axes: {a: 2, b: 2}\nmemory_budget: 1GB\npins:\n  '*.w': [[a, b], null]\n  x: [a]\n")
     config = mesh_config(path)
     assert config is not None

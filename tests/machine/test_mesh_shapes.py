@@ -1,4 +1,4 @@
-"""Shapes: the meshes to choose among hold all devices, and keep whole sides together."""
+"""Candidate mesh shapes: all devices, and whole dimensions of the chip grid on one axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoshard.machine.mesh_shapes import mesh_shapes
     ],
     ids=str,
 )
-def test_every_mesh_has_all_devices(given, expected):
+def test_mesh_shapes(given, expected):
     found = mesh_shapes(*given)
     assert found == expected
     assert all(math.prod(s.values()) == given[0] for s in found)

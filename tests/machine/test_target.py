@@ -1,4 +1,4 @@
-"""Targets: what a config says, what a plan keeps of it, and the error where the devices or the compiler are missing.
+"""TPU slices: their mesh configs, their plans, and the errors where devices or compiler are missing.
 
 None of this needs the extra ``tpu``; `tests/targets` holds what does.
 """
@@ -34,7 +34,7 @@ def without_extra(monkeypatch):
     ("topology", "slices", "size"),
     [("v5e:4x4", 1, 16), ("v5e:16x16", 2, 512), ("v4:2x2x4", 1, 16), ("v5p:4x4x4", 1, 64), ("tpu7x:2x2x2", 1, 16)],
 )
-def test_a_slice_has_so_many_devices(topology, slices, size):
+def test_number_of_devices_of_a_slice(topology, slices, size):
     assert TpuSlice(topology, slices).size == size
 
 
@@ -48,7 +48,7 @@ def test_a_slice_has_so_many_devices(topology, slices, size):
         ("v5e:0x4", "a slice of v5e has 2 sides"),
     ],
 )
-def test_no_slice(topology, message):
+def test_invalid_slices_are_refused(topology, message):
     with pytest.raises(MeshError, match=message):
         TpuSlice(topology)
     with pytest.raises(ConfigError, match=f"tpu: .*{message}"):
@@ -74,7 +74,7 @@ def test_a_config_from_a_file(tmp_path):
         resolve_mesh(path)
 
 
-def test_slices_lie_along_the_first_axis_which_runs_over_the_data_centre():
+def test_slices_are_along_the_first_axis_over_dcn():
     mesh = resolve_mesh(MeshConfig(axes={"data": -1, "model": 8}, tpu="v5e:4x4", slices=2))
     assert mesh.shape == {"data": 4, "model": 8}
     assert [mesh.slowest_link((a,)).name for a in mesh.axis_names] == ["dcn", "ici"]
@@ -94,7 +94,7 @@ def test_planning_needs_no_compiler_and_the_plan_keeps_its_target(without_extra)
     assert plan.memory.peak > 0
 
 
-def test_without_the_extra_compiling_names_it(without_extra):
+def test_compiling_without_the_extra_names_the_extra(without_extra):
     jitted = autoshard.jit(step, mesh=MeshConfig(axes=AXES, tpu="v5e:4x4"))
     with pytest.raises(MeshError, match=r"pip install 'autoshard\[tpu\]'"):
         jitted.lower(X, X)
