@@ -1,4 +1,4 @@
-"""api: `jit`, the decorator. The one module that joins the engine with the rules and the passes."""
+"""`jit`, the decorator, and `register_rule`. The one module that joins the engine with the rules and the passes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MEMORY_SAVING_PASSES = (
     "sum_products",
     "pad_uneven",
 )
-"""What else is weighed where memory stands in the way of the fastest layout and the user named no passes."""
+"""Tried too where memory rules out the fastest layout: the default passes with variants of ``recompute`` among them."""
 OPTIONAL_PASSES = ("accumulate",)
-"""What is weighed besides where the user named no passes."""
+"""Tried before the others, and left out unless they make the step faster."""
 Names = str | Sequence[str] | None
 Nums = int | Sequence[int] | None
 
@@ -64,39 +64,39 @@ def jit(
     refine: int | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Plans and compiles a step over a device mesh: `jax.jit` that decides every sharding itself.
+    """Plans and compiles a step over a device mesh: `jax.jit` that chooses every sharding.
 
     Args:
       fun: any function that `jax.jit` takes. Its NNX module arguments may be mutated in place, as under `nnx.jit`.
       mesh: a `jax.sharding.Mesh`, an `AbstractMesh`, axis sizes by name (one may be -1), the path of a mesh config,
-        a `MeshConfig`, or None: all devices, the axes chosen.
+        a `MeshConfig`, or None: all devices, in the axes that make the step fastest.
       strategy: ``"auto"``, a preset (``"dp"``, ``"fsdp"``, ``"tp"``, ``"fsdp_tp"``, ``"zero1"``, ``"zero2"``,
         ``"zero3"``, ``"replicated"``), or a `Plan` made earlier.
-      in_shardings, out_shardings: pytree prefixes of `PartitionSpec`, `NamedSharding` or None. What is given is
+      in_shardings, out_shardings: pytree prefixes of `PartitionSpec`, `NamedSharding` or None. A sharding given here is
         never overruled; None leaves it to the planner.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
-      passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects.
-        None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
-        "pad_uneven"]``; before them ``"accumulate"`` along those axes of the mesh, if any, with which the step is
-        fastest; and where memory stands in the way of the fastest layout, ``"recompute:products:N"`` or
-        ``"recompute:full"`` beside them if that is faster than other layouts. Passes that are named here are all
-        that run.
-      rules: rules of this step alone, as `register_rule` takes them, by primitive, name of a primitive, or name of a
-        kernel or function; they go before all others.
-      strict: an operation that has to be kept whole is an error rather than a diagnostic.
-      compiler_options: handed to XLA.
-      refine: how many distinct layouts, the best by prediction, are compiled to take the one that the compiler likes
-        best: what fits by its account, then the fewest estimated seconds. 0 or None leaves it to predictions.
-      cache: the folder where the compiler's answers are kept for ``refine``; None means the environment variable
-        ``AUTOSHARD_CACHE``, then ``autoshard`` in the user's own cache (``$XDG_CACHE_HOME``, ``~/.cache``).
+      passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
+        no others run. None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
+        "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is fastest; and
+        where memory rules out the fastest layout, ``"recompute:products:N"`` or ``"recompute:full"`` among them if that
+        is faster than other layouts.
+      rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
+        function; they take precedence over all others.
+      strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.
+      compiler_options: passed to XLA.
+      refine: number of distinct layouts, those with the least predicted time, that are compiled to choose from: of
+        those that fit in memory, the one whose compiled HLO has the least estimated time. 0 or None chooses by
+        predicted time, and compiles no other.
+      cache: folder of cached compilations for ``refine``; None means the environment variable ``AUTOSHARD_CACHE``, then
+        ``autoshard`` in the user's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``).
 
     Returns:
-      A `Step`; or, without ``fun``, a decorator that makes one.
+      A `Step`; without ``fun``, a decorator that returns one.
 
-    Raises:
-      ArgumentError, ConfigError, PassError, RuleError: an option that is wrong, when the step is made. What depends on
-        the arguments is raised when they are first seen.
+    Raises: ArgumentError, ConfigError, PassError, RuleError: an invalid option. Errors that depend on the arguments
+      are raised
+        when the step is planned for them.
     """
     if fun is None:
         return functools.partial(
@@ -126,9 +126,9 @@ def jit(
     if not isinstance(strategy, Plan) and strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(str(strategy), PRESETS)}")
     if refine is not None and (type(refine) is not int or refine < 0):
-        raise ArgumentError(f"refine={refine!r}: it is how many layouts are compiled to choose from, 0 or more")
+        raise ArgumentError(f"refine={refine!r}: must be the number of layouts to compile and choose from, 0 or more")
     if refine and isinstance(strategy, Plan):
-        raise ArgumentError(f"refine={refine}: a plan that is given as the strategy is taken as it is; leave one out")
+        raise ArgumentError(f"refine={refine}: a plan given as the strategy is not refined; leave one of them out")
     request = PlanRequest(
         strategy if isinstance(strategy, str) else strategy.strategy,
         budget,
@@ -160,22 +160,24 @@ def jit(
 
 
 def _positions_and_names(fun: Callable[..., Any], nums: Nums, names: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names that each stand for all of both, as `jax.jit` infers them from the signature."""
+    """The positions and the names of the arguments in ``nums`` and ``names``, as `jax.jit` infers one from the
+    other.
+    """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    given = [] if nums is None else [nums] if isinstance(nums, int) else list(nums)
-    called = [] if names is None else [names] if isinstance(names, str) else list(names)
-    places = {operator.index(n) + (len(plain) if n < 0 else 0) for n in given}
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given_nums = [] if nums is None else [nums] if isinstance(nums, int) else list(nums)
+    given_names = [] if names is None else [names] if isinstance(names, str) else list(names)
+    positions = {operator.index(n) + (len(positional) if n < 0 else 0) for n in given_nums}
     known = {p.name for p in parameters}
-    for name in called:
+    for name in given_names:
         if known and name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise ArgumentError(f"{getattr(fun, '__name__', fun)} has no argument {name!r}{nearest(name, known)}")
-    places |= {plain.index(n) for n in called if n in plain}
-    words = dict.fromkeys([*called, *(plain[n] for n in sorted(places) if n < len(plain))])
-    return tuple(sorted(places)), tuple(words)
+    positions |= {positional.index(n) for n in given_names if n in positional}
+    all_names = dict.fromkeys([*given_names, *(positional[n] for n in sorted(positions) if n < len(positional))])
+    return tuple(sorted(positions)), tuple(all_names)
 
 
 def register_rule(
@@ -185,37 +187,36 @@ def register_rule(
     local: Local | Callable[..., Any] | None = None,
     example: Sequence[Any] | None = None,
 ) -> None:
-    """Gives an operation its rule, in every step that is planned from now on.
+    """Registers the sharding rule of an operation, for every step planned from now on.
 
-    Steps that are planned already keep their plan; a plan that was saved under other rules is refused by its
-    fingerprint. What is registered again has the new rule, which also goes before the one that ships. Under
-    differentiation, JAX puts a function's forward and backward functions in its place: kernels in there have names
-    of their own.
+    Steps that are already planned keep their plan; a plan saved under other rules is refused by its fingerprint. A
+    rule registered again replaces the former one; it takes precedence over one that ships. Under differentiation JAX
+    replaces a function by its forward and backward functions: kernels in these have names of their own.
 
     Args:
       op: a primitive or its name; a Pallas kernel by the name given to `pallas_call` or by its function's; a foreign
         function by its target; a `custom_partitioning`, `custom_vjp` or `custom_jvp` function, a `HiPrim` class of
-        `jax.experimental.hijax`, or the name of one (``"SearchSorted"``), whose body is then not looked into. Where one
-        name has several meanings: ``"pallas_call:flash"``, ``"ffi_call:flash"``, ``"custom_vjp_call:flash"``.
+        `jax.experimental.hijax`, or the name of one (``"SearchSorted"``), whose body is then not planned. Where a
+        name is ambiguous: ``"pallas_call:flash"``, ``"ffi_call:flash"``, ``"custom_vjp_call:flash"``.
       rule: a `Rule`, its text (``"bsd, de -> bse {d: sum}"``), a function from the operation's abstract values and
         parameters to a `Rule`, or Shardy's: the text of `custom_partitioning` (``"i j, j k -> i k"``, one word a
         factor), that text and its options as a pair, an `SdyShardingRule`, or the attribute that Shardy prints.
-      local: how each device computes its part: ``fun(axes, *parts)``, without collectives of its own, or a `Local`
-        that declares them. XLA splits primitives, and functions by their body; it cannot split a kernel, which
-        therefore needs this. A foreign function is called on its parts as it stands.
-      example: arrays or `jax.ShapeDtypeStruct`s, the operation's operands and, where known, after them its results: a
-        rule that does not fit them is refused at once. Without it, so is one whose ranks are not those that the
-        primitive, the function, or ``local`` over no axes gives for operands such as the rule is for, if it can be
-        asked; else where the operation is first met.
+      local: how each device computes its shard: ``fun(axes, *shards)`` without collectives of its own, or a `Local`
+        that declares them. A kernel needs this: XLA partitions primitives, and functions by their body, but no kernels.
+        A foreign function without it is called on its shards.
+      example: the operation's operands, as arrays or `jax.ShapeDtypeStruct`s, and after them its results if known. A
+        rule that does not fit them is refused at once. Without an example a rule is refused at once if its ranks differ
+        from those of the primitive, the function, or ``local`` over no axes, where these can be evaluated for operands
+        of the rule's ranks; else when a step with the operation is planned.
 
     Raises:
-      RuleError: no such kind of operation, a text that is no rule, or one that does not fit the operation.
+      RuleError: an unknown kind of operation, text that is not a rule, or a rule that does not fit the operation.
     """
-    _registered.update(_entry(op, rule, local, example))
+    _registered.update(_rule_entry(op, rule, local, example))
 
 
 def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
-    """Takes back what `register_rule` gave ``op``; steps that are planned already keep their plan.
+    """Removes the rule that `register_rule` registered for ``op``; steps that are already planned keep their plan.
 
     Raises:
       RuleError: nothing is registered for it.
@@ -230,13 +231,13 @@ _registered: dict[rule_registry.Key, RuleFn] = {}
 
 
 def _rules(rules: Mapping[Primitive | str, AnyRule] | None) -> rule_registry.Rules:
-    """The step's own rules over those registered, and these over those that ship."""
-    own = [_entry(op, rule, None, None) for op, rule in rule_registry.rule_items(rules)]
+    """The rules of a step, in order of precedence: its own, those registered, those that ship."""
+    own = [_rule_entry(op, rule, None, None) for op, rule in rule_registry.rule_items(rules)]
     step_rules = {k: fn for entry in own for k, fn in entry.items()}
     return replace(SHIPPED, step_rules=step_rules, base_tables=(_registered, *SHIPPED.base_tables))
 
 
-def _entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[rule_registry.Key, RuleFn]:
+def _rule_entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[rule_registry.Key, RuleFn]:
     key = rule_registry.table_key(op)
     if isinstance(key, Primitive) and key.name in STRUCTURAL:
         raise RuleError(

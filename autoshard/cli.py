@@ -35,19 +35,19 @@ def train_command(
     config: ConfigPath,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what this run left earlier and start over.")] = False,
 ) -> None:
-    """Train, evaluate and checkpoint; a run that was stopped goes on from its last checkpoint."""
+    """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint."""
     recipe = TrainConfig.load(config)
     use_platform(recipe)
     try:
         train(recipe, fresh=fresh)
     except KeyboardInterrupt:
-        typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
+        typer.echo("stopped; the same command resumes from the last checkpoint", err=True)
         raise typer.Exit(130) from None
 
 
 @app.command("plan")
 def plan_command(config: ConfigPath) -> None:
-    """Print the plan of every phase; needs none of the devices it is for, or their compiler where it is refined."""
+    """Print the plan of every phase; needs no devices, and a compiler for them only if the configuration has refine."""
     recipe = TrainConfig.load(config)
     if recipe.refine:
         use_platform(recipe, runs=False)
@@ -63,31 +63,32 @@ def compile_command(
     config: ConfigPath,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object instead: `phases`, each as `Compilation.as_json` says."),
+        typer.Option("--json", help="Print one JSON object: `phases`, each as documented at `Compilation.as_json`."),
     ] = False,
 ) -> None:
-    """Compile every phase with the real compiler of its mesh's target, which need not be here, and say what it made.
+    """Compile every phase with the compiler of its mesh's target and report on the result; needs no devices.
 
-    Whether it fits and what to change, bytes by class, every collective with its source line, the estimated step time,
-    and the audit: planned and emitted side by side. Nothing is run.
+    Reports whether it fits in memory and what to change, bytes by class, the estimated step time, every collective with
+    its source line, and the audit: predicted against emitted collectives. Nothing is run.
 
-    Exit status: 0 all is well; 1 a phase does not fit in memory; 2 an error; 3 a phase's audit is not clean.
+    Exit status: 0 all phases fit and their audits are clean; 1 a phase does not fit in memory; 2 an error; 3 a phase's
+    audit is not clean.
     """
     recipe = TrainConfig.load(config)
     use_platform(recipe, runs=False)
-    console, found = Console(soft_wrap=True), []
+    console, compilations = Console(soft_wrap=True), []
     for number, phase in enumerate(recipe.all_phases, 1):
         planned = plan_phase(recipe, phase)
-        made = compile_plan(planned.plan, planned.step.lower(planned.state, planned.batch))
-        found.append(made)
+        compilation = compile_plan(planned.plan, planned.step.lower(planned.state, planned.batch))
+        compilations.append(compilation)
         if not as_json:
             console.print(f"phase {number}: to step {phase.until}", markup=False, highlight=False)
-            print_compilation(made, console)
+            print_compilation(compilation, console)
     if as_json:
-        typer.echo(json.dumps({"phases": [made.as_json() for made in found]}, indent=1))
-    if not all(made.fits for made in found):
+        typer.echo(json.dumps({"phases": [c.as_json() for c in compilations]}, indent=1))
+    if not all(c.fits for c in compilations):
         raise typer.Exit(1)
-    if not all(made.audit is None or made.audit.clean for made in found):
+    if not all(c.audit is None or c.audit.clean for c in compilations):
         raise typer.Exit(3)
 
 
@@ -97,7 +98,7 @@ def mesh_command(
         str, typer.Argument(metavar="CONFIG", help="A mesh configuration, or the name of a shipped one.")
     ],
 ) -> None:
-    """Print the mesh that a configuration describes, or those that planning chooses among."""
+    """Print the mesh of a configuration, or the candidate meshes if it leaves the axes open."""
     for mesh in load_mesh_config(config).meshes():
         typer.echo(str(mesh))
 
@@ -109,21 +110,26 @@ def version_command() -> None:
 
 
 def use_platform(config: TrainConfig, *, runs: bool = True) -> None:
-    """Chooses the platform, and makes the virtual CPU devices that the run's meshes ask for.
+    """Sets the JAX platform, and the number of virtual CPU devices that the run's meshes need.
 
-    Has to come before JAX starts its backends. A number of CPU devices that the environment sets is kept. What is only
-    compiled, for targets, leaves the accelerators alone that may be here.
+    Must be called before JAX initializes its backends. A number of CPU devices set by the environment is kept.
+
+    Args:
+      runs: False if the steps are only planned or compiled. If every mesh then has a target, accelerators of this
+        machine are not initialized.
     """
     if not runs and all(phase.mesh.target for phase in config.all_phases):
         jax.config.update("jax_platforms", "cpu")
     elif config.platform is not None:
         jax.config.update("jax_platforms", config.platform)
-    if jax.config.jax_num_cpu_devices < 1:  # harmless where the run is on another platform
+    if jax.config.jax_num_cpu_devices < 1:  # has no effect on other platforms
         jax.config.update("jax_num_cpu_devices", config.min_devices)
 
 
 def main() -> None:
-    """Runs the command line; a foreseen error is one line on standard error and exit code 2."""
+    """Runs the command line; an error that autoshard raises on purpose is one line on standard error and exit code
+    2.
+    """
     try:
         app()
     except (AutoshardError, OSError) as error:

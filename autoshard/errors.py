@@ -1,7 +1,7 @@
-"""Every error autoshard raises on purpose.
+"""Every exception class of autoshard.
 
-Each message names the argument path or the equation's source line, the sizes involved, and the
-nearest thing that works. Nothing else in the package defines an exception class.
+Each message names the argument path or the equation's source line, the sizes involved, and the nearest thing that
+works.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 
 class AutoshardError(Exception):
-    """Root of every error that autoshard raises on purpose."""
+    """Base class of every error that autoshard raises on purpose."""
 
 
 class MeshError(AutoshardError):
-    """A mesh that cannot exist: axes, sizes or devices do not agree."""
+    """An impossible mesh: axes, sizes and devices do not agree, or the devices are not available."""
 
 
 class SpecError(AutoshardError):
@@ -23,22 +23,22 @@ class SpecError(AutoshardError):
 
 
 class ArgumentError(AutoshardError):
-    """The call's arguments do not fit the step or its plan: structure, shape or dtype."""
+    """An invalid option of `jit`, or arguments whose structure, shape or dtype does not fit the step or its plan."""
 
 
 class RuleError(AutoshardError):
-    """A rule that is malformed, or, under ``strict=True``, a primitive that has none."""
+    """A malformed rule, or, under ``strict=True``, an operation that has none."""
 
 
 class PlanError(AutoshardError):
-    """A plan that is malformed or belongs to another program, shapes or mesh."""
+    """A malformed plan, or one that was made for another program, other shapes or another mesh."""
 
 
 class MemoryBudgetError(PlanError):
-    """No layout fits the memory budget; the message names the smallest.
+    """No layout fits the memory budget; the message is about the smallest.
 
     Attributes:
-      least: that, in bytes per device.
+      least: its peak memory in bytes per device.
     """
 
     def __init__(self, message: str, least: float) -> None:
@@ -47,19 +47,19 @@ class MemoryBudgetError(PlanError):
 
 
 class ConfigError(AutoshardError):
-    """A configuration file with a missing, unknown or impossible entry."""
+    """A configuration file with a missing, unknown or invalid entry."""
 
 
 class CheckpointError(AutoshardError):
-    """A checkpoint that is missing, half-written, or of another state."""
+    """A checkpoint that is missing, incomplete, or of another state."""
 
 
 class VerificationError(AutoshardError):
-    """Sharded and unsharded execution disagree; the message names the first diverging equation."""
+    """Sharded and unsharded results differ; the message names the first equation that differs."""
 
 
 class PassError(AutoshardError):
-    """A pass that is unknown, wrongly configured, or produced an invalid program."""
+    """A pass that is unknown, has an invalid option, or produced an invalid program."""
 
 
 class CompileError(AutoshardError):
@@ -71,11 +71,11 @@ class CacheWarning(UserWarning):
 
 
 class PlacementWarning(UserWarning):
-    """An argument arrived on other devices than planned and had to be moved."""
+    """An argument was committed to another sharding than planned and had to be resharded."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"`` for the known name closest to ``name``, or all names."""
+    """``"; did you mean 'x'?"`` for the known name closest to ``name``; else the list of all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:

@@ -1,7 +1,7 @@
-"""The strict reader that every configuration shares.
+"""The strict YAML reader of every configuration.
 
-A typing error never passes silently: an unknown key, a repeated key or an impossible value is a
-`ConfigError` that names the file, the line, the key and the nearest thing that works.
+An unknown key, a repeated key or an invalid value is a `ConfigError` that names the file, the line, the key and the
+nearest thing that works: a misspelt key must not pass silently.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes of an int or a string such as ``"14GiB"``, ``"80 GB"`` or ``"1.5e9"``.
+    """The number of bytes that an int or text such as ``"14GiB"``, ``"80 GB"`` or ``"1.5e9"`` says.
 
     Raises:
-      ValueError: not a size, or not above zero.
+      ValueError: not a size, or less than one byte.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
     if isinstance(value, bool) or match is None or match[2] not in _UNITS:
         units = ", ".join(filter(None, _UNITS))
-        raise ValueError(f"{value!r} is no size in bytes; write a number and one of {units}")
+        raise ValueError(f"{value!r} is not a size in bytes; write a number and one of {units}")
     try:
         size = int(float(match[1]) * _UNITS[match[2]])
     except ValueError:
-        raise ValueError(f"{value!r} is no size in bytes: {match[1]!r} is no number") from None
+        raise ValueError(f"{value!r} is not a size in bytes: {match[1]!r} is not a number") from None
     if size < 1:
         raise ValueError(f"{value!r} is less than one byte")
     return size
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-"""A pydantic field in bytes, written as an int or as ``"14GiB"``."""
+"""A pydantic field in bytes: an int or text such as ``"14GiB"``."""
 
 
 class Config(BaseModel):
-    """Base of every configuration: frozen, no unknown keys, and its errors are `ConfigError`."""
+    """Base of every configuration: frozen, refuses unknown keys, and raises `ConfigError`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @model_validator(mode="wrap")
     @classmethod
     def _explained(cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        if info.context is not None:  # load_yaml is reading, and knows the file and its lines
+        if info.context is not None:  # parse_yaml adds the file and its lines to the error
             return handler(values)
         try:
             return handler(values)
@@ -78,17 +78,17 @@ class Config(BaseModel):
         """The configuration in the YAML file at ``path``.
 
         Raises:
-          ConfigError: no such file, or an entry that is unknown, repeated, missing or impossible.
+          ConfigError: no such file, or an entry that is unknown, repeated, missing or invalid.
         """
         return load_yaml(path, cls)
 
 
 def load_yaml[Model: BaseModel](path: str | os.PathLike[str], model: type[Model]) -> Model:
-    """The ``model`` that the YAML file at ``path`` describes; strings stay where the model wants them.
+    """The ``model`` that the YAML file at ``path`` describes.
 
     Raises:
-      ConfigError: no such file, YAML that does not parse, or an entry that is unknown, repeated,
-        missing or impossible; every such entry is named with its line.
+      ConfigError: no such file, YAML that does not parse, or an entry that is unknown, repeated, missing or invalid;
+        names every such entry with its line.
     """
     return parse_yaml(read_text(path), str(epath.Path(path)), model)
 
@@ -108,7 +108,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Model:
-    """The ``model`` that ``text`` describes, which stands in ``file``; as `load_yaml`."""
+    """The ``model`` that ``text``, the content of ``file``, describes; as `load_yaml`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -129,7 +129,7 @@ def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Mo
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses repeated keys and reads ``1e-5`` as the number it is."""
+    """A safe YAML loader that refuses repeated keys and reads ``1e-5`` as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -138,13 +138,13 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key}: the key stands twice, first on line {seen[key]}", key_node.start_mark
+                    None, None, f"{key}: repeated key, first on line {seen[key]}", key_node.start_mark
                 )
             seen[key] = line
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1, which PyYAML follows, wants a dot and a signed exponent; people write 1e-5.
+# YAML 1.1, which PyYAML implements, requires a dot and a signed exponent; people write 1e-5.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
@@ -153,7 +153,7 @@ _Loader.add_implicit_resolver(
 def _error_lines(
     model: type[BaseModel], error: ValidationError, values: object, where: Callable[[Keys], str]
 ) -> Iterator[str]:
-    """One line for each entry that ``error`` is about: where it stands, its key path, what is wrong."""
+    """One line for each entry that ``error`` is about: its place, its key path, what is wrong."""
     by_keys: dict[Keys, list[str]] = {}
     for item in error.errors(include_url=False):
         keys = _key_path(item["loc"], values, missing=item["type"] == "missing")
@@ -176,7 +176,7 @@ def _error_text(model: type[BaseModel], item: ErrorDetails, keys: Keys) -> str:
 
 
 def _key_path(loc: tuple[int | str, ...], values: Any, missing: bool) -> Keys:
-    """``loc`` without what pydantic adds to say which arm of a union it tried."""
+    """The keys of ``loc``, without the parts by which pydantic names the member of a union that it tried."""
     keys: list[int | str] = []
     for part in loc:
         match values:
@@ -191,9 +191,9 @@ def _key_path(loc: tuple[int | str, ...], values: Any, missing: bool) -> Keys:
 
 
 def _known_keys(model: type[BaseModel], keys: Keys) -> set[str]:
-    """The keys that may stand where the last of ``keys`` stands."""
+    """The valid keys in place of the last of ``keys``."""
     models = [model]
-    for key in keys[:-1]:  # an index or a dict's own key names no field, and the models stay
+    for key in keys[:-1]:  # an index or the key of a dict field names no model field: the models stay the same
         fields = [m.model_fields[key] for m in models if isinstance(key, str) and key in m.model_fields]
         models = [inner for field in fields for inner in _nested_models(field.annotation)] if fields else models
     return {name for m in models for name in m.model_fields}
@@ -208,7 +208,7 @@ def _nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _line_of(node: yaml.Node | None, keys: Keys) -> int:
-    """Line of the entry at ``keys``, or of the deepest part of it that is there."""
+    """Line of the entry at ``keys``, or of its innermost parent that is in the file."""
     line = 1
     for key in keys:
         if isinstance(node, yaml.MappingNode):
@@ -229,7 +229,11 @@ def shipped_configs(folder: str) -> list[epath.Path]:
 
 
 def find_config(folder: str, name: str | os.PathLike[str]) -> epath.Path:
-    """``name`` itself when it is a path; a bare name is one of the files that ship with autoshard."""
+    """The file that ``name`` is the path of; a bare name is that of a file that ships with autoshard.
+
+    Raises:
+      ConfigError: no such file ships.
+    """
     path = epath.Path(name)
     if path.suffix or len(path.parts) > 1:
         return path

@@ -1,7 +1,7 @@
-"""checkpoint: a state saved on one mesh and restored on another.
+"""checkpoint: saves a state on one mesh and restores it on another.
 
-In come a pytree of arrays and a directory; at restore, a plan or an example of the state. Out comes the state with every
-array placed as the plan has it. A step's directory is whole or it is not there; nothing that is read is executed.
+Input: a pytree of arrays and a directory; at restore, a plan or an example of the state. Output: the state, each array
+with the plan's sharding. A step's directory appears complete or not at all; nothing that is read is executed.
 
 May import: runtime.nnx, errors, and what `runtime.nnx` may.
 """

@@ -1,4 +1,4 @@
-"""writing: one step on its way to disk, in the background, and what is done to a directory once it is there."""
+"""Writes checkpoints in the background, and removes old and damaged ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DELETED = ".deleted"
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint on its way to disk."""
+    """A checkpoint that is being written."""
 
     step: int
     path: epath.Path
@@ -37,26 +37,26 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether the write has ended, well or badly."""
+        """Whether the write has ended, with or without an error."""
         return self.future.done()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is whole on disk; raises `CheckpointError` when it could not be written."""
+        """Blocks until the checkpoint is complete on disk; raises `CheckpointError` if it could not be written."""
         try:
             self.future.result()
         except Exception as error:
             raise CheckpointError(
-                f"step {self.step} could not be written to {self.path}: {first_line(error)}; other steps are untouched"
+                f"step {self.step} could not be written to {self.path}: {first_line(error)}; other steps are unchanged"
             ) from error
 
 
-# The one process-wide value: a write outlives the call that began it, and whoever next reads the directory,
-# or ends the program, has to find it.
+# The one process-wide value: a write outlives the call that began it, and must be waited for before the directory is
+# read or the program ends.
 _in_flight: dict[str, Saving] = {}
 
 
 class _Handler(ocp.CompositeCheckpointHandler):
-    """Orbax's composite handler, which adds the inventory just before the step is renamed into place."""
+    """Orbax's composite handler; writes the inventory just before the step's directory is renamed into place."""
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
@@ -71,13 +71,14 @@ class _Items(ocp.args.Composite):
 
 
 def begin_save(root: epath.Path, step: int, items: dict[str, Any], keep: int | None) -> Saving:
-    """Writes ``items`` as step ``step`` of ``root`` in the background, and then removes all but ``keep`` whole steps.
+    """Writes ``items`` as step ``step`` of ``root`` in the background, and then removes all but ``keep`` complete
+    steps.
 
     Raises:
-      CheckpointError: the writing could not begin.
+      CheckpointError: the write could not begin.
     """
     path = root / str(step)
-    # Directories made in the background can leave every writer waiting for them, 20 minutes, when the program ends.
+    # If directories were created in the background, writers would wait 20 minutes for them when the program ends.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     handler = _Handler(composite_options=ocp.CompositeOptions(async_options=options))
     checkpointer: Any = ocp.AsyncCheckpointer(handler, async_options=options)
@@ -100,10 +101,10 @@ def begin_save(root: epath.Path, step: int, items: dict[str, Any], keep: int | N
 
 
 def finish(dir: epath.PathLike | None = None) -> None:
-    """Waits until what this process is saving to ``dir`` (None: anywhere) is whole on disk.
+    """Blocks until all that this process is saving to ``dir`` (None: to any directory) is complete on disk.
 
     Raises:
-      CheckpointError: it could not be written. Raised once; all writes have ended by then.
+      CheckpointError: a checkpoint could not be written. Raised once; all writes have ended by then.
     """
     roots = list(_in_flight) if dir is None else [str(absolute_path(dir))]
     ended = [saving for root in roots if (saving := _in_flight.pop(root, None))]
@@ -114,21 +115,21 @@ def finish(dir: epath.PathLike | None = None) -> None:
 
 @atexit.register
 def _report_at_exit() -> None:
-    # Too late to help: an interpreter that is ending starts no threads, and Orbax needs some to end a save.
+    # Too late to finish: an interpreter that is shutting down starts no threads, and Orbax needs some.
     for saving in _in_flight.values():
         if saving.future.done() and saving.future.exception() is not None:
             print(
-                f"autoshard: step {saving.step} is not in {saving.path.parent}: the program ended before it was whole. "
-                "Call autoshard.checkpoint.finish() before the program ends; earlier steps are untouched",
+                f"autoshard: step {saving.step} is not in {saving.path.parent}: the program ended before it was "
+                "written. Call autoshard.checkpoint.finish() before the program ends; earlier steps are unchanged",
                 file=sys.stderr,
             )
 
 
 def move_damaged_aside(path: epath.Path) -> None:
-    """Moves a damaged step aside, with a warning.
+    """Renames a damaged step's directory, with a warning.
 
     Raises:
-      CheckpointError: the step is whole.
+      CheckpointError: the step is complete.
     """
     problem = incompleteness(path)
     if problem is None:
@@ -138,11 +139,11 @@ def move_damaged_aside(path: epath.Path) -> None:
     aside = next(p for n in range(1, 10_000) if not (p := path.parent / f"{path.name}.damaged-{n}").exists())
     if jax.process_index() == 0:
         path.rename(aside)
-    warnings.warn(f"step {path.name} in {path.parent} is damaged ({problem}); moved aside to {aside}", stacklevel=3)
+    warnings.warn(f"step {path.name} in {path.parent} is damaged ({problem}); renamed to {aside}", stacklevel=3)
 
 
 def _prune(root: epath.Path, step: int, keep: int | None) -> None:
-    """Removes what killed writers left, and whole steps beyond the newest ``keep``; never ``step`` itself."""
+    """Removes what killed writers left, and all but the newest ``keep`` complete steps; never ``step`` itself."""
     for path in root.iterdir():
         if path.name.endswith((TEMPORARY, _DELETED)):
             path.rmtree()

@@ -1,7 +1,7 @@
-"""leaves: what a checkpoint holds for each leaf of a state, and the leaf it makes of that again.
+"""Converts the leaves of a state to what a checkpoint stores, and back.
 
-Leaves that Orbax refuses are carried by the manifest (zero-size arrays, Python scalars) or as plain arrays (typed
-PRNG keys as their words, dtypes that TensorStore lacks as wider ones).
+Leaves that Orbax does not store are in the manifest (zero-size arrays, Python scalars) or stored as other arrays (typed
+PRNG keys as their key data, dtypes that TensorStore lacks as wider ones).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.errors import CheckpointError
 from autoshard.jaxpr.paths import path_keys
 
 _STORED_DTYPE = {"int1": "int8", "uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float16"}
-"""Dtypes that TensorStore cannot hold, and one that it can and that holds their every value."""
+"""Dtypes that TensorStore cannot store, each with one that it can and that represents all its values."""
 
 _SCALAR_CODECS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (lambda v: "true" if v else "false", lambda t: {"true": True, "false": False}[t]),
@@ -29,38 +29,39 @@ _SCALAR_CODECS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     "int": (str, int),
     "str": (str, str),
 }
-"""Python leaves by type name: to text and back, exactly."""
+"""Conversions of Python scalars to text and back, exact, by type name."""
 
 
 @dataclass(frozen=True)
 class RestoreTarget:
-    """Where one leaf goes. ``sharding`` None: numpy if ``host``, else the default device, uncommitted."""
+    """What to restore one leaf to."""
 
     leaf: LeafEntry
     sharding: Sharding | None = None
+    """None restores to numpy if ``as_numpy``, else to the default device, uncommitted."""
     as_numpy: bool = False
     weak_type: bool = False
 
 
 def flatten_state(state: Any) -> tuple[list[LeafEntry], dict[str, Any]]:
-    """The leaves of ``state``, and by path the arrays that the store is to hold.
+    """The entries of ``state``'s leaves for the manifest, and the arrays to store, by path.
 
     Raises:
-      CheckpointError: a leaf that no checkpoint can hold, or two whose paths print alike.
+      CheckpointError: a leaf of an unsupported type, or two leaves whose paths print the same.
     """
     leaves: list[LeafEntry] = []
     arrays: dict[str, Any] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(state):
         leaf = _describe_leaf("state" + jax.tree_util.keystr(path), value)
         if isinstance(value, jax.ShapeDtypeStruct):
-            raise CheckpointError(f"{leaf.path} is a ShapeDtypeStruct, which holds no values to save")
+            raise CheckpointError(f"{leaf.path} is a ShapeDtypeStruct, which has no values to save")
         leaves.append(leaf)
         if leaf.in_array_store:
             arrays[leaf.path] = _to_stored(leaf, value)
     if len({leaf.path for leaf in leaves}) < len(leaves):
         paths = [leaf.path for leaf in leaves]
         twice = next(p for p in paths if paths.count(p) > 1)
-        raise CheckpointError(f"two leaves have the path {twice}: their keys print alike; rename one")
+        raise CheckpointError(f"two leaves have the path {twice}: their keys print the same; rename one")
     return leaves, arrays
 
 
@@ -87,16 +88,16 @@ def _describe_leaf(path: str, value: Any) -> LeafEntry:
             return LeafEntry(path=path, kind="array", dtype=dtype.name, shape=shape)
         kind = f"an array of {dtype}"
     raise CheckpointError(
-        f"{path} is {kind}; a checkpoint holds numeric arrays, typed PRNG keys and Python bool, float, int, str. "
-        "Take it out of the state, or give it as `extra` if it is JSON"
+        f"{path} is {kind}; a checkpoint stores numeric arrays, typed PRNG keys and Python bool, float, int, str. "
+        "Take it out of the state, or pass it as `extra` if it is JSON"
     )
 
 
 def restore_targets(tree: Any, shardings: Any = None) -> tuple[list[RestoreTarget], Any]:
-    """Where each leaf of ``tree`` goes, and its structure; ``shardings`` is a prefix of it.
+    """The restore target of each leaf of ``tree``, and its structure. ``shardings`` is a pytree prefix of ``tree``.
 
     Raises:
-      CheckpointError: a leaf that no checkpoint can hold, or a sharding that does not divide it.
+      CheckpointError: a leaf of an unsupported type, or a sharding that does not divide it.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     places: list[Any] = [None] * len(paths)
@@ -112,7 +113,7 @@ def restore_targets(tree: Any, shardings: Any = None) -> tuple[list[RestoreTarge
             try:
                 sharding.shard_shape(tuple(leaf.shape))
             except ValueError as error:
-                raise CheckpointError(f"{leaf.path}: {leaf} cannot be laid out as {sharding}: {error}") from error
+                raise CheckpointError(f"{leaf.path}: {leaf} cannot be sharded as {sharding}: {error}") from error
         host = sharding is None and isinstance(value, np.ndarray | np.generic)
         found.append(RestoreTarget(leaf, sharding, host, bool(getattr(value, "weak_type", False))))
     return found, treedef
@@ -123,20 +124,24 @@ def _no_sharding(value: Any) -> bool:
 
 
 def match_leaves(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[LeafEntry | None]:
-    """For each of ``wanted`` the leaf of ``saved`` with its path; else the one whose path names the same.
+    """For each leaf of ``wanted`` the one of ``saved`` with the same path, else with the same names along the path.
 
-    An attribute, a key and an index name the same when they read the same: ``state.x``, ``state['x']``.
+    An attribute, a key and an index of the same text have the same name: ``state.x``, ``state['x']``.
     """
     exact = {leaf.path: leaf for leaf in saved}
     paths = {leaf.path for leaf in wanted}
     rest = [(_path_names(leaf.path), leaf) for leaf in saved if leaf.path not in paths]
     count = Counter([names for names, _ in rest] + [_path_names(p) for p in paths - exact.keys()])
-    alike = {names: leaf for names, leaf in rest if count[names] == 2}
-    return [exact.get(leaf.path) or alike.get(_path_names(leaf.path)) for leaf in wanted]
+    by_names = {names: leaf for names, leaf in rest if count[names] == 2}  # one here and one there: unambiguous
+    return [exact.get(leaf.path) or by_names.get(_path_names(leaf.path)) for leaf in wanted]
 
 
 def state_difference(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry], there: str) -> str:
-    """What tells ``saved`` from ``wanted``, the state here; the empty string if nothing does."""
+    """How ``saved``, the state in ``there``, differs from ``wanted``; the empty string if it does not.
+
+    Args:
+      there: "checkpoint" or "plan", for the text.
+    """
     pairs = list(zip(match_leaves(saved, wanted), wanted, strict=True))
     missing = [leaf for found, leaf in pairs if found is None]
     found = {leaf.path for leaf, _ in pairs if leaf is not None}
@@ -165,6 +170,7 @@ def _path_names(path: str) -> tuple[str, ...]:
 
 
 def _interchangeable(saved: LeafEntry, wanted: LeafEntry) -> bool:
+    """Whether shape and dtype are equal, or one is a Python number and the other a 0-d array of its family."""
     if saved.shape == wanted.shape and saved.dtype == wanted.dtype:
         return True
     scalar = saved.shape == wanted.shape == [] and "key" not in (saved.kind, wanted.kind)
@@ -181,7 +187,12 @@ def _dtype_family(leaf: LeafEntry) -> str:
 
 
 def restore_leaf(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: bool) -> Any:
-    """The restored leaf. ``array``: what the store gave, numpy or already sharded; None for a leaf without bytes."""
+    """The restored leaf.
+
+    Args:
+      array: the stored array, numpy or sharded already; None for a leaf that is in the manifest only.
+      raw: restores typed keys as their key data.
+    """
     wanted = target.leaf
     if leaf.value is not None:
         value = _SCALAR_CODECS[leaf.kind][1](leaf.value)

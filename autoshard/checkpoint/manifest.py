@@ -1,13 +1,13 @@
-"""What one checkpoint directory holds, and which of its steps are whole.
+"""The layout of a checkpoint directory, and which of its steps are complete.
 
-A step is a directory, ``DIR/STEP``, in Orbax's own layout:
+A step is a directory, ``DIR/STEP``, in Orbax's layout:
 
     manifest/metadata   JSON: every leaf's path, shape and dtype; the caller's ``extra``; the plan's fingerprint
-    arrays/             the leaves that hold bytes, as one OCDBT store with a flat key for each leaf
+    arrays/             the leaves with data, as one OCDBT store with a flat key for each leaf
     inventory.json      the size of every file above, written last
 
 Orbax writes into a temporary directory and renames it when everything is on disk, so that a process killed at any
-moment leaves either the whole step or none. The inventory finds what a rename cannot: files cut short later.
+moment leaves the complete step or none. The inventory detects what renaming cannot: files truncated later.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from autoshard.errors import CheckpointError
 
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""What Orbax adds to the name of a step that it is still writing."""
+"""Suffix of the directory of a step that Orbax is still writing."""
 
 
 class LeafEntry(BaseModel):
-    """One leaf of the state, as the manifest describes it."""
+    """The manifest's entry of one leaf of the state."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -36,13 +36,13 @@ class LeafEntry(BaseModel):
     dtype: str
     shape: list[int]
     impl: str | None = None
-    """For a typed PRNG key, the name of its generator."""
+    """The generator's name, of a typed PRNG key."""
     value: str | None = None
-    """For a Python scalar, its value."""
+    """The value, of a Python scalar."""
 
     @property
     def in_array_store(self) -> bool:
-        """Whether the array store has an entry for it."""
+        """Whether the array store has it."""
         return self.kind in ("array", "key") and 0 not in self.shape
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class LeafEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What one step holds."""
+    """The content of one step, without the arrays' data."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -61,12 +61,12 @@ class Manifest(BaseModel):
 
 
 def absolute_path(dir: epath.PathLike) -> epath.Path:
-    """``dir`` as the one path that every spelling of it leads to, links aside."""
+    """``dir`` as an absolute path, so that all spellings of it are equal; links are not resolved."""
     return epath.Path(dir).expanduser().absolute()
 
 
 def step_directories(root: epath.Path, suffix: str = "") -> list[int]:
-    """Steps that have a directory ``STEP + suffix``, in order, whole or not."""
+    """Steps that have a directory ``STEP + suffix``, in order, complete or not."""
     if not root.is_dir():
         return []
     names = [p.name.removesuffix(suffix) for p in root.iterdir() if p.name.endswith(suffix)]
@@ -74,36 +74,38 @@ def step_directories(root: epath.Path, suffix: str = "") -> list[int]:
 
 
 def choose_step(root: epath.Path, step: int | None) -> tuple[int, Manifest]:
-    """The step to restore, by default the newest whole one, and what it holds.
+    """The step to restore, by default the newest complete one, and its manifest. Warns of newer incomplete steps.
 
-    Warns of newer steps that are not whole. Raises `CheckpointError` when there is no such step, or it is not whole.
+    Raises:
+      CheckpointError: no such step, or it is incomplete.
     """
     present = step_directories(root)
-    problems = {n: "its writing never finished" for n in step_directories(root, TEMPORARY) if n not in present}
+    problems = {n: "its write never finished" for n in step_directories(root, TEMPORARY) if n not in present}
     problems |= {n: problem for n in present if (problem := incompleteness(root / str(n)))}
-    whole = [n for n in present if n not in problems]
-    if step is None and whole:
-        step = max(whole)
+    complete = [n for n in present if n not in problems]
+    if step is None and complete:
+        step = max(complete)
         skipped = {n: p for n, p in sorted(problems.items()) if n > step}
         if skipped:
             named = "; ".join(f"step {n}: {p}" for n, p in skipped.items())
-            warnings.warn(f"restoring step {step} of {root}, the last whole one; skipped {named}", stacklevel=3)
+            warnings.warn(f"restoring step {step} of {root}, the last complete one; skipped {named}", stacklevel=3)
     if step is None and problems:
         named = "; ".join(f"step {n}: {p}" for n, p in sorted(problems.items()))
-        raise CheckpointError(f"{root} holds no whole checkpoint ({named})")
+        raise CheckpointError(f"{root} has no complete checkpoint ({named})")
     if step is None:
-        why = "holds no checkpoint" if root.is_dir() else "is not a directory" if root.exists() else "does not exist"
+        why = "has no checkpoint" if root.is_dir() else "is not a directory" if root.exists() else "does not exist"
         raise CheckpointError(f"{root} {why}")
     if step in problems:
-        raise CheckpointError(f"step {step} in {root} is not whole: {problems[step]}. {newest_complete_text(whole)}")
-    if step not in whole:
-        near = f", the nearest is {min(whole, key=lambda n: abs(n - step))}" if whole else ""
-        raise CheckpointError(f"{root} holds no step {step}{near}. {newest_complete_text(whole)}")
+        newest = newest_complete_text(complete)
+        raise CheckpointError(f"step {step} in {root} is incomplete: {problems[step]}. {newest}")
+    if step not in complete:
+        near = f", the nearest is {min(complete, key=lambda n: abs(n - step))}" if complete else ""
+        raise CheckpointError(f"{root} has no step {step}{near}. {newest_complete_text(complete)}")
     return step, read_manifest(root / str(step))
 
 
 def incompleteness(path: epath.Path) -> str | None:
-    """Why the step at ``path`` is not whole, or None; reads the manifest and the files' sizes, not the arrays."""
+    """Why the step at ``path`` is incomplete, or None; reads the manifest and the files' sizes, not the arrays."""
     if not (path / "manifest" / "metadata").exists():
         return "it has no manifest"
     if not (path / "inventory.json").exists():
@@ -136,7 +138,7 @@ def file_sizes(path: epath.Path) -> dict[str, int]:
 
 
 def read_manifest(path: epath.Path) -> Manifest:
-    """The manifest of the step at ``path``; raises ValueError when it is not strictly what `checkpoint.save` writes."""
+    """The manifest of the step at ``path``; raises ValueError if it is not strictly what `checkpoint.save` writes."""
     try:
         return Manifest.model_validate(_parse_strict_json((path / "manifest" / "metadata").read_text()))
     except ValidationError as error:
@@ -151,21 +153,19 @@ def _parse_strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def newest_complete_text(whole: Sequence[int]) -> str:
-    """A sentence that says where to turn to."""
-    return (
-        f"The last whole one is step {max(whole)} (of {abbreviated(sorted(whole))})"
-        if whole
-        else "No whole one is left"
-    )
+def newest_complete_text(complete: Sequence[int]) -> str:
+    """The sentence of an error message that names the steps to restore instead."""
+    if not complete:
+        return "There is no complete step"
+    return f"The last complete step is {max(complete)} (of {abbreviated(sorted(complete))})"
 
 
 def abbreviated(items: Sequence[Any], limit: int = 5) -> str:
-    """The first ``limit`` of ``items``, and how many more there are."""
+    """The first ``limit`` of ``items``, and the number of the rest."""
     more = len(items) - limit
     return ", ".join(map(str, items[:limit])) + (f" and {more} more" if more > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
-    """The part of an exception's message that fits into another's."""
+    """The first line of an exception's message, to quote in another one."""
     return (str(error).splitlines() or [""])[0][:300] or type(error).__name__

@@ -1,9 +1,9 @@
 """Checkpoints of any pytree: asynchronous, atomic, and independent of the mesh they were saved on.
 
-`autoshard.checkpoint.manifest` says what one step's directory holds and when it is whole, `autoshard.checkpoint.leaves` what becomes of
-each leaf, `autoshard.checkpoint.async_write` how a step comes to disk.
+`autoshard.checkpoint.manifest` defines a step's directory and when it is complete, `autoshard.checkpoint.leaves` how
+each leaf is stored, `autoshard.checkpoint.async_write` how a step is written.
 
-The structure is not stored: at restore it is that of the plan or of ``like``, and the paths must agree. So
+The tree structure is not stored: at restore it is that of the plan or of ``like``, and the paths must be equal. So
 named tuples, modules, None and empty containers need no support here, and nothing stored is ever executed.
 
 One process (or one multi-process program) at a time may write to a directory.
@@ -48,7 +48,7 @@ from autoshard.runtime import nnx
 
 
 class PlanLike(Protocol):
-    """What a checkpoint needs of a plan."""
+    """The part of a plan that checkpoints use."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -60,7 +60,7 @@ class PlanLike(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
-    """One checkpoint, read back. ``fingerprint``: of the plan it was saved under, if one was given."""
+    """A restored checkpoint. ``fingerprint`` is that of the plan it was saved with, if one was given."""
 
     step: int
     state: Any
@@ -80,29 +80,29 @@ def save(
 ) -> Saving:
     """Writes ``state`` as ``DIR/STEP``, in the background.
 
-    When it returns, the state has been copied to the host: its buffers may be donated or changed. A save to the
-    same directory that is still under way is waited for first, so at most one such copy exists. Call `finish` before
-    the program ends: the interpreter starts no thread while it ends, and a save needs some to the last.
+    On return the state has been copied to the host: its buffers may be donated or changed. An unfinished save to the
+    same directory is waited for first, so at most one such copy exists. Call `finish` before the program ends: an
+    interpreter that is shutting down starts no threads, and a save needs some.
 
     Args:
-      dir: a local directory or anything that `etils.epath` opens; made if it is absent.
-      step: 0 or more, and not yet in the directory. A damaged directory of this step is moved aside.
+      dir: a local directory or anything that `etils.epath` opens; created if it does not exist.
+      step: 0 or more, and not yet in the directory. A damaged directory of this step is renamed.
       state: any pytree of arrays, typed PRNG keys and Python bool, int, float, str.
-      plan: the plan of which the state is argument 0; its fingerprint is recorded. Of an NNX module the state is
-        saved that the plan has there, so that a Variable that several modules share is written once.
-      extra: strict JSON (string keys, lists, no NaN) that comes back equal.
-      keep: after this step is whole, how many of the newest whole steps to keep, this one among them; None keeps all.
-      wait: return only when the step is whole on disk.
+      plan: a plan whose argument 0 is the state; its fingerprint is recorded. Of an NNX module the state is saved as
+        the plan has it, so that a Variable that several modules share is written once.
+      extra: strict JSON (string keys, lists, no NaN) that is restored equal.
+      keep: number of complete steps to keep once this one is complete, the newest, this one included; None keeps all.
+      wait: blocks until the step is complete on disk.
 
     Raises:
-      CheckpointError: a leaf that is not of the kinds above, a state that is not the plan's, ``extra`` that is not
-        JSON, a step that is there, or an earlier save to this directory that failed. Nothing has been written then.
+      CheckpointError: a leaf of another type, a state that is not the plan's, ``extra`` that is not JSON, a step that
+        exists already, or an earlier save to this directory that failed. Nothing has been written then.
     """
     root, step = absolute_path(dir), _step_number(step)
     if step < 0:
         raise CheckpointError(f"step {step}: steps are 0 or more")
     if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep} would delete the checkpoint just written; 1 is the least, None keeps all")
+        raise CheckpointError(f"keep={keep} would delete the checkpoint just written; use 1 or more, or None for all")
     finish(root)
     if plan is not None:
         state = nnx.split((state,)).states[0]
@@ -114,7 +114,7 @@ def save(
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{root} cannot be made a checkpoint directory: {first_line(error)}") from error
+        raise CheckpointError(f"the checkpoint directory {root} cannot be created: {first_line(error)}") from error
     if path.exists():
         move_damaged_aside(path)
     items: dict[str, Any] = {"manifest": ocp.args.JsonSave(manifest.model_dump())}
@@ -134,49 +134,49 @@ def _check_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in extra.items():
         if key not in back or back[key] != value:
             raise CheckpointError(
-                f"extra[{key!r}] = {value!r} would come back as {back.get(str(key))!r}: use string keys and lists"
+                f"extra[{key!r}] = {value!r} would be restored as {back.get(str(key))!r}: use string keys and lists"
             )
     return back
 
 
 def steps(dir: epath.PathLike) -> tuple[int, ...]:
-    """The whole checkpoints in ``dir``, oldest first, this process's own save included; empty when there are none."""
+    """The complete checkpoints in ``dir``, oldest first; waits for a save of this process."""
     root = absolute_path(dir)
     finish(root)
     return tuple(n for n in step_directories(root) if incompleteness(root / str(n)) is None)
 
 
 def latest(dir: epath.PathLike) -> int | None:
-    """The newest whole checkpoint in ``dir``, or None."""
+    """The newest complete checkpoint in ``dir``, or None."""
     return max(steps(dir), default=None)
 
 
 def restore(
     dir: epath.PathLike, step: int | None = None, *, plan: PlanLike | None = None, like: Any = None
 ) -> Restored:
-    """Reads a checkpoint straight into its shards: each device receives its own part, and nothing else of a leaf.
+    """Reads a checkpoint directly into shards: each device receives its shard of a leaf and nothing else.
 
-    A leaf that is whole on every device is read once and copied to each.
+    A replicated leaf is read once and copied to every device.
 
     Args:
       dir: the directory that `save` wrote to.
-      step: which step; None takes the newest whole one, and warns of newer ones that are not.
-      plan: gives structure, shapes and shardings of the state: its argument 0. For an NNX module that is its state,
-        which ``nnx.update(module, state)`` takes over. A plan that was loaded knows no classes and gives its stand-ins
-        for them (`Plan.load`), the leaves in the same order: ``jax.tree.unflatten(jax.tree.structure(like), leaves)``.
-        Leaves are matched by path, else by what the path names: ``state.x`` and ``state['x']`` name the same.
+      step: which step; None restores the newest complete one, and warns of newer incomplete ones.
+      plan: gives structure, shapes and shardings of the state: its argument 0. Of an NNX module this is the module's
+        state, for ``nnx.update(module, state)``. A loaded plan has stand-ins for container classes (`Plan.load`), with
+        the leaves in the same order: ``jax.tree.unflatten(jax.tree.structure(like), leaves)``. Leaves are matched by
+        path, else by the names along the path: ``state.x`` matches ``state['x']``.
       like: instead of a plan, a pytree of `jax.ShapeDtypeStruct`, arrays and Python scalars. A leaf with a sharding
-        is restored to it, a numpy array as numpy, any other to the default device, uncommitted. A Python number
-        and a 0-d array of its family stand for each other; ``like`` decides.
-        With neither, the state is a dict from leaf path (``"state['w']"``) to numpy array or Python scalar; a typed
-        key comes as its words.
+        is restored to it, a numpy array to numpy, any other to the default device, uncommitted. A saved Python number
+        is restored as a 0-d array of its family if ``like`` has one, and vice versa.
+        With neither, the state is a dict from leaf path (``"state['w']"``) to numpy array or Python scalar, typed keys
+        as their key data.
 
     Raises:
       CheckpointError: no checkpoint, no such step, a damaged step, or a checkpoint of another state. Nothing on disk
         is changed.
     """
     if plan is not None and like is not None:
-        raise CheckpointError("restore takes a plan or `like`, not both: each gives the structure and the shardings")
+        raise CheckpointError("restore takes a plan or `like`, not both: each gives a structure and shardings")
     root = absolute_path(dir)
     finish(root)
     step, manifest = choose_step(root, step if step is None else _step_number(step))
@@ -188,7 +188,7 @@ def restore(
         )
         if misfit := state_difference(manifest.leaves, [goal.leaf for goal in goals], "checkpoint"):
             raise CheckpointError(
-                f"{root / str(step)} holds another state: {misfit}. Restore it with the model it was saved from, or "
+                f"{root / str(step)} has another state: {misfit}. Restore it with the model it was saved from, or "
                 "without `plan` and `like` to get its arrays by path"
             )
     found = cast("list[LeafEntry]", match_leaves(manifest.leaves, [goal.leaf for goal in goals]))
@@ -219,8 +219,8 @@ def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: PlanLike) -> None:
     wanted = [goal.leaf for goal in restore_targets(_planned_state(plan))[0]]
     if misfit := state_difference(wanted, leaves, "plan"):
         raise CheckpointError(
-            f"the state is not argument 0 of the plan: {misfit}. Save the state that the planned step takes, or leave "
-            "`plan` out; nothing was written"
+            f"the state is not argument 0 of the plan: {misfit}. Save the state that the planned step takes, or omit "
+            "`plan`; nothing was written"
         )
 
 
@@ -228,10 +228,10 @@ def _read_arrays(root: epath.Path, step: int, pairs: Iterable[tuple[LeafEntry, R
     restore_args: dict[str, Any] = {}
     for leaf, target in pairs:
         sharding: Any = target.sharding
-        # Into a replicated sharding Orbax reads the leaf from disk once for every device; numpy is read once.
-        once = sharding is None or sharding.is_fully_replicated or target.leaf.kind not in ("array", "key")
+        # Orbax would read a replicated leaf from disk once for every device; as numpy it is read once.
+        as_numpy = sharding is None or sharding.is_fully_replicated or target.leaf.kind not in ("array", "key")
         restore_args[leaf.path] = (
-            ocp.RestoreArgs(restore_type=np.ndarray) if once else ocp.ArrayRestoreArgs(sharding=sharding)
+            ocp.RestoreArgs(restore_type=np.ndarray) if as_numpy else ocp.ArrayRestoreArgs(sharding=sharding)
         )
     if not restore_args:
         return {}

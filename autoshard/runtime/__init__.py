@@ -1,9 +1,9 @@
-"""runtime: what a user holds.
+"""runtime: the objects that a user holds, and the pipeline from a call to its executable.
 
-In come a function and the options of `jit`. Out goes a `Step`, which plans on first sight of a set of shapes and then
-only calls, and its `Plan`: a `PlanRecord` with the operations on it. `prepare` names the stages from arguments to
-executable; around it stand the choice of the mesh, of passes under a memory budget and of compiled layouts (`refine`),
-the comparison with one device (`verify`), and NNX modules as pure state.
+Input: a function and the options of `jit`. Output: a `Step`, which plans once for each set of argument shapes and then
+only calls, and its `Plan`: a `PlanRecord` with methods. `prepare` names the stages of planning; around it are the
+choice of the mesh, of passes under a memory budget and of compiled layouts (`refine`), the comparison with one device
+(`verify`), and NNX modules as pure functions of their state.
 
 May import: backend, and what it may.
 """

@@ -1,8 +1,8 @@
-"""stateful: steps that mutate Flax NNX modules in place, as pure functions of their state.
+"""Steps that mutate Flax NNX modules in place, as pure functions of the modules' states.
 
-`nnx.split` takes the modules among the arguments apart into a static structure and one pytree of arrays
-for each; the pure step puts them together, runs the user's function, and hands back what they hold then.
-A Variable that two modules share is one array, in the first of them.
+`split` replaces the modules among the arguments by a static structure and a pytree of arrays for each; the pure
+function merges them, runs the user's function, and returns their state afterwards. A Variable that two modules share
+is one array, in the state of the first.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ from autoshard.runtime.signature import Call
 
 
 def is_module(x: Any) -> bool:
-    """Whether ``x`` is something that NNX mutates in place."""
+    """Whether ``x`` is an object that NNX mutates in place."""
     return isinstance(x, (nnx.Pytree, nnx.Variable)) and not isinstance(x, nnx.State)
 
 
 def has_modules(tree: Any) -> bool:
-    """Whether a module stands anywhere in ``tree``."""
+    """Whether ``tree`` has a module anywhere."""
     return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
 @dataclass(frozen=True)
 class SplitArguments:
-    """Arguments taken apart. ``structure`` is of the modules among them, jointly, and is hashable."""
+    """Arguments with their modules replaced by states."""
 
     structure: Any
+    """The graph definition of all modules together; hashable."""
     module_args: tuple[int | str, ...]
-    """Positions and names of the arguments that hold modules."""
+    """Positions and names of the arguments that contain modules."""
     states: tuple[Any, ...]
-    """The arguments by position, each that holds modules replaced by the state in them."""
+    """The positional arguments, each that contains modules replaced by their state."""
     states_by_name: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Those by name, likewise."""
+    """The keyword arguments, likewise."""
 
     @property
     def module_states(self) -> list[Any]:
-        """The states at ``where``."""
+        """The states of the arguments `module_args`."""
         return [self.states_by_name[w] if isinstance(w, str) else self.states[w] for w in self.module_args]
 
 
 def split(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> SplitArguments:
-    """Takes the modules among the arguments apart."""
+    """Splits the modules among the arguments into structure and states."""
     kwargs = kwargs or {}
     where = tuple(w for w, a in (*enumerate(args), *sorted(kwargs.items())) if has_modules(a))
     structure, state = nnx.split(tuple(_arguments_at(args, kwargs, where)))
@@ -59,36 +60,36 @@ def split(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Split
 
 
 def merge(parts: SplitArguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The inverse of `split`, with other states in the arguments: new modules that hold these arrays."""
+    """The inverse of `split`: the arguments with new modules that have the states in ``args`` and ``kwargs``."""
     state = nnx.State(dict(enumerate(_arguments_at(args, kwargs, parts.module_args))))
     return _replace_at(args, kwargs, parts.module_args, nnx.merge(parts.structure, state))
 
 
 def array_holders(state: Any) -> list[Any]:
-    """What holds the arrays of a state, in the order of its leaves: Variables, and arrays that none holds."""
+    """The Variables of a state and the arrays outside of Variables, in the order of the state's leaves."""
     return jax.tree.leaves(state, is_leaf=_is_variable)
 
 
 def values(state: Any) -> list[Any]:
-    """What is in the Variables of a state: its leaves, but for Variables that hold a pytree."""
+    """The raw values of a state's Variables: its leaves, except where a Variable holds a pytree."""
     return [v.get_raw_value() if _is_variable(v) else v for v in array_holders(state)]
 
 
 @dataclass(eq=False)
 class PureFunction:
-    """``fun`` of arguments with modules, as a function of their states.
+    """``fun`` as a pure function of the states of the modules among its arguments.
 
-    It returns the state after the step for each argument that holds modules, then the result. It is called with
-    `values` in place of states, which cost less to take apart, and then returns such.
+    It returns the state afterwards of each argument that contains modules, then the result. A dispatched call passes
+    and returns lists of `values` in place of states: they are faster to flatten.
     """
 
     fun: Callable[..., Any]
     parts: SplitArguments
-    """Of the first call; without its arrays."""
+    """The split arguments of the first call, without arrays."""
     state_trees: tuple[Any, ...]
-    """Structures of the states."""
-    result_structure: list[Any] = field(default_factory=list[Any])
-    """Structure of the modules in the result, left by the last trace; empty when it holds none."""
+    """Tree structures of the states."""
+    result_structure: Any = None
+    """Graph definition of the modules in the result, set by the last trace; None if it has none."""
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.fun)
@@ -102,66 +103,64 @@ class PureFunction:
         if structure != self.parts.structure:
             raise ArgumentError(
                 f"{self.fun.__name__} changes the structure of its modules, not only their values: a Variable was "
-                "added, removed, or is another's alias now; make every Variable before the step"
+                "added or removed, or now aliases another one; create every Variable before the step"
             )
         after = [state[n] if n in state else nnx.State({}) for n in range(len(modules))]
-        self.result_structure[:] = []
+        self.result_structure = None
         if has_modules(result):
-            structure, state = nnx.split((modules, result))
-            self.result_structure[:] = [structure]
+            self.result_structure, state = nnx.split((modules, result))
             result = state[1] if 1 in state else nnx.State({})
         return (*after, result)
 
     def matches(self, parts: SplitArguments) -> bool:
-        """Whether arguments taken apart so are those of this function."""
+        """Whether split arguments have this function's structure."""
         return parts.module_args == self.parts.module_args and parts.structure == self.parts.structure
 
     def with_states(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Arguments that hold `values`, with the states instead."""
-        given = _arguments_at(args, kwargs, self.parts.module_args)
-        return _replace_at(
-            args, kwargs, self.parts.module_args, [t.unflatten(jax.tree.leaves(v)) for t, v in self._with_trees(given)]
-        )
+        """The arguments with states in place of `values`."""
+        states = self._states(_arguments_at(args, kwargs, self.parts.module_args))
+        return _replace_at(args, kwargs, self.parts.module_args, states)
 
     def with_values(self, returned: Sequence[Any]) -> tuple[Any, ...]:
-        """What a call returns, with `values` instead of states."""
+        """The results of a call with `values` in place of states."""
         *after, result = returned
         return (*map(values, after), result)
 
     def call(
         self, fast: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], parts: SplitArguments
     ) -> Any:
-        """Calls ``fast``, which takes and gives `values`, and writes what it gives into the modules.
+        """Calls ``fast``, which takes and returns `values`, and updates the modules; returns the step's result.
 
         Args:
-          args, kwargs: the user's.
-          parts: the same taken apart.
+          args, kwargs: the user's arguments.
+          parts: the same, split.
         """
-        taken = parts.module_states
-        given, named = _replace_at(parts.states, parts.states_by_name, parts.module_args, list(map(values, taken)))
+        states = parts.module_states
+        given, named = _replace_at(parts.states, parts.states_by_name, parts.module_args, list(map(values, states)))
         *after, result = fast(*given, **named)
-        holders = [v for state in taken for v in array_holders(state)]
+        holders = [v for state in states for v in array_holders(state)]
         arrays = [x for part in after for x in part]
-        if self.result_structure or not all(map(_is_variable, holders)) or jx.any_tracer(arrays):
+        if self.result_structure is not None or not all(map(_is_variable, holders)) or jx.any_tracer(arrays):
             return self._update_modules(tuple(_arguments_at(args, kwargs, parts.module_args)), after, result)
         for variable, value in zip(holders, arrays, strict=True):
             variable.set_raw_value(value)
         return result
 
     def _update_modules(self, modules: tuple[Any, ...], after: Sequence[Any], result: Any) -> Any:
-        """Writes ``after`` into modules of any kind, and gives the result, which may hold modules too."""
-        states = nnx.State({n: t.unflatten(jax.tree.leaves(v)) for n, (t, v) in enumerate(self._with_trees(after))})
+        """Updates the modules with the values ``after``; returns the result, merged if it contains modules."""
+        states = nnx.State(dict(enumerate(self._states(after))))
         nnx.update(modules, states)
-        if not self.result_structure:
+        if self.result_structure is None:
             return result
-        return nnx.merge(self.result_structure[0], nnx.State({0: states, 1: result}))[1]
+        return nnx.merge(self.result_structure, nnx.State({0: states, 1: result}))[1]
 
-    def _with_trees(self, given: Sequence[Any]) -> list[tuple[Any, Any]]:
-        return list(zip(self.state_trees, given, strict=True))
+    def _states(self, each: Sequence[Any]) -> list[Any]:
+        """The states that have these `values`."""
+        return [tree.unflatten(jax.tree.leaves(v)) for tree, v in zip(self.state_trees, each, strict=True)]
 
 
 def pure(fun: Callable[..., Any], parts: SplitArguments) -> PureFunction:
-    """``fun`` as a function of the states of modules taken apart as ``parts``."""
+    """``fun`` as a pure function of the states in ``parts``."""
     trees = tuple(map(jax.tree.structure, parts.module_states))
     return PureFunction(fun, replace(parts, states=(), states_by_name={}), trees)
 
@@ -171,7 +170,7 @@ def _arguments_at(args: Sequence[Any], kwargs: Mapping[str, Any], where: Sequenc
 
 
 def _replace_at(args: Sequence[Any], kwargs: Mapping[str, Any], where: Sequence[int | str], new: Sequence[Any]) -> Call:
-    """The arguments, those at ``where`` replaced."""
+    """The arguments with those at ``where`` replaced by ``new``."""
     given, named = list(args), dict(kwargs)
     for w, value in zip(where, new, strict=True):
         if isinstance(w, str):
@@ -186,7 +185,9 @@ def _is_variable(x: Any) -> bool:
 
 
 def leaves_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Flat arrays of ``tree`` in the order in which `split` would give its state, and the way back."""
+    """The flat arrays of ``tree`` in the order of the state that `split` gives, and the function that unflattens
+    them.
+    """
     parts = split((tree,))
     if not parts.module_args:
         leaves, structure = jax.tree.flatten(tree)

@@ -1,4 +1,4 @@
-"""traced: a planned program as `Step.trace` gives it, with what `jax.stages.Traced` offers."""
+"""The planned program that `Step.trace` returns, with the interface of `jax.stages.Traced`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autoshard.ir.program import Program
 
 @dataclass(frozen=True)
 class Traced(Program):
-    """A `Program` that can be lowered. The trees that it gives have the shape of the step's arguments and result."""
+    """A `Program` that can be lowered. Its pytrees have the structure of the step's arguments and result."""
 
     lower: Callable[[], jax.stages.Lowered] = dataclasses.field(kw_only=True, compare=False, repr=False)
-    """The step lowered as planned; ``.compile()`` makes the executable."""
+    """Lowers the step with the planned shardings."""
 
     @property
     def fun_name(self) -> str:
@@ -26,12 +26,12 @@ class Traced(Program):
 
     @property
     def args_info(self) -> Any:
-        """Shape, dtype and donation of each argument: ``(args, kwargs)``, static ones left out."""
+        """Shape, dtype and donation of each argument: ``(args, kwargs)`` without static ones."""
         return self.lower().args_info
 
     @property
     def in_avals(self) -> Any:
-        """`jax.ShapeDtypeStruct`s of ``(args, kwargs)``, static arguments left out."""
+        """`jax.ShapeDtypeStruct`s of ``(args, kwargs)`` without static ones."""
         return self.in_tree.unflatten([leaf.aval for leaf in self.inputs])
 
     @property
@@ -41,21 +41,21 @@ class Traced(Program):
 
     @property
     def out_avals(self) -> Any:
-        """As `out_info`."""
+        """The same as `out_info`."""
         return self.out_info
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
-        """The flat arguments that are donated."""
+        """Positions of the flat arguments that are donated."""
         return tuple(i for i, leaf in enumerate(self.inputs) if leaf.donated)
 
     @property
     def effects(self) -> frozenset[Any]:
-        """What the step does beside its result."""
+        """The JAX effects of the step."""
         return frozenset(self.jaxpr.effects)
 
 
 def traced(program: Program, lower: Callable[[], jax.stages.Lowered]) -> Traced:
-    """``program``, to be lowered by ``lower``."""
+    """``program`` as a `Traced` that ``lower`` lowers."""
     fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
     return Traced(**fields, lower=lower)

@@ -1,4 +1,4 @@
-"""verify: sharded against unsharded, and the first equation where they part."""
+"""Compares a sharded step with the same step on one device, and finds the first equation where they differ."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from autoshard.ir.program import aval_text
 from autoshard.runtime.step import Step
 
 NARROW_TOLERANCE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
-"""Least tolerance of narrow types: four steps of their own resolution."""
+"""Least relative tolerance by dtype: four times its unit roundoff."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one value is off: the largest error, absolute and as a share of the value's largest entry."""
+    """The difference of one result: its largest error, absolute and relative to the result's largest entry."""
 
     path: str
     absolute: float
     relative: float
     tolerance: float
-    """Of `relative`."""
+    """Largest `relative` that counts as equal."""
 
     @property
     def equal(self) -> bool:
         return self.relative <= self.tolerance
 
     def __str__(self) -> str:
-        return f"{self.path}: off by {self.absolute:.3g}, {self.relative:.3g} of its largest entry"
+        return f"{self.path}: error {self.absolute:.3g}, {self.relative:.3g} of its largest entry"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Every result compared, the worst first."""
+    """The comparison of every result, largest difference first."""
 
     results: tuple[Difference, ...]
 
@@ -51,32 +51,33 @@ class Verification:
 def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verification:
     """Runs ``step`` as planned and on one device, and compares every result.
 
-    Arguments are copied, so nothing is donated and no module is changed. Floating-point results agree when no
-    entry is off by more than ``rtol`` (narrow types: four steps of their resolution) of the result's largest entry, for
-    float addition is not associative, and an optimizer that divides by small gradients enlarges that; all others must
-    be equal, typed PRNG keys word by word. NaNs agree with NaNs.
+    Arguments are copied, so nothing is donated and no module is changed. Floating-point results are equal if no entry
+    differs by more than ``rtol`` (narrow dtypes: four times their unit roundoff) of the result's largest entry: float
+    addition is not associative, and an optimizer that divides by small gradients amplifies that. All others must be
+    identical, typed PRNG keys by their key data. NaN equals NaN.
 
     Args:
-      step: what `autoshard.jit` returned.
+      step: a `Step`, as from `autoshard.jit`.
 
     Raises:
-      VerificationError: some result differs. The message names it, and the first equation whose value differs, with
-        its source line.
+      VerificationError: a result differs. The message names it, and the first equation whose value differs, with its
+        source line.
       ArgumentError and others: as calling the step would.
     """
     if not isinstance(step, Step):
-        raise VerificationError(f"verify takes what autoshard.jit returned, not {type(step).__name__}")
-    entry = step.executable(*args, **kwargs)
+        raise VerificationError(f"verify takes a step made by autoshard.jit, not a {type(step).__name__}")
+    executable = step.executable(*args, **kwargs)
+    program = executable.program
     leaves = [_host_copy(x) for x in jax.tree.leaves(step.dynamic(*args, **kwargs))]
-    expected = _evaluate(entry.program.unpadded_jaxpr or entry.program.jaxpr, leaves)
-    got = _evaluate(entry.jaxpr, entry.device_put(leaves))
-    paths = [leaf.path for leaf in entry.program.outputs]
+    expected = _evaluate(program.unpadded_jaxpr or program.jaxpr, leaves)
+    got = _evaluate(executable.jaxpr, executable.device_put(leaves))
+    paths = [leaf.path for leaf in program.outputs]
     results = sorted(_compare_all(paths, expected, got, rtol), key=lambda d: -d.relative)
     wrong = [d for d in results if not d.equal]
     if wrong:
-        where = _first_divergence(entry.program.jaxpr, entry.jaxpr, leaves, entry.device_put(leaves), rtol)
+        where = _first_divergence(program.jaxpr, executable.jaxpr, leaves, executable.device_put(leaves), rtol)
         raise VerificationError(
-            f"{entry.program.name}: {len(wrong)} of {len(results)} results differ between {entry.plan.mesh} and one "
+            f"{program.name}: {len(wrong)} of {len(results)} results differ between {executable.plan.mesh} and one "
             f"device; {wrong[0]}. {where}"
         )
     return Verification(tuple(results))
@@ -92,7 +93,7 @@ def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[An
 
 
 def compare(path: str, expected: Any, got: Any, rtol: float) -> Difference:
-    """How far ``got`` is from ``expected``, as `verify` judges it."""
+    """The difference of ``got`` from ``expected``, with the tolerance for their dtype."""
     a, b = np.asarray(_key_words(expected)), np.asarray(_key_words(got))
     if a.dtype.kind not in "fcV" or a.size == 0:
         wrong = float(np.sum(a != b)) if a.size else 0.0
@@ -101,42 +102,45 @@ def compare(path: str, expected: Any, got: Any, rtol: float) -> Difference:
     a, b = a.astype(wide), b.astype(wide)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
-        off = np.where(same, 0.0, np.abs(a - b))
-    worst = float(np.max(np.where(np.isnan(off), np.inf, off)))
+        error = np.where(same, 0.0, np.abs(a - b))
+    largest = float(np.max(np.where(np.isnan(error), np.inf, error)))
     scale = float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0))
-    coarse = NARROW_TOLERANCE.get(name, 2.0**-2 if name.startswith("float8") else 0.0)
-    return Difference(path, worst, worst / scale if scale else worst, max(rtol, coarse))
+    narrow = NARROW_TOLERANCE.get(name, 2.0**-2 if name.startswith("float8") else 0.0)
+    return Difference(path, largest, largest / scale if scale else largest, max(rtol, narrow))
 
 
 def _first_divergence(
-    plain: jx.Jaxpr, planned: jx.Jaxpr, leaves: Sequence[Any], placed: Sequence[Any], rtol: float
+    unsharded: jx.Jaxpr, constrained: jx.Jaxpr, leaves: Sequence[Any], placed: Sequence[Any], rtol: float
 ) -> str:
-    """Evaluates both programs with every intermediate as a result, and says where they part."""
-    eqns = [e for e in plain.eqns if e.outvars and not e.effects]
-    made = {v for e in planned.eqns for v in e.outvars}
-    shown = [(e, v) for e in eqns for v in e.outvars if v in made and jx.is_array(v)]
-    both = [
-        _evaluate(j.replace(outvars=[v for _, v in shown]), given) for j, given in ((plain, leaves), (planned, placed))
-    ]
-    for (eqn, var), a, b in zip(shown, *both, strict=True):
+    """Evaluates both programs with every intermediate as a result; a sentence on the first equation that differs."""
+    eqns = [e for e in unsharded.eqns if e.outvars and not e.effects]
+    common = {v for e in constrained.eqns for v in e.outvars}
+    compared = [(e, v) for e in eqns for v in e.outvars if v in common and jx.is_array(v)]
+    expected, got = (
+        _evaluate(jaxpr.replace(outvars=[v for _, v in compared]), arguments)
+        for jaxpr, arguments in ((unsharded, leaves), (constrained, placed))
+    )
+    for (eqn, var), a, b in zip(compared, expected, got, strict=True):
         d = compare("", a, b, rtol)
         if not d.equal:
             where = jx.source(eqn) or "an equation without a source line"
             return (
-                f"They part first at {where}: {eqn.primitive.name} -> {aval_text(var.aval)}, off by "
+                f"They differ first at {where}: {eqn.primitive.name} -> {aval_text(var.aval)}, error "
                 f"{d.absolute:.3g} ({d.relative:.3g} of its largest entry)"
             )
-    return "No equation differs once every intermediate is kept: the difference comes with fusion or scheduling"
+    return "No equation differs if every intermediate is a result: the difference comes from fusion or scheduling"
 
 
 def _key_words(x: Any) -> Any:
-    """The words of typed PRNG keys; anything else as it is."""
-    keys = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if keys else x
+    """The key data of typed PRNG keys; anything else unchanged."""
+    is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
 
 
 def _host_copy(x: Any) -> Any:
-    """``x`` on the host, where it can be there; nothing that is done with it can then reach the caller's array."""
+    """A copy of ``x`` on the host, so that the caller's array is not used; of typed PRNG keys, on the default
+    device.
+    """
     if not isinstance(x, jax.Array):
         return x
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -269,7 +269,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
     target = tmp_path / "new"
     for state, why in (
         ({"f": print}, r"state\['f'\] is builtin_function_or_method"),
-        ({"s": jax.ShapeDtypeStruct((2,), jnp.float32)}, "holds no values"),
+        ({"s": jax.ShapeDtypeStruct((2,), jnp.float32)}, "has no values"),
         ({"o": np.asarray(["a"])}, "an array of <U1"),
         ({"c": 1 + 2j}, r"state\['c'\] is complex"),
     ):
@@ -292,14 +292,14 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     with pytest.raises(CheckpointError, match="absent does not exist"):
         checkpoint.restore(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
         checkpoint.restore(tmp_path)
 
 
 def test_an_absent_step_names_the_nearest(tmp_path: Path) -> None:
     for step in (10, 20, 300):
         checkpoint.save(tmp_path, step, small())
-    with pytest.raises(CheckpointError, match=r"no step 26, the nearest is 20\..*step 300 \(of 10, 20, 300\)"):
+    with pytest.raises(CheckpointError, match=r"no step 26, the nearest is 20\..*step is 300 \(of 10, 20, 300\)"):
         checkpoint.restore(tmp_path, 26)
 
 
@@ -320,7 +320,7 @@ def test_another_model_is_named_leaf_by_leaf(tmp_path: Path) -> None:
 def test_a_sharding_that_does_not_divide_is_named(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"w": jnp.ones((6, 2))})
     plan = plan_for({"w": jnp.ones((6, 2))}, mesh_of((4,)), P("x"))
-    with pytest.raises(CheckpointError, match=r"state\['w'\]: float32\[6,2\] cannot be laid out"):
+    with pytest.raises(CheckpointError, match=r"state\['w'\]: float32\[6,2\] cannot be sharded"):
         checkpoint.restore(tmp_path, plan=plan)
     with pytest.raises(CheckpointError, match="not both"):
         checkpoint.restore(tmp_path, plan=plan, like={})
@@ -453,13 +453,13 @@ def test_a_damaged_step_is_named_and_passed_over(tmp_path: Path, damage: str) ->
     checkpoint.save(tmp_path, 1, small(1))
     checkpoint.save(tmp_path, 2, small(2), wait=True)
     break_it(tmp_path / "2")
-    with pytest.raises(CheckpointError, match=rf"step 2 in .* is not whole: .*{why}.*The last whole one is step 1"):
+    with pytest.raises(CheckpointError, match=rf"step 2 in .* is incomplete: .*{why}.*The last complete step is 1"):
         checkpoint.restore(tmp_path, 2, like=small())
     with pytest.warns(UserWarning, match=rf"restoring step 1 .*skipped step 2: .*{why}"):
         back = checkpoint.restore(tmp_path, like=small())
     assert back.step == checkpoint.latest(tmp_path) == 1
     assert_equal(back.state, small(1))
-    with pytest.warns(UserWarning, match="moved aside to .*2.damaged-1"):
+    with pytest.warns(UserWarning, match="renamed to .*2.damaged-1"):
         checkpoint.save(tmp_path, 2, small(3))
     assert_equal(checkpoint.restore(tmp_path, like=small()).state, small(3))
     assert (tmp_path / "2.damaged-1").is_dir()
@@ -470,7 +470,7 @@ def test_bytes_changed_in_place_are_an_error_that_names_the_last_whole_step(tmp_
     checkpoint.save(tmp_path, 2, jnp.ones(3), wait=True)
     for path in (tmp_path / "2" / "arrays").rglob("*.ocdbt"):
         path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(CheckpointError, match=r"arrays of step 2 .* cannot be read: .*The last whole one is step 1"):
+    with pytest.raises(CheckpointError, match=r"arrays of step 2 .* cannot be read: .*The last complete step is 1"):
         checkpoint.restore(tmp_path)
     assert_equal(checkpoint.restore(tmp_path, 1, like=jnp.ones(3)).state, jnp.ones(3))
 
@@ -478,7 +478,7 @@ def test_bytes_changed_in_place_are_an_error_that_names_the_last_whole_step(tmp_
 def test_no_whole_step_left(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, small(), wait=True)
     cut(largest(tmp_path / "1"))
-    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint \(step 1: "):
+    with pytest.raises(CheckpointError, match=r"has no complete checkpoint \(step 1: "):
         checkpoint.restore(tmp_path)
 
 
@@ -495,7 +495,7 @@ def test_a_failed_write_is_raised_once_and_loses_nothing(tmp_path: Path, monkeyp
     assert saving.done
     checkpoint.finish()
     assert checkpoint.steps(tmp_path) == (1,)
-    with pytest.warns(UserWarning, match="skipped step 2: its writing never finished"):
+    with pytest.warns(UserWarning, match="skipped step 2: its write never finished"):
         assert_equal(checkpoint.restore(tmp_path, like=small()).state, small(1))
     checkpoint.save(tmp_path, 2, small(3))
     assert_equal(checkpoint.restore(tmp_path, 2, like=small()).state, small(3))
@@ -503,7 +503,7 @@ def test_a_failed_write_is_raised_once_and_loses_nothing(tmp_path: Path, monkeyp
 
 def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="file cannot be made a checkpoint directory"):
+    with pytest.raises(CheckpointError, match="checkpoint directory .*file cannot be created"):
         checkpoint.save(tmp_path / "file", 1, small())
     with pytest.raises(CheckpointError, match="file is not a directory"):
         checkpoint.restore(tmp_path / "file")
@@ -561,7 +561,7 @@ def test_killed_while_writing(tmp_path: Path, moment: str | float) -> None:
     for step in checkpoint.steps(where):
         assert checkpoint.restore(where, step).step == step
     for step in unfinished:
-        with pytest.raises(CheckpointError, match="its writing never finished"):
+        with pytest.raises(CheckpointError, match="its write never finished"):
             checkpoint.restore(where, step)
     checkpoint.save(where, 1000, small(), keep=1, wait=True)
     assert [p.name for p in where.iterdir()] == ["1000"]

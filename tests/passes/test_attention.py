@@ -353,6 +353,6 @@ def test_what_the_chip_has_room_for_is_no_large_attention(on_chip):
 
 
 def test_a_least_size_that_is_none_is_refused():
-    with pytest.raises(PassError, match=r"attention:soon: 'soon' is no size in bytes.*or 'large'"):
+    with pytest.raises(PassError, match=r"attention:soon: 'soon' is not a size in bytes.*or 'large'"):
         Attention.from_option("soon")
     assert str(Attention.from_option("32MiB")) == "attention:32MiB"

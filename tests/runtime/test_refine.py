@@ -205,13 +205,13 @@ def test_where_answers_are_kept(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("bad", [-1, 1.5, "3", True])
 def test_no_number_of_layouts(bad):
-    with pytest.raises(ArgumentError, match="refine=.*: it is how many layouts are compiled"):
+    with pytest.raises(ArgumentError, match="refine=.*: must be the number of layouts to compile"):
         autoshard.jit(small, mesh=MESH, refine=bad)
 
 
 def test_a_plan_that_is_given_is_not_refined():
     plan = autoshard.jit(small, mesh=MESH).plan(S, S)
-    with pytest.raises(ArgumentError, match="refine=2: a plan that is given"):
+    with pytest.raises(ArgumentError, match="refine=2: a plan given as the strategy"):
         autoshard.jit(small, mesh=MESH, strategy=plan, refine=2)
 
 
