@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
+from dataclasses import fields
 
 import jax
 import numpy as np
@@ -156,6 +158,18 @@ def test_outside_of_the_tables_no_operation_is_known_by_its_name():
     assert {n: found for n, s in SOURCES.items() if not under(n, *free) and (found := compared_names(s))} == {}
     assert compared_names("if eqn.primitive.name in SLICES or node.kind.op == 'pad': pass")
     assert compared_names("READERS.get(eqn.primitive.name)")
+
+
+def test_who_is_said_to_ask_does() -> None:
+    text = SOURCES["ir.traits"]
+    for field in fields(Traits):
+        words = " ".join(text.partition(f"    {field.name}: ")[2].split('"""')[1].split())
+        said = words.partition("Asked by")[2]
+        modules = re.findall(r"`([a-z_.]+)`", said)
+        asking = {n for n, s in SOURCES.items() if re.search(rf"traits(\([^)]*\))?\.{field.name}\b", s)}
+        assert modules
+        assert {n for n in asking if not under(n, *modules)} == set(), field.name
+        assert [m for m in modules if not any(under(n, m) for n in asking)] == [], field.name
 
 
 def test_traits_are_hashable_and_of_nothing_by_default():
