@@ -1,4 +1,4 @@
-"""Passes over programs, one a file or a folder."""
+"""The passes that a user can name: rewrites of the traced program before it is planned, each a file or a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.transforms.pipeline import Pass
 KNOWN: Mapping[str, type[Pass]] = {
     p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, PadUneven, Recompute, SumProducts, TransposedProducts)
 }
-"""What a user can name in ``passes=[...]``."""
+"""The passes by the name that a user writes in ``passes=[...]``."""
 
 __all__ = [
     "KNOWN",

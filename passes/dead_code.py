@@ -1,4 +1,4 @@
-"""Dead code: drops the equations that no result and no effect of the step needs."""
+"""Dead code elimination: removes equations that no result and no effect of the step depends on."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class DeadCode(Pass):
         return program.with_jaxpr(jx.eliminate_dead_code(program.jaxpr))
 
     def change(self, before: Program, after: Program) -> str:
-        return "dropped what no result and no effect needs"
+        return "equations removed that no result and no effect depends on"

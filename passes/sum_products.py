@@ -1,7 +1,7 @@
-"""Sums: products that are only added to one another become one operation.
+"""Matrix products that are only added to one another become one operation (`autoshard.transforms.sum_of_products`).
 
-Where the contracted dimension of such products is split, each leaves a partial sum; XLA puts every one of them together
-before it adds them. As one operation they are added first. Numbers change by how sums are rounded, no more.
+Where the contracted dimension of such products is sharded, each is a partial sum, which XLA all-reduces before it adds
+them. As one operation, partial sums are added first and all-reduced once. Results change by rounding only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class SumProducts(Pass):
-    """Joins products that are only added to one another; the plan then reduces their sum once."""
+    """Joins products that are only added to one another, so that a plan all-reduces their sum once."""
 
     name: ClassVar[str] = "sum_products"
 
@@ -33,38 +33,43 @@ class SumProducts(Pass):
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
-        made = sum(e.primitive is sum_of_products_p for e in jx.walk(after.jaxpr))
-        return f"{made} sums of products made one operation each"
+        count = sum(e.primitive is sum_of_products_p for e in jx.walk(after.jaxpr))
+        return f"{count} sums of products replaced by one operation each"
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A `dot_general`, perhaps transposed: its equation, and where each dimension of what is added comes from."""
+    """A term of a sum: a `dot_general`, perhaps transposed."""
 
     eqn: jx.JaxprEqn
     order: tuple[int, ...]
+    """Of each dimension of the term, the dimension of the product that it is."""
 
     @property
-    def alike(self) -> Any:
-        """What products have in common that can be joined."""
+    def dtypes_and_precision(self) -> Any:
+        """What the products of one operation have in common."""
         left, right = (jx.aval(a).dtype for a in self.eqn.invars)
         p = self.eqn.params
         return left, right, jx.aval(self.eqn.outvars[0]).dtype, p["precision"]
 
 
 def _rewritten(jaxpr: jx.Jaxpr, rules: Rules, known: dict[Any, jx.Jaxpr]) -> jx.Jaxpr:
-    """``jaxpr`` with its sums joined, at every depth; itself where there are none. ``known``: sums that were staged."""
+    """``jaxpr`` with its sums of products joined, at every depth; the same object where there are none.
+
+    Args:
+      known: sums traced before, by what they depend on: layers of a model share theirs.
+    """
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     uses = jx.use_counts(jaxpr)
-    additions = [e for e in jaxpr.eqns if rules.traits(e.primitive).adds and _terms_of(e)]
+    additions = [e for e in jaxpr.eqns if rules.traits(e.primitive).adds and _is_elementwise(e)]
     chained = {e for e in additions if uses[e.outvars[0]] == 1}
     inner = {a for e in additions for a in e.invars if isinstance(a, jx.Var) and uses[a] == 1}
 
-    def leaves(atom: jx.Atom) -> Iterator[jx.Atom]:
+    def terms(atom: jx.Atom) -> Iterator[jx.Atom]:
         eqn = made.get(atom) if isinstance(atom, jx.Var) else None
         if eqn is not None and eqn in chained:
             for a in eqn.invars:
-                yield from leaves(a)
+                yield from terms(a)
         else:
             yield atom
 
@@ -86,12 +91,12 @@ def _rewritten(jaxpr: jx.Jaxpr, rules: Rules, known: dict[Any, jx.Jaxpr]) -> jx.
     for eqn in additions:
         if eqn.outvars[0] in inner:
             continue
-        found = [a for side in eqn.invars for a in leaves(side)]
+        found = [a for operand in eqn.invars for a in terms(operand)]
         products = {i: p for i, a in enumerate(found) if (p := product(a)) is not None}
         if len(products) < 2:
             continue
-        commonest = Counter(p.alike for p in products.values()).most_common(1)
-        joined = {i: p for i, p in products.items() if p.alike == commonest[0][0]}
+        commonest = Counter(p.dtypes_and_precision for p in products.values()).most_common(1)
+        joined = {i: p for i, p in products.items() if p.dtypes_and_precision == commonest[0][0]}
         if len(joined) > 1:
             rest = [a for i, a in enumerate(found) if i not in joined]
             instead[eqn] = _joined(eqn, list(joined.values()), rest, known)
@@ -100,19 +105,19 @@ def _rewritten(jaxpr: jx.Jaxpr, rules: Rules, known: dict[Any, jx.Jaxpr]) -> jx.
     return jx.with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in instead.get(eqn, (eqn,))])
 
 
-def _terms_of(eqn: jx.JaxprEqn) -> list[jx.Atom]:
-    """The operands of an addition of arrays of one shape."""
+def _is_elementwise(eqn: jx.JaxprEqn) -> bool:
+    """Whether an addition is of arrays of one shape, which is not that of a scalar."""
     shape = jx.aval(eqn.outvars[0]).shape
-    return list(eqn.invars) if shape and all(jx.aval(a).shape == shape for a in eqn.invars) else []
+    return bool(shape) and all(jx.aval(a).shape == shape for a in eqn.invars)
 
 
 def _joined(
     eqn: jx.JaxprEqn, products: list[_Product], rest: list[jx.Atom], known: dict[Any, jx.Jaxpr]
 ) -> list[jx.JaxprEqn]:
-    """The equations that make what ``eqn`` makes: the sum of ``products``, and ``rest`` added to it."""
+    """The equations that replace the addition ``eqn``: the sum of ``products``, to which the other terms are added."""
     result = jx.aval(eqn.outvars[0])
     out = LETTERS[: len(result.shape)]
-    terms = tuple(_letters(p, out) for p in products)
+    dims = tuple(_subscripts(p, out) for p in products)
     operands = [a for p in products for a in p.eqn.invars]
     avals = list(map(jx.aval, operands))
     precision = products[0].eqn.params["precision"]
@@ -120,37 +125,35 @@ def _joined(
     def fun(*values: Any) -> Any:
         (total,) = sum_of_products_p.bind(
             *values[: len(operands)],
-            products=terms,
+            products=dims,
             out=out,
             dtype=str(result.dtype),
             precision=precision,
-            flops=flops(avals, terms, out),
+            flops=flops(avals, dims, out),
         )
         for x in values[len(operands) :]:
             total = total + x
         return total
 
     values = [*operands, *rest]
-    key = terms, out, str(result.dtype), precision, tuple((jx.aval(a).shape, str(jx.aval(a).dtype)) for a in values)
+    key = dims, out, str(result.dtype), precision, tuple((jx.aval(a).shape, str(jx.aval(a).dtype)) for a in values)
     if key not in known:
         known[key] = jx.stage_out(fun, eqn, values)
     return jx.splice(known[key], eqn, values)
 
 
-def _letters(product: _Product, out: str) -> ProductDims:
-    """A letter for every dimension of the two operands: those of ``out`` where the sum has them, others after them."""
-    (summed, batch), ranks = (
-        product.eqn.params["dimension_numbers"],
-        [len(jx.aval(a).shape) for a in product.eqn.invars],
-    )
-    sides: list[dict[int, str]] = [{}, {}]
-    made = [out[product.order.index(d)] for d in range(len(out))]
+def _subscripts(product: _Product, out: str) -> ProductDims:
+    """Einsum subscripts of a product's operands, where ``out`` are those of the term; contracted letters come after."""
+    contracted, batch = product.eqn.params["dimension_numbers"]
+    ranks = [len(jx.aval(a).shape) for a in product.eqn.invars]
+    operands: list[dict[int, str]] = [{}, {}]
+    result = [out[product.order.index(d)] for d in range(len(out))]
     for i, (l, r) in enumerate(zip(*batch, strict=True)):
-        sides[0][l] = sides[1][r] = made[i]
-    for k, (l, r) in enumerate(zip(*summed, strict=True)):
-        sides[0][l] = sides[1][r] = LETTERS[len(out) + k]
-    free = iter(made[len(batch[0]) :])
-    for side, rank in zip(sides, ranks, strict=True):
-        side.update({d: next(free) for d in range(rank) if d not in side})
-    left, right = ("".join(side[d] for d in range(rank)) for side, rank in zip(sides, ranks, strict=True))
+        operands[0][l] = operands[1][r] = result[i]
+    for k, (l, r) in enumerate(zip(*contracted, strict=True)):
+        operands[0][l] = operands[1][r] = LETTERS[len(out) + k]
+    free = iter(result[len(batch[0]) :])
+    for letters, rank in zip(operands, ranks, strict=True):
+        letters.update({d: next(free) for d in range(rank) if d not in letters})
+    left, right = ("".join(letters[d] for d in range(rank)) for letters, rank in zip(operands, ranks, strict=True))
     return left, right

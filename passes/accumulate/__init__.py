@@ -1,12 +1,12 @@
-"""Accumulate: what a loop only adds up is reduced once, after it.
+"""Loops accumulate one partial sum per device part, which are all-reduced once after the loop, not in every iteration.
 
-A step that adds up gradients over micro-batches makes each as a sum over the batch. Split over devices, the batch
-leaves that sum partial, and it would be put together in every turn. Here the dimension summed over is dealt in as many
-parts as devices, and the loop adds up an array with a term for each part, in a new leading dimension; its terms are
-added after the loop. Split as the batch is, they stay where they are made until then.
+Gradient accumulation computes each micro-batch's gradient as a sum over its batch. With a sharded batch that sum is
+partial, and would be all-reduced in every iteration. Here the summed dimension is split into as many parts as there are
+devices, and the loop accumulates an array with one sum for each part, in a new leading dimension; these are added after
+the loop. Sharded along that dimension, each stays on its device until then.
 
-The same goes for whatever a loop carries round and only adds to: the gradient of a weight that every turn of a
-recurrence reads, or every layer. Numbers change by how sums are rounded, no more. How is in `autoshard.passes.accumulate.per_part_sums`.
+The same goes for any loop carry that is only added to: the gradient of a weight that every iteration of a recurrence,
+or every layer, reads. Results change by rounding only. `autoshard.passes.accumulate.per_part_sums` is the rewrite.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import ClassVar
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
 from autoshard.ir.program import Program
-from autoshard.passes.accumulate.per_part_sums import in_terms
+from autoshard.passes.accumulate.per_part_sums import with_per_part_sums
 from autoshard.transforms.pipeline import Pass
 
 
 @dataclass(frozen=True)
 class Accumulate(Pass):
-    """Keeps what loops add up in terms, one for each part along some mesh axes, and adds the terms after the loop."""
+    """Lets loops accumulate partial sums per device part along some mesh axes, and adds them after the loop."""
 
     name: ClassVar[str] = "accumulate"
 
     axes: str = ""
-    """Mesh axes with ``+`` between them; none: all of the mesh."""
+    """Mesh axes joined by ``+``; "" means all axes of the mesh."""
 
     def __call__(self, program: Program) -> Program:
         sizes = program.mesh.shape
@@ -39,20 +39,22 @@ class Accumulate(Pass):
             if axis not in sizes:
                 raise PassError(f"{self}: the mesh {program.mesh} has no axis {axis!r}{nearest(axis, sizes)}")
         parts = math.prod(sizes[a] for a in names)
-        after = in_terms(program.jaxpr, parts, program.rules) if parts > 1 else program.jaxpr
+        after = with_per_part_sums(program.jaxpr, parts, program.rules) if parts > 1 else program.jaxpr
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
-        return "sums of loops kept in terms" if before.jaxpr is not after.jaxpr else "no loop only adds up"
+        if before.jaxpr is after.jaxpr:
+            return "no loop carry that is only accumulated"
+        return "loops accumulate partial sums per device part, added after the loop"
 
     def variants(self, program: Program) -> tuple[Pass, ...]:
-        """One for each number of parts that some of the mesh's axes make."""
-        if in_terms(program.jaxpr, 1, program.rules) is program.jaxpr:
+        """One for each number of devices that some of the mesh's axes have together."""
+        if with_per_part_sums(program.jaxpr, 1, program.rules) is program.jaxpr:
             return ()
         axes = program.mesh.nontrivial_axes
-        some = [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]
-        forms = [Accumulate("+".join(a)) for a in {program.mesh.axes_size(a): a for a in some}.values()]
-        return tuple(f for f in forms if f(program) is not program)
+        subsets = [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]
+        passes = [Accumulate("+".join(a)) for a in {program.mesh.axes_size(a): a for a in subsets}.values()]
+        return tuple(p for p in passes if p(program) is not program)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.axes}" if self.axes else self.name

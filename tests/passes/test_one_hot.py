@@ -95,7 +95,7 @@ def test_numbers_stay_and_a_sum_is_saved(loss, labels, weights):
     before = traced(fun, *args)
     after, (report,) = Pipeline((OneHot(),)).run(before)
     assert long_sums(after) < long_sums(before), report
-    assert "fewer" in str(report)
+    assert "replaced by the picked elements" in str(report)
     for a, b in zip(jax.jit(jx.as_fun(after.jaxpr))(*args), jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
