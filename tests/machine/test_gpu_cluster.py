@@ -1,6 +1,6 @@
 """GPU clusters: their mesh configs, their plans, and the errors where devices or compiler are missing.
 
-None of this needs the extra ``gpu``; `tests/targets` holds what does.
+None of this needs the extra ``gpu``; `tests/targets` has the tests that do.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_every_gpu_has_a_hardware_table_that_agrees_with_its_target_config(name)
     assert set(table.links) == {"nvlink", "infiniband"}
     assert chip.bandwidth == pytest.approx(table.bandwidth, rel=0.05)
     assert 0 < chip.memory - table.memory < 0.08 * table.memory  # a card holds more than it is sold by
-    # A multiprocessor's tensor cores do a power of two of FLOP a cycle, near the clock told.
+    # The tensor cores of a multiprocessor do a power of two of FLOP per cycle, at about the clock given.
     flops = table.peak_flops("bfloat16") / chip.multiprocessors / (chip.clock_ghz * 1e9)
     assert 0.9 < flops / {8: 2048, 9: 4096, 10: 8192}[chip.compute_capability] < 1.001
     assert f"core_count: {chip.multiprocessors}\n" in target_config(chip)

@@ -179,7 +179,7 @@ def test_byte_sizes_in_a_config(write):
     assert load_yaml(write("budget:\n"), Budget).budget is None
 
 
-# --- meshes from whatever a user holds ---
+# --- every form in which a user may give a mesh ---
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())

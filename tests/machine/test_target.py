@@ -1,6 +1,6 @@
 """TPU slices: their mesh configs, their plans, and the errors where devices or compiler are missing.
 
-None of this needs the extra ``tpu``; `tests/targets` holds what does.
+None of this needs the extra ``tpu``; `tests/targets` has the tests that do.
 """
 
 from __future__ import annotations
