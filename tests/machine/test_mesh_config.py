@@ -72,7 +72,7 @@ def test_every_shipped_mesh_resolves(path):
         ("axes: {a: 2}\npins: {w: [b]}\n", "mesh.yaml:2: pins: 'b' is no axis of this mesh"),
         ("axes: {a: 2}\npins: {w: [a, a]}\n", "mesh.yaml:2: pins: the pin of 'w' uses a mesh axis twice"),
         ("axes: {a: 2}\npins:\n  w: [a, 3]\n", r"mesh.yaml:3: pins.w\[1\]: should be a valid string; it is 3"),
-        ("axes: {a: 2}\nmemory_budget: 14Gib\n", "mesh.yaml:2: memory_budget: '14Gib' is no size .* GiB"),
+        ("axes: {a: 2}\nmemory_budget: 14Gib\n", "mesh.yaml:2: memory_budget: '14Gib' is not a size in bytes.* GiB"),
         ("axes: {a: 2}\naxes: {b: 2}\n", "mesh.yaml:2: axes: repeated key, first on line 1"),
         ("axes: {a: 2\ndevices: 2\n", r"mesh.yaml:\d: expected"),
         ("axes:\n\t- 1\n", "mesh.yaml:2: found character"),
