@@ -35,7 +35,6 @@ class PlanRequest:
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
 
-
 def budget_of(request: PlanRequest, program: Program) -> float:
     """Bytes per device that a plan may use."""
     return request.memory_budget if request.memory_budget is not None else program.mesh.hardware.memory

@@ -98,7 +98,9 @@ class Plan(PlanRecord):
         for place, (path, _), (at, leaf) in zip(places, wanted, given, strict=False):
             name, shape = jax.tree_util.keystr(at), jax.numpy.shape(leaf)
             if jax.tree_util.keystr(path) != name:
-                return f"{self.name} takes {place.path}, {verb} {name or 'one array'} in its place: the structures differ"
+                return (
+                    f"{self.name} takes {place.path}, {verb} {name or 'one array'} in its place: the structures differ"
+                )
             if place.shape != shape or (dtypes and place.dtype != dtype_name(leaf.dtype)):
                 dtype = dtype_name(leaf.dtype) if dtypes else ""
                 return f"{place.path} of {self.name} is {place.dtype}{list(place.shape)}, {verb} {dtype}{list(shape)}"
