@@ -37,6 +37,7 @@ class Rules(Mapping[Key, RuleFn]):
     base_tables: tuple[RuleTable, ...]
     """The rules of all steps: registered ones, then those that ship."""
     known_traits: Mapping[Primitive, Traits]
+    """Of the primitives that ship; a step or a user adds none."""
 
     @property
     def _tables(self) -> tuple[Mapping[Key, RuleFn], ...]:
