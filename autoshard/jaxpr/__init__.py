@@ -11,6 +11,17 @@ from __future__ import annotations
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
+from autoshard.jaxpr.dispatch import (
+    CompileOnlyLowered,
+    FastPath,
+    any_tracer,
+    execute,
+    is_tracing,
+    kept_arguments,
+    make_dispatcher,
+    trace_context,
+    with_call_structure,
+)
 from autoshard.jaxpr.equation import (
     CONSTRAINT,
     NAMED_CALLS,
@@ -65,17 +76,6 @@ from autoshard.jaxpr.rewrite import (
     stage_out,
     use_counts,
     with_eqns,
-)
-from autoshard.jaxpr.stages import (
-    CompileOnlyLowered,
-    FastPath,
-    any_tracer,
-    execute,
-    is_tracing,
-    kept_arguments,
-    make_dispatcher,
-    trace_context,
-    with_call_structure,
 )
 from autoshard.jaxpr.value import (
     Atom,
