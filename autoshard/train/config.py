@@ -1,4 +1,4 @@
-"""A training run as people write it in YAML: model, data, optimizer, and the meshes it runs on in turn."""
+"""The configuration of a training run in YAML: model, data, optimizer, and the meshes that it runs on in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Strategy = Literal["auto", "dp", "fsdp", "tp", "fsdp_tp", "zero1", "zero2", "zer
 
 
 def _relative_path(value: str, info: ValidationInfo) -> epath.Path:
-    """The file that ``value`` names, looked for in the folder of the configuration that names it."""
+    """The path ``value``, relative to the configuration file that has it."""
     return epath.Path((info.context or {}).get("file", "")).parent / value
 
 
@@ -27,8 +27,8 @@ def _read_model(value: object, info: ValidationInfo) -> object:
 def _read_mesh(value: Any, info: ValidationInfo) -> object:
     if not isinstance(value, str):
         return value
-    named = "/" not in value and not value.endswith(".yaml")  # "cpu-8" ships with autoshard
-    return mesh_config(value if named else _relative_path(value, info))
+    is_shipped = "/" not in value and not value.endswith(".yaml")  # "cpu-8" ships with autoshard
+    return mesh_config(value if is_shipped else _relative_path(value, info))
 
 
 def _read_source(value: str, info: ValidationInfo) -> str:
@@ -36,23 +36,23 @@ def _read_source(value: str, info: ValidationInfo) -> str:
 
 
 ModelEntry = Annotated[ModelConfig, BeforeValidator(_read_model)]
-"""A model in place, or the path of its file, relative to the file that names it."""
+"""A model's entries, or the path of its file relative to the configuration file."""
 MeshEntry = Annotated[MeshConfig, BeforeValidator(_read_mesh)]
-"""A mesh in place, the path of its file relative to the file that names it, or the name of a shipped one."""
+"""A mesh's entries, the path of its file relative to the configuration file, or the name of a shipped one."""
 
 
 class Phase(Config):
-    """A stretch of the run on one mesh, from where the last one ended to step ``until``."""
+    """The part of the run on one mesh: from the end of the phase before it to step ``until``."""
 
     mesh: MeshEntry
     until: StrictInt = Field(ge=1)
 
 
 class DataConfig(Config):
-    """The text, split by file into train and held-out; see `autoshard.train.data.corpus`."""
+    """The text, whose files are split into training and held-out ones; see `autoshard.train.data.corpus`."""
 
     source: Annotated[str, AfterValidator(_read_source)] = STDLIB
-    """``stdlib``, the Python library's own sources, or a directory relative to the file that names it."""
+    """``stdlib``, the sources of the Python standard library, or a directory relative to the configuration file."""
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] | None = None
     holdout: StrictInt = Field(default=10, ge=2)
@@ -60,8 +60,8 @@ class DataConfig(Config):
 
 
 class EvalConfig(Config):
-    """Held-out loss: every ``every`` steps (and where a phase ends) over ``batches`` batches, at the end over
-    ``final_batches``, in the order of the files; None is all of them.
+    """Held-out loss: every ``every`` steps and at the end of a phase over ``batches`` batches; at the end of the run
+    over ``final_batches`` in the order of the files, None being all of them.
     """
 
     every: StrictInt | None = Field(default=None, ge=1)
@@ -70,42 +70,42 @@ class EvalConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """Where the run lives (relative to the working directory), and how often its state is saved."""
+    """The run's folder, relative to the working directory, and how often its state is saved."""
 
     dir: str = Field(min_length=1)
     every: StrictInt = Field(default=100, ge=1)
     keep: StrictInt | None = Field(default=2, ge=1)
-    """How many of the newest states stay on disk; None keeps all."""
+    """Number of checkpoints to keep, the newest; None keeps all."""
 
 
 class TrainConfig(Config):
-    """A whole run. Either ``mesh`` and ``steps``, or ``phases`` when the mesh changes on the way."""
+    """A training run. Either ``mesh`` and ``steps``, or ``phases`` if the mesh changes during the run."""
 
     model: ModelEntry
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: StrictInt = Field(ge=1)
-    """Sequences in a step, over all devices."""
+    """Sequences per step, over all devices."""
     mesh: MeshEntry | None = None
     steps: StrictInt | None = Field(default=None, ge=1)
     phases: Annotated[tuple[Phase, ...], Field(validate_default=True)] = ()
     strategy: Strategy = "auto"
     refine: StrictInt = Field(default=0, ge=0)
-    """Layouts of the step that are compiled to choose from; see `autoshard.jit`."""
+    """Number of layouts of the step to compile and choose from; see `autoshard.jit`."""
     passes: tuple[str, ...] | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig
     seed: StrictInt = Field(default=0, ge=0)
     log_every: StrictInt = Field(default=10, ge=1)
-    """Steps between two progress lines where the output is no terminal."""
+    """Steps between two progress lines if the output is not a terminal."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """The JAX platform to run on; None takes the best that is there."""
+    """The JAX platform to run on; None is JAX's default."""
 
     @field_validator("model")
     @classmethod
     def _bytes(cls, model: ModelConfig) -> ModelConfig:
         if model.vocab < VOCAB:
-            raise ValueError(f"vocab is {model.vocab}; a token is a byte, so it has to be {VOCAB} or more")
+            raise ValueError(f"vocab is {model.vocab}; a token is a byte, so it must be {VOCAB} or more")
         return model
 
     @field_validator("phases")
@@ -114,32 +114,32 @@ class TrainConfig(Config):
         single = [info.data[key] is not None for key in ("mesh", "steps") if key in info.data]
         if any(single) if phases else not all(single):
             raise ValueError(
-                "give `mesh` and `steps`, or else `phases`, a list with a `mesh` and an `until` in each entry"
+                "give either `mesh` and `steps`, or `phases`, a list with a `mesh` and an `until` in each entry"
             )
         ends = [phase.until for phase in phases]
         if ends != sorted(set(ends)):
-            raise ValueError(f"the phases end at steps {ends}; each has to end after the one before")
+            raise ValueError(f"the phases end at steps {ends}; each must end after the one before")
         return phases
 
     @property
     def all_phases(self) -> tuple[Phase, ...]:
-        """The phases, also when the run has one mesh."""
+        """The phases; one if the run has one mesh."""
         if self.mesh is not None and self.steps is not None:
             return (Phase(mesh=self.mesh, until=self.steps),)
         return self.phases
 
     @property
     def last_step(self) -> int:
-        """The step after which the run is over."""
+        """The step with which the run ends."""
         return self.all_phases[-1].until
 
     @property
     def min_devices(self) -> int:
-        """The most devices that a phase's mesh asks for by itself; 1 when every size is left open."""
+        """The most devices that a phase's mesh needs at least; 1 if no mesh fixes an axis size."""
         return max(phase.mesh.min_devices for phase in self.all_phases)
 
     def state_settings(self) -> dict[str, Any]:
-        """The entries that a saved state depends on, by dotted key; a resumed run must agree in all of them."""
+        """The entries that a saved state depends on, by dotted key; they must be equal in a resumed run."""
         optimizer = self.optimizer.model_copy(update={"decay_steps": self.optimizer.decay_steps or self.last_step})
         return {
             **_dotted("model", self.model.model_dump(mode="json")),

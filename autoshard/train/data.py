@@ -1,8 +1,8 @@
-"""Bytes of real text, as batches that resume exactly.
+"""Byte-level text data: batches whose position can be saved and restored exactly.
 
-A corpus is a directory's files, sorted by name and split into train and held-out by a hash of the name alone, so
-that the same files give the same split on every machine. The Python standard library's own sources are one that
-every machine has. A token is a byte: 256 of them, and bits per byte compare with any other model of the same text.
+A corpus is the files of a directory, in the order of their names, split into training and held-out files by a hash of
+the name alone, so that the split is the same on every machine. Every machine has one: the sources of the Python
+standard library. A token is a byte, so bits per byte compare with any other model of the same text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from etils import epath
 from autoshard.errors import ConfigError
 
 VOCAB = 256
-"""Number of tokens: every byte."""
+"""Number of tokens: the values of a byte."""
 
 STDLIB = "stdlib"
-"""The source that stands for the Python standard library's own sources."""
+"""The name of the sources of the Python standard library."""
 
-# Directories that differ between installations of one Python version, or that some leave out.
+# Directories that differ between installations of one Python version, or that some lack.
 _STDLIB_EXCLUDE = (
     *("__pycache__", "_sysconfigdata*", "config-*", "dist-packages", "idle_test", "lib-dynload"),
     *("site-packages", "sitecustomize.py", "test", "tests"),
@@ -36,7 +36,7 @@ _STDLIB_EXCLUDE = (
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text in two parts. ``train``, ``heldout``: uint8 [bytes]; the files of each, by relative name, in order."""
+    """Training and held-out text, uint8 [bytes], and the relative names of the files of each, in order."""
 
     train: np.ndarray
     heldout: np.ndarray
@@ -57,44 +57,45 @@ def corpus(
     exclude: Sequence[str] | None = None,
     holdout: int = 10,
 ) -> Corpus:
-    """Reads every chosen file below ``source``, whole, and joins them in the order of their names.
+    """Reads every chosen file below ``source`` and concatenates them in the order of their names.
 
     Args:
       source: ``"stdlib"`` or a directory.
-      include: globs on a file's name relative to ``source`` (``*`` crosses ``/``); by default ``*.py`` in the
+      include: globs on a file's name relative to ``source`` (``*`` matches ``/`` too); by default ``*.py`` in the
         standard library, and everything in a directory.
-      exclude: globs on the name of any file or directory on the way; by default tests and installed packages in the
-        standard library, and hidden names in a directory.
+      exclude: globs on the name of a file or of any directory on its path; by default tests and installed packages in
+        the standard library, and hidden names in a directory.
       holdout: one file in this many, by a hash of its relative name, is held out.
 
     Raises:
-      ConfigError: no such directory, no file chosen, or a side of the split without a byte.
+      ConfigError: no such directory, no file matches, or a side of the split is empty.
     """
     stdlib = str(source) == STDLIB
     root = epath.Path(sysconfig.get_path("stdlib") if stdlib else source).expanduser()
     include = include if include is not None else ("*.py",) if stdlib else ("*",)
     exclude = exclude if exclude is not None else _STDLIB_EXCLUDE if stdlib else (".*",)
     if holdout < 2:
-        raise ConfigError(f"holdout={holdout} leaves nothing to train on; 10 holds out one file in ten")
+        raise ConfigError(f"holdout={holdout} leaves nothing to train on; 2 or more, and 10 holds out one file in ten")
     if not root.is_dir():
         raise ConfigError(f"the text source {root} is not a directory; name one that exists, or {STDLIB!r}")
     names = sorted(n for n in _files(root, "", exclude) if any(fnmatch.fnmatchcase(n, g) for g in include))
     if not names:
-        raise ConfigError(f"{root} holds no file like {', '.join(include)} outside {', '.join(exclude) or 'nothing'}")
+        excluded = f", excluding {', '.join(exclude)}" if exclude else ""
+        raise ConfigError(f"{root} has no file that matches {', '.join(include)}{excluded}")
     heldout = tuple(n for n in names if is_held_out(n, holdout))
     train = tuple(n for n in names if not is_held_out(n, holdout))
     parts = Corpus(_read(root, train), _read(root, heldout), train, heldout)
     for part, files in ((parts.train, "train"), (parts.heldout, "held-out")):
         if not len(part):
             raise ConfigError(
-                f"the {files} part of {root} is empty: {len(names)} files, one in {holdout} held out, by name. "
+                f"the {files} part of {root} is empty: {len(names)} files, one in {holdout} held out by its name. "
                 "Add files, or change holdout"
             )
     return parts
 
 
 def is_held_out(name: str, holdout: int) -> bool:
-    """Whether the file of this relative name is held out: true of one name in ``holdout``, on every machine."""
+    """Whether the file of this relative name is held out: one in ``holdout`` is, the same on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % holdout == 0
 
 
@@ -114,7 +115,7 @@ def _read(root: epath.Path, names: Sequence[str]) -> np.ndarray:
 
 
 class _WindowSource:
-    """``length // seq`` windows of ``seq + 1`` bytes; each starts at the byte that the one before it ended on."""
+    """Windows of ``seq + 1`` bytes, each of which starts at the last byte of the one before it."""
 
     def __init__(self, text: np.ndarray, seq: int) -> None:
         self._text, self._seq = text, seq
@@ -131,53 +132,53 @@ class _WindowSource:
 
 
 class Batches(Iterator[dict[str, np.ndarray]]):
-    """An endless (or one pass) row of batches with a position that can be saved and set.
+    """An iterator over batches, endless or of one pass, whose position can be saved and restored.
 
     Yields ``{"inputs": int32 [batch, seq], "targets": int32 [batch, seq]}`` in numpy, on the host; ``targets`` is
-    ``inputs`` one byte later. What comes at a position depends on the text, ``batch``, ``seq`` and ``seed`` alone.
+    ``inputs`` one byte later. The batch at a position depends on the text, ``batch``, ``seq`` and ``seed`` alone.
     """
 
     def __init__(self, dataset: Any, made_of: Mapping[str, Any], per_pass: int) -> None:
         self._iterator: Any = iter(dataset)
         self._made_of = dict(made_of)
         self.per_pass = per_pass
-        """Whole batches in one pass over the text."""
+        """Full batches in one pass over the text."""
 
     def __next__(self) -> dict[str, np.ndarray]:
         return cast("dict[str, np.ndarray]", next(self._iterator))
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as strict JSON: what `set_state` needs to give the same batches from here on."""
+        """The position as strict JSON, for `set_state`."""
         return {"made_of": dict(self._made_of), "position": self._iterator.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to a position that `get_state` gave, at once and without reading what lies before it.
+        """Moves to a position from `get_state`, without reading the text before it.
 
         Raises:
-          ConfigError: the state is not one, or is of other text, batch size, length or seed; names both values.
+          ConfigError: not a position, or one in other text or of another batch size, length or seed; names both values.
         """
         if not {"made_of", "position"} <= state.keys():
-            raise ConfigError(f"a saved position has the entries 'made_of' and 'position'; this has {sorted(state)}")
+            raise ConfigError(f"a saved position has the keys 'made_of' and 'position'; this has {sorted(state)}")
         made_of: Mapping[str, Any] = state["made_of"]
         for name, value in self._made_of.items():
             if made_of.get(name) != value:
                 raise ConfigError(
-                    f"the saved position is of batches with {name}={made_of.get(name)!r} and these have "
-                    f"{name}={value!r}: the same batches cannot follow. Use the same text and settings, or start over"
+                    f"the saved position is in batches with {name}={made_of.get(name)!r}, and these have "
+                    f"{name}={value!r}: they cannot continue. Use the same text and settings, or start over"
                 )
         self._iterator.set_state(state["position"])
 
 
 def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, prefetch: int = 0) -> Batches:
-    """Batches of windows of ``text`` (uint8 [bytes]), each byte a target once in a pass.
+    """Batches of windows of ``text`` (uint8 [bytes]), in which each byte is a target once a pass.
 
     Args:
-      batch: windows in a batch.
-      seq: targets in a window, bytes.
-      seed: shuffles the windows, anew for every pass, without end; None gives them in order, one pass.
-      prefetch: batches to prepare ahead in a thread; 0 prepares each when it is asked for. The batches are the same.
+      batch: windows per batch.
+      seq: targets per window, in bytes.
+      seed: shuffles the windows in each of endless passes; None yields them in order, once.
+      prefetch: batches to prepare ahead in a thread; 0 prepares each on demand. The batches are the same.
 
-    A last part of the text that fills no window, and in order a last part that fills no batch, is left out.
+    The end of the text that fills no window is dropped, and in order the windows that fill no batch.
 
     Raises:
       ConfigError: a size below 1, or text too short for one batch.
@@ -190,7 +191,7 @@ def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, pre
         longest = (len(text) - 1) // (batch if seed is None else 1)
         remedy = f"use seq={longest} at most" if longest > 0 else "use more text"
         raise ConfigError(
-            f"{len(text)} bytes of text are too few for batch={batch}, seq={seq}, which takes {least}; {remedy}"
+            f"{len(text)} bytes of text are too few for batch={batch}, seq={seq}, which needs {least}; {remedy}"
         )
     dataset: Any = grain.MapDataset.source(windows)
     dataset = dataset.shuffle(seed=seed).repeat() if seed is not None else dataset
@@ -203,8 +204,11 @@ def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, pre
 def bigram_bits_per_byte(train: np.ndarray, heldout: np.ndarray, *, alpha: float = 1.0) -> float:
     """Bits per byte of the byte-bigram model fitted on ``train``, over the bytes of ``heldout`` after the first.
 
-    ``p(b | a) = (count(a, b) + alpha) / (count(a) + 256 * alpha)``: alpha 1 is Laplace's rule. ``train``,
-    ``heldout``: uint8 [bytes], two bytes or more. To stand beside a model's figure, give the bytes it was scored on.
+    ``p(b | a) = (count(a, b) + alpha) / (count(a) + 256 * alpha)``, Laplace's rule at alpha 1. To compare with a model,
+    pass the bytes that the model was scored on.
+
+    Args:
+      train, heldout: uint8 [bytes], two bytes or more.
     """
     if min(len(train), len(heldout)) < 2:
         raise ConfigError(f"a bigram needs two bytes: {len(train)} to fit on and {len(heldout)} to score")
@@ -215,6 +219,6 @@ def bigram_bits_per_byte(train: np.ndarray, heldout: np.ndarray, *, alpha: float
 
 
 def _bigram_counts(text: np.ndarray) -> np.ndarray:
-    """How often each byte follows each, [first, second]."""
+    """Counts of each pair of consecutive bytes, int64 [first, second]."""
     joined = text[:-1].astype(np.int64) * VOCAB + text[1:]
     return np.bincount(joined, minlength=VOCAB * VOCAB).reshape(VOCAB, VOCAB)

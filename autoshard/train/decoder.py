@@ -1,11 +1,10 @@
-"""A decoder-only transformer in Flax NNX and its train and eval steps: ordinary JAX, no sharding anywhere.
+"""A decoder-only transformer in Flax NNX and its train and eval steps: ordinary JAX without any sharding.
 
-Root-mean-square norms before each block, rotary positions, grouped-query attention, a gated or plain
-MLP or experts in its place, and the layers stacked and scanned so that depth costs no tracing time, or
-traced once and written out for each.
+Pre-norm blocks with RMS norms, rotary positions, grouped-query attention, and a gated or plain MLP or a mixture of
+experts. Layers are stacked and scanned, so that depth costs no tracing time, or unrolled with one trace for all.
 
-Letters in shapes: B batch, S sequence, D model width, H query heads, K key-value heads, G = H / K,
-E head width, F MLP width, V vocabulary, L layers; among experts N groups of T tokens, X experts, C places of each.
+Letters in shapes: B batch, S sequence, D model width, H query heads, K key-value heads, G = H / K, E head width, F MLP
+width, V vocabulary, L layers; of experts: N groups of T tokens, X experts, C capacity of an expert.
 """
 
 from __future__ import annotations
@@ -41,16 +40,17 @@ class ModelConfig(Config):
     seq: int = Field(ge=2)
     mlp: Literal["gelu", "swiglu"] = "swiglu"
     experts: int = Field(default=0, ge=0)
-    """Gated MLPs of width ``d_ff`` that each token chooses among; 0: one MLP for all."""
+    """Number of routed experts, gated MLPs of width ``d_ff``; 0 is one MLP for all tokens."""
     chosen: int = Field(default=2, ge=1, validate_default=True)
-    """Experts a token, where there are experts."""
+    """Routed experts per token."""
     shared: int = Field(default=0, ge=0)
-    """Experts beside them that every token goes to, as one MLP of so many widths."""
+    """Number of experts that every token passes, as one MLP of so many times the width."""
     room: float = Field(default=1.25, gt=0)
-    """Places of an expert, in those that it would need were all chosen equally often; who finds none is passed on."""
+    """Capacity factor: tokens per group that an expert takes, relative to an even load; others skip the expert."""
     tied: bool = False
+    """Whether the output projection is the embedding."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The dtype of the products; parameters, norms, softmax and loss stay float32."""
+    """The dtype of matrix products; parameters, norms, softmax and loss are float32."""
     rope_base: float = Field(default=10_000.0, gt=1)
     scan: bool = True
 
@@ -58,14 +58,14 @@ class ModelConfig(Config):
     @classmethod
     def _even_width(cls, heads: int, info: ValidationInfo) -> int:
         if info.data.get("d_model", 0) % (2 * heads):
-            raise ValueError(f"d_model {info.data['d_model']} is no multiple of {heads} heads of an even width")
+            raise ValueError(f"d_model {info.data['d_model']} is not a multiple of {heads} heads of an even width")
         return heads
 
     @field_validator("kv_heads")
     @classmethod
     def _equal_groups(cls, kv_heads: int | None, info: ValidationInfo) -> int | None:
         if kv_heads is not None and info.data.get("heads", 0) % kv_heads:
-            raise ValueError(f"{info.data['heads']} query heads are no multiple of {kv_heads} key-value heads")
+            raise ValueError(f"{info.data['heads']} query heads are not a multiple of {kv_heads} key-value heads")
         return kv_heads
 
     @field_validator("chosen")
@@ -95,15 +95,15 @@ class ModelConfig(Config):
 
 
 class OptimizerConfig(Config):
-    """AdamW under a linear warm-up, a cosine decay and a cap on the gradient's global norm."""
+    """AdamW with linear warm-up, cosine decay and gradient clipping by global norm."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup: int = Field(default=0, ge=0)
-    """Steps from zero to ``learning_rate``."""
+    """Steps in which the learning rate rises from zero to ``learning_rate``."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Step at which the cosine ends, warm-up included; the last step of the run when absent."""
+    """Step at which the cosine decay ends, warm-up included; the last step of the run if absent."""
     final: float = Field(default=0.1, ge=0, le=1)
-    """The learning rate at the end, as a fraction of ``learning_rate``."""
+    """Final learning rate as a fraction of ``learning_rate``."""
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -111,18 +111,20 @@ class OptimizerConfig(Config):
 
 
 def rotary(x: jax.Array, base: float) -> jax.Array:
-    """Rotates the halves of the last dimension by position. x: [B, S, H, E] -> the same (RoFormer, eq. 34)."""
+    """Rotary position embedding (RoFormer, eq. 34) over the halves of the last dimension. x: [B, S, H, E] -> the
+    same.
+    """
     half = x.shape[-1] // 2
-    rates = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rates
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def _weights(rngs: nnx.Rngs, *shape: int, fan_in: int, gain: float = 1.0) -> nnx.Param[jax.Array]:
-    """Normal weights, in float32, with standard deviation ``gain / sqrt(fan_in)``."""
+    """float32 parameters from a normal distribution with standard deviation ``gain / sqrt(fan_in)``."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * (gain * fan_in**-0.5))
 
 
@@ -139,7 +141,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with rotary positions and shared key-value heads. x: [B, S, D] -> the same."""
+    """Causal grouped-query self-attention with rotary positions. x: [B, S, D] -> the same."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -165,7 +167,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two products around a gelu, or three around a silu gate. x: [B, S, D] -> the same."""
+    """A gelu MLP of two products, or a silu-gated one of three. x: [B, S, D] -> the same."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, inner: int | None = None):
         width, inner = config.d_model, inner or config.mlp_width
@@ -180,10 +182,10 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated MLPs of which each token takes a few, as far as they have room, and one for all. x: [B, S, D] -> the same.
+    """Mixture of experts with top-k routing and a fixed capacity, and a shared expert. x: [B, S, D] -> the same.
 
-    Tokens compete for places in groups of up to 1,024 that follow one another, the earlier before the later (GShard,
-    section 2.2). No loss here keeps the experts evenly used.
+    Tokens compete for capacity within groups of up to 1,024 consecutive ones, earlier tokens first (GShard, section
+    2.2). There is no load-balancing loss.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
@@ -198,20 +200,20 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config, dtype = self.config, x.dtype
         tokens = math.gcd(x.shape[1], 1024)
-        room = math.ceil(config.room * config.chosen * tokens / config.experts)
+        capacity = math.ceil(config.room * config.chosen * tokens / config.experts)
         groups = x.reshape(-1, tokens, config.d_model)
-        odds = jax.nn.softmax(jnp.einsum("ntd,dx->ntx", groups.astype(jnp.float32), self.router[...]))
-        best, which = jax.lax.top_k(odds, config.chosen)
-        picks = jax.nn.one_hot(which, config.experts)
-        weights = jnp.einsum("ntk,ntkx->ntx", best / best.sum(-1, keepdims=True), picks)
-        picked = picks.sum(2)
-        place = jnp.where(picked > 0, jnp.cumsum(picked, 1) - 1, -1).astype(jnp.int32)
-        slots = jax.nn.one_hot(place, room, dtype=dtype)  # [N, T, X, C]
-        sent = jnp.einsum("ntxc,ntd->nxcd", slots, groups)
+        probabilities = jax.nn.softmax(jnp.einsum("ntd,dx->ntx", groups.astype(jnp.float32), self.router[...]))
+        best, which = jax.lax.top_k(probabilities, config.chosen)
+        routes = jax.nn.one_hot(which, config.experts)
+        weights = jnp.einsum("ntk,ntkx->ntx", best / best.sum(-1, keepdims=True), routes)
+        routed = routes.sum(2)
+        slot = jnp.where(routed > 0, jnp.cumsum(routed, 1) - 1, -1).astype(jnp.int32)
+        dispatch = jax.nn.one_hot(slot, capacity, dtype=dtype)  # [N, T, X, C]
+        sent = jnp.einsum("ntxc,ntd->nxcd", dispatch, groups)
         inner = jax.nn.silu(jnp.einsum("nxcd,xdf->nxcf", sent, self.gate[...].astype(dtype)))
         inner = inner * jnp.einsum("nxcd,xdf->nxcf", sent, self.up[...].astype(dtype))
-        back = jnp.einsum("nxcf,xfd->nxcd", inner, self.down[...].astype(dtype))
-        mixed = jnp.einsum("ntxc,nxcd->ntd", slots * weights[..., None].astype(dtype), back).reshape(x.shape)
+        outputs = jnp.einsum("nxcf,xfd->nxcd", inner, self.down[...].astype(dtype))
+        mixed = jnp.einsum("ntxc,nxcd->ntd", dispatch * weights[..., None].astype(dtype), outputs).reshape(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x)
 
 
@@ -231,7 +233,7 @@ class Layer(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _apply_layer(graph: Any, weights: Tree, x: jax.Array) -> jax.Array:
-    """A layer of ``x``; JAX traces, and differentiates, the first and takes the others, which are alike, to be so."""
+    """A layer of ``x``, jitted so that JAX traces and differentiates the first and reuses that for all others."""
     return nnx.merge(graph, weights)(x)
 
 
@@ -260,7 +262,7 @@ class Decoder(nnx.Module):
                 x = _apply_layer(*nnx.split(layer), x)
         x = self.norm(x)
         if self.head is None:
-            x = x * self.config.d_model**-0.5  # else each token starts out certain that it repeats itself
+            x = x * self.config.d_model**-0.5  # else the initial model predicts each token to repeat, with certainty
             return jnp.einsum("bsd,vd->bsv", x, self.embed[...].astype(dtype), preferred_element_type=jnp.float32)
         return jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(dtype), preferred_element_type=jnp.float32)
 
@@ -269,11 +271,11 @@ class Steps(NamedTuple):
     """The functions of one training run over a plain-dict state ``{"params", "opt_state", "step"}``."""
 
     init: Callable[[jax.Array], Tree]
-    """Random key -> the state before the first step."""
+    """Random key -> the initial state."""
     train: Callable[[Tree, Mapping[str, jax.Array]], tuple[Tree, Metrics]]
-    """state, batch -> the next state and the scalars ``loss`` (nats a token), ``grad_norm``, ``learning_rate``."""
+    """state, batch -> the next state and the scalars ``loss`` (nats per token), ``grad_norm``, ``learning_rate``."""
     evaluate: Callable[[Tree, Mapping[str, jax.Array]], Metrics]
-    """params, batch -> the scalar ``loss`` (nats a token)."""
+    """params, batch -> the scalar ``loss`` (nats per token)."""
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -288,12 +290,12 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _decay_mask(params: Tree) -> Tree:
-    """True where weight decay applies: everywhere but the norms' scales."""
+    """The parameters to which weight decay applies: all but the norms' scales."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1] != jax.tree_util.DictKey("scale"), params)
 
 
 def make_steps(model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> Steps:
-    """The init, train and eval functions of a decoder; pure, so they can be traced anywhere.
+    """The init, train and eval functions of a decoder, all pure.
 
     A batch is ``{"inputs": int [B, S], "targets": int [B, S]}``, the targets one token ahead.
     """
@@ -302,14 +304,14 @@ def make_steps(model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> St
         optax.clip_by_global_norm(optimizer.clip),
         optax.adamw(rate, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay, mask=_decay_mask),
     )
-    graph, blank = nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
+    graph, abstract_state = nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
 
     def init(key: jax.Array) -> Tree:
         params = nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(params=key))))
         return {"params": params, "opt_state": update.init(params), "step": jnp.zeros((), jnp.int32)}
 
     def loss_of(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
-        state = nnx.clone(blank)
+        state = nnx.clone(abstract_state)
         nnx.replace_by_pure_dict(state, params)
         logits = nnx.merge(graph, state)(batch["inputs"])
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))

@@ -1,7 +1,7 @@
-"""Runs a training configuration: phase by phase, resumable at any moment, with a report at the end.
+"""Runs a training configuration phase by phase; resumable at any moment, with a report at the end.
 
-Everything random follows from the seed and the step: the state's birth, and the order of the batches. So
-a run that was killed and resumed takes the same steps, on the same numbers, as one that was not.
+All randomness (initialization, order of the batches) depends on the seed and the step only. So a run that was killed
+and resumed takes the same steps with the same numbers as one that was not.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from autoshard.train.run_folder import RunFolder, write_json
 
 
 def train(config: TrainConfig, *, fresh: bool = False, console: Console | None = None) -> Report:
-    """Trains from the last whole checkpoint in ``config.checkpoint.dir``, or from the start, to the last step.
+    """Trains from the last complete checkpoint in ``config.checkpoint.dir``, or from the start, to the last step.
 
     Args:
-      config: the run.
-      fresh: deletes what the folder holds of an earlier run, says what, and starts over.
-      console: where the plan, the progress and the report go; standard output when absent.
+      fresh: deletes an earlier run in the folder and starts over.
+      console: receives the plan, the progress and the report; standard output if absent.
 
     Raises:
-      ConfigError: the folder's run was begun with another model, data, optimizer, batch or seed.
-      CheckpointError: the folder holds something else, or its checkpoints do not fit.
-      MeshError: a phase's mesh needs more devices than there are.
+      ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed.
+      CheckpointError: the folder has files that are no run's, or checkpoints of another state.
+      MeshError: a phase's mesh needs more devices than are available.
     """
     console = console or Console(soft_wrap=True)
     folder = RunFolder(epath.Path(config.checkpoint.dir))
@@ -71,19 +70,19 @@ def train(config: TrainConfig, *, fresh: bool = False, console: Console | None =
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A phase before it runs: its step and eval functions with their plan, and what they are called with."""
+    """The planned step and eval function of a phase, and the abstract values of their arguments."""
 
     step: Step
     evaluate: Step
     plan: Plan
     state: Tree
-    """Shapes and dtypes of the state."""
+    """`jax.ShapeDtypeStruct`s."""
     batch: Tree
-    """Shapes and dtypes of a batch."""
+    """`jax.ShapeDtypeStruct`s."""
 
 
 def plan_phase(config: TrainConfig, phase: Phase) -> PlannedPhase:
-    """The plan of one phase; needs no devices, and makes no array."""
+    """Plans one phase; needs no devices, and creates no array."""
     steps = make_steps(config.model, config.optimizer, config.last_step)
     step = jit(
         steps.train,
@@ -97,14 +96,14 @@ def plan_phase(config: TrainConfig, phase: Phase) -> PlannedPhase:
     tokens = jax.ShapeDtypeStruct((config.batch, config.model.seq), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
     plan = step.plan(state, batch)
-    held = (plan.in_specs[0]["params"], plan.in_specs[1])
-    evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=held)
+    params_and_batch = (plan.in_specs[0]["params"], plan.in_specs[1])
+    evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=params_and_batch)
     return PlannedPhase(step, evaluate, plan, state, batch)
 
 
 @dataclass(frozen=True)
 class _RunContext:
-    """What every phase of a run shares."""
+    """What all phases of a run share."""
 
     config: TrainConfig
     folder: RunFolder
@@ -114,7 +113,7 @@ class _RunContext:
     progress: ProgressLine
 
     def say(self, text: str) -> None:
-        """Prints ``text`` as it is."""
+        """Prints ``text`` without markup."""
         self.console.print(text, markup=False, highlight=False)
 
 
@@ -129,7 +128,7 @@ def _run_remaining(config: TrainConfig, folder: RunFolder, console: Console, don
                 last = _run_phase(run, index, done)
                 done = phase.until
         last = last or plan_phase(config, config.all_phases[-1])
-        # From the checkpoint in any case, so that a run that ends here and one that is taken up here do the same.
+        # From the checkpoint even if the run trained just now, so that a resumed run does the same.
         params = checkpoint.restore(folder.checkpoints, done, plan=last.plan).state["params"]
         held_out, scored = _final_loss(run, last, params)
     report = make_report(
@@ -146,7 +145,7 @@ def _run_remaining(config: TrainConfig, folder: RunFolder, console: Console, don
 
 
 def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
-    """Takes the steps of phase ``index`` after step ``done``; ends with its last state whole on disk."""
+    """Takes the steps of phase ``index`` after step ``done``; returns when its last state is complete on disk."""
     config, folder, phase = run.config, run.folder, run.config.all_phases[index]
     planned = plan_phase(config, phase)
     run.say(f"phase {index + 1} of {len(config.all_phases)}: to step {phase.until} on mesh {planned.plan.mesh}")
@@ -171,7 +170,7 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
         pending.append((number, metrics))
         saves = number == phase.until or number % config.checkpoint.every == 0
         evaluates = number == phase.until or (config.eval.every is not None and number % config.eval.every == 0)
-        while len(pending) > (0 if saves or evaluates else 1):  # one step ahead of what is shown
+        while len(pending) > (0 if saves or evaluates else 1):  # stays one step behind, so as not to wait for results
             _log_step(run, *pending.popleft())
         if evaluates:
             _log_held_out(run, planned, state, number)
@@ -184,7 +183,7 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
 
 
 def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
-    """Notes the mesh and the step's collectives, unless the log's last phase is the same and is being resumed."""
+    """Logs the phase's mesh and collectives, unless the log's last phase is the same and is being resumed."""
     compiled = planned.step.lower(planned.state, planned.batch).compile()
     event = PhaseEvent(step=done, mesh=str(planned.plan.mesh), collectives=str(audit(compiled, planned.plan)))
     earlier = [PhaseEvent.model_validate(record) for record in run.folder.records() if record["event"] == "phase"]
@@ -199,7 +198,7 @@ def _log_step(run: _RunContext, number: int, metrics: Mapping[str, jax.Array]) -
 
 
 def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: int) -> None:
-    """Notes the loss over the first batches of one shuffle of the held-out files: always the same ones."""
+    """Logs the loss over the first batches of one fixed shuffle of the held-out files."""
     config = run.config
     batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=0)
     loss = _mean_loss(planned, state["params"], itertools.islice(batches, config.eval.batches))
@@ -209,7 +208,7 @@ def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: 
 
 
 def _final_loss(run: _RunContext, planned: PlannedPhase, params: Tree) -> tuple[float, int]:
-    """The loss, nats a byte, over the held-out files in order, and how many bytes it was scored on."""
+    """The loss over the held-out files in order, nats per byte, and the number of bytes scored."""
     config = run.config
     batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=None)
     count = min(batches.per_pass, config.eval.final_batches or batches.per_pass)

@@ -1,4 +1,4 @@
-"""The line that shows how a run goes: redrawn on a terminal, printed now and then elsewhere."""
+"""The progress line of a training run: redrawn on a terminal, printed at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ _RATE_STEPS = 20
 
 
 class ProgressLine:
-    """Loss, tokens a second and time left, as a context manager.
+    """Shows loss, tokens per second and time left; a context manager.
 
     Args:
-      console: where to write.
       total: the run's last step.
-      tokens: tokens in a step.
-      every: steps between two lines where ``console`` is no terminal.
+      tokens: tokens per step.
+      every: steps between two lines if ``console`` is not a terminal.
     """
 
     def __init__(self, console: Console, total: int, tokens: int, every: int):
@@ -44,11 +43,11 @@ class ProgressLine:
             self._bar.stop()
 
     def restart(self) -> None:
-        """Forgets the rate: what comes next is compiled anew, or runs on another mesh."""
+        """Restarts the measurement of the rate, after an evaluation or a change of the mesh."""
         self._times.clear()
 
     def step(self, step: int, loss: float) -> None:
-        """Step ``step`` is done; ``loss`` in nats a token."""
+        """Reports that step ``step`` is done; ``loss`` in nats per token."""
         self._times.append((step, time.perf_counter()))
         (first, since), (_, now) = self._times[0], self._times[-1]
         line = f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}"
@@ -57,7 +56,7 @@ class ProgressLine:
             line += f"  {rate * self._tokens:,.0f} tokens/s  {_duration_text((self._total - step) / rate)} left"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, description=line)
-            self._bar.start()  # from the first step on: nothing to show before
+            self._bar.start()  # not before the first step: there is nothing to show
         elif step % self._every == 0 or step == self._total:
             self._console.print(line)
 

@@ -1,4 +1,4 @@
-"""What a finished training run has to show: losses on each mesh, held-out bits, collectives, where it lies."""
+"""The report of a finished training run: losses on each mesh, held-out bits per byte, collectives, checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 _MEAN_STEPS = 10
-"""Steps that a loss in the report is the mean of: one batch's loss says little."""
+"""Steps over which a loss in the report is averaged: the loss of one batch is noisy."""
 
 
 class _Frozen(BaseModel):
@@ -18,17 +18,17 @@ class _Frozen(BaseModel):
 
 
 class PhaseEvent(_Frozen):
-    """After ``step`` steps the run goes on here: the mesh, and what the step sends over it."""
+    """A phase begins, or is resumed, after step ``step``."""
 
     event: Literal["phase"] = "phase"
     step: int
     mesh: str
     collectives: str
-    """The audit of the step: a table of predicted and emitted collectives."""
+    """The audit of the step, as a table of predicted and emitted collectives."""
 
 
 class StepEvent(_Frozen):
-    """Step ``step`` (counted from 1) was taken; ``loss`` in nats a token."""
+    """Step ``step``, counted from 1, was taken; ``loss`` in nats per token."""
 
     event: Literal["step"] = "step"
     step: int
@@ -38,7 +38,7 @@ class StepEvent(_Frozen):
 
 
 class HeldOutEvent(_Frozen):
-    """The held-out loss after ``step`` steps, in nats a token, on the mesh of the last phase before it."""
+    """The held-out loss after ``step`` steps, in nats per token, on the mesh of the last phase event."""
 
     event: Literal["held_out"] = "held_out"
     step: int
@@ -46,7 +46,7 @@ class HeldOutEvent(_Frozen):
 
 
 class PhaseReport(_Frozen):
-    """One phase: the mean loss of its first and last steps, and the held-out loss at both its ends, in nats a token."""
+    """One phase: mean loss of its first and last steps, held-out loss at its start and end, in nats per token."""
 
     mesh: str
     first: int
@@ -59,7 +59,7 @@ class PhaseReport(_Frozen):
 
 
 class Report(_Frozen):
-    """A finished run."""
+    """The report of a finished run."""
 
     steps: int
     parameters: int
@@ -67,7 +67,7 @@ class Report(_Frozen):
     held_out_bits: float
     """Bits per byte of the model on the first ``scored`` bytes of the held-out files."""
     bigram_bits: float
-    """Bits per byte of a byte-bigram model, fitted on the training bytes, on the same held-out bytes."""
+    """Bits per byte on the same bytes of a byte-bigram model fitted on the training bytes."""
     scored: int
     checkpoint: str
 
@@ -80,14 +80,14 @@ class Report(_Frozen):
             )
         for before, after in zip(self.phases, self.phases[1:], strict=False):
             lines.append(f"  resumed at step {before.last}: {before.mesh} -> {after.mesh}")
-            lines.append(f"    training loss {before.loss_last:.4f} before, {after.loss_first:.4f} after{_WINDOW_NOTE}")
+            lines.append(f"    training loss {before.loss_last:.4f} before, {after.loss_first:.4f} after{_MEAN_NOTE}")
             if before.held_out_last is not None and after.held_out_first is not None:
                 both = f"{before.held_out_last:.6f} before, {after.held_out_first:.6f} after"
-                lines.append(f"    held-out loss of that same state {both}")
+                lines.append(f"    held-out loss of the same state {both}")
         better = "below" if self.held_out_bits < self.bigram_bits else "NOT below"
         lines.append(
             f"  held-out files ({self.scored:,} bytes): {self.held_out_bits:.3f} bits per byte, {better} the "
-            f"{self.bigram_bits:.3f} of a byte-bigram model fitted on the same training bytes"
+            f"{self.bigram_bits:.3f} of a byte-bigram model fitted on the training bytes"
         )
         for number, phase in enumerate(self.phases, 1):
             lines.append(f"  collectives of one step in phase {number}, mesh {phase.mesh}:")
@@ -96,7 +96,7 @@ class Report(_Frozen):
         return "\n".join(lines)
 
 
-_WINDOW_NOTE = f" (mean of {_MEAN_STEPS} steps)"
+_MEAN_NOTE = f" (mean of {_MEAN_STEPS} steps)"
 
 
 def make_report(
@@ -108,7 +108,7 @@ def make_report(
     scored: int,
     checkpoint: str,
 ) -> Report:
-    """The report of the run with this log; ``held_out`` is its final loss over ``scored`` bytes, in nats a byte."""
+    """The report of the run with this log; ``held_out`` is its final loss over ``scored`` bytes, in nats per byte."""
     starts: list[PhaseEvent] = []
     losses: dict[int, float] = {}
     held: dict[tuple[int, int], float] = {}
@@ -133,7 +133,7 @@ def make_report(
             collectives=start.collectives,
         )
         for index, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if start.step < end  # a mesh that was changed before its first step leaves nothing to report
+        if start.step < end  # a phase without a step, because the mesh was changed before its first one
     ]
     return Report(
         steps=max(losses),

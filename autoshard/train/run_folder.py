@@ -1,13 +1,13 @@
-"""What a training run leaves behind beside its checkpoints: one folder, and one line of JSON for each event.
+"""The folder of a training run, with its log of events: one line of JSON each.
 
     RUN/run.json         the entries of the configuration that the state depends on
     RUN/log.jsonl        phases, steps and evaluations, in order
     RUN/plan-0.json      the plan of each phase
     RUN/checkpoints/     see `autoshard.checkpoint`
-    RUN/report.json      the report, when the run is over
+    RUN/report.json      the report, once the run is finished
 
-A line is on its way to disk before the checkpoint that follows it, so the log up to a checkpoint is whole
-whenever the checkpoint is. What a killed run wrote beyond its last checkpoint is cut off when it is resumed.
+An event is written before the checkpoint that follows it, so the log up to a checkpoint is complete whenever the
+checkpoint is. Events after the last checkpoint of a killed run are dropped when it is resumed.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> epath.Path:
-        """Where the states lie, one folder for each saved step."""
+        """The folder of the checkpoints, one folder for each saved step."""
         return self.root / "checkpoints"
 
     @property
     def log(self) -> epath.Path:
-        """The events, one JSON object a line."""
+        """The file of the events, one JSON object per line."""
         return self.root / "log.jsonl"
 
     @property
     def report(self) -> epath.Path:
-        """The report of a finished run."""
+        """The file of the report of a finished run."""
         return self.root / "report.json"
 
     def plan(self, phase: int) -> epath.Path:
-        """The plan of a phase, counted from 0."""
+        """The file of the plan of a phase, counted from 0."""
         return self.root / f"plan-{phase}.json"
 
     def clear(self) -> list[str]:
-        """Deletes the run and returns the names of what it deleted.
+        """Deletes the run's files and returns their names.
 
         Raises:
-          CheckpointError: the folder holds something that no run put there; nothing is deleted.
+          CheckpointError: the folder has a file that no run writes; nothing is deleted.
         """
         names = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
         foreign = [name for name in names if not _RUN_FILES.fullmatch(name)]
         if foreign:
             raise CheckpointError(
-                f"{self.root} holds {', '.join(foreign[:5])}, which no training run wrote; nothing was deleted. "
+                f"{self.root} has {', '.join(foreign[:5])}, which no training run writes; nothing was deleted. "
                 "Move it away, or choose another checkpoint.dir"
             )
         for name in names:
@@ -70,37 +70,37 @@ class RunFolder:
             path.rmtree() if path.is_dir() else path.unlink()
         return names
 
-    def claim(self, identity: Mapping[str, Any]) -> None:
-        """Makes the folder this run's, or checks that it is already.
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """Writes ``run.json``, or checks that the folder's is equal.
 
         Args:
-          identity: configuration entries by dotted key; see `autoshard.train.config.TrainConfig.identity`.
+          settings: configuration entries by dotted key; see `autoshard.train.config.TrainConfig.state_settings`.
 
         Raises:
-          ConfigError: the folder's run was begun with another model, data, optimizer, batch or seed.
-          CheckpointError: the folder holds checkpoints and no run.json.
+          ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed.
+          CheckpointError: the folder has checkpoints and no run.json.
         """
         path = self.root / "run.json"
         if not path.exists():
             if self.checkpoints.exists():
                 raise CheckpointError(
-                    f"{self.root} holds checkpoints but no run.json, so what they belong to is unknown; "
+                    f"{self.root} has checkpoints but no run.json, so the run that they belong to is unknown; "
                     "choose another checkpoint.dir"
                 )
-            write_json(path, identity)
+            write_json(path, settings)
             return
-        began = json.loads(path.read_text())
-        now = json.loads(json.dumps(identity))
-        for key in sorted(began | now):
-            before, after = began.get(key), now.get(key)
+        saved = json.loads(path.read_text())
+        given = json.loads(json.dumps(settings))
+        for key in sorted(saved | given):
+            before, after = saved.get(key), given.get(key)
             if before != after:
                 raise ConfigError(
-                    f"{key} is {after!r} and the run in {self.root} was begun with {before!r}; set it back, choose "
+                    f"{key} is {after!r}, and the run in {self.root} was begun with {before!r}; set it back, choose "
                     "another checkpoint.dir, or start over with --fresh"
                 )
 
     def records(self) -> Iterator[Record]:
-        """The log's events in order; a last line that was cut short is left out."""
+        """The log's events in order, without an incomplete last line."""
         if not self.log.exists():
             return
         for line in self.log.read_text().splitlines():
@@ -123,7 +123,7 @@ class RunFolder:
 
 
 def write_json(path: epath.Path, value: Any) -> None:
-    """Writes ``value`` so that a killed process leaves the whole file or none."""
+    """Writes ``value`` atomically: a killed process leaves the complete file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / (path.name + ".partial")
     partial.write_text(json.dumps(value, indent=1) + "\n")

@@ -512,7 +512,7 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 WRITER = """
 import sys, jax.numpy as jnp
 import autoshard
-from autoshard import checkpoint, writing
+from autoshard import checkpoint
 where, then = sys.argv[1:]
 state = {f"w{i}": jnp.full((512, 512), float(i)) for i in range(40)}
 checkpoint.save(where, 1, state, wait=True)
@@ -532,7 +532,7 @@ def writer(where: Path, then: str) -> subprocess.Popen[str]:
 
 
 def killed(where: Path, moment: str | float) -> list[int]:
-    """Kills a writer ``moment`` seconds after its first whole step, or inside a write; the steps it left unfinished."""
+    """Kills a writer ``moment`` seconds after its first complete step, or during a write; the steps it left unfinished."""
     with writer(where, "loop") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "saved\n"

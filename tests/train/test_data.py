@@ -70,7 +70,7 @@ def test_a_directory_with_globs(tmp_path: Path) -> None:
 def test_a_corpus_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent is not a directory; name one that exists, or 'stdlib'"):
         data.corpus(tmp_path / "absent")
-    with pytest.raises(ConfigError, match=r"holds no file like \*\.txt outside \.\*"):
+    with pytest.raises(ConfigError, match=r"has no file that matches \*\.txt, excluding \.\*"):
         data.corpus(tmp_path, include=("*.txt",))
     with pytest.raises(ConfigError, match="the train part of .* is empty: 1 files, one in 10"):
         data.corpus(write(tmp_path, {"0": "text"}))
@@ -124,9 +124,9 @@ def test_resuming_in_order_ends_where_it_would_have() -> None:
 def test_a_position_of_other_batches_is_refused() -> None:
     state = data.batches(TEXT, batch=2, seq=7).get_state()
     for other, why in (
-        (data.batches(TEXT, batch=4, seq=7), "batch=2 and these have batch=4"),
-        (data.batches(TEXT, batch=2, seq=8), "seq=7 and these have seq=8"),
-        (data.batches(TEXT, batch=2, seq=7, seed=1), "seed=0 and these have seed=1"),
+        (data.batches(TEXT, batch=4, seq=7), "batch=2, and these have batch=4"),
+        (data.batches(TEXT, batch=2, seq=8), "seq=7, and these have seq=8"),
+        (data.batches(TEXT, batch=2, seq=7, seed=1), "seed=0, and these have seed=1"),
         (data.batches(TEXT[1:], batch=2, seq=7), "text="),
     ):
         with pytest.raises(ConfigError, match=why):
@@ -137,10 +137,10 @@ def test_a_position_of_other_batches_is_refused() -> None:
 
 def test_batches_that_cannot_be() -> None:
     with pytest.raises(
-        ConfigError, match="1000 bytes of text are too few for .*seq=1000, which takes 1001; use seq=999"
+        ConfigError, match="1000 bytes of text are too few for .*seq=1000, which needs 1001; use seq=999"
     ):
         data.batches(TEXT, batch=1, seq=1000)
-    with pytest.raises(ConfigError, match="which takes 1025; use seq=15 at most"):
+    with pytest.raises(ConfigError, match="which needs 1025; use seq=15 at most"):
         data.batches(TEXT, batch=64, seq=16, seed=None)
     with pytest.raises(ConfigError, match="use more text"):
         data.batches(TEXT[:1], batch=1, seq=1)

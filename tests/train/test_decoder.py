@@ -128,8 +128,8 @@ def test_the_learning_rate_warms_up_and_decays():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"heads": 3}, "heads: d_model 32 is no multiple of 3 heads"),
-        ({"kv_heads": 3}, "4 query heads are no multiple of 3 key-value heads"),
+        ({"heads": 3}, "heads: d_model 32 is not a multiple of 3 heads"),
+        ({"kv_heads": 3}, "4 query heads are not a multiple of 3 key-value heads"),
         ({"head": 4}, "head: unknown key; did you mean 'heads'"),
         ({"experts": 1}, "cannot choose 2 of 1 experts"),
     ],

@@ -30,7 +30,7 @@ def test_the_log_is_cut_where_the_run_resumes(folder: RunFolder):
 def test_a_changed_entry_is_named(folder: RunFolder):
     folder.claim({"model.layers": 4, "model.heads": 2, "data.include": ("*.py",)})
     folder.claim({"model.layers": 4, "model.heads": 2, "data.include": ("*.py",)})
-    with pytest.raises(ConfigError, match=r"model\.layers is 6 and the run in .* was begun with 4"):
+    with pytest.raises(ConfigError, match=r"model\.layers is 6, and the run in .* was begun with 4"):
         folder.claim({"model.layers": 6, "model.heads": 2, "data.include": ("*.py",)})
 
 
@@ -53,6 +53,6 @@ def test_clearing_says_what_it_deletes(folder: RunFolder):
 def test_clearing_refuses_a_folder_with_anything_else(folder: RunFolder):
     folder.claim({})
     (folder.root / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"thesis\.tex, which no training run wrote; nothing was deleted"):
+    with pytest.raises(CheckpointError, match=r"thesis\.tex, which no training run writes; nothing was deleted"):
         folder.clear()
     assert (folder.root / "run.json").exists()
