@@ -16,6 +16,7 @@ from autoshard.rules import (
     contract,
     index,
     linalg,
+    move,
     pointwise,
     random,
     reduce,
@@ -28,7 +29,7 @@ from autoshard.rules.kept_whole import KEPT_WHOLE as KEPT_WHOLE
 from autoshard.rules.structural import STRUCTURAL as STRUCTURAL
 from autoshard.rules.traits import TRAITS
 
-FAMILIES = (contract, index, linalg, pointwise, random, reduce, shape, sort, window)
+FAMILIES = (contract, index, linalg, move, pointwise, random, reduce, shape, sort, window)
 
 
 def join(*tables: dict[Primitive, RuleFn]) -> dict[Primitive, RuleFn]:

@@ -22,13 +22,14 @@ from autoshard.ir.rule import Aval, Local, Rule, factor_names, parse
 from autoshard.jaxpr import find_primitive
 
 Label = str | tuple[str, ...] | None
-"""Of one dimension: a factor, the factors it is made of (major first), or None where it must stay whole."""
-ANY = "sum: 0, max: 0, min: 0, prod: 0, and: 0, or: 0"
-"""What an operation lets through that only moves the elements of its first operand."""
+"""Of one dimension: a factor, the factors that it is composed of (major first), or None where it has none."""
+ANY_PARTIAL = "sum: 0, max: 0, min: 0, prod: 0, and: 0, or: 0"
+"""The passthrough of an operation whose results are elements of its first operand, unchanged: all kinds of partial
+values."""
 
 
 def table[Row](rows: Mapping[str, Row]) -> dict[Primitive, Row]:
-    """``rows`` keyed by primitive; names that this version of JAX does not have are left out."""
+    """``rows`` keyed by primitive instead of by name, without those that this version of JAX does not have."""
     found = ((find_primitive(name), row) for name, row in rows.items())
     return {p: row for p, row in found if p is not None}
 
@@ -37,19 +38,25 @@ def build(
     operands: Iterable[Sequence[Label]],
     results: Iterable[Sequence[Label]],
     kinds: Mapping[str, str] | None = None,
-    lets: str = "",
+    passthrough: str = "",
     sizes: Mapping[str, int] | None = None,
     reason: str = "",
     local: Local | None = None,
     halos: Sequence[Halo] = (),
 ) -> Rule:
-    """The rule whose dimensions carry these labels. ``sizes`` is needed for factors of compound dimensions, ``local``
-    where one is of that kind.
+    """The rule whose dimensions have these labels.
 
-    Factors of size 1 that ``sizes`` names are dropped from compound dimensions.
+    Args:
+      operands, results: the label of each dimension of each of them.
+      kinds: kinds of factors that are not plainly parallel.
+      passthrough: partial operands that give partial results, as in a rule's text after the bar.
+      sizes: of the factors in compound dimensions, from which factors of size 1 are dropped.
+      reason: why the operation is kept whole, where it is.
+      local: the local form; needed with a factor of the kind ``local``.
+      halos: what shards read of their neighbours, along factors of the kind ``halo``.
     """
     sizes = sizes or {}
-    sides = [[tuple(_factors(label, sizes) for label in dims) for dims in side] for side in (operands, results)]
+    sides = [[tuple(_factors_of(label, sizes) for label in dims) for dims in side] for side in (operands, results)]
     flat = (f for side in sides for dims in side for dim in dims for f in dim)
     labels = list(dict.fromkeys(flat))
     name = dict(zip(labels, factor_names(len(labels)), strict=True))
@@ -59,7 +66,7 @@ def build(
         done[0],
         done[1],
         tuple(sorted((name[f], kind) for f, kind in (kinds or {}).items() if f in name)),
-        partials(lets),
+        parse_passthrough(passthrough),
         tuple(sorted((name[f], n) for f, n in sizes.items() if f in name and f in compound)),
         reason,
         tuple(halos),
@@ -67,7 +74,7 @@ def build(
     )
 
 
-def _factors(label: Label, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _factors_of(label: Label, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if label is None:
         return ()
     if isinstance(label, str):
@@ -77,26 +84,29 @@ def _factors(label: Label, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 @functools.cache
-def partials(lets: str) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
-    """Reads the part of a rule's text after the bar."""
-    return parse(f"-> | {lets}").partial_passthrough
+def parse_passthrough(passthrough: str) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
+    """`Rule.partial_passthrough`, from a rule's text after the bar."""
+    return parse(f"-> | {passthrough}").partial_passthrough
 
 
-def alone(fun: Callable[..., Any] | None = None) -> Local:
-    """Each device runs ``fun``, or the operation itself, on its parts: for what XLA would partition wrongly."""
+def per_shard(fun: Callable[..., Any] | None = None) -> Local:
+    """The local form without collectives: each device runs ``fun``, or the operation itself, on its shards.
+
+    It is for operations that XLA partitions wrongly or not at all.
+    """
     return Local((lambda _, *operands: fun(*operands)) if fun else None, lambda *_: ())
 
 
-def rows(shape: Sequence[int], prefix: str = "") -> list[str]:
-    """A label for every dimension, from its position: equal positions are equal factors."""
+def dim_labels(shape: Sequence[int], prefix: str = "") -> list[str]:
+    """A label for each dimension, from its index: the same index is the same factor."""
     return [f"{prefix}{i}" for i in range(len(shape))]
 
 
-def together(first: int, count: int) -> str:
-    """Lets of an operation that takes each element from one of ``count`` operands from ``first`` on.
+def selection_passthrough(first: int, count: int) -> str:
+    """The passthrough of an operation each of whose elements is one of ``count`` operands, the first being ``first``.
 
-    A sum or product passes when all are partial; of the idempotent reductions also when some are: a whole
-    operand combined with itself is itself.
+    Sums and products pass through where all operands are partial; idempotent reductions also where only some are, since
+    a value that is not partial, combined with itself, is itself.
     """
     operands = range(first, first + count)
     joint = "+".join(map(str, operands))
@@ -105,16 +115,17 @@ def together(first: int, count: int) -> str:
     return ", ".join([f"sum: {joint}", f"prod: {joint}", *(f"{k}: {some}" for k in ("max", "min", "and", "or"))])
 
 
-def elementwise(avals: Sequence[Aval], results: int = 1, lets: str = "") -> Rule:
-    """Every dimension passes; scalars and dimensions of size 1 stretch over the others."""
+def elementwise(avals: Sequence[Aval], results: int = 1, passthrough: str = "") -> Rule:
+    """The rule of an elementwise operation, in which scalars and dimensions of size 1 are broadcast."""
     rank = max((len(a.shape) for a in avals), default=0)
-    full = [max((a.shape[d] for a in avals if a.shape), default=1, key=_stretched) for d in range(rank)]
-    labels = rows(full)
+    full = [max((a.shape[d] for a in avals if a.shape), default=1, key=_zero_is_largest) for d in range(rank)]
+    labels = dim_labels(full)
     operands = [[x if n == m else None for x, n, m in zip(labels, a.shape, full, strict=False)] for a in avals]
-    return build(operands, [labels] * results, lets=lets)
+    return build(operands, [labels] * results, passthrough=passthrough)
 
 
-def _stretched(n: int) -> float:
+def _zero_is_largest(n: int) -> float:
+    """Compares sizes as broadcasting does, where 1 becomes 0."""
     return math.inf if n == 0 else n
 
 
@@ -124,7 +135,7 @@ def is_float(dtype: Any) -> bool:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether values of this type have no zero that a masked part could hold."""
+    """Whether values are of an extended dtype, such as PRNG keys: they have no zero for a shard to mask with."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 

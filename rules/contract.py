@@ -1,6 +1,6 @@
-"""Contractions: matrix products and convolutions.
+"""Rules of contractions: matrix products and convolutions.
 
-They are linear in each operand, so a sum-partial operand passes; two do not.
+They are linear in each operand, so that one sum-partial operand gives a sum-partial result; two do not.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.halo import Halo, Window
+from autoshard.ir.halo import Halo, HaloWindow
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.builders import Label, alone, build, is_integer, table
-from autoshard.rules.window import length, meet, slide
+from autoshard.rules.builders import Label, build, is_integer, per_shard, table
+from autoshard.rules.window import contracted_spatial_dim, output_size, sliding_dim
 
-EITHER = "sum: 0 1"
-SCATTERED = Local(None, lambda *_: (), due="scattered")
-"""Left to XLA, sums that are wanted in parts are reduced whole and cut: always for CPU, often for TPU (JAX 0.12)."""
+EITHER_OPERAND = "sum: 0 1"
+REDUCE_SCATTERED = Local(None, lambda *_: (), used_when="scattered")
+"""Where the result's partial sums are reduce-scattered, an island does that: XLA all-reduces them and slices, always
+for CPU and often for TPU (JAX 0.12)."""
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-def _labels(lhs: int, rhs: int, numbers: DimensionNumbers) -> tuple[list[str], list[str], list[str]]:
-    """Labels of the operands of ranks ``lhs`` and ``rhs``, and of their product."""
+def _dot_labels(lhs: int, rhs: int, numbers: DimensionNumbers) -> tuple[list[str], list[str], list[str]]:
+    """Labels of the two operands, of ranks ``lhs`` and ``rhs``, and of their product."""
     (lc, rc), (lb, rb) = numbers
     left, right = [f"l{d}" for d in range(lhs)], [f"r{d}" for d in range(rhs)]
     for i, j in (*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)):
@@ -38,19 +39,20 @@ def _labels(lhs: int, rhs: int, numbers: DimensionNumbers) -> tuple[list[str], l
 def dot_general(
     lhs: Aval, rhs: Aval, *, dimension_numbers: DimensionNumbers, preferred_element_type: Any = None, **_: Any
 ) -> Rule:
-    """Batch and free dimensions pass, contracted ones leave sums."""
-    left, right, out = _labels(len(lhs.shape), len(rhs.shape), dimension_numbers)
+    """Batch and free dimensions are parallel, contracted ones leave partial sums."""
+    left, right, out = _dot_labels(len(lhs.shape), len(rhs.shape), dimension_numbers)
     sums = {left[d]: "sum" for d in dimension_numbers[0][0]}
-    linear = _linear(lhs.dtype, rhs.dtype, preferred_element_type)
-    made = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
-    local = None if made == bool else SCATTERED  # no collective of JAX's adds up truths
+    linear = _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type)
+    dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    local = None if dtype == bool else REDUCE_SCATTERED  # JAX has no collective that sums booleans
     return build([left, right], [out], sums, linear, local=local)
 
 
-def _linear(lhs: Any, rhs: Any, result: Any) -> str:
-    """Integers wrap: where the result is wider than an operand, the operand's sum may wrap and the result's not."""
+def _bilinear_passthrough(lhs: Any, rhs: Any, result: Any) -> str:
+    """Either operand may be a partial sum; but an integer operand narrower than the result may not, since its sum wraps
+    where the result's does not."""
     if result is None or not (is_integer(lhs) and is_integer(rhs)):
-        return EITHER
+        return EITHER_OPERAND
     bits = jnp.iinfo(result).bits if is_integer(result) else math.inf
     passing = [str(i) for i, d in enumerate((lhs, rhs)) if jnp.iinfo(d).bits >= bits]
     return f"sum: {' '.join(passing)}" if passing else ""
@@ -65,11 +67,11 @@ def ragged_dot_general(
     preferred_element_type: Any = None,
     **_: Any,
 ) -> Rule:
-    """As the dense product; the ragged dimension and the groups stay whole, for a part has other group sizes."""
+    """As `dot_general`; the ragged dimension and the groups are kept whole, since shards have other group sizes."""
     numbers = ragged_dot_dimension_numbers.dot_dimension_numbers
     (ragged,) = ragged_dot_dimension_numbers.lhs_ragged_dimensions
     (contracted, _), (batch, _) = numbers
-    left, right, out = _labels(len(lhs.shape), len(rhs.shape), numbers)
+    left, right, out = _dot_labels(len(lhs.shape), len(rhs.shape), numbers)
     groups: list[Label] = ["g"]
     for d in ragged_dot_dimension_numbers.rhs_group_dimensions:
         out.remove(right[d])
@@ -87,12 +89,14 @@ def ragged_dot_general(
                 reason="its group sizes differ along further dimensions",
             )
     kinds = {left[d]: "sum" for d in contracted} | {left[ragged]: "whole", "g": "whole"}
-    return build([left, right, groups], [out], kinds, _linear(lhs.dtype, rhs.dtype, preferred_element_type))
+    return build(
+        [left, right, groups], [out], kinds, _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type)
+    )
 
 
 def scaled_dot(lhs: Aval, rhs: Aval, *scales: Aval, dimension_numbers: DimensionNumbers, **_: Any) -> Rule:
-    """As the product, but for rounding. Along contracted dimensions what shares a scale stays together."""
-    left, right, out = _labels(len(lhs.shape), len(rhs.shape), dimension_numbers)
+    """As `dot_general`, up to rounding. Of contracted dimensions, blocks that share a scale are not split."""
+    left, right, out = _dot_labels(len(lhs.shape), len(rhs.shape), dimension_numbers)
     operands: list[list[Label]] = [list(left), list(right)]
     shapes = [lhs.shape, rhs.shape]
     for i, scale in enumerate(scales):
@@ -134,14 +138,15 @@ def conv_general_dilated(
     preferred_element_type: Any = None,
     **rest: Any,
 ) -> Rule:
-    """Batch and output features pass, input features leave sums, spatial dimensions exchange edges, and leave sums too
-    where windows are as large as they are.
+    """Batch and output features are parallel, input features leave partial sums. Spatial dimensions exchange halos;
+    where windows are as large as the image (the gradient of a convolution's window) they leave partial sums too.
 
-    Groups, of features or of the batch, are a factor of their own, major in the dimensions they divide. XLA (JAX 0.12)
-    is left the edges alone: with features split beside an image it gives wrong numbers, as it does with input
-    features split under groups of the batch, which are therefore whole, and so are edges there; groups that it splits
-    itself over one of several mesh axes corrupt its memory. Where spatial dimensions are summed over, the edges are
-    exchanged before the part's own convolution; others then stay whole if they would need edges.
+    Groups, of features or of the batch, are a factor of their own, major in the dimensions that they divide. XLA (JAX
+    0.12) only exchanges the halos itself. Its own partitioning gives wrong numbers with features sharded beside spatial
+    dimensions, and with input features sharded in groups of the batch, which are therefore whole, as are halos there;
+    with groups sharded over one of several mesh axes it corrupts memory. Where spatial dimensions are summed over,
+    halos are exchanged before each device's own convolution; other spatial dimensions that need halos are then kept
+    whole.
     """
     (n, c, *space), (o, i, *kernel), (out_n, out_o, *out_space) = dimension_numbers
     groups = max(feature_group_count, batch_group_count)
@@ -159,47 +164,48 @@ def conv_general_dilated(
     left[c] = ("group", "in") if feature_group_count > 1 else "in"
     right[o] = out[out_o] = ("group", "out") if groups > 1 else "out"
     right[i], out[out_n] = "in", "batch"
-    reads: dict[str, Window] = {}
-    met: list[tuple[int, int, Window]] = []
-    """Spatial dimensions that are summed over: their number, that of the window, and what parts read."""
+    halo_windows: dict[str, HaloWindow] = {}
+    summed: list[tuple[int, int, HaloWindow]] = []
+    """Spatial dimensions that are summed over: index, size of the result, and what shards read."""
     for d, (at, k, to) in enumerate(zip(space, kernel, out_space, strict=True)):
-        shape, moved = (lhs.shape[at], rhs.shape[k]), (window_strides[d], padding[d], lhs_dilation[d], rhs_dilation[d])
-        left[at], out[to] = slide(f"s{d}", *shape, *moved, kinds, sizes, reads)
+        shape = (lhs.shape[at], rhs.shape[k])
+        geometry = (window_strides[d], padding[d], lhs_dilation[d], rhs_dilation[d])
+        left[at], out[to] = sliding_dim(f"s{d}", *shape, *geometry, kinds, sizes, halo_windows)
         if left[at] is None:
-            after = length(*shape, *moved)
-            left[at], right[k] = meet(f"s{d}", *shape, after, *moved, kinds, sizes, reads)
+            after = output_size(*shape, *geometry)
+            left[at], right[k] = contracted_spatial_dim(f"s{d}", *shape, after, *geometry, kinds, sizes, halo_windows)
             if left[at] is not None:
-                met.append((d, after, reads[f"s{d}"]))
-    halos = [Halo(0, at, reads[f"s{d}"]) for d, at in enumerate(space) if f"s{d}" in reads]
+                summed.append((d, after, halo_windows[f"s{d}"]))
+    halos = [Halo(0, at, halo_windows[f"s{d}"]) for d, at in enumerate(space) if f"s{d}" in halo_windows]
     windows = any(
         left[at] is not None and right[k] is None and rhs.shape[k] > 1 for at, k in zip(space, kernel, strict=True)
     )
-    own = windows or groups > 1
+    always_local = windows or groups > 1
     shared = "batch" if batch_group_count > 1 else "in"
-    if groups > 1 and sizes[shared] > 1:  # a part of each group is not a part of all
+    if groups > 1 and sizes[shared] > 1:  # a shard of each group is not a shard of the whole dimension
         kinds[shared] = "whole"
-    if batch_group_count > 1 or met:
+    if batch_group_count > 1 or summed:
         kinds = {f: "whole" if kind == "halo" else kind for f, kind in kinds.items()}
 
-    def padded(w: Any) -> list[tuple[int, int]]:
-        """The padding of a part that comes with its edges."""
+    def shard_padding(w: Any) -> list[tuple[int, int]]:
+        """The padding for a shard of the image that has its halos, and a shard ``w`` of the window."""
         found = [(low, high) for low, high in padding]
-        for d, after, read in met:
+        for d, after, read in summed:
             own = w.shape[kernel[d]]
-            if own < read.count:
-                rows = sum(read.rows(read.count // own), read.size * own // read.count)
-                low = padding[d][0] - read.rows(read.count // own)[0] * read.base
-                end = (after - 1) * window_strides[d] + (own - 1) * read.step
-                found[d] = low, end - (rows - 1) * read.base - low
+            if own < read.output_size:
+                rows = sum(read.halo_rows(read.output_size // own), read.input_size * own // read.output_size)
+                low = padding[d][0] - read.halo_rows(read.output_size // own)[0] * read.base_dilation
+                end = (after - 1) * window_strides[d] + (own - 1) * read.stride
+                found[d] = low, end - (rows - 1) * read.base_dilation - low
         return found
 
-    def part(x: Any, w: Any) -> Any:
-        """The same with the groups and rows that these parts hold."""
+    def on_shard(x: Any, w: Any) -> Any:
+        """The convolution of two shards: with the groups and rows that they have."""
         return lax.conv_general_dilated_p.bind(
             x,
             w,
             window_strides=window_strides,
-            padding=tuple(padded(w)),
+            padding=tuple(shard_padding(w)),
             lhs_dilation=lhs_dilation,
             rhs_dilation=rhs_dilation,
             dimension_numbers=dimension_numbers,
@@ -213,9 +219,9 @@ def conv_general_dilated(
         [left, right],
         [out],
         kinds,
-        _linear(lhs.dtype, rhs.dtype, preferred_element_type),
+        _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type),
         sizes,
-        local=alone(part) if own else replace(alone(part), due="scattered"),
+        local=per_shard(on_shard) if always_local else replace(per_shard(on_shard), used_when="scattered"),
         halos=halos,
     )
 

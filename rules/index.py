@@ -1,13 +1,13 @@
-"""Gather, scatter, and slices at computed positions.
+"""Rules of gather, scatter, and slices at computed indices.
 
-A dimension that windows span whole passes, as do batching dimensions. The positions' own dimensions are
-dimensions of the gathered result; scattered, they are reduced. A dimension indexed one element at a time may
-be split too: a part gathers what lies in it and zeros for the rest, which leaves a sum (for booleans an or);
-it scatters what lies in it and drops the rest, which leaves nothing to combine.
+A dimension that windows span whole is parallel, as are batching dimensions. The dimensions of the indices are
+dimensions of a gather's result; of a scatter they are reduced. A dimension indexed one element at a time may be
+sharded too: a shard gathers the elements that it has, and zeros for the others, which leaves a partial sum (for
+booleans an or); it scatters the updates that fall into it and drops the others, which leaves nothing to combine.
 
-``sum`` and ``prod`` of a scatter's positions mean: the parts scatter different updates into an operand that
-counts once. The first part starts from the operand, the others from the neutral element. (XLA does the same; a
-scatter that subtracts it gathers, and so its positions are whole.)
+``sum`` and ``prod`` of a scatter's indices mean that shards scatter different updates into one operand: the first
+shard starts from the operand, the others from the neutral element. (So does XLA, but of a scatter that subtracts it
+gathers the updates: there the indices are whole.)
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from autoshard.ir.rule import Aval, Rule, RuleFn
-from autoshard.rules.builders import ANY, Label, build, is_key, rows, table, together
-from autoshard.rules.local_forms.dynamic_slice import read, write
+from autoshard.rules.builders import ANY_PARTIAL, Label, build, dim_labels, is_key, selection_passthrough, table
+from autoshard.rules.local_forms.dynamic_slice import sharded_dynamic_slice, sharded_dynamic_update_slice
 
 IDEMPOTENT = "max: 0, min: 0, and: 0, or: 0"
 
 
 def _positions(rank: int, prefix: str = "n") -> list[str]:
-    """Labels of the positions' dimensions; the last, which holds coordinates, has none."""
+    """Labels of the dimensions of indices, without the last, which is the index vector."""
     return [f"{prefix}{d}" for d in range(rank - 1)]
 
 
@@ -40,9 +40,9 @@ def gather(
     fill_value: Any = None,
     **_: Any,
 ) -> Rule:
-    """Full windows and batching dimensions pass; see above for the dimensions indexed one by one."""
+    """Dimensions with full windows and batching dimensions are parallel; of indexed ones see above."""
     n = dimension_numbers
-    labels = rows(x.shape)
+    labels = dim_labels(x.shape)
     positions = _positions(len(indices.shape))
     gone = (*n.collapsed_slice_dims, *n.operand_batching_dims)
     for i, d in zip(n.start_indices_batching_dims, n.operand_batching_dims, strict=True):
@@ -58,24 +58,24 @@ def gather(
     batch = iter(positions)
     rank = len(n.offset_dims) + len(positions)
     out = [next(window) if d in n.offset_dims else next(batch) for d in range(rank)]
-    lets = ANY if _fill_combines(mode, fill_value) else IDEMPOTENT
+    passthrough = ANY_PARTIAL if _fill_combines(mode, fill_value) else IDEMPOTENT
     kinds = {labels[d]: "or" if x.dtype == np.bool_ else "sum" for d in masked}
-    return build([operand, [*positions, None]], [out], kinds, lets)
+    return build([operand, [*positions, None]], [out], kinds, passthrough)
 
 
 def _fill_combines(mode: Any, fill_value: Any) -> bool:
-    """Whether what stands for positions out of bounds survives being combined with itself by any reduction."""
+    """Whether the value for indices out of bounds stays the same, combined with itself by any reduction."""
     if GatherScatterMode.from_any(mode) != GatherScatterMode.FILL_OR_DROP:
         return True
     return bool(np.isnan(fill_value)) or fill_value == 0
 
 
-def scatter(kind: str, lets: str) -> RuleFn:
-    """``kind``: what splitting the positions leaves."""
+def scatter(kind: str, passthrough: str) -> RuleFn:
+    """The rule of a scatter, with the kind of the indices' factors and its passthrough."""
 
     def rule(x: Aval, indices: Aval, updates: Aval, *, dimension_numbers: Any, **_: Any) -> Rule:
         n = dimension_numbers
-        labels = rows(x.shape)
+        labels = dim_labels(x.shape)
         positions = _positions(len(indices.shape))
         kinds = dict.fromkeys(positions, kind)
         for i, d in zip(n.scatter_indices_batching_dims, n.operand_batching_dims, strict=True):
@@ -91,44 +91,46 @@ def scatter(kind: str, lets: str) -> RuleFn:
         window = iter([operand[d] for d in range(len(labels)) if d not in gone])
         batch = iter(positions)
         update = [next(window) if d in n.update_window_dims else next(batch) for d in range(len(updates.shape))]
-        return build([operand, [*positions, None], update], [operand], kinds, lets)
+        return build([operand, [*positions, None], update], [operand], kinds, passthrough)
 
     return rule
 
 
 def scatter_set(*avals: Aval, update_jaxpr: Any = None, **params: Any) -> Rule:
-    """Where positions repeat their order matters, so they stay whole. With ``update_jaxpr``, a function of each."""
-    lets = "" if update_jaxpr is not None else together(0, 2).replace("1", "2")
-    return scatter("whole", lets)(*avals, **params)
+    """The order of repeated indices matters, so these are kept whole. With ``update_jaxpr`` it applies a function."""
+    passthrough = "" if update_jaxpr is not None else selection_passthrough(0, 2).replace("1", "2")
+    return scatter("whole", passthrough)(*avals, **params)
 
 
 def dynamic_slice(x: Aval, *starts: Aval, slice_sizes: Sequence[int], **_: Any) -> Rule:
-    """Dimensions taken whole pass; of a single other one, each part gives what it holds."""
-    names = rows(x.shape)
+    """Full dimensions are parallel; a single other one has a local form, in which each shard sends what it has."""
+    names = dim_labels(x.shape)
     labels: list[Label] = [f if n == size else None for f, n, size in zip(names, x.shape, slice_sizes, strict=True)]
     rest: list[list[Label]] = [[] for _ in starts]
     if labels.count(None) != 1 or 0 in slice_sizes or is_key(x.dtype):
-        return build([labels, *rest], [labels], lets=ANY)
+        return build([labels, *rest], [labels], passthrough=ANY_PARTIAL)
     axis = labels.index(None)
-    return build([names, *rest], [labels], {names[axis]: "local"}, ANY, local=read(x.shape, slice_sizes, axis))
+    local = sharded_dynamic_slice(x.shape, slice_sizes, axis)
+    return build([names, *rest], [labels], {names[axis]: "local"}, ANY_PARTIAL, local=local)
 
 
 def dynamic_update_slice(x: Aval, update: Aval, *starts: Aval, **_: Any) -> Rule:
-    """Dimensions replaced whole pass; of the others the largest has a local form: a part takes what falls into it."""
-    labels = rows(x.shape)
+    """Dimensions replaced whole are parallel; the largest other one has a local form: a shard takes what falls into
+    it."""
+    labels = dim_labels(x.shape)
     full = [n == m for n, m in zip(x.shape, update.shape, strict=True)]
     passing = [f if a else None for f, a in zip(labels, full, strict=True)]
     rest = [[] for _ in starts]
     if all(full) or is_key(x.dtype):
-        return build([passing, passing, *rest], [passing], lets=together(0, 2))
+        return build([passing, passing, *rest], [passing], passthrough=selection_passthrough(0, 2))
     axis = max((d for d, a in enumerate(full) if not a), key=lambda d: x.shape[d])
-    held = [f if d == axis else passing[d] for d, f in enumerate(labels)]
+    sharded = [f if d == axis else passing[d] for d, f in enumerate(labels)]
     return build(
-        [held, passing, *rest],
-        [held],
+        [sharded, passing, *rest],
+        [sharded],
         {labels[axis]: "local"},
-        together(0, 2),
-        local=write(x.shape, update.shape, axis),
+        selection_passthrough(0, 2),
+        local=sharded_dynamic_update_slice(x.shape, update.shape, axis),
     )
 
 

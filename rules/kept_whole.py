@@ -1,9 +1,9 @@
-"""Primitives that are kept whole, by the reason why."""
+"""Primitives whose operands and results are kept whole, by the reason."""
 
 from __future__ import annotations
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "a collective: it occurs only where its user has partitioned the program": (
+    "a collective: it occurs only in programs that the user has partitioned (shard_map)": (
         "all_gather",
         "all_gather_done",
         "all_gather_invariant",
@@ -42,14 +42,14 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "vary_unreduced_cast",
         "vary_unreduced_cast_p",
     ),
-    "a host function, which must see the whole value": (
+    "a callback on the host, which gets whole values": (
         "buffer_callback",
         "debug_callback",
         "debug_print",
         "io_callback",
         "pure_callback",
     ),
-    "a kernel or foreign function, of which nothing is known until a rule is registered for it": (
+    "a kernel or foreign function, which needs a rule of the user's (autoshard.register_rule)": (
         "call_exported",
         "cudnn_fusion",
         "ffi_call",
@@ -69,7 +69,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "scaled_matmul",
         "scaled_matmul_wrapper",
     ),
-    "a reference to memory, whose effects order it; it lies where its array lies": (
+    "an operation on a mutable array (Ref), ordered by its effects": (
         "accum_grad_in_ref",
         "addupdate",
         "broadcast_to",
@@ -87,14 +87,14 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "swap",
         "unpin",
     ),
-    "a call whose body may be replaced when it is lowered, so it is not looked into": (
+    "a call whose body may be replaced in lowering, so that the body says nothing": (
         "composite",
         "custom_vmap_call",
         "linear_call",
         "remat_opt",
         "xla_metadata_call",
     ),
-    "a token or a fact about the program, with no array to split": (
+    "a token, or a fact about the program: there is no array to shard": (
         "after_all",
         "check",
         "create_token",
@@ -105,17 +105,17 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "shape_assertion",
         "unreachable",
     ),
-    "it stands for a derivative while JAX differentiates, and in no finished program": (
+    "it occurs only while JAX differentiates, not in a traced program": (
         "call_hi_primitive_linearized",
         "custom_jvp_call_jaxpr",
         "custom_lin",
         "zeros_like",
     ),
-    "it turns what each host holds into one array, or back": (
+    "it converts between arrays of one host and a global array": (
         "global_array_to_host_local_array",
         "host_local_array_to_global_array",
     ),
-    "it states a layout in memory for one device": ("relayout",),
+    "it states a memory layout on one device": ("relayout",),
     "it occurs only inside a Pallas kernel": (
         "delay",
         "get_global",
@@ -130,7 +130,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "semaphore_signal",
         "semaphore_wait",
     ),
-    "a sparse format: where its elements lie is data": (
+    "a sparse format, whose elements have positions that are data": (
         "bcoo_dot_general",
         "bcoo_dot_general_sampled",
         "bcoo_extract",

@@ -1,7 +1,7 @@
-"""Reductions over dimensions, and scans along one.
+"""Rules of reductions over dimensions, and of cumulative operations along one.
 
-A reduced factor leaves a partial result of the reduction's own kind; along the dimension that a cumulative
-operation or an arg-reduction runs along, parts exchange totals or candidates.
+A reduced factor leaves a partial result of the reduction's kind. Along the dimension of a cumulative operation or of an
+argmax there is a local form, in which devices exchange totals or candidates.
 """
 
 from __future__ import annotations
@@ -13,74 +13,77 @@ import jax
 import numpy as np
 
 from autoshard.ir.rule import Aval, Rule, RuleFn
-from autoshard.rules.builders import build, is_complex, rows, table
-from autoshard.rules.local_forms.cumulative import scan
-from autoshard.rules.local_forms.top_k import arg
+from autoshard.rules.builders import build, dim_labels, is_complex, table
+from autoshard.rules.local_forms.cumulative import sharded_cumulative
+from autoshard.rules.local_forms.top_k import sharded_arg_extreme
 
 
-def reduction(kind: str, lets: str = "", able: Callable[[Any], bool] = lambda dtype: True) -> RuleFn:
-    """One operand reduced over ``axes``; ``kind`` says what splitting a reduced dimension leaves.
+def reduction(kind: str, passthrough: str = "", reducible: Callable[[Any], bool] = lambda dtype: True) -> RuleFn:
+    """The rule of a reduction of one operand over ``axes``.
 
-    ``able``: the types of which XLA can combine partial results between devices; for others, whole.
+    Args:
+      kind: of the partial results that sharding a reduced dimension leaves.
+      passthrough: as in a rule's text.
+      reducible: whether XLA has a collective that combines partial results of a dtype; else these dimensions are whole.
     """
 
     def rule(x: Aval, *, axes: Sequence[int], **_: Any) -> Rule:
-        labels = rows(x.shape)
+        labels = dim_labels(x.shape)
         kept = [f for d, f in enumerate(labels) if d not in axes]
-        reduced = dict.fromkeys((labels[d] for d in axes), kind if able(x.dtype) else "whole")
-        return build([labels], [kept], reduced, lets if able(x.dtype) else "")
+        reduced = dict.fromkeys((labels[d] for d in axes), kind if reducible(x.dtype) else "whole")
+        return build([labels], [kept], reduced, passthrough if reducible(x.dtype) else "")
 
     return rule
 
 
 def _is_flag(dtype: Any) -> bool:
-    """Bitwise reductions of integers have no collective."""
+    """Whether values are booleans: there is no collective for bitwise reductions of integers."""
     return dtype == np.bool_
 
 
 def _is_ordered(dtype: Any) -> bool:
-    """Complex numbers are compared part by part, which has no collective."""
+    """Whether values are ordered: there is no collective for the lexicographic order of complex numbers."""
     return not is_complex(dtype)
 
 
 def reduce_any(*avals: Aval, dimensions: Sequence[int], **_: Any) -> Rule:
-    """Any reduction of several operands; the second half of ``avals`` are its initial values, scalars."""
+    """Any reduction of several operands; the second half of ``avals`` are initial values, scalars."""
     count = len(avals) // 2
-    labels = rows(avals[0].shape)
+    labels = dim_labels(avals[0].shape)
     kept = [f for d, f in enumerate(labels) if d not in dimensions]
     return build([*[labels] * count, *[[]] * count], [kept] * count, {labels[d]: "whole" for d in dimensions})
 
 
-def cumulative(name: str, lets: str = "") -> RuleFn:
-    """The running reduction along ``axis``."""
+def cumulative(name: str, passthrough: str = "") -> RuleFn:
+    """The rule of the cumulative operation `jax.lax` calls ``name``, along ``axis``."""
 
     def rule(x: Aval, *, axis: int, reverse: bool, **_: Any) -> Rule:
-        labels, size = rows(x.shape), x.shape[axis]
+        labels, size = dim_labels(x.shape), x.shape[axis]
         if not size:
-            return build([labels], [labels], {labels[axis]: "whole"}, lets)
-        return build([labels], [labels], {labels[axis]: "local"}, lets, local=scan(name, size, axis, reverse))
+            return build([labels], [labels], {labels[axis]: "whole"}, passthrough)
+        local = sharded_cumulative(name, size, axis, reverse)
+        return build([labels], [labels], {labels[axis]: "local"}, passthrough, local=local)
 
     return rule
 
 
-def extreme(largest: bool) -> RuleFn:
-    """The position of the largest or smallest element; whole where ``index_dtype`` cannot count that far."""
+def arg_extreme(largest: bool) -> RuleFn:
+    """The rule of argmax or argmin. ``axis`` is kept whole where ``index_dtype`` cannot represent its indices."""
 
     def rule(x: Aval, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
-        labels, (axis,) = rows(x.shape), axes
+        labels, (axis,) = dim_labels(x.shape), axes
         kept, size = labels[:axis] + labels[axis + 1 :], x.shape[axis]
         if not jax.dtypes.issubdtype(index_dtype, np.integer) or size > np.iinfo(index_dtype).max:
             return build([labels], [kept], {labels[axis]: "whole"})
-        return build(
-            [labels], [kept], {labels[axis]: "local"}, local=arg(largest, x.dtype, np.dtype(index_dtype), size, axis)
-        )
+        local = sharded_arg_extreme(largest, x.dtype, np.dtype(index_dtype), size, axis)
+        return build([labels], [kept], {labels[axis]: "local"}, local=local)
 
     return rule
 
 
 RULES: dict[str, RuleFn] = {
-    "argmax": extreme(largest=True),
-    "argmin": extreme(largest=False),
+    "argmax": arg_extreme(largest=True),
+    "argmin": arg_extreme(largest=False),
     "cumlogsumexp": cumulative("cumlogsumexp"),
     "cummax": cumulative("cummax", "max: 0"),
     "cummin": cumulative("cummin", "min: 0"),

@@ -1,38 +1,38 @@
-"""Operations that order a dimension. The largest elements are found in parts; a sort sends all once there and back."""
+"""Rules of operations that sort a dimension: the sorted dimension has a local form, all others are parallel."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.builders import build, rows, table
-from autoshard.rules.local_forms.sort import ordered
-from autoshard.rules.local_forms.top_k import top
+from autoshard.rules.builders import build, dim_labels, table
+from autoshard.rules.local_forms.sort import sharded_sort
+from autoshard.rules.local_forms.top_k import sharded_top_k
 
 
 def sort(*xs: Aval, dimension: int, num_keys: int = 1, **_: Any) -> Rule:
-    """Several operands are ordered together."""
-    labels = rows(xs[0].shape)
-    local = None if 0 in xs[0].shape else ordered(xs, dimension, num_keys)
+    """Several operands are sorted together, by the first ``num_keys`` of them."""
+    labels = dim_labels(xs[0].shape)
+    local = None if 0 in xs[0].shape else sharded_sort(xs, dimension, num_keys)
     sides = [labels] * len(xs)
     return build(sides, sides, {labels[dimension]: "local" if local else "whole"}, local=local)
 
 
-def _top(x: Aval, axis: int, local: Local | None = None) -> Rule:
-    labels = rows(x.shape)
+def _top_rule(x: Aval, axis: int, local: Local | None = None) -> Rule:
+    labels = dim_labels(x.shape)
     kept = [None if d == axis else f for d, f in enumerate(labels)]
     return build([labels], [kept, kept], {labels[axis]: "local" if local else "whole"}, local=local)
 
 
 def top_k(x: Aval, *, k: int, axis: int = -1, **params: Any) -> Rule:
-    """Values and their positions."""
+    """Results: the largest values and their indices."""
     axis %= len(x.shape)
-    return _top(x, axis, top(k, x.shape[axis], axis, params) if k and x.shape[axis] else None)
+    return _top_rule(x, axis, sharded_top_k(k, x.shape[axis], axis, params) if k and x.shape[axis] else None)
 
 
 def approx_top_k(x: Aval, *, reduction_dimension: int, **_: Any) -> Rule:
-    """Values and their positions. How good the approximation is depends on the size, so parts would change it."""
-    return _top(x, reduction_dimension % len(x.shape))
+    """Results: values and their indices. The recall of the approximation depends on the size, so ``axis`` is whole."""
+    return _top_rule(x, reduction_dimension % len(x.shape))
 
 
 RULES: dict[str, RuleFn] = {

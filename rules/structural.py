@@ -1,18 +1,18 @@
-"""Operations that contain programs, or state a sharding: the engine treats them by their structure, not by a rule."""
+"""Operations without a rule that the engine knows: they contain other programs, or state a sharding."""
 
 from __future__ import annotations
 
 STRUCTURAL: dict[str, str] = {
-    "call_hi_primitive": "it stands for many operations, such as SearchSorted; the body of each is partitioned",
-    "cond": "the branches agree",
+    "call_hi_primitive": "a call of a HiPrim, such as SearchSorted, whose body is partitioned",
+    "cond": "its branches are partitioned, with the same specs for their results",
     "custom_jvp_call": "its body is partitioned",
     "custom_linear_solve": "its body is partitioned",
     "custom_vjp_call": "its body is partitioned",
-    "eval_jaxpr": "inlined",
-    "jit": "inlined",
+    "eval_jaxpr": "it is inlined",
+    "jit": "it is inlined",
     "remat2": "its body is partitioned",
-    "scan": "the body is partitioned, the carry alike each turn",
-    "shard_map": "partitioned by its user",
-    "sharding_constraint": "a pin",
-    "while": "condition and body are partitioned, the carry alike each turn",
+    "scan": "its body is partitioned, with the same carry specs in every iteration",
+    "shard_map": "it is partitioned by the user",
+    "sharding_constraint": "a sharding that the user states",
+    "while": "its condition and body are partitioned, with the same carry specs in every iteration",
 }

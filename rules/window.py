@@ -1,4 +1,4 @@
-"""Windows that slide over dimensions: pooling, and the geometry that convolution shares with it."""
+"""Rules of windows that slide over dimensions: pooling, and the geometry that convolution shares with it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.ir.halo import Halo, Window
+from autoshard.ir.halo import Halo, HaloWindow
 from autoshard.ir.rule import Aval, Rule, RuleFn
-from autoshard.rules.builders import Label, alone, build, table
+from autoshard.rules.builders import Label, build, per_shard, table
 
 
-def length(size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int) -> int:
-    """The size of a dimension after a window slides over it."""
+def output_size(size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int) -> int:
+    """The number of places of a window over a dimension: the size of the result's dimension.
+
+    Args:
+      base, dilation: the dilations of the dimension and of the window.
+    """
     spread = (size - 1) * base + 1 if size else 0
     return max(0, (spread + padding[0] + padding[1] - (window - 1) * dilation - 1) // stride + 1)
 
 
-def slide(
+def sliding_dim(
     name: str,
     size: int,
     window: int,
@@ -28,19 +32,21 @@ def slide(
     dilation: int,
     kinds: dict[str, str],
     sizes: dict[str, int],
-    reads: dict[str, Window],
+    halo_windows: dict[str, HaloWindow],
 ) -> tuple[Label, Label]:
-    """Labels of a dimension before and after a window slides over it; adds to ``kinds``, ``sizes``, and ``reads``, what
-    parts read.
+    """Labels of an operand's dimension that a window slides over, and of the result's.
 
-    ``base`` and ``dilation`` are the dilations of the dimension and of the window. The common part of both
-    sizes is the factor ``name``, major in each. It is parallel where windows tile the dimension; where they
-    overlap or reach over the border, neighbours exchange edges. A window of more than half the dimension
-    would need more than its neighbours: such a dimension stays whole, as do those without a common part.
+    The greatest common divisor of both sizes is the factor ``name``, major in each. It is parallel where windows tile
+    the dimension; where they overlap or reach into the padding, it is a halo factor. A window of more than half the
+    dimension would read from beyond its neighbours: such a dimension is kept whole, as is one without a common divisor.
+
+    Args:
+      base, dilation: the dilations of the dimension and of the window.
+      kinds, sizes, halo_windows: of factors; those of this dimension are added.
     """
     reach = (window - 1) * dilation + 1
     spread = (size - 1) * base + 1 if size else 0
-    after = length(size, window, stride, padding, base, dilation)
+    after = output_size(size, window, stride, padding, base, dilation)
     common = math.gcd(size, after)
     tiles = tuple(padding) == (0, 0) and base == 1 and reach <= stride and size == after * stride
     near = max(reach, *padding) <= spread // 2
@@ -50,11 +56,11 @@ def slide(
     kinds |= {f"{name} in": "whole", f"{name} out": "whole"}
     if not tiles:
         kinds[name] = "halo"
-        reads[name] = Window(size, after, stride, padding[0], reach, base)
+        halo_windows[name] = HaloWindow(size, after, stride, padding[0], reach, base)
     return (name, f"{name} in"), (name, f"{name} out")
 
 
-def meet(
+def contracted_spatial_dim(
     name: str,
     size: int,
     window: int,
@@ -65,26 +71,30 @@ def meet(
     dilation: int,
     kinds: dict[str, str],
     sizes: dict[str, int],
-    reads: dict[str, Window],
+    halo_windows: dict[str, HaloWindow],
 ) -> tuple[Label, Label]:
-    """Labels of a dimension and of a window that is about as large, so that it is summed over and few rows, ``after``,
-    are left; as in the gradient of a convolution's window, where strides are dilations and the reverse.
+    """Labels of a dimension and of a window about as large, so that the product sums over both.
 
-    The common part is split in both, and neighbours send the dimension's edges. Where a part of one would begin
-    elsewhere than with a part of the other, or windows reach over more than half the dimension, both stay whole.
+    That is the gradient of a convolution's window, where strides are dilations and the reverse. The greatest common
+    divisor of both sizes is sharded in both, and neighbours send halos of the dimension. Where shards of the two would
+    not be aligned, or windows reach over more than half the dimension, both are kept whole.
+
+    Args:
+      after: the size of the result's dimension.
+      Others as in `sliding_dim`.
     """
     reach = (after - 1) * stride + 1
-    read = Window(size, window, dilation, padding[0], reach, base)
+    read = HaloWindow(size, window, dilation, padding[0], reach, base)
     common = math.gcd(size, window)
-    if common < 2 or after < 1 or not read.even or max(reach, *padding) > ((size - 1) * base + 1) // 2:
+    if common < 2 or after < 1 or not read.is_aligned or max(reach, *padding) > ((size - 1) * base + 1) // 2:
         return None, None
     sizes |= {name: common, f"{name} in": size // common, f"{name} by": window // common}
     kinds |= {name: "sum", f"{name} in": "whole", f"{name} by": "whole"}
-    reads[name] = read
+    halo_windows[name] = read
     return (name, f"{name} in"), (name, f"{name} by")
 
 
-def _windows(
+def _window_labels(
     shape: Sequence[int],
     window_dimensions: Sequence[int],
     window_strides: Sequence[int],
@@ -94,26 +104,26 @@ def _windows(
 ) -> tuple[list[Label], list[Label], dict[str, str], dict[str, int], list[Halo]]:
     kinds: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    reads: dict[str, Window] = {}
+    halo_windows: dict[str, HaloWindow] = {}
     ones = (1,) * len(shape)
     parts = zip(
         shape, window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones, strict=True
     )
     pairs = [
-        slide(f"d{d}", size, window, stride, edges, base, dilation, kinds, sizes, reads)
+        sliding_dim(f"d{d}", size, window, stride, edges, base, dilation, kinds, sizes, halo_windows)
         for d, (size, window, stride, edges, base, dilation) in enumerate(parts)
     ]
-    halos = [Halo(0, d, reads[f"d{d}"]) for d in range(len(shape)) if f"d{d}" in reads]
+    halos = [Halo(0, d, halo_windows[f"d{d}"]) for d in range(len(shape)) if f"d{d}" in halo_windows]
     return [a for a, _ in pairs], [b for _, b in pairs], kinds, sizes, halos
 
 
-def _without_edges(kinds: dict[str, str]) -> dict[str, str]:
-    """``kinds`` where no edges are exchanged."""
+def _without_halos(kinds: dict[str, str]) -> dict[str, str]:
+    """``kinds`` with halo factors kept whole."""
     return {f: "whole" if kind == "halo" else kind for f, kind in kinds.items()}
 
 
-def reduce_window(lets: str) -> RuleFn:
-    """The reduction of one operand over windows."""
+def reduce_window(passthrough: str) -> RuleFn:
+    """The rule of a reduction of one operand over windows, with this passthrough."""
 
     def rule(
         operand: Aval,
@@ -125,10 +135,10 @@ def reduce_window(lets: str) -> RuleFn:
         window_dilation: Sequence[int],
         **_: Any,
     ) -> Rule:
-        before, after, kinds, sizes, halos = _windows(
+        before, after, kinds, sizes, halos = _window_labels(
             operand.shape, window_dimensions, window_strides, padding, base_dilation, window_dilation
         )
-        return build([before], [after], kinds, lets, sizes, halos=halos)
+        return build([before], [after], kinds, passthrough, sizes, halos=halos)
 
     return rule
 
@@ -142,22 +152,22 @@ def reduce_window_any(
     window_dilation: Sequence[int],
     **_: Any,
 ) -> Rule:
-    """Any reduction of several operands; the second half of ``avals`` are its initial values, scalars.
+    """Any reduction of several operands over windows; the second half of ``avals`` are initial values, scalars.
 
-    XLA (JAX 0.12) dies when it partitions several dilated operands.
+    XLA (JAX 0.12) crashes when it partitions several dilated operands.
     """
     count = len(avals) // 2
-    before, after, kinds, sizes, halos = _windows(
+    before, after, kinds, sizes, halos = _window_labels(
         avals[0].shape, window_dimensions, window_strides, padding, base_dilation, window_dilation
     )
     dilated = count > 1 and max(base_dilation, default=1) > 1
     return build(
         [*[before] * count, *[[]] * count],
         [after] * count,
-        _without_edges(kinds) if dilated else kinds,
+        _without_halos(kinds) if dilated else kinds,
         "",
         sizes,
-        local=alone() if dilated else None,
+        local=per_shard() if dilated else None,
         halos=[replace(h, operand=i) for h in halos for i in range(count)],
     )
 
@@ -173,21 +183,22 @@ def select_and_gather_add(
     window_dilation: Sequence[int],
     **_: Any,
 ) -> Rule:
-    """Picks from each window of ``tangents`` the element where ``operand`` is extreme; linear in ``tangents``.
+    """The element of ``tangents`` where the window of ``operand`` has its maximum or minimum; linear in ``tangents``.
 
-    It is lowered to a reduction of two operands; for their dilation see there.
+    It is lowered to a reduction of two operands, which XLA cannot partition where they are dilated
+    (`reduce_window_any`).
     """
-    before, after, kinds, sizes, halos = _windows(
+    before, after, kinds, sizes, halos = _window_labels(
         operand.shape, window_dimensions, window_strides, padding, base_dilation, window_dilation
     )
     dilated = max(base_dilation, default=1) > 1
     return build(
         [before, before],
         [after],
-        _without_edges(kinds) if dilated else kinds,
+        _without_halos(kinds) if dilated else kinds,
         "sum: 0",
         sizes,
-        local=alone() if dilated else None,
+        local=per_shard() if dilated else None,
         halos=[replace(h, operand=i) for h in halos for i in range(2)],
     )
 
@@ -201,14 +212,14 @@ def select_and_scatter_add(
     padding: Sequence[tuple[int, int]],
     **_: Any,
 ) -> Rule:
-    """Adds each element of ``source`` where the window of ``operand`` is extreme; linear in ``source``.
+    """Adds each element of ``source`` where its window of ``operand`` has its maximum or minimum; linear in ``source``.
 
-    XLA (JAX 0.12) gives wrong numbers where split windows overlap, and in double precision an error.
+    XLA (JAX 0.12) gives wrong numbers where sharded windows overlap, and an error in double precision.
     """
-    before, after, kinds, sizes, _halos = _windows(
+    before, after, kinds, sizes, _halos = _window_labels(
         operand.shape, window_dimensions, window_strides, padding, None, None
     )
-    return build([after, before], [before], _without_edges(kinds), "sum: 0", sizes, local=alone())
+    return build([after, before], [before], _without_halos(kinds), "sum: 0", sizes, local=per_shard())
 
 
 def select_and_scatter(
@@ -221,11 +232,11 @@ def select_and_scatter(
     padding: Sequence[tuple[int, int]],
     **_: Any,
 ) -> Rule:
-    """The general form, of which nothing is known but its windows; overlapping ones as above."""
-    before, after, kinds, sizes, _halos = _windows(
+    """`select_and_scatter_add` with any selection and reduction; only non-overlapping windows are sharded, as there."""
+    before, after, kinds, sizes, _halos = _window_labels(
         operand.shape, window_dimensions, window_strides, padding, None, None
     )
-    return build([before, after, []], [before], _without_edges(kinds), "", sizes, local=alone())
+    return build([before, after, []], [before], _without_halos(kinds), "", sizes, local=per_shard())
 
 
 RULES: dict[str, RuleFn] = {

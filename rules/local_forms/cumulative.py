@@ -1,6 +1,6 @@
-"""Running reductions along a split dimension: each part scans its own, then adds what came before it.
+"""Cumulative operations along a sharded dimension: each device scans its shard, then adds the total of those before it.
 
-What travels is one element a row and part (the totals of the parts), where a gather would move every row whole.
+Devices all-gather one element per row and shard, the shards' totals, where XLA would gather the whole operand.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def scan(name: str, size: int, axis: int, reverse: bool) -> Local:
-    """``name`` along dimension ``axis``, of ``size`` elements in the whole."""
+def sharded_cumulative(name: str, size: int, axis: int, reverse: bool) -> Local:
+    """The operation `jax.lax` calls ``name``, along dimension ``axis`` of ``size`` elements over all devices."""
     run: Callable[..., Any] = getattr(lax, name)
 
     def fun(axes: tuple[str, ...], x: Any) -> Any:
@@ -32,12 +32,12 @@ def scan(name: str, size: int, axis: int, reverse: bool) -> Local:
         scanned = run(x, axis=axis, reverse=reverse)
         end = 0 if reverse else x.shape[axis] - 1
         totals = lax.all_gather(lax.slice_in_dim(scanned, end, end + 1, axis=axis), axes, axis=axis, tiled=True)
-        first, before = (parts - 1, me + 1) if reverse else (0, me - 1)
-        sums = run(totals, axis=axis, reverse=reverse)
-        offset = lax.dynamic_slice_in_dim(sums, jnp.clip(before, 0, parts - 1), 1, axis)
+        first, previous = (parts - 1, me + 1) if reverse else (0, me - 1)
+        offsets = run(totals, axis=axis, reverse=reverse)
+        offset = lax.dynamic_slice_in_dim(offsets, jnp.clip(previous, 0, parts - 1), 1, axis)
         return jnp.where(me == first, scanned, COMBINE[name](offset, scanned))
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    def collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
         return ((ALL_GATHER, sizes[0] * parts * parts // size),)
 
-    return Local(fun, moves)
+    return Local(fun, collectives)

@@ -1,7 +1,7 @@
-"""A few elements of a split dimension, and slices of it at computed positions, as a cache that is split needs them.
+"""Slices and updates of a sharded dimension, at constant or computed indices, as of a sharded KV cache.
 
-A part knows which of the asked positions it holds. It reads those and leaves the rest to the others; it writes
-those and drops the rest, which takes no communication at all.
+Each device knows which of the indices are in its shard. To read, it takes these elements, and an all-reduce adds those
+of the other devices; to write, it takes what falls into its shard, which needs no communication.
 """
 
 from __future__ import annotations
@@ -18,86 +18,86 @@ from autoshard.ir.rule import Local
 from autoshard.machine.collective import ALL_REDUCE, CollectiveKind
 
 
-def read(shape: Sequence[int], slice_sizes: Sequence[int], axis: int) -> Local:
-    """`jax.lax.dynamic_slice` of an array of ``shape``, split along ``axis``: one all-reduce of the slice."""
+def sharded_dynamic_slice(shape: Sequence[int], slice_sizes: Sequence[int], axis: int) -> Local:
+    """`jax.lax.dynamic_slice` of an array of ``shape``, sharded along ``axis``: one all-reduce of the slice."""
     size, length = shape[axis], slice_sizes[axis]
 
     def fun(axes: tuple[str, ...], x: Any, *starts: Any) -> Any:
-        return _told(axes, x, _start(starts[axis], size - length) + jnp.arange(length, dtype="int32"), axis)
+        indices = _clamped_start(starts[axis], size - length) + jnp.arange(length, dtype="int32")
+        return _take_by_all_reduce(axes, x, indices, axis)
 
-    return Local(fun, _one_reduction)
+    return Local(fun, _all_reduce_of_result)
 
 
-def pick(start: int, step: int, length: int, axis: int) -> Local:
-    """``length`` elements along ``axis``, which is split, from ``start`` on in steps: one all-reduce of them."""
+def sharded_slice(start: int, step: int, length: int, axis: int) -> Local:
+    """``length`` elements along the sharded ``axis``, every ``step``-th from ``start`` on: one all-reduce of them."""
 
     def fun(axes: tuple[str, ...], x: Any) -> Any:
-        return _told(axes, x, start + step * jnp.arange(length, dtype="int32"), axis)
+        return _take_by_all_reduce(axes, x, start + step * jnp.arange(length, dtype="int32"), axis)
 
-    return Local(fun, _one_reduction)
+    return Local(fun, _all_reduce_of_result)
 
 
-def put(start: int, step: int, size: int, axis: int) -> Local:
-    """A whole operand at ``start`` and on in steps of ``size`` elements along ``axis``, which are split; the rest is a
-    scalar. Each part takes what falls into it."""
+def sharded_pad(start: int, step: int, size: int, axis: int) -> Local:
+    """A whole operand, at every ``step``-th index from ``start`` on of ``size`` sharded elements; a scalar elsewhere.
+
+    Each device takes what falls into its shard.
+    """
 
     def fun(axes: tuple[str, ...], x: Any, value: Any) -> Any:
         n = size // lax.axis_size(axes)
-        places = jnp.arange(n, dtype="int32") + lax.axis_index(axes) * n - start
-        mine = (places >= 0) & (places < x.shape[axis] * step) & (places % step == 0)
-        return jnp.where(_along(mine, axis, x.ndim), jnp.take(x, places // step, axis, mode="clip"), value)
+        offset = jnp.arange(n, dtype="int32") + lax.axis_index(axes) * n - start
+        covered = (offset >= 0) & (offset < x.shape[axis] * step) & (offset % step == 0)
+        return jnp.where(_broadcast_along(covered, axis, x.ndim), jnp.take(x, offset // step, axis, mode="clip"), value)
 
     return Local(fun, lambda *_: ())
 
 
-def _told(axes: tuple[str, ...], x: Any, places: Any, axis: int) -> Any:
-    """The elements at ``places`` of the whole, from the parts that have them."""
+def _take_by_all_reduce(axes: tuple[str, ...], x: Any, indices: Any, axis: int) -> Any:
+    """The elements at ``indices`` of the whole dimension ``axis``, of which ``x`` is this device's shard."""
     n = x.shape[axis]
-    rows = places - lax.axis_index(axes) * n
-    found = jnp.take(x, rows, axis, mode="clip")
-    mine = _along((rows >= 0) & (rows < n), axis, x.ndim)
-    terms = found.astype("uint8") if x.dtype == np.bool_ else found
-    return lax.psum(jnp.where(mine, terms, _nothing(terms.dtype)), axes).astype(x.dtype)
+    local = indices - lax.axis_index(axes) * n
+    taken = jnp.take(x, local, axis, mode="clip")
+    in_shard = _broadcast_along((local >= 0) & (local < n), axis, x.ndim)
+    numbers = taken.astype("uint8") if x.dtype == np.bool_ else taken
+    return lax.psum(jnp.where(in_shard, numbers, _additive_identity(numbers.dtype)), axes).astype(x.dtype)
 
 
-def _one_reduction(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+def _all_reduce_of_result(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
     return ((ALL_REDUCE, sizes[-1]),)
 
 
-def write(shape: Sequence[int], update: Sequence[int], axis: int) -> Local:
-    """`jax.lax.dynamic_update_slice` of an array of ``shape``, split along ``axis``, by a whole ``update``.
+def sharded_dynamic_update_slice(shape: Sequence[int], update: Sequence[int], axis: int) -> Local:
+    """`jax.lax.dynamic_update_slice` of an array of ``shape``, sharded along ``axis``, by a whole ``update``.
 
-    XLA (JAX 0.12) forgets to move a position in that is out of bounds.
+    XLA's own partitioning (JAX 0.12) does not clamp indices that are out of bounds.
     """
     size, length = shape[axis], update[axis]
 
     def fun(axes: tuple[str, ...], x: Any, new: Any, *starts: Any) -> Any:
         n = x.shape[axis]
-        rows = jnp.arange(n, dtype="int32") + lax.axis_index(axes) * n - _start(starts[axis], size - length)
-        mine = _along((rows >= 0) & (rows < length), axis, x.ndim)
-        spread = jnp.take(new, rows, axis, mode="clip")
-        if spread.shape != x.shape:
-            spread = lax.dynamic_update_slice(x, spread, [*starts[:axis], 0 * starts[axis], *starts[axis + 1 :]])
-        return jnp.where(mine, spread, x)
+        offset = jnp.arange(n, dtype="int32") + lax.axis_index(axes) * n - _clamped_start(starts[axis], size - length)
+        updated = _broadcast_along((offset >= 0) & (offset < length), axis, x.ndim)
+        values = jnp.take(new, offset, axis, mode="clip")
+        if values.shape != x.shape:
+            values = lax.dynamic_update_slice(x, values, [*starts[:axis], 0 * starts[axis], *starts[axis + 1 :]])
+        return jnp.where(updated, values, x)
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
-        return ()
-
-    return Local(fun, moves)
+    return Local(fun, lambda *_: ())
 
 
-def _start(start: Any, last: int) -> Any:
-    """Positions out of bounds are moved in, as the operations do."""
+def _clamped_start(start: Any, last: int) -> Any:
+    """The start of a slice, clamped to [0, last] as dynamic slices do."""
     return lax.clamp(np.asarray(0, start.dtype), start, np.asarray(last, start.dtype)).astype("int32")
 
 
-def _along(x: Any, axis: int, rank: int) -> Any:
+def _broadcast_along(x: Any, axis: int, rank: int) -> Any:
+    """A vector as dimension ``axis`` of an array of this rank, whose other dimensions have size 1."""
     return jnp.expand_dims(x, [d for d in range(rank) if d != axis])
 
 
-def _nothing(dtype: Any) -> Any:
-    """What changes no number it is added to: -0.0, since 0.0 would turn -0.0 into itself."""
-    negative = jax.dtypes.issubdtype(dtype, np.inexact)
-    return jnp.asarray(
-        complex(-0.0, -0.0) if jax.dtypes.issubdtype(dtype, np.complexfloating) else -0.0 if negative else 0, dtype
-    )
+def _additive_identity(dtype: Any) -> Any:
+    """The number that changes no other by addition: -0.0 of floats, since -0.0 + 0.0 is 0.0."""
+    if jax.dtypes.issubdtype(dtype, np.complexfloating):
+        return jnp.asarray(complex(-0.0, -0.0), dtype)
+    return jnp.asarray(-0.0 if jax.dtypes.issubdtype(dtype, np.inexact) else 0, dtype)

@@ -1,7 +1,6 @@
-"""The largest elements of a split dimension, and where they are: each part names its candidates.
+"""Argmax and top-k along a sharded dimension: devices exchange the candidates of their shards.
 
-`jax.lax.argmax` prefers NaN, then the lowest position; `jax.lax.top_k` orders ties by position. Both orders hold
-between parts as they hold within one.
+`jax.lax.argmax` prefers NaN, then the lowest index; `jax.lax.top_k` orders ties by index. So do these.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from autoshard.jaxpr import find_primitive
 from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind
 
 
-def arg(largest: bool, dtype: Any, index_dtype: Any, size: int, axis: int) -> Local:
-    """The position of the largest or smallest element along ``axis``, of ``size`` elements in the whole.
+def sharded_arg_extreme(largest: bool, dtype: Any, index_dtype: Any, size: int, axis: int) -> Local:
+    """The index of the largest or smallest element along ``axis``, of ``size`` elements over all devices.
 
-    Two all-reduces of one element a row: of the best key, then of the lowest position that has it.
+    Two all-reduces of one element per row: of the best key, then of the lowest index that has it.
     """
     position = index_dtype if np.dtype(index_dtype).itemsize == 8 else np.dtype("int32")
 
     def fun(axes: tuple[str, ...], x: Any) -> Any:
         pick, reduce = (lax.argmax, jnp.max) if largest else (lax.argmin, jnp.min)
-        key = _ordered(reduce(x, axis=axis), largest)
-        here = pick(x, axis, position) + (lax.axis_index(axes) * x.shape[axis]).astype(position)
-        nowhere = jnp.asarray(jnp.iinfo(position).max, position)
+        key = _sort_key(reduce(x, axis=axis), largest)
+        index = pick(x, axis, position) + (lax.axis_index(axes) * x.shape[axis]).astype(position)
+        after_all = jnp.asarray(jnp.iinfo(position).max, position)
         best = lax.pmax(key, axes)
-        return lax.pmin(jnp.where(key == best, here, nowhere), axes).astype(index_dtype)
+        return lax.pmin(jnp.where(key == best, index, after_all), axes).astype(index_dtype)
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    def collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
         rows = sizes[1] // np.dtype(index_dtype).itemsize
         wide = 8 if np.dtype(dtype).itemsize == 8 else 4
         return (ALL_REDUCE, rows * wide), (ALL_REDUCE, rows * np.dtype(position).itemsize)
 
-    return Local(fun, moves)
+    return Local(fun, collectives)
 
 
-def _ordered(x: Any, largest: bool) -> Any:
-    """Integers of 32 bits or more that are the larger the better ``x`` is; NaN is best.
+def _sort_key(x: Any, largest: bool) -> Any:
+    """Integers of 32 bits or more in the order of ``x`` (or the reverse, without ``largest``), with NaN as the largest.
 
-    A maximum of floating-point numbers over devices need not keep NaN; one of integers is exact everywhere.
+    An all-reduce (max) of floating-point numbers need not propagate NaN; one of integers is exact on every platform.
     """
     if not jax.dtypes.issubdtype(x.dtype, np.floating):
         key = x if np.dtype(x.dtype).itemsize >= 4 else x.astype("int32")
@@ -58,10 +57,10 @@ def _ordered(x: Any, largest: bool) -> Any:
     return jnp.where(jnp.isnan(x), most, key if largest else ~key)
 
 
-def top(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
-    """The ``k`` largest along ``axis``, of ``size`` elements in the whole, out of the largest of each part.
+def sharded_top_k(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
+    """The ``k`` largest elements along ``axis``, of ``size`` elements over all devices: all-gathers those of each shard.
 
-    Always an island: XLA gathers also where only rows are split.
+    It is always an island: XLA gathers the operand even where only other dimensions are sharded.
     """
     top_k = find_primitive("top_k")
     assert top_k is not None
@@ -70,14 +69,14 @@ def top(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
         if not axes:
             return tuple(top_k.bind(x, k=k, axis=axis, **params))
         n = x.shape[axis]
-        values, at = top_k.bind(x, k=min(k, n), axis=axis, **params)
-        at += (lax.axis_index(axes) * n).astype(at.dtype)
-        values, at = (lax.all_gather(y, axes, axis=axis, tiled=True) for y in (values, at))
-        best, place = top_k.bind(values, k=k, axis=axis, **params)
-        return best, jnp.take_along_axis(at, place, axis, mode="clip")
+        values, indices = top_k.bind(x, k=min(k, n), axis=axis, **params)
+        indices += (lax.axis_index(axes) * n).astype(indices.dtype)
+        values, indices = (lax.all_gather(y, axes, axis=axis, tiled=True) for y in (values, indices))
+        best, candidate = top_k.bind(values, k=k, axis=axis, **params)
+        return best, jnp.take_along_axis(indices, candidate, axis, mode="clip")
 
-    def moves(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    def collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
         candidates = parts * min(k, size // parts)
         return tuple((ALL_GATHER, n * candidates // k) for n in sizes[1:])
 
-    return Local(fun, moves, used_when="always")
+    return Local(fun, collectives, used_when="always")

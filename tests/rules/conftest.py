@@ -16,13 +16,13 @@ from autoshard.rules import TABLE
 def rule_of() -> Callable[..., str]:
     """``rule_of(name, fn, *args)``: the rule of the last ``name`` equation in ``fn``, without partials."""
 
-    def text(name: str, fn: Callable[..., Any], *args: Any, lets: bool = False) -> str:
+    def text(name: str, fn: Callable[..., Any], *args: Any, passthrough: bool = False) -> str:
         jaxpr = jx.normalize(jax.make_jaxpr(fn)(*(arg(a) for a in args)))
         eqn = [e for e in jaxpr.eqns if e.primitive.name == name][-1]
         rule = TABLE[eqn.primitive](*(a.aval for a in eqn.invars), **eqn.params)
         rule.factor_sizes([a.aval.shape for a in (*eqn.invars, *eqn.outvars)])
         body, _, after = str(rule).partition(" | ")
-        return after if lets else body.strip()
+        return after if passthrough else body.strip()
 
     return text
 

@@ -30,6 +30,7 @@ from tests.attentions import (
     scores,
     trained,
 )
+from tests.combinations import every_second
 
 
 def ringed(fun, layout):
@@ -38,8 +39,9 @@ def ringed(fun, layout):
     return autoshard.jit(trained(fun), mesh=on, strategy="replicated", passes=["attention"], **shardings)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["full", "causal", "padded", "biased", "jax.nn groups"])
+@pytest.mark.parametrize(
+    ("name", "layout"), every_second(["full", "causal", "padded", "biased", "jax.nn groups"], LAYOUTS)
+)
 def test_numbers_on_a_split_sequence(name, layout):
     fun, heads, _ = FORMS[name]
     args = operands(heads=heads)
@@ -89,25 +91,24 @@ def test_rows_without_any_key_are_nan_as_they_are_without_the_pass_and_blocks_wi
 
 # config, heads of keys, sequences in the batch, whether gradients are taken, and what carries the keys or the heads
 WIRE = {
-    "full": ("full", H, 4, False, "all-to-all"),
     "full, trained": ("full", H, 4, True, "all-to-all"),
     "full, few heads, trained": ("full", H, 1, True, "collective-permute"),
-    "causal": ("causal", H, 4, False, "all-to-all"),
     "causal, trained": ("causal", H, 4, True, "all-to-all"),
     "causal, few heads": ("causal", H, 1, False, "collective-permute"),
     "causal, few heads, trained": ("causal", H, 1, True, "collective-permute"),
-    "groups": ("jax.nn groups", K, 4, False, "all-to-all"),
     "groups, trained": ("jax.nn groups", K, 4, True, "all-to-all"),
     "groups, few heads, trained": ("groups", K, 1, True, "collective-permute"),
     "window": ("window", H, 4, False, "collective-permute"),
     "window, trained": ("window", H, 4, True, "collective-permute"),
 }
+HALF = ("causal, trained", "groups, few heads, trained")
+WIRED = [(name, "float32") for name in WIRE] + [(name, "bfloat16") for name in HALF]
 
 
 @pytest.mark.parametrize(
     ("name", "heads", "batch", "gradients", "kind", "dtype"),
-    [(*case, dtype) for case in WIRE.values() for dtype in ("float32", "bfloat16")[: 1 + case[3]]],
-    ids=[f"{name}, {dtype}" for name, case in WIRE.items() for dtype in ("float32", "bfloat16")[: 1 + case[3]]],
+    [(*WIRE[name], dtype) for name, dtype in WIRED],
+    ids=map(", ".join, WIRED),
 )
 def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batch, gradients, kind, dtype):
     fun, on, spec = FORMS[name][0], *LAYOUTS["sequence"]
@@ -136,8 +137,13 @@ def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batc
     close(step(*args), jax.jit(fun)(*args), rtol=2e-5 if dtype == "float32" else 3e-2)
 
 
-@pytest.mark.parametrize("layout", ["sequence", "sequence and heads", "two axes in another order"])
-@pytest.mark.parametrize("name", ["full", "causal", "padded", "padded and causal", "window", "groups", "one key head"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    every_second(
+        ["full", "causal", "padded", "padded and causal", "window", "groups", "one key head"],
+        ["sequence", "sequence and heads", "two axes in another order"],
+    ),
+)
 def test_numbers_where_there_are_too_few_heads_to_trade(name, layout):
     """Three sequences, and heads that are few or split themselves: blocks travel, in rings and in chains."""
     fun, heads, _ = FORMS[name]
@@ -150,8 +156,7 @@ def test_numbers_where_there_are_too_few_heads_to_trade(name, layout):
     close(step(*args), jax.jit(trained(fun))(*args))
 
 
-@pytest.mark.parametrize("batch", [3, 4])
-@pytest.mark.parametrize("name", ["causal", "padded and causal", "window"])
+@pytest.mark.parametrize(("name", "batch"), every_second(["causal", "padded and causal", "window"], [3, 4]))
 def test_derivatives_of_the_step_to_the_second_order(name, batch):
     fun, heads, _ = FORMS[name]
     on, spec = LAYOUTS["sequence"]

@@ -131,4 +131,4 @@ def test_rule(rule_of, name, fn, args, expected):
 )
 def test_either_operand_may_be_partial_unless_its_sum_may_wrap(rule_of, dtype, preferred, expected):
     fn = partial(lax.dot, preferred_element_type=preferred)
-    assert rule_of("dot_general", fn, (dtype, 4, 6), (dtype, 6, 2), lets=True) == expected
+    assert rule_of("dot_general", fn, (dtype, 4, 6), (dtype, 6, 2), passthrough=True) == expected

@@ -60,7 +60,7 @@ def test_rule(rule_of, name, fn, args, expected):
 
 @pytest.mark.parametrize(("name", "fn", "args", "expected"), LETS.values(), ids=LETS)
 def test_what_partials_pass(rule_of, name, fn, args, expected):
-    assert rule_of(name, fn, *args, lets=True) == expected
+    assert rule_of(name, fn, *args, passthrough=True) == expected
 
 
 def test_keys_compare_by_dimension(rule_of):

@@ -42,6 +42,6 @@ CASES = {
 
 @pytest.mark.parametrize(("name", "fn", "args", "expected"), CASES.values(), ids=CASES)
 def test_rule(rule_of, name, fn, args, expected):
-    body, _, lets = expected.partition(" | ")
+    body, _, passthrough = expected.partition(" | ")
     assert rule_of(name, fn, *args) == body
-    assert rule_of(name, fn, *args, lets=True) == lets
+    assert rule_of(name, fn, *args, passthrough=True) == passthrough

@@ -1,4 +1,4 @@
-"""Rules of operations that move elements."""
+"""Rules of operations that change an array's shape, or make an array."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.rules.builders import build
-from autoshard.rules.shape import refine
+from autoshard.rules.shape import common_factors
 
 CASES = {
     "bitcast": ("bitcast_convert_type", partial(lax.bitcast_convert_type, new_dtype=jnp.int32), [(4, 6)], "ab -> ab"),
@@ -36,32 +36,9 @@ CASES = {
         "a. -> ab",
     ),
     "full": ("broadcast_in_dim", lambda: jnp.zeros((4, 6)), [], "-> ab"),
-    "concatenate": (
-        "concatenate",
-        lambda x, y: jnp.concatenate([x, y], 1),
-        [(4, 6), (4, 2)],
-        "a(bc), ab -> a(bd) {b: local, c: whole, d: whole}",
-    ),
-    "nothing in common": ("concatenate", lambda x, y: jnp.concatenate([x, y], 1), [(4, 6), (4, 5)], "a., a. -> a."),
     "iota": ("iota", lambda: lax.iota("int32", 6), [], "-> a"),
-    "pad": ("pad", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 0, 0))), [(4, 6)], "a.,  -> ab {b: local}"),
-    "rev": ("rev", partial(lax.rev, dimensions=(1,)), [(4, 6)], "ab -> ab {b: local}"),
-    "slice": ("slice", lambda x: x[:, 1:3], [(4, 6)], "a(bc) -> ab {b: local, c: whole}"),
-    "slice of two dimensions": ("slice", lambda x: x[1:3, 1:3], [(4, 6)], ".(ab) -> .a {a: local, b: whole}"),
-    "every second": ("slice", lambda x: x[:, 1::2], [(4, 6)], "a(bc) -> ab {c: whole}"),
-    "every second, shifted": ("slice", lambda x: x[:, 2::2], [(4, 6)], "ab -> a. {b: local}"),
-    "zeros between": ("pad", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (0, 1, 1))), [(4, 6)], "ab,  -> a(bc) {c: whole}"),
-    "pad to twice": (
-        "pad",
-        lambda x: lax.pad(x, 0.0, ((0, 0, 0), (3, 3, 0))),
-        [(4, 6)],
-        "ab,  -> a(bc) {b: local, c: whole}",
-    ),
-    "split": ("split", lambda x: jnp.split(x, 2, 1), [(4, 6)], "a(bc) -> ab, ab {b: local, c: whole}"),
     "squeeze": ("squeeze", partial(lax.squeeze, dimensions=(1,)), [(4, 1, 6)], "a.b -> ab"),
     "stack": ("stack", lambda x, y: lax.stack([x, y], 1), [(4, 6), (4, 6)], "ab, ab -> a.b"),
-    "tile": ("tile", partial(lax.tile, reps=(1, 3)), [(4, 6)], "ab -> a(bc) {b: local, c: whole}"),
-    "tile of one": ("tile", partial(lax.tile, reps=(1, 3)), [(4, 1)], "a. -> ab"),
     "transpose": ("transpose", jnp.transpose, [(4, 6)], "ab -> ba"),
     "unstack": ("unstack", lambda x: lax.unstack(x, 1), [(4, 2, 6)], "a.b -> ab, ab"),
 }
@@ -98,7 +75,7 @@ def test_reshape_factors_make_up_both_shapes(before, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(primes)), max_size=4)))
     order = data.draw(st.permutations(primes))
     after = [math.prod(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(primes)], strict=True)]
-    left, right, sizes, kinds = refine(before, after)
+    left, right, sizes, kinds = common_factors(before, after)
     for shape, labels in ((before, left), (after, right)):
         assert [math.prod(sizes[f] for f in label or ()) for label in labels] == list(shape)
     # a factor that may be split stands in the same place of the flat order on both sides

@@ -19,7 +19,7 @@ from jax import lax
 
 from autoshard import jaxpr as jx
 from autoshard.ir.rule import Rule, parse
-from autoshard.ir.spec import KINDS
+from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.rules import TABLE
 from autoshard.rules.validation.samples import Sample, samples
 from tests.factors import Map, canonical, theirs
@@ -36,7 +36,7 @@ def ours(eqn: jx.JaxprEqn) -> Map:
 
 def kind_of(rule: Rule, factor: str) -> str:
     kind = rule.kind(factor)
-    return {**dict.fromkeys(KINDS, "reduced"), "halo": "moved", "local": "moved"}.get(kind, kind)
+    return {**dict.fromkeys(REDUCTION_KINDS, "reduced"), "halo": "moved", "local": "moved"}.get(kind, kind)
 
 
 def equation(sample: Sample) -> jx.JaxprEqn | None:
