@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard import jaxpr as jx
 from autoshard.ir.rule import Rule
-from autoshard.ir.spec import KINDS
+from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.rules.validation.evidence import (
     POSITIONAL,
     Case,
@@ -92,7 +92,7 @@ def _options(case: Case, r: int, terms: list[np.ndarray]) -> Iterator[str | int]
         if all(same([t], [whole], tolerance) for t in terms):
             yield "whole"
             return
-        for kind in KINDS:
+        for kind in REDUCTION_KINDS:
             if reducible(kind, whole.dtype) and same([combine(kind, terms)], [whole], tolerance):
                 yield kind
 

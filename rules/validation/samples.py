@@ -21,7 +21,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.lax import linalg
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from autoshard.jaxpr import primitive
+from autoshard.jaxpr import find_primitive
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def bind(name: str, **params: Any) -> Callable[..., Any]:
     """A function that is this one primitive."""
 
     def fn(*args: Any) -> Any:
-        p = primitive(name)
+        p = find_primitive(name)
         if p is None:
             raise LookupError(name)
         return p.bind(*args, **params)

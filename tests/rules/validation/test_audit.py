@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from autoshard import jaxpr as jx
-from autoshard.ir.rule import parse, whole
+from autoshard.ir.rule import parse, replicated_rule
 from autoshard.rules import TABLE
 from autoshard.rules.validation.audit import audit, audit_factors, audit_lets, chosen, main
 from autoshard.rules.validation.evidence import load
@@ -87,7 +87,7 @@ def test_what_a_rule_that_keeps_its_operation_whole_misses_has_the_rules_own_rea
     sample = Sample("neg", lax.neg, (np.random.default_rng(0).normal(size=4),))
     for reason in ("", "it was told to"):
         with jax.enable_x64(True):
-            case = load(sample, {jx.find_primitive("neg"): lambda x, r=reason, **_: whole(r, [x], [x])})
+            case = load(sample, {jx.find_primitive("neg"): lambda x, r=reason, **_: replicated_rule(r, [x], [x])})
             found = [*audit_lets(case), *audit_missing(case)]
         assert [f.text for f in found] == ["lets sum: 0 through", "operands split at (0) -> 0"]
         assert {f.reason for f in found} == {reason}
@@ -107,7 +107,7 @@ def test_the_samples_of_the_primitives_that_are_named(capsys):
     [
         ("cumsun", "there is no sample of 'cumsun'; did you mean 'cumsum'?"),
         ("scan", "'scan' has no rule to audit: the body is partitioned"),
-        ("io_callback", "'io_callback' has no rule to audit: a host function, which must see the whole value"),
+        ("io_callback", "'io_callback' has no rule to audit: a callback on the host, which gets whole values"),
     ],
 )
 def test_a_name_without_samples_is_an_error(capsys, name, message):
