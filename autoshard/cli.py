@@ -33,7 +33,7 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training c
 @app.command("train")
 def train_command(
     config: ConfigPath,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what this run left earlier and start over.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in the folder and start over.")] = False,
 ) -> None:
     """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint."""
     recipe = TrainConfig.load(config)

@@ -116,25 +116,25 @@ def test_a_batch_that_does_not_divide_under_a_pin():
 
 
 @pytest.mark.parametrize("wrong", ["text", object(), np.array(["text"])], ids=["string", "object", "array"])
-def test_an_argument_that_is_no_array(wrong: Any):
+def test_an_argument_that_is_not_an_array(wrong: Any):
     refuses(
         ArgumentError, (state(), {**batch(), "name": wrong}), "batch['name']", type(wrong).__name__, "static_argnames"
     )
 
 
-def test_a_reference_is_no_array():
+def test_a_reference_is_not_an_array():
     step = autoshard.jit(lambda r: r[...] + 1, mesh=MESH)
     says(ArgumentError, lambda: step(jax.new_ref(jnp.ones(8))), "r is a Ref")
 
 
-def test_a_static_argument_without_a_hash():
+def test_a_static_argument_that_is_not_hashable():
     step = autoshard.jit(lambda x, sizes: x * sizes[0], mesh=MESH, static_argnames="sizes")
     says(ArgumentError, lambda: step(jnp.ones(8), [2]), "sizes", "list", "tuple")
     says(ArgumentError, lambda: step(jnp.ones(8), sizes=[2]), "sizes", "list", "tuple")
     np.testing.assert_array_equal(step(jnp.ones(8), (2,)), np.full(8, 2))
 
 
-def test_a_static_name_that_is_no_argument():
+def test_a_static_name_that_is_not_an_argument():
     says(ArgumentError, lambda: autoshard.jit(update, static_argnames="bach"), "bach", "did you mean 'batch'?")
     says(ArgumentError, lambda: autoshard.jit(update, donate_argnames="stat"), "stat", "did you mean 'state'?")
 
@@ -226,7 +226,7 @@ def test_a_mesh_larger_than_the_machine():
     ],
     ids=["two open", "zero", "odd", "number"],
 )
-def test_meshes_that_cannot_be(mesh: Any, parts: list[str]):
+def test_impossible_meshes(mesh: Any, parts: list[str]):
     given = state()
     says(MeshError, lambda: autoshard.jit(update, mesh=mesh)(given, batch()), *parts)
 
@@ -248,7 +248,7 @@ def test_a_config_with_a_mistake(text: str, parts: list[str], tmp_path: pathlib.
     says(ConfigError, lambda: autoshard.jit(update, mesh=path), "mesh.yaml", *parts)
 
 
-def test_a_config_that_is_not_there():
+def test_a_missing_config():
     says(ConfigError, lambda: autoshard.jit(update, mesh="cpu-9"), "cpu-9", "did you mean 'cpu-8'?")
     says(ConfigError, lambda: autoshard.jit(update, mesh="no/such.yaml"), "no/such.yaml")
 
@@ -273,7 +273,7 @@ def test_a_memory_budget_too_small(budget: Any):
     never_runs(MemoryBudgetError, "layouts", "the smallest needs", "raise memory_budget", memory_budget=budget)
 
 
-def test_strict_refuses_what_has_no_rule():
+def test_strict_refuses_an_operation_without_a_rule():
     def calls_back(state: Any, batch: Any) -> Any:
         jax.debug.callback(lambda v: None, batch["x"])
         return update(state, batch)

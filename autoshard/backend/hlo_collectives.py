@@ -48,41 +48,41 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
       mesh: the mesh that the program was compiled for, which maps device groups to axes.
     """
     module = parse(text)
-    times = run_counts(module)
-    naming = _GroupAxes(mesh)
-    seen: set[tuple[str, str]] = set()
-    done: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
+    runs = run_counts(module)
+    group_axes = _GroupAxes(mesh)
+    async_parts: set[tuple[str, str]] = set()
+    earlier: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: list[Collective] = []
     for computation in module.computations.values():
-        if computation.name not in times:
+        if computation.name not in runs:
             continue
-        count, exact = times[computation.name]
+        count, exact = runs[computation.name]
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
             if (
                 kind not in COLLECTIVE_KINDS
                 or _wraps_computation(instruction, module)
-                or _is_later_part(instruction, seen)
+                or _is_later_part(instruction, async_parts)
             ):
                 continue
-            axes, size = naming(kind, instruction.attributes)
-            scatter = computation.name.startswith(_TPU_REDUCE_SCATTER) and kind == ALL_REDUCE
-            edges = kind == COLLECTIVE_PERMUTE and _moves_scatter_padding(instruction, computation)
+            axes, size = group_axes(kind, instruction.attributes)
+            is_scatter = computation.name.startswith(_TPU_REDUCE_SCATTER) and kind == ALL_REDUCE
+            ends_scatter = kind == COLLECTIVE_PERMUTE and _moves_scatter_padding(instruction, computation)
             same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
-            again = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in done)
-            done.add(same)
+            redundant = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in earlier)
+            earlier.add(same)
             found.append(
                 Collective(
-                    kind=REDUCE_SCATTER if scatter or edges else kind,
+                    kind=REDUCE_SCATTER if is_scatter or ends_scatter else kind,
                     axes=axes,
-                    bytes=_parameter_bytes(computation) if scatter else _payload(kind, instruction, size),
+                    bytes=_parameter_bytes(computation) if is_scatter else _payload(kind, instruction, size),
                     count=count,
                     source=module.source(instruction) or module.caller_source(computation.name),
                     operation=module.operation(instruction),
                     computation=computation.name,
                     exact=exact,
                     share=_sending_devices(instruction.attributes) / mesh.size if kind == COLLECTIVE_PERMUTE else 1.0,
-                    redundant=again,
+                    redundant=redundant,
                 )
             )
     return tuple(found)
@@ -91,15 +91,15 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
 def _moves_scatter_padding(permute: Instruction, computation: Computation) -> bool:
     """Whether a permute completes a padded reduce-scatter: it sends a slice of the result of ``all-reduce-scatter``."""
     body = computation.instructions
-    cut = body.get(permute.names[0]) if permute.names else None
-    whole = body.get(cut.names[0]) if cut is not None and cut.opcode == "slice" else None
-    return whole is not None and any(
-        name.startswith(_TPU_REDUCE_SCATTER) for key, name in called(whole) if key == "calls"
+    rows = body.get(permute.names[0]) if permute.names else None
+    fusion = body.get(rows.names[0]) if rows is not None and rows.opcode == "slice" else None
+    return fusion is not None and any(
+        name.startswith(_TPU_REDUCE_SCATTER) for key, name in called(fusion) if key == "calls"
     )
 
 
 def _wraps_computation(instruction: Instruction, module: Module) -> bool:
-    """Whether an async start wraps a computation that is in the text too, and holds the collective itself."""
+    """Whether an async start wraps a computation that is in the text too: that has the collective itself."""
     return instruction.opcode.endswith("-start") and any(
         name in module.computations for key, name in called(instruction) if key == "calls"
     )

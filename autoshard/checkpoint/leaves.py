@@ -132,7 +132,7 @@ def match_leaves(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> lis
     paths = {leaf.path for leaf in wanted}
     rest = [(_path_names(leaf.path), leaf) for leaf in saved if leaf.path not in paths]
     count = Counter([names for names, _ in rest] + [_path_names(p) for p in paths - exact.keys()])
-    by_names = {names: leaf for names, leaf in rest if count[names] == 2}  # one here and one there: unambiguous
+    by_names = {names: leaf for names, leaf in rest if count[names] == 2}  # one saved and one wanted: unambiguous
     return [exact.get(leaf.path) or by_names.get(_path_names(leaf.path)) for leaf in wanted]
 
 

@@ -68,10 +68,8 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         return min(fitting, key=lambda f: f[0].plan.cost.seconds)
 
     if not try_passes(options.passes):
-        sequences = list(memory_saving_sequences(traced, options))
-        bisect.bisect_left(
-            sequences, True, key=try_passes
-        )  # saves the least memory that leaves the fastest layout room
+        # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
+        bisect.bisect_left(list(memory_saving_sequences(traced, options)), True, key=try_passes)
     if fitting:
         _, passes = fastest()
         for with_optional in itertools.islice(with_optional_passes(traced, passes, options), 1, None):

@@ -33,7 +33,8 @@ class Options:
     """The passes tried in their place then; those that ``passes`` lacks are tried in each of their variants. Empty
     where the user named the passes."""
     optional_passes: tuple[Pass, ...]
-    """Passes tried before the others in each of their variants, and left out. Empty where the user named the passes."""
+    """Passes of which each variant is tried before the others, and kept if it makes the step faster. Empty where the
+    user named the passes."""
 
     in_shardings: Any
     out_shardings: Any
@@ -61,7 +62,7 @@ def pass_sequences(program: Program, options: Options, max_saving: int | None = 
     """Every candidate sequence of passes: ``options.passes`` and the memory-saving ones, each with optional passes too.
 
     Args:
-      max_saving: 2 or more: so many memory-saving sequences at most, evenly spaced; None takes all.
+      max_saving: the most memory-saving sequences to take, 2 or more, evenly spaced; None takes all.
     """
     saving = list(memory_saving_sequences(program, options))
     if max_saving is not None and len(saving) > max_saving:

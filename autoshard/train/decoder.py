@@ -44,7 +44,7 @@ class ModelConfig(Config):
     chosen: int = Field(default=2, ge=1, validate_default=True)
     """Routed experts per token."""
     shared: int = Field(default=0, ge=0)
-    """Number of experts that every token passes, as one MLP of so many times the width."""
+    """Number of shared experts, which every token passes; together they are one MLP of that many times the width."""
     room: float = Field(default=1.25, gt=0)
     """Capacity factor: tokens per group that an expert takes, relative to an even load; others skip the expert."""
     tied: bool = False

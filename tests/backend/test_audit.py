@@ -1,4 +1,4 @@
-"""What the compiler emitted, read from real programs and from texts, against what was planned."""
+"""Collectives of compiled programs and of HLO texts, and the audit against those planned."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def text_of(*lines: str, before: str = "") -> str:
         ("mesh['a'=2,'b'=4], device_ids=(4,5,6,7,0,1,2,3) {'b'}", ("y",)),
     ],
 )
-def test_device_groups_of_every_spelling(groups: str, axes: tuple[str, ...] | None) -> None:
+def test_device_groups_in_every_form(groups: str, axes: tuple[str, ...] | None) -> None:
     line = f"ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, use_global_device_ids=true"
     (found,) = collectives(text_of(line + ", to_apply=%add"), MESH)
     assert found.axes == axes
 
 
-def test_unknown_spelling_of_groups_is_admitted() -> None:
+def test_groups_in_an_unknown_form_have_no_axes() -> None:
     assert replica_groups("replica_groups=<<0-7>>", 8) is None
     (found,) = collectives(text_of("ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=<<0-7>>"), MESH)
     assert found.axes is None
@@ -169,7 +169,7 @@ ASYNC = text_of(
 )
 
 
-def test_asynchronous_pairs_count_once_by_their_result() -> None:
+def test_asynchronous_pairs_count_once() -> None:
     found = {(c.kind, c.bytes, c.axes) for c in collectives(ASYNC, MESH)}
     assert found == {
         ("all-gather", 256, ("x", "y")),
@@ -183,7 +183,7 @@ def test_asynchronous_pairs_count_once_by_their_result() -> None:
     assert len(collectives(ASYNC, MESH)) == len(found)
 
 
-def test_what_is_sent_again_is_told_from_what_is_sent_besides() -> None:
+def test_redundant_collectives_are_marked() -> None:
     text = text_of(
         "%a = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
         "%b = f32[64]{0} all-gather(%p), channel_id=9, replica_groups=[1,8]<=[8], dimensions={0}",
@@ -322,7 +322,7 @@ def test_trip_counts(text: str, count: int) -> None:
         loop_text("compare(%ten, %ten), direction=LT"),
     ],
 )
-def test_a_loop_that_is_not_understood_is_flagged(text: str) -> None:
+def test_a_loop_of_unknown_trip_count_is_not_exact(text: str) -> None:
     (found,) = collectives(text, MESH)
     assert (found.count, found.exact) == (1, False)
     assert "or more" in str(found)
@@ -356,7 +356,7 @@ AR, AG, RS, CP = "all-reduce", "all-gather", "reduce-scatter", "collective-permu
 
 
 @pytest.mark.parametrize(("kind", "sent"), [(AG, 700), (AR, 1400), (RS, 700), ("all-to-all", 700), (CP, 800)])
-def test_what_leaves_a_device_in_all(kind: str, sent: float) -> None:
+def test_wire_bytes(kind: str, sent: float) -> None:
     assert op(kind, "xy", 400, 2).wire_bytes(MESH) == sent
     assert op(kind, None, 400, 2).wire_bytes(MESH) == sent
 
@@ -364,7 +364,7 @@ def test_what_leaves_a_device_in_all(kind: str, sent: float) -> None:
 @pytest.mark.parametrize(
     ("pairs", "share"), [([(i, i + 1) for i in range(3)], 3 / 4), ([(0, 0), (1, 3)], 1 / 4), ([(3, 0)], 1 / 4)]
 )
-def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]], share: float) -> None:
+def test_the_share_of_a_permute_is_that_of_its_sources(pairs: list[tuple[int, int]], share: float) -> None:
     def fun(a: Any) -> Any:
         return jax.lax.ppermute(a, "y", pairs)
 
@@ -426,9 +426,7 @@ def test_a_permute_sends_from_where_its_pairs_begin(pairs: list[tuple[int, int]]
          ["all-gather repeated for the same operand", "all-gather over all axes in place of one per axis"]),
     ],
 )  # fmt: skip
-def test_what_compilers_are_known_to_do_is_explained(
-    planned: list[Collective], found: list[Collective], names: list[str]
-) -> None:
+def test_known_rewrites_are_explained(planned: list[Collective], found: list[Collective], names: list[str]) -> None:
     result = compare(planned, found, MESH)
     assert [e.name for e in result.explained] == names
     assert result.clean
@@ -456,7 +454,9 @@ def test_what_compilers_are_known_to_do_is_explained(
         ([op(AG, "y", 800, 2)], [op(AG, "y", 400)], ["differs"]),
     ],
 )
-def test_other_differences_stand(planned: list[Collective], found: list[Collective], verdicts: list[str]) -> None:
+def test_other_differences_are_not_explained(
+    planned: list[Collective], found: list[Collective], verdicts: list[str]
+) -> None:
     result = compare(planned, found, MESH)
     assert not result.clean
     if "differs by" in verdicts:  # half of the all-reduce is the reduce-scatter, the other half nobody planned
@@ -489,9 +489,9 @@ def test_audit_of_a_compiled_program() -> None:
     assert [str(e) for e in result.explained] == ["all-reduce + slice in place of reduce-scatter over y: 4.0 KiB"]
     assert str(result).splitlines()[0].split() == ["kind", "axes", "planned", "emitted", "verdict", "source"]
     assert "step.py:7" in str(result)
-    told = json.loads(json.dumps(result.as_json()))
-    assert told["clean"] is True
-    assert [(r["kind"], r["verdict"]) for r in told["rows"]] == [(AR, "explained"), (RS, "explained")]
+    report = json.loads(json.dumps(result.as_json()))
+    assert report["clean"] is True
+    assert [(r["kind"], r["verdict"]) for r in report["rows"]] == [(AR, "explained"), (RS, "explained")]
     assert not audit(compiled, Plan(MESH, Cost(()))).clean
 
 
@@ -499,8 +499,8 @@ def test_size_text() -> None:
     assert [size_text(n) for n in (0, 12, 1024, 1536, 3 * 2**30)] == ["0 B", "12 B", "1.0 KiB", "1.5 KiB", "3.0 GiB"]
 
 
-def test_what_is_reduced_axis_by_axis_is_explained_beside_much_that_agrees():
-    """A number reduced over one axis with what else is reduced there, and then over the other."""
+def test_a_small_split_reduction_is_explained_beside_a_large_equal_one():
+    """A scalar is reduced over one axis together with a large value, and then over the other axis."""
     large = Collective("all-reduce", ("x",), 768)
     planned = [large, Collective("all-reduce", ("x", "y"), 4)]
     emitted = [large, Collective("all-reduce", ("x",), 4), Collective("all-reduce", ("y",), 4)]

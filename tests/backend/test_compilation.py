@@ -1,4 +1,4 @@
-"""What a compiler made of a plan: whether it fits, what to change, and how it is told."""
+"""The compilation of a plan: whether it fits, the remedies, and the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown(c, **settings):
 
 
 def over(c, memory):
-    """``c`` on a chip of so much memory."""
+    """``c`` on a chip with ``memory`` bytes."""
     mesh = replace(c.plan.mesh, hardware=replace(c.plan.mesh.hardware, memory=memory))
     return replace(c, plan=replace(c.plan, mesh=mesh))
 
@@ -68,7 +68,7 @@ def test_the_audit_is_the_public_one(made):
     assert autoshard.audit(jitted.lower(X, X).compile(), made.plan).rows == made.audit.rows
 
 
-def test_json_holds_what_is_documented(made):
+def test_json_has_the_documented_keys(made):
     found = json.loads(json.dumps(made.as_json()))
     assert found["fits"] is True
     assert found["needs"] == made.usage.peak
@@ -80,7 +80,7 @@ def test_json_holds_what_is_documented(made):
     assert "reduce_scatter" in " ".join(c["operation"] for c in found["collectives"])
 
 
-def test_what_was_not_planned_is_red_with_what_caused_it(made):
+def test_unplanned_collectives_are_red_with_their_source(made):
     planned = replace(made.plan, cost=replace(made.plan.cost, collectives=()))
     c = replace(made, plan=planned, audit=autoshard.backend.audit.compare((), made.audit.emitted, planned.mesh))
     assert not c.audit.clean
@@ -91,7 +91,7 @@ def test_what_was_not_planned_is_red_with_what_caused_it(made):
     assert "\x1b" not in shown(c)
 
 
-def test_too_much_is_said_with_what_to_change(made):
+def test_remedies_where_it_does_not_fit(made):
     c = over(made, 1024)
     assert not c.fits
     text = " ".join(shown(c).split())
@@ -110,7 +110,7 @@ def test_too_much_is_said_with_what_to_change(made):
          "by 4.75G.", 20.5, 15.75),
     ],
 )  # fmt: skip
-def test_a_refusal_for_memory_says_how_much(made, message, needs, has):
+def test_out_of_memory_messages_are_parsed(made, message, needs, has):
     assert parse_out_of_memory(message) == OutOfMemory(round(needs * 2**30), round(has * 2**30))
     c = compile_plan(made.plan, Refused(message))
     assert not c.fits
@@ -118,6 +118,6 @@ def test_a_refusal_for_memory_says_how_much(made, message, needs, has):
     assert f"{needs - has:.2f} GiB too much" in " ".join(shown(c).split())
 
 
-def test_any_other_refusal_is_the_compiler_s_own_error(made):
+def test_any_other_compiler_error_is_raised(made):
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such flag"):
         compile_plan(made.plan, Refused("INVALID_ARGUMENT: no such flag"))

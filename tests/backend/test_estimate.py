@@ -51,14 +51,14 @@ class Compiled:
         return self.text
 
 
-def test_what_the_compiler_does_not_price_is_put_under_the_roofline():
+def test_instructions_without_cycles_are_estimated_by_the_roofline():
     text = TEXT.replace("LIMIT", "5").replace('"estimated_cycles":"7"', f'"estimated_cycles":"{2**63 - 1}"')
     hardware = MESH.hardware
     last = 2 * 32 / hardware.bandwidth + hardware.overhead
     assert estimate(Compiled(text), MESH).compute == pytest.approx(500e-9 + last, abs=1e-9)
 
 
-def test_cycles_and_collectives_of_a_loop_count_as_often_as_it_turns():
+def test_cycles_and_collectives_of_a_loop_count_once_per_iteration():
     found = estimate(Compiled(TEXT.replace("LIMIT", "5")), MESH)
     assert found.exact
     assert found.compute == pytest.approx(507e-9)
@@ -68,13 +68,13 @@ def test_cycles_and_collectives_of_a_loop_count_as_often_as_it_turns():
     assert found.overlapped == pytest.approx(found.transfers)
 
 
-def test_a_loop_of_unknown_length_is_said_to_be_one():
+def test_a_loop_of_unknown_trip_count_counts_once_and_is_not_exact():
     found = estimate(Compiled(TEXT.replace("constant(LIMIT)", "custom-call()")), MESH)
     assert not found.exact
     assert found.compute == pytest.approx(107e-9)
 
 
-def test_without_a_clock_it_is_the_roofline_of_what_was_compiled():
+def test_without_a_clock_the_estimate_is_the_roofline():
     found = estimate(Compiled(TEXT.replace("LIMIT", "5")), mesh(data=4))
     assert found.cycles is None
     assert found.compute == pytest.approx(roofline_seconds(parse(TEXT.replace("LIMIT", "5")), CHIP)[0])

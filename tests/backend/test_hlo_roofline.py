@@ -36,7 +36,7 @@ OPERANDS = ("%a = TYPE[4,8] parameter(0)", "%b = TYPE[8,16] parameter(1)")
     ],
     ids=["dot", "bfloat16", "gemm", "convolution"],
 )  # fmt: skip
-def test_products_go_at_the_peak_of_what_they_multiply(dtype, product):
+def test_products_run_at_the_peak_of_their_operands_dtype(dtype, product):
     lines = [line.replace("TYPE", dtype) for line in OPERANDS]
     peak = {"f32": 1e2, "bf16": 1e3}[dtype]
     assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * 4 * 8 * 16 / peak)
@@ -50,7 +50,7 @@ def test_products_go_at_the_peak_of_what_they_multiply(dtype, product):
         ("BackwardFilter", "2,9,9,3", "2,4,4,5", "5,3,3,3"),
     ],
 )
-def test_the_derivatives_of_a_convolution_have_its_work(target, left, right, result):
+def test_gradients_of_a_convolution_have_its_flops(target, left, right, result):
     """A stride of two: a kernel of 3x3 from 3 to 5 features at each of 2x4x4 places."""
     call = f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"'
     lines = [f"%a = f32[{left}] parameter(0)", f"%b = f32[{right}] parameter(1)"]
@@ -60,7 +60,7 @@ def test_the_derivatives_of_a_convolution_have_its_work(target, left, right, res
 
 @pytest.mark.parametrize(("mask", "part"), [("NO_MASK", 1), ("CAUSAL", 2)])
 @pytest.mark.parametrize(("target", "products", "share"), [("Softmax", 2, 0.5), ("SoftmaxBackward", 5, 0.25)])
-def test_a_librarys_attention_has_its_products_at_its_share_of_the_peak(target, products, share, mask, part):
+def test_cudnn_attention_runs_at_its_share_of_the_peak(target, products, share, mask, part):
     """Of 2 sequences of 16 queries and 32 keys, in 4 heads."""
     shape = '{"element_type": "BF16", "dimensions": ["2", "4", "16", "32"]}'
     config = f'{{"fmha_scale": 1, "intermediate_tensor_shape": {shape}, "mask_type": "{mask}"}}'
@@ -89,7 +89,7 @@ def test_a_product_inside_a_fusion_counts_once():
     assert seconds(FAST_PRODUCTS, fused, inner)[0] == pytest.approx(moved / 1e2)
 
 
-def test_a_slice_of_a_large_operand_moves_the_slice():
+def test_a_slice_of_a_large_operand_reads_the_slice():
     large, i = "%x = f32[1000,8] parameter(0)", "%i = s32[] parameter(1)"
     taken = "ROOT %s = f32[1,8] dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,8}"
     assert seconds(FAST_PRODUCTS, [large, i, taken])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
@@ -97,7 +97,7 @@ def test_a_slice_of_a_large_operand_moves_the_slice():
     assert seconds(FAST_PRODUCTS, [large, i, *put])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
 
 
-def test_what_is_written_into_behind_a_bitcast_or_beside_another_result_moves_what_is_written():
+def test_an_update_in_place_moves_the_update_behind_a_bitcast_and_in_a_tuple():
     body = (
         "%put (x: f32[8,1000], u: f32[1,8], i: s32[]) -> (f32[1000,8], f32[1,8]) {\n  %x = f32[8,1000] parameter(0)\n"
         "  %y = f32[1000,8] bitcast(%x)\n  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"
@@ -109,7 +109,7 @@ def test_what_is_written_into_behind_a_bitcast_or_beside_another_result_moves_wh
     assert seconds(FAST_PRODUCTS, [*given, fused], body)[0] == pytest.approx(moved / 1e2)
 
 
-def test_what_moves_nothing_and_what_is_sent_takes_no_time():
+def test_free_instructions_and_collectives_take_no_time():
     lines = [
         "%a = f32[8] parameter(0)",
         "%t = (f32[8]) tuple(%a)",
@@ -120,7 +120,7 @@ def test_what_moves_nothing_and_what_is_sent_takes_no_time():
     assert seconds(FAST_PRODUCTS, lines) == (0.0, True)
 
 
-def test_a_fusion_beside_others_moves_what_it_moves_by_itself():
+def test_an_asynchronous_fusion_moves_the_same_bytes():
     fused = (
         "%put (x: f32[1000,8], u: f32[1,8], i: s32[]) -> f32[1000,8] {\n  %x = f32[1000,8] parameter(0)\n"
         "  %u = f32[1,8] parameter(1)\n  %i = s32[] parameter(2)\n"

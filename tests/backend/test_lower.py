@@ -53,7 +53,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 
 def scattered(fun: Any, mesh: Any, ins: Any, outs: Any, *args: Any, scatters: int = 1) -> Audit:
-    """The audit of ``fun``, which puts terms together only by so many reduce-scatters, as planned."""
+    """The audit of ``fun``, whose only reductions are ``scatters`` reduce-scatters, as planned."""
     step = autoshard.jit(fun, mesh=mesh, in_shardings=ins, out_shardings=outs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), step(*args), jax.jit(fun)(*args))
     compiled = step.lower(*args).compile()
@@ -82,12 +82,12 @@ ALONE, PAIR = {"a": 8}, {"a": 2, "b": 4}
     ],
     ids=["rows", "columns", "rows over both", "an axis each", "behind another", "before another"],
 )
-def test_a_product_wanted_in_parts_is_scattered(mesh: Any, ins: Any, out: P, scatters: int) -> None:
-    """XLA for CPU would reduce it whole and cut."""
+def test_a_product_with_a_sharded_result_is_reduce_scattered(mesh: Any, ins: Any, out: P, scatters: int) -> None:
+    """XLA for CPU by itself would emit an all-reduce and a slice."""
     scattered(jnp.matmul, mesh, ins, out, X, W, scatters=scatters)
 
 
-def test_the_fastest_axis_is_scattered_over_first() -> None:
+def test_the_axis_with_the_fastest_link_is_scattered_over_first() -> None:
     """Devices of one host, then hosts: those carry a fourth."""
     links = {"fast": Link("fast", 1e11, 1e-6), "slow": Link("slow", 1e9, 1e-6)}
     hardware = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, links, 1e-6)
@@ -96,14 +96,14 @@ def test_the_fastest_axis_is_scattered_over_first() -> None:
     assert {c.axes: c.bytes for c in found.emitted} == {("b",): 16 * 24 * 4, ("a",): 16 * 24}
 
 
-def test_a_product_that_a_loop_carries_is_scattered_in_every_turn() -> None:
+def test_a_loop_carried_product_is_reduce_scattered_in_every_iteration() -> None:
     def fun(x: Any, ws: Any) -> Any:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
 
     scattered(fun, ALONE, (P(None, "a"), P(None, "a")), P(None, "a"), normal(16, 64), normal(3, 64, 64, seed=1) / 8)
 
 
-def test_a_product_that_several_read_in_parts_is_scattered_once() -> None:
+def test_a_product_with_several_sharded_uses_is_reduce_scattered_once() -> None:
     def fun(x: Any, w: Any) -> Any:
         y = x @ w
         return jnp.sin(y), y * y.max(1, keepdims=True)
@@ -111,8 +111,8 @@ def test_a_product_that_several_read_in_parts_is_scattered_once() -> None:
     scattered(fun, ALONE, (P(None, "a"), P("a")), (P("a"), P("a")), X, W)
 
 
-def test_the_gradient_of_a_window_is_scattered() -> None:
-    """As that of a product, where the batch is split and images are not."""
+def test_the_gradient_of_a_convolution_is_reduce_scattered() -> None:
+    """As that of a product, where the batch is split and the images are not."""
 
     def gradient(x: Any, t: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -124,12 +124,12 @@ def test_the_gradient_of_a_window_is_scattered() -> None:
     scattered(gradient, ALONE, P("a"), P(None, None, "a"), normal(64, 8, 8, 8) / 8, normal(64, 8, 8, 16, seed=1))
 
 
-def test_a_product_over_a_size_that_does_not_divide_is_scattered() -> None:
-    """1023 rows, of which each device holds 128 with one that means nothing."""
+def test_a_product_over_a_padded_dimension_is_reduce_scattered() -> None:
+    """1023 rows, padded to 128 on each device."""
     scattered(lambda x: x[:-1].T @ x[1:] / 1000, ALONE, P("a"), P("a"), normal(1024, 64))
 
 
-def test_a_pin_inside_a_loop_holds_in_the_compiled_program() -> None:
+def test_a_constraint_inside_a_loop_is_in_the_lowered_program() -> None:
     def fun(x: Any, ws: Any) -> Any:
         def body(h: Any, w: Any) -> Any:
             return jnp.tanh(autoshard.annotate(h @ w, P(None, "a"))), None
@@ -157,7 +157,7 @@ def test_nothing_is_constrained_on_one_device() -> None:
     assert "all-" not in step.lower(params, batch).compile().as_text()
 
 
-def test_a_product_of_truths_is_a_product_of_truths() -> None:
+def test_a_product_of_bools_is_a_product_of_bools() -> None:
     step = autoshard.jit(jnp.matmul, mesh=ALONE, in_shardings=(P(None, "a"), P("a")), out_shardings=P("a"))
     x, w = normal(64, 64) > 1, normal(64, 64, seed=1) > 1
     np.testing.assert_array_equal(step(x, w), x @ w)

@@ -127,7 +127,7 @@ def zoo() -> dict[str, Any]:
     }
 
 
-def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_every_kind_of_leaf_is_restored_bit_for_bit(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, zoo())
     back = checkpoint.restore(tmp_path, like=zoo()).state
     assert_equal(back, zoo())
@@ -173,7 +173,7 @@ def test_an_nnx_state(tmp_path: Path) -> None:
     assert_equal(checkpoint.restore(tmp_path, like=make(1)).state, make(0))
 
 
-def test_python_numbers_and_arrays_stand_for_each_other(tmp_path: Path) -> None:
+def test_python_numbers_and_0d_arrays_are_interchangeable(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"step": 5, "lr": jnp.asarray(0.25), "on": True})
     like = {"step": jax.ShapeDtypeStruct((), jnp.int32), "lr": 0.0, "on": jnp.asarray(False)}
     back = checkpoint.restore(tmp_path, like=like).state
@@ -243,7 +243,7 @@ def test_a_replicated_leaf_may_be_donated_at_once(tmp_path: Path) -> None:
     assert all((np.asarray(s.data) == np.asarray(state) + 1).all() for s in out.addressable_shards)
 
 
-def test_extra_comes_back_equal_or_is_refused(tmp_path: Path) -> None:
+def test_extra_is_restored_equal_or_refused(tmp_path: Path) -> None:
     extra = {"data": {"next": 12, "seed": [1, 2]}, "loss": 0.1, "none": None, "text": "é\n"}
     checkpoint.save(tmp_path, 1, small(), extra=extra)
     assert checkpoint.restore(tmp_path).extra == extra
@@ -287,7 +287,7 @@ def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
     assert_equal(checkpoint.restore(tmp_path, like=small()).state, small(1))
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path / "absent") == ()
     assert checkpoint.latest(tmp_path) is None
     with pytest.raises(CheckpointError, match="absent does not exist"):
@@ -358,7 +358,7 @@ def test_a_loaded_plan_restores_a_state_of_named_tuples_on_another_mesh(tmp_path
     np.testing.assert_allclose(step(again, x)["params"]["w"], adam_step(state, x)["params"]["w"], rtol=1e-5)
 
 
-def test_attributes_and_keys_of_one_name_are_one(tmp_path: Path) -> None:
+def test_attributes_and_keys_of_one_name_match(tmp_path: Path) -> None:
     state = {"s": Struct(jnp.ones(3)), "m": Moments(jnp.zeros(2), 5), "odd'key": jnp.ones(1), "l": [1, 2]}
     checkpoint.save(tmp_path, 1, state)
     like = {"s": {"w": jnp.zeros(3)}, "m": {"mean": jnp.ones(2), "var": 0}, "odd'key": jnp.zeros(1), "l": {0: 0, 1: 0}}
@@ -448,7 +448,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_step_is_named_and_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_step_is_named_and_skipped(tmp_path: Path, damage: str) -> None:
     break_it, why = DAMAGE[damage]
     checkpoint.save(tmp_path, 1, small(1))
     checkpoint.save(tmp_path, 2, small(2), wait=True)
@@ -465,7 +465,7 @@ def test_a_damaged_step_is_named_and_passed_over(tmp_path: Path, damage: str) ->
     assert (tmp_path / "2.damaged-1").is_dir()
 
 
-def test_bytes_changed_in_place_are_an_error_that_names_the_last_whole_step(tmp_path: Path) -> None:
+def test_bytes_changed_in_place_are_an_error_that_names_the_last_complete_step(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, jnp.ones(3))
     checkpoint.save(tmp_path, 2, jnp.ones(3), wait=True)
     for path in (tmp_path / "2" / "arrays").rglob("*.ocdbt"):
@@ -475,7 +475,7 @@ def test_bytes_changed_in_place_are_an_error_that_names_the_last_whole_step(tmp_
     assert_equal(checkpoint.restore(tmp_path, 1, like=jnp.ones(3)).state, jnp.ones(3))
 
 
-def test_no_whole_step_left(tmp_path: Path) -> None:
+def test_no_complete_step_is_left(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, small(), wait=True)
     cut(largest(tmp_path / "1"))
     with pytest.raises(CheckpointError, match=r"has no complete checkpoint \(step 1: "):
@@ -532,7 +532,7 @@ def writer(where: Path, then: str) -> subprocess.Popen[str]:
 
 
 def killed(where: Path, moment: str | float) -> list[int]:
-    """Kills a writer ``moment`` seconds after its first complete step, or during a write; the steps it left unfinished."""
+    """Kills a writer ``moment`` seconds after its first complete step, or during a write; returns the unfinished steps."""
     with writer(where, "loop") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "saved\n"

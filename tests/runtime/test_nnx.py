@@ -217,7 +217,7 @@ def test_static_arguments_beside_modules():
         np.testing.assert_allclose(step(model, n, x), model(x) * n, rtol=1e-5, atol=1e-6)
 
 
-def test_given_shardings_are_of_the_arguments_as_the_user_sees_them():
+def test_user_shardings_are_prefixes_of_the_users_arguments():
     step, state = jit(train, in_shardings=(P(), P(), P("data")), out_shardings=P()), make()
     plan = step.plan(*state, batch())
     assert set(jax.tree.leaves(plan.in_specs[:2], is_leaf=lambda x: isinstance(x, P))) == {P()}
@@ -225,7 +225,7 @@ def test_given_shardings_are_of_the_arguments_as_the_user_sees_them():
     assert step(*state, batch()).sharding.is_fully_replicated
 
 
-def test_planned_abstractly_and_born_sharded():
+def test_planned_abstractly_and_initialized_sharded():
     step = jit(train, strategy="fsdp")
     abstract = nnx.eval_shape(make)
     plan = step.plan(*abstract, batch())

@@ -1,4 +1,4 @@
-"""Which mesh is chosen where none is given; which passes where memory is short."""
+"""The choice of the mesh where none is given, of passes where memory is short, and specs of carried state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def product(s: Any, b: Any) -> Any:
     return (b @ s).sum()
 
 
-def test_meshes_that_do_not_serve_are_left_out():
+def test_meshes_without_a_plan_are_left_out():
     assert "model" in autoshard.jit(product, in_shardings=(P(None, "model"), None)).plan(X, X).mesh.shape
     plan = autoshard.jit(product, strategy="fsdp_tp").plan(X, np.ones((4, 16), np.float32))
     assert plan.mesh.shape["data"] <= 4
@@ -45,7 +45,7 @@ def test_the_mesh_of_a_sharding_is_chosen():
         autoshard.jit(product, in_shardings=(NamedSharding(mesh, P("rows")), other)).plan(X, X)
 
 
-def test_none_serves():
+def test_no_mesh_has_a_plan():
     with pytest.raises(SpecError, match=r"product: none of the candidate meshes.*data=8.*data=4.*data=2") as caught:
         autoshard.jit(product, in_shardings=(P(None, "mdel"), None)).plan(X, X)
     assert "did you mean 'model'?" in str(caught.value)
@@ -68,7 +68,7 @@ def test_axes_auto_takes_the_fastest_of_the_meshes_and_shows_the_others():
     assert autoshard.jit(lambda x: x * 2, mesh=auto, in_shardings=P("model")).plan(thin).mesh.shape["model"] > 1
 
 
-def test_a_mesh_left_to_planning_takes_that_of_a_plan():
+def test_a_given_plan_decides_an_open_mesh():
     auto = autoshard.MeshConfig(axes="auto", devices=8, hardware="cpu")
     plan = autoshard.jit(product, mesh={"data": 2, "model": 4}).plan(X, X)
     again = autoshard.jit(product, mesh=auto, strategy=plan)
@@ -87,11 +87,11 @@ def test_an_error_of_the_function_is_raised_as_it_is():
     assert caught.value.__context__ is None
 
 
-# --- what a step carries lies alike in all its plans ------------------------------------------------------------
+# --- carried state has the same specs in all plans of a step ------------------------------------------------------
 
 
 def carrying(state: Any, batch: Any) -> Any:
-    """Wants its state split one way for some sizes of the batch, and another way for others."""
+    """Constrains its state to one spec for some sizes of the batch, and to another for others."""
     spec = {16: P("data"), 32: P(None, "model")}.get(batch.shape[0], P())
     return {"w": autoshard.annotate(state["w"], spec) + batch.sum()}
 
@@ -104,7 +104,7 @@ def rows(count: int) -> Any:
     return np.ones((count, 64), np.float32)
 
 
-def test_the_first_plan_lays_down_where_the_state_lies():
+def test_carried_state_keeps_the_specs_of_the_first_plan():
     freely = [
         autoshard.jit(carrying, mesh=MESH, donate_argnums=0).plan(STATE, rows(n)).in_specs[0]["w"] for n in (16, 32)
     ]
@@ -118,7 +118,7 @@ def test_the_first_plan_lays_down_where_the_state_lies():
     np.testing.assert_allclose(state["w"], 1 + (16 + 32 + 8 + 16) * 64)
 
 
-def test_another_state_and_given_pins_are_not_bound():
+def test_other_shapes_and_pinned_arguments_do_not_keep_them():
     step = autoshard.jit(carrying, mesh=MESH, donate_argnums=0)
     step.plan(STATE, rows(16))
     other = {"w": np.ones((256, 512), np.float32)}
@@ -128,7 +128,7 @@ def test_another_state_and_given_pins_are_not_bound():
         assert pinned.plan(STATE, rows(n)).inputs[0].reason == "pinned"
 
 
-def test_a_state_that_cannot_lie_as_at_first_says_so():
+def test_a_diagnostic_names_state_that_cannot_keep_its_specs():
     step = autoshard.jit(carrying, donate_argnums=0)
     first = step.plan(STATE, rows(16))
     assert step.plan(STATE, rows(8)).mesh == first.mesh
@@ -140,7 +140,7 @@ def test_a_state_that_cannot_lie_as_at_first_says_so():
 
 
 def deep(weights: Any, x: Any) -> Any:
-    """The gradient of layers that are looped over."""
+    """A gradient step of scanned layers."""
 
     def loss(weights: Any) -> Any:
         return (jax.lax.scan(lambda h, w: (jnp.tanh(jnp.sin(h @ w)), None), x, weights)[0] ** 2).mean()
@@ -151,7 +151,7 @@ def deep(weights: Any, x: Any) -> Any:
 WEIGHTS, ROWS = np.full((8, 16, 16), 0.1, np.float32), np.full((1024, 16), 0.1, np.float32)
 
 
-def test_values_are_made_again_where_nothing_fits_that_holds_them(tmp_path: Path):
+def test_values_are_recomputed_where_nothing_else_fits(tmp_path: Path):
     free = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS)
     assert not any(p.name == "recompute" for p in free.passes)
     tight = autoshard.jit(deep, mesh={"x": 1}, memory_budget=int(free.memory.peak * 0.75))
@@ -184,18 +184,18 @@ def train(state, x):
         ),
     ],
 )
-def test_where_nothing_fits_it_is_said_what_to_let_go_of(asked, helps):
+def test_where_nothing_fits_the_error_names_the_demand_to_drop(asked, helps):
     state = dict.fromkeys(("w", "m"), jax.ShapeDtypeStruct((512, 512), np.float32))
     x = jax.ShapeDtypeStruct((64, 512), np.float32)
     budget = 100_000
-    with pytest.raises(MemoryBudgetError) as told:
+    with pytest.raises(MemoryBudgetError) as error:
         autoshard.jit(train, mesh={"x": 8}, memory_budget=budget, **asked).plan(state, x)
-    assert helps in str(told.value)
-    assert told.value.least > budget
-    assert autoshard.jit(train, mesh={"x": 8}, donate_argnums=0).plan(state, x).memory.peak < told.value.least
+    assert helps in str(error.value)
+    assert error.value.least > budget
+    assert autoshard.jit(train, mesh={"x": 8}, donate_argnums=0).plan(state, x).memory.peak < error.value.least
 
 
-def test_what_the_compiler_would_make_again_by_itself_is_planned_if_it_can_be(tmp_path: Path):
+def test_plans_stay_below_the_rematerialization_threshold_if_they_can(tmp_path: Path):
     free = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS).memory.peak
 
     def planned(room: int) -> autoshard.Plan:
@@ -208,7 +208,7 @@ def test_what_the_compiler_would_make_again_by_itself_is_planned_if_it_can_be(tm
     assert planned(1000).memory_budget == 2**30  # nothing fits in so little: as if there were no such room
 
 
-def test_passes_that_were_named_are_all_that_run():
+def test_only_the_named_passes_run():
     peak = autoshard.jit(deep, mesh={"x": 1}).plan(WEIGHTS, ROWS).memory.peak
     chosen = autoshard.jit(deep, mesh={"x": 1}, memory_budget=int(peak * 0.75), passes=["dead_code"])
     with pytest.raises(MemoryBudgetError, match=r"none of \d+ layouts fits .*; or pass passes=\['recompute:full'\]"):

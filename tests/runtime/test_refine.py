@@ -1,4 +1,4 @@
-"""The compiler chooses: of layouts compiled one by one here, `refine` takes the one that a person would by hand."""
+"""`refine` against layouts that are compiled one by one: it chooses the one with the least estimated time that fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X = jax.ShapeDtypeStruct((64, 512), jnp.float32)
 
 
 def step(w, x):
-    """Three residual blocks: the layout that is predicted the fastest is not the one whose HLO is."""
+    """Three residual blocks: the layout with the least predicted time is not the one with the least estimated time."""
 
     def loss(w):
         h = x
@@ -50,8 +50,8 @@ S = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A folder of answers that the tests of one step share."""
-    return tmp_path_factory.mktemp("answers")
+    """A cache folder that the tests of one step share."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def refined(kept):
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """How often the compiler was asked, as a list of plans."""
+    """The plans compiled so far."""
     asked: list[Plan] = []
 
     def counted(plan, lowered):
@@ -77,7 +77,7 @@ def chosen(plan):
     return best
 
 
-def test_the_compiler_s_favourite_wins_where_predictions_prefer_another(refined):
+def test_the_least_estimated_time_wins_over_the_least_predicted_time(refined):
     plan, first = refined.plan(W, X), autoshard.jit(step, mesh=MESH, donate_argnums=0)
     by_hand = compile_plan(first.plan(W, X), first.lower(W, X))
     best = compile_plan(plan, refined.lower(W, X))
@@ -101,7 +101,7 @@ def test_a_preset_among_those_compiled_is_never_better(refined):
         assert chosen(plan).seconds <= c.estimate.seconds
 
 
-def test_layouts_that_differ_in_nothing_are_asked_about_once(compiles, tmp_path):
+def test_equal_layouts_are_compiled_once(compiles, tmp_path):
     plan = autoshard.jit(small, mesh={"data": 8}, refine=50, cache=tmp_path).plan(S, S)
     assert len(compiles) == len(plan.refined) < 50
     layouts = {(p.fingerprint, *(q.spec for q in (*p.inputs, *p.outputs)), p.intermediates) for p in compiles}
@@ -128,7 +128,7 @@ def test_explain_and_json_say_what_was_compiled_and_why_one_won(refined):
     assert autoshard.jit(step, mesh=MESH, strategy=plan, donate_argnums=0).plan(W, X).refined == plan.refined
 
 
-def test_the_account_of_a_compilation_has_the_others_too(refined):
+def test_the_report_of_a_compilation_has_the_other_layouts(refined):
     plan = refined.plan(W, X)
     made, out = compile_plan(plan, refined.lower(W, X)), io.StringIO()
     assert [t["chosen"] for t in made.as_json()["refined"]] == [t.chosen for t in plan.refined]
@@ -142,7 +142,7 @@ def test_an_estimate_that_may_be_too_low_says_so(refined):
     assert "or more" in compiled_layouts([replace(first, exact=False, chosen=True)]).table.rows[0][2]
 
 
-def test_nothing_is_asked_twice(refined, kept, compiles):
+def test_nothing_is_compiled_twice(refined, kept, compiles):
     plan = refined.plan(W, X)
     again = autoshard.jit(step, mesh=MESH, refine=4, cache=kept, donate_argnums=0).plan(W, X)
     assert again == plan
@@ -164,7 +164,7 @@ def test_nothing_is_asked_twice(refined, kept, compiles):
     ],
     ids=["half", "a list", "missing", "unknown", "of another", "no text"],
 )
-def test_a_broken_file_is_a_warning_and_its_layout_is_compiled_anew(spoilt, tmp_path, compiles):
+def test_a_broken_cache_entry_is_a_warning_and_its_layout_is_compiled_again(spoilt, tmp_path, compiles):
     def planned():
         return autoshard.jit(small, mesh={"data": 8}, refine=1, cache=tmp_path).plan(S, S)
 
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
     assert chosen(plan).fits
 
 
-def test_where_answers_are_kept(monkeypatch, tmp_path):
+def test_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("AUTOSHARD_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -232,7 +232,7 @@ def test_without_it_nothing_is_compiled(none, compiles, tmp_path):
 
 
 def answering(monkeypatch, how):
-    """The compiler, but for what ``how`` makes of the n-th answer."""
+    """Replaces the n-th compilation by ``how(n, plan, lowered)``."""
     asked: list[Plan] = []
 
     def answered(plan, lowered):
@@ -242,7 +242,7 @@ def answering(monkeypatch, how):
     monkeypatch.setattr(refine, "compile_plan", answered)
 
 
-def test_a_layout_refused_for_memory_loses_and_is_kept_as_such(monkeypatch, tmp_path):
+def test_a_layout_out_of_memory_loses_and_is_cached(monkeypatch, tmp_path):
     def first_refused(n, plan, lowered):
         made = compile_plan(plan, lowered)
         return made if n else replace(made, usage=None, estimate=None, out_of_memory=OutOfMemory(3 * 2**30, 2**30))
@@ -259,7 +259,7 @@ def test_a_layout_refused_for_memory_loses_and_is_kept_as_such(monkeypatch, tmp_
     assert planned() == plan
 
 
-def test_where_nothing_fits_the_least_that_is_lacking_is_taken_and_said(monkeypatch, tmp_path):
+def test_where_nothing_fits_the_layout_that_needs_the_least_is_chosen(monkeypatch, tmp_path):
     def refused(n, plan, lowered):
         out_of_memory = OutOfMemory((9 - n) * 2**30, 2**30)
         return replace(compile_plan(plan, lowered), usage=None, estimate=None, out_of_memory=out_of_memory)
@@ -270,7 +270,7 @@ def test_where_nothing_fits_the_least_that_is_lacking_is_taken_and_said(monkeypa
     assert any("none of the layouts that were compiled fits" in said for said in plan.diagnostics)
 
 
-def test_the_budget_counts_by_the_compiler_s_account(monkeypatch, tmp_path):
+def test_the_budget_applies_to_the_compiler_s_figure(monkeypatch, tmp_path):
     def first_above(n, plan, lowered):
         made = compile_plan(plan, lowered)
         return made if n else replace(made, usage=replace(made.usage, peak=2**20 + 1))
@@ -297,7 +297,7 @@ def test_a_layout_refused_for_another_reason_is_named_and_left_out(monkeypatch, 
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_when_every_layout_is_refused_so_the_reasons_are_the_error(monkeypatch, tmp_path):
+def test_if_every_layout_is_refused_the_error_has_the_reasons(monkeypatch, tmp_path):
     def broken(n, plan, lowered):
         raise jax.errors.JaxRuntimeError(f"INTERNAL: reason {n}")
 
@@ -332,13 +332,13 @@ def test_a_mesh_that_is_only_described_cannot_be_compiled_for(tmp_path):
         autoshard.jit(small, mesh=mesh, refine=2, cache=tmp_path).plan(S, S)
 
 
-def test_inside_another_trace(tmp_path):
+def test_inside_an_outer_trace(tmp_path):
     jitted = autoshard.jit(small, mesh={"data": 8}, refine=2, cache=tmp_path)
     w = jnp.ones((64, 64))
     np.testing.assert_allclose(jax.jit(lambda a: jitted(a, w) * 2)(w), 2 * jitted.reference(w, w), rtol=1e-5)
 
 
-def test_a_step_that_closes_over_a_trace_says_that_it_is_not_refined(tmp_path):
+def test_a_step_that_closes_over_tracers_is_not_refined(tmp_path):
     plans: list[Plan] = []
 
     def around(a, scale):

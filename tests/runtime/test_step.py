@@ -193,7 +193,7 @@ def test_donated_state_is_used_up_and_other_arguments_are_not(options: dict[str,
     same(again["b"], arange(16) + 3 * x.sum())
 
 
-def test_donated_input_that_nothing_replaces():
+def test_a_donated_input_that_no_result_replaces():
     step = jit(lambda x, y: y * 2, donate_argnums=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -257,7 +257,7 @@ def test_a_scalar_changes_its_weak_type_between_calls():
         same(step(x, a), jax.jit(lambda x, a: x * a)(x, a))
 
 
-def test_one_executable_however_arguments_come():
+def test_one_executable_for_every_placement_of_arguments():
     fun = Counted(lambda w, x: jnp.tanh(x @ w))
     step = jit(fun)
     w, x = arange(4, 8), arange(8, 4)
@@ -299,7 +299,7 @@ def test_alternating_shapes_are_traced_once_each():
     assert fun.runs == 2
 
 
-def test_a_wrongly_placed_argument_is_moved_and_reported_once():
+def test_a_misplaced_argument_is_resharded_and_reported_once():
     step = jit(lambda s, b: s["a"] @ b["x"], strategy="dp")
     devices = jax.devices()
     s = {"a": jax.device_put(jnp.ones((8, 8)), devices[2])}
@@ -314,7 +314,7 @@ def test_a_wrongly_placed_argument_is_moved_and_reported_once():
     assert not s["a"].is_deleted()
 
 
-def test_a_donated_argument_that_had_to_be_moved_survives():
+def test_a_donated_argument_that_is_resharded_survives():
     step = jit(lambda s: s + 1, donate_argnums=0)
     s = jax.device_put(arange(8, 4), jax.devices()[3])
     with pytest.warns(PlacementWarning):
@@ -476,7 +476,7 @@ def agrees_under_mesh(fun: Callable[..., Any]) -> Any:
     return step
 
 
-def test_shard_map_inside_is_kept_whole_and_named():
+def test_shard_map_inside_is_replicated_and_reported():
     mesh = auto_mesh()
     total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
     step = agrees(lambda x: total(x * 2) + 1, arange(8, 4))

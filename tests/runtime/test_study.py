@@ -35,7 +35,7 @@ def test_what_if_is_the_plan_under_a_pin() -> None:
     assert other.what_if({"a": first.in_specs[1]}).cost.seconds == pytest.approx(first.cost.seconds)
 
 
-def test_why_prices_every_other_way_as_the_plan_that_has_it() -> None:
+def test_why_prices_every_other_spec_as_the_plan_with_it() -> None:
     first = plan()
     text = first.why("a")
     lines = [line.split() for line in text.splitlines() if line.strip().startswith("[")]
@@ -66,7 +66,7 @@ def test_the_difference_of_two_plans_names_arguments_and_lines() -> None:
         first.diff(autoshard.jit(lambda x: x, mesh={"m": 8}).plan(SHAPES[1]))
 
 
-def test_wrong_questions() -> None:
+def test_what_if_and_why_refuse_invalid_questions() -> None:
     with pytest.raises(SpecError, match="no argument of chain is called 'aa'; did you mean 'a'"):
         plan().why("aa")
     with pytest.raises(ConfigError, match=r"the pin 'w\*' matches no argument of chain"):
@@ -75,7 +75,7 @@ def test_wrong_questions() -> None:
         plan().what_if({"a": P("n")})
 
 
-def test_a_loaded_plan_says_that_it_cannot_tell(tmp_path: Path) -> None:
+def test_a_loaded_plan_refuses_what_if_and_why(tmp_path: Path) -> None:
     plan().save(tmp_path / "plan.json")
     loaded = autoshard.Plan.load(tmp_path / "plan.json")
     assert "All have the same specs." in loaded.diff(plan())

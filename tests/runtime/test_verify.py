@@ -24,7 +24,7 @@ def arguments() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dp", "fsdp", "tp"])
-def test_a_right_plan_verifies_and_donates_nothing(strategy: str) -> None:
+def test_a_correct_plan_verifies_and_donates_nothing(strategy: str) -> None:
     params, batch = arguments()
     step = autoshard.jit(mlp_step, mesh={"data": 4, "model": 2}, strategy=strategy, donate_argnums=0)
     report = autoshard.verify(step, params, batch)
@@ -52,7 +52,7 @@ def test_the_first_equation_that_differs_is_named() -> None:
         autoshard.verify(autoshard.jit(fun, mesh={"a": 8}), jnp.ones((8, 8)))
 
 
-def test_nan_agrees_with_nan_and_integers_must_be_equal() -> None:
+def test_nan_equals_nan_and_integers_must_be_equal() -> None:
     step = autoshard.jit(lambda x, n: (x / x, n * 2, x > 0), mesh={"a": 8})
     assert len(autoshard.verify(step, jnp.zeros(8), jnp.arange(8)).results) == 3
 
@@ -71,7 +71,7 @@ def test_a_module_is_not_changed() -> None:
     assert np.array_equal(before, np.asarray(net.bn.mean[...]))
 
 
-def test_typed_keys_are_compared_by_their_words() -> None:
+def test_typed_keys_are_compared_by_their_key_data() -> None:
     step = autoshard.jit(lambda k, x: (jax.random.split(k)[0], jax.random.split(k, 8), x), mesh={"data": 4, "model": 2})
     report = autoshard.verify(step, jax.random.key(0), jnp.ones((16, 16)))
     assert [d.relative for d in report.results] == [0, 0, 0]
@@ -95,6 +95,6 @@ def test_a_module_with_dropout_verifies() -> None:
     assert any("['key']" in path for path in paths)
 
 
-def test_something_else_than_a_step_is_refused() -> None:
+def test_anything_but_a_step_is_refused() -> None:
     with pytest.raises(VerificationError, match="a step made by autoshard.jit"):
         autoshard.verify(lambda x: x, 1)

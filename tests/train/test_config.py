@@ -40,13 +40,13 @@ def test_one_mesh_is_one_phase(tmp_path: Path):
     assert (config.last_step, config.min_devices) == (10, 4)
 
 
-def test_phases_ask_for_the_devices_of_the_largest(tmp_path: Path):
+def test_the_devices_are_those_of_the_largest_phase(tmp_path: Path):
     config = read(tmp_path, PHASES)
     assert [phase.until for phase in config.all_phases] == [4, 10]
     assert config.min_devices == 8
 
 
-def test_paths_lead_from_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_paths_are_relative_to_the_file_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models/small.yaml").write_text("{layers: 3, d_model: 8, heads: 2, seq: 8}")
     (tmp_path / "mesh.yaml").write_text("{axes: {data: 2}, hardware: cpu}")
@@ -75,18 +75,18 @@ def test_paths_lead_from_the_file_that_names_them(tmp_path: Path, monkeypatch: p
         ("steps: 10", "steps: 10\nstrategy: fdsp", "strategy: .*'fsdp'"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, old: str, new: str, message: str):
+def test_errors_name_the_entry(tmp_path: Path, old: str, new: str, message: str):
     assert old in PLAIN
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, PLAIN.replace(old, new))
 
 
-def test_phases_must_move_on(tmp_path: Path):
+def test_phases_must_end_in_order(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"the phases end at steps \[10, 10\]"):
         read(tmp_path, PHASES.replace("until: 4", "until: 10"))
 
 
-def test_identity_is_what_the_state_depends_on(tmp_path: Path):
+def test_state_settings(tmp_path: Path):
     plain, phases = read(tmp_path, PLAIN), read(tmp_path, PHASES)
     assert plain.state_settings() == phases.state_settings()  # the mesh may change
     assert plain.state_settings()["optimizer.decay_steps"] == 10

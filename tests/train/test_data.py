@@ -67,7 +67,7 @@ def test_a_directory_with_globs(tmp_path: Path) -> None:
     assert set(narrowed.train_files + narrowed.heldout_files) == names - {"sub/a.txt"}
 
 
-def test_a_corpus_that_cannot_be(tmp_path: Path) -> None:
+def test_an_impossible_corpus(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent is not a directory; name one that exists, or 'stdlib'"):
         data.corpus(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"has no file that matches \*\.txt, excluding \.\*"):
@@ -135,7 +135,7 @@ def test_a_position_of_other_batches_is_refused() -> None:
         data.batches(TEXT, batch=2, seq=7).set_state({"step": 1})
 
 
-def test_batches_that_cannot_be() -> None:
+def test_impossible_batches() -> None:
     with pytest.raises(
         ConfigError, match="1000 bytes of text are too few for .*seq=1000, which needs 1001; use seq=999"
     ):

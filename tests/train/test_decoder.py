@@ -63,7 +63,7 @@ def test_grouped_heads_share_their_keys():
     np.testing.assert_allclose(grouped(tokens()), full(tokens()), rtol=1e-5, atol=1e-5)
 
 
-def test_one_expert_with_room_for_all_is_the_mlp():
+def test_one_expert_with_capacity_for_all_is_the_mlp():
     dense = Decoder(ModelConfig.model_validate(TINY | {"layers": 1}), nnx.Rngs(0))
     single = Decoder(ModelConfig.model_validate(TINY | {"layers": 1, "experts": 1, "chosen": 1}), nnx.Rngs(0))
     state = nnx.to_pure_dict(nnx.state(dense))
@@ -73,7 +73,7 @@ def test_one_expert_with_room_for_all_is_the_mlp():
     np.testing.assert_allclose(single(tokens()), dense(tokens()), rtol=1e-5, atol=1e-5)
 
 
-def test_tokens_beyond_an_experts_room_are_passed_on():
+def test_tokens_beyond_an_experts_capacity_skip_it():
     config = ModelConfig.model_validate(TINY | {"layers": 1, "scan": False, "experts": 2, "chosen": 1, "room": 0.5})
     block = Decoder(config, nnx.Rngs(0)).layers[0].mlp
     x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (32,)), (1, 16, 32))  # all choose the same expert

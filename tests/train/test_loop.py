@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from autoshard import checkpoint
@@ -21,23 +18,6 @@ from autoshard.train.loop import plan_phase, train
 from autoshard.train.report import Report
 
 WORDS = b"the mesh has eight devices and every axis of the mesh has a name ".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The runs here share their programs; only the first one compiles them."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +96,7 @@ def test_a_finished_run_prints_its_report_again(text: Path, finished: tuple[Path
     assert "phase 1 of 2" not in shown
 
 
-def test_the_report_can_be_lost_and_made_again(text: Path, finished: tuple[Path, Report, str]):
+def test_a_lost_report_is_written_again(text: Path, finished: tuple[Path, Report, str]):
     folder, report, _ = finished
     (folder / "report.json").unlink()
     assert run(recipe(text, folder))[0] == report

@@ -10,7 +10,7 @@ from rich.console import Console
 from autoshard.train.progress import ProgressLine
 
 
-def test_lines_come_now_and_then_where_there_is_no_terminal():
+def test_lines_come_at_intervals_without_a_terminal():
     shown = io.StringIO()
     with ProgressLine(Console(file=shown, soft_wrap=True), total=7, tokens=100, every=3) as progress:
         for step in range(1, 8):
@@ -21,7 +21,7 @@ def test_lines_come_now_and_then_where_there_is_no_terminal():
         assert re.fullmatch(r"step ./7  loss 2\.5000  [\d,]+ tokens/s  0:00 left", line)
 
 
-def test_the_rate_is_forgotten_when_the_run_pauses():
+def test_the_rate_is_measured_anew_after_a_pause():
     shown = io.StringIO()
     with ProgressLine(Console(file=shown, soft_wrap=True), total=9, tokens=100, every=1) as progress:
         progress.step(1, 2.5)
