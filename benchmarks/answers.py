@@ -70,7 +70,7 @@ def compilers() -> str:
 
 
 def digest(lowered: jax.stages.Lowered, mesh: LogicalMesh, options: str = "") -> str:
-    """Of all that the compiler is given; ``options`` is what it is told beside the program."""
+    """Of all that the compiler is given; ``options`` is what it is given beside the program."""
     given = "\n".join((compilers(), str(mesh), options, lowered.as_text()))
     return hashlib.sha256(given.encode()).hexdigest()[:32]
 

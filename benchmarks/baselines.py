@@ -54,7 +54,7 @@ BASELINES: Mapping[str, Baseline] = {
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None], table: Table, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Where an array lies by ``table`` on a mesh of such axis sizes."""
+    """The sharding of an array by ``table`` on a mesh of such axis sizes."""
     used: set[str] = set()
     entries: list[tuple[str, ...]] = []
     for size, name in zip(shape, names, strict=False):

@@ -93,18 +93,20 @@ def _line(
     found: Answer,
     mesh: LogicalMesh,
     seconds: float | None = None,
-    foreseen: int | None = None,
+    predicted: int | None = None,
     differences: tuple[str, ...] | None = None,
 ) -> Line:
     has, today = int(mesh.hardware.memory), datetime.date.today().isoformat()
     if found.refusal:
         said = parse_out_of_memory(found.refusal)
         needs, has = (said.needed_bytes, said.available_bytes) if said else (0, has)
-        return Line(plan, needs, has, None, None, None, found.seconds, seconds, foreseen, None, today)
+        return Line(plan, needs, has, None, None, None, found.seconds, seconds, predicted, None, today)
     used, took = found.memory_usage(mesh), estimate(found, mesh)
     needs = used.peak if used else 0
     sent = sum(c.total_bytes for c in collectives(found.text, mesh))
-    return Line(plan, needs, has, took.seconds, took.overlapped, sent, found.seconds, seconds, foreseen, differences, today)
+    return Line(
+        plan, needs, has, took.seconds, took.overlapped, sent, found.seconds, seconds, predicted, differences, today
+    )
 
 
 def main() -> None:

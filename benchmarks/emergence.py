@@ -113,7 +113,7 @@ def planned(case: Case) -> Plan:
     return autoshard.jit(step, mesh=mesh, memory_budget=case.budget, donate_argnums=0).plan(state, batch)
 
 
-def told(case: Case, plan: Plan) -> dict[str, str]:
+def specs_that_tell(case: Case, plan: Plan) -> dict[str, str]:
     """The specs of the arguments that tell: of each, the first whose path has its words."""
     found: dict[str, str] = {}
     for words in case.tell:
@@ -140,7 +140,7 @@ def main() -> None:
             continue
         plan = planned(case)
         total = sum(sent(plan).values())
-        specs = "; ".join(f"{words} {spec}" for words, spec in told(case, plan).items())
+        specs = "; ".join(f"{words} {spec}" for words, spec in specs_that_tell(case, plan).items())
         moved = sorted(sent(plan).items(), key=lambda p: -p[1])
         moves = ", ".join(f"{k} over {'+'.join(a)} {size_text(n)}" for (k, a), n in moved if n >= total / 50)
         mesh = "x".join(f"{k} {n}" for k, n in case.mesh.items())

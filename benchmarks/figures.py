@@ -28,7 +28,7 @@ class Line:
     sent: int | None
     compile_seconds: float
     plan_seconds: float | None = None
-    foreseen: int | None = None
+    predicted: int | None = None
     """Peak bytes that autoshard foresaw."""
     differences: tuple[str, ...] | None = None
     """What of the audit is not explained; None where none was made."""
@@ -126,8 +126,8 @@ def details(kept: Kept, cell: Cell) -> Iterator[str]:
     for line in kept.of(cell):
         yield f"| {line} |"
     for line in kept.of(cell):
-        if line.foreseen is not None:
-            yield f"\nForeseen: {line.foreseen / GIB:,.2f} GiB."
+        if line.predicted is not None:
+            yield f"\nForeseen: {line.predicted / GIB:,.2f} GiB."
         if line.differences:
             yield "\nNot explained by the audit:\n"
             yield from (f"- {text}" for text in line.differences)

@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Told:
+class WithOptions:
     """A step lowered, to be compiled under options."""
 
     lowered: jax.stages.Lowered
@@ -75,8 +75,10 @@ def main() -> None:
             if asked.word not in row:
                 continue
             try:
-                told = str(sorted(under.items()))
-                found = answer(Told(lowered, under), plan.mesh, asked.cache, options=told, kept=asked.kept)
+                options_text = str(sorted(under.items()))
+                found = answer(
+                    WithOptions(lowered, under), plan.mesh, asked.cache, options=options_text, kept=asked.kept
+                )
             except jax.errors.JaxRuntimeError as error:
                 print(row, f"refused: {str(error).splitlines()[0][:120]}", flush=True)
                 continue

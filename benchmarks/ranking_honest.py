@@ -3,10 +3,10 @@
     python -m benchmarks.ranking_honest [tpu|gpu] [--cache DIR] [--kept] [WORD]
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. Of each case (`benchmarks.target_cases`; with WORD, those that
-have it in their name) the seconds that the plan predicts beside those of `autoshard.backend.estimate`: the TPU compiler's
-cycles times loop trips, or the roofline of what the GPU compiler made, and its collectives on the link model. Then
-Kendall's tau over all pairs of plans of one program, of which the compiler's times differ by more than 10 %, below
-which its estimates tell nothing.
+have it in their name) the seconds that the plan predicts beside those of `autoshard.backend.estimate`: the TPU
+compiler's cycles times trip counts, or the roofline of what the GPU compiler made, and its collectives on the link
+model. Then Kendall's tau over all pairs of plans of one program, of which the compiler's times differ by more than
+10 %, below which its estimates are noise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models as people write them, each dimension with the name that a sharding by hand goes by.
 
 A parameter is `Named`: its shape and a name per dimension. A loss takes ``at``, which marks activations with names:
-the identity for autoshard, which is told nothing, and a sharding constraint for what it is compared with. Parameters
+the identity for autoshard, which gets no hint, and a sharding constraint for what it is compared with. Parameters
 are float32, products bfloat16.
 
 Letters in shapes: B batch, S sequence, D model width, H query heads, K key-value heads, E head width, F MLP width,
@@ -396,8 +396,8 @@ def unet(batch: int, size: int, widths: tuple[int, ...], blocks: int, channels: 
     net = _Unet(widths, blocks, channels)
 
     def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
-        told = net.run(params, batch["images"] + batch["noise"], at).astype(jnp.float32)
-        return ((told - batch["noise"]) ** 2).mean()
+        predicted = net.run(params, batch["images"] + batch["noise"], at).astype(jnp.float32)
+        return ((predicted - batch["noise"]) ** 2).mean()
 
     images = _images(batch, size, channels)["images"]
     return Model(net.params(), {"images": images, "noise": images}, loss)

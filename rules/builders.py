@@ -1,7 +1,7 @@
 """The helpers that rule tables are written with.
 
 A rule function labels dimensions with any words it likes; `build` turns labels into factors named
-a, b, c, ... in the order in which they appear, so that equal rules print alike.
+a, b, c, ... in the order in which they appear, so that equal rules print the same.
 """
 
 from __future__ import annotations

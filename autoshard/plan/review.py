@@ -64,7 +64,7 @@ def _dimensions(plan: PlanRecord) -> Section:
     if not plan.dim_splits:
         return Section("Dimensions", ("No argument has a dimension that could be split.",))
     sentences = (
-        "Dimensions that are always split alike form a class, whose size is their greatest common divisor.",
+        "Dimensions that are always split the same way form a class, whose size is their greatest common divisor.",
         "Axes are those that the search chose; the arguments' specs also show pins and how state is stored.",
         "A class is named batch, or after its largest argument and a dimension of that, counted from 0.",
     )

@@ -106,7 +106,7 @@ Passes run before planning: dead_code: 30 equations removed (120 -> 90 equations
 Fingerprint 0123456789abcdef.
 
 Dimensions
-  Dimensions that are always split alike form a class, whose size is their greatest common divisor.
+  Dimensions that are always split the same way form a class, whose size is their greatest common divisor.
   Axes are those that the search chose; the arguments' specs also show pins and how state is stored.
   A class is named batch, or after its largest argument and a dimension of that, counted from 0.
   class    size  axes   per device
