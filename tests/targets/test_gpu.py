@@ -38,7 +38,7 @@ def test_it_fits_and_is_audited(made):
     assert c.usage.peak > c.usage.arguments
     assert c.audit.emitted
     assert all(x.axes is not None for x in c.audit.emitted)
-    assert any("models.py" in x.source for x in c.audit.emitted)
+    assert any("decoder.py" in x.source for x in c.audit.emitted)
 
 
 def test_the_estimate_is_the_roofline(made):
