@@ -1,1 +1,1 @@
-"""The auditor: every rule is held against the operation itself, on samples, for what is wrong and what is missing."""
+"""The auditor: checks every rule against the operation itself, on samples, for what is wrong and what is missing."""

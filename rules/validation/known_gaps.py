@@ -1,9 +1,9 @@
-"""Why a rule does not allow what the auditor finds to be right on its samples."""
+"""Why rules do not allow what the auditor finds to be right on its samples, by primitive."""
 
 from __future__ import annotations
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "integers wrap around and narrower types round, so no order, sum or product of theirs is kept in general": (
+    "integers wrap and narrower dtypes round, so that order, sums and products are not preserved in general": (
         "abs",
         "add",
         "add_any",
@@ -15,7 +15,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "sign",
         "sub",
     ),
-    "the reduction of values in its domain may be fine where that of its terms is not: NaN": (
+    "the partial values may be outside of its domain (NaN) where their reduction is not": (
         "acosh",
         "asin",
         "atanh",
@@ -25,7 +25,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "log2",
         "sqrt",
     ),
-    "increasing on a part of its domain only, or in one argument at a time; too rare to state": (
+    "increasing on part of its domain only, or in one argument at a time: too rare to state": (
         "bessel_i1e",
         "igamma",
         "igammac",
@@ -35,16 +35,16 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "sin",
         "symmetric_product",
     ),
-    "the sample's rounding hides it: the result is the operand but for its last bit": ("nextafter",),
-    "there is no collective for integers' bits": ("reduce_and", "reduce_or"),
-    "one result or operand is partial without the others, which a rule cannot say": (
+    "true up to rounding only: the result differs from the operand in its last bit": ("nextafter",),
+    "there is no collective for bitwise reductions of integers": ("reduce_and", "reduce_or"),
+    "one operand and result could be partial without the others, which a rule cannot state": (
         "device_put",
         "optimization_barrier",
         "sort",
         "tie",
     ),
-    "bits of an integer, which are never partial in a real program": ("bitcast_convert_type",),
-    "true for the sample's window, condition or indices, not for every one": (
+    "the bits of an integer are never partial in a real program": ("bitcast_convert_type",),
+    "true for the sample's window, condition or indices, not for all": (
         "clamp",
         "gather",
         "scatter",
@@ -54,17 +54,17 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "select_and_scatter_add",
         "select_n",
     ),
-    "true of the sample's function; of a general one nothing is known": (
+    "true for the sample's function, not for all": (
         "reduce",
         "reduce_window",
         "select_and_scatter",
     ),
 }
-NOT_LET: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names}
-"""Partials that would pass."""
-NOT_SPLIT: dict[str, str] = {
-    "reduce_and": "there is no collective for integers' bits",
-    "reduce_or": "there is no collective for integers' bits",
-    "scatter-sub": "XLA gathers the positions of a scatter that subtracts",
+MISSING_PASSTHROUGH: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names}
+"""Partial operands that would pass through."""
+MISSING_SPLITS: dict[str, str] = {
+    "reduce_and": "there is no collective for bitwise reductions of integers",
+    "reduce_or": "there is no collective for bitwise reductions of integers",
+    "scatter-sub": "XLA gathers the updates of a scatter that subtracts",
 }
-"""Dimensions that could be split."""
+"""Dimensions that could be sharded."""

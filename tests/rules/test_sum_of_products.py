@@ -10,8 +10,8 @@ import pytest
 
 from autoshard.rules.sum_of_products import TABLE, sum_of_products
 from autoshard.rules.validation.audit import audit_factors
-from autoshard.rules.validation.evidence import load
-from autoshard.rules.validation.samples import Draw, Sample
+from autoshard.rules.validation.case import load
+from autoshard.rules.validation.samples import RandomArrays, Sample
 from autoshard.transforms.sum_of_products import ProductDims, flops, sum_of_products_p
 
 
@@ -20,7 +20,7 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def sample(products: tuple[ProductDims, ...], out: str, *shapes: tuple[int, ...]) -> Sample:
-    operands = [Draw().real(*s) for s in shapes]
+    operands = [RandomArrays().real(*s) for s in shapes]
     counted = flops(operands, products, out)
 
     def fn(*xs: Any) -> Any:
@@ -61,7 +61,7 @@ def test_what_one_term_does_not_sum_over_is_whole() -> None:
 
 
 def test_numbers_are_those_of_the_products_added_up() -> None:
-    d = Draw()
+    d = RandomArrays()
     a, b, c, e = d.real(4, 6), d.real(8, 6), d.real(4, 3), d.real(3, 8)
     with jax.enable_x64(True):
         got = sample((("ac", "bc"), ("ac", "cb")), "ab", (4, 6), (8, 6), (4, 3), (3, 8)).fn(a, b, c, e)[0]

@@ -18,7 +18,7 @@ from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.passes.pad_uneven.window import neutral_element
 from autoshard.rules import FAMILIES, KEPT_WHOLE, OWN, SHIPPED, STRUCTURAL, TABLE
 from autoshard.rules.traits import KNOWN, NOTHING_KNOWN, ROWS, TRAITS
-from autoshard.rules.validation.evidence import Case, load
+from autoshard.rules.validation.case import Case, load
 from autoshard.rules.validation.samples import Sample, samples
 from tests.test_walls import SOURCES, under
 

@@ -10,9 +10,9 @@ from jax import lax
 from autoshard import jaxpr as jx
 from autoshard.ir.rule import parse, replicated_rule
 from autoshard.rules import TABLE
-from autoshard.rules.validation.audit import audit, audit_factors, audit_lets, chosen, main
-from autoshard.rules.validation.evidence import load
-from autoshard.rules.validation.missing import audit_missing
+from autoshard.rules.validation.audit import audit, audit_factors, audit_passthrough, main, samples_of
+from autoshard.rules.validation.case import load
+from autoshard.rules.validation.missing_splits import audit_missing_splits
 from autoshard.rules.validation.samples import Sample, samples
 
 ALL = samples()
@@ -34,26 +34,44 @@ def test_every_rule_has_a_sample():
 @pytest.mark.parametrize(
     ("name", "fn", "shapes", "text", "expected"),
     [
-        ("cumsum", lax.cumsum, [(4, 6)], "ab -> ab", "wrong: a in 2 parts gives other numbers"),
-        ("cumsum", lax.cumsum, [(4, 6)], "ab -> ab {a: whole} | max: 0", "wrong: does not let max: 0 through"),
-        ("cumsum", lax.cumsum, [(4, 6)], "ab -> ab {a: whole}", "missing: lets sum: 0 through"),
-        ("mul", lax.mul, [(4,), (4,)], "a, a -> a | sum: 0+1", "wrong: does not let sum: 0+1 through"),
-        ("dot_general", lax.dot, [(4, 6), (6, 2)], "ab, bc -> ac {b: max}", "wrong: b in 2 parts gives other numbers"),
+        ("cumsum", lax.cumsum, [(4, 6)], "ab -> ab", "wrong: a over 2 devices gives other numbers"),
+        (
+            "cumsum",
+            lax.cumsum,
+            [(4, 6)],
+            "ab -> ab {a: whole} | max: 0",
+            "wrong: partial max of operand 0 does not pass through",
+        ),
+        ("cumsum", lax.cumsum, [(4, 6)], "ab -> ab {a: whole}", "missing: partial sum of operand 0 passes through"),
+        (
+            "mul",
+            lax.mul,
+            [(4,), (4,)],
+            "a, a -> a | sum: 0+1",
+            "wrong: partial sum of operand 0+1 does not pass through",
+        ),
+        (
+            "dot_general",
+            lax.dot,
+            [(4, 6), (6, 2)],
+            "ab, bc -> ac {b: max}",
+            "wrong: b over 2 devices gives other numbers",
+        ),
         (
             "dot_general",
             lax.dot,
             [(4, 6), (6, 2)],
             "ab, bc -> ac {b: whole}",
-            "missing: operands split at (1, 0) -> sum",
+            "missing: operands split along (1, 0) -> sum",
         ),
-        ("add", lax.add, [(4,), (4,)], ".,. -> .", "missing: operands split at (0, 0) -> 0"),
-        ("exp", lax.exp, [(4,)], "a -> a | sum: 0", "wrong: does not let sum: 0 through"),
+        ("add", lax.add, [(4,), (4,)], ".,. -> .", "missing: operands split along (0, 0) -> 0"),
+        ("exp", lax.exp, [(4,)], "a -> a | sum: 0", "wrong: partial sum of operand 0 does not pass through"),
         (
             "reduce_sum",
             lambda x: lax.reduce_sum(x, (0,)),
             [(4, 6)],
             "ab -> b",
-            "wrong: a in 2 parts gives other numbers",
+            "wrong: a over 2 devices gives other numbers",
         ),
     ],
 )
@@ -62,7 +80,7 @@ def test_a_wrong_rule_is_found(name, fn, shapes, text, expected):
     sample = Sample(name, fn, tuple(rng.normal(size=s) for s in shapes))
     with jax.enable_x64(True):
         case = load(sample, {jx.find_primitive(name): lambda *_, **__: parse(text)})
-        found = [f for check in (audit_factors, audit_lets, audit_missing) for f in check(case)]
+        found = [f for check in (audit_factors, audit_passthrough, audit_missing_splits) for f in check(case)]
     assert expected in [f"{f.kind}: {f.text}" for f in found]
 
 
@@ -73,7 +91,7 @@ def test_a_halo_that_reaches_too_far_is_found():
     sample = Sample("reduce_window_sum", fn, (np.random.default_rng(0).normal(size=12),))
     with jax.enable_x64(True):
         case = load(sample, {jx.find_primitive(sample.name): lambda *_, **__: parse("a -> a {a: halo}")})
-        assert [f.text for f in audit_factors(case)] == ["a in 3 parts gives other numbers"]
+        assert [f.text for f in audit_factors(case)] == ["a over 3 devices gives other numbers"]
 
 
 def test_a_constant_result_is_no_evidence():
@@ -88,14 +106,14 @@ def test_what_a_rule_that_keeps_its_operation_whole_misses_has_the_rules_own_rea
     for reason in ("", "it was told to"):
         with jax.enable_x64(True):
             case = load(sample, {jx.find_primitive("neg"): lambda x, r=reason, **_: replicated_rule(r, [x], [x])})
-            found = [*audit_lets(case), *audit_missing(case)]
-        assert [f.text for f in found] == ["lets sum: 0 through", "operands split at (0) -> 0"]
+            found = [*audit_passthrough(case), *audit_missing_splits(case)]
+        assert [f.text for f in found] == ["partial sum of operand 0 passes through", "operands split along (0) -> 0"]
         assert {f.reason for f in found} == {reason}
 
 
 def test_the_samples_of_the_primitives_that_are_named(capsys):
-    assert {s.name for s in chosen(["neg", "reshard"])} == {"neg", "reshard"}
-    assert {s.name for s in chosen([])} == {n for n in NAMES if jx.find_primitive(n) is not None}
+    assert {s.name for s in samples_of(["neg", "reshard"])} == {"neg", "reshard"}
+    assert {s.name for s in samples_of([])} == {n for n in NAMES if jx.find_primitive(n) is not None}
     assert main(["neg", "sin"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1] for line in lines] == [" sin", " sin"]
@@ -106,7 +124,7 @@ def test_the_samples_of_the_primitives_that_are_named(capsys):
     ("name", "message"),
     [
         ("cumsun", "there is no sample of 'cumsun'; did you mean 'cumsum'?"),
-        ("scan", "'scan' has no rule to audit: the body is partitioned"),
+        ("scan", "'scan' has no rule to audit: its body is partitioned"),
         ("io_callback", "'io_callback' has no rule to audit: a callback on the host, which gets whole values"),
     ],
 )

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import jaxpr as jx
-from autoshard.rules.validation.evidence import load
+from autoshard.rules.validation.case import load
 from autoshard.rules.validation.samples import samples
-from autoshard.rules.validation.xla_gaps import GATHERED, LOOPS
+from autoshard.rules.validation.xla_gaps import CONVERGENCE_LOOPS, GATHERED_BY_XLA
 
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 EXPECTED = {"parallel": set(), "halo": {"collective-permute"}}
@@ -57,12 +57,12 @@ def test_xla_splits_as_the_rule_says(name):
                 for got, expected in zip(compiled(*operands), case.results, strict=True):
                     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
             emitted = set(COLLECTIVE.findall(compiled.as_text()))
-            allowed = EXPECTED.get(kind, {"all-reduce"}) | ({"all-reduce"} if name in LOOPS else set())
-            if name not in GATHERED and name not in DOUBLE:
+            allowed = EXPECTED.get(kind, {"all-reduce"}) | ({"all-reduce"} if name in CONVERGENCE_LOOPS else set())
+            if name not in GATHERED_BY_XLA and name not in DOUBLE:
                 assert emitted <= allowed, f"{factor} ({kind}) of {rule}"
 
 
-@pytest.mark.parametrize("name", sorted(set(GATHERED) - {"conv_general_dilated"}))
+@pytest.mark.parametrize("name", sorted(set(GATHERED_BY_XLA) - {"conv_general_dilated"}))
 def test_what_is_said_to_be_gathered_is(name):
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     with jax.enable_x64(True):
