@@ -290,7 +290,7 @@ def test_a_plan_for_something_else(tmp_path: pathlib.Path):
     plan = autoshard.Plan.load(tmp_path / "plan.json")
     step = autoshard.jit(update, strategy=plan, donate_argnums=0)
     given = state()
-    says(PlanError, lambda: step(given, batch(32)), "batch['x']", "[16, 16]", "[32, 16]", "plan anew")
+    says(PlanError, lambda: step(given, batch(32)), "batch['x']", "[16, 16]", "[32, 16]", "plan again")
     kept, _ = step(given, batch())
     says(PlanError, lambda: step(kept, batch(32)), "batch['x']")
     step(kept, batch())

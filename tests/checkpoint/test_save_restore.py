@@ -532,7 +532,7 @@ def writer(where: Path, then: str) -> subprocess.Popen[str]:
 
 
 def killed(where: Path, moment: str | float) -> list[int]:
-    """Kills a writer ``moment`` seconds after its first complete step, or during a write; returns the unfinished steps."""
+    """Kills a writer ``moment`` seconds after its first complete step, or during a write; the unfinished steps."""
     with writer(where, "loop") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "saved\n"
