@@ -131,7 +131,7 @@ def _validated(step: Pass, before: Program, after: Program) -> Program:
         ("outputs", before.jaxpr.out_avals, after.jaxpr.out_avals),
     ):
         for i, (a, b) in enumerate(zip(old, new, strict=False)):
-            if (a.shape, a.dtype) != (b.shape, b.dtype):
+            if not _same_aval(a, b):
                 leaf = (before.inputs if what == "inputs" else before.outputs)[i]
                 raise PassError(f"the pass {step} changed {leaf.path} from {aval_text(a)} to {aval_text(b)}")
         if len(old) != len(new):
@@ -143,6 +143,10 @@ def _validated(step: Pass, before: Program, after: Program) -> Program:
     except Exception as e:
         raise PassError(f"the pass {step} returned a program that is not well formed: {e}") from e
     return after
+
+
+def _same_aval(a: Any, b: Any) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,10 @@ def gradients_ring(
     parts, me, send_queries = lax.axis_size(axes), lax.axis_index(axes), travelling == "queries"
     queries = query.shape[config.query_dims.index(config.query_position)]
     keys = key.shape[config.key_dims.index(config.key_position)]
-    delta = None if config.fused else out_dot_cotangent(config, out, cotangent)
-    stats = (out, row_max, row_sum) if config.fused else jnp.stack([row_max, row_sum, delta])
+    if config.fused:
+        stats = (out, row_max, row_sum)
+    else:
+        stats = jnp.stack([row_max, row_sum, out_dot_cotangent(config, out, cotangent)])
     query_block, key_block = (query, stats, cotangent), (key, value)
     # XLA would otherwise merge these sends with the forward part's and keep all blocks until here.
     query_block, key_block = lax.optimization_barrier((query_block, key_block))

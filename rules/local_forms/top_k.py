@@ -58,7 +58,7 @@ def _sort_key(x: Any, largest: bool) -> Any:
 
 
 def sharded_top_k(k: int, size: int, axis: int, params: dict[str, Any]) -> Local:
-    """The ``k`` largest elements along ``axis``, of ``size`` elements over all devices: all-gathers those of each shard.
+    """The ``k`` largest elements along ``axis``, out of ``size`` over all devices: all-gathers each shard's.
 
     It is always an island: XLA gathers the operand even where only other dimensions are sharded.
     """
