@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu harness random lint format types types-planted picture notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu harness random combinations mutants lint format types types-planted picture notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -59,6 +59,13 @@ harness: $(READY) ## run the programs that JAX ships for its own tests sharded, 
 random: $(READY) ## run more random programs than the tests do: 2000 others, or AUTOSHARD_EXAMPLES and AUTOSHARD_SEED
 	AUTOSHARD_EXAMPLES=$${AUTOSHARD_EXAMPLES:-2000} AUTOSHARD_SEED=$${AUTOSHARD_SEED:-1} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_random_programs.py
+
+combinations: $(READY) ## run every combination of model, mesh and strategy, and of other things that the tests take half of
+	AUTOSHARD_COMBINATIONS=all $(BIN)/python -m pytest -n 2 --dist worksteal \
+		tests/test_equivalence.py tests/rules/test_attention.py tests/rules/local_forms tests/passes/pad_uneven
+
+mutants: $(READY) ## plant faults one at a time, and see that the tests near each notice it
+	$(BIN)/python -m tests.mutants
 
 lint: $(READY) ## check style
 	$(BIN)/ruff check .

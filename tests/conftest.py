@@ -1,11 +1,14 @@
 """Eight virtual CPU devices for every test, and properties that draw the same examples each time.
 
 What is compiled runs once or a few times: LLVM's optimizations, of which sharding knows nothing, are left out, for they
-take longer than they save. Not where there is another compiler than that for CPUs: it does as it does for users.
+take longer than they save; and a program that is compiled again, as the references on one device are, is read from a
+cache of this process. Not where there is another compiler than that for CPUs: it does as it does for users.
 """
 
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -18,7 +21,23 @@ if not any(map(importlib.util.find_spec, ("libtpu", "jax_cuda13_plugin"))):
         )
     )
 
+import jax
+import pytest
 from hypothesis import settings
+from jax.experimental.compilation_cache import compilation_cache
 
 settings.register_profile("autoshard", derandomize=True, deadline=None)
 settings.load_profile("autoshard")
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on: looking for cycles took a tenth of the time
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of this process alone: JAX writes its cache's files bit by bit, and another process could read half of one."""
+    if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)

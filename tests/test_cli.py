@@ -20,10 +20,11 @@ from autoshard.cli import main
 ROOT = Path(__file__).parent.parent
 
 CONFIG = """
-model: {layers: 2, d_model: 16, heads: 2, seq: 16}
+model: {layers: 4, d_model: 16, heads: 2, seq: 16}
 data: {source: text, holdout: 4}
 optimizer: {learning_rate: 1.0e-2, warmup: 2}
 batch: 8
+strategy: fsdp
 phases:
   - {mesh: {axes: {data: 2, model: 2}, hardware: cpu}, until: 12}
   - {mesh: {axes: {data: 4}, hardware: cpu}, until: 24}
@@ -145,7 +146,7 @@ def test_a_misspelt_key_is_one_line(tmp_path: Path):
 
 
 def test_a_mesh_larger_than_the_machine_is_one_line(tmp_path: Path, inside: Callable[..., Any]):
-    done = inside("train", write(tmp_path, CONFIG.replace("data: 2", "data: 8")))
+    done = inside("train", write(tmp_path, CONFIG.replace("fsdp", "replicated").replace("data: 2", "data: 8")))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "needs 16 devices and this process has 8" in line
@@ -160,7 +161,7 @@ def test_plan_prints_without_the_devices(inside: Callable[..., Any]):
 
 
 def test_the_exit_status_of_compile(tmp_path: Path, inside: Callable[..., Any]):
-    path = write(tmp_path, CONFIG.replace("phases:", "strategy: dp\nphases:"))
+    path = write(tmp_path, CONFIG.replace("fsdp", "dp"))
     done = inside("compile", path, "--json")
     found = json.loads(done.stdout)["phases"]
     clean = all(phase["audit"]["clean"] for phase in found)

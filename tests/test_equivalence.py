@@ -1,5 +1,6 @@
 """The same step, un-edited, on any mesh under any strategy: what one device computes.
 
+Every two of model, mesh and strategy meet; `make combinations` runs all three together.
 Twenty steps in float32 are held to 1e-5 relative: the losses each, and every array of the final state (parameters,
 optimizer moments, batch statistics, counters, random keys). An entry that is small beside the others of its array
 carries their rounding error, so each array is also allowed 1e-5 of its largest entry. In float64 the same runs agree
@@ -9,17 +10,17 @@ to 1e-12, so what is left in float32 is the order of additions and nothing else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 import autoshard
 from autoshard.search.strategies import PRESETS
 from tests import models
+from tests.combinations import latin
 
 STEPS = 20
 MESHES = {
@@ -31,24 +32,7 @@ MESHES = {
     "1x8": {"data": 1, "model": 8},
 }
 
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
-    """Programs that come out the same, as fsdp and zero3 do, are compiled once for all of these tests."""
-    base = tmp_path_factory.getbasetemp()
-    settings = {
-        "jax_compilation_cache_dir": str((base if worker_id == "master" else base.parent) / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    compilation_cache.reset_cache()
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+COMBINATIONS = latin(models.ALL, MESHES, PRESETS)
 
 
 @functools.cache
@@ -71,9 +55,12 @@ def check(model: models.Model, mesh: str, strategy: str, steps: int, rtol: float
         np.testing.assert_allclose(got[path], want, rtol=rtol, atol=rtol * np.abs(want).max(), err_msg=path)
 
 
-@pytest.mark.parametrize("strategy", PRESETS)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", models.ALL, ids=lambda m: m.name)
+def test_every_two_of_model_mesh_and_strategy_meet() -> None:
+    for sides in itertools.combinations((models.ALL, MESHES, PRESETS), 2):
+        assert all(any(set(pair) <= set(case) for case in COMBINATIONS) for pair in itertools.product(*sides))
+
+
+@pytest.mark.parametrize(("model", "mesh", "strategy"), COMBINATIONS, ids=lambda x: getattr(x, "name", x))
 def test_twenty_steps_are_those_of_one_device(model: models.Model, mesh: str, strategy: str):
     check(model, mesh, strategy, STEPS, 1e-5)
 

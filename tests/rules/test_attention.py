@@ -24,6 +24,7 @@ from tests.attentions import (
     K,
     close,
     every_form,
+    mesh,
     mix,
     operands,
     rewritten,
@@ -33,7 +34,7 @@ from tests.attentions import (
 from tests.combinations import every_second
 
 
-def ringed(fun, layout):
+def sharded(fun, layout):
     on, spec = layout
     shardings = {"in_shardings": (spec,) * 3, "out_shardings": ((P(), spec), (spec,) * 3)}
     return autoshard.jit(trained(fun), mesh=on, strategy="replicated", passes=["attention"], **shardings)
@@ -45,7 +46,7 @@ def ringed(fun, layout):
 def test_numbers_on_a_split_sequence(name, layout):
     fun, heads, _ = FORMS[name]
     args = operands(heads=heads)
-    step = ringed(fun, LAYOUTS[layout])
+    step = sharded(fun, LAYOUTS[layout])
     plan = step.plan(*args)
     assert [bool(i.axes) for i in plan.islands] == [layout != "nothing"] * 2
     close(step(*args), jax.jit(trained(fun))(*args))
@@ -55,7 +56,7 @@ def test_numbers_on_a_split_sequence(name, layout):
 @every_form
 def test_numbers_of_every_form_in_a_ring(name):
     fun, heads, _ = FORMS[name]
-    args, (on, spec) = operands(heads=heads), LAYOUTS["sequence"]
+    args, on, spec = operands(heads=heads), mesh(s=4), P(None, "s")
     step = autoshard.jit(trained(fun), mesh=on, strategy="replicated", passes=["attention"], in_shardings=(spec,) * 3)
     assert [i.axes for i in step.plan(*args).islands] == [("s",)] * 2
     close(step(*args), jax.jit(trained(fun))(*args))
@@ -66,11 +67,11 @@ def test_numbers_in_double_and_half_precision(name):
     fun, heads, _ = FORMS[name]
     with jax.enable_x64(True):
         args = operands("float64", heads)
-        step = ringed(fun, LAYOUTS["sequence and batch"])
+        step = sharded(fun, LAYOUTS["sequence and batch"])
         assert len(step.plan(*args).islands) == 2
         close(step(*args), jax.jit(trained(fun))(*args), rtol=1e-12)
     half = tuple(jnp.asarray(a, "bfloat16") for a in operands(heads=heads))
-    step = ringed(fun, LAYOUTS["sequence and batch"])
+    step = sharded(fun, LAYOUTS["sequence and batch"])
     assert len(step.plan(*half).islands) == 2
     close(step(*half), jax.jit(trained(fun))(*half), rtol=3e-2)
 
@@ -80,7 +81,7 @@ def test_rows_without_any_key_are_nan_as_they_are_without_the_pass_and_blocks_wi
         return mix(jax.nn.softmax(jnp.where(PADDED[:, None, None], scores(q, k), -jnp.inf), -1), v)
 
     args = operands()
-    step = ringed(fun, LAYOUTS["sequence"])
+    step = sharded(fun, LAYOUTS["sequence"])
     assert len(step.plan(*args).islands) == 2
     (_, got), _ = step(*args)
     (_, want), _ = jax.jit(trained(fun))(*args)
@@ -110,7 +111,7 @@ WIRED = [(name, "float32") for name in WIRE] + [(name, "bfloat16") for name in H
     [(*WIRE[name], dtype) for name, dtype in WIRED],
     ids=map(", ".join, WIRED),
 )
-def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batch, gradients, kind, dtype):
+def test_fewer_bytes_are_sent_and_less_memory_used_than_by_xla_alone(name, heads, batch, gradients, kind, dtype):
     fun, on, spec = FORMS[name][0], *LAYOUTS["sequence"]
     args = tuple(jnp.asarray(a, dtype) for a in operands(heads=heads, seq=512, batch=batch))
     fun, out = (trained(fun), ((P(), spec), (spec,) * 3)) if gradients else (fun, spec)
@@ -124,13 +125,13 @@ def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batc
     alone = jax.jit(fun, in_shardings=placed[0], out_shardings=placed[1]).lower(*args).compile()
     found = [collectives(c.as_text(), on) for c in (ours, alone)]
     sent = [sum(c.wire_bytes(on) for c in cs) for cs in found]
-    held = [c.memory_analysis().temp_size_in_bytes for c in (ours, alone)]
+    memory = [c.memory_analysis().temp_size_in_bytes for c in (ours, alone)]
     table = "\n".join(
-        f"{who}: {n:,.0f} bytes sent, {size:,} held: {', '.join(map(str, cs))}"
-        for who, n, size, cs in zip(("ours", "xla"), sent, held, found, strict=True)
+        f"{who}: {n:,.0f} bytes sent, {size:,} memory: {', '.join(map(str, cs))}"
+        for who, n, size, cs in zip(("ours", "xla"), sent, memory, found, strict=True)
     )
     assert sent[0] < sent[1], table
-    assert held[0] < held[1] / 2, table
+    assert memory[0] < memory[1] / 2, table
     assert kind in {c.kind for c in found[0]}, table
     if dtype == "float32":  # a CPU has no collectives in half precision: XLA sends twice the bytes there, for both
         assert audit(ours, plan).clean, str(audit(ours, plan))
@@ -144,11 +145,11 @@ def test_fewer_bytes_travel_and_less_is_held_than_by_xla_alone(name, heads, batc
         ["sequence", "sequence and heads", "two axes in another order"],
     ),
 )
-def test_numbers_where_there_are_too_few_heads_to_trade(name, layout):
+def test_numbers_where_there_are_too_few_heads_to_exchange(name, layout):
     """Three sequences, and heads that are few or split themselves: blocks travel, in rings and in chains."""
     fun, heads, _ = FORMS[name]
     args = operands(heads=heads, batch=3)
-    step = ringed(fun, LAYOUTS[layout])
+    step = sharded(fun, LAYOUTS[layout])
     plan, compiled = step.plan(*args), step.lower(*args).compile()
     assert sum("attend" in island.op or "attention" in island.op for island in plan.islands) == 2
     assert "collective-permute" in {c.kind for c in collectives(compiled.as_text(), plan.mesh)}
@@ -195,7 +196,7 @@ def band(number, low=None, high=None):
         ([band(-np.inf, high=0), ScoreOp("scale", 0.0)], None),
     ],
 )
-def test_the_score_of_what_is_out_of_sight(steps, score):
+def test_the_score_of_masked_keys(steps, score):
     assert masked_score(config(*steps)) == score
     if score is None:
         assert key_reach(config(*steps), 8, 4).ring
@@ -204,7 +205,7 @@ def test_the_score_of_what_is_out_of_sight(steps, score):
 @pytest.mark.parametrize("length", [1, 3, 4])
 @pytest.mark.parametrize("low", [None, -40, -9, -4, -3, 0, 2, 6])
 @pytest.mark.parametrize("high", [None, -5, -1, 0, 1, 4, 5, 40])
-def test_the_parts_that_must_meet(length, low, high):
+def test_how_far_queries_reach(length, low, high):
     if low is not None and high is not None:
         low, high = sorted((low, high))
     parts = 8

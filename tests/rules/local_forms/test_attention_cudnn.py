@@ -1,4 +1,4 @@
-"""Attention by a kernel: the numbers of the composition, however operands lie and along whatever the plan splits."""
+"""Attention by the fused kernel: the numbers of plain JAX code, for any layout of operands and whatever is sharded."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from autoshard.transforms import cudnn_attention
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attend, attention_gradients, attention_p
 from tests.attentions import FORMS as WRITTEN
 from tests.attentions import HASTY, LAYOUTS, close, operands, trained
+from tests.combinations import every_second
 
 BAND, SCALE = ScoreOp("band", -1e9, high=0), ScoreOp("scale", 0.3)
 REST = ((), *["float32"] * 4)
@@ -66,7 +67,7 @@ SPLITS |= {"batch": BATCHES, "batch and heads": HEADS}
 
 @pytest.fixture
 def any_float(monkeypatch):
-    """The library takes float32 too, so that numbers can be held against one device's closely."""
+    """The kernel supports float32 too, so that numbers can be compared closely with one device's."""
     monkeypatch.setattr(cudnn_attention, "DTYPES", (*cudnn_attention.DTYPES, "float32"))
 
 
@@ -81,9 +82,10 @@ def said(plan):
     return next(p.change for p in plan.passes if p.name == "attention")
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", ["full", "causal", "jax.nn groups", "groups", "one key head"])
-def test_numbers_of_whatever_is_split(name, split, any_float):
+@pytest.mark.parametrize(
+    ("name", "split"), every_second(["full", "one key head", "jax.nn groups", "causal", "groups"], SPLITS)
+)
+def test_numbers_of_whatever_is_sharded(name, split, any_float):
     fun, heads, _ = WRITTEN[name]
     args = operands(heads=heads)
     if name == "one key head" and "heads" in split:
@@ -96,9 +98,11 @@ def test_numbers_of_whatever_is_split(name, split, any_float):
     assert audit(step.lower(*args).compile(), plan).clean
 
 
-@pytest.mark.parametrize("split", ["sequence", "sequence and heads", "two axes in another order"])
-@pytest.mark.parametrize("name", ["full", "causal", "groups"])
-def test_numbers_where_blocks_travel(name, split, any_float):
+@pytest.mark.parametrize(
+    ("name", "split"),
+    every_second(["full", "causal", "groups"], ["sequence", "sequence and heads", "two axes in another order"]),
+)
+def test_numbers_in_a_ring(name, split, any_float):
     """Three sequences, and heads that are few or split themselves: none can be traded."""
     fun, heads, _ = WRITTEN[name]
     args = operands(heads=heads, batch=3)
@@ -119,7 +123,7 @@ def test_numbers_in_half_precision(split):
     close(step(*args), jax.jit(trained(fun))(*args), rtol=3e-2)
 
 
-def test_what_the_kernel_does_not_take_is_left_alone_and_the_plan_says_why():
+def test_what_the_kernel_does_not_support_is_not_replaced_and_the_plan_says_why():
     fun, heads, _ = WRITTEN["causal"]
     plan = sharded(fun, "batch").plan(*operands(heads=heads))
     assert "0 forward and 0 backward" in said(plan)
@@ -130,7 +134,7 @@ def test_what_the_kernel_does_not_take_is_left_alone_and_the_plan_says_why():
 
 
 @pytest.mark.parametrize(("batch", "name", "slowest"), [(4, "causal", 1), (3, "causal", 15 / 8), (3, "full", 1)])
-def test_the_last_part_of_a_causal_ring_has_most_of_the_work(batch, name, slowest):
+def test_the_last_device_of_a_causal_ring_has_most_of_the_work(batch, name, slowest):
     """Where heads are traded, four sequences of four heads, all have as much."""
     masks = (BAND,) if name == "causal" else ()
     config = replace(FORMS["heads last"], score_ops=masks, fused=True)
