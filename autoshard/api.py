@@ -94,9 +94,9 @@ def jit(
     Returns:
       A `Step`; without ``fun``, a decorator that returns one.
 
-    Raises: ArgumentError, ConfigError, PassError, RuleError: an invalid option. Errors that depend on the arguments
-      are raised
-        when the step is planned for them.
+    Raises:
+      ArgumentError, ConfigError, PassError, RuleError: an invalid option. Errors that depend on the arguments are
+        raised when the step is planned for them.
     """
     if fun is None:
         return functools.partial(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autoshard.backend.executable import Executable
 from autoshard.errors import AutoshardError
+from autoshard.ir.graph import graph_lines
 from autoshard.ir.program import Program
 from autoshard.runtime.plan import Plan
 
@@ -33,7 +34,7 @@ def _stages(traced: Program, executable: Executable[Plan]) -> Iterator[tuple[str
     yield "traced", _program_text(traced)
     reports = "".join(f"pass {report}\n" for report in executable.plan.passes)
     yield "passes", f"{reports}{_program_text(executable.program)}"
-    yield "graph", str(executable.graph)
+    yield "graph", "\n".join(graph_lines(executable.graph))
     yield "plan", executable.plan.explain()
     try:
         yield "constrained", str(executable.jaxpr)
