@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from autoshard.backend.estimate import Compiled
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.backend.known_rewrites import Axes, Rewrite, fit_rewrites
 from autoshard.machine.collective import Collective
@@ -27,27 +28,21 @@ TOLERANCE = 0.05
 Key = tuple[str, Axes | None]
 
 
-class Compiled(Protocol):
-    """The part of `jax.stages.Compiled` that an audit uses."""
-
-    def as_text(self) -> str | None: ...
-
-
-class Cost(Protocol):
+class CostLike(Protocol):
     """The part of a plan's cost that an audit uses."""
 
     @property
     def collectives(self) -> Iterable[Collective]: ...
 
 
-class Planned(Protocol):
+class PlanLike(Protocol):
     """The part of a `Plan` that an audit uses."""
 
     @property
     def mesh(self) -> LogicalMesh: ...
 
     @property
-    def cost(self) -> Cost: ...
+    def cost(self) -> CostLike: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +127,7 @@ class Audit:
         return "\n".join(line for line, _ in self.lines())
 
 
-def audit(compiled: Compiled, plan: Planned) -> Audit:
+def audit(compiled: Compiled, plan: PlanLike) -> Audit:
     """Compares the collectives that ``compiled`` runs with those that ``plan`` predicts.
 
     Args:

@@ -204,7 +204,7 @@ class _Lowering:
         """``var`` constrained to each of ``shardings`` in turn."""
         for sharding in shardings:
             fresh = jx.Var(var.aval)
-            eqns.append(jx.constrain(var, fresh, sharding, like))
+            eqns.append(jx.constrain_variable(var, fresh, sharding, like))
             var = fresh
         return var
 
@@ -218,7 +218,9 @@ class _Lowering:
             now[result] = operand  # type: ignore[assignment]
             return
         eqns.append(
-            jx.constrain(self._constrain_through(operand, shardings[:-1], eqn, eqns), result, shardings[-1], eqn)
+            jx.constrain_variable(
+                self._constrain_through(operand, shardings[:-1], eqn, eqns), result, shardings[-1], eqn
+            )
         )
 
 

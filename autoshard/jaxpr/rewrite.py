@@ -19,7 +19,7 @@ from autoshard.jaxpr.normalization import normalize
 from autoshard.jaxpr.value import Atom, aval
 
 
-def constrain(var: Var, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
+def constrain_variable(var: Var, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
     """The equation ``result = with_sharding_constraint(var, sharding)``, attributed to ``like``'s source."""
     template = _constraint(sharding, len(aval(var).shape))
     source = template.source_info if like is None else like.source_info

@@ -22,7 +22,7 @@ class LinkConfig(Config):
     latency: float = Field(ge=0)
 
 
-class AttentionConfig(Config):
+class AttentionKernelConfig(Config):
     """Measured efficiency of the library's fused attention kernel, which never writes the scores to memory."""
 
     forward: float = Field(gt=0, le=1)
@@ -53,7 +53,7 @@ class HardwareConfig(Config):
     fused_products: bool = True
     remat_threshold: Bytes | None = None
     """Left out where XLA does not rematerialize."""
-    attention: AttentionConfig | None = None
+    attention: AttentionKernelConfig | None = None
     """Left out where XLA calls no library for attention."""
     all_gather_as_all_reduce_from: int | None = Field(default=None, ge=2)
     """Left out where XLA does not do so."""

@@ -51,8 +51,8 @@ class _InBody:
     result: int
 
 
-Rewrite = _SplitSum | _LinearIn | _InBody
-Derivation = list[tuple[jx.JaxprEqn, Rewrite]]
+SumRewrite = _SplitSum | _LinearIn | _InBody
+Derivation = list[tuple[jx.JaxprEqn, SumRewrite]]
 """The equations that compute a value, in order, and how each is rewritten so that the value is per-part."""
 
 
@@ -167,7 +167,7 @@ class _Body:
         Args:
           per_part: variables -> their per-part values; of the jaxpr's inputs to begin with. Others are added.
         """
-        rewrites: dict[jx.JaxprEqn, list[Rewrite]] = defaultdict(list)
+        rewrites: dict[jx.JaxprEqn, list[SumRewrite]] = defaultdict(list)
         for eqn, rewrite in derivation:
             rewrites[eqn].append(rewrite)
         eqns: list[jx.JaxprEqn] = []
@@ -181,7 +181,7 @@ class _Body:
                 eqns.append(eqn)
         return eqns
 
-    def rewritten_eqn(self, eqn: jx.JaxprEqn, rewrite: Rewrite, per_part: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
+    def rewritten_eqn(self, eqn: jx.JaxprEqn, rewrite: SumRewrite, per_part: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
         """``eqn``, which has no body, with a per-part result."""
         itself, parts = jx.bind_on_shards(eqn, []), self.parts
         if isinstance(rewrite, _SplitSum):

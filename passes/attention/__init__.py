@@ -25,7 +25,7 @@ from autoshard.errors import PassError
 from autoshard.ir.program import Program
 from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh import Hardware, LogicalMesh
-from autoshard.passes.attention.candidate import Candidate
+from autoshard.passes.attention.candidate import AttentionCandidate
 from autoshard.passes.attention.facts import Facts, OuterValues
 from autoshard.passes.attention.finder import AttentionFinder
 from autoshard.strict_config import parse_bytes
@@ -98,18 +98,18 @@ class _Selection:
         """The least bytes of scores, over all devices, of an attention that is reported where it is not replaced."""
         return 0 if self.hardware.attention else self.min_bytes
 
-    def kernel_refusal(self, candidate: Candidate, config: AttentionConfig) -> str:
+    def kernel_refusal(self, candidate: AttentionCandidate, config: AttentionConfig) -> str:
         """Why the target's kernel does not support an attention; "" where it does."""
         assert candidate.value is not None
         return unsupported_reason(config, *map(jx.aval, (candidate.query[0], candidate.key[0], candidate.value[0])))
 
-    def config(self, candidate: Candidate, config: AttentionConfig) -> AttentionConfig | None:
+    def config(self, candidate: AttentionCandidate, config: AttentionConfig) -> AttentionConfig | None:
         """The configuration of the primitive that replaces an attention; None where it is not replaced."""
         if self.hardware.attention and not self.kernel_refusal(candidate, config):
             return replace(config, fused=True)
         return config if candidate.bytes >= self.min_bytes else None
 
-    def selects(self, candidate: Candidate) -> bool:
+    def selects(self, candidate: AttentionCandidate) -> bool:
         """Whether the attention is replaced, if that its scores are saved is all that speaks against it."""
         try:
             return candidate.bytes >= self.min_bytes or self.config(candidate, candidate.config()) is not None
@@ -124,7 +124,7 @@ class _Selection:
         return kernel_flops_at_peak(config, query, key, value, self.hardware.attention[backward], backward=backward)
 
 
-def _rejected(jaxpr: jx.Jaxpr, selection: _Selection, outer: OuterValues | None = None) -> Iterator[Candidate]:
+def _rejected(jaxpr: jx.Jaxpr, selection: _Selection, outer: OuterValues | None = None) -> Iterator[AttentionCandidate]:
     """The attentions left in a rewritten jaxpr, at every depth, each with the reason."""
     finder = AttentionFinder(jaxpr, selection.rules, outer)
     for candidate, config in finder.attentions():
@@ -226,7 +226,7 @@ class _Positions:
 
 def _edit(
     positions: _Positions,
-    candidate: Candidate,
+    candidate: AttentionCandidate,
     config: AttentionConfig,
     selection: _Selection,
     staged: dict[Any, jx.JaxprEqn],

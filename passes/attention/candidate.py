@@ -41,7 +41,7 @@ class UnorientedBand:
 class SymbolicValue:
     """What a variable holds, as a function of the scores of a candidate."""
 
-    candidate: Candidate
+    candidate: AttentionCandidate
     stage: Stage
     letters: Letters
     score_ops: tuple[ScoreOp | UnorientedBand, ...] = ()
@@ -61,7 +61,7 @@ class FinalProduct:
 
 
 @dataclass(eq=False)
-class Candidate:
+class AttentionCandidate:
     """A product that may be the scores of an attention, and what has been found of that attention so far.
 
     The fields named as those of `AttentionConfig` mean the same; "" or None where not known yet.

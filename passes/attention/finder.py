@@ -25,7 +25,7 @@ from autoshard.errors import PassError
 from autoshard.ir.rule_registry import Rules
 from autoshard.passes.attention.candidate import (
     SCORES,
-    Candidate,
+    AttentionCandidate,
     Env,
     OperandValues,
     SymbolicValue,
@@ -45,8 +45,8 @@ class AttentionFinder:
     def __init__(self, jaxpr: jx.Jaxpr, rules: Rules, outer: OuterValues | None = None) -> None:
         self.jaxpr = jaxpr
         self.env = Env(Facts(jaxpr, rules, outer))
-        self.candidates: list[Candidate] = []
-        self.escaping: list[Candidate] = []
+        self.candidates: list[AttentionCandidate] = []
+        self.escaping: list[AttentionCandidate] = []
         """Candidates rejected for one reason only: scores or weights are results of the jaxpr."""
         values = self.env.values
         for at, eqn in enumerate(jaxpr.eqns):
@@ -81,14 +81,14 @@ class AttentionFinder:
                     jx.source(m.candidate.eqn),
                 )
 
-    def eqns_of(self, candidates: Collection[Candidate]) -> list[jx.JaxprEqn]:
+    def eqns_of(self, candidates: Collection[AttentionCandidate]) -> list[jx.JaxprEqn]:
         """The equations that compute scores and weights of ``candidates``, from the product of queries and keys on."""
         values = self.env.values
         return [e for e in self.jaxpr.eqns if any(v in values and values[v].candidate in candidates for v in e.outvars)]
 
-    def attentions(self) -> list[tuple[Candidate, AttentionConfig]]:
+    def attentions(self) -> list[tuple[AttentionCandidate, AttentionConfig]]:
         """The complete attentions among the equations of this jaxpr, nested ones aside."""
-        found: list[tuple[Candidate, AttentionConfig]] = []
+        found: list[tuple[AttentionCandidate, AttentionConfig]] = []
         for candidate in self.candidates:
             if candidate.score_ops is not None and candidate.products and not candidate.reason:
                 try:
@@ -97,7 +97,7 @@ class AttentionFinder:
                     candidate.reject(str(e), jx.source(candidate.eqn))
         return found
 
-    def rejected(self) -> list[Candidate]:
+    def rejected(self) -> list[AttentionCandidate]:
         """Candidates worth reporting: softmaxes that have a batch dimension, or whose weights enter a product."""
         self.attentions()
         return [s for s in self.candidates if s.score_ops is not None and s.reason and (s.has_batch or s.products)]
@@ -133,7 +133,7 @@ class AttentionFinder:
             dims[1][j] = dims[0][i]
         score_dims = product_dims(dims, left, right, left_batch, right_batch)
         operand_dims = "".join(dims[0]), "".join(dims[1])
-        candidate = Candidate(eqn, operand_dims, "".join(score_dims), dims[0][left[0]], next(names))
+        candidate = AttentionCandidate(eqn, operand_dims, "".join(score_dims), dims[0][left[0]], next(names))
         self.candidates.append(candidate)
         self.env.values[eqn.outvars[0]] = SymbolicValue(candidate, SCORES, tuple(score_dims))
 

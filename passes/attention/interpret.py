@@ -20,7 +20,7 @@ from autoshard.passes.attention.candidate import (
     ROW_MAX,
     SCORES,
     SHIFTED_SCORES,
-    Candidate,
+    AttentionCandidate,
     Env,
     OperandValues,
     SymbolicValue,
@@ -92,7 +92,9 @@ def interpret_exp(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> 
     return SymbolicValue(candidate, POLYNOMIAL, m.letters, polynomial={((EXP, 1),): 1.0})
 
 
-def _orient_bands(candidate: Candidate, score_ops: tuple[ScoreOp | UnorientedBand, ...]) -> tuple[ScoreOp, ...]:
+def _orient_bands(
+    candidate: AttentionCandidate, score_ops: tuple[ScoreOp | UnorientedBand, ...]
+) -> tuple[ScoreOp, ...]:
     """``score_ops`` with all bands as of keys relative to queries, now that the keys' dimension is known."""
     oriented: list[ScoreOp] = []
     for op in score_ops:
@@ -221,7 +223,7 @@ def interpret_select(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) 
     return replace(m, polynomial=combine("mul", m.polynomial, {((i, 1),): 1.0 for i in same[:1]}))
 
 
-def _extra_index(env: Env, candidate: Candidate, atom: jx.Var | jx.Literal, letters: Letters) -> int:
+def _extra_index(env: Env, candidate: AttentionCandidate, atom: jx.Var | jx.Literal, letters: Letters) -> int:
     """The index of a mask or bias with these letters among the candidate's extras; it is added where it is new."""
     if not isinstance(atom, jx.Var) or not jx.is_array(atom):
         raise PassError("its mask or bias is no array")
@@ -237,7 +239,7 @@ def _extra_index(env: Env, candidate: Candidate, atom: jx.Var | jx.Literal, lett
 
 
 def _mask_op(
-    env: Env, candidate: Candidate, atom: jx.Var | jx.Literal, letters: Letters, keep_true: bool, fill: float
+    env: Env, candidate: AttentionCandidate, atom: jx.Var | jx.Literal, letters: Letters, keep_true: bool, fill: float
 ) -> ScoreOp | UnorientedBand:
     """The score op that replaces scores by ``fill``, keeping them where ``atom`` is True (or False)."""
     if not isinstance(atom, jx.Var) or jx.aval(atom).dtype != np.bool_:
@@ -256,7 +258,7 @@ def _mask_op(
     return ScoreOp("band", fill, low=band.low, high=band.high)
 
 
-def _fits(candidate: Candidate, band: Band) -> bool:
+def _fits(candidate: AttentionCandidate, band: Band) -> bool:
     """Whether a band is of keys relative to queries, as far as the candidate's positions are known."""
     return candidate.key_position in {"", band.col} and candidate.query_position in {"", band.row}
 

@@ -13,7 +13,7 @@ from autoshard.passes.attention.candidate import (
     POLYNOMIAL,
     SCORES,
     UNKNOWN_FACTOR,
-    Candidate,
+    AttentionCandidate,
     Env,
     FinalProduct,
     OperandValues,
@@ -28,7 +28,9 @@ _PASSED_ON = (_prims.convert_element_type_p, _prims.copy_p, _prims.transpose_p)
 """What the product of cotangent and values may pass through before it is read."""
 
 
-def match_cotangent_product(env: Env, candidate: Candidate, atom: jx.Var | jx.Literal, letters: Letters) -> Letters:
+def match_cotangent_product(
+    env: Env, candidate: AttentionCandidate, atom: jx.Var | jx.Literal, letters: Letters
+) -> Letters:
     """The letters of ``atom``, which must be the product of cotangent and values; both are noted in the candidate.
 
     Args:
@@ -80,7 +82,7 @@ def match_cotangent_product(env: Env, candidate: Candidate, atom: jx.Var | jx.Li
     return letters
 
 
-def _set_operand(env: Env, candidate: Candidate, what: str, atom: jx.Var | jx.Literal, letters: str) -> None:
+def _set_operand(env: Env, candidate: AttentionCandidate, what: str, atom: jx.Var | jx.Literal, letters: str) -> None:
     """Notes the ``value`` or ``cotangent`` of a candidate, of which there may be one only."""
     own = env.read(atom)
     if not isinstance(atom, jx.Var) or (own and (own.stage != SCORES or own.candidate is candidate)):
