@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from jax import numpy as jnp
@@ -43,13 +44,13 @@ def compared(
     alone = jax.jit(fun, in_shardings=placed[0], out_shardings=placed[1]).lower(*args).compile()
     sent = [collectives(c.as_text(), plan.mesh) for c in (compiled, alone)]
     table = "\n".join(f"{who}: {', '.join(map(str, cs))}" for who, cs in zip(("ours", "xla"), sent, strict=True))
-    return audit(compiled, plan), [sum(c.sent(plan.mesh) for c in cs) for cs in sent], table
+    return audit(compiled, plan), [sum(c.wire_bytes(plan.mesh) for c in cs) for cs in sent], table
 
 
 def same(got: Any, expected: Any, scale: float = 1e-30) -> None:
     """Equal up to rounding of the largest element, or of ``scale``."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
         if not jax.dtypes.issubdtype(b.dtype, np.inexact):
             np.testing.assert_array_equal(a, b)
             continue

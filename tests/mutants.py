@@ -1,4 +1,4 @@
-"""Mutation check: plants the faults of `mutants.yaml` one at a time in a copy of the tree, and runs the tests near each.
+"""Mutation check: plants the faults of `mutants.yaml` one at a time in a copy of the tree; the tests near each run.
 
 A fault is caught when one of its tests fails; the same tests pass without it, which is checked first. The exit status
 is 1 when fewer than 95 % are caught, when a test fails without any fault, when a fault breaks the import of the code
@@ -90,7 +90,13 @@ def run(tree: Path, tests: Iterable[str], limit: float | None = None) -> tuple[i
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, *PYTEST, *tests], cwd=tree, env=environment, timeout=limit, capture_output=True, text=True
+            [sys.executable, *PYTEST, *tests],
+            cwd=tree,
+            env=environment,
+            timeout=limit,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return 1, f"FAILED after {limit} s"
@@ -143,7 +149,7 @@ def report(found: Sequence[tuple[Mutant, Outcome]], command: str) -> str:
     """The results as a page."""
     caught = sum(o.status == "caught" for _, o in found)
     rows = [
-        f"| {i} | {m.what} | `{m.file}` | {o.status} | {f'`{o.by}`' if o.status == 'caught' else o.by} | {o.seconds:.0f} |"
+        f"| {i} | {m.what} | `{m.file}` | {o.status} | `{o.by}` | {o.seconds:.0f} |"
         for i, (m, o) in enumerate(found, 1)
     ]
     return "\n".join(

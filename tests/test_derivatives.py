@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,10 +151,13 @@ def arguments(case: Case) -> tuple[Any, Any, Any]:
 
 
 def assert_equal(expected: dict[str, Any], got: dict[str, Any]) -> None:
-    for name, tree in expected.items():
-        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(got[name]), strict=True):
-            assert a.shape == b.shape, name
-            assert np.max(np.abs(a - b)) <= TOLERANCE * max(1.0, np.max(np.abs(a))), name
+    def off(a: Any, b: Any) -> float:
+        return float(np.max(np.abs(a - b)) / max(1.0, np.max(np.abs(a))))
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(expected, got)
+    chex.assert_trees_all_equal_comparator(
+        lambda a, b: off(a, b) <= TOLERANCE, lambda a, b: f"off by {off(a, b)}", expected, got
+    )
 
 
 @every_case

@@ -7,6 +7,7 @@ import gc
 import weakref
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,12 @@ from autoshard.errors import ArgumentError, PlacementWarning
 
 jit = functools.partial(autoshard.jit, mesh={"data": 4, "model": 2})
 STATE = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
+
+
+@pytest.fixture(autouse=True)
+def traces_counted_anew() -> None:
+    """Of `chex.assert_max_traces`, which counts those of a function that was defined in the same place before."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def update(state: Any, batch: Any) -> Any:
 
 
 def test_placed_and_host_arguments_of_two_sizes_in_turn(slow: list[Executable]):
-    step = jit(update)
+    step = jit(chex.assert_max_traces(update, n=2))
     ways: list[Any] = []
     for size in (16, 8):
         host = np.ones((size, 4), np.float32)
@@ -55,7 +62,29 @@ def test_placed_and_host_arguments_of_two_sizes_in_turn(slow: list[Executable]):
     assert len(set(slow)) == 2
 
 
+def test_a_second_call_traces_nothing_however_the_arguments_come():
+    step, x = jit(chex.assert_max_traces(lambda x, y: x * y, n=1)), jnp.arange(8.0)
+    for given in (x, np.asarray(x), step.plan(x, x).put(x, x)[0]):
+        for args, kwargs in (((given, x), {}), ((given,), {"y": x}), ((), {"y": x, "x": given})):
+            np.testing.assert_array_equal(step(*args, **kwargs), x * x)
+    np.testing.assert_array_equal(step.lower(x, x).compile()(x, x), x * x)
+    np.testing.assert_array_equal(jax.jit(step)(x, x), x * x)
+    np.testing.assert_array_equal(jax.vmap(step)(x[None], x[None]), x[None] ** 2)
+
+
+class TestWhereverItIsCalled(chex.TestCase):
+    """Inside another `jax.jit` or not, with arguments on the host or on a device."""
+
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+    def test_a_step_gives_what_the_function_does(self) -> None:
+        step, x = jit(chex.assert_max_traces(lambda x: (x @ x.T, {"sum": x.sum(0)}), n=1)), np.ones((8, 4), np.float32)
+        around = self.variant(lambda x: jax.tree.map(lambda y: 2 * y, step(x)))
+        for _ in range(2):
+            chex.assert_trees_all_equal(around(x), (2 * x @ x.T, {"sum": 2 * x.sum(0)}))
+
+
 def test_keywords_and_static_values(slow: list[Executable]):
+    @chex.assert_max_traces(n=3)
     def fun(x: Any, n: int, *, z: Any, a: Any, m: int = 1) -> Any:
         return (x - z * a) * n + m
 
@@ -96,13 +125,7 @@ def test_a_call_inside_a_trace_leaves_the_outer_calls_alone(slow: list[Executabl
 
 
 def test_settings_of_jax_are_part_of_the_program():
-    runs: list[int] = []
-
-    def fun(x: Any) -> Any:
-        runs.append(1)
-        return x @ x
-
-    step, x = jit(fun), np.ones((8, 8), np.float32)
+    step, x = jit(chex.assert_max_traces(lambda x: x @ x, n=2)), np.ones((8, 8), np.float32)
     step(x)
     for _ in range(2):
         with jax.default_matmul_precision("highest"):
@@ -110,7 +133,7 @@ def test_settings_of_jax_are_part_of_the_program():
             assert "HIGHEST" in step.lower(x).as_text()
         assert "HIGHEST" not in step.lower(x).as_text()
         step(x)
-    assert len(runs) == 2
+    chex.clear_trace_counter()
     with jax.enable_x64(True):
         assert step(x.astype(np.float64)).dtype == np.float64
     assert step(x.astype(np.float64)).dtype == np.float32

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -46,12 +47,11 @@ def check(model: models.Model, mesh: str, strategy: str, steps: int, rtol: float
     with jax.enable_x64(x64):
         step = autoshard.jit(model.step, mesh=MESHES[mesh], strategy=strategy)
         got_losses, got = models.train(model, step, steps)
-    assert losses.dtype == got_losses.dtype == (np.float64 if x64 else np.float32)
+    assert losses.dtype == (np.float64 if x64 else np.float32)
     assert losses[-1] < losses[0]
-    np.testing.assert_allclose(got_losses, losses, rtol=rtol, atol=0)
-    assert got.keys() == arrays.keys()
+    chex.assert_trees_all_close(got_losses, losses, rtol=rtol, strict=True)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, arrays)
     for path, want in arrays.items():
-        assert got[path].dtype == want.dtype
         np.testing.assert_allclose(got[path], want, rtol=rtol, atol=rtol * np.abs(want).max(), err_msg=path)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,8 +106,7 @@ def test_the_step_is_right(case: Case) -> None:
         in_shardings=case.ins or None,
         out_shardings=case.out,
     )
-    for a, b in zip(jax.tree.leaves(jax.jit(case.fun)(*args)), jax.tree.leaves(step(*args)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(step(*args), jax.jit(case.fun)(*args), rtol=1e-4, atol=1e-5, strict=True)
 
 
 def test_axes_whose_sizes_do_not_divide_one_another_change_places() -> None:

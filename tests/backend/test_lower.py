@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 def scattered(fun: Any, mesh: Any, ins: Any, outs: Any, *args: Any, scatters: int = 1) -> Audit:
     """The audit of ``fun``, whose only reductions are ``scatters`` reduce-scatters, as planned."""
     step = autoshard.jit(fun, mesh=mesh, in_shardings=ins, out_shardings=outs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), step(*args), jax.jit(fun)(*args))
+    chex.assert_trees_all_close(step(*args), jax.jit(fun)(*args), rtol=1e-4, atol=1e-4, strict=True)
     compiled = step.lower(*args).compile()
     found = audit(compiled, step.plan(*args))
     assert found.clean, str(found)

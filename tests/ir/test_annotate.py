@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ def pinned(step: Any, *args: Any) -> set[str]:
 def agrees(fun: Callable[..., Any], *args: Any) -> Any:
     step, want = jit(fun), jax.jit(fun)(*args)
     for _ in range(2):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), step(*args), want)
+        chex.assert_trees_all_close(step(*args), want, rtol=1e-5, strict=True)
     return step
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +113,7 @@ def test_its_autodiff_rules_hold_inside_the_step_and_around_it() -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-5)
     many = np.stack([x, -x])
     for got in (step(jax.vmap(halves), P(None, "x"))(many), jax.vmap(step(halves))(many)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.vmap(halves)(many))
+        chex.assert_trees_all_close(got, jax.vmap(halves)(many), rtol=1e-5, strict=True)
 
 
 QUERIES, SORTED, HEIGHTS = real(64, 48), np.sort(real(101)), real(102)[:101]

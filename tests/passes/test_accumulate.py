@@ -1,9 +1,10 @@
-"""What loops only add up is kept in terms until after them; everything else stays."""
+"""Loops accumulate one partial sum per device part; everything that is not only accumulated stays."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,12 +29,12 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def in_terms(fun: Any, *args: Any) -> int:
-    """How many arrays the loops of ``fun`` add up in terms; rewritten, it gives what it gave."""
+def rewritten_carries(fun: Any, *args: Any) -> int:
+    """How many carries of the loops of ``fun`` become per-part; checks that the rewritten results are the same."""
     before = trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED)
     after = Pipeline((Accumulate("data"),)).run(before)[0]
     got, want = (jx.as_fun(p.jaxpr)(*jax.tree.leaves(args)) for p in (after, before))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, want)
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-5, strict=True)
     return sum(a != b for a, b in zip(carries(before.jaxpr), carries(after.jaxpr), strict=True))
 
 
@@ -66,8 +67,8 @@ def weights() -> Any:
     return {"up": normal(6, 10), "bias": normal(10, seed=1), "down": normal(10, 6, seed=2)}
 
 
-def batches(turns: int = 3, size: int = 8) -> Any:
-    return {"x": normal(turns, size, 6, seed=3), "y": normal(turns, size, 6, seed=4)}
+def batches(steps: int = 3, size: int = 8) -> Any:
+    return {"x": normal(steps, size, 6, seed=3), "y": normal(steps, size, 6, seed=4)}
 
 
 def layers(checkpointed: bool) -> Any:
@@ -92,42 +93,42 @@ def embedding(params: Any, ids: Any) -> Any:
     return jnp.mean(jnp.sin(params["table"][ids] @ params["head"]))
 
 
-def test_gradients_of_micro_batches_are_added_up_in_terms() -> None:
-    assert in_terms(lambda p, b: accumulated(network, p, b), weights(), batches()) == 4
+def test_gradients_of_micro_batches_are_accumulated_per_part() -> None:
+    assert rewritten_carries(lambda p, b: accumulated(network, p, b), weights(), batches()) == 4
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_gradients_that_a_loop_over_layers_stacks_are(checkpointed: bool) -> None:
+def test_gradients_that_a_scan_over_layers_stacks_are(checkpointed: bool) -> None:
     params = {"w": normal(5, 6, 6), "b": normal(5, 6, seed=1)}
-    assert in_terms(lambda p, b: accumulated(layers(checkpointed), p, b), params, batches()) == 3
+    assert rewritten_carries(lambda p, b: accumulated(layers(checkpointed), p, b), params, batches()) == 3
 
 
-def test_gradients_made_where_values_are_made_again_are() -> None:
-    assert in_terms(lambda p, b: accumulated(unrolled, p, b), {"w": normal(2, 6, 6)}, batches()) >= 1
+def test_gradients_of_rematerialized_layers_are() -> None:
+    assert rewritten_carries(lambda p, b: accumulated(unrolled, p, b), {"w": normal(2, 6, 6)}, batches()) >= 1
 
 
 def test_the_gradient_of_an_embedding_is() -> None:
     params = {"table": normal(12, 6), "head": normal(6, 5, seed=1)}
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 12, (3, 8, 4)))
-    assert in_terms(lambda p, b: accumulated(embedding, p, b), params, ids) == 3
+    assert rewritten_carries(lambda p, b: accumulated(embedding, p, b), params, ids) == 3
 
 
-def test_the_gradient_of_a_weight_that_every_turn_reads_is() -> None:
+def test_the_gradient_of_a_weight_that_every_iteration_reads_is() -> None:
     def loss(w: Any, rows: Any) -> Any:
         return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros((8, 6)), rows)[0])
 
-    assert in_terms(jax.grad(loss), normal(6, 6), normal(5, 8, 6, seed=1)) == 1
+    assert rewritten_carries(jax.grad(loss), normal(6, 6), normal(5, 8, 6, seed=1)) == 1
 
 
-def test_so_is_what_a_loop_within_the_loop_adds_up() -> None:
+def test_so_is_what_a_nested_loop_accumulates() -> None:
     def loss(w: Any, rows: Any) -> Any:
         return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros((8, 6)), rows)[0])
 
-    assert in_terms(lambda w, rows: accumulated(loss, w, rows), normal(6, 6), normal(2, 5, 8, 6, seed=1)) == 3
+    assert rewritten_carries(lambda w, rows: accumulated(loss, w, rows), normal(6, 6), normal(2, 5, 8, 6, seed=1)) == 3
 
 
-def test_what_a_loop_begins_with_is_added_to_the_terms() -> None:
-    assert in_terms(
+def test_the_initial_value_is_added_after_the_loop() -> None:
+    assert rewritten_carries(
         lambda w, xs: jax.lax.scan(lambda t, x: (t + x.T @ x, None), w, xs)[0], normal(6, 6), normal(3, 8, 6)
     )
 
@@ -145,16 +146,16 @@ def test_what_a_loop_begins_with_is_added_to_the_terms() -> None:
     ],
     ids=["decays", "no sum", "read", "multiplied", "not summed", "uneven", "replaced"],
 )
-def test_what_is_not_only_added_up_or_cannot_be_dealt_stays(body: Any) -> None:
-    assert in_terms(lambda t, xs: jax.lax.scan(body, t, xs), normal(6, 6), normal(3, 8, 6)) == 0
+def test_carries_that_are_not_only_accumulated_or_cannot_be_split_stay(body: Any) -> None:
+    assert rewritten_carries(lambda t, xs: jax.lax.scan(body, t, xs), normal(6, 6), normal(3, 8, 6)) == 0
 
 
-def test_whole_numbers_are_not_divided_in_terms() -> None:
+def test_integer_division_is_not_linear() -> None:
     def half(t: Any, x: Any) -> Any:
         return t + jax.lax.div(x.sum(0), 2), None
 
     xs = jnp.arange(3 * 8 * 6, dtype=jnp.int32).reshape(3, 8, 6)
-    assert in_terms(lambda xs: jax.lax.scan(half, jnp.zeros(6, jnp.int32), xs)[0], xs) == 0
+    assert rewritten_carries(lambda xs: jax.lax.scan(half, jnp.zeros(6, jnp.int32), xs)[0], xs) == 0
 
 
 def test_an_axis_that_the_mesh_lacks_is_named() -> None:
@@ -162,7 +163,7 @@ def test_an_axis_that_the_mesh_lacks_is_named() -> None:
         Accumulate("date")(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH, rules=SHIPPED))
 
 
-def test_forms_are_one_for_each_number_of_parts_where_a_loop_adds_up() -> None:
+def test_there_is_one_variant_for_each_number_of_parts_where_a_loop_accumulates() -> None:
     program = trace(jax.jit(lambda p, b: accumulated(network, p, b)), (weights(), batches()), {}, MESH, rules=SHIPPED)
     assert [str(p) for p in Accumulate().variants(program)] == [
         "accumulate:data+model",
@@ -172,7 +173,7 @@ def test_forms_are_one_for_each_number_of_parts_where_a_loop_adds_up() -> None:
     assert Accumulate().variants(trace(jax.jit(jnp.sin), (normal(2),), {}, MESH, rules=SHIPPED)) == ()
 
 
-def test_the_planner_takes_it_where_it_pays_and_the_numbers_are_those_of_one_device() -> None:
+def test_the_planner_chooses_it_where_it_pays_and_the_numbers_are_those_of_one_device() -> None:
     def step(params: Any, batch: Any) -> Any:
         loss, grads = accumulated(network, params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
@@ -184,6 +185,6 @@ def test_the_planner_takes_it_where_it_pays_and_the_numbers_are_those_of_one_dev
     found = audit(stepped.lower(*args).compile(), plan)
     assert found.clean, str(found)
     assert [(c.kind, c.count) for c in found.emitted] == [("all-reduce", 1)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), stepped(*args), step(*args))
+    chex.assert_trees_all_close(stepped(*args), step(*args), rtol=1e-5, atol=1e-6, strict=True)
     again = autoshard.jit(step, mesh=plan.mesh, strategy=plan)
     assert again.plan(*args).passes == plan.passes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +46,7 @@ def same(fun: Any, *args: Any) -> list[jx.JaxprEqn]:
     """The sums in ``fun`` rewritten, which gives what ``fun`` does."""
     program = rewritten(fun, *args)
     got = jx.as_fun(program.jaxpr)(*jax.tree.leaves(args))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, jax.tree.leaves(fun(*args)))
+    chex.assert_trees_all_close(got, jax.tree.leaves(fun(*args)), rtol=1e-5, atol=1e-5, strict=True)
     return joined(program.jaxpr)
 
 
@@ -106,7 +107,7 @@ def test_inside_a_loop() -> None:
 
 @pytest.mark.parametrize("split", [("m", None), (None, "m")], ids=["columns", "rows"])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_terms_are_put_together_once_and_numbers_stay(split: Any, dtype: str) -> None:
+def test_partial_sums_are_reduced_once_and_numbers_stay(split: Any, dtype: str) -> None:
     """Rows of the weights split: each product is partial, and their sum is reduced once, or scattered."""
     mesh = {"m": 8}
     x, y, w, v = (

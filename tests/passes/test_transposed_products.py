@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,7 @@ def rewritten(fun: Any, *args: Any) -> Program:
     """``fun`` as a program with its products turned, which gives what ``fun`` does."""
     program = Pipeline((TransposedProducts(),)).run(trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED))[0]
     got = jx.as_fun(program.jaxpr)(*jax.tree.leaves(args))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, jax.tree.leaves(fun(*args)))
+    chex.assert_trees_all_close(got, jax.tree.leaves(fun(*args)), rtol=1e-6, atol=1e-6, strict=True)
     return program
 
 

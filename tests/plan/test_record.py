@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +113,7 @@ def test_a_loaded_plan_runs(plan, tmp_path):
     want, reference = jax.jit(train_step)(make_state(jax.random.key(0)), x)
     np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-5)
     assert jax.tree.map(lambda a: a.sharding.spec, new) == plan.out_specs[0]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), new, want)
+    chex.assert_trees_all_close(new, want, rtol=1e-4, atol=1e-6, strict=True)
 
 
 def test_a_loaded_plan_takes_the_state_it_made(plan):
@@ -274,7 +275,7 @@ def test_init_is_born_sharded(plan):
     whole = sum(a.nbytes for a in jax.tree.leaves(state) if a.ndim)
     scalars = sum(a.nbytes for a in jax.tree.leaves(state) if not a.ndim)
     assert set(bytes_on_devices(state).values()) == {whole // 8 + scalars}
-    jax.tree.map(np.testing.assert_array_equal, state, make_state(jax.random.key(7)))
+    chex.assert_trees_all_equal(state, make_state(jax.random.key(7)), strict=True)
 
 
 def test_init_of_another_argument(plan):

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,8 +97,7 @@ def agrees(fun: Callable[..., Any], make: Callable[[], tuple[Any, ...]], *rest: 
     for i in range(3):
         given = rest or (batch(i),)
         a, b = reference(*want, *given), planned(*got, *given)
-        assert jax.tree.structure(a) == jax.tree.structure(b)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), b, a)
+        chex.assert_trees_all_close(b, a, rtol=1e-5, atol=1e-6, strict=True)
         same_state(got, want)
     return planned, got
 
@@ -308,7 +308,7 @@ def test_modules_are_put_where_the_plan_has_them() -> None:
     wanted = jax.tree.leaves(plan.in_shardings, is_leaf=lambda s: isinstance(s, NamedSharding))
     assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(flat, wanted, strict=True))
     np.testing.assert_allclose(step(new, tuned, rows), step(model, optimizer, batch()), rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(new), nnx.state(model))
+    chex.assert_trees_all_equal(nnx.state(new), nnx.state(model), strict=True)
     assert isinstance(plan.put(make(Tied)[0]), Tied)
     with pytest.raises(ArgumentError, match="put: train takes"):
         plan.put(make(Net)[0])

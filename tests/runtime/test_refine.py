@@ -7,6 +7,7 @@ import json
 import warnings
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +115,7 @@ def test_what_runs_is_what_was_chosen_and_equals_one_device(refined):
     x = jax.random.normal(keys[3], (64, 512))
     want = refined.reference(w, x)
     got = refined(refined.plan(w, x).put(w), x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6, strict=True)
     assert refined.executable(W, X).lowered is refined.executable(W, X).prelowered
 
 
