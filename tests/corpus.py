@@ -28,7 +28,7 @@ from jax._src.internal_test_util import test_harnesses  # noqa: TID251 (the corp
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.ir.graph import Graph, Kind
+from autoshard.ir.graph import Graph, OpKind
 from autoshard.runtime.verify import compare
 
 MESHES = ({"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2})
@@ -185,9 +185,11 @@ def obstacle(graph: Graph, v: int, d: int, parts: int) -> str:
     reason, todo, seen = UNREAD, [(v, d)], {(v, d)}
     for value, at in todo:  # grows: through the borders of loops and branches to what happens inside
         for node in map(graph.nodes.__getitem__, graph.uses[value]):
-            places = [(i, dim) for i, e, dim in node.kind.places if node.values[i] == value and e == at]
+            places = [(i, dim) for i, e, dim in node.kind.factored_dims if node.values[i] == value and e == at]
             if node.tie:
-                more = [(node.values[i], e) for i, e, dim in node.kind.places if any(dim == own for _, own in places)]
+                more = [
+                    (node.values[i], e) for i, e, dim in node.kind.factored_dims if any(dim == own for _, own in places)
+                ]
                 todo += [m for m in more if m not in seen]
                 seen.update(more)
                 continue
@@ -198,9 +200,9 @@ def obstacle(graph: Graph, v: int, d: int, parts: int) -> str:
     return reason if reached.isdisjoint(graph.inputs) or reached.isdisjoint(graph.outputs) else ""
 
 
-def splits(kind: Kind, dim: Sequence[str], parts: int) -> bool:
+def splits(kind: OpKind, dim: Sequence[str], parts: int) -> bool:
     """Whether a dimension made of the factors ``dim`` may be split into ``parts``."""
-    sizes = dict(kind.sizes)
+    sizes = dict(kind.factor_sizes)
     for f in dim:
         if kind.rule.kind(f) == "whole":
             return False
@@ -212,13 +214,13 @@ def splits(kind: Kind, dim: Sequence[str], parts: int) -> bool:
     return False
 
 
-def rules_word(kind: Kind, dims: Sequence[Sequence[str]], parts: int) -> str:
+def rules_word(kind: OpKind, dims: Sequence[Sequence[str]], parts: int) -> str:
     """What in the rule of an operation keeps a dimension whole."""
     if kind.rule.reason:
         return f"{kind.op}: {kind.rule.reason}"
     if not dims or kind.rule.kind(dims[0][0]) == "whole":
         return f"{kind.op}: kept whole by {str(kind.rule).partition(' | ')[0]}"
-    return f"{kind.op}: the outer factor, of {dict(kind.sizes)[dims[0][0]]}, does not divide into {parts}"
+    return f"{kind.op}: the outer factor, of {dict(kind.factor_sizes)[dims[0][0]]}, does not divide into {parts}"
 
 
 def difference(expected: Any, got: Any) -> tuple[str, float]:

@@ -139,7 +139,7 @@ def theirs(eqn: jx.JaxprEqn) -> Map:
     shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
     with shardy_mlir.context():
         module = parsed(jax.jit(run, keep_unused=True).lower(*shapes))
-        shardy_mlir.apply(module, shardy_mlir.RULES)
+        shardy_mlir.apply_passes(module, shardy_mlir.OP_RULES_PIPELINE)
         functions = {
             ir.StringAttr(f.attributes["sym_name"]).value: f
             for f in module.body.operations
@@ -218,7 +218,7 @@ class Call:
                 self.factors.join(d, [e])
 
     def rule(self, text: str, values: Values) -> None:
-        rule = shardy_notation.attribute(text)
+        rule = shardy_notation.parse_attribute(text)
         leaves = {f: self.factors.new(n) for f, n in rule.sizes}
         for value, dims in zip(values, (*rule.operands, *rule.results), strict=True):
             for leaf, dim in zip(value, dims, strict=True):

@@ -47,7 +47,7 @@ def comes_back(lowered: jax.stages.Lowered, plan: PlanRecord) -> tuple[Differenc
         module = ir.Module.parse(lowered.as_text())
         main = _main(module)
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get({})] * len(plan.outputs))
-        shardy_mlir.apply(module, shardy_mlir.PROPAGATION)
+        shardy_mlir.apply_passes(module, shardy_mlir.PROPAGATION_PIPELINE)
         arguments, results = (_written(_main(module), name) for name in ("arg_attrs", "res_attrs"))
     used = [plan.inputs[i] for i in jx.kept_arguments(lowered)]
     return (*_compared(used, arguments, plan), *_compared(plan.outputs, results, plan))
