@@ -116,7 +116,7 @@ def _loop_over_chunks(
     result_dims: Sequence[str],
     operands: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """The results of ``chunk(query_start, *operands)`` for every chunk, put together again.
+    """The merged results of ``chunk(query_start, *operands)`` for every chunk.
 
     Args:
       chunk: computes one chunk; ``query_start`` is the position of its first query.

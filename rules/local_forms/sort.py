@@ -6,8 +6,8 @@ the rows in place of the sorted dimension, and another one reverses that. (So do
 Else columnsort (Leighton, "Tight Bounds on the Complexity of Parallel Sorting", 1985): shards are sorted, an all-to-all
 distributes every n-th element to one of the n devices, shards are sorted, another all-to-all sends contiguous elements
 back, shards are sorted. By then no element is further than n**2 positions from its place, so that neighbours merge the
-edges of their shards. To keep the sort stable, the index of each element is its last key, unless equal elements cannot
-be told apart. Shards must have at least 2 * n**2 elements, and a multiple of n.
+edges of their shards. To keep the sort stable, the index of each element is its last key, unless equal elements are
+indistinguishable. Shards must have at least 2 * n**2 elements, and a multiple of n.
 
 Where neither is possible, or sends no less than gathering the operands, these are gathered. One all-to-all would not do
 for arbitrary values: any device may need a whole shard of any other.

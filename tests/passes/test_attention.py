@@ -115,7 +115,7 @@ def decoder(scanned: bool, remat: bool = False):
         (True, False, ["recompute:full", "attention"], (2, 1)),
     ],
 )
-def test_layers_in_a_row_in_a_loop_and_made_again(scanned, remat, passes, counts):
+def test_layers_unrolled_scanned_and_rematerialized(scanned, remat, passes, counts):
     fun, args = decoder(scanned, remat)
     on, spec = LAYOUTS["sequence and batch"]
     with jax.enable_x64(True):
@@ -185,7 +185,7 @@ def of_both(q, k, v):
 
 
 def turned(q, k, v):
-    """Queries and keys are as many, and a reshape turns the scores over."""
+    """There are as many queries as keys, and a reshape transposes the scores."""
     s = lax.reshape(scores(q, k), (B, H, S, S), (0, 1, 3, 2))
     return mix(jax.nn.softmax(causal(s), -1), v)
 
@@ -219,7 +219,7 @@ def coarse(q, k, v):
     ],
 )
 @pytest.mark.parametrize("gradient", [False, True])
-def test_what_is_no_attention_or_more_than_one_is_left_alone(fun, why, gradient):
+def test_what_is_no_attention_or_more_than_one_is_not_replaced(fun, why, gradient):
     fun = trained(fun) if gradient else fun
     done, report = rewritten(fun, operands())
     assert found(done) == ([], [])
@@ -256,7 +256,7 @@ held_back.defvjp(lambda s: (s, None), lambda _, ct: (jnp.where(jnp.tril(jnp.ones
         lambda q, k, v: mix(lax.stop_gradient(jax.nn.softmax(scores(q, k), -1)) + jax.nn.softmax(scores(q, k), -1), v),
     ],
 )
-def test_a_gradient_that_is_not_the_softmax_s_is_left_alone(fun):
+def test_a_gradient_that_is_not_the_softmax_s_is_not_replaced(fun):
     done, _ = rewritten(trained(fun), operands())
     assert not found(done)[1]
     close(run(done, operands()), jax.jit(trained(fun))(*operands()))
@@ -326,7 +326,7 @@ def test_it_is_known_by_name_and_no_default():
     assert found(step.trace(*operands())) == ([], [])
 
 
-def test_layers_in_a_loop_hold_no_scores_for_the_loop_of_the_backward_part():
+def test_scanned_layers_save_no_scores_for_the_backward_scan():
     step, args = decoder(scanned=True)
     before = attentions.program(step, args, mesh(s=8))
     after, report = rewritten(step, args)
@@ -339,20 +339,20 @@ def test_layers_in_a_loop_hold_no_scores_for_the_loop_of_the_backward_part():
 
 
 def _stacks(program):
-    """What loops give, a row for each turn."""
+    """The stacked results of scans."""
     eqns = [(e, jx.scan_groups(e)) for e in program.jaxpr.eqns if jx.scan_groups(e)]
     return [jx.aval(v) for e, shape in eqns for v in e.outvars[shape.carry :]]
 
 
 @pytest.mark.parametrize("on_chip", [0.0, 4e3, 1e9])
-def test_what_the_chip_has_room_for_is_no_large_attention(on_chip):
+def test_scores_that_fit_on_the_chip_are_no_large_attention(on_chip):
     """4 x 4 x 16 x 16 scores of 4 bytes: 16 KiB, 2 KiB on each of eight devices."""
     on = replace(mesh(s=8), hardware=replace(HASTY, on_chip=on_chip))
     step = autoshard.jit(trained(FORMS["causal"][0]), mesh=on, passes=["attention:large"])
     assert bool(found(step.trace(*operands()))[0]) == (on_chip == 4e3)
 
 
-def test_a_least_size_that_is_none_is_refused():
+def test_a_minimum_that_is_no_size_is_an_error():
     with pytest.raises(PassError, match=r"attention:soon: 'soon' is not a size in bytes.*or 'large'"):
         Attention.from_option("soon")
     assert str(Attention.from_option("32MiB")) == "attention:32MiB"

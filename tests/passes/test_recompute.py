@@ -1,4 +1,4 @@
-"""Recompute: the same numbers from fewer held bytes, whatever the step is made of."""
+"""Recompute: the same numbers with fewer bytes of residuals, whatever the step contains."""
 
 from __future__ import annotations
 
@@ -122,15 +122,15 @@ def test_a_decoder_gives_the_same_numbers(scanned):
 
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
-def test_a_decoder_holds_less_as_the_policy_allows_less(scanned):
+def test_a_decoder_saves_less_as_the_policy_allows_less(scanned):
     before, _ = decoder(scanned)
     none = residual_bytes(before)
-    held = {p: residual_bytes(rewritten(before, p)[0]) for p in POLICIES}
-    assert held["full"] * 6 < none
-    assert held["full"] * 1.5 < held["dots_with_no_batch_dims_saveable"] < held["dots_saveable"] < none / 2
-    assert held["everything_saveable"] == none
+    saved = {p: residual_bytes(rewritten(before, p)[0]) for p in POLICIES}
+    assert saved["full"] * 6 < none
+    assert saved["full"] * 1.5 < saved["dots_with_no_batch_dims_saveable"] < saved["dots_saveable"] < none / 2
+    assert saved["everything_saveable"] == none
     whole, full, dots = (decoder_run(scanned, p)[1] for p in (None, "full", "dots_saveable"))
-    assert full * 2.5 < whole, "what is not held must be gone from the compiled step too"
+    assert full * 2.5 < whole, "what is not saved must be gone from the compiled step too"
     assert full < dots < whole * 0.6
 
 
@@ -144,7 +144,7 @@ def test_a_scanned_decoder_stacks_only_what_enters_a_layer():
 
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
-def test_products_that_the_policy_holds_are_not_run_again(scanned):
+def test_products_that_the_policy_saves_are_not_recomputed(scanned):
     before, _ = decoder(scanned)
     after, _ = rewritten(before, "dots_saveable")
     assert count(after, "dot_general") == count(before, "dot_general")
@@ -153,14 +153,14 @@ def test_products_that_the_policy_holds_are_not_run_again(scanned):
 
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
-def test_products_are_held_one_by_one_those_first_that_take_most_work_for_each_byte(scanned):
+def test_products_are_saved_one_by_one_those_with_most_flops_per_byte_first(scanned):
     before, args = decoder(scanned)
     variants = Recompute().variants(before)
     assert str(variants[-1]) == "recompute:full"
     assert str(variants[-2]) == "recompute:products:1"
-    held = [residual_bytes(variant(before)) for variant in variants]
-    assert held[-1] < held[0] / 2
-    assert len(set(held)) > 4
+    saved = [residual_bytes(variant(before)) for variant in variants]
+    assert saved[-1] < saved[0] / 2
+    assert len(set(saved)) > 4
     again = [count(variant(before), "dot_general") for variant in variants]
     assert again == sorted(again)
     assert again[0] < again[-1]
@@ -174,7 +174,7 @@ def test_a_number_of_products_is_a_number():
         Recompute("products:many")
 
 
-def test_an_unrolled_step_holds_no_more_than_checkpointed_layers():
+def test_an_unrolled_step_needs_no_more_memory_than_checkpointed_layers():
     def loss(params, tokens):
         h = params["embed"][tokens]
         for i in range(LAYERS):
@@ -184,13 +184,13 @@ def test_an_unrolled_step_holds_no_more_than_checkpointed_layers():
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
     _, args = decoder(scanned=False)
-    _, held, flops = decoder_run(False, "full")
+    _, saved, flops = decoder_run(False, "full")
     by_hand = compiled(traced(jax.value_and_grad(loss), *args), args)
-    assert held <= by_hand.memory_analysis().temp_size_in_bytes
+    assert saved <= by_hand.memory_analysis().temp_size_in_bytes
     assert flops <= 1.05 * by_hand.cost_analysis()["flops"]
 
 
-def test_the_report_says_what_was_held_and_is():
+def test_the_report_says_the_residuals_before_and_after():
     before, _ = decoder(scanned=True)
     after, (report,) = Pipeline(parse_passes(["recompute:full"], KNOWN)).run(before)
     assert report.name == "recompute:full"
@@ -203,11 +203,11 @@ def test_everything_saveable_returns_the_program_as_it_is():
     assert Recompute("everything_saveable")(before) is before
 
 
-def mlp(turn, **options):
-    """A step over a scan of ``turn`` and its arguments."""
+def mlp(body, **options):
+    """A step over a scan of ``body`` and its arguments."""
 
     def loss(w, x):
-        c, ys = jax.lax.scan(turn, x, w, **options)
+        c, ys = jax.lax.scan(body, x, w, **options)
         return (c * c).sum() + sum(y.sum() for y in jax.tree.leaves(ys))
 
     args = normal(0, 6, 8, 8), normal(1, 4, 8)
@@ -231,18 +231,18 @@ def test_scans_either_way_and_unrolled(options):
 
 
 def test_stacked_results_that_the_user_reads_stay():
-    def turn(c, w):
+    def body(c, w):
         c = jnp.tanh(jnp.sin(c @ w))
         return c, (c, jnp.cos(c))
 
-    before, args = mlp(turn)
+    before, args = mlp(body)
     after, _ = rewritten(before)
     assert residual_bytes(after) < residual_bytes(before)
     agree(before, after, args)
 
 
 def test_carries_of_several_parts_with_counters_and_keys():
-    def turn(state, w):
+    def body(state, w):
         c, i, key = state
         key, mine = jax.random.split(key)
         c = jnp.where(jax.random.bernoulli(mine, 0.9, c.shape), jnp.tanh(c @ w), 0) * (1 + i)
@@ -250,7 +250,7 @@ def test_carries_of_several_parts_with_counters_and_keys():
 
     def step(w, x, key):
         def loss(w):
-            return (jax.lax.scan(turn, (x, 0, key), w)[0][0] ** 2).sum()
+            return (jax.lax.scan(body, (x, 0, key), w)[0][0] ** 2).sum()
 
         return jax.value_and_grad(loss)(w)
 
@@ -261,11 +261,11 @@ def test_carries_of_several_parts_with_counters_and_keys():
     agree(before, after, args)
 
 
-def test_named_values_are_held():
-    def turn(c, w):
+def test_named_values_are_saved():
+    def body(c, w):
         return checkpoint_name(jnp.tanh(jnp.sin(c @ w)), "out"), None
 
-    before, args = mlp(turn)
+    before, args = mlp(body)
     policy = jax.checkpoint_policies.save_only_these_names("out")
     after, _ = rewritten(before, policy)
     assert residual_bytes(after) < residual_bytes(before)
@@ -276,7 +276,7 @@ def test_named_values_are_held():
 def test_effects_happen_once(scanned):
     seen = []
 
-    def turn(c, w):
+    def body(c, w):
         y = jnp.sin(c @ w)
         jax.debug.callback(lambda v: seen.append(float(v)), y.sum())
         return jnp.tanh(y) + io(y), None
@@ -286,9 +286,9 @@ def test_effects_happen_once(scanned):
 
     def loss(w, x):
         if scanned:
-            return (jax.lax.scan(turn, x, w)[0] ** 2).sum()
+            return (jax.lax.scan(body, x, w)[0] ** 2).sum()
         for i in range(6):
-            x, _ = turn(x, w[i])
+            x, _ = body(x, w[i])
         return (x**2).sum()
 
     args = normal(0, 6, 8, 8), normal(1, 4, 8)
@@ -330,12 +330,12 @@ def test_a_scan_in_a_scan(policy):
 
 
 def test_branches_stay_and_are_reported():
-    def turn(c, w):
+    def body(c, w):
         return jax.lax.cond(c.sum() > 0, lambda c: jnp.tanh(jnp.sin(c @ w)), lambda c: jnp.cos(c @ w), c), None
 
     def loss(w, x):
         for i in range(6):
-            x, _ = turn(x, w[i])
+            x, _ = body(x, w[i])
         return (x**2).sum()
 
     args = normal(0, 6, 8, 8), normal(1, 4, 8)
@@ -345,7 +345,7 @@ def test_branches_stay_and_are_reported():
     assert "MiB of cond at " in report.change
     assert "test_recompute.py:" in report.change
     agree(before, after, args)
-    scanned, arguments = mlp(turn)
+    scanned, arguments = mlp(body)
     after, _ = rewritten(scanned)
     assert residual_bytes(after) < residual_bytes(scanned)
     agree(scanned, after, arguments)

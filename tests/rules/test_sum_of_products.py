@@ -1,4 +1,4 @@
-"""The rule of sums of products, held against the sums themselves."""
+"""The rule of sums of products, checked against the sums themselves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sample(products: tuple[ProductDims, ...], out: str, *shapes: tuple[int, ...]
         ((("ac", "bc"), ("a", "b")), ((4, 6), (8, 6), (4,), (8,))),
     ],
 )
-def test_every_split_that_the_rule_allows_gives_the_same_numbers(
+def test_every_sharding_that_the_rule_allows_gives_the_same_numbers(
     products: tuple[ProductDims, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     with jax.enable_x64(True):
@@ -47,7 +47,7 @@ def test_every_split_that_the_rule_allows_gives_the_same_numbers(
         assert list(audit_factors(case)) == []
 
 
-def test_dimensions_that_are_summed_over_are_split_alike_as_far_as_they_go() -> None:
+def test_contracted_dimensions_are_sharded_together_as_far_as_their_sizes_divide() -> None:
     queries, keys = ("abcd", "ecd"), ("abcd", "ecd")  # 8 heads of queries, 2 of keys
     rule = sum_of_products(
         array(2, 4, 8, 16), array(32, 8, 16), array(2, 4, 2, 16), array(32, 2, 16), products=(queries, keys), out="abe"
@@ -55,7 +55,7 @@ def test_dimensions_that_are_summed_over_are_split_alike_as_far_as_they_go() -> 
     assert str(rule) == "ab(cd)e, f(cd)e, abce, fce -> abf {c: sum, d: whole, e: sum}"
 
 
-def test_what_one_term_does_not_sum_over_is_whole() -> None:
+def test_what_one_product_does_not_contract_is_whole() -> None:
     rule = sum_of_products(array(4, 6), array(8, 6), array(4), array(8), products=(("ac", "bc"), ("a", "b")), out="ab")
     assert rule.kind(rule.operands[0][1][0]) == "whole"
 

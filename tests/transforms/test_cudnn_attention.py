@@ -55,7 +55,7 @@ def test_the_numbers_are_those_of_jax(causal, key_heads, dtype):
 
 
 def stand_in(query, key, value, *, scale, is_causal, implementation):
-    """A library with what JAX holds of cuDNN's for the gradient."""
+    """A stand-in for cuDNN attention with the residuals that JAX saves for its gradient."""
     assert implementation == "cudnn"
     params = {"scale": scale, "causal": is_causal}
 
@@ -67,15 +67,15 @@ def stand_in(query, key, value, *, scale, is_causal, implementation):
         out, logsum = attention_kernel_p.bind(q, k, v, **params)
         return out, (q, k, v, jnp.zeros((0,), q.dtype), logsum, out)
 
-    def backward(held, cotangent):
-        q, k, v, _, logsum, out = held
+    def backward(residuals, cotangent):
+        q, k, v, _, logsum, out = residuals
         return tuple(attention_kernel_backward_p.bind(q, k, v, out, logsum, cotangent, **params))
 
     attend.defvjp(forward, backward)
     return attend(query, key, value)
 
 
-def test_the_gradient_is_of_what_it_is_given_and_no_forward_part_is_left(monkeypatch):
+def test_the_gradient_uses_the_given_output_and_the_forward_kernel_is_dead_code(monkeypatch):
     """A block's gradient is of the sums over all blocks, not of its own."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     q, k, v = operands(2, "bfloat16")
@@ -122,7 +122,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("reason", UNSUPPORTED)
-def test_what_the_library_does_not_take(reason):
+def test_what_the_kernel_does_not_support(reason):
     case = UNSUPPORTED[reason]
     config, dtype, sizes, *_ = (*case, {}) if isinstance(case, tuple) else (case, "bfloat16", {})
     sizes = {"b": 2, "q": 16, "k": 16, "h": 4, "d": 8, "e": 8} | sizes

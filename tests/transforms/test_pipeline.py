@@ -115,10 +115,10 @@ def test_a_pass_that_breaks_the_program_is_named(what, message):
 
 
 def test_variables_are_defined_once_again_after_a_pass_that_shares_a_body():
-    def turns(x, y):
+    def loop(x, y):
         return jax.lax.fori_loop(0, 3, lambda _, c: jnp.sin(c) * y, x)
 
-    after, _ = Pipeline((Shared(),)).run(program(turns))
+    after, _ = Pipeline((Shared(),)).run(program(loop))
     first, second = (jx.regions(e)[0].body for e in after.jaxpr.eqns if jx.regions(e))
     assert not {v for e in first.eqns for v in e.outvars} & {v for e in second.eqns for v in e.outvars}
 
@@ -145,8 +145,8 @@ def test_parse_takes_names_options_and_passes():
         ("recomputee:full", r"unknown pass 'recomputee' in passes='recomputee:full'; did you mean 'recompute'\?"),
         (
             "zzz",
-            r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'one_hot', 'pad_uneven', 'recompute', "
-            "'sum_products', 'transposed_products'",
+            r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'one_hot', 'pad_uneven', "
+            "'recompute', 'sum_products', 'transposed_products'",
         ),
         ("dead_code:all", r"'dead_code' takes no option, but dead_code:all gives it 'all'"),
         ("recompute:dot_saveable", r"no policy 'dot_saveable'; did you mean 'dots_saveable'\?"),

@@ -33,7 +33,7 @@ def names(work):
     return [e.primitive.name for e in work.eqns]
 
 
-def test_a_slice_is_the_least_that_makes_its_targets():
+def test_a_program_slice_is_the_fewest_equations_that_compute_its_targets():
     jaxpr = traced(lambda x: (jnp.sin(jnp.exp(x)) + jnp.cos(x), jnp.tanh(jnp.exp(x))), X).jaxpr
     (x,) = jaxpr.invars
     exp, sin, cos = (next(e for e in jaxpr.eqns if e.primitive.name == n) for n in ("exp", "sin", "cos"))
@@ -46,8 +46,8 @@ def test_a_slice_is_the_least_that_makes_its_targets():
     assert (names(work), work.inputs) == ([], tuple(sin.outvars))
 
 
-def test_residuals_are_what_the_forward_part_makes_for_the_backward_part():
-    # Of x @ w -> tanh -> sum of squares: 1 - tanh^2 and tanh are held; x and w are inputs and exist anyway.
+def test_residuals_are_what_the_forward_part_computes_and_the_backward_part_reads():
+    # Of x @ w -> tanh -> sum of squares: 1 - tanh^2 and tanh are saved; x and w are inputs and exist anyway.
     program = traced(jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum()), jax.ShapeDtypeStruct((8, 8), "float32"), X)
     assert remat.residual_bytes(program) == 2 * 4 * 8 * 4
 
@@ -57,17 +57,17 @@ def test_what_a_scan_stacks_counts_whole():
     assert remat.residual_bytes(program) == 2 * 6 * 4 * 8 * 4
 
 
-def test_a_loop_whose_turns_have_both_parts_counts_one_turn():
+def test_a_loop_whose_iterations_have_both_parts_counts_one_iteration():
     def step(w, x):
-        def turn(total, _):
+        def body(total, _):
             return total + jax.grad(lambda w: jax.lax.scan(dense, x, w)[0].sum())(w), None
 
-        return jax.lax.scan(turn, jnp.zeros_like(w), length=5)[0]
+        return jax.lax.scan(body, jnp.zeros_like(w), length=5)[0]
 
     assert remat.residual_bytes(traced(step)) == 2 * 6 * 4 * 8 * 4
 
 
-def test_a_scan_holds_its_carry_and_nothing_else():
+def test_a_scan_saves_its_carry_and_nothing_else():
     program = traced(jax.grad(lambda w, x: jax.lax.scan(dense, x, w)[0].sum()))
     after = program.with_jaxpr(jx.eliminate_dead_code(remat.recompute_in_scans(program.jaxpr, nothing)))
     jx.check_jaxpr(after.jaxpr)
@@ -86,7 +86,7 @@ def test_scans_without_a_gain_are_left_alone(loss):
     assert remat.recompute_in_scans(jaxpr, nothing) is jaxpr
 
 
-def test_what_is_held_anyway_is_read_rather_than_made_again():
+def test_what_is_saved_anyway_is_read_rather_than_recomputed():
     def step(w, x):
         def loss(w):
             return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, w)
@@ -101,7 +101,7 @@ def test_what_is_held_anyway_is_read_rather_than_made_again():
     assert sum(bool(jx.scan_groups(e)) for e in after.eqns) == 2
 
 
-def test_straight_code_that_is_all_held_or_all_last_is_left_alone():
+def test_straight_code_that_is_all_saved_or_all_in_the_last_segment_is_left_alone():
     jaxpr = traced(jax.grad(lambda w, x: jnp.tanh(x @ w[0]).sum())).jaxpr
     assert remat.recompute_in_straight_line(jaxpr, nothing) is jaxpr
     deep = traced(jax.grad(lambda w, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) @ w[2]).sum())).jaxpr

@@ -14,56 +14,56 @@ from autoshard.transforms.remat_segments import LiveValue, choose_cuts, saved_by
 @st.composite
 def lines(draw):
     n = draw(st.integers(1, 9))
-    made = [
+    values = [
         LiveValue(at, draw(st.integers(at, n - 1)), draw(st.integers(0, 9)))
         for at in range(n)
         for _ in range(draw(st.integers(0, 2)))
     ]
-    return n, made, draw(st.lists(st.integers(0, 20), min_size=n, max_size=n))
+    return n, values, draw(st.lists(st.integers(0, 20), min_size=n, max_size=n))
 
 
 @given(lines())
 @settings(max_examples=150)
-def test_cuts_lie_inside_and_never_hold_more_than_no_cut(line):
-    n, made, residual = line
-    chosen = choose_cuts(n, made, residual)
+def test_cuts_are_inside_and_never_need_more_memory_than_none(line):
+    n, values, residual = line
+    chosen = choose_cuts(n, values, residual)
     assert list(chosen) == sorted(set(chosen))
     assert all(0 < c < n for c in chosen)
-    assert saved_bytes(n, made, residual, chosen) <= sum(residual)
+    assert saved_bytes(n, values, residual, chosen) <= sum(residual)
 
 
 @given(lines())
 @settings(max_examples=150)
 def test_cuts_are_within_their_bound_of_the_best(line):
-    n, made, residual = line
-    best = min(saved_bytes(n, made, residual, at) for k in range(n) for at in itertools.combinations(range(1, n), k))
+    n, values, residual = line
+    best = min(saved_bytes(n, values, residual, at) for k in range(n) for at in itertools.combinations(range(1, n), k))
     growth = (sum(residual) / max(residual)) ** (1 / 23) if any(residual) else 1
-    assert saved_bytes(n, made, residual, choose_cuts(n, made, residual)) <= 1.02 * growth * best * (1 + 1e-6)
+    assert saved_bytes(n, values, residual, choose_cuts(n, values, residual)) <= 1.02 * growth * best * (1 + 1e-6)
 
 
-def test_a_chain_of_alike_layers_is_held_in_the_square_root():
+def test_a_chain_of_equal_layers_needs_the_square_root():
     # Layers of ten steps; the state between layers is one unit, every step leaves one unit for later.
     layers, steps = 64, 10
     n = layers * steps
-    made = [LiveValue(i * steps - 1, (i + 1) * steps - 1, 1) for i in range(1, layers)]
-    made += [LiveValue(i, i + 1, 3) for i in range(n - 1) if (i + 1) % steps]
-    chosen = choose_cuts(n, made, [1] * n)
+    values = [LiveValue(i * steps - 1, (i + 1) * steps - 1, 1) for i in range(1, layers)]
+    values += [LiveValue(i, i + 1, 3) for i in range(n - 1) if (i + 1) % steps]
+    chosen = choose_cuts(n, values, [1] * n)
     assert all(c % steps == 0 for c in chosen)
     ideal = 2 * math.sqrt(n)
-    assert saved_bytes(n, made, [1] * n, chosen) <= 1.2 * ideal
+    assert saved_bytes(n, values, [1] * n, chosen) <= 1.2 * ideal
 
 
-def test_what_is_held_anyway_makes_small_gains_not_worth_their_work():
-    made = [LiveValue(i, i + 1, 1) for i in range(9)]
-    assert choose_cuts(10, made, [10] * 10)
-    assert not choose_cuts(10, made, [10] * 10, saved_anyway=10_000)
+def test_small_gains_beside_much_that_is_saved_anyway_are_not_worth_their_work():
+    values = [LiveValue(i, i + 1, 1) for i in range(9)]
+    assert choose_cuts(10, values, [10] * 10)
+    assert not choose_cuts(10, values, [10] * 10, saved_anyway=10_000)
 
 
-def test_what_lives_throughout_is_paid_for_once():
-    made = [LiveValue(0, 99, 5), *(LiveValue(i, i + 1, 1) for i in range(99))]
-    chosen = choose_cuts(100, made, [10] * 100)
+def test_a_value_that_is_live_throughout_counts_once():
+    values = [LiveValue(0, 99, 5), *(LiveValue(i, i + 1, 1) for i in range(99))]
+    chosen = choose_cuts(100, values, [10] * 100)
     assert len(chosen) > 5
-    assert saved_bytes(100, made, [10] * 100, chosen) < 250
+    assert saved_bytes(100, values, [10] * 100, chosen) < 250
 
 
 def test_nothing_to_gain_means_no_cut():

@@ -72,7 +72,7 @@ def test_the_numbers_are_those_of_the_composition(name, block, monkeypatch):
         close(a.astype("float32"), b.astype("float32"))
 
 
-def test_heads_are_taken_apart_before_queries_and_queries_only_as_far_as_needed(monkeypatch):
+def test_heads_are_chunked_before_queries_and_queries_only_as_far_as_needed(monkeypatch):
     ours, _ = operands(FORMS["heads"])
     one = 4 * 32 * 32
     for limit, want in (
@@ -87,7 +87,7 @@ def test_heads_are_taken_apart_before_queries_and_queries_only_as_far_as_needed(
         assert [(c.letter, c.count) for c in chunked_dims(FORMS["heads"], *ours)] == want
 
 
-def test_no_array_of_all_scores_is_made(monkeypatch):
+def test_no_array_of_all_scores_is_computed(monkeypatch):
     monkeypatch.setattr(attention_chunked, "MAX_CHUNK_BYTES", 4 * 32 * 32)
     ours, _ = operands(FORMS["heads"])
     few, all_ = (
