@@ -58,13 +58,14 @@ class PassReport:
     """What one pass did."""
 
     name: str
-    """``recompute``"""
+    """The pass's name, as ``recompute``."""
     written: str
     """The pass as a user writes it, with its option: ``recompute:full``."""
     equations_before: int
     """Equations at every depth, before the pass."""
     equations_after: int
     change: str
+    """What was rewritten."""
 
     def __str__(self) -> str:
         return f"{self.written}: {self.change} ({self.equations_before} -> {self.equations_after} equations)"
