@@ -31,7 +31,7 @@ def test_unused_equations_go_and_inputs_stay():
     after, (report,) = Pipeline((DeadCode(),)).run(before)
     assert names(after.jaxpr) == ["sin"]
     assert len(after.jaxpr.invars) == 2
-    assert (report.before, report.after) == (2, 1)
+    assert (report.equations_before, report.equations_after) == (2, 1)
     x = np.linspace(-1, 1, 32, dtype="float32").reshape(8, 4)
     np.testing.assert_array_equal(jax.jit(jx.as_fun(after.jaxpr))(x, x)[0], jax.jit(step)(x, x))
 
