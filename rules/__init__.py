@@ -1,8 +1,8 @@
 """rules: how each operation can be split.
 
 In come an operation's abstract values and parameters; out goes a `Rule`. `TABLE` has such a function for JAX's own
-primitives, `OWN` for those that passes put in a program, and `autoshard.rules.traits` what else the engine may assume of
-each. Every primitive of the installed JAX is in `TABLE`, in `STRUCTURAL` (the engine knows its structure), or in
+primitives, `OWN` for those that passes put in a program, and `autoshard.rules.traits` what else the engine may assume
+of each. Every primitive of the installed JAX is in `TABLE`, in `STRUCTURAL` (the engine knows its structure), or in
 `KEPT_WHOLE` (with the reason). The engine does not know this package: `autoshard.api` hands it the tables.
 
 May import: transforms, cost, and what they may.

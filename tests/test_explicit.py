@@ -65,7 +65,7 @@ def test_shard_map_inside():
     np.testing.assert_array_equal(total(mesh=jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)), want)
     with jax.set_mesh(MESH):
         np.testing.assert_array_equal(total(), want)
-        with pytest.raises(MeshError, match=r"In jax\.shard_map, leave mesh= out"):
+        with pytest.raises(MeshError, match=r"In jax\.shard_map, leave out mesh="):
             total(mesh=MESH)
-    with pytest.raises(MeshError, match=r"In place of jax\.reshard there is autoshard\.annotate"):
+    with pytest.raises(MeshError, match=r"Instead of jax\.reshard, use autoshard\.annotate"):
         autoshard.jit(lambda x: jax.reshard(x, P("data")), mesh=MESH)(X)

@@ -67,9 +67,7 @@ class PadUneven(Pass):
         rows = [f"{size} ({count} times)" for size, count in sorted(gone.items(), reverse=True) if count > 0]
         if len(rows) > MOST_REPORTED:
             rows[MOST_REPORTED:] = [f"{len(rows) - MOST_REPORTED} other sizes"]
-        return (
-            f"padded dimensions of size {', '.join(rows)}" if rows else "slices and repeats rewritten"
-        )
+        return f"padded dimensions of size {', '.join(rows)}" if rows else "slices and repeats rewritten"
 
 
 def _uneven_dims(program: Program) -> Counter[int]:
