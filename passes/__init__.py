@@ -1,8 +1,8 @@
 """passes: rewrites of the traced program before it is planned, each a file or a folder, by the name that a user gives.
 
-In comes a `Program`, out goes a `Program` with the same arguments, results and effects. `autoshard.transforms.pipeline` has
-the contract and checks it after every pass; `autoshard.api` says which passes run by default. Passes do not import each
-other, nor rules: what an operation is they ask of the program's rule table.
+In comes a `Program`, out goes a `Program` with the same arguments, results and effects. `autoshard.transforms.pipeline`
+has the contract and checks it after every pass; `autoshard.api` says which passes run by default. Passes do not import
+each other, nor rules: what an operation is they ask of the program's rule table.
 
 May import: transforms, cost, and what they may.
 """
