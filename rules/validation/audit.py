@@ -131,7 +131,7 @@ def _results_of_local_form(case: Case, factor: str, parts: int) -> list[np.ndarr
     trace = jax.make_jaxpr(functools.partial(local.fun, ("parts",)), axis_env=[("parts", parts)])
     jaxpr = jx.normalize(trace(*(jax.typeof(x[0]) for x in operands)))
     jaxpr = jx.with_eqns(jaxpr, [_with_full_permutation(eqn, parts) for eqn in jaxpr.eqns])
-    outs = jax.vmap(jx.as_fun(jaxpr), axis_name="parts")(*operands)
+    outs = jax.jit(jax.vmap(jx.as_fun(jaxpr), axis_name="parts"))(*operands)
     combined = []
     for out, dims, whole in zip(outs, rule.results, case.results, strict=True):
         shards = list(to_numpy(out))

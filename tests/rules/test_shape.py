@@ -40,6 +40,7 @@ CASES = {
     "squeeze": ("squeeze", partial(lax.squeeze, dimensions=(1,)), [(4, 1, 6)], "a.b -> ab"),
     "stack": ("stack", lambda x, y: lax.stack([x, y], 1), [(4, 6), (4, 6)], "ab, ab -> a.b"),
     "transpose": ("transpose", jnp.transpose, [(4, 6)], "ab -> ba"),
+    "rotation": ("transpose", partial(jnp.transpose, axes=(1, 2, 0)), [(4, 6, 8)], "abc -> bca"),
     "unstack": ("unstack", lambda x: lax.unstack(x, 1), [(4, 2, 6)], "a.b -> ab, ab"),
 }
 

@@ -26,6 +26,7 @@ CASES = {
         "a(bc)(de)f -> abdf {b: halo, c: whole, d: halo, e: whole}",
     ),
     "a window over the whole dimension": ("reduce_window_max", max_pool(8, 8, "VALID"), [(2, 8, 8, 3)], "a..b -> a..b"),
+    "a window over more than half of it": ("reduce_window_max", max_pool(6, 1, "SAME"), [(2, 8, 8, 3)], "a..b -> a..b"),
     "no common part": ("reduce_window_max", max_pool(2, 1, "VALID"), [(2, 8, 8, 3)], "a..b -> a..b"),
     "gradient, tiles": (
         "select_and_scatter_add",

@@ -197,6 +197,7 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "dynamic_slice before": (partial(lax.dynamic_slice_in_dim, slice_size=7, axis=1), (np.int32(-70),)),
     "dynamic_slice after": (partial(lax.dynamic_slice_in_dim, slice_size=7, axis=1), (np.uint8(250),)),
     "dynamic_update_slice": (lambda x, i: lax.dynamic_update_slice_in_dim(x, x[:, 3:16], i, 1), (np.int32(25),)),
+    "dynamic_update_slice after": (lambda x, i: lax.dynamic_update_slice_in_dim(x, x[:, :13], i, 1), (np.int32(40),)),
     "pad": (lambda x: lax.pad(x, jnp.asarray(1, x.dtype), ((0, 0, 0), (24, 8, 0))), ()),
     "pad and cut": (lambda x: lax.pad(x, jnp.asarray(1, x.dtype), ((0, 2, 0), (-5, 21, 0))), ()),
     "slice": (lambda x: x[1:, 13:37], ()),
