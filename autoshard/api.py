@@ -71,7 +71,8 @@ def jit(
       mesh: a `jax.sharding.Mesh`, an `AbstractMesh`, axis sizes by name (one may be -1), the path of a mesh config,
         a `MeshConfig`, or None: all devices, in the axes that make the step fastest.
       strategy: ``"auto"``, a preset (``"dp"``, ``"fsdp"``, ``"tp"``, ``"fsdp_tp"``, ``"zero1"``, ``"zero2"``,
-        ``"zero3"``, ``"replicated"``), or a `Plan` made earlier.
+        ``"zero3"``, ``"replicated"``), or a `Plan` made earlier. Of such a plan's compiler options, those that may do
+        more than change how the step is compiled must be in ``compiler_options`` too.
       in_shardings, out_shardings: pytree prefixes of `PartitionSpec`, `NamedSharding` or None. A sharding given here is
         never overruled; None leaves it to the planner.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.

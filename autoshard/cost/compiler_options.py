@@ -1,4 +1,6 @@
-"""Compiler options that a plan sets for its target: today one, which trades hidden all-gathers for memory.
+"""Compiler options of a plan: the one that it sets for its target, and those that it may pass on from a file.
+
+The one that a plan sets trades hidden all-gathers for memory.
 
 XLA for TPU fuses the asynchronous all-gather of a weight into the convolution before it. That hides the all-gather, but
 such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its own. Where the
@@ -17,6 +19,55 @@ NO_ALL_GATHER_FUSION = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """The option that disables the fusion."""
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers."""
+HARMLESS = frozenset(
+    {
+        "memory_fitting_level",
+        "optimization_level",
+        "xla_allow_excess_precision",
+        "xla_backend_optimization_level",
+        "xla_cpu_enable_concurrency_optimized_scheduler",
+        "xla_cpu_enable_fast_math",
+        "xla_cpu_enable_fast_min_max",
+        "xla_cpu_fast_math_honor_division",
+        "xla_cpu_fast_math_honor_functions",
+        "xla_cpu_fast_math_honor_infs",
+        "xla_cpu_fast_math_honor_nans",
+        "xla_enable_async_all_gather",
+        "xla_enable_async_all_reduce",
+        "xla_enable_async_collective_permute",
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        "xla_gpu_all_reduce_combine_threshold_bytes",
+        "xla_gpu_autotune_level",
+        "xla_gpu_deterministic_ops",
+        "xla_gpu_enable_command_buffer",
+        "xla_gpu_enable_latency_hiding_scheduler",
+        "xla_gpu_enable_pipelined_all_gather",
+        "xla_gpu_enable_pipelined_all_reduce",
+        "xla_gpu_enable_pipelined_reduce_scatter",
+        "xla_gpu_enable_triton_gemm",
+        "xla_gpu_enable_while_loop_double_buffering",
+        "xla_gpu_exclude_nondeterministic_ops",
+        "xla_gpu_memory_limit_slop_factor",
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib",
+        "xla_llvm_disable_expensive_passes",
+        "xla_tpu_data_parallel_opt_different_sized_ops",
+        "xla_tpu_enable_ag_backward_pipelining",
+        "xla_tpu_enable_all_experimental_scheduler_features",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "xla_tpu_enable_collective_pipeliner",
+        "xla_tpu_enable_data_parallel_all_reduce_opt",
+        "xla_tpu_enable_latency_hiding_scheduler",
+        "xla_tpu_overlap_compute_collective_tc",
+        "xla_tpu_scoped_vmem_limit_kib",
+    }
+)
+"""Options that decide how a program is compiled and nothing else. XLA has others that write or read files that they
+name, load code, or carry further options; a plan, which may be a file from anywhere, does not set those by itself."""
 
 
 def should_disable_all_gather_fusion(graph: Graph, peak: float, budget: float, given: CompilerOptions = ()) -> bool:
@@ -46,3 +97,9 @@ def effective_options(disable_fusion: bool, given: CompilerOptions = ()) -> Comp
 def user_options(options: CompilerOptions) -> CompilerOptions:
     """``options`` of a plan without those that `effective_options` added."""
     return tuple((name, x) for name, x in options if NO_ALL_GATHER_FUSION.get(name) != x)
+
+
+def other_options(options: CompilerOptions, given: CompilerOptions) -> dict[str, Any]:
+    """The options of a plan that are not `HARMLESS` and that the user has not ``given`` as well."""
+    names = HARMLESS | dict(given).keys()
+    return {name: x for name, x in options if name not in names}

@@ -6,12 +6,14 @@ It must be of the same program, and agree with the pins and the memory budget th
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.cost.compiler_options import (
     conflicting_options,
     effective_options,
+    other_options,
     should_disable_all_gather_fusion,
     user_options,
 )
@@ -32,8 +34,9 @@ def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[Pla
     """``plan`` for ``program``, with the pytree structures of its arguments and the compiler options of ``request``.
 
     Raises:
-      PlanError: it was made for another program, or for other shapes, donations, passes or another mesh; or one of its
-        specs conflicts with a pin. Names the first difference.
+      PlanError: it was made for another program, or for other shapes, donations, passes or another mesh; one of its
+        specs conflicts with a pin; or it has compiler options that are neither harmless nor in ``request``. Names the
+        first difference.
       MemoryBudgetError: it needs more than the budget of ``request``.
       RuleError, SpecError: as `build_graph`.
     """
@@ -50,6 +53,11 @@ def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[Pla
             f"the plan needs {size_text(plan.memory.peak, 2)} per device at its peak, and the memory budget is "
             f"{size_text(request.memory_budget, 2)}: plan again under it, or raise it",
             plan.memory.peak,
+        )
+    if other := other_options(plan.compiler_options, request.compiler_options):
+        raise PlanError(
+            "the plan sets compiler options that may do more than change how the step is compiled: "
+            f"{reprlib.repr(other)}; if that is what you want, give them yourself (compiler_options=), else plan again"
         )
     planned = user_options(plan.compiler_options)
     has_own = len(planned) < len(plan.compiler_options)

@@ -57,7 +57,7 @@ class PlanRecord:
     """Layouts that were priced."""
     bound: float = 0.0
     """Lower bound, in seconds, of the cost model over all layouts of the search space; 0 where none was computed."""
-    compiler_options: tuple[tuple[str, Any], ...] = ()
+    compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
     refined: tuple[Trial, ...] = ()
     """The layouts that were compiled to choose from, the predicted best first; empty without ``refine``."""
     in_tree: TreeDef | None = field(default=None, compare=False, repr=False)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard import MeshConfig, jit
-from autoshard.cost.compiler_options import NO_ALL_GATHER_FUSION, user_options
+from autoshard import MeshConfig, Plan, jit
+from autoshard.cost.compiler_options import HARMLESS, NO_ALL_GATHER_FUSION, user_options
 from autoshard.errors import MemoryBudgetError, PlanError
 from benchmarks.target_cases import PROGRAMS
 
@@ -78,7 +78,7 @@ def test_memory_is_predicted_with_the_user_s_option():
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():
-    given_options = {"xla_backend_extra_options": ""}
+    given_options = {"xla_allow_excess_precision": True}
     plan = jit(convolution, mesh=SLICE, compiler_options=given_options).plan(IMAGES, FILTERS)
     assert dict(plan.compiler_options) == {**NO_ALL_GATHER_FUSION, **given_options}
     # The same mesh on devices of this process.
@@ -90,3 +90,39 @@ def test_only_the_user_s_options_are_passed_on_inside_another_program():
     given_options = {"xla_backend_extra_options": ""}
     plan = jit(convolution, mesh=SLICE, compiler_options=given_options).plan(IMAGES, FILTERS)
     assert dict(user_options(plan.compiler_options)) == given_options
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("xla_dump_to", "FOLDER"),
+        ("xla_backend_extra_options", "xla_dump_to=FOLDER"),
+        ("xla_gpu_cuda_data_dir", "FOLDER"),
+    ],
+)
+def test_an_option_that_is_not_harmless_is_not_taken_from_a_plan(name, value, tmp_path):
+    """A file from anywhere must not make XLA write, or load, what it names."""
+    options = {name: value.replace("FOLDER", str(tmp_path / "written")), "xla_cpu_enable_fast_min_max": True}
+    stored = jit(product, mesh={"data": 8}).plan(IMAGES, FILTERS).to_json()
+    stored["compiler_options"] = [[name, value] for name, value in sorted(options.items())]
+    plan = Plan.from_json(stored)
+    step = jit(product, mesh={"data": 8}, strategy=plan)
+    x, w = jnp.ones(IMAGES.shape), jnp.ones(FILTERS.shape)
+    for attempt in (step, step.plan, step.lower, jax.jit(step)):
+        with pytest.raises(PlanError, match=f"compiler options that may do more.*{name}.*compiler_options="):
+            attempt(x, w)
+    assert not list(tmp_path.iterdir())
+    given = {name: options[name]}
+    trusted = jit(product, mesh={"data": 8}, strategy=plan, compiler_options=given).plan(IMAGES, FILTERS)
+    assert dict(trusted.compiler_options) == options
+
+
+def test_what_a_plan_sets_itself_is_harmless():
+    assert NO_ALL_GATHER_FUSION.keys() <= HARMLESS
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": 1}, None])
+def test_an_option_has_one_value(value):
+    stored = jit(product, mesh={"data": 8}).plan(IMAGES, FILTERS).to_json()
+    with pytest.raises(PlanError, match="compiler_options"):
+        Plan.from_json({**stored, "compiler_options": [["xla_cpu_enable_fast_math", value]]})
