@@ -67,7 +67,7 @@ def run(function: str, *args: Any, processes: int = 2, devices: int = 2, timeout
         report = "\n".join(
             f"process {i}: exit code {c}\n{t}" for i, (c, t) in enumerate(zip(ended, written, strict=True))
         )
-        assert not any(ended) and None not in ended, report
+        assert ended == [0] * processes, report
         return [json.loads(file.read_text()) for file in files]
 
 

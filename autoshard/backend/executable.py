@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend.lower import constrain
+from autoshard.backend.process_local import check_agreement, make_global, spans_processes
 from autoshard.backend.stage_log import stage
 from autoshard.cost.compiler_options import user_options
 from autoshard.errors import PlacementWarning
@@ -21,6 +23,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
 from autoshard.jaxpr.arguments import ArgumentAval, argument_aval
 from autoshard.plan.record import PlanRecord
+from autoshard.plan.serialize import plan_to_json
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -49,6 +52,11 @@ class Executable[P: PlanRecord]:
     def jaxpr(self) -> jx.Jaxpr:
         """The program with the plan's sharding constraints, over this machine's devices."""
         return constrain(self.graph, self.plan, self.plan.jax_mesh)
+
+    @functools.cached_property
+    def spans_processes(self) -> bool:
+        """Whether the plan's mesh has devices of several processes."""
+        return spans_processes(self.plan.jax_mesh)
 
     @functools.cached_property
     def closes_over_tracers(self) -> bool:
@@ -151,17 +159,40 @@ class Executable[P: PlanRecord]:
         return [NamedSharding(typed, s.spec) for s in self.plan.flat_out_shardings]
 
     def device_put(self, leaves: Sequence[Any]) -> list[Any]:
-        """Copies of ``leaves`` with the planned shardings."""
-        return jax.device_put(list(leaves), self.plan.flat_in_shardings)
+        """Copies of ``leaves`` with the planned shardings; what is process-local must be the same in every process."""
+        return jax.device_put(self._global(leaves), self.plan.flat_in_shardings)
+
+    def _global(self, leaves: Sequence[Any]) -> list[Any]:
+        """``leaves``, those that are process-local as global arrays where several processes share the mesh."""
+        if jx.is_tracing() or not self.spans_processes:
+            return list(leaves)
+        assert self._agreed
+        return make_global(leaves, self.plan.inputs, self.plan.flat_in_shardings, self.plan.jax_mesh, self.program.name)
+
+    @functools.cached_property
+    def _agreed(self) -> bool:
+        """Whether all processes that share the mesh have made the same plan: else they would run different programs,
+        and wait for one another.
+
+        Raises:
+          PlanError: in every process, if they have not.
+        """
+        text = json.dumps(plan_to_json(self.plan), sort_keys=True)
+        check_agreement(self.plan.jax_mesh, text, f"the plan of {self.program.name}")
+        return True
 
     def move_misplaced(self, leaves: Sequence[Any], warned: set[str]) -> list[Any]:
         """``leaves``, those committed to another sharding than planned moved; warns once for each argument.
 
         Args:
           warned: argument paths already reported; extended here.
+
+        Raises:
+          ArgumentError: one is process-local, and not the same in the processes that share the mesh.
+          PlanError: these have made different plans.
         """
-        placed = list(leaves)
-        for i, (leaf, want) in enumerate(zip(leaves, self.plan.flat_in_shardings, strict=True)):
+        placed = self._global(leaves)
+        for i, (leaf, want) in enumerate(zip(placed, self.plan.flat_in_shardings, strict=True)):
             if jx.is_tracer(leaf) or not isinstance(leaf, jax.Array):
                 continue
             if leaf.committed and not leaf.sharding.is_equivalent_to(want, leaf.ndim):

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
+import numpy as np
 from etils import epath
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.errors import ArgumentError, PlanError
+from autoshard.backend.process_local import local_rows, make_global, spans_processes
+from autoshard.errors import ArgumentError, PlanError, SpecError, nearest
+from autoshard.ir.spec import replicated
 from autoshard.jaxpr import dtype_name
+from autoshard.jaxpr.arguments import argument_aval
 from autoshard.plan import render, serialize
 from autoshard.plan.decisions import Place
 from autoshard.plan.diff import compare
@@ -66,15 +70,33 @@ class Plan(PlanRecord):
         misfit = self._misfit(self.inputs[start:end], avals[argnum], made, "the function makes")
         if misfit:
             raise ArgumentError(f"init: {misfit}")
+        if spans_processes(self.jax_mesh):
+            args = self._replicated(args)
         leaves = jax.jit(flat, out_shardings=self.flat_in_shardings[start:end])(*args)
         return rebuild[0](leaves)
 
-    def put(self, *args: Any) -> Any:
+    def _replicated(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of `init`, the same in every process, replicated over the mesh."""
+        paths, tree = jax.tree_util.tree_flatten_with_path(args)
+        avals = [(f"args{jax.tree_util.keystr(path)}", *argument_aval(x)) for path, x in paths]
+        places = [Place(path, shape, dtype_name(dtype), replicated(len(shape))) for path, shape, dtype, _ in avals]
+        shardings = [NamedSharding(self.jax_mesh, PartitionSpec())] * len(places)
+        return tree.unflatten(
+            make_global([x for _, x in paths], places, shardings, self.jax_mesh, f"init for {self.name}")
+        )
+
+    def put(self, *args: Any, local: bool = False) -> Any:
         """Places the positional arguments with the plan's shardings; a single one is returned by itself. NNX modules
         are replaced by new ones, which share the variables that the given ones share.
 
+        Args:
+          local: where several processes share the mesh, what is in a process's own memory is not the whole argument
+            but this process's rows of it: those that `local_rows` names, with every other dimension whole. Scalars
+            are the same in every process. All processes of the mesh must call `put`.
+
         Raises:
-          ArgumentError: they differ from the plan's in structure or shape; names the first that does.
+          ArgumentError: they differ from the plan's in structure or shape; names the first that does. Or, in every
+            process, what two processes bring of one argument is not the same.
         """
         self.mesh.require_available(f"put for {self.name}")
         avals = self.in_avals
@@ -82,17 +104,51 @@ class Plan(PlanRecord):
             raise ArgumentError(f"put: {self.name} takes {plural(len(avals), 'argument')}, {len(args)} were given")
         parts = nnx.split(args)
         given, tree = jax.tree.flatten(parts.states)
+        several = spans_processes(self.jax_mesh)
         end = 0
         for arg, want in zip(parts.states, avals, strict=False):
             start, end = end, end + jax.tree.structure(want).num_leaves
-            misfit = self._misfit(self.inputs[start:end], want, arg, "it was given", dtypes=False)
+            shapes = not (local and several)
+            misfit = self._misfit(self.inputs[start:end], want, arg, "it was given", shapes=shapes, dtypes=False)
             if misfit:
                 raise ArgumentError(f"put: {misfit}")
-        placed = jax.tree.unflatten(tree, jax.device_put(given, self.flat_in_shardings[: len(given)]))
+        shardings = self.flat_in_shardings[: len(given)]
+        if several:
+            given = make_global(given, self.inputs[: len(given)], shardings, self.jax_mesh, self.name, local=local)
+        placed = jax.tree.unflatten(tree, jax.device_put(given, shardings))
         placed = nnx.merge(parts, placed, {})[0] if parts.module_args else placed
         return placed[0] if len(args) == 1 else placed
 
-    def _misfit(self, places: Sequence[Place], want: Any, got: Any, verb: str, *, dtypes: bool = True) -> str:
+    def local_rows(self, path: str) -> np.ndarray:
+        """Which rows (indices of dimension 0) of the argument ``path`` the devices of this process hold, in order:
+        int64 [rows]. On a mesh of one process, all.
+
+        Of data that every process can read, ``data[plan.local_rows("x")]`` is what it brings to `put` with
+        ``local=True``.
+
+        Raises:
+          SpecError: no argument has this path, or it is a scalar, which has no rows.
+          MeshError: this process lacks the mesh's devices.
+        """
+        self.mesh.require_available(f"local_rows for {self.name}")
+        paths = [p.path for p in self.inputs]
+        if path not in paths:
+            raise SpecError(f"no argument of {self.name} is called {path!r}{nearest(path, paths)}")
+        place = self.inputs[paths.index(path)]
+        if not place.shape:
+            raise SpecError(f"{path} of {self.name} is a scalar, which has no rows: every process brings it")
+        return local_rows(self.flat_in_shardings[paths.index(path)], place.shape)
+
+    def _misfit(
+        self,
+        places: Sequence[Place],
+        want: Any,
+        got: Any,
+        verb: str,
+        *,
+        shapes: bool = True,
+        dtypes: bool = True,
+    ) -> str:
         """Where ``got`` is not the argument ``want``, whose arrays are ``places``; the empty string if it is."""
         (wanted, want_tree), (given, tree) = map(jax.tree_util.tree_flatten_with_path, (want, got))
         for place, (path, _), (at, leaf) in zip(places, wanted, given, strict=False):
@@ -101,7 +157,7 @@ class Plan(PlanRecord):
                 return (
                     f"{self.name} takes {place.path}, {verb} {name or 'one array'} in its place: the structures differ"
                 )
-            if place.shape != shape or (dtypes and place.dtype != dtype_name(leaf.dtype)):
+            if (shapes and place.shape != shape) or (dtypes and place.dtype != dtype_name(leaf.dtype)):
                 dtype = dtype_name(leaf.dtype) if dtypes else ""
                 return f"{place.path} of {self.name} is {place.dtype}{list(place.shape)}, {verb} {dtype}{list(shape)}"
         if len(given) != len(places):
