@@ -57,7 +57,7 @@ class Liveness:
         self.last_use: dict[int, int] = {}
         """Materialized value -> the last node that needs it; the number of nodes if the step returns it."""
         self._alias: dict[int, int] = {}
-        """Value -> the value whose buffer it shares."""
+        """Value -> the value whose buffer it shares; only `_share_buffer` adds to it."""
         self._sources: dict[int, tuple[int, ...]] = {}
         """Fused value -> the materialized values that it is computed from."""
         self.open_fusions: set[int] = set()
@@ -127,6 +127,16 @@ class Liveness:
         while v in self._alias:
             v = self._alias[v]
         return v
+
+    def _share_buffer(self, v: int, other: int) -> None:
+        """Puts ``v`` in the buffer of ``other``, unless ``other`` is in that of ``v``: a value that a loop carries from
+        a literal has no other buffer than its own, and may come round to itself.
+
+        `_alias` is a forest, so that `root` ends: an edge leads to a root, and never to the value that it starts from.
+        """
+        buffer = self.root(other)
+        if buffer != v:
+            self._alias[v] = buffer
 
     def _buffers_of(self, v: int) -> tuple[int, ...]:
         """The materialized values that a use of ``v`` reads."""
@@ -215,7 +225,7 @@ class Liveness:
             if traits.in_place_operand is not None:
                 target = node.operands[traits.in_place_operand]
                 if self._reader_count[target] == 1 and self.allocated_at.get(self.root(target), -1) >= 0:
-                    self._alias[node.results[0]] = target
+                    self._share_buffer(node.results[0], target)
                     return
             if traits.sums_products:
                 self.sum_start[n] = self._first_term_ready(n, node)
@@ -238,7 +248,7 @@ class Liveness:
             first = node.operands[0] if node.operands else 0
             same = traits.fused_into_consumer and first and values[first].shape == values[v].shape
             if same and values[first].bits == values[v].bits:
-                self._alias[v] = first
+                self._share_buffer(v, first)
                 continue
             if same and values[v].bits < values[first].bits and n in self.enclosing_loops:
                 self._hoist_convert(self._sliced_from.get(self.root(first), 0), values[v].bits, n)
@@ -292,10 +302,10 @@ class Liveness:
         stacked = len(values[a].shape) != len(values[b].shape)
         if node.kind.traits.barrier:
             self._materialize(a, n)
-            self._alias[b] = a
+            self._share_buffer(b, a)
         elif not loop:  # a call moves nothing; a value carried into an argument is in its buffer
             if b not in self.allocated_at:
-                self._alias[b] = a
+                self._share_buffer(b, a)
         elif stacked and len(values[b].shape) > len(values[a].shape):
             self._use(a, n)
             self.allocated_at[b] = loop[0][0]
@@ -312,12 +322,12 @@ class Liveness:
             self._materialize(a, n)
             self._use(a, n)
         elif b not in self._loop_carried and self._is_broadcast(a):  # the loop reads the sources of the broadcast
-            self._alias[b] = a
+            self._share_buffer(b, a)
         else:
             enters = b in self._loop_carried or self.allocated_at.get(self.root(a), -1) < loop[0][0]
             self._materialize(a, loop[0][0] if enters else n)
             self._use(a, n)
-            self._alias[b] = a
+            self._share_buffer(b, a)
             if b not in self._loop_carried:
                 self._sliced_from[self.root(a)] = self.root(a)
 

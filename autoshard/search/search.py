@@ -140,10 +140,14 @@ def _over_budget_message(s: Search) -> str:
 
 def _value_origin(graph: Graph, v: int) -> str:
     """Where a value comes from, for a message: an argument's path, or the source line that computes it, traced back
-    through the borders of loops."""
-    producer = {w: node for node in reversed(graph.nodes) for w in node.results}
-    while v in producer and producer[v].tie and producer[v].operands and v not in graph.inputs:
-        (v,) = producer[v].operands
+    through the borders of loops, never to a later node: what a loop carries from a literal may come round to itself."""
+    producer = {w: n for n, node in reversed(list(enumerate(graph.nodes))) for w in node.results}
+    at = len(graph.nodes)
+    while v not in graph.inputs and producer.get(v, at) < at and graph.nodes[producer[v]].tie:
+        at = producer[v]
+        if graph.nodes[at].operands:
+            (v,) = graph.nodes[at].operands
     if v in graph.inputs:
         return f", {graph.values[v].name}"
-    return f" from {producer[v].source}" if v in producer and producer[v].source else ""
+    source = graph.nodes[producer[v]].source if v in producer else ""
+    return f" from {source}" if source else ""

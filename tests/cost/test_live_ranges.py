@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost.live_ranges import find_live_ranges
+from autoshard.cost.liveness import Liveness
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.machine.mesh import LogicalMesh
@@ -163,3 +165,33 @@ def test_a_product_is_not_written_in_place_of_a_value_with_a_fused_reduction(sca
         return x @ v + h, total
 
     assert bool(find_live_ranges(graph(fun, (W, W, W), mesh(a=1))).in_place_products) == in_place
+
+
+def by_scan(step, start):
+    return jax.lax.scan(lambda c, _: (step(c), c[0]), start, None, length=5)
+
+
+def by_while(step, start):
+    return jax.lax.while_loop(lambda c: c[-1].sum() < 5, step, start)
+
+
+def by_branches(step, start):
+    return by_scan(lambda c: jax.lax.cond(c[-1].sum() < 5, step, lambda c: c, c), start)
+
+
+def by_nested_loops(step, start):
+    return by_scan(lambda c: jax.lax.fori_loop(0, 3, lambda _, c: step(c), c), start)
+
+
+@pytest.mark.parametrize("loop", [by_scan, by_while, by_branches, by_nested_loops])
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
+def test_values_carried_round_share_buffers_without_a_circle(loop, order):
+    """Numbers that a loop starts from have no buffer before it; in whatever order they are carried, each has one."""
+
+    def step(c):
+        return (*(c[i] for i in order), c[3] * c[0])
+
+    g = graph(lambda x: loop(step, (1.0, 2.0, 3.0, x)), (W,), mesh(a=1))
+    liveness = Liveness(g)
+    for v in range(len(g.values)):
+        assert liveness.root(liveness.root(v)) == liveness.root(v)

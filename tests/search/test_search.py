@@ -7,6 +7,7 @@ import math
 
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from autoshard.cost.cost import CostModel
@@ -127,3 +128,11 @@ def test_search_is_deterministic() -> None:
 )
 def test_zero_sharded(shape: tuple[int, ...], axes: tuple[str, ...], want: Spec) -> None:
     assert zero_sharded(Spec(((), ())), shape, axes, {"a": 2, "b": 2}) == want
+
+
+def test_the_largest_array_may_stack_a_number_that_a_loop_carries_round():
+    def fun(x):
+        return lax.scan(lambda c, _: ((c[1], c[0], c[2] + 1), c[0]), (1.0, 2.0, x), None, length=10_000)
+
+    with pytest.raises(MemoryBudgetError, match=r"the largest array at its peak, float32\[10000\]"):
+        search(graph(fun, ((),), mesh(a=2)), "auto", 100)
