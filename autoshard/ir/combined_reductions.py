@@ -32,7 +32,7 @@ def combined_reduction_counts(nodes: Sequence[Node], values: Sequence[Value]) ->
                 leader[root(v)] = root(node.results[0])
         elif any(kind in REDUCTION_KINDS for _, kind in node.kind.rule.kinds):
             reductions.append(i)
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    groups: dict[int, list[int]] = defaultdict(list)
     for i in reductions:
-        groups[root(nodes[i].results[0]), nodes[i].trip_count].append(i)
+        groups[root(nodes[i].results[0])].append(i)
     return {i: len(members) for members in groups.values() if len(members) > 1 for i in members}

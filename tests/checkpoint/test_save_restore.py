@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,6 +265,13 @@ def test_keep_leaves_the_newest_and_the_one_just_written(tmp_path: Path) -> None
         checkpoint.save(tmp_path, 11, small(), keep=0)
 
 
+@dataclass(frozen=True, order=True)
+class Anonymous:
+    """A key of a dict that prints as every other one does."""
+
+    number: int = field(repr=False)
+
+
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     target = tmp_path / "new"
     for state, why in (
@@ -272,6 +279,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
         ({"s": jax.ShapeDtypeStruct((2,), jnp.float32)}, "has no values"),
         ({"o": np.asarray(["a"])}, "an array of <U1"),
         ({"c": 1 + 2j}, r"state\['c'\] is complex"),
+        ({Anonymous(1): 1.0, Anonymous(2): 2.0}, "two leaves have the path .*: their keys print the same"),
     ):
         with pytest.raises(CheckpointError, match=why):
             checkpoint.save(target, 1, state)

@@ -63,6 +63,8 @@ def test_costs_in_a_loop_are_multiplied_by_the_trip_count() -> None:
 
     cost = price(fun, ((64, 4096), (4096, 4096)), WHOLE, Spec((("data",), ())))
     assert {c.count for c in cost.collectives if c.bytes > 4} == {7}
+    seconds = [c.count * collective_seconds(c.kind, c.axes or (), c.bytes, MESH) for c in cost.collectives]
+    assert cost.transfers == pytest.approx(sum(seconds))
 
 
 def test_replicated_values_need_no_collective() -> None:

@@ -104,6 +104,17 @@ def test_a_sum_is_written_in_place_of_a_dead_operand():
     assert ((r.first <= last) & (last <= r.last)).sum() == 3  # two operands, one of them also the sum, and the result
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_update_is_written_in_place_of_an_operand_that_nothing_else_reads(again):
+    def fun(x, row):
+        before = jnp.sort(x, axis=0)
+        after = jnp.sort(jax.lax.dynamic_update_slice(before, row, (3, 0)), axis=0)
+        return after.sum() + before.sum() if again else after.sum()
+
+    found = buffers(graph(fun, (W, (1, 64)), mesh(a=1)))
+    assert ("dynamic_update_slice" in dict(found)) == again
+
+
 def test_a_broadcast_that_a_loop_reads_is_not_materialized():
     def fun(x, w):
         mask = jnp.broadcast_to(jnp.arange(64) > 3, W)

@@ -283,6 +283,11 @@ def test_the_slow_axis_is_gathered_first() -> None:
     assert described(Spec((X, Y)), Spec((N, N)), mesh=swapped) == ["all-gather x 4096", "all-gather y 16384"]
 
 
+def test_of_equally_fast_sequences_the_one_without_a_reduce_scatter_is_taken() -> None:
+    mesh = mesh_of(2, 4, links=("far", "near"))
+    assert described(Spec((Y, N), SUM_X), Spec((N, N)), mesh=mesh) == ["all-reduce x 4096", "all-gather y 16384"]
+
+
 def test_sub_byte_elements_are_counted_in_bits() -> None:
     (gather,) = reshard.reshard_collectives(Spec((X,)), Spec((N,)), (64,), 4, MESH)
     assert gather.bytes == 32

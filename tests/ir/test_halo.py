@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backend.audit import audit
-from autoshard.ir.halo import HaloWindow, rows_per_hop
+from autoshard.ir.halo import HaloWindow, rows_per_hop, with_halo
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 ROWS = P("b", "a")
@@ -47,6 +48,17 @@ def test_halo_rows_are_those_that_some_shard_reads(window: HaloWindow) -> None:
 def test_rows_per_hop() -> None:
     assert rows_per_hop(5, 2) == [2, 2, 1]
     assert rows_per_hop(0, 2) == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (5, 3), (2, 4)])
+def test_a_shard_with_rows_of_several_neighbours(before: int, after: int) -> None:
+    rows, own = np.arange(1, 9), 2
+    extended = partial(with_halo, axes=("parts",), dim=0, before=before, after=after)
+    on = jax.make_mesh((4,), ("parts",), axis_types=(AxisType.Auto,))
+    found = jax.jit(jax.shard_map(extended, mesh=on, in_specs=P("parts"), out_specs=P("parts")))(rows)
+    padded = np.pad(rows, (before, after))
+    for first, part in zip(range(0, len(rows), own), np.split(np.asarray(found), 4), strict=True):
+        np.testing.assert_array_equal(part, padded[first : first + before + own + after])
 
 
 def loss(stride: int, groups: int, dilation: int, w: Any, x: Any) -> Any:

@@ -156,6 +156,19 @@ def test_conflicting_seeds_are_reported() -> None:
     assert [(v, str(s)) for v, s, _ in layout.dropped] == [(g.inputs[0], "[model, _]")]
 
 
+def test_a_dimension_that_an_axis_does_not_divide_is_not_split() -> None:
+    g = graph(jnp.sin, ((6, 3),), MESH)
+    assert outputs(g, spec("data", "model")) == ["[data, _]"]
+    assert outputs(g, spec("data+model", None)) == ["[_, _]"]
+
+
+def test_axes_are_added_to_those_that_a_dimension_has_never_put_in_their_place() -> None:
+    g = graph(jnp.sin, ((8, 8),), mesh(x=2, y=2, z=2))
+    for later, found in (("y+z", "[x, _]"), ("x+y", "[x+y, _]")):
+        specs = propagate(g, [{g.inputs[0]: spec("x", None)}, {g.inputs[0]: spec(later, None)}]).specs
+        assert str(specs[g.outputs[0]]) == found
+
+
 @pytest.mark.parametrize("name", ["pod", "x", "stage-2"])
 def test_axis_names_do_not_matter(name: str) -> None:
     m = mesh(**{name: 4})

@@ -105,6 +105,16 @@ def test_other_results_and_other_operations(plan: autoshard.Plan):
         jit(lambda state, batch: (step(state, batch)[0], batch.sum()), strategy=plan).plan(STATE, X)
 
 
+def test_loops_of_other_lengths():
+    def repeated(turns: int, x: Any) -> Any:
+        return jax.lax.fori_loop(0, turns, lambda _, h: jnp.tanh(h @ h), x)
+
+    plan = jit(functools.partial(repeated, 3)).plan(X)
+    assert jit(functools.partial(repeated, 3), strategy=plan).plan(X) == plan
+    with pytest.raises(PlanError, match="the arguments agree, the operations do not"):
+        jit(functools.partial(repeated, 4), strategy=plan).plan(X)
+
+
 def test_compiler_options_go_before_those_of_the_plan():
     options = {"xla_cpu_enable_fast_math": True}
     plan = jit(step, compiler_options={**options, "xla_cpu_enable_fast_min_max": True}).plan(STATE, X)

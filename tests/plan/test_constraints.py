@@ -15,7 +15,7 @@ import autoshard
 from autoshard.ir.graph import Value
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.plan.constraints import reshard_waypoints
+from autoshard.plan.constraints import each_divides_next, reshard_waypoints
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("d", "m"), (4, 2), HARDWARE)
@@ -37,6 +37,13 @@ def test_stops_are_where_an_axis_moves_and_more_is_sent(
     before: tuple[tuple[str, ...], ...], after: tuple[tuple[str, ...], ...], between: int
 ) -> None:
     assert len(reshard_waypoints(Spec(before), Spec(after), IMAGE, MESH)) == between
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nested"), [((), True), ((3,), True), ((8, 2, 1, 4), True), ((2, 3), False), ((6, 2, 4), False)]
+)
+def test_sizes_of_which_each_divides_the_next_larger_one(sizes: tuple[int, ...], nested: bool) -> None:
+    assert each_divides_next(sizes) == nested
 
 
 def test_gathers_that_would_be_reductions_go_axis_by_axis() -> None:

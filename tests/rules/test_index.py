@@ -30,6 +30,12 @@ CASES = {
         [(64, 32), SET],
         "ab, cd., cdb -> ab {c: sum, d: sum}",
     ),
+    "windows' gradient": (
+        "scatter-add",
+        jax.grad(lambda x, i: (jax.vmap(lambda k: lax.dynamic_slice(x, (k, 0), (2, 32)))(i) ** 2).sum()),
+        [(64, 32), ("int32", 5)],
+        ".a, b., b.a -> .a {b: sum}",
+    ),
     "at add": (
         "scatter-add",
         lambda x, i, u: x.at[i].add(u),

@@ -106,7 +106,8 @@ def test_a_batch_that_does_not_divide_names_argument_and_size() -> None:
 
 def test_zero_presets_store_what_they_say() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4), donate_argnums=0)
-    parts = {z: search(g, z)[0].memory.parameters for z in ("dp", "zero3", "fsdp")}
+    parts = {z: search(g, z)[0].memory.parameters for z in ("dp", "zero1", "zero2", "zero3", "fsdp")}
+    assert parts["zero1"] == parts["zero2"] == parts["dp"]
     assert parts["zero3"] == parts["fsdp"] == parts["dp"] // 4
 
 
