@@ -26,6 +26,9 @@ MOVE = Traits(moves_data=True)
 REDUCTION = Traits(reduces=True)
 SCATTER = Traits(in_place_operand=0, mispartitioned_by_xla=True, scatters=True)
 ITERATION = Traits(iterates_to_convergence=True)
+CONSTRAINT = replace(VIEW, constrains=True)
+POSITIONS = Traits(position_dependent=True)
+UNCHECKED = Traits(unchecked_shapes=True)
 FOLDED = Traits(folds_scalars=True)
 
 KNOWN: Mapping[str, Traits] = {
@@ -39,29 +42,36 @@ KNOWN: Mapping[str, Traits] = {
     "conv_general_dilated": Traits(convolution=True, mispartitioned_by_xla=True),
     "convert_element_type": replace(SAME, casts=True, folds_scalars=True, linear_in_inexact=True),
     "copy": replace(SAME, keeps_constant=True),
+    "device_put": Traits(identity=True),
     "div": Traits(folds_scalars=True, linear=((0,),), linear_in_inexact=True),
     "dot_general": Traits(ignores_neutral=True, linear=((0,), (1,))),
     "dynamic_slice": MOVE,
     "dynamic_update_slice": Traits(in_place_operand=0, mispartitioned_by_xla=True),
     "eig": ITERATION,
     "eigh": ITERATION,
+    "empty": POSITIONS,
     "fft": Traits(mispartitioned_by_xla=True, row_major_on_cpu=True),
     "gather": Traits(gathers=True, mispartitioned_by_xla=True),
+    "geqp3": UNCHECKED,
     "igamma": ITERATION,
     "igamma_grad_a": ITERATION,
     "igammac": ITERATION,
     "integer_pow": FOLDED,
     "iota": Traits(broadcasts=True, fused_into_consumer=True, shape_param="shape"),
+    "iota_2x32_shape": POSITIONS,
     "max": FOLDED,
     "min": FOLDED,
     "mul": Traits(folds_scalars=True, linear=((0,), (1,))),
     "name": SAME,
     "neg": Traits(folds_scalars=True, linear=((0,),)),
-    "optimization_barrier": replace(VIEW, barrier=True),
+    "optimization_barrier": replace(VIEW, barrier=True, identity=True),
+    "ormqr": UNCHECKED,
     "pad": replace(MOVE, mispartitioned_by_xla=True),
     "pow": FOLDED,
     "pure_callback": Traits(runs_once=True),
+    "random_bits": POSITIONS,
     "random_gamma": ITERATION,
+    "random_split": POSITIONS,
     "reduce": replace(REDUCTION, mispartitioned_by_xla=True),
     "reduce_and": replace(REDUCTION, ignores_neutral=True, mispartitioned_by_xla=True),
     "reduce_max": replace(REDUCTION, ignores_neutral=True),
@@ -88,7 +98,7 @@ KNOWN: Mapping[str, Traits] = {
     "scatter-sub": Traits(mispartitioned_by_xla=True),  # its buffers have not been measured
     "schur": ITERATION,
     "select_and_gather_add": Traits(mispartitioned_by_xla=True),
-    "sharding_constraint": VIEW,
+    "sharding_constraint": CONSTRAINT,
     "slice": replace(MOVE, linear=((0,),)),
     "split": MOVE,
     "sqrt": FOLDED,
@@ -103,23 +113,22 @@ KNOWN: Mapping[str, Traits] = {
     "while": Traits(loop=True),
 }
 NOTHING_KNOWN = """
-abs acos acosh and approx_top_k asin asinh atan atan2 atanh bessel_i0e bessel_i1e call_hi_primitive cbrt ceil
-cholesky cholesky_update clamp clz complex cond conj cos cosh cumlogsumexp cummax cummin cumprod cumsum
-custom_jvp_call custom_linear_solve custom_vjp_call dce_sink device_put digamma empty eq eq_to erf erf_inv erfc
-eval_jaxpr exp exp2 expm1 floor from_edtype ge geqp3 geqrf gt hessenberg householder_product imag iota_2x32_shape
-is_finite jit layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to lu lu_pivots_to_permutation mulhi
-ne nextafter not one_minus_square or ormqr philox2x32 philox4x32 polygamma polynomial population_count qr
-ragged_dot_general random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
-reduce_precision rem remat2 reshard rng_bit_generator round scaled_dot select_and_scatter select_and_scatter_add
-select_n shard_map shift_left shift_right_arithmetic shift_right_logical sign sin sinh sort square
-symmetric_product tan tanh threefry2x32 threefry4x32 tie to_edtype top_k triangular_solve tridiagonal
+abs acos acosh and approx_top_k asin asinh atan atan2 atanh bessel_i0e bessel_i1e call_hi_primitive cbrt ceil cholesky
+cholesky_update clamp clz complex cond conj cos cosh cumlogsumexp cummax cummin cumprod cumsum custom_jvp_call
+custom_linear_solve custom_vjp_call dce_sink digamma eq eq_to erf erf_inv erfc eval_jaxpr exp exp2 expm1 floor
+from_edtype ge geqrf gt hessenberg householder_product imag is_finite jit layout_constraint le le_to lgamma log log1p
+log2 logistic lt lt_to lu lu_pivots_to_permutation mulhi ne nextafter not one_minus_square or philox2x32 philox4x32
+polygamma polynomial population_count qr ragged_dot_general random_clone random_fold_in random_seed random_unwrap
+random_wrap real reduce_precision rem remat2 reshard rng_bit_generator round scaled_dot select_and_scatter
+select_and_scatter_add select_n shard_map shift_left shift_right_arithmetic shift_right_logical sign sin sinh sort
+square symmetric_product tan tanh threefry2x32 threefry4x32 tie to_edtype top_k triangular_solve tridiagonal
 tridiagonal_solve with_memory_space_constraint xla_metadata_value xor zeta
 """
 """Operations of which nothing is known but their rule or structure. What is kept whole has the same row."""
 ROWS: Mapping[str, Traits] = {**dict.fromkeys((*NOTHING_KNOWN.split(), *KEPT_WHOLE), UNKNOWN), **KNOWN}
 TRAITS: Mapping[Primitive, Traits] = {
     **table(ROWS),
-    annotate_p: VIEW,
+    annotate_p: CONSTRAINT,
     attention_backward_p: UNKNOWN,
     attention_p: UNKNOWN,
     sum_of_products_p: Traits(sums_products=True),

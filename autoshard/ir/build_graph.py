@@ -127,8 +127,8 @@ class _Builder:
                 self.regions(eqn, regions, trip_count, inner)
             elif jx.manual_specs(eqn):
                 self.shard_map(eqn, trip_count, inner)
-            elif eqn.primitive in jx.VARIADIC_IDENTITIES:
-                self.variadic_identity(eqn, trip_count, inner)
+            elif self.rules.traits(eqn.primitive).identity:
+                self.identities(eqn, trip_count, inner)
             else:
                 self.equation(eqn, trip_count, inner)
 
@@ -141,7 +141,7 @@ class _Builder:
         if kind is None:
             kind = self.kinds_by_id[key] = self.kind(eqn, source)
         self.nodes.append(Node(kind, operands, results, trip_count, source, phase))
-        if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
+        if kind.traits.constrains:
             entries = eqn.params["spec"] if eqn.primitive is annotate_p else eqn.params["sharding"].spec
             self.pin(results[0], entries, source, frozenset(eqn.params.get("unconstrained_dims", ())))
 
@@ -165,7 +165,7 @@ class _Builder:
         text = f"{name} is used as written; its compute and collectives are not costed"
         self.diagnostics.append(Diagnostic(source, text))
 
-    def variadic_identity(self, eqn: jx.JaxprEqn, trip_count: int, phase: str) -> None:
+    def identities(self, eqn: jx.JaxprEqn, trip_count: int, phase: str) -> None:
         """A tie from each operand to its result; the pairs are independent of each other."""
         traits = self.rules.traits(eqn.primitive)
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
@@ -178,7 +178,8 @@ class _Builder:
             return self.kinds[key]
         ins, outs = [jx.aval(a) for a in eqn.invars], [jx.aval(v) for v in eqn.outvars]
         name = eqn.primitive.name
-        if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
+        traits = self.rules.traits(eqn.primitive)
+        if traits.constrains:
             rule = _identity(len(ins[0].shape))
         else:
             rule = self.rule(eqn, source)
@@ -189,7 +190,6 @@ class _Builder:
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
         dtype = str(getattr(outs[0], "dtype", "")) if outs else ""
         bits = tuple(map(_bits, (*ins, *outs)))
-        traits = self.rules.traits(eqn.primitive)
         kind = _kind(name, traits, rule, shapes, bits, dtype, jx.contraction_flops(eqn), source)
         if key is not None:
             self.kinds[key] = kind

@@ -42,6 +42,10 @@ class Traits:
     """It adds up the products of pairs of operands, one after another in one buffer. Asked by `cost.liveness`."""
     convolution: bool = False
     """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`."""
+    identity: bool = False
+    """Its i-th result is its i-th operand. Asked by `ir.build_graph` (each pair on its own)."""
+    constrains: bool = False
+    """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin) and `passes.pad_uneven`."""
     loop: bool = False
     """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
     barrier: bool = False
@@ -50,7 +54,8 @@ class Traits:
     """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `passes.accumulate` and
     `passes.sum_products`."""
     casts: bool = False
-    """Its result is its operand in another dtype. Asked by `ir.combined_reductions` and `passes.attention`."""
+    """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `passes.accumulate` and
+    `passes.attention`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `passes.accumulate`, which carries sums over
     parts through it; what no gradient goes through on its way to a sum need not say so."""
@@ -60,7 +65,8 @@ class Traits:
     folds_scalars: bool = False
     """Of scalars that are known while a program is read, it is evaluated then. Asked by `passes.attention`."""
     keeps_constant: bool = False
-    """Of an operand that is one number everywhere, its result is so too. Asked by `passes.attention`."""
+    """Of an operand that is one number everywhere, its result is so too. Asked by `passes.accumulate` and
+    `passes.attention`."""
     runs_once: bool = False
     """Run again, it may give other values, or calls the host again. Asked by `transforms.remat`, which never recomputes
     it."""
@@ -70,6 +76,12 @@ class Traits:
     iterates_to_convergence: bool = False
     """It runs until every element has converged, which an arbitrary one may never do. Asked by `passes.pad_uneven`,
     which does not pad its operands."""
+    position_dependent: bool = False
+    """Its elements depend on their positions in the whole array, or are arbitrary. Asked by `rules.validation`, which
+    runs it on parts."""
+    unchecked_shapes: bool = False
+    """Its kernel writes out of bounds where the shapes of its operands do not match. Asked by `rules.validation`, which
+    tries shapes."""
     shape_param: str | None = None
     """The parameter that states the shape of its result. Asked by `passes.pad_uneven`."""
     mispartitioned_by_xla: bool = False

@@ -25,7 +25,6 @@ from autoshard.jaxpr.dispatch import (
 from autoshard.jaxpr.equation import (
     CONSTRAINT,
     NAMED_CALLS,
-    VARIADIC_IDENTITIES,
     accepts_shards,
     all_primitives,
     bind_on_shards,
@@ -97,7 +96,6 @@ __all__ = [
     "CONSTRAINT",
     "INLINED",
     "NAMED_CALLS",
-    "VARIADIC_IDENTITIES",
     "Atom",
     "CompileOnlyLowered",
     "FastPath",

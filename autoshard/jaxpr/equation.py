@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax._src.lax import lax as _lax
 from jax._src.shard_map import shard_map_p as _shard_map_p
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _prims
@@ -18,8 +17,6 @@ from autoshard.jaxpr import hi_primitives
 from autoshard.jaxpr.value import aval, is_shaped
 
 CONSTRAINT = _prims.sharding_constraint_p
-VARIADIC_IDENTITIES = frozenset({_lax.optimization_barrier_p, _prims.device_put_p})
-"""Primitives whose i-th result is their i-th operand."""
 NAMED_CALLS = {
     "call_hi_primitive": "_prim",
     "custom_jvp_call": "call_jaxpr",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,9 @@ from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
 from autoshard.ir.rule_registry import Rules
-from autoshard.ir.traits import Traits
+from autoshard.ir.traits import UNKNOWN, Traits
 
 Positions = tuple[int, ...]
-_KEEP_ZERO = (_prims.broadcast_in_dim_p, _prims.convert_element_type_p, _prims.reshape_p)
-"""What a zero may pass through before a sum starts with it."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class _Body:
         """How an equation with a body computes its result ``result`` per part; None where it cannot."""
         groups, body = jx.scan_groups(eqn), self.body_of(eqn)
         if groups is not None and result < groups.carry:
-            starts_at_zero = groups.length > 0 and _is_zero(self.made, eqn.invars[groups.consts + result])
+            starts_at_zero = groups.length > 0 and self.is_zero(eqn.invars[groups.consts + result])
             return [(eqn, _InBody(result))] if starts_at_zero and self.accumulation(eqn, result) else None
         known = groups is not None or eqn.primitive is _prims.remat_p
         return [(eqn, _InBody(result))] if known and body.derivation(body.jaxpr.outvars[result]) else None
@@ -141,10 +139,32 @@ class _Body:
     def splittable(self, eqn: jx.JaxprEqn) -> tuple[int | None, ...] | None:
         """The first dimension that the equation sums over and that the number of parts divides, by operand."""
         shapes = [jx.aval(a).shape for a in eqn.invars]
-        for dims in _summed_dims(eqn, self.made):
+        for dims in self.summed_dims(eqn):
             if all(d is None or (s[d] and s[d] % self.parts == 0) for s, d in zip(shapes, dims, strict=True)):
                 return dims
         return None
+
+    def summed_dims(self, eqn: jx.JaxprEqn) -> Iterator[tuple[int | None, ...]]:
+        """Of each dimension that ``eqn`` sums over, its index in every operand; outermost first, as batches are."""
+        p = eqn.params
+        if eqn.primitive is _prims.dot_general_p:
+            yield from sorted(zip(*p["dimension_numbers"][0], strict=True), key=sum)
+        elif eqn.primitive is _prims.reduce_sum_p:
+            yield from ((d,) for d in sorted(p["axes"]))
+        elif eqn.primitive is _prims.scatter_add_p and self.is_zero(eqn.invars[0]):
+            n, rank = p["dimension_numbers"], len(jx.aval(eqn.invars[2]).shape)
+            scatter_dims = [d for d in range(rank) if d not in n.update_window_dims]
+            yield from ((None, i, d) for i, d in enumerate(scatter_dims) if i not in n.scatter_indices_batching_dims)
+
+    def is_zero(self, atom: jx.Atom) -> bool:
+        """Whether ``atom`` is known to be zero."""
+        while isinstance(atom, jx.Var):
+            eqn = self.made.get(atom)
+            traits = self.rules.traits(eqn.primitive) if eqn is not None else UNKNOWN
+            if eqn is None or not (traits.keeps_constant or traits.casts):
+                return False
+            atom = eqn.invars[0]
+        return not np.any(atom.val)
 
     def rewritten_loop(self, eqn: jx.JaxprEqn, carries: Sequence[int]) -> list[jx.JaxprEqn]:
         """The loop with ``carries`` per part, and the sums of their parts after it."""
@@ -157,7 +177,7 @@ class _Body:
         code = self.rewritten_nest(eqn, carries, per_part)
         for c in carries:
             start = eqn.invars[groups.consts + c]
-            operands = [per_part[eqn.outvars[c]], *([] if _is_zero(self.made, start) else [start])]
+            operands = [per_part[eqn.outvars[c]], *([] if self.is_zero(start) else [start])]
             code += jx.splice(total, eqn.replace(outvars=[eqn.outvars[c]]), operands)
         return code
 
@@ -242,32 +262,9 @@ class _Body:
         return [*before, loop, *transposes]
 
 
-def _summed_dims(eqn: jx.JaxprEqn, made: Mapping[jx.Var, jx.JaxprEqn]) -> Iterator[tuple[int | None, ...]]:
-    """Of each dimension that ``eqn`` sums over, its index in every operand; outermost first, as batches are."""
-    p = eqn.params
-    if eqn.primitive is _prims.dot_general_p:
-        yield from sorted(zip(*p["dimension_numbers"][0], strict=True), key=sum)
-    elif eqn.primitive is _prims.reduce_sum_p:
-        yield from ((d,) for d in sorted(p["axes"]))
-    elif eqn.primitive is _prims.scatter_add_p and _is_zero(made, eqn.invars[0]):
-        n, rank = p["dimension_numbers"], len(jx.aval(eqn.invars[2]).shape)
-        scatter_dims = [d for d in range(rank) if d not in n.update_window_dims]
-        yield from ((None, i, d) for i, d in enumerate(scatter_dims) if i not in n.scatter_indices_batching_dims)
-
-
 def _split_into_parts(x: Any, d: int, parts: int) -> Any:
     """``x`` with dimension ``d`` as two: [parts, size / parts]."""
     return x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :])
-
-
-def _is_zero(made: Mapping[jx.Var, jx.JaxprEqn], atom: jx.Atom) -> bool:
-    """Whether ``atom`` is known to be zero."""
-    while isinstance(atom, jx.Var):
-        eqn = made.get(atom)
-        if eqn is None or eqn.primitive not in _KEEP_ZERO:
-            return False
-        atom = eqn.invars[0]
-    return not np.any(atom.val)
 
 
 def _is_numeric(atom: jx.Var) -> bool:

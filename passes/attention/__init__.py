@@ -70,12 +70,11 @@ class Attention(Pass):
         return program if after is before else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
-        eqns = [eqn for eqn in jx.walk(after.jaxpr) if eqn.primitive in (attention_p, attention_backward_p)]
-        count = Counter([eqn.primitive for eqn in eqns])
-        forward, backward = count[attention_p], count[attention_backward_p]
-        text = f"{forward} forward and {backward} backward attentions replaced by one operation each"
-        if fused := sum(eqn.params["config"].fused for eqn in eqns):
-            text += f", {'all' if fused == len(eqns) else fused} of them run by cuDNN"
+        eqns = list(jx.walk(after.jaxpr))
+        forward, backward = ([e for e in eqns if e.primitive is op] for op in (attention_p, attention_backward_p))
+        text = f"{len(forward)} forward and {len(backward)} backward attentions replaced by one operation each"
+        if fused := sum(eqn.params["config"].fused for eqn in (*forward, *backward)):
+            text += f", {'all' if fused == len(forward) + len(backward) else fused} of them run by cuDNN"
         selection = self._selection(after)
         alive = after.jaxpr if after is not before else jx.eliminate_dead_code(after.jaxpr)
         rejected = [c for c in _rejected(alive, selection) if c.bytes >= selection.min_reported_bytes]

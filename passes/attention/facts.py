@@ -113,9 +113,9 @@ class Facts:
                 letters = tuple(letters[d] for d in p["broadcast_dimensions"])
             elif eqn.primitive is _prims.transpose_p:
                 letters = tuple(letters[p["permutation"].index(d)] for d in range(len(before)))
-            elif eqn.primitive in (_prims.reshape_p, _prims.squeeze_p):
+            elif eqn.primitive is _prims.squeeze_p or (eqn.primitive is _prims.reshape_p and p["dimensions"] is None):
                 places = reshape_dims(shape, before)
-                if places is None or (eqn.primitive is _prims.reshape_p and p["dimensions"] is not None):
+                if places is None:
                     return var, letters
                 letters = tuple(letters[d] if d is not None else None for d in places)
             else:

@@ -24,9 +24,6 @@ from autoshard.passes.attention.candidate import (
 from autoshard.passes.attention.facts import Letters
 from autoshard.passes.attention.polynomials import WEIGHTS, is_score_gradient
 
-_PASSED_ON = (_prims.convert_element_type_p, _prims.copy_p, _prims.transpose_p)
-"""What the product of cotangent and values may pass through before it is read."""
-
 
 def match_cotangent_product(
     env: Env, candidate: AttentionCandidate, atom: jx.Var | jx.Literal, letters: Letters
@@ -49,7 +46,11 @@ def match_cotangent_product(
         raise PassError(UNKNOWN_FACTOR)
     found = letters
     eqn = env.facts.defs.get(atom)
-    while eqn is not None and eqn.primitive in _PASSED_ON:
+    while eqn is not None and (
+        eqn.primitive is _prims.transpose_p
+        or eqn.primitive is _prims.copy_p
+        or env.facts.rules.traits(eqn.primitive).casts
+    ):
         (operand,) = eqn.invars
         if not isinstance(operand, jx.Var) or not is_float(jx.aval(operand).dtype):
             break

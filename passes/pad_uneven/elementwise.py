@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from autoshard import jaxpr as jx
-from autoshard.ir.annotate import annotate_p
 from autoshard.ir.rule import Dims, Rule
 from autoshard.ir.rule_registry import lookup_rule
 from autoshard.ir.spec import REDUCTION_KINDS
@@ -71,7 +70,7 @@ def run_padded(state: PaddingState, eqn: jx.JaxprEqn) -> bool:
 
 def _rule(state: PaddingState, eqn: jx.JaxprEqn, traits: Traits) -> Rule | None:
     """The rule of an operation that can be run on padded operands."""
-    fixed = eqn.effects or jx.op_names(eqn) or jx.regions(eqn) or eqn.primitive in (annotate_p, jx.CONSTRAINT)
+    fixed = eqn.effects or jx.op_names(eqn) or jx.regions(eqn) or traits.constrains
     if fixed or traits.iterates_to_convergence or not all(map(jx.is_array, eqn.invars)):
         return None
     return lookup_rule(eqn, state.rules, state.mesh)

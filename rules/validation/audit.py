@@ -23,7 +23,6 @@ from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.rules import KEPT_WHOLE, STRUCTURAL
 from autoshard.rules.validation.case import (
     COMBINE,
-    POSITION_DEPENDENT,
     Case,
     Finding,
     all_close,
@@ -48,7 +47,7 @@ def audit_factors(case: Case) -> Iterator[Finding]:
     for factor in case.rule.factors:
         kind, size = case.rule.kind(factor), case.sizes[factor]
         free = not any(factor in dim for dims in case.rule.operands for dim in dims)
-        if kind == "whole" or (free and case.name in POSITION_DEPENDENT):
+        if kind == "whole" or (free and case.traits.position_dependent):
             continue
         for parts in (p for p in (2, 3) if size % p == 0 and size >= p):
             if kind == "halo":
@@ -60,7 +59,7 @@ def audit_factors(case: Case) -> Iterator[Finding]:
                 right = all_close(_results_of_shards(case, factor, parts), case.results, tolerance(case))
             if not right:
                 yield case.finding("wrong", f"{factor} over {parts} devices gives other numbers")
-    if not all(map(varies, case.results)) and case.rule.factors and case.name not in POSITION_DEPENDENT:
+    if not all(map(varies, case.results)) and case.rule.factors and not case.traits.position_dependent:
         yield case.finding("no evidence", "the result does not vary")
 
 

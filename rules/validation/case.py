@@ -14,7 +14,9 @@ import numpy as np
 
 from autoshard import jaxpr as jx
 from autoshard.ir.rule import Dims, Rule, RuleTable
+from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.rules import TABLE
+from autoshard.rules.traits import TRAITS
 from autoshard.rules.validation.known_gaps import MISSING_PASSTHROUGH, MISSING_SPLITS
 from autoshard.rules.validation.samples import Sample
 from autoshard.rules.validation.shard import Shard, run_shard
@@ -27,8 +29,6 @@ COMBINE = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
 }
-POSITION_DEPENDENT = ("empty", "iota_2x32_shape", "random_bits", "random_split")
-"""Their elements along free factors depend on the position in the whole array, or are arbitrary."""
 _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -71,6 +71,10 @@ class Case:
     @property
     def name(self) -> str:
         return self.eqn.primitive.name
+
+    @property
+    def traits(self) -> Traits:
+        return TRAITS.get(self.eqn.primitive, UNKNOWN)
 
     def ranks(self) -> list[int]:
         """Of the operands as the rule sees them, in which the words of a key are no dimension."""

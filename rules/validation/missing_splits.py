@@ -12,7 +12,6 @@ from autoshard import jaxpr as jx
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.rules.validation.case import (
-    POSITION_DEPENDENT,
     Case,
     Finding,
     all_close,
@@ -23,13 +22,10 @@ from autoshard.rules.validation.case import (
 )
 from autoshard.rules.validation.shard import SHAPE_PARAMS, Shard
 
-UNSAFE = ("geqp3", "ormqr")
-"""LAPACK kernels that write out of bounds where the shapes of their operands do not match."""
-
 
 def audit_missing_splits(case: Case) -> Iterator[Finding]:
     """Tries every way to halve dimensions of the operands: those that are right and that the rule does not allow."""
-    if case.name in (*POSITION_DEPENDENT, *UNSAFE):
+    if case.traits.position_dependent or case.traits.unchecked_shapes:
         return
     for split in _operand_splits(case):
         for outs in _run_halves(case, split):

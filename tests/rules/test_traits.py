@@ -142,14 +142,31 @@ def test_neutral_elements_change_no_reduction(case: Case) -> None:
             same(got, expected)
 
 
+COLLECTIONS = ast.Tuple | ast.List | ast.Set
+"""Of primitives, as literals; a dictionary from primitives to functions dispatches, and is none."""
+
+
 def compared_names(source: str) -> list[str]:
-    """Where a module asks for the name of an equation's or a node's operation rather than for what it is."""
+    """Where a module asks for the name of an equation's or a node's operation, or for its place in a set of its own."""
     asked: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    collections = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and any(isinstance(n, COLLECTIONS) for n in ast.walk(node.value))
+    }
+    for node in ast.walk(tree):
         method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
         if isinstance(node, ast.Compare) or method in {"endswith", "get", "startswith"}:
             text = ast.unparse(node)
             asked += [f"{node.lineno}: {text}"] if ".primitive.name" in text or ".kind.op" in text else []
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            among = node.comparators[0]
+            listed = isinstance(among, ast.Name) and among.id in collections
+            if ast.unparse(node.left).endswith(".primitive") and (listed or isinstance(among, COLLECTIONS)):
+                asked.append(f"{node.lineno}: {ast.unparse(node)}")
     return asked
 
 
@@ -158,6 +175,9 @@ def test_outside_of_the_tables_no_operation_is_known_by_its_name():
     assert {n: found for n, s in SOURCES.items() if not under(n, *free) and (found := compared_names(s))} == {}
     assert compared_names("if eqn.primitive.name in SLICES or node.kind.op == 'pad': pass")
     assert compared_names("READERS.get(eqn.primitive.name)")
+    assert compared_names("while eqn.primitive in (_prims.copy_p, _prims.transpose_p): pass")
+    assert compared_names("VIEWS = frozenset({_prims.copy_p})\nif eqn.primitive not in VIEWS: pass")
+    assert not compared_names("INTERPRETERS = {_prims.copy_p: copy}\nif eqn.primitive in INTERPRETERS: pass")
 
 
 def test_who_is_said_to_ask_does() -> None:
