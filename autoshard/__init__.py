@@ -1,18 +1,31 @@
 """autoshard: automatic sharding for JAX."""
 
-from autoshard import checkpoint as checkpoint
-from autoshard import errors as errors
-from autoshard.api import jit as jit
-from autoshard.api import register_rule as register_rule
-from autoshard.api import unregister_rule as unregister_rule
-from autoshard.backend.audit import audit as audit
-from autoshard.ir.annotate import annotate as annotate
-from autoshard.ir.rule import Local as Local
-from autoshard.ir.rule import Rule as Rule
-from autoshard.machine.mesh_config import MeshConfig as MeshConfig
-from autoshard.runtime.plan import Plan as Plan
-from autoshard.runtime.step import Step as Step
-from autoshard.runtime.verify import Verification as Verification
-from autoshard.runtime.verify import verify as verify
+from autoshard import checkpoint, errors
+from autoshard.api import jit, register_rule, unregister_rule
+from autoshard.backend.audit import audit
+from autoshard.ir.annotate import annotate
+from autoshard.ir.rule import Local, Rule
+from autoshard.machine.mesh_config import MeshConfig
+from autoshard.runtime.plan import Plan
+from autoshard.runtime.step import Step
+from autoshard.runtime.verify import Verification, verify
+from autoshard.transforms.pipeline import Pass
 
+__all__ = [
+    "Local",
+    "MeshConfig",
+    "Pass",
+    "Plan",
+    "Rule",
+    "Step",
+    "Verification",
+    "annotate",
+    "audit",
+    "checkpoint",
+    "errors",
+    "jit",
+    "register_rule",
+    "unregister_rule",
+    "verify",
+]
 __version__ = "0.1.0"

@@ -181,3 +181,87 @@ def test_a_step_dies_with_its_last_name():
     del step
     gc.collect()
     assert gone() is None
+
+
+def test_a_cleared_step_plans_as_at_first(slow: list[Executable]):
+    @chex.assert_max_traces(n=5)
+    def fun(state: Any, x: Any) -> Any:
+        return update(state, x)
+
+    step, short, long = jit(fun, donate_argnums=0), np.ones((8, 4), np.float32), np.ones((16, 4), np.float32)
+    first = step.plan(STATE, long)
+    assert "first_plan" in {p.reason for p in step.plan(STATE, short).inputs}
+    step.clear_cache()
+    for _ in range(2):
+        again = step.plan(STATE, short)
+        assert "first_plan" not in {p.reason for p in again.inputs}
+    np.testing.assert_array_equal(step(step.plan(STATE, long).put(STATE), long)[1], long * 2)
+    assert step.plan(STATE, long) is not first
+    step.clear_cache()
+    assert step.plan(STATE, long) == first
+
+
+def test_a_cleared_step_of_modules_and_of_methods():
+    class Scale:
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+        @jit
+        def __call__(self, x: Any) -> Any:
+            return x * self.by
+
+    scale, model, x = Scale(2.0), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), np.ones((8, 4), np.float32)
+    apply = jit(lambda model, x: model(x))
+    for by in (2.0, 3.0):
+        scale.by = by  # closed over, so that it is part of the trace
+        np.testing.assert_array_equal(scale(x), x * by)
+        np.testing.assert_allclose(apply(model, x), model(x), rtol=1e-6)
+        Scale.__call__.clear_cache()
+        apply.clear_cache()
+
+
+def log_of_product(w: Any, x: Any) -> Any:
+    return w * 1.0, jnp.log(x @ w).sum(0)
+
+
+W, GOOD = np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)
+BAD = -GOOD
+
+
+@pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
+def test_the_operation_that_makes_a_nan_is_named(donated: tuple[int, ...]):
+    plan = jit(log_of_product, donate_argnums=donated).plan(W, GOOD)
+    jax.config.update("jax_debug_nans", True)
+    try:
+        step = jit(log_of_product, donate_argnums=donated)
+        assert step.plan(W, GOOD) == plan
+        for x in (BAD, GOOD, BAD):  # at first, and by JAX's own dispatch
+            w = plan.put(W)
+            if x is GOOD:
+                step(w, x)
+                continue
+            with pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in log"):
+                step(w, x)
+        model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        for _ in range(2):
+            with pytest.raises(FloatingPointError, match="encountered in log"):
+                jit(lambda model, x: jnp.log(model(x) - 100))(model, GOOD)
+        adopted = jit(log_of_product, donate_argnums=donated, strategy=plan)
+        assert adopted(plan.put(W), GOOD)[1].sum() > 0
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    state = plan.put(W)
+    step(state, GOOD)  # donates again
+    assert state.is_deleted() == bool(donated)
+
+
+def test_what_a_donated_argument_no_longer_tells():
+    step = jit(log_of_product, donate_argnums=0)
+    put = step.plan(W, GOOD).put
+    step(put(W), GOOD)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match=r"log_of_product: .* donated and is gone: .*clear_cache\(\)"):
+            step(put(W), BAD)
+        step.clear_cache()
+        with pytest.raises(FloatingPointError, match="encountered in log"):
+            step(put(W), BAD)

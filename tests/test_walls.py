@@ -7,9 +7,11 @@ import builtins
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import autoshard
 from docs.packages import PICTURE, ROOT, imports, module_of, modules, picture
 
 MAY_IMPORT: Mapping[str, str] = {
@@ -243,3 +245,8 @@ def test_pins_carry_no_address():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert lines
     assert not [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+", line)]
+
+
+def test_the_front_door_names_what_it_gives():
+    given = [n for n, v in vars(autoshard).items() if not n.startswith("_") and not isinstance(v, ModuleType)]
+    assert autoshard.__all__ == sorted([*given, "checkpoint", "errors"])

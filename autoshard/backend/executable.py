@@ -18,13 +18,15 @@ from autoshard.backend.lower import constrain
 from autoshard.backend.process_local import check_agreement, make_global, spans_processes
 from autoshard.backend.stage_log import stage
 from autoshard.cost.compiler_options import user_options
-from autoshard.errors import PlacementWarning
+from autoshard.errors import MeshError, PlacementWarning
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
 from autoshard.jaxpr.arguments import ArgumentAval, argument_aval
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.serialize import plan_to_json
 
+_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+"""What JAX's devices call the platforms that its lowering has several names for."""
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -96,20 +98,33 @@ class Executable[P: PlanRecord]:
         """The step lowered as a function of flat arguments."""
         return self.prelowered or self._lower(range(len(self.avals)))
 
-    def lower_for_call(self, tree: Any, order: Sequence[int]) -> jax.stages.Lowered:
+    def lower_for_call(self, tree: Any, order: Sequence[int], **options: Any) -> jax.stages.Lowered:
         """The step lowered for calls whose ``(args, kwargs)`` have the structure ``tree``.
 
         Args:
           order: for each flat argument of the program, its position among the leaves of such a call.
+          options: those of `jax.stages.Traced.lower`, as `jax.export.export` gives them.
+
+        Raises:
+          MeshError: ``options`` name another platform than that of the plan's mesh.
         """
-        as_is = list(order) == list(range(len(self.avals)))
-        lowered = jx.with_call_structure(self.lowered if as_is else self._lower(order), tree, self.program.out_tree)
+        platform = self.plan.mesh.platform
+        for name in options.get("lowering_platforms") or ():
+            if _PLATFORMS.get(name, name) != platform:
+                raise MeshError(
+                    f"{self.program.name} is planned over {self.plan.mesh}, a mesh of {platform} devices, and cannot "
+                    f"be lowered for {name}: name {platform} alone (platforms=[...] of jax.export.export), or plan the "
+                    f"step over a mesh of {name} devices"
+                )
+        as_is = not options and list(order) == list(range(len(self.avals)))
+        lowered = self.lowered if as_is else self._lower(order, **options)
+        lowered = jx.with_call_structure(lowered, tree, self.program.out_tree)
         return lowered if self.plan.mesh.is_available else jx.CompileOnlyLowered(lowered, self._refuse_other_machine)
 
     def _refuse_other_machine(self, *_: Any, **__: Any) -> None:
         self.plan.mesh.require_available(self.program.name)
 
-    def _lower(self, order: Sequence[int]) -> jax.stages.Lowered:
+    def _lower(self, order: Sequence[int], **options: Any) -> jax.stages.Lowered:
         places = [order.index(i) for i in range(len(self.avals))]  # the program's argument at each position of the call
 
         def step(*given: Any) -> Any:
@@ -127,7 +142,7 @@ class Executable[P: PlanRecord]:
         shapes = [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in map(self.avals.__getitem__, places)]
         caller_mesh_overridden = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         with caller_mesh_overridden, stage("lower", self.program.name):
-            return jitted.lower(*shapes)
+            return jitted.trace(*shapes).lower(**options)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

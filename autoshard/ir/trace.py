@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,17 +32,23 @@ def trace(
     rules: Rules,
     in_shardings: Any = None,
     out_shardings: Any = None,
+    donated: Collection[int | str] | None = None,
 ) -> Program:
     """Traces ``jitted`` (the result of `jax.jit`) for these arguments: arrays or `jax.ShapeDtypeStruct`s.
 
     ``in_shardings`` and ``out_shardings`` become pins. They are pytree prefixes of `PartitionSpec`, `NamedSharding` or
     None for the positional arguments that are not static, and for the result.
 
+    Args:
+      donated: positions, among the arguments that are not static, and names of those that are donated; None: those that
+        ``jitted`` donates, which under `jax_debug_nans` are none.
+
     Raises:
       SpecError: a sharding that does not fit its value or the mesh.
       ArgumentError: a prefix with another structure than the arguments or the result.
-      MeshError: the function uses Explicit mesh axes.
+      MeshError: the function uses Explicit mesh axes, or is called under a mesh of another size.
     """
+    mesh.require_same_size_around(getattr(jitted, "__name__", "step"))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh()), jax.disable_jit(False):
         try:
             traced = jitted.trace(*args, **kwargs)
@@ -49,7 +56,7 @@ def trace(
             if "axis_types=(Explicit" in str(e) or "AxisType.Auto" in str(e):
                 raise MeshError(_EXPLICIT_AXES + str(e)) from e
             raise
-    info = traced.args_info
+    info = traced.args_info if donated is None else _mark_donated(traced.args_info, donated)
     flat_info, in_tree = jax.tree.flatten(info)
     names = _argument_paths(traced.jaxpr.debug_info.arg_names, info)
     dynamic = info[0]
@@ -79,6 +86,15 @@ def trace(
         carries=match_carries([*info[0], *(info[1][k] for k in sorted(info[1]))], traced.out_info),
         source=next((s for s in map(jx.source, traced.jaxpr.eqns) if s), ""),
     )
+
+
+def _mark_donated(info: tuple[tuple[Any, ...], dict[str, Any]], donated: Collection[int | str]) -> Any:
+    """``info``, the `jax.stages.ArgInfo`s of the arguments, where those at ``donated`` are donated and no others."""
+
+    def mark(arg: Any, key: int | str) -> Any:
+        return jax.tree.map(lambda i: replace(i, donated=key in donated), arg)
+
+    return tuple(mark(a, n) for n, a in enumerate(info[0])), {k: mark(a, k) for k, a in info[1].items()}
 
 
 def match_carries(args: Sequence[Any], result: Any) -> tuple[tuple[int, int], ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import pjit as _pjit
@@ -47,9 +48,12 @@ def with_call_structure(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any
 
 
 def trace_context() -> tuple[Any, ...]:
-    """The JAX settings that `jax.jit` keys its traces by, except those that autoshard sets itself."""
+    """The JAX settings that a step depends on: those that `jax.jit` keys its traces by, except what autoshard sets, and
+    the checks of results.
+    """
     names, values = _config.trace_context_names(), _config.trace_context()
-    return tuple(v for n, v in zip(names, values, strict=True) if n not in _SET_BY_AUTOSHARD)
+    checks = jax.config.jax_debug_nans, jax.config.jax_debug_infs  # with these, lowering does not donate
+    return *(v for n, v in zip(names, values, strict=True) if n not in _SET_BY_AUTOSHARD), checks
 
 
 def execute(
@@ -76,6 +80,7 @@ def execute(
 
 
 def make_dispatcher(
+    name: str,
     fun: Callable[..., Any],
     miss: Callable[..., tuple[Any, FastPath]],
     static_nums: Sequence[int],
@@ -85,17 +90,30 @@ def make_dispatcher(
     values of static arguments, and JAX's settings.
 
     A cache miss calls ``miss`` for the result and the fast path of further calls with the same key. Under
-    `jax.disable_jit`, ``fun`` itself is called.
+    `jax.disable_jit`, ``fun`` itself is called; and so it is, operation by operation, where `jax_debug_nans` or
+    `jax_debug_infs` is set and a result has one, to raise the error of the operation that makes it.
     """
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)
 
-    def cache_miss(*args: Any, **kwargs: Any) -> tuple[Any, FastPath, bool]:
-        return *miss(*args, **kwargs), False
+    def unoptimized(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves((args, kwargs))):
+            raise FloatingPointError(
+                f"{name}: a result has a value that jax_debug_nans or jax_debug_infs forbids. Which operation makes it "
+                "cannot be told, as an argument was donated and is gone: set jax_debug_nans before the first call, or "
+                "call the step's clear_cache() after it is set"
+            )
+        return fun(*args, **kwargs)
 
-    return _jax.pjit(
-        getattr(fun, "__name__", "step"),
+    def cache_miss(*args: Any, **kwargs: Any) -> tuple[Any, FastPath, bool]:
+        try:
+            return *miss(*args, **kwargs), False
+        except _api_util.InternalFloatingPointError as e:
+            _api_util.maybe_recursive_nan_check(e, unoptimized, args, kwargs)
+
+    dispatcher: Any = _jax.pjit(
+        name,
         plain,
         cache_miss,
         list(static_nums),
@@ -104,6 +122,14 @@ def make_dispatcher(
         _tree_util.dispatch_registry,
         _pxla.cc_shard_arg,
     )
+    dispatcher._fun = unoptimized  # what JAX calls where a result of the fast path is not a number
+    return dispatcher
+
+
+def clear_dispatcher(dispatcher: Callable[..., Any]) -> None:
+    """Empties the cache of a callable that `make_dispatcher` made."""
+    cached: Any = dispatcher
+    cached._clear_cache()
 
 
 def is_tracing() -> bool:

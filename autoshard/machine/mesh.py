@@ -141,6 +141,16 @@ class LogicalMesh:
                 "planned, lowered and compiled, but not run"
             )
 
+    def require_same_size_around(self, what: str) -> None:
+        """Raises `MeshError`, naming ``what`` was to run, where JAX's mesh here has another number of devices."""
+        around = jax.sharding.get_abstract_mesh()
+        if not around.empty and around.size != self.size:
+            raise MeshError(
+                f"{what} is over the mesh {self} of size {self.size}, and it is called where JAX's mesh is "
+                f"{dict(around.shape)} of size {around.size}: inside a step over that, or under jax.set_mesh; give it "
+                "the same mesh, or call it outside"
+            )
+
     def abstract_mesh(self) -> AbstractMesh:
         """As a `jax.sharding.AbstractMesh` with Auto axes.
 

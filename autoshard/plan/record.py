@@ -20,9 +20,10 @@ from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Alternative, Constraint, DimSplit, Island, Place, Trial
 from autoshard.plan.treedef import treedef_to_json
 from autoshard.transforms.pipeline import PassReport
+from autoshard.units import size_text, time_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanRecord:
     """The specs of a step's arguments, results and constrained intermediates, with their predicted cost.
 
@@ -69,6 +70,10 @@ class PlanRecord:
             return NotImplemented
         equal = all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.compare)
         return equal and self._structures == other._structures
+
+    def __repr__(self) -> str:
+        sent = f"{size_text(self.memory.peak)} per device"
+        return f"<{type(self).__name__} of {self.name} over {self.mesh}: {time_text(self.cost.seconds)}, {sent}>"
 
     def __hash__(self) -> int:
         return hash((self.name, self.fingerprint, self.inputs))

@@ -112,6 +112,11 @@ class PureFunction:
             result = state[1] if 1 in state else nnx.State({})
         return (*after, result)
 
+    def on_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The function of `values`, where a dispatched call runs it operation by operation."""
+        args, kwargs = self.with_states(args, kwargs)
+        return self.with_values(self(*args, **kwargs))
+
     def matches(self, parts: SplitArguments) -> bool:
         """Whether split arguments have this function's structure."""
         return parts.module_args == self.parts.module_args and parts.structure == self.parts.structure

@@ -71,6 +71,12 @@ def pass_sequences(program: Program, options: Options, max_saving: int | None = 
         yield from with_optional_passes(program, passes, options)
 
 
+def passes_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pass, ...]:
+    """The candidate sequence of passes that ``plan`` was made with; ``options.passes`` where none is."""
+    ran = [p.written for p in plan.passes]
+    return next((s for s in pass_sequences(program, options) if [*map(str, s)] == ran), options.passes)
+
+
 def with_optional_passes(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
     """``passes``, then ``passes`` after each variant of each optional pass."""
     yield passes

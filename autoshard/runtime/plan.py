@@ -29,7 +29,7 @@ from autoshard.runtime import nnx
 from autoshard.runtime.study import Study
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanRecord):
     """The specs of a step's arguments, results and constrained intermediates, their predicted cost, and methods."""
 
@@ -203,6 +203,16 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         return render.as_html(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled plan is its JSON: no step, no device."""
+        return type(self).from_json, (self.to_json(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As `save` and `load`, with the classes of the containers."""
+        del memo  # nothing mutable is in it
+        trees = {"in_tree": self.in_tree, "out_tree": self.out_tree}
+        return dataclasses.replace(type(self).from_json(self.to_json()), **trees)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values. The inverse of `Plan.from_json`."""

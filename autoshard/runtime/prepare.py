@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,12 @@ from autoshard.runtime.carried_state import CarriedSpecs, note_carried, pin_carr
 from autoshard.runtime.choose_mesh import candidate_meshes, fastest, plan_each_mesh
 from autoshard.runtime.dump import dump_stages
 from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
-from autoshard.runtime.options import Options, pass_sequences
+from autoshard.runtime.options import Options, pass_sequences, passes_of
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.runtime.study import Study
+from autoshard.transforms.pipeline import Pipeline, Rewrite
 
 GC_FROZEN_BY_PYTHON = 1000
 """Most objects that the interpreter itself freezes; if more are frozen, the program called `gc.freeze`."""
@@ -97,11 +98,21 @@ def prepare(
     return executable
 
 
+def rewrites(
+    jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, plan: PlanRecord
+) -> Iterator[Rewrite]:
+    """The program before and after each pass that ``plan``, which `prepare` made for these arguments, was made with."""
+    traced = _trace(jitted, args, kwargs, options, plan.mesh)
+    return Pipeline(passes_of(plan, traced, options)).rewrites(traced)
+
+
 def _trace(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: LogicalMesh) -> Program:
     """The function traced over ``mesh``, with the user's pins."""
     pins = {"in_shardings": options.in_shardings, "out_shardings": options.out_shardings}
+    dynamic = [i for i in range(len(args)) if i not in options.static_nums]
+    donated = {*options.donate_names, *(n for n, i in enumerate(dynamic) if i in options.donate_nums)}
     with stage("trace", getattr(jitted, "__name__", "step")):
-        program = trace(jitted, args, kwargs, mesh, rules=options.rules, **pins)
+        program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, **pins)
     config = mesh_config(options.mesh)
     return with_pins(program, config.specs() if config else {}, "the mesh's pin")
 
@@ -144,10 +155,7 @@ def _adopt(plan: PlanRecord, trace_on: TraceOn, options: Options) -> Planned:
     config = mesh_config(options.mesh)
     fixed = options.mesh is not None and (config is None or config.axes != "auto")
     traced = trace_on(resolve_mesh(options.mesh) if fixed else plan.mesh)
-    ran = [p.written for p in plan.passes]
-    sequences = pass_sequences(traced, options)
-    passes = next((s for s in sequences if [*map(str, s)] == ran), options.passes)
-    program, request = run_passes(traced, passes, options.request)
+    program, request = run_passes(traced, passes_of(plan, traced, options), options.request)
     adopted, graph = adopt(plan, program, request)
     return Planned(traced, graph, adopted)
 

@@ -70,10 +70,16 @@ class Signature:
         static = tuple((i, type(a), a) for i, a in enumerate(args) if i in self.static_nums)
         named = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.static_names)
         try:
-            key = tree, tuple(map(argument_aval, leaves)), static, named, jx.trace_context()
+            avals = tuple(map(argument_aval, leaves))
+            key = tree, avals, static, named, jx.trace_context()
             hash(key)
         except TypeError:
             raise ArgumentError(self._invalid_argument(args, kwargs)) from None
+        if symbolic := next((a[0] for a in avals if any(map(jax.export.is_symbolic_dim, a[0]))), None):
+            raise ArgumentError(
+                f"{self.name}: an argument has the symbolic shape {symbolic}, and a plan is for sizes; export the step "
+                "once for each size"
+            )
         return key
 
     def check_static_hashable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ executable.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from autoshard.runtime import nnx
 from autoshard.runtime.carried_state import FirstPlan
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
-from autoshard.runtime.prepare import prepare
+from autoshard.runtime.prepare import prepare, rewrites
 from autoshard.runtime.signature import Call, signature
 from autoshard.runtime.traced import Traced, traced
+from autoshard.transforms.pipeline import Rewrite
 
 
 class Step:
@@ -34,7 +35,7 @@ class Step:
     def __init__(self, fun: Callable[..., Any], options: Options, first_plan: FirstPlan | None = None) -> None:
         self._fun, self._options = fun, options
         self._first_plan = FirstPlan() if first_plan is None else first_plan
-        self._jitted = jax.jit(
+        self._jitted: Any = jax.jit(
             fun,
             static_argnums=options.static_nums,
             static_argnames=options.static_names,
@@ -42,7 +43,9 @@ class Step:
             donate_argnames=options.donate_names,
         )
         self._signature = signature(fun, options.static_nums, options.static_names)
-        self._fast = jx.make_dispatcher(fun, self._miss, options.static_nums, options.static_names)
+        eager = fun.on_values if isinstance(fun, nnx.PureFunction) else fun
+        name, statics = self._signature.name, (options.static_nums, options.static_names)
+        self._fast = jx.make_dispatcher(name, eager, self._miss, *statics)
         self._dispatch: Callable[..., Any] = self._first_call
         self._executables: dict[Any, Executable[Plan]] = {}
         self._warned: set[str] = set()
@@ -70,20 +73,36 @@ class Step:
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The planned program for these arguments, after the passes, with the interface of `jax.stages.Traced`."""
         step, call = self._pure_call(args, kwargs)
-        abstract_args, abstract_kwargs = step._abstract(*call)
-        lower = functools.partial(step.lower, *abstract_args, **abstract_kwargs)
-        return traced(step._executable(*call).program, lower)
+        abstract = step._abstract(*call)
+        form = step._abstract(args, kwargs) if step is self else abstract
+        return traced(step._executable(*call).program, functools.partial(step._lower, abstract, form))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments with the planned shardings, as `jax.jit` does."""
         step, call = self._pure_call(args, kwargs)
-        form = (args, kwargs) if step is self else call
-        return step._executable(*call).lower_for_call(*step._signature.leaf_order(*form))
+        return step._lower(call, (args, kwargs) if step is self else call)
+
+    def clear_cache(self) -> None:
+        """Forgets every plan, trace and executable, as the method of a `jax.jit` function does: the next call plans as
+        the first one did.
+        """
+        self._jitted.clear_cache()
+        jx.clear_dispatcher(self._fast)
+        self._executables.clear()
+        self._first_plan.carried = None
+        self._warned.clear()
+        self._pure_steps.clear()
+        self._bound_steps.clear()
 
     def executable(self, *args: Any, **kwargs: Any) -> Executable[Plan]:
         """The planned step for these arguments; planned now if it was not."""
         step, call = self._pure_call(args, kwargs)
         return step._executable(*call)
+
+    def rewrites(self, *args: Any, **kwargs: Any) -> Iterator[Rewrite]:
+        """The program for these arguments before and after each pass that its plan was made with."""
+        step, call = self._pure_call(args, kwargs)
+        return rewrites(step._jitted, *step._abstract(*call), step._options, step._executable(*call).plan)
 
     def dynamic(self, *args: Any, **kwargs: Any) -> Call:
         """The program's arguments: without the static ones, NNX modules as their states."""
@@ -109,6 +128,7 @@ class Step:
             self._dispatch = self._call_with_modules
             return self._call_with_modules(*args, **kwargs), None
         executable = self._executable(args, kwargs)
+        executable.plan.mesh.require_same_size_around(executable.program.name)
         if not jx.is_tracing():
             executable.plan.mesh.require_available(executable.program.name)
         leaves = jax.tree.leaves(self._signature.dynamic(args, kwargs))
@@ -144,6 +164,10 @@ class Step:
                 self._executables[key] = found
                 self._first_plan.record(found)
         return found
+
+    def _lower(self, call: Call, form: Call, **options: Any) -> jax.stages.Lowered:
+        """The step lowered for ``call``, as it is called in ``form``."""
+        return self._executable(*call).lower_for_call(*self._signature.leaf_order(*form), **options)
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments as `jax.ShapeDtypeStruct`s without sharding; static ones as they are."""
@@ -195,6 +219,9 @@ class _BoundStep:
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         return self._step.reference(self._instance, *args, **kwargs)
+
+    def clear_cache(self) -> None:
+        self._step.clear_cache()
 
 
 def _bind(step: Step, instance: Any) -> Any:

@@ -16,8 +16,8 @@ from autoshard.ir.program import Program
 class Traced(Program):
     """A `Program` that can be lowered. Its pytrees have the structure of the step's arguments and result."""
 
-    lower: Callable[[], jax.stages.Lowered] = dataclasses.field(kw_only=True, compare=False, repr=False)
-    """Lowers the step with the planned shardings."""
+    lower: Callable[..., jax.stages.Lowered] = dataclasses.field(kw_only=True, compare=False, repr=False)
+    """Lowers the step with the planned shardings; takes the options of `jax.stages.Traced.lower`."""
 
     @property
     def fun_name(self) -> str:
@@ -55,7 +55,10 @@ class Traced(Program):
         return frozenset(self.jaxpr.effects)
 
 
-def traced(program: Program, lower: Callable[[], jax.stages.Lowered]) -> Traced:
-    """``program`` as a `Traced` that ``lower`` lowers."""
+def traced(program: Program, lower: Callable[..., jax.stages.Lowered]) -> Traced:
+    """``program`` as a `Traced` that ``lower`` lowers. Its jaxpr is without padding, of which derivatives would be NaN:
+    `jax.export` takes derivatives of it.
+    """
+    program = program.with_jaxpr(program.unpadded_jaxpr or program.jaxpr)
     fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
     return Traced(**fields, lower=lower)

@@ -1,18 +1,22 @@
-"""Compares a sharded step with the same step on one device, and finds the first equation where they differ."""
+"""Compares a sharded step with the same step on one device, and finds the first equation where they differ; and the
+program before each pass with that after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from autoshard import jaxpr as jx
 from autoshard.errors import VerificationError
 from autoshard.ir.program import aval_text
 from autoshard.runtime.step import Step
+from autoshard.transforms.pipeline import Rewrite
 
 NARROW_TOLERANCE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 """Least relative tolerance by dtype: four times its unit roundoff."""
@@ -41,27 +45,33 @@ class Verification:
     """The comparison of every result, largest difference first."""
 
     results: tuple[Difference, ...]
+    passes: tuple[tuple[str, Difference], ...] = ()
+    """Where passes were compared: each that rewrote the program, with the largest difference that it makes."""
 
     def __str__(self) -> str:
         if not self.results:
             return "no results to compare"
-        return f"{len(self.results)} results equal; the largest difference is {self.results[0]}"
+        text = f"{len(self.results)} results equal; the largest difference is {self.results[0]}"
+        return "; ".join([text, *(f"across the pass {name}, {d}" for name, d in self.passes)])
 
 
-def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verification:
+def verify(step: Any, *args: Any, rtol: float = 1e-4, passes: bool = False, **kwargs: Any) -> Verification:
     """Runs ``step`` as planned and on one device, and compares every result.
 
     Arguments are copied, so nothing is donated and no module is changed. Floating-point results are equal if no entry
     differs by more than ``rtol`` (narrow dtypes: four times their unit roundoff) of the result's largest entry: float
     addition is not associative, and an optimizer that divides by small gradients amplifies that. All others must be
-    identical, typed PRNG keys by their key data. NaN equals NaN.
+    identical, typed PRNG keys by their key data. NaN equals NaN. In a program of several processes all must call it,
+    and each compares all results.
 
     Args:
       step: a `Step`, as from `autoshard.jit`.
+      passes: whether to compare, before that, the program as traced with the program after each pass, on one device. By
+        itself the sharded program is compared with what the passes made of the step.
 
     Raises:
       VerificationError: a result differs. The message names it, and the first equation whose value differs, with its
-        source line.
+        source line; or the pass across which it differs.
       ArgumentError and others: as calling the step would.
     """
     if not isinstance(step, Step):
@@ -69,10 +79,11 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verifica
     executable = step.executable(*args, **kwargs)
     program = executable.program
     leaves = [_host_copy(x) for x in jax.tree.leaves(step.dynamic(*args, **kwargs))]
+    paths = [leaf.path for leaf in program.outputs]
+    across = tuple(_compare_passes(step.rewrites(*args, **kwargs), leaves, rtol)) if passes else ()
     expected = _evaluate(program.unpadded_jaxpr or program.jaxpr, leaves)
     got = _evaluate(executable.jaxpr, executable.device_put(leaves))
-    paths = [leaf.path for leaf in program.outputs]
-    results = sorted(_compare_all(paths, expected, got, rtol), key=lambda d: -d.relative)
+    results = _compare_all(paths, expected, got, rtol)
     wrong = [d for d in results if not d.equal]
     if wrong:
         where = _first_divergence(program.jaxpr, executable.jaxpr, leaves, executable.device_put(leaves), rtol)
@@ -80,7 +91,33 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> Verifica
             f"{program.name}: {len(wrong)} of {len(results)} results differ between {executable.plan.mesh} and one "
             f"device; {wrong[0]}. {where}"
         )
-    return Verification(tuple(results))
+    return Verification(tuple(results), across)
+
+
+def _compare_passes(
+    rewrites: Iterable[Rewrite], leaves: Sequence[Any], rtol: float
+) -> Iterator[tuple[str, Difference]]:
+    """Each pass that rewrote the program, with the largest difference of a result before and after it.
+
+    Raises:
+      VerificationError: that is too large.
+    """
+    before: list[Any] = []
+    for rewrite in rewrites:
+        if rewrite.after.jaxpr is rewrite.before.jaxpr:
+            continue
+        program, report = rewrite.before, rewrite.report
+        before = before or _evaluate(program.jaxpr, leaves)
+        after = _evaluate(rewrite.after.jaxpr, leaves)
+        found = _compare_all([leaf.path for leaf in program.outputs], before, after, rtol)
+        if any(not d.equal for d in found):
+            raise VerificationError(
+                f"{program.name}: the pass {report.written} changes {sum(not d.equal for d in found)} of {len(found)} "
+                f"results on one device; {next(d for d in found if not d.equal)}. It did: {report.change}"
+            )
+        if found:
+            yield report.written, found[0]
+        before = after
 
 
 def _evaluate(jaxpr: jx.Jaxpr, leaves: Sequence[Any]) -> list[Any]:
@@ -89,7 +126,9 @@ def _evaluate(jaxpr: jx.Jaxpr, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[Any], rtol: float) -> list[Difference]:
-    return [compare(p, e, g, rtol) for p, e, g in zip(paths, expected, got, strict=True)]
+    """The difference of each result, the largest first."""
+    found = [compare(p, e, g, rtol) for p, e, g in zip(paths, expected, got, strict=True)]
+    return sorted(found, key=lambda d: -d.relative)
 
 
 def compare(path: str, expected: Any, got: Any, rtol: float) -> Difference:
@@ -138,11 +177,15 @@ def _key_words(x: Any) -> Any:
 
 
 def _host_copy(x: Any) -> Any:
-    """A copy of ``x`` on the host, so that the caller's array is not used; of typed PRNG keys, on the default
-    device.
+    """A copy of all of ``x`` on the host, so that the caller's array is not used; of typed PRNG keys, on the default
+    device. Where other processes have parts of ``x``, all of them must make the copy.
     """
     if not isinstance(x, jax.Array):
         return x
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jax.numpy.array(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(
+            jax.numpy.array(_host_copy(jax.random.key_data(x))), impl=jax.random.key_impl(x)
+        )
+    if not x.is_fully_addressable and not x.is_fully_replicated:
+        return multihost_utils.process_allgather(x, tiled=True)
     return np.array(x)

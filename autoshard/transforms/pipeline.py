@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -72,6 +72,15 @@ class PassReport:
 
 
 @dataclass(frozen=True)
+class Rewrite:
+    """A program before and after one pass."""
+
+    before: Program
+    after: Program
+    report: PassReport
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """Passes, in the order in which they run."""
 
@@ -83,7 +92,15 @@ class Pipeline:
         Raises:
           PassError: a pass returned an invalid program, or one with other inputs, outputs or effects.
         """
-        reports: list[PassReport] = []
+        rewrites = tuple(self.rewrites(program))
+        return rewrites[-1].after if rewrites else program, tuple(r.report for r in rewrites)
+
+    def rewrites(self, program: Program) -> Iterator[Rewrite]:
+        """What each pass makes of the program that those before it made of ``program``.
+
+        Raises:
+          PassError: as `run`.
+        """
         counts = _count(program.jaxpr)
         for step in self.passes:
             after, new = step(program), counts
@@ -92,9 +109,8 @@ class Pipeline:
                 new = _count(after.jaxpr)
                 _check_effects(step, counts.effects, new.effects)
             change = step.change(program, after)
-            reports.append(PassReport(step.name, str(step), counts.equations, new.equations, change))
+            yield Rewrite(program, after, PassReport(step.name, str(step), counts.equations, new.equations, change))
             program, counts = after, new
-        return program, tuple(reports)
 
 
 def parse_passes(specs: str | Pass | Iterable[str | Pass] | None, known: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:

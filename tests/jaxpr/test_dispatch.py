@@ -6,11 +6,13 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.errors import ArgumentError, MeshError
 
 jit = functools.partial(autoshard.jit, mesh={"data": 4, "model": 2})
 X = np.arange(256, dtype=np.float32).reshape(16, 16)
@@ -76,3 +78,32 @@ def test_traced_as_in_jax():
     result = got.lower().compile()(X, X)
     np.testing.assert_array_equal(result["s"], X * 3)
     assert "program" in str(got)
+
+
+def test_exported_with_its_shardings():
+    def fun(w: Any, batch: Any, n: int) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.tanh(batch["x"] @ w).sum())(w) * n, batch["y"]
+
+    step = jit(fun, static_argnums=2, in_shardings=(P(None, "model"), {"x": P("data"), "y": None}))
+    w, batch = X / 256, {"x": X, "y": X[0]}
+    exported = jax.export.export(step)(w, batch, 3)
+    plan = step.plan(w, batch, 3)
+    assert (exported.fun_name, exported.nr_devices) == ("fun", 8)
+    assert exported.in_shardings_jax(plan.jax_mesh)[0].spec == P(None, "model")
+    placed = plan.put(w, batch)
+    jax.tree.map(np.testing.assert_array_equal, exported.call(*placed), step(*placed, 3))
+    by_name = jax.export.export(step)(w, n=3, batch=batch)
+    jax.tree.map(np.testing.assert_array_equal, by_name.call(placed[0], batch=placed[1]), step(*placed, 3))
+
+
+def test_what_cannot_be_exported_is_refused():
+    step = jit(minus)
+    for platforms in (["tpu"], ["cpu", "tpu"], ["cuda"]):
+        with pytest.raises(
+            MeshError, match=r"minus is planned over .*, a mesh of cpu devices, .*lowered for (tpu|cuda)"
+        ):
+            jax.export.export(step, platforms=platforms)(X, X)
+    (rows,) = jax.export.symbolic_shape("rows")
+    abstract = jax.ShapeDtypeStruct((rows, 16), "float32")
+    with pytest.raises(ArgumentError, match=r"minus: an argument has the symbolic shape \(rows, 16\)"):
+        jax.export.export(step)(abstract, abstract)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+import re
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -377,3 +379,34 @@ def test_a_plan_needs_no_devices():
     assert far.explain().startswith("Plan of train_step on the mesh (data=16, model=16)")
     with pytest.raises(autoshard.errors.MeshError, match="256 devices and this process has 8"):
         _ = far.in_shardings
+
+
+class Net(NamedTuple):
+    """A class of containers that JSON does not name."""
+
+    weights: jax.Array
+
+
+def test_copies_have_no_step_and_no_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
+    step = autoshard.jit(lambda net, x: Net(net.weights + x.sum()), mesh=mesh)
+    plan = step.plan(Net(X), X)
+    assert plan.in_shardings  # caches the mesh of devices
+    for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)):
+        assert type(copied) is Plan
+        assert copied == plan
+        assert copied is not plan
+        assert copied.study is None
+        assert copied.mesh.devices is None
+        assert "jax_mesh" not in vars(copied)
+        assert step.plan(Net(X), X) is plan
+        assert autoshard.jit(lambda net, x: Net(net.weights + x.sum()), strategy=copied).plan(Net(X), X) == plan
+    assert type(copy.deepcopy(plan).in_specs[0]) is Net
+    assert copy.deepcopy({"plans": [plan, plan]})["plans"][0] == plan
+
+
+def test_its_text_is_a_line(plan):
+    assert re.fullmatch(
+        r"<Plan of train_step over \(data=4, model=2\) of cpu: [\d.]+ .s, [\d.]+ .?i?B per device>", repr(plan)
+    )
+    assert repr(plan) == str(plan)

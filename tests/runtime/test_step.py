@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import PlacementWarning
+from autoshard.errors import MeshError, PlacementWarning
 from autoshard.machine.mesh_config import MeshConfig
 
 MESH = {"data": 4, "model": 2}
@@ -524,6 +524,21 @@ def test_a_step_inside_a_step():
     other = autoshard.jit(lambda x: x * 2, mesh={"data": 8})
     agrees(lambda x: other(x) + 1, arange(8))
     agrees(lambda x: jax.lax.scan(lambda c, _: (inner(c), c.sum()), x, None, 3), arange(8))
+
+
+@pytest.mark.parametrize("inner", [{"data": 4}, {"data": 1}, Mesh(np.array(jax.devices()[4:]), ("data",))])
+def test_a_step_inside_one_of_another_size(inner: Any):
+    part = autoshard.jit(lambda x: x @ x.T, mesh=inner)
+    size = part.plan(arange(8, 4)).mesh.size
+    said = rf"<lambda> is over the mesh .* of size {size}, and .*JAX's mesh is .* of size 8.*, or call it outside"
+    outer = jit(lambda x: part(x).sum(0))
+    for _ in range(2):  # planned inside at first, then before
+        with pytest.raises(MeshError, match=said):
+            outer(arange(8, 4))
+        with jax.set_mesh(auto_mesh()), pytest.raises(MeshError, match=said):
+            part(arange(8, 4))
+        same(jax.jit(part)(arange(8, 4)), arange(8, 4) @ arange(8, 4).T)
+    same(part(arange(8, 4)), arange(8, 4) @ arange(8, 4).T)
 
 
 def test_closing_over_a_value_that_is_being_traced():

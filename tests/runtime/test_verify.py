@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard import jaxpr as jx
 from autoshard.errors import VerificationError
+from autoshard.ir.program import Program
+from autoshard.ir.rule import Local, parse
 from autoshard.runtime.verify import compare
 from tests.programs import mlp_step
+from tests.two_processes import run
 
 
 def arguments() -> tuple[Any, Any]:
@@ -98,3 +104,76 @@ def test_a_module_with_dropout_verifies() -> None:
 def test_anything_but_a_step_is_refused() -> None:
     with pytest.raises(VerificationError, match="a step made by autoshard.jit"):
         autoshard.verify(lambda x: x, 1)
+
+
+@dataclass(frozen=True)
+class Scaled(autoshard.Pass):
+    """Multiplies the first floating-point result by 1 + ``by``."""
+
+    name: ClassVar[str] = "scaled"
+    by: float = 0.0
+
+    def __call__(self, program: Program) -> Program:
+        def fun(*args: Any) -> Any:
+            first, *others = jx.as_fun(program.jaxpr)(*args)
+            return [first * (1 + self.by), *others]
+
+        return program.with_jaxpr(jax.make_jaxpr(fun)(*[leaf.aval for leaf in program.inputs]))
+
+
+@pytest.mark.parametrize(("by", "equal"), [(1e-6, True), (0.01, False)])
+def test_the_pass_across_which_numbers_differ_is_named(by: float, equal: bool) -> None:
+    def fun(x: Any) -> Any:
+        return jnp.tanh(x @ x.T), x.sum()
+
+    step = autoshard.jit(fun, mesh={"a": 8}, passes=["dead_code", Scaled(by), "sum_products"])
+    x = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    assert autoshard.verify(step, x).results  # the sharded program does what the passes made of the step
+    if equal:
+        found = autoshard.verify(step, x, passes=True)
+        assert [name for name, _ in found.passes] == ["scaled:1e-06"]
+        assert "across the pass scaled:1e-06, result" in str(found)
+    else:
+        with pytest.raises(VerificationError, match=r"fun: the pass scaled:0.01 changes 1 of 2 results .*result\[0\]"):
+            autoshard.verify(step, x, passes=True)
+
+
+def test_passes_of_padded_and_accumulated_programs_agree() -> None:
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=s).astype(np.float32) for s in ((6, 10), (24, 6)))
+
+    def fun(w: Any, xs: Any) -> Any:
+        grads = jax.lax.scan(lambda g, x: (g + jax.grad(lambda w: jnp.tanh(x @ w).sum())(w), None), w * 0, xs)[0]
+        return w - 0.1 * grads, jax.random.normal(jax.random.key(0), (10,))
+
+    step = autoshard.jit(fun, mesh={"data": 4, "model": 2}, donate_argnums=0)
+    assert autoshard.verify(step, w, x.reshape(3, 8, 6), passes=True).passes
+
+
+def in_one_of_two_processes() -> Any:
+    """What `verify` says of arguments on the host, of arguments as planned, and of a step that is wrong on one side."""
+
+    def fun(w: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        return w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w), y, jax.random.split(jax.random.key(0), 4)
+
+    w, x = arguments()[0]["w1"], arguments()[1]["x"]
+    step = autoshard.jit(fun, mesh={"data": 2, "model": 2}, strategy="fsdp_tp", donate_argnums=0)
+    placed = step.plan(w, x).put(w, x)
+    assert not any(a.is_fully_addressable or a.is_fully_replicated for a in placed)
+    found = [len(autoshard.verify(step, *args).results) for args in (placed, (w, x))]
+    assert not placed[0].is_deleted()
+
+    def total(x: Any) -> Any:
+        return jnp.sin(x).sum(0)
+
+    wrong_sine = Local(lambda axes, x: jnp.sin(x) + 1, lambda parts, sizes: ())
+    rule = {"sin": replace(parse("ij -> ij"), local=wrong_sine)}
+    wrong = autoshard.jit(total, mesh={"data": 4}, in_shardings=P("data"), rules=rule)
+    with pytest.raises(VerificationError, match="total: 1 of 1 results differ .* first at .*test_verify.py:.* sin"):
+        autoshard.verify(wrong, x)
+    return found
+
+
+def test_in_a_program_of_two_processes() -> None:
+    assert run("tests.runtime.test_verify:in_one_of_two_processes") == [[3, 3], [3, 3]]

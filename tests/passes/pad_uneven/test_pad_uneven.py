@@ -198,6 +198,15 @@ def test_slopes_around_a_step_do_not_run_through_what_means_nothing(fun: Callabl
         same(got, slope(fun)(x), scale=1.0)
 
 
+def test_slopes_of_an_exported_step_do_neither() -> None:
+    fun, x = SLOPES["of a root"], np.broadcast_to(np.arange(31, -1, -1, dtype="f4")[:, None], (32, 24))
+    ours = autoshard.jit(fun, mesh={"x": 8}, in_shardings=(P("x"),))
+    assert ours.executable(x).unpadded is not None
+    slope = jax.export.export(ours)(x).vjp()
+    (got,) = jax.jit(lambda x: slope.call(x, jnp.float32(1)))(ours.plan(x).put(x))
+    same(got, jax.grad(fun)(x), scale=1.0)
+
+
 def test_a_step_with_such_values_is_verified_against_what_was_written() -> None:
     ours = autoshard.jit(neighbours, mesh={"x": 8}, strategy="replicated", in_shardings=(P("x"),))
     assert all(d.equal for d in autoshard.verify(ours, X).results)
