@@ -222,9 +222,10 @@ def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
     Raises:
       RuleError: nothing is registered for it.
     """
-    if _registered.pop(rule_registry.table_key(op), None) is None:
+    name = rule_registry.display_name(op)  # under which it is registered if the primitive was not defined by then
+    removed = [_registered.pop(key, None) for key in (rule_registry.table_key(op), name)]
+    if not any(removed):
         known = [rule_registry.display_name(k) for k in _registered]
-        name = rule_registry.display_name(op)
         raise RuleError(f"no rule is registered for {name!r}{nearest(name, known)}")
 
 

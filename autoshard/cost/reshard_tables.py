@@ -53,7 +53,8 @@ class _StateGraph:
     spec_states: dict[tuple[tuple[int, ...], Axes], dict[Spec, int]] = field(
         default_factory=dict[tuple[tuple[int, ...], Axes], dict[Spec, int]]
     )
-    """Cache: (dimensions larger than 1, mesh axes) -> spec -> state."""
+    """Cache: (dimensions larger than 1, mesh axes in the order of their numbers) -> spec -> state. Meshes that share
+    this graph may number axes of the same names differently."""
 
 
 def reshard_seconds_table(
@@ -89,7 +90,7 @@ def _lookup(
     partial_axes = tuple(sorted({(index[a], kind) for s in srcs for a, kind in s.partial if a in index}))
     key = canonical.axis_names, len(large), partial_axes, canonical
     graph = _state_graph(*key)
-    states = graph.spec_states.setdefault((large, mesh.nontrivial_axes), {})
+    states = graph.spec_states.setdefault((large, tuple(index)), {})
 
     def state(s: Spec) -> int:
         found = states.get(s)
@@ -107,7 +108,7 @@ def _lookup(
 
 @functools.lru_cache(maxsize=64)
 def _canonical_axes(mesh: LogicalMesh) -> tuple[dict[str, str], LogicalMesh]:
-    """Mesh axes of more than one device renumbered by size and link, and the mesh with those numbers as axis names.
+    """Mesh axes of more than one device, numbered by size and link, and the mesh with these numbers as axis names.
 
     Meshes that differ only in names and order of axes share one state graph.
     """

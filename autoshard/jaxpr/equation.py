@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax._src.interpreters import mlir as _mlir
 from jax._src.shard_map import shard_map_p as _shard_map_p
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _prims
@@ -119,9 +120,14 @@ def contraction_flops(eqn: JaxprEqn) -> float:
     return float(eqn.params.get("flops", 0.0))
 
 
-@functools.cache
 def all_primitives() -> dict[str, Primitive]:
-    """Every primitive that the imported JAX defines, by name; of several with one name, the public one."""
+    """Every primitive that is defined so far, by name; of several with one name, the public one."""
+    return _all_primitives(len(_mlir._lowerings), sum(map(len, _mlir._platform_specific_lowerings.values())))
+
+
+@functools.lru_cache(maxsize=1)
+def _all_primitives(lowerings: int, platform_lowerings: int) -> dict[str, Primitive]:
+    """`all_primitives` as long as JAX can lower so many: a primitive that it cannot lower is in no step."""
     found = [p for p in gc.get_objects() if isinstance(p, Primitive)]
     public = {id(v) for v in vars(_prims).values()}
     return {p.name: p for p in sorted(found, key=lambda p: (p.name, id(p) in public))}

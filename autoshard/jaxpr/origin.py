@@ -17,9 +17,14 @@ LIBRARIES = tuple(
 ) + (os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,)
 
 
-@functools.lru_cache(maxsize=65536)
 def user_line(traceback: Any) -> str:
     """``file:line`` of the user's code in a traceback; "" if there is none."""
+    return _user_line(traceback, len(_source._exclude_paths), len(_source._include_paths))
+
+
+@functools.lru_cache(maxsize=65536)
+def _user_line(traceback: Any, exclusions: int, inclusions: int) -> str:
+    """`user_line` under so many paths that libraries registered with JAX as theirs, or as the user's."""
     frames = list(_source.user_frames(traceback)) if traceback is not None else []
     chosen = next((f for f in frames if not f.file_name.startswith(LIBRARIES)), frames[0] if frames else None)
     return f"{chosen.file_name}:{chosen.start_line}" if chosen else ""

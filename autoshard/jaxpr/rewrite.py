@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
@@ -21,13 +23,15 @@ from autoshard.jaxpr.value import Atom, aval
 
 def constrain_variable(var: Var, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
     """The equation ``result = with_sharding_constraint(var, sharding)``, attributed to ``like``'s source."""
-    template = _constraint(sharding, len(aval(var).shape))
-    source = template.source_info if like is None else like.source_info
+    template = _constraint(sharding, len(aval(var).shape), _config.trace_context())
+    source = _source.new_source_info() if like is None else like.source_info
     return template.replace(invars=[var], outvars=[result], source_info=source)
 
 
 @functools.lru_cache(maxsize=4096)
-def _constraint(sharding: NamedSharding, rank: int) -> JaxprEqn:
+def _constraint(sharding: NamedSharding, rank: int, settings: Any) -> JaxprEqn:
+    """A constraint on a value of ``rank`` dimensions; ``settings``: those that JAX's tracing depends on."""
+
     def fun(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding)
 
@@ -163,11 +167,10 @@ def clone_eqn(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = N
 
 def optimization_barrier(operands: Sequence[Var], like: JaxprEqn) -> JaxprEqn:
     """An equation `jax.lax.optimization_barrier` of ``operands``, whose results XLA may not identify with them."""
-    return _barrier().replace(
-        invars=list(operands), outvars=[Var(v.aval) for v in operands], source_info=like.source_info
+    return like.replace(
+        invars=list(operands),
+        outvars=[Var(v.aval) for v in operands],
+        primitive=_lax.optimization_barrier_p,
+        params={},
+        effects=_core.no_effects,
     )
-
-
-@functools.cache
-def _barrier() -> JaxprEqn:
-    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ class Hardware:
     bandwidth: float
     """Bytes/s of device memory."""
     links: Mapping[str, Link]
+    """Interconnects by name; the first is the default of a mesh axis."""
     overhead: float = 0.0
     """Seconds that any kernel takes, however small."""
     operand_bits: int = 64
@@ -67,6 +68,13 @@ class Hardware:
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of a matrix product of ``dtype``; that of the slowest listed dtype where ``dtype`` is not."""
         return self.flops.get(dtype) or min(self.flops.values())
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all figures are equal, and the links in one order: chips of one mesh are keys of caches."""
+        if not isinstance(other, Hardware):
+            return NotImplemented
+        equal = all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+        return equal and [*self.links] == [*other.links]
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory, self.bandwidth))

@@ -62,3 +62,13 @@ def test_pairwise_is_the_diagonal_of_the_table() -> None:
     table = reshard_seconds_table(srcs, dsts, (8, 12), 32, on)
     assert reshard_seconds_pairwise(srcs, dsts, (8, 12), 32, on).tolist() == table.diagonal().tolist()
     assert not reshard_seconds_pairwise(dsts, dsts, (8, 12), 32, on).any()
+
+
+def test_tables_do_not_depend_on_what_other_meshes_call_their_axes() -> None:
+    """Meshes that differ in names, sizes or order of axes share graphs of states."""
+    shape, meshes = (8, 16), [mesh(a=2, b=4), mesh(a=4, b=2), mesh(b=2, a=4), mesh(b=4, a=2), mesh(b=2, c=4, a=1)]
+    for on in meshes:
+        specs = all_splits(shape, on.nontrivial_axes, on)
+        table = reshard_seconds_table(specs, specs, shape, 16, on)
+        single = [[reshard_seconds(s, d, shape, 16, on) for d in specs] for s in specs]
+        assert table.tolist() == [pytest.approx(row, rel=1e-9, abs=1e-15) for row in single], str(on)

@@ -522,6 +522,16 @@ def test_unregistering_an_unknown_name_is_refused() -> None:
     autoshard.unregister_rule("flash")
 
 
+def test_a_name_is_of_the_primitive_that_is_defined_later() -> None:
+    autoshard.register_rule("named_before", "a -> a")
+    later = Primitive("named_before")
+    mlir.register_lowering(later, mlir.lower_fun(lambda x: x, multiple_results=False))
+    autoshard.register_rule("named_before", "a -> a")
+    autoshard.unregister_rule("named_before")
+    with pytest.raises(RuleError, match="no rule is registered for 'named_before'"):
+        autoshard.unregister_rule(later)
+
+
 def test_a_shipped_rule_can_be_replaced(register: Any) -> None:
     register("tanh", ". -> .")
     assert axes(autoshard.jit(jnp.tanh, mesh=MESH).plan(real(16))) == [((),), ((),)]

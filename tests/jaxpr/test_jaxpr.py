@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.source_info_util import register_exclusion
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
@@ -187,3 +193,36 @@ def test_segment_sum_all_reduces_only_sums() -> None:
     )
     assert [c.kind for c in step.plan(x, i).cost.collectives] == ["all-reduce"]
     np.testing.assert_array_equal(step(x, i), jax.ops.segment_sum(x, i, 4))
+
+
+def test_a_primitive_that_is_defined_later_is_found() -> None:
+    assert jx.find_primitive("defined_later") is None
+    later = jx.Primitive("defined_later")
+    mlir.register_lowering(later, mlir.lower_fun(lambda x: x, multiple_results=False))
+    assert jx.find_primitive("defined_later") is later
+
+
+def test_a_library_that_registers_its_files_later_has_no_source_lines(tmp_path: Path) -> None:
+    file = tmp_path / "library.py"
+    file.write_text("def double(x):\n    return x * 2\n")
+    eqn = traced(runpy.run_path(str(file))["double"], (4,)).eqns[0]
+    assert jx.source(eqn) == f"{file}:2"
+    register_exclusion(str(file))
+    assert str(file) not in jx.source(eqn)
+
+
+def test_new_equations_have_the_settings_and_the_source_of_their_own_step() -> None:
+    """Not those under which the first of their kind was made in this process."""
+    sharding = NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), P("d"))
+
+    def made() -> list[jx.JaxprEqn]:
+        eqn = traced(lambda x: x * 2, (8,)).eqns[0]
+        x, y = eqn.invars[0], eqn.outvars[0]
+        assert isinstance(x, jx.Var)
+        return [jx.constrain_variable(x, y, sharding, None), jx.optimization_barrier([x], eqn)]
+
+    with set_xla_metadata(kind="first"), jax.named_scope("first"):
+        assert [e.ctx.xla_metadata for e in made()] == [{"kind": "first"}] * 2
+    assert [e.ctx.xla_metadata for e in made()] == [None] * 2
+    assert [jx.source(e).partition(":")[0] for e in made()] == ["", __file__]
+    assert "first" not in "".join(str(e.source_info.name_stack) for e in made())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
@@ -80,3 +82,12 @@ def test_a_mesh_larger_than_the_machine_names_both_sizes():
     assert mesh.abstract_mesh().size == 32  # planning for it works
     with pytest.raises(MeshError, match=r"needs 32 devices and this process has 8 \(cpu\).*JAX_NUM_CPU_DEVICES=32"):
         mesh.concrete()
+
+
+def test_the_order_of_links_enters_comparison():
+    """The first is the default of an axis, so that meshes of both chips cost differently."""
+    swapped = replace(CHIP, links={"slow": SLOW, "fast": FAST})
+    assert LogicalMesh(("a",), (2,), swapped).slowest_link(("a",)) is SLOW
+    assert LogicalMesh(("a",), (2,), swapped) != LogicalMesh(("a",), (2,), CHIP)
+    assert swapped == replace(CHIP, links={"slow": SLOW, "fast": FAST})
+    assert replace(CHIP, tile=(8, 128)) != CHIP != "chip"
