@@ -1,15 +1,17 @@
 """The strict YAML reader of every configuration.
 
 An unknown key, a repeated key or an invalid value is a `ConfigError` that names the file, the line, the key and the
-nearest thing that works: a misspelt key must not pass silently.
+nearest thing that works: a misspelt key must not pass silently. What is read is YAML of text, numbers, true, false and
+null, without tags and of bounded size, so that a file of any content is read or refused at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, NoReturn, Self, get_args
 
 import yaml
 from etils import epath
@@ -24,10 +26,23 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from autoshard import strict_files
 from autoshard.errors import ConfigError, nearest
+from autoshard.strict_files import cut, shortened
+
+MAX_BYTES = 2**18
+"""Of a configuration file."""
+MAX_ENTRIES = 5_000
+"""Keys, values and items in a file, those that an alias repeats counted again."""
+MAX_DEPTH = 32
+"""Of mappings and lists in each other."""
+MAX_MISTAKES = 20
+"""Invalid entries that one error names."""
 
 type Keys = tuple[int | str, ...]
 
+_SCALARS = {"bool", "float", "int", "null"}
+"""What a plain scalar may be beside text: no date, and no merge of mappings."""
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -39,19 +54,20 @@ def parse_bytes(value: object) -> int:
     """The number of bytes that an int or text such as ``"14GiB"``, ``"80 GB"`` or ``"1.5e9"`` says.
 
     Raises:
-      ValueError: not a size, or less than one byte.
+      ValueError: not a size, less than one byte, or 8 EiB and more.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    text = str(value)
+    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)", text.strip()) if len(text) < 100 else None
     if isinstance(value, bool) or match is None or match[2] not in _UNITS:
         units = ", ".join(filter(None, _UNITS))
-        raise ValueError(f"{value!r} is not a size in bytes; write a number and one of {units}")
+        raise ValueError(f"{shortened(value)} is not a size in bytes; write a number and one of {units}")
     try:
-        size = int(float(match[1]) * _UNITS[match[2]])
+        size = float(match[1]) * _UNITS[match[2]]
     except ValueError:
         raise ValueError(f"{value!r} is not a size in bytes: {match[1]!r} is not a number") from None
-    if size < 1:
-        raise ValueError(f"{value!r} is less than one byte")
-    return size
+    if not 1 <= size < 2**63:
+        raise ValueError(f"{value!r} is {'less than one byte' if size < 1 else '8 EiB or more'}")
+    return int(size)
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -61,7 +77,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 class Config(BaseModel):
     """Base of every configuration: frozen, refuses unknown keys, and raises `ConfigError`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -94,17 +110,19 @@ def load_yaml[Model: BaseModel](path: str | os.PathLike[str], model: type[Model]
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of the file at ``path``.
+    """The text of the configuration file at ``path``.
 
     Raises:
-      ConfigError: no such file.
+      ConfigError: no such file, or one that is too large or not UTF-8.
     """
     file = epath.Path(path)
     try:
-        return file.read_text()
+        return strict_files.read_text(file, MAX_BYTES)
+    except ValueError as error:
+        raise ConfigError(f"cannot read {cut(str(file))}: {error}") from None
     except OSError as error:
         beside = [f.name for f in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-        raise ConfigError(f"cannot read {file}: {error.strerror}{nearest(file.name, beside)}") from None
+        raise ConfigError(f"cannot read {cut(str(file))}: {error.strerror}{nearest(file.name, beside)}") from None
 
 
 def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Model:
@@ -115,9 +133,10 @@ def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Mo
         values: Any = {} if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{file}:{line}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"{file}:{line}: {cut(str(error.problem))}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{file}:{line}: the character {error.character:#x} does not stand in YAML") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}:1: expected keys and values, found {type(values).__name__}")
     try:
@@ -129,21 +148,77 @@ def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Mo
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that refuses repeated keys and reads ``1e-5`` as a number."""
+    """A safe YAML loader that refuses repeated keys, tags and what is too large, and reads ``1e-5`` as a number."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._entries = 0
+        self._extents: dict[str, int] = {}
+        """Entries of each anchored node that is complete, by its anchor."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()
+        anchor, alias, before = event.anchor, isinstance(event, yaml.AliasEvent), self._entries
+        if not alias and event.tag not in (None, "!"):
+            _refuse(f"the tag {cut(event.tag)} is not read: write a plain value", event)
+        if alias and anchor in self.anchors and anchor not in self._extents:
+            _refuse(f"*{cut(anchor)} repeats what it stands in", event)
+        self._entries += self._extents.get(anchor, 1) if alias else 1
+        if self._entries > MAX_ENTRIES:
+            _refuse(f"a configuration has {MAX_ENTRIES:,} entries at most, with those that are repeated", event)
+        if self._depth == MAX_DEPTH:
+            _refuse(f"nested more than {MAX_DEPTH} levels deep", event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if anchor is not None and not alias:
+            self._extents[anchor] = self._entries - before
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                _refuse("a key is one word or number", key_node)
             key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key}: repeated key, first on line {seen[key]}", key_node.start_mark
-                )
-            seen[key] = line
+                _refuse(f"{cut(str(key))}: repeated key, first on line {seen[key]}", key_node)
+            seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        try:
+            value = super().construct_yaml_int(node)
+        except ValueError:
+            value = None
+        if value is None or value.bit_length() > 63:
+            _refuse(f"{cut(node.value)} is not an integer of 64 bits", node)
+        return value
 
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        try:
+            return super().construct_yaml_float(node)
+        except (ValueError, OverflowError):
+            _refuse(f"{cut(node.value)} is not a number", node)
+
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        if "\0" in node.value or any("\ud800" <= letter <= "\udfff" for letter in node.value):
+            _refuse("text with a character that no path or name has", node)
+        return node.value
+
+
+def _refuse(problem: str, at: Any) -> NoReturn:
+    """Refuses a node or an event."""
+    raise yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _SCALARS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name in ("int", "float", "str"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", getattr(_Loader, f"construct_yaml_{_name}"))
 # YAML 1.1, which PyYAML implements, requires a dot and a signed exponent; people write 1e-5.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -154,13 +229,16 @@ def _error_lines(
     model: type[BaseModel], error: ValidationError, values: object, where: Callable[[Keys], str]
 ) -> Iterator[str]:
     """One line for each entry that ``error`` is about: its place, its key path, what is wrong."""
-    by_keys: dict[Keys, list[str]] = {}
+    by_keys: dict[Keys, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
         keys = _key_path(item["loc"], values, missing=item["type"] == "missing")
-        by_keys.setdefault(keys, []).append(_error_text(model, item, keys))
-    for keys, texts in by_keys.items():
-        path = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys).lstrip(".")
-        yield ": ".join(filter(None, (where(keys), path, ", or ".join(dict.fromkeys(texts)))))
+        by_keys.setdefault(keys, []).append(item)
+    for keys, items in itertools.islice(by_keys.items(), MAX_MISTAKES):
+        path = "".join(f"[{k}]" if isinstance(k, int) else f".{cut(k)}" for k in keys).lstrip(".")
+        texts = dict.fromkeys(cut(_error_text(model, item, keys), 400) for item in items[:MAX_MISTAKES])
+        yield ": ".join(filter(None, (where(keys), path, ", or ".join(texts))))
+    if len(by_keys) > MAX_MISTAKES:
+        yield f"and {len(by_keys) - MAX_MISTAKES:,} more entries"
 
 
 def _error_text(model: type[BaseModel], item: ErrorDetails, keys: Keys) -> str:
@@ -172,7 +250,7 @@ def _error_text(model: type[BaseModel], item: ErrorDetails, keys: Keys) -> str:
         case "value_error":
             return str(item.get("ctx", {}).get("error", item["msg"]))
         case _:
-            return f"{item['msg'].replace('Input should', 'should')}; it is {item['input']!r}"
+            return f"{item['msg'].replace('Input should', 'should')}; it is {shortened(item['input'])}"
 
 
 def _key_path(loc: tuple[int | str, ...], values: Any, missing: bool) -> Keys:
@@ -213,7 +291,7 @@ def _line_of(node: yaml.Node | None, keys: Keys) -> int:
     for key in keys:
         if isinstance(node, yaml.MappingNode):
             entry = next(((k, v) for k, v in node.value if k.value == str(key)), None)
-        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
             entry = (node.value[key], node.value[key])
         else:
             entry = None

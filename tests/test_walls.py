@@ -17,7 +17,8 @@ from docs.packages import PICTURE, ROOT, imports, module_of, modules, picture
 MAY_IMPORT: Mapping[str, str] = {
     "errors": "",
     "units": "",
-    "strict_config": "errors",
+    "strict_files": "",
+    "strict_config": "errors strict_files",
     "jaxpr": "",
     "machine": "errors units strict_config",
     "ir": "jaxpr machine",
@@ -29,7 +30,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "plan": "search transforms",
     "backend": "plan",
     "runtime": "backend",
-    "checkpoint": "errors jaxpr runtime.nnx",
+    "checkpoint": "errors jaxpr strict_files runtime.nnx",
     "api": "runtime rules passes",
     "train": "api checkpoint",
     "__init__": "api checkpoint",

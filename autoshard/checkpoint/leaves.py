@@ -7,7 +7,7 @@ PRNG keys as their key data, dtypes that TensorStore lacks as wider ones).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,20 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from autoshard.checkpoint.manifest import LeafEntry, abbreviated
+from autoshard.checkpoint.manifest import MAX_PATH, SCALAR_CODECS, LeafEntry, abbreviated, first_line
 from autoshard.errors import CheckpointError
 from autoshard.jaxpr.paths import path_keys
+from autoshard.strict_files import cut
 
 _STORED_DTYPE = {"int1": "int8", "uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float16"}
 """Dtypes that TensorStore cannot store, each with one that it can and that represents all its values."""
-
-_SCALAR_CODECS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
-    "bool": (lambda v: "true" if v else "false", lambda t: {"true": True, "false": False}[t]),
-    "float": (float.hex, float.fromhex),
-    "int": (str, int),
-    "str": (str, str),
-}
-"""Conversions of Python scalars to text and back, exact, by type name."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,16 @@ def _to_stored(leaf: LeafEntry, value: Any) -> Any:
 
 def _describe_leaf(path: str, value: Any) -> LeafEntry:
     kind = type(value).__name__
+    if len(path) > MAX_PATH:
+        raise CheckpointError(
+            f"{cut(path)}: the path of a leaf has {MAX_PATH:,} letters at most, and this {len(path):,}"
+        )
     if type(value) in (bool, float, int, str):
-        return LeafEntry(path=path, kind=cast(Any, kind), dtype=kind, shape=[], value=_SCALAR_CODECS[kind][0](value))
+        try:
+            text = SCALAR_CODECS[kind][0](value)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        return LeafEntry(path=path, kind=cast(Any, kind), dtype=kind, shape=[], value=text)
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         dtype: Any = value.dtype
         shape = [int(n) for n in value.shape]
@@ -192,10 +193,20 @@ def restore_leaf(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: boo
     Args:
       array: the stored array, numpy or sharded already; None for a leaf that is in the manifest only.
       raw: restores typed keys as their key data.
+
+    Raises:
+      CheckpointError: what is stored is not what the manifest says.
     """
+    try:
+        return _restored(leaf, array, target, raw=raw)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{leaf.path} ({leaf}) cannot be restored: {first_line(error)}") from error
+
+
+def _restored(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: bool) -> Any:
     wanted = target.leaf
     if leaf.value is not None:
-        value = _SCALAR_CODECS[leaf.kind][1](leaf.value)
+        value = leaf.scalar
         if wanted.kind != "array":
             return value
         try:
@@ -206,6 +217,8 @@ def restore_leaf(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: boo
         return _restore_key(leaf, array, target, raw=raw)
     if array is None:
         array = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
+    elif leaf.value is None and array.dtype != jnp.dtype(_STORED_DTYPE.get(leaf.dtype, leaf.dtype)):
+        raise CheckpointError(f"{leaf.path} is {leaf} in the manifest and has the dtype {array.dtype} in the store")
     if list(array.shape) != leaf.shape:
         raise CheckpointError(f"{leaf.path} is {leaf} in the manifest and has the shape {array.shape} in the store")
     if leaf.dtype in _STORED_DTYPE:

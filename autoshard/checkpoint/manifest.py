@@ -12,18 +12,32 @@ moment leaves the complete step or none. The inventory detects what renaming can
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
 
+import jax.numpy as jnp
 from etils import epath
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from autoshard.errors import CheckpointError
+from autoshard.strict_files import parse_json, read_text, shortened
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of the directory of a step that Orbax is still writing."""
+
+
+MAX_BYTES = 2**26
+"""Of a manifest, with the caller's ``extra``, and of an inventory."""
+MAX_PATH = 4096
+"""Letters of a leaf's path."""
+SCALAR_CODECS: Mapping[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "bool": (lambda v: "true" if v else "false", lambda t: {"true": True, "false": False}[t]),
+    "float": (float.hex, float.fromhex),
+    "int": (str, int),
+    "str": (str, str),
+}
+"""Conversions of Python scalars to text and back, exact, by type name."""
 
 
 class LeafEntry(BaseModel):
@@ -31,14 +45,31 @@ class LeafEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    path: str
+    path: str = Field(max_length=MAX_PATH)
     kind: Literal["array", "key", "bool", "float", "int", "str"]
     dtype: str
-    shape: list[int]
+    shape: list[NonNegativeInt]
     impl: str | None = None
     """The generator's name, of a typed PRNG key."""
     value: str | None = None
     """The value, of a Python scalar."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Self:
+        if (self.value is None) == (self.kind in SCALAR_CODECS):
+            raise ValueError(f"{self.path} is {self.kind} and has {'no' if self.value is None else 'a'} value")
+        try:
+            _ = self.scalar
+        except (KeyError, OverflowError, ValueError):
+            raise ValueError(f"the value of {self.path} is not that of a Python {self.kind}") from None
+        if self.kind == "array" and not _is_numeric(self.dtype):
+            raise ValueError(f"the dtype of {self.path} is {shortened(self.dtype)}")
+        return self
+
+    @property
+    def scalar(self) -> bool | int | float | str | None:
+        """The value of a Python scalar; None of an array or a key."""
+        return None if self.value is None else SCALAR_CODECS[self.kind][1](self.value)
 
     @property
     def in_array_store(self) -> bool:
@@ -47,6 +78,13 @@ class LeafEntry(BaseModel):
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]" if self.kind in ("array", "key") else self.kind
+
+
+def _is_numeric(dtype: str) -> bool:
+    try:
+        return any(jnp.issubdtype(jnp.dtype(dtype), family) for family in (jnp.number, jnp.bool_))
+    except TypeError:
+        return False
 
 
 class Manifest(BaseModel):
@@ -115,7 +153,7 @@ def incompleteness(path: epath.Path) -> str | None:
     except (ValueError, OSError) as error:
         return f"its manifest cannot be read ({first_line(error)})"
     try:
-        inventory: dict[str, int] = _parse_strict_json((path / "inventory.json").read_text())
+        inventory: dict[str, int] = parse_json(read_text(path / "inventory.json", MAX_BYTES))
         for name, size in inventory.items():
             if not (path / name).exists():
                 return f"{name} is missing"
@@ -140,17 +178,10 @@ def file_sizes(path: epath.Path) -> dict[str, int]:
 def read_manifest(path: epath.Path) -> Manifest:
     """The manifest of the step at ``path``; raises ValueError if it is not strictly what `checkpoint.save` writes."""
     try:
-        return Manifest.model_validate(_parse_strict_json((path / "manifest" / "metadata").read_text()))
+        return Manifest.model_validate(parse_json(read_text(path / "manifest" / "metadata", MAX_BYTES)))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-
-
-def _parse_strict_json(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def newest_complete_text(complete: Sequence[int]) -> str:

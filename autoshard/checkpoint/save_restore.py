@@ -34,6 +34,7 @@ from autoshard.checkpoint.leaves import (
     state_difference,
 )
 from autoshard.checkpoint.manifest import (
+    MAX_BYTES,
     LeafEntry,
     Manifest,
     absolute_path,
@@ -110,6 +111,11 @@ def save(
     if plan is not None:
         _check_state_fits_plan(leaves, plan)
     manifest = Manifest(fingerprint=plan.fingerprint if plan else None, extra=_check_json(extra or {}), leaves=leaves)
+    if (size := len(manifest.model_dump_json())) > MAX_BYTES:
+        raise CheckpointError(
+            f"the manifest, with the leaves' paths and `extra`, has {size:,} bytes; it may have {MAX_BYTES:,}. Save "
+            "arrays in the state, not in `extra`"
+        )
     path = root / str(step)
     try:
         root.mkdir(parents=True, exist_ok=True)

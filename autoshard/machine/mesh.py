@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, nearest
 from autoshard.machine.target import Target, device_array, is_available
 
 
@@ -102,6 +102,11 @@ class LogicalMesh:
         for name, size in zip(self.axis_names, self.axis_sizes, strict=True):
             if size < 1:
                 raise MeshError(f"mesh axis {name!r} has size {size}; sizes must be 1 or more")
+        if self.axis_links and len(self.axis_links) != len(self.axis_names):
+            raise MeshError(f"mesh has axes {self.axis_names} but links {self.axis_links}")
+        for link in self.axis_links:
+            if link not in self.hardware.links:
+                raise MeshError(f"{self.hardware.name} has no link {link!r}{nearest(link, self.hardware.links)}")
 
     @functools.cached_property
     def shape(self) -> dict[str, int]:

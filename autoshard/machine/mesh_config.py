@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -22,6 +22,10 @@ from autoshard.strict_config import Bytes, Config, find_config
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None
 
+MAX_DEVICES = 2**20
+"""Of a mesh, and so of each of its axes."""
+
+type Count = Annotated[StrictInt, Field(ge=1, le=MAX_DEVICES)]
 type Pins = dict[str, tuple[str | tuple[str, ...] | None, ...]]
 
 
@@ -31,17 +35,17 @@ class MeshConfig(Config):
     axes: dict[str, StrictInt] | Literal["auto"]
     """Size of each axis, in order; one may be -1, which takes the remaining devices. ``auto``: planning chooses among
     the shapes of `autoshard.machine.mesh_shapes`."""
-    devices: StrictInt | None = Field(default=None, ge=1)
+    devices: Count | None = None
     """Number of devices, the product of the axes; None: all of `jax.devices`."""
     tpu: str | None = None
     """TPU slice to compile for, present or not: chip and chip grid, ``v5e:4x4``. It implies devices and hardware."""
-    slices: StrictInt = Field(default=1, ge=1, validate_default=True)
+    slices: Count = Field(default=1, validate_default=True)
     """Number of such slices, consecutive along the first axis."""
     gpu: str | None = None
     """GPU to compile for, present or not: ``a100``, ``b200``, ``h100`` or ``h200``. It implies devices and hardware."""
-    nodes: StrictInt = Field(default=1, ge=1)
+    nodes: Count = 1
     """Number of nodes of such GPUs, consecutive along the first axis."""
-    per_node: StrictInt = Field(default=8, ge=1, validate_default=True)
+    per_node: Count = Field(default=8, validate_default=True)
     """GPUs per node."""
     hardware: str | None = None
     """Hardware table: a name in `configs/hardware/` or a path; None: the one for this process's chip."""
@@ -62,9 +66,13 @@ class MeshConfig(Config):
         for name, size in axes.items():
             if size < 1 and size != -1:
                 raise ValueError(f"axis {name!r} has size {size}; sizes are 1 or more, or -1 for the remaining devices")
+            if size > MAX_DEVICES:
+                raise ValueError(f"axis {name!r} has size {size}; a mesh has {MAX_DEVICES:,} devices at most")
         free = [repr(name) for name, size in axes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(f"axes {', '.join(free)} are all -1; only one size may be, give the others")
+        if math.prod(size for size in axes.values() if size != -1) > MAX_DEVICES:
+            raise ValueError(f"the product of the axes is too large; a mesh has {MAX_DEVICES:,} devices at most")
         return axes
 
     @field_validator("devices")

@@ -24,7 +24,8 @@ def mesh_shapes(devices: int, groups: int = 1, chip_grid: Sequence[int] | None =
     each = devices // groups
     outer = {OUTER_AXIS: groups} if groups > 1 else {}
     if chip_grid is None:
-        second = [n for n in range(1, each) if each % n == 0]
+        small = [n for n in range(1, math.isqrt(each) + 1) if each % n == 0]
+        second = sorted({*small, *(each // n for n in small)} - {each})
     else:
         devices_per_chip = each // math.prod(chip_grid)
         sides = [n for n in (*chip_grid, devices_per_chip) if n > 1]

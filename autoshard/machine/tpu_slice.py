@@ -56,7 +56,7 @@ class TpuSlice:
         name, _, sides = self.topology.partition(":")
         if name not in TPUS:
             raise MeshError(f"tpu {self.topology!r}: no TPU is named {name!r}{nearest(name, TPUS)}")
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sides) or sides.count("x") + 1 != TPUS[name].grid_rank:
+        if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", sides) or sides.count("x") + 1 != TPUS[name].grid_rank:
             example = "x".join("4" * TPUS[name].grid_rank)
             raise MeshError(
                 f"tpu {self.topology!r}: a slice of {name} has {TPUS[name].grid_rank} sides, as in '{name}:{example}'"

@@ -14,7 +14,7 @@ import pydantic
 
 from autoshard.errors import MeshError, PlanError
 from autoshard.ir.program import TreeDef
-from autoshard.ir.spec import Spec
+from autoshard.ir.spec import REDUCTION_KINDS, Spec
 from autoshard.jaxpr import dtype_from_name
 from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.mesh import Hardware, LogicalMesh
@@ -22,6 +22,7 @@ from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.plan.decisions import Place
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import leaf_paths, treedef_from_json, treedef_to_json
+from autoshard.strict_files import cut, shortened
 
 VERSION = 5
 _TREES = ("in_tree", "out_tree")
@@ -49,7 +50,9 @@ def plan_from_json(stored: Any) -> PlanRecord:
     if not isinstance(stored, dict) or "autoshard_plan" not in stored:
         raise PlanError("this is not a plan: it has no 'autoshard_plan' entry")
     if stored["autoshard_plan"] != VERSION:
-        raise PlanError(f"plan of version {stored['autoshard_plan']!r}; this autoshard reads {VERSION}: plan again")
+        raise PlanError(
+            f"plan of version {shortened(stored['autoshard_plan'])}; this autoshard reads {VERSION}: plan again"
+        )
     names = _field_names()
     missing = sorted(names - set(stored))
     if missing:
@@ -60,7 +63,9 @@ def plan_from_json(stored: Any) -> PlanRecord:
             parts[name] = _adapter(name).validate_json(json.dumps(stored[name]), strict=True)
         except pydantic.ValidationError as e:
             first = e.errors()[0]
-            raise PlanError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}") from None
+            raise PlanError(cut(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}", 400)) from None
+        except (MeshError, RecursionError, TypeError, ValueError) as e:
+            raise PlanError(f"{name}: {e}") from None
     mesh: _MeshRecord = parts["mesh"]
     try:
         parts["mesh"] = LogicalMesh(
@@ -73,7 +78,7 @@ def plan_from_json(stored: Any) -> PlanRecord:
     plan = PlanRecord(**parts)
     unknown = _difference(json.loads(json.dumps(plan_to_json(plan))), stored, "plan")
     if unknown:
-        raise PlanError(f"{unknown}: not an entry that this version writes")
+        raise PlanError(f"{cut(unknown, 200)}: not an entry that this version writes")
     _check(plan)
     return plan
 
@@ -120,6 +125,8 @@ def _tree(stored: Any, places: Sequence[Place], what: str) -> TreeDef | None:
 def _check(plan: PlanRecord) -> None:
     """Raises `PlanError` for a spec that does not fit its value or the mesh, and for what is no dtype or argument."""
     mesh = plan.mesh
+    if not (mesh.hardware.links and mesh.hardware.flops):
+        raise PlanError(f"mesh: the hardware {mesh.hardware.name} has no links or no peak FLOP/s")
     for what, spec, shape in _specs(plan):
         missing = sorted(set(spec.axes) - set(mesh.axis_names))
         if missing:
@@ -127,6 +134,9 @@ def _check(plan: PlanRecord) -> None:
         twice = [a for a in mesh.axis_names if spec.axes.count(a) > 1]
         if twice:
             raise PlanError(f"{what}: spec {spec} uses mesh axis {twice[0]!r} twice")
+        unknown = sorted({kind for _, kind in spec.partial} - set(REDUCTION_KINDS))
+        if unknown:
+            raise PlanError(f"{what}: spec {spec}: {unknown[0]!r} is no reduction of partial values")
         if shape is not None and spec.rank != len(shape):
             raise PlanError(f"{what}: spec {spec} has {spec.rank} entries, the shape is {list(shape)}")
     for place in (*plan.inputs, *plan.outputs):
@@ -156,6 +166,11 @@ def _specs(plan: PlanRecord) -> Iterator[tuple[str, Spec, tuple[int, ...] | None
     for island in plan.islands:
         for spec in (*island.in_specs, *island.out_specs, *island.reduced_specs, Spec((island.axes,))):
             yield f"{island.op} at {island.source}", spec, None
+    for split in plan.dim_splits:
+        yield f"the dimension {split.name}", Spec((split.axes,)), None
+    for collective in plan.cost.collectives:
+        yield f"the {collective.kind} at {collective.source}", Spec((collective.axes or (),)), None
+    yield "the sharding of stored state", Spec((plan.storage_axes,)), None
 
 
 def _difference(a: Any, b: Any, at: str) -> str:

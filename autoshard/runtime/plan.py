@@ -27,6 +27,10 @@ from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import difference
 from autoshard.runtime import nnx
 from autoshard.runtime.study import Study
+from autoshard.strict_files import parse_json, read_text
+
+MAX_PLAN_BYTES = 2**26
+"""Of a plan's file; a plan of some thousand equations has less than a hundredth."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -248,16 +252,15 @@ class Plan(PlanRecord):
           PlanError: no such file, or it is not a plan.
         """
         try:
-            text = epath.Path(path).read_text()
-            stored = json.loads(text)
+            stored = parse_json(read_text(path, MAX_PLAN_BYTES), non_finite=True)
         except FileNotFoundError:
             raise PlanError(f"{path}: no such file") from None
         except IsADirectoryError:
             raise PlanError(f"{path}: a directory; a plan is a JSON file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise PlanError(f"{path}: not JSON: {e}") from None
-        except RecursionError:
-            raise PlanError(f"{path}: nested too deeply to be a plan") from None
+        except OSError as e:
+            raise PlanError(f"{path}: it cannot be read: {e.strerror}") from None
+        except ValueError as e:
+            raise PlanError(f"{path}: {e}") from None
         try:
             return cls.from_json(stored)
         except PlanError as e:

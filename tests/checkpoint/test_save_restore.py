@@ -280,6 +280,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
         ({"o": np.asarray(["a"])}, "an array of <U1"),
         ({"c": 1 + 2j}, r"state\['c'\] is complex"),
         ({Anonymous(1): 1.0, Anonymous(2): 2.0}, "two leaves have the path .*: their keys print the same"),
+        ({"i": 10**5000}, r"state\['i'\]: Exceeds the limit"),
+        ({"k" * 5000: 1}, "the path of a leaf has 4,096 letters at most, and this 5,009"),
     ):
         with pytest.raises(CheckpointError, match=why):
             checkpoint.save(target, 1, state)

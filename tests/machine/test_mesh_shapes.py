@@ -27,3 +27,9 @@ def test_mesh_shapes(given, expected):
     found = mesh_shapes(*given)
     assert found == expected
     assert all(math.prod(s.values()) == given[0] for s in found)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 12, 97, 720_720, 2**20])
+def test_every_divisor_is_an_axis_once(devices):
+    inner = [shape.get("model", 1) for shape in mesh_shapes(devices)]
+    assert inner == [n for n in range(1, max(devices, 2)) if devices % n == 0]

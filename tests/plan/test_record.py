@@ -184,6 +184,13 @@ WRONG = {
     "size that does not divide": (put, ["inputs", 0, "shape"], [63, 16], r"\[63, 16\] has size 63, .* into 8 parts"),
     "no dtype": (put, ["inputs", 0, "dtype"], "float33", "'float33' is not a dtype"),
     "no reason": (put, ["inputs", 0, "reason"], "whim", "inputs.0.reason"),
+    "axis of a dimension that the mesh lacks": (put, ["dim_splits", 0, "axes"], ["modle"], "the dimension .*'modle'"),
+    "axis of storage that the mesh lacks": (put, ["storage_axes"], ["modle"], "stored state: .*'modle'"),
+    "link that the hardware lacks": (put, ["mesh", "axis_links"], ["wire", "wire"], "mesh: cpu has no link 'wire'"),
+    "links of some axes": (put, ["mesh", "axis_links"], ["shared"], "mesh: .*links"),
+    "no links at all": (put, ["mesh", "hardware", "links"], {}, "no links"),
+    "target of no kind": (put, ["mesh", "target"], {"topology": "v5e:4", "slices": 1}, "mesh: .*v5e:4"),
+    "no reduction": (put, ["inputs", 0, "spec", "partial"], [["data", "mean"]], "twice|'mean' is no reduction"),
     "replaces no argument": (put, ["outputs", 0, "replaces"], "states", "replaces states, which is not an argument"),
 }
 
@@ -206,7 +213,9 @@ def test_loading_refuses(name, plan, tmp_path):
     [
         (b"", "not JSON"),
         (b"plan: yes", "not JSON"),
-        (b"\x80\x04\x95", "not JSON"),
+        (b"\x80\x04\x95", "not UTF-8"),
+        (b'{"autoshard_plan": 5, "autoshard_plan": 5}', "stands twice"),
+        (b'{"autoshard_plan": ' + b"9" * 5000 + b"}", "an integer of 5,000 digits"),
         (b"[]", "not a plan"),
         (b"{}", "not a plan"),
         (b"null", "not a plan"),
