@@ -62,7 +62,7 @@ def by_hand(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) -> It
             key = digest(program, mesh)
             found = answer(program, mesh, cache, kept=key in kept.lines)
             if found is not None:
-                kept.lines[key] = _line(name + " + remat" * remat, found, mesh)
+                kept.lines[key] = _line(name + " + remat" * remat, False, found, mesh)
             if kept.lines[key].fits:
                 break
         yield key
@@ -84,12 +84,13 @@ def by_autoshard(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) 
         differences = None
         if not found.refusal:
             differences = tuple(text for text, row in audit(found, plan).lines() if row and row.unexplained)
-        kept.lines[key] = _line(f"autoshard{again}", found, mesh, seconds, plan.memory.peak, differences)
+        kept.lines[key] = _line(f"autoshard{again}", True, found, mesh, seconds, plan.memory.peak, differences)
     yield key
 
 
 def _line(
     plan: str,
+    ours: bool,
     found: Answer,
     mesh: LogicalMesh,
     seconds: float | None = None,
@@ -100,13 +101,12 @@ def _line(
     if found.refusal:
         said = parse_out_of_memory(found.refusal)
         needs, has = (said.needed_bytes, said.available_bytes) if said else (0, has)
-        return Line(plan, needs, has, None, None, None, found.seconds, seconds, predicted, None, today)
+        return Line(plan, ours, needs, has, None, None, None, found.seconds, seconds, predicted, None, today)
     used, took = found.memory_usage(mesh), estimate(found, mesh)
     needs = used.peak if used else 0
     sent = sum(c.total_bytes for c in collectives(found.text, mesh))
-    return Line(
-        plan, needs, has, took.seconds, took.overlapped, sent, found.seconds, seconds, predicted, differences, today
-    )
+    took_both = took.seconds, took.overlapped
+    return Line(plan, ours, needs, has, *took_both, sent, found.seconds, seconds, predicted, differences, today)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ needed. ``tests/test_emergence.py`` holds each line to the name that it has here
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
+from autoshard.jaxpr.paths import path_names
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.runtime.plan import Plan
 from autoshard.units import size_text, time_text
@@ -118,7 +118,7 @@ def specs_that_tell(case: Case, plan: Plan) -> dict[str, str]:
     found: dict[str, str] = {}
     for words in case.tell:
         for p in plan.inputs:
-            if words not in found and set(words.split()) <= set(re.findall(r"\w+", p.path)):
+            if words not in found and set(words.split()) <= set(path_names(p.path)):
                 found[words] = str(p.spec)
     return found
 

@@ -19,6 +19,8 @@ class Line:
     """One plan of a cell; times in seconds, sizes in bytes on each device."""
 
     plan: str
+    ours: bool
+    """Whether it is autoshard's; the others are by hand."""
     needs: int
     has: int
     sum: float | None
@@ -37,10 +39,6 @@ class Line:
     @property
     def fits(self) -> bool:
         return self.sum is not None and self.needs <= self.has
-
-    @property
-    def ours(self) -> bool:
-        return self.plan.startswith("autoshard")
 
     def __str__(self) -> str:
         def number(value: float | None, unit: float, digits: int) -> str:

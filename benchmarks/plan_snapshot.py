@@ -31,6 +31,9 @@ EXPLANATIONS = frozenset(
 )
 """Fields that say why something was decided, or how it is worded: another version may have others."""
 
+EntryKeys = tuple[str | int, ...]
+"""Of entries, from the plan's JSON down."""
+
 
 def plans(word: str) -> Iterator[tuple[str, Any]]:
     """Name and JSON of each plan."""
@@ -46,27 +49,29 @@ def plans(word: str) -> Iterator[tuple[str, Any]]:
             yield name, step.plan(*shapes).to_json()
 
 
-def differences(before: Any, after: Any, renamed: Mapping[str, str], at: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Path, old and new value of everything that differs. A record equals a row of the same values in older plans."""
+def differences(
+    before: Any, after: Any, renamed: Mapping[str, str], at: EntryKeys = ()
+) -> Iterator[tuple[EntryKeys, Any, Any]]:
+    """Keys, old and new value of everything that differs. A record equals a row of the same values in older plans."""
     if isinstance(before, dict) and isinstance(after, dict):
         before = {renamed.get(k, k): v for k, v in before.items()}
         for key in sorted({*before, *after} - IGNORED):
             if key not in before or key not in after:
-                yield f"{at}.{key}", before.get(key, "(absent)"), after.get(key, "(absent)")
+                yield (*at, key), before.get(key, "(absent)"), after.get(key, "(absent)")
             else:
-                yield from differences(before[key], after[key], renamed, f"{at}.{key}")
+                yield from differences(before[key], after[key], renamed, (*at, key))
     elif isinstance(before, list) and isinstance(after, dict) and len(before) == len(after):
         yield from differences(before, list(after.values()), renamed, at)
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
-            yield from differences(old, new, renamed, f"{at}[{i}]")
+            yield from differences(old, new, renamed, (*at, i))
     elif (renamed.get(before, before) if isinstance(before, str) else before) != after:
         yield at, before, after
 
 
-def is_explanation(path: str) -> bool:
-    """Whether ``path`` leads into a field that explains a decision and is none itself."""
-    return not EXPLANATIONS.isdisjoint(re.sub(r"\[\d+\]", "", path).split("."))
+def is_explanation(keys: EntryKeys) -> bool:
+    """Whether ``keys`` lead into a field that explains a decision and is none itself."""
+    return not EXPLANATIONS.isdisjoint(keys)
 
 
 def write(folder: Path, word: str) -> None:
@@ -91,8 +96,8 @@ def compare(before: Path, after: Path, renamed: Mapping[str, str]) -> int:
         decided = [d for d in found if not is_explanation(d[0])]
         explanations += len(found) - len(decided)
         changed += bool(decided)
-        for path, a, b in decided[:5]:
-            print(f"{name}: {path}: {str(a)[:80]} -> {str(b)[:80]}")
+        for keys, a, b in decided[:5]:
+            print(f"{name}: {'.'.join(map(str, keys))}: {str(a)[:80]} -> {str(b)[:80]}")
     print(f"{len(names)} plans, {changed} differ; {explanations} explanations do")
     return changed
 

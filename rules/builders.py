@@ -102,14 +102,14 @@ def dim_labels(shape: Sequence[int], prefix: str = "") -> list[str]:
     return [f"{prefix}{i}" for i in range(len(shape))]
 
 
-def selection_passthrough(first: int, count: int) -> str:
-    """The passthrough of an operation each of whose elements is one of ``count`` operands, the first being ``first``.
+def selection_passthrough(*operands: int) -> str:
+    """The passthrough of an operation each of whose elements is one of these operands, by position.
 
     Sums and products pass through where all operands are partial; idempotent reductions also where only some are, since
     a value that is not partial, combined with itself, is itself.
     """
-    operands = range(first, first + count)
     joint = "+".join(map(str, operands))
+    count = len(operands)
     sizes = range(1, count + 1) if count <= 3 else (1, count)
     some = " ".join("+".join(map(str, s)) for n in sizes for s in itertools.combinations(operands, n))
     return ", ".join([f"sum: {joint}", f"prod: {joint}", *(f"{k}: {some}" for k in ("max", "min", "and", "or"))])

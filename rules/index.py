@@ -98,7 +98,7 @@ def scatter(kind: str, passthrough: str) -> RuleFn:
 
 def scatter_set(*avals: Aval, update_jaxpr: Any = None, **params: Any) -> Rule:
     """The order of repeated indices matters, so these are kept whole. With ``update_jaxpr`` it applies a function."""
-    passthrough = "" if update_jaxpr is not None else selection_passthrough(0, 2).replace("1", "2")
+    passthrough = "" if update_jaxpr is not None else selection_passthrough(0, 2)
     return scatter("whole", passthrough)(*avals, **params)
 
 
@@ -122,14 +122,14 @@ def dynamic_update_slice(x: Aval, update: Aval, *starts: Aval, **_: Any) -> Rule
     passing = [f if a else None for f, a in zip(labels, full, strict=True)]
     rest = [[] for _ in starts]
     if all(full) or is_key(x.dtype):
-        return build([passing, passing, *rest], [passing], passthrough=selection_passthrough(0, 2))
+        return build([passing, passing, *rest], [passing], passthrough=selection_passthrough(0, 1))
     axis = max((d for d, a in enumerate(full) if not a), key=lambda d: x.shape[d])
     sharded = [f if d == axis else passing[d] for d, f in enumerate(labels)]
     return build(
         [sharded, passing, *rest],
         [sharded],
         {labels[axis]: "local"},
-        selection_passthrough(0, 2),
+        selection_passthrough(0, 1),
         local=sharded_dynamic_update_slice(x.shape, update.shape, axis),
     )
 

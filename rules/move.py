@@ -33,7 +33,7 @@ def concatenate(*xs: Aval, dimension: int, **_: Any) -> Rule:
         [dimension] * (len(xs) > 1),
         {dimension: spans},
         [{dimension: sum(sizes)}],
-        selection_passthrough(0, len(xs)),
+        selection_passthrough(*range(len(xs))),
     )
 
 
@@ -65,13 +65,13 @@ def pad(x: Aval, value: Aval, *, padding_config: Sequence[tuple[int, int, int]],
     few = len(edges) == 1 and not aligned and all(_is_few(x.shape[d], n, d in spans) for d, n in spread.items())
     if not few or is_key(x.dtype):
         return _movement_rule(
-            [x.shape], edges, spans, [spread], selection_passthrough(0, 2), others, aligned, scalars=1
+            [x.shape], edges, spans, [spread], selection_passthrough(0, 1), others, aligned, scalars=1
         )
     ((axis, (low, _high, between)),) = edges.items()
     names = dim_labels(x.shape)
     whole = [None if d == axis else f for d, f in enumerate(names)]
     form = sharded_pad(low, between + 1, spread[axis], axis)
-    return build([whole, []], [names], {names[axis]: "local"}, selection_passthrough(0, 2), local=form)
+    return build([whole, []], [names], {names[axis]: "local"}, selection_passthrough(0, 1), local=form)
 
 
 def rev(x: Aval, *, dimensions: Sequence[int], **_: Any) -> Rule:

@@ -53,7 +53,7 @@ def pointwise(passthrough: str = "", for_integers: str = "") -> RuleFn:
 
 def select_n(which: Aval, *cases: Aval, **_: Any) -> Rule:
     """Each element is that of one case."""
-    return elementwise((which, *cases), passthrough=selection_passthrough(1, len(cases)))
+    return elementwise((which, *cases), passthrough=selection_passthrough(*range(1, 1 + len(cases))))
 
 
 def integer_pow(x: Aval, *, y: int, **_: Any) -> Rule:
@@ -115,7 +115,7 @@ def tie(x: Aval, y: Aval, **_: Any) -> Rule:
     return build(
         [dim_labels(x.shape, "x"), dim_labels(y.shape)],
         [dim_labels(y.shape)],
-        passthrough=ANY_PARTIAL.replace("0", "1"),
+        passthrough=selection_passthrough(1),
     )
 
 

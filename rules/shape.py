@@ -137,7 +137,7 @@ def stack(*xs: Aval, axis: int, **_: Any) -> Rule:
     """The new dimension is whole: each of its elements is an operand."""
     labels: list[Label] = list(dim_labels(xs[0].shape))
     return build(
-        [labels] * len(xs), [[*labels[:axis], None, *labels[axis:]]], passthrough=selection_passthrough(0, len(xs))
+        [labels] * len(xs), [[*labels[:axis], None, *labels[axis:]]], passthrough=selection_passthrough(*range(len(xs)))
     )
 
 

@@ -20,6 +20,7 @@ from autoshard.backend.hlo_collectives import collectives
 from autoshard.backend.known_rewrites import Axes, Rewrite, fit_rewrites
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.plan.document import short_source
 from autoshard.units import size_text
 
 TOLERANCE = 0.05
@@ -213,7 +214,7 @@ def _combined_collectives(sides: Mapping[Key, tuple[list[Collective], list[Colle
 
 def _cells(row: Row) -> tuple[str, ...]:
     axes = "unknown groups" if row.axes is None else "+".join(row.axes) or "none"
-    where = list(dict.fromkeys(c.source for c in (*row.emitted, *row.planned) if c.source))
+    where = list(dict.fromkeys(short_source(c.source) for c in (*row.emitted, *row.planned) if c.source))
     more = f" and {len(where) - 1} more" if len(where) > 1 else ""
     return (
         row.kind,

@@ -11,7 +11,7 @@ from rich.text import Text
 from autoshard.backend.audit import Audit, Row
 from autoshard.backend.compilation import Compilation
 from autoshard.backend.estimate import Estimate
-from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.render import as_text
 from autoshard.plan.review_cost import compiled_layouts
 from autoshard.units import size_text, time_text
@@ -33,7 +33,7 @@ def print_compilation(c: Compilation, console: Console) -> None:
         return
     console.print(Text("\nAudit: bytes per device, planned and emitted"))
     for line, row in c.audit.lines():
-        console.print(Text(f"  {shorten_paths(line)}", "red" if row and row.unexplained else ""))
+        console.print(Text(f"  {line}", "red" if row and row.unexplained else ""))
         if row and row.verdict in ("unplanned", "differs"):
             for cause in _causes(row):
                 console.print(Text(f"    {cause}", "red"))
@@ -83,7 +83,7 @@ def _collectives(c: Compilation, audit: Audit) -> Section:
     runs, seconds = Counter[tuple[str, str, int, str]](), defaultdict[tuple[str, str, int, str], float](float)
     for x in audit.emitted:
         axes = "unknown groups" if x.axes is None else "+".join(x.axes) or "no axis"
-        key = x.kind, axes, x.bytes, shorten_paths(x.source) or x.operation or "unknown"
+        key = x.kind, axes, x.bytes, short_source(x.source) or x.operation or "unknown"
         runs[key] += x.count
         seconds[key] += c.collective_seconds(x)
     if not runs:
@@ -105,4 +105,4 @@ def _collectives(c: Compilation, audit: Audit) -> Section:
 def _causes(row: Row) -> Iterator[str]:
     """Source line and operation of the emitted collectives of a row, most bytes first."""
     for x in row.emitted[:3]:
-        yield f"from {shorten_paths(x.source) or 'no source line'}: {x.operation or x.computation}"
+        yield f"from {short_source(x.source) or 'no source line'}: {x.operation or x.computation}"

@@ -34,7 +34,7 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     builder = _Builder(program, strict)
     builder.jaxpr(program.jaxpr, 1, PLAIN)
     check_used(program.rules, builder.names)
-    builder.diagnostics += [Diagnostic("", text) for text in near_misses(program.rules, builder.names)]
+    builder.diagnostics += [Diagnostic(text) for text in near_misses(program.rules, builder.names)]
     ids = builder.ids
     inputs = tuple(ids[v] for v in program.jaxpr.invars)
     outputs = tuple(builder.read(a) for a in program.jaxpr.outvars)
@@ -163,7 +163,7 @@ class _Builder:
         kind = _kind(name, traits, replicated_rule("", (), avals), shapes, bits, "", 0.0, source, tie=True)
         self.nodes.append(Node(kind, (), results, trip_count, source, phase))
         text = f"{name} is used as written; its compute and collectives are not costed"
-        self.diagnostics.append(Diagnostic(source, text))
+        self.diagnostics.append(Diagnostic(text, source))
 
     def identities(self, eqn: jx.JaxprEqn, trip_count: int, phase: str) -> None:
         """A tie from each operand to its result; the pairs are independent of each other."""
@@ -186,7 +186,7 @@ class _Builder:
         if rule.reason:
             if self.strict:
                 raise RuleError(f"{source}: {name} is kept whole: {rule.reason}; give a rule for it, or drop strict")
-            self.diagnostics.append(Diagnostic(source, f"{name} is kept whole: {rule.reason}"))
+            self.diagnostics.append(Diagnostic(f"{name} is kept whole: {rule.reason}", source))
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
         dtype = str(getattr(outs[0], "dtype", "")) if outs else ""
         bits = tuple(map(_bits, (*ins, *outs)))
@@ -207,7 +207,7 @@ class _Builder:
         source, name, traits = jx.source(eqn), eqn.primitive.name, self.rules.traits(eqn.primitive)
         if not all(r.trip_count_known for r in regions):
             text = f"{name}: its trip count is unknown; costed as one iteration"
-            self.diagnostics.append(Diagnostic(source, text))
+            self.diagnostics.append(Diagnostic(text, source))
         for region in regions:
             inner, begin = trip_count * region.trip_count, len(self.nodes)
             inside = [self.define(v) for v in region.body.invars]

@@ -6,7 +6,6 @@ that). Classes are what users call "batch", "heads" or "vocab": a layout is chos
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,11 @@ import numpy.typing as npt
 import scipy.sparse.csgraph
 
 from autoshard.ir.graph import BACKWARD, FORWARD, Graph, OpKind
+from autoshard.jaxpr.paths import path_names
+
+
+_CONTAINED = frozenset({"kernel", "raw_value", "value"})
+"""Keys that name what a layer or variable contains: a class is named after the key before them."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,9 @@ def _class_labels(graph: Graph, start: npt.NDArray[np.int64], total: int) -> npt
 
 def _name(graph: Graph, inputs: tuple[tuple[int, int], ...]) -> str:
     v, d = max(inputs, key=lambda m: (graph.values[m[0]].bytes, -m[0]))
-    words = re.findall(r"[A-Za-z_]\w*", graph.values[v].name)
-    leaf = [w for w in words if w not in ("value", "kernel", "raw_value")][-1:] or ["argument"]
-    return f"{leaf[0]}.{d}"
+    names = path_names(graph.values[v].name)
+    telling = [name for name in names if name not in _CONTAINED and not name.isdecimal()]
+    return f"{telling[-1] if telling else names[0]}.{d}"
 
 
 def _with_distinct_names(found: list[DimClass]) -> tuple[DimClass, ...]:

@@ -109,9 +109,9 @@ class Node(NamedTuple):
 class Diagnostic:
     """A remark for the user of the plan."""
 
-    source: str
-    """``file:line`` of the user's code, or empty."""
     text: str
+    source: str = ""
+    """``file:line`` of the user's code that it is about, or empty."""
 
     def __str__(self) -> str:
         return f"{self.source}: {self.text}" if self.source else self.text

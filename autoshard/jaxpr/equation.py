@@ -49,7 +49,7 @@ def op_names(eqn: JaxprEqn) -> tuple[str, ...]:
         found = hi_primitives.hi_primitive_names(eqn)
     else:
         body = p.get(NAMED_CALLS[op])
-        function = (body.debug_info.func_src_info or "").partition(" at ")[0] if body is not None else ""
+        function = body.debug_info.func_name if body is not None else ""
         found = dict.fromkeys(n for n in (p.get("name"), p.get("target_name"), function) if n)
     return tuple(text for n in found for text in (f"{op}:{n}", n))
 

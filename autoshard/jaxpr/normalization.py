@@ -80,8 +80,7 @@ def _attributed(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     """
     stack = call.source_info.name_stack + eqn.source_info.name_stack
     info = eqn.source_info.replace(name_stack=stack)
-    written = (body.debug_info.func_src_info or "").partition(" at ")[2]
-    if written.startswith(LIBRARIES) or not user_line(eqn.source_info.traceback):
+    if (body.debug_info.func_filename or "").startswith(LIBRARIES) or not user_line(eqn.source_info.traceback):
         info = info.replace(traceback=call.source_info.traceback)
     return eqn.replace(source_info=info)
 

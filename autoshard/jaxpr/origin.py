@@ -37,9 +37,8 @@ def source(eqn: JaxprEqn) -> str:
 
 def autodiff_phase(eqn: JaxprEqn) -> Literal["forward", "backward", ""]:
     """``"backward"`` of an equation made by transposition, ``"forward"`` of any other in a differentiated function."""
-    stack = eqn.source_info.name_stack
-    text = str(stack) if stack.stack else ""
-    return "backward" if "transpose(" in text else "forward" if "jvp(" in text else ""
+    transforms = _transforms(eqn)
+    return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 
 def is_backward(eqn: JaxprEqn) -> bool:
@@ -49,4 +48,9 @@ def is_backward(eqn: JaxprEqn) -> bool:
 
 def is_differentiated(eqn: JaxprEqn) -> bool:
     """Whether the equation is part of a differentiated function, forward or backward."""
-    return "jvp(" in str(eqn.source_info.name_stack)
+    return "jvp" in _transforms(eqn)
+
+
+def _transforms(eqn: JaxprEqn) -> set[str]:
+    """JAX's transformations that made the equation; not scopes that the user named."""
+    return {part.name for part in eqn.source_info.name_stack.stack if isinstance(part, _source.Transform)}

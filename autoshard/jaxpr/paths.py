@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 _ARGUMENT = re.compile(r"[^\[.]+|\[[^\]]*\]")
 _KEY = re.compile(r"""\[(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|<flat index (\d+)>|([^\]]*))\]|\.(\w+)""")
+_NUMBER = re.compile(r"\d+")
 
 
 class PathKey(NamedTuple):
@@ -31,3 +32,14 @@ def path_keys(path: str) -> tuple[PathKey, ...] | None:
     if "".join(m[0] for m in found) != path[start:]:
         return None
     return tuple(PathKey(m[0], m[m.lastindex or 0]) for m in found)
+
+
+def path_names(path: str) -> tuple[str, ...]:
+    """The names of the argument and of the keys of ``path``; ``path`` itself where it is not written in this grammar."""
+    keys = path_keys(path)
+    return (path,) if keys is None else (argument_name(path), *(key.name for key in keys))
+
+
+def unnumbered(path: str) -> str:
+    """``path`` with every number as ``#``: equal for what numbered layers have in common, ``p['layer_#'].kernel``."""
+    return _NUMBER.sub("#", path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from autoshard.errors import PlanError
 from autoshard.machine.collective import collective_seconds
 from autoshard.plan.decisions import Place
-from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.grouping import group_arrays
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text, time_text
@@ -99,7 +99,7 @@ def _seconds(plan: PlanRecord) -> Counter[tuple[str, str, str]]:
     found = Counter({("compute", "", ""): plan.cost.compute})
     for c in plan.cost.collectives:
         seconds = collective_seconds(c.kind, c.axes or (), c.bytes, plan.mesh) * c.count
-        found[c.kind, "+".join(c.axes or ()), shorten_paths(c.source)] += seconds  # type: ignore[assignment]
+        found[c.kind, "+".join(c.axes or ()), short_source(c.source)] += seconds  # type: ignore[assignment]
     return found  # type: ignore[return-value]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 _LIBRARY = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _CELL = re.compile(r".*[/\\](?:ipykernel_\d+[/\\]\d+\.py|<ipython-input[^>]*>)$")
-_IN_TEXT = re.compile(r"(?<![\w.])/[^\s:,;()]+(?=:\d)")
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,10 @@ class Section:
     remarks: tuple[str, ...] = ()
 
 
-def shorten_paths(text: str) -> str:
-    """``text`` with its source paths relative to the working directory or to site-packages, or as a notebook's cell."""
-    return _IN_TEXT.sub(lambda m: _file(m[0]), text)
+def short_source(source: str) -> str:
+    """``file:line`` with the file relative to the working directory or to site-packages, or as a notebook's cell."""
+    file, _, line = source.rpartition(":")
+    return f"{_short_file(file)}:{line}" if file else source
 
 
 def plural(n: int, noun: str) -> str:
@@ -41,7 +41,7 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
-def _file(path: str) -> str:
+def _short_file(path: str) -> str:
     if _CELL.match(path):
         return "cell"
     if _LIBRARY.match(path):

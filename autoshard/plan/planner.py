@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard.cost.compiler_options import effective_options
 from autoshard.ir.dim_classes import DimClass
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Diagnostic, Graph
 from autoshard.ir.program import Leaf, Program, aval_text
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, replicated
@@ -68,7 +68,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         storage_axes=best.choice.storage_axes,
         zero_stage=best.choice.zero_stage,
         alternatives=_alternatives(best, s),
-        diagnostics=(*map(str, graph.diagnostics), *_conflicts(graph, layout)),
+        diagnostics=(*graph.diagnostics, *_conflicts(graph, layout)),
         passes=request.passes,
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
@@ -158,8 +158,7 @@ def describe_splits(splits: Iterable[tuple[str, Axes]], zero_stage: int, storage
     return words
 
 
-def _conflicts(graph: Graph, layout: Layout) -> list[str]:
-    return [
-        f"{graph.values[v].name or v}: {wanted} was requested, but {had} was decided before and conflicts with it"
-        for v, wanted, had in layout.dropped
-    ]
+def _conflicts(graph: Graph, layout: Layout) -> Iterator[Diagnostic]:
+    for v, wanted, had in layout.dropped:
+        name = graph.values[v].name or v
+        yield Diagnostic(f"{name}: {wanted} was requested, but {had} was decided before and conflicts with it")

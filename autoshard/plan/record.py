@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from autoshard.cost.cost import Cost
 from autoshard.cost.memory import Memory
 from autoshard.errors import PlanError
+from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import Axes
 from autoshard.jaxpr import dtype_from_name
@@ -50,7 +51,7 @@ class PlanRecord:
     zero_stage: int = 0
     """0: none; 1, 2: the optimizer's state is sharded over `storage_axes`; 3: the parameters too."""
     alternatives: tuple[Alternative, ...] = ()
-    diagnostics: tuple[str, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = ()
     passes: tuple[PassReport, ...] = ()
     memory_budget: float | None = None
     """Bytes per device."""

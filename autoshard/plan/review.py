@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from autoshard.ir.graph import Diagnostic
 from autoshard.jaxpr.paths import argument_name
 from autoshard.machine.collective import ALL_REDUCE
 from autoshard.plan.decisions import Place
-from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.grouping import ArrayGroup, bytes_per_device, report_rows
 from autoshard.plan.reasons import constraint_group, constraint_reason
 from autoshard.plan.record import PlanRecord
@@ -36,7 +38,11 @@ def review(plan: PlanRecord) -> Iterator[Section]:
     yield alternatives(plan)
     yield _constraints(plan)
     none = () if plan.diagnostics else ("None: every operation has a rule, and every requested spec was applied.",)
-    yield Section("Diagnostics", none, remarks=tuple(map(shorten_paths, plan.diagnostics)))
+    yield Section("Diagnostics", none, remarks=tuple(map(_diagnostic, plan.diagnostics)))
+
+
+def _diagnostic(d: Diagnostic) -> str:
+    return str(replace(d, source=short_source(d.source)))
 
 
 def _heading(plan: PlanRecord) -> Section:
@@ -190,7 +196,7 @@ def _constraints(plan: PlanRecord) -> Section:
     counts = Counter(constraint_group(c.reason) for c in found)
     sentence = f"{plural(len(found), 'constraint')}: {', '.join(f'{n} {group}' for group, n in counts.most_common())}."
     shown = Counter(
-        (c.reason != "pinned", shorten_paths(c.source), c.op, str(list(c.shape)), str(c.spec), constraint_reason(c))
+        (c.reason != "pinned", short_source(c.source), c.op, str(list(c.shape)), str(c.spec), constraint_reason(c))
         for c in found
         if c.reason in ("pinned", "resharded", "operand")
     )

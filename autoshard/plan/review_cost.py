@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autoshard.machine.collective import CollectiveKind, collective_seconds
 from autoshard.plan.decisions import Alternative, Trial
-from autoshard.plan.document import Section, Table, plural, shorten_paths
+from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text, time_text
 
@@ -35,7 +35,7 @@ def cost(plan: PlanRecord) -> Section:
         return Section("Cost", (f"{time_text(seconds)} a call, all of it compute: there is no communication.",))
     counts = Counter[tuple[CollectiveKind, tuple[str, ...], int, str]]()
     for c in plan.cost.collectives:
-        counts[c.kind, c.axes or (), c.bytes, shorten_paths(c.source)] += c.count
+        counts[c.kind, c.axes or (), c.bytes, short_source(c.source)] += c.count
     each = {k: collective_seconds(k[0], k[1], k[2], plan.mesh) * n for k, n in counts.items()}
     order = sorted(counts, key=lambda k: (-each[k], k))
     rows = [

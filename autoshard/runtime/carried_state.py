@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from autoshard import jaxpr as jx
 from autoshard.backend.executable import Executable
+from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import Program
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import LogicalMesh
@@ -63,7 +64,7 @@ def note_carried(plan: PlanRecord, first: CarriedSpecs, pinned: frozenset[int], 
     inputs = tuple(replace(p, reason="first_plan", sources=()) if i in pinned else p for i, p in enumerate(plan.inputs))
     before = [(p, first.specs.get((p.path, p.shape, p.dtype))) for p in plan.inputs] if conflict else []
     resharded = [p.path for p, spec in before if spec is not None and (first.mesh, spec) != (plan.mesh, p.spec)]
-    note = (
+    note = Diagnostic(
         f"{', '.join(resharded)}: another spec than in the first plan of the step, which has no plan here: {conflict}"
     )
     return replace(plan, inputs=inputs, diagnostics=(*plan.diagnostics, note) if resharded else plan.diagnostics)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from autoshard.errors import AutoshardError, MemoryBudgetError
 from autoshard.ir.build_graph import build_graph
+from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import Program
 from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.plan.record import PlanRecord
@@ -60,7 +61,8 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         if passes is not options.passes:
             added = ", ".join(str(p) for p in passes if p not in options.passes)
             without = errors[0] if errors else _faster_but_larger(fitting[0][0].plan)
-            plan = replace(plan, diagnostics=(*plan.diagnostics, f"{added} was added: without it, {without}"))
+            note = Diagnostic(f"{added} was added: without it, {without}")
+            plan = replace(plan, diagnostics=(*plan.diagnostics, note))
         fitting.append((planned._replace(plan=plan), passes))
         return not _memory_bound(plan)
 

@@ -21,7 +21,7 @@ from autoshard.backend.compile_cache import CachedCompilation, cache_folder, cac
 from autoshard.backend.executable import Executable
 from autoshard.errors import CompileError, SpecError
 from autoshard.ir.build_graph import build_graph
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Diagnostic, Graph
 from autoshard.ir.program import Program
 from autoshard.jaxpr.arguments import ArgumentAval
 from autoshard.plan.decisions import Trial
@@ -128,7 +128,9 @@ def refine(
     """
     plan = predicted_best.plan
     if jx.any_tracer(predicted_best.graph.program.jaxpr.consts):
-        note = "not refined: the step closes over tracers of an outer trace, and cannot be compiled by itself"
+        note = Diagnostic(
+            "not refined: the step closes over tracers of an outer trace, and cannot be compiled by itself"
+        )
         return predicted_best._replace(plan=replace(plan, diagnostics=(*plan.diagnostics, note))), None
     layouts = {_layout_key(plan): (predicted_best, plan.strategy)}
     for d in compile_order([d for candidate in programs for d in priced_layouts(*candidate)]):
@@ -197,10 +199,10 @@ def _preference(t: Trial) -> tuple[float, ...]:
     )
 
 
-def _over_memory_diagnostics(best: Trial) -> Iterator[str]:
+def _over_memory_diagnostics(best: Trial) -> Iterator[Diagnostic]:
     if not best.fits:
         missing = size_text(best.needed_bytes - best.available_bytes, 2)
-        yield (
+        yield Diagnostic(
             f"none of the layouts that were compiled fits in memory as the compiler reports it; the chosen one needs "
             f"{missing} more, the least of them; compile more layouts (refine=), or use a smaller batch or more devices"
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import BACKWARD, FORWARD, Graph, Node, OpKind
 from autoshard.ir.spec import REDUCTION_KINDS
+from autoshard.jaxpr.paths import unnumbered
 
 IntArray = npt.NDArray[np.int64]
 DimMap = tuple[int, ...]
@@ -182,7 +182,7 @@ class ValueGroups:
         value_class[[*members]] = _dense_ids((dim_map, graph.pins.get(v)) for v, (_, dim_map) in members.items())
         for v in graph.inputs:
             if v in members:
-                names[members[v][0]].add(re.sub(r"\d+", "#", graph.values[v].name))
+                names[members[v][0]].add(unnumbered(graph.values[v].name))
         roots = np.unique(root_of[root_of >= 0])
         if len(roots) <= MAX_UNFOLDED_GROUPS:
             return {int(root): int(root) for root in roots}

@@ -73,7 +73,7 @@ def planned(fun: Any, *args: Any, **options: Any) -> tuple[Any, str, list[str]]:
     step = autoshard.jit(fun, mesh=MESH, **options)
     plan = step.plan(*args)
     np.testing.assert_allclose(step(*args), jax.jit(fun)(*args), rtol=2e-5, atol=1e-6)
-    return plan, step.lower(*args).compile().as_text(), [str(d) for d in plan.diagnostics]
+    return plan, step.lower(*args).compile().as_text(), [d.text for d in plan.diagnostics]
 
 
 def axes(plan: Any) -> list[tuple[tuple[str, ...], ...]]:
@@ -85,7 +85,7 @@ def test_a_rule_by_primitive_and_by_name(register: Any) -> None:
     options = {"in_shardings": (P("a", "b"), P("b")), "out_shardings": P("a")}
     step = autoshard.jit(odd_p.bind, mesh=MESH, **options)
     before = step.plan(x, w)
-    assert [str(d).split("whole: ")[1] for d in before.diagnostics] == ["no rule for the primitive 'odd_product'"]
+    assert [d.text.split("whole: ")[1] for d in before.diagnostics] == ["no rule for the primitive 'odd_product'"]
     for op in (odd_p, "odd_product"):
         register(op, "mk, kn -> mn {k: sum}", example=(x, w))
         plan, text, said = planned(odd_p.bind, x, w, **options)
@@ -352,7 +352,7 @@ def test_factors_of_different_sizes_are_a_diagnostic() -> None:
         lambda mesh, args, result: (mesh, half.fun, result.sharding, (args[0].sharding,)), sharding_rule="i j -> i j"
     )
     plan = autoshard.jit(half, mesh=MESH, in_shardings=P(None, "b")).plan(real(8, 16))
-    assert "custom_partitioning is kept whole: its rule gives i different sizes" in str(plan.diagnostics[0])
+    assert "custom_partitioning is kept whole: its rule gives i different sizes" in plan.diagnostics[0].text
     assert axes(plan)[-1] == ((), ("b",))
 
 
@@ -436,7 +436,7 @@ def test_a_registered_name_that_nearly_matches_is_a_diagnostic() -> None:
     autoshard.register_rule("tanhh", "ab -> ab")
     try:
         said = autoshard.jit(fun, mesh={"x": 8}).plan(x).diagnostics
-        assert any("'tanhh', which is not in the step; did you mean 'tanh'?" in d for d in said)
+        assert any("'tanhh', which is not in the step; did you mean 'tanh'?" in d.text for d in said)
         assert not autoshard.jit(jnp.cos, mesh={"x": 8}).plan(x).diagnostics
     finally:
         autoshard.unregister_rule("tanhh")

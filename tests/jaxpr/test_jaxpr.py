@@ -104,6 +104,16 @@ def test_autodiff_phase() -> None:
     assert (True, True) in marks.values()
 
 
+def test_a_scope_named_like_a_transformation_is_none() -> None:
+    def fun(x: Any) -> Any:
+        with jax.named_scope("transpose(jvp(x))"):
+            return jnp.sin(x)
+
+    assert [jx.autodiff_phase(e) for e in jx.normalize(traced(fun, (4,))).eqns] == [""]
+    marked = {e.primitive.name: jx.autodiff_phase(e) for e in jx.normalize(traced(jax.grad(fun), ())).eqns}
+    assert marked["cos"] == "forward"
+
+
 def test_dead_code_elimination_keeps_inputs() -> None:
     j = jx.normalize(traced(lambda x, y: (jnp.sin(y), x + 1)[1], (4,), (4,)))
     assert [e.primitive.name for e in jx.eliminate_dead_code(j).eqns] == ["add"]

@@ -191,6 +191,8 @@ WRONG = {
     "no links at all": (put, ["mesh", "hardware", "links"], {}, "no links"),
     "target of no kind": (put, ["mesh", "target"], {"topology": "v5e:4", "slices": 1}, "mesh: .*v5e:4"),
     "no reduction": (put, ["inputs", 0, "spec", "partial"], [["data", "mean"]], "twice|'mean' is no reduction"),
+    "diagnostic as text": (put, ["diagnostics"], ["train.py:3: sort is kept whole"], "diagnostics.0"),
+    "diagnostic without its source": (put, ["diagnostics"], [{"text": "sort is kept whole"}], "diagnostics.*source"),
     "replaces no argument": (put, ["outputs", 0, "replaces"], "states", "replaces states, which is not an argument"),
 }
 
@@ -220,7 +222,7 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"{}", "not a plan"),
         (b"null", "not a plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 5}', "lacks"),
+        (b'{"autoshard_plan": 6}', "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec
 import autoshard
 from autoshard.cost.cost import Cost
 from autoshard.cost.memory import Memory
+from autoshard.ir.graph import Diagnostic
 from autoshard.ir.spec import Spec, replicated
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.plan.decisions import Alternative, Constraint, DimSplit, Place
-from autoshard.plan.document import shorten_paths
+from autoshard.plan.document import short_source
 from autoshard.plan.grouping import MatchingSubtree, bytes_per_device, group_arrays, report_rows
 from autoshard.plan.render import WIDTH, as_html, explain
 from autoshard.plan.review import review
@@ -92,7 +93,7 @@ def plan_by_hand():
             Alternative("batch over data", 1e-3 + sent, 500000),
             Alternative("nothing split", 5e-4, 2**31),
         ),
-        diagnostics=(f"{here}:31: sort is kept whole: its order depends on every element",),
+        diagnostics=(Diagnostic("sort is kept whole: its order depends on every element", f"{here}:31"),),
         passes=(PassReport("dead_code", "dead_code", 120, 90, "30 equations removed"),),
         memory_budget=2.0**29,
         considered=42,
@@ -210,14 +211,14 @@ def test_says_all_that_a_plan_holds(real):
         assert re.search(rf"^  {what} +{re.escape(size_text(size))} ", text, re.MULTILINE)
     for c in real.cost.collectives:
         assert re.search(
-            rf" {c.kind} +{re.escape('+'.join(c.axes))} .*{re.escape(shorten_paths(c.source) or 'unknown')}$",
+            rf" {c.kind} +{re.escape('+'.join(c.axes))} .*{re.escape(short_source(c.source) or 'unknown')}$",
             text,
             re.MULTILINE,
         )
     for other in real.alternatives:
         assert time_text(other.seconds) in text
     for diagnostic in real.diagnostics:
-        assert flat(shorten_paths(diagnostic)) in flat(text)
+        assert flat(f"- {short_source(diagnostic.source)}: {diagnostic.text}") in flat(text)
     assert len(real.diagnostics) or "None: every operation has a rule" in text
 
 
@@ -272,7 +273,7 @@ def test_an_unknown_operation_is_named():
 
     plan = autoshard.jit(step, mesh={"data": 8}, strategy="dp").plan(X)
     assert plan.diagnostics
-    assert all(flat(shorten_paths(d)) in flat(plan.explain()) for d in plan.diagnostics)
+    assert all(flat(f"- {short_source(d.source)}: {d.text}") in flat(plan.explain()) for d in plan.diagnostics)
     assert "pure_callback is kept whole" in plan.explain()
 
 
@@ -342,9 +343,17 @@ def test_many_transfers_are_summed_up():
 
 
 def test_diagnostics_are_never_left_out():
-    many = tuple(f"request number {i} was dropped" for i in range(200))
+    many = tuple(Diagnostic(f"request number {i} was dropped") for i in range(200))
     text = explain(replace(plan_by_hand(), diagnostics=many))
     assert all(f"- {d}" in text for d in many)
+
+
+def test_only_the_source_of_a_diagnostic_is_shortened(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    here = Path.cwd()
+    diagnostic = Diagnostic(f"kernel '{here}/k:3' is kept whole", f"{here}/my model/block.py:12")
+    text = explain(replace(plan_by_hand(), diagnostics=(diagnostic,)))
+    assert flat(f"- my model/block.py:12: kernel '{here}/k:3' is kept whole") in flat(text)
 
 
 class Reader(HTMLParser):
@@ -398,7 +407,7 @@ def test_html_escapes_everything():
         strategy=nasty,
         inputs=inputs,
         intermediates=constraints,
-        diagnostics=(nasty,),
+        diagnostics=(Diagnostic(nasty, nasty),),
         passes=(PassReport(nasty, nasty, 1, 1, nasty),),
         dim_splits=(DimSplit(nasty, 8, ("data",)),),
         alternatives=(Alternative(nasty, 1.0, 1),),
@@ -493,13 +502,13 @@ def test_time_text(seconds, text):
     assert time_text(seconds) == text
 
 
-def test_sources_are_shorten_paths(monkeypatch, tmp_path):
+def test_short_sources(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     here = Path.cwd()
-    assert shorten_paths(f"{here}/model/block.py:12") == "model/block.py:12"
-    assert shorten_paths(f"mul at {here}/a.py:3; add at {here}/b.py:4") == "mul at a.py:3; add at b.py:4"
-    assert shorten_paths("/opt/venv/lib/python3.12/site-packages/optax/_src/update.py:42") == "optax/_src/update.py:42"
-    assert shorten_paths("/var/ipykernel_4242/123456.py:7: odd") == "cell:7: odd"
-    assert shorten_paths("/elsewhere/a.py:3") == "/elsewhere/a.py:3"
-    assert shorten_paths("nothing to see: 12:30, a/b") == "nothing to see: 12:30, a/b"
-    assert shorten_paths("") == ""
+    assert short_source(f"{here}/model/block.py:12") == "model/block.py:12"
+    assert short_source(f"{here}/my model (2), old/block.py:12") == "my model (2), old/block.py:12"
+    assert short_source("/opt/venv/lib/python3.12/site-packages/optax/_src/update.py:42") == "optax/_src/update.py:42"
+    assert short_source("/var/ipykernel_4242/123456.py:7") == "cell:7"
+    assert short_source("/elsewhere/a.py:3") == "/elsewhere/a.py:3"
+    assert short_source(f"{here}/a.py") == f"{here}/a.py"  # of HLO, where it has no line
+    assert short_source("") == ""

@@ -135,7 +135,7 @@ def test_a_diagnostic_names_state_that_cannot_keep_its_specs():
     assert "model" not in first.mesh.shape
     second = step.plan(STATE, rows(32))
     assert "model" in second.mesh.shape
-    assert any(d.startswith("state['w']: another spec than in the first plan") for d in second.diagnostics)
+    assert any(d.text.startswith("state['w']: another spec than in the first plan") for d in second.diagnostics)
     np.testing.assert_allclose(step(STATE, rows(32))["w"], 1 + 32 * 64)
 
 
@@ -158,7 +158,7 @@ def test_values_are_recomputed_where_nothing_else_fits(tmp_path: Path):
     plan = tight.plan(WEIGHTS, ROWS)
     assert any(p.name == "recompute" for p in plan.passes)
     assert plan.memory.peak <= 0.75 * free.memory.peak
-    assert "was added: without it, none of" in plan.diagnostics[-1]
+    assert "was added: without it, none of" in plan.diagnostics[-1].text
     np.testing.assert_allclose(tight(WEIGHTS, ROWS), deep(WEIGHTS, ROWS), rtol=1e-6)
     plan.save(tmp_path / "plan.json")
     again = autoshard.jit(deep, mesh={"x": 1}, strategy=autoshard.Plan.load(tmp_path / "plan.json"))
