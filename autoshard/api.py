@@ -18,7 +18,7 @@ from autoshard.ir.rule import Local, RuleFn
 from autoshard.ir.rule_check import check_rule
 from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import MeshLike, mesh_config
-from autoshard.passes import KNOWN
+from autoshard.passes import PASSES
 from autoshard.plan.planner import PlanRequest
 from autoshard.rules import SHIPPED, STRUCTURAL
 from autoshard.runtime.options import Options
@@ -145,9 +145,9 @@ def jit(
             plan=strategy if isinstance(strategy, Plan) else None,
             request=request,
             rules=_rules(rules),
-            passes=parse_passes(DEFAULT_PASSES if passes is None else passes, KNOWN),
-            memory_saving_passes=parse_passes(MEMORY_SAVING_PASSES if passes is None else None, KNOWN),
-            optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, KNOWN),
+            passes=parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES),
+            memory_saving_passes=parse_passes(MEMORY_SAVING_PASSES if passes is None else None, PASSES),
+            optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, PASSES),
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             static_nums=static_nums,
@@ -229,7 +229,7 @@ def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
         raise RuleError(f"no rule is registered for {name!r}{nearest(name, known)}")
 
 
-_registered: dict[rule_registry.Key, RuleFn] = {}
+_registered: dict[rule_registry.OperationKey, RuleFn] = {}
 
 
 def _rules(rules: Mapping[Primitive | str, AnyRule] | None) -> rule_registry.Rules:
@@ -239,7 +239,9 @@ def _rules(rules: Mapping[Primitive | str, AnyRule] | None) -> rule_registry.Rul
     return replace(SHIPPED, step_rules=step_rules, base_tables=(_registered, *SHIPPED.base_tables))
 
 
-def _rule_entry(op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None) -> dict[rule_registry.Key, RuleFn]:
+def _rule_entry(
+    op: Any, rule: AnyRule, local: Any, example: Sequence[Any] | None
+) -> dict[rule_registry.OperationKey, RuleFn]:
     key = rule_registry.table_key(op)
     if isinstance(key, Primitive) and key.name in STRUCTURAL:
         raise RuleError(

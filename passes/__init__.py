@@ -21,13 +21,13 @@ from autoshard.passes.sum_products import SumProducts
 from autoshard.passes.transposed_products import TransposedProducts
 from autoshard.transforms.pipeline import Pass
 
-KNOWN: Mapping[str, type[Pass]] = {
+PASSES: Mapping[str, type[Pass]] = {
     p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, PadUneven, Recompute, SumProducts, TransposedProducts)
 }
 """The passes by the name that a user writes in ``passes=[...]``."""
 
 __all__ = [
-    "KNOWN",
+    "PASSES",
     "Accumulate",
     "Attention",
     "DeadCode",

@@ -18,8 +18,8 @@ import jax
 from jax import numpy as jnp
 from jax.extend.core import Primitive
 
-from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE, CollectiveKind
+from autoshard.ir.rule import Aval, CollectiveBytes, Local, Rule, RuleFn
+from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE
 from autoshard.rules.builders import Label, build
 from autoshard.rules.local_forms.attention_chunked import attend_chunked, gradients_chunked
 from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
@@ -35,7 +35,6 @@ from autoshard.transforms.attention_op import (
 from autoshard.transforms.cudnn_attention import causal_fill
 
 SEQUENCE = "sequence"
-Collectives = tuple[tuple[CollectiveKind, int], ...]
 
 
 def attention(query: Aval, key: Aval, value: Aval, *extras: Aval, config: AttentionConfig, **_: Any) -> Rule:
@@ -71,7 +70,7 @@ class Algorithm:
 
     fun: Callable[..., Any]
     """``fun(axes, *operands)`` inside `jax.shard_map`, as `Local.fun`."""
-    collectives: Collectives
+    collectives: CollectiveBytes
     imbalance: float = 1.0
     """The work of the busiest device over the average."""
 
@@ -100,7 +99,7 @@ class SequenceShard:
         """Whether the heads can be sharded over the same devices instead."""
         return self.heads >= self.parts and self.heads % self.parts == 0
 
-    def all_to_alls(self, *sizes: int) -> Collectives:
+    def all_to_alls(self, *sizes: int) -> CollectiveBytes:
         """One all-to-all for each of these sizes in bytes."""
         return tuple((ALL_TO_ALL, n) for n in sizes)
 

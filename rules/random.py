@@ -16,7 +16,7 @@ from autoshard.ir.rule import Aval, Rule, RuleFn
 from autoshard.rules.builders import build, dim_labels, elementwise, table
 
 
-def pointwise(results: int = 1) -> RuleFn:
+def per_key(results: int = 1) -> RuleFn:
     """The rule of an operation on each key, or each word, by itself."""
 
     def rule(*avals: Aval, **_: Any) -> Rule:
@@ -74,19 +74,19 @@ def rng_uniform(low: Aval, high: Aval, *, shape: Sequence[int], **_: Any) -> Rul
 
 RULES: dict[str, RuleFn] = {
     "iota_2x32_shape": iota_2x32_shape,
-    "philox2x32": pointwise(2),
-    "philox4x32": pointwise(4),
+    "philox2x32": per_key(2),
+    "philox4x32": per_key(4),
     "random_bits": draws,
-    "random_clone": pointwise(),
-    "random_fold_in": pointwise(),
+    "random_clone": per_key(),
+    "random_fold_in": per_key(),
     "random_gamma": random_gamma,
-    "random_seed": pointwise(),
+    "random_seed": per_key(),
     "random_split": draws,
     "random_unwrap": random_unwrap,
     "random_wrap": random_wrap,
     "rng_bit_generator": rng_bit_generator,
     "rng_uniform": rng_uniform,
-    "threefry2x32": pointwise(2),
-    "threefry4x32": pointwise(4),
+    "threefry2x32": per_key(2),
+    "threefry4x32": per_key(4),
 }
 TABLE = table(RULES)

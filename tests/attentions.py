@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from autoshard.machine.mesh import Link, LogicalMesh
-from autoshard.passes import KNOWN
+from autoshard.passes import PASSES
 from autoshard.transforms.pipeline import Pipeline, parse_passes
 from tests.programs import CHIP, program
 
@@ -148,7 +148,7 @@ def trained(fun):
 
 def rewritten(fun, args, passes=("attention",)):
     """The program after the passes, and the attention's report."""
-    done, reports = Pipeline(parse_passes(passes, KNOWN)).run(program(fun, args, mesh(s=8)))
+    done, reports = Pipeline(parse_passes(passes, PASSES)).run(program(fun, args, mesh(s=8)))
     return done, next(r.change for r in reports if r.name == "attention")
 
 

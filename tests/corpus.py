@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.ir.graph import Graph, OpKind
-from autoshard.runtime.verify import compare
+from autoshard.runtime.verify import compare_arrays
 
 MESHES = ({"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2})
 TOLERANCE = 1e-5
@@ -233,7 +233,7 @@ def difference(expected: Any, got: Any) -> tuple[str, float]:
             return f"result {i}: {b.dtype}{b.shape} for {a.dtype}{a.shape}", math.inf
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
-        d = compare(f"result {i}", np.asarray(a), np.asarray(b), TOLERANCE)
+        d = compare_arrays(f"result {i}", np.asarray(a), np.asarray(b), TOLERANCE)
         if not d.equal:
             return str(d), d.relative
         off = max(off, d.relative)

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 from jax.extend import mlir
 from jax.extend.mlir import ir
+from jax.interpreters.mlir import make_ir_context
 
 from autoshard import jaxpr as jx
-from autoshard.ir import shardy_mlir, shardy_notation
+from autoshard.ir import shardy_notation
+from tests.shardy_check import OP_RULES_PIPELINE, apply_passes
 
 Leaf = int
 
@@ -137,9 +139,9 @@ def theirs(eqn: jx.JaxprEqn) -> Map:
         return eqn.primitive.bind(*xs, **eqn.params)
 
     shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
-    with shardy_mlir.context():
+    with make_ir_context():
         module = parsed(jax.jit(run, keep_unused=True).lower(*shapes))
-        shardy_mlir.apply_passes(module, shardy_mlir.OP_RULES_PIPELINE)
+        apply_passes(module, OP_RULES_PIPELINE)
         functions = {
             ir.StringAttr(f.attributes["sym_name"]).value: f
             for f in module.body.operations

@@ -1,4 +1,4 @@
-"""witness: whether Shardy, asked anew, comes to the layouts that a plan says.
+"""Runs Shardy's MLIR passes on lowered programs: whether its propagation comes to the layouts that a plan states.
 
 The lowered step states the layout of every argument, the constraints and the islands. What it says of its results is
 taken out of a copy, and Shardy propagates: a result that it lays out otherwise will be moved at the step's end,
@@ -12,14 +12,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.extend.mlir import ir
+from jax.extend.mlir import ir, passmanager
+from jax.interpreters import mlir
 
 from autoshard import jaxpr as jx
-from autoshard.ir import shardy_mlir
 from autoshard.ir.spec import Spec
 from autoshard.plan.decisions import Place
 from autoshard.plan.record import PlanRecord
 
+PROPAGATION_PIPELINE = (
+    "builtin.module(sdy-propagation-pipeline,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),func.func(sdy-reshard-to-collectives))"
+)
+"""Shardy's propagation, and its reshards as explicit collectives: what XLA does before it partitions."""
+OP_RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+"""Attaches Shardy's sharding rule to each operation."""
 _SHARDING = re.compile(r"#sdy\.sharding<@\w+, \[(.*?)\](?:, .*)?>")
 
 
@@ -36,6 +43,19 @@ class Difference:
         return f"{self.path}: planned as {self.planned}, Shardy lays it out as [{self.found}]"
 
 
+def apply_passes(module: ir.Module, pipeline: str) -> None:
+    """Runs a pass pipeline on ``module``, in place, inside its context. JAX caches modules: pass a copy."""
+    passmanager.PassManager.parse(pipeline).run(module.operation)
+
+
+def propagated(lowered: jax.stages.Lowered) -> str:
+    """The lowered program after Shardy's propagation: the sharding of every value, and explicit collectives."""
+    with mlir.make_ir_context():
+        module = ir.Module.parse(lowered.as_text())
+        apply_passes(module, PROPAGATION_PIPELINE)
+        return str(module)
+
+
 def comes_back(lowered: jax.stages.Lowered, plan: PlanRecord) -> tuple[Difference, ...]:
     """Where Shardy lays out arguments and results otherwise than ``plan``; empty when nowhere.
 
@@ -43,11 +63,11 @@ def comes_back(lowered: jax.stages.Lowered, plan: PlanRecord) -> tuple[Differenc
       lowered: the step as planned, ``step.lower(...)``.
       plan: its plan.
     """
-    with shardy_mlir.context():
+    with mlir.make_ir_context():
         module = ir.Module.parse(lowered.as_text())
         main = _main(module)
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get({})] * len(plan.outputs))
-        shardy_mlir.apply_passes(module, shardy_mlir.PROPAGATION_PIPELINE)
+        apply_passes(module, PROPAGATION_PIPELINE)
         arguments, results = (_written(_main(module), name) for name in ("arg_attrs", "res_attrs"))
     used = [plan.inputs[i] for i in jx.kept_arguments(lowered)]
     return (*_compared(used, arguments, plan), *_compared(plan.outputs, results, plan))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import SpecError
-from autoshard.runtime.verify import compare
+from autoshard.runtime.verify import compare_arrays
 from tests.random_programs import Call, Recipe, draw
 
 EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "100"))
@@ -157,7 +157,7 @@ def check(recipe: Recipe) -> None:
         got = sharded("replicated")
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        d = compare(f"result {i}", np.asarray(a), np.asarray(b), TOLERANCE)
+        d = compare_arrays(f"result {i}", np.asarray(a), np.asarray(b), TOLERANCE)
         assert d.equal or (a.dtype.kind == "f" and d.absolute <= TOLERANCE), f"{d}\n{recipe}"
 
 

@@ -89,9 +89,9 @@ def test_decoders_stand_on_every_machine_and_other_models_on_two():
 
 def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_path):
     cell, gib = CELLS[0], 2**30
-    ours = Line("autoshard", 10 * gib, 16 * gib, 0.5, 0.4, gib, 60.0, 2.0, 9 * gib, ("all-reduce x differs",))
-    large = Line("dp", 40 * gib, 16 * gib, None, None, None, 2.0)
-    fsdp = Line("fsdp + remat", 12 * gib, 16 * gib, 1.0, 0.9, 2 * gib, 61.0)
+    ours = Line("autoshard", True, 10 * gib, 16 * gib, 0.5, 0.4, gib, 60.0, 2.0, 9 * gib, ("all-reduce x differs",))
+    large = Line("dp", False, 40 * gib, 16 * gib, None, None, None, 2.0)
+    fsdp = Line("fsdp + remat", False, 12 * gib, 16 * gib, 1.0, 0.9, 2 * gib, 61.0)
     kept = Kept(tmp_path / "kept.json", {"a": ours, "b": large, "c": fsdp, "d": large}, {}, {str(cell): 0.25})
     kept.cells[str(cell)] = ["a", "b", "c"]
     kept.write()

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from autoshard.backend.estimate import Compiled
 from autoshard.backend.hlo_collectives import collectives
-from autoshard.backend.known_rewrites import Axes, Rewrite, fit_rewrites
+from autoshard.backend.known_rewrites import KindAxes, Rewrite, fit_rewrites
+from autoshard.ir.spec import Axes
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.document import short_source
@@ -26,7 +27,7 @@ from autoshard.units import size_text
 TOLERANCE = 0.05
 """Share of a row's bytes by which planned and emitted may differ."""
 
-Key = tuple[str, Axes | None]
+RowKey = tuple[str, Axes | None]
 
 
 class CostLike(Protocol):
@@ -135,19 +136,19 @@ def audit(compiled: Compiled, plan: PlanLike) -> Audit:
       compiled: from ``step.lower(...).compile()`` on the plan's mesh.
       plan: its ``mesh`` maps device groups to axes; its ``cost.collectives`` are those predicted.
     """
-    return compare(plan.cost.collectives, collectives(compiled.as_text() or "", plan.mesh), plan.mesh)
+    return audit_collectives(plan.cost.collectives, collectives(compiled.as_text() or "", plan.mesh), plan.mesh)
 
 
-def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: LogicalMesh) -> Audit:
+def audit_collectives(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: LogicalMesh) -> Audit:
     """The audit of two lists of collectives."""
     order = {axis: i for i, axis in enumerate(mesh.axis_names)}
-    sides: dict[Key, tuple[list[Collective], list[Collective]]] = {}
+    sides: dict[RowKey, tuple[list[Collective], list[Collective]]] = {}
     for side, found in enumerate((planned, emitted)):
         for c in found:
             axes = None if c.axes is None else tuple(sorted(c.axes, key=order.__getitem__))
             sides.setdefault((c.kind, axes), ([], []))[side].append(c)
     before, after = ({key: float(_total(both[i])) for key, both in sides.items()} for i in (0, 1))
-    explained: dict[tuple[str, Axes], float] = defaultdict(float)
+    explained: dict[KindAxes, float] = defaultdict(float)
     left = {key: after[key] - before[key] for key in sides}
     if not all(_near(before[key], after[key]) for key in sides):
         # Groups that match no axes, or that are of one device, have no rewrites.
@@ -167,12 +168,12 @@ def compare(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: 
 
 
 def _observed_rewrites(
-    sides: Mapping[Key, tuple[list[Collective], list[Collective]]],
+    sides: Mapping[RowKey, tuple[list[Collective], list[Collective]]],
 ) -> Iterator[tuple[Rewrite, float]]:
     """Rewrites visible in the collectives of one kind and axes alone, each with the most bytes that it explains."""
     for (kind, axes), (planned, emitted) in sides.items():
         if axes:
-            this, none = {(kind, axes): 1.0}, dict[tuple[str, Axes], float]()
+            this, none = {(kind, axes): 1.0}, dict[KindAxes, float]()
             yield Rewrite(f"{kind} repeated for the same operand", axes, this, none), _redundant_bytes(emitted)
             repeated = f"{kind} repeated for the same operand, done once"
             yield Rewrite(repeated, axes, none, this), _redundant_bytes(planned)
@@ -202,7 +203,7 @@ def _bytes_saved_by_narrowing(planned: Iterable[Collective], emitted: Iterable[C
     return saved
 
 
-def _combined_collectives(sides: Mapping[Key, tuple[list[Collective], list[Collective]]]) -> list[Explanation]:
+def _combined_collectives(sides: Mapping[RowKey, tuple[list[Collective], list[Collective]]]) -> list[Explanation]:
     """Kinds and axes with equal bytes in fewer runs: the compiler has combined small collectives."""
     found: list[Explanation] = []
     for (kind, axes), (a, b) in sorted(sides.items(), key=lambda item: (item[0][0], item[0][1] or ())):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.backend.hlo_roofline import instruction_seconds, roofline_seconds
-from autoshard.backend.hlo_text import Module, parse
+from autoshard.backend.hlo_text import Module, parse_hlo
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, LogicalMesh
@@ -60,7 +60,7 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
       mesh: the mesh that it was compiled for: gives the clock or the roofline, and the links.
     """
     text = compiled.as_text() or ""
-    module, clock = parse(text), mesh.hardware.clock
+    module, clock = parse_hlo(text), mesh.hardware.clock
     cycles: int | None = None
     if clock:
         cycles, exact = estimated_cycles(module, mesh.hardware)

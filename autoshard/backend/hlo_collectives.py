@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autoshard.backend import hlo_dtypes
-from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse
+from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse_hlo
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_KINDS, COLLECTIVE_PERMUTE, REDUCE_SCATTER, Collective
 from autoshard.machine.mesh import LogicalMesh
@@ -47,7 +47,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
       text: HLO as from `jax.stages.Compiled.as_text`.
       mesh: the mesh that the program was compiled for, which maps device groups to axes.
     """
-    module = parse(text)
+    module = parse_hlo(text)
     runs = run_counts(module)
     group_axes = _GroupAxes(mesh)
     async_parts: set[tuple[str, str]] = set()

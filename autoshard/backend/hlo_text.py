@@ -82,7 +82,7 @@ def called(instruction: Instruction) -> Iterator[tuple[str, str]]:
             yield key, name
 
 
-def parse(text: str) -> Module:
+def parse_hlo(text: str) -> Module:
     """Parses HLO text; lines that it does not recognise are skipped."""
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
+from autoshard.ir.spec import Axes
 from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from autoshard.machine.mesh import LogicalMesh
 
-Axes = tuple[str, ...]
-Key = tuple[str, Axes]
+KindAxes = tuple[str, Axes]
 """Kind and axes of collectives."""
 
 REWRITE_PENALTY = 1e-3
@@ -45,8 +45,8 @@ class Rewrite:
 
     name: str
     axes: Axes
-    emitted: Mapping[Key, float]
-    planned: Mapping[Key, float]
+    emitted: Mapping[KindAxes, float]
+    planned: Mapping[KindAxes, float]
     direction: str = ""
     """Rewrites of one family and the same axes that have different directions exclude each other; empty for one whose
     reverse is no rewrite."""
@@ -55,8 +55,8 @@ class Rewrite:
 
 
 def fit_rewrites(
-    planned: Mapping[Key, float],
-    emitted: Mapping[Key, float],
+    planned: Mapping[KindAxes, float],
+    emitted: Mapping[KindAxes, float],
     mesh: LogicalMesh,
     observed: Sequence[tuple[Rewrite, float]] = (),
 ) -> list[tuple[Rewrite, float]]:

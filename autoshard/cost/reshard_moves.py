@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from autoshard.ir.spec import Axes, Spec
+from autoshard.ir.spec import Axes, DimAxes, Spec
 from autoshard.machine.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,10 +30,9 @@ from autoshard.machine.mesh import LogicalMesh
 type MoveKind = CollectiveKind | Literal["slice", "stay", "make-partial"]
 FREE_MOVES: Final = ("slice", "stay", "make-partial")
 """Moves that send no bytes."""
-Dims = tuple[Axes, ...]
 PartialAxes = tuple[tuple[str, str], ...]
 """(axis, reduction kind), as in `Spec.partial`."""
-State = tuple[Dims, PartialAxes]
+State = tuple[DimAxes, PartialAxes]
 """The fields of a `Spec`, partial axes sorted: cheaper to hash and to compare."""
 
 
@@ -135,7 +134,7 @@ class ReshardGraph:
             self._edges[state] = tuple(found)
         return self._edges[state]
 
-    def _splits(self, dims: Dims, partial: PartialAxes) -> Iterator[Edge]:
+    def _splits(self, dims: DimAxes, partial: PartialAxes) -> Iterator[Edge]:
         taken = {a for d in dims for a in d} | {a for a, _ in partial}
         for axis in self.axes:
             if axis in taken:
@@ -146,7 +145,7 @@ class ReshardGraph:
                 if new[0] == axis:
                     yield self.edge("make-partial", (axis,), (dims, tuple(sorted((*partial, new)))))
 
-    def _gathers(self, dims: Dims, partial: PartialAxes) -> Iterator[Edge]:
+    def _gathers(self, dims: DimAxes, partial: PartialAxes) -> Iterator[Edge]:
         for dim, axes in enumerate(dims):
             for k in range(len(axes)):
                 without, moved = replace_dim(dims, dim, axes[:k]), axes[k:]
@@ -155,7 +154,7 @@ class ReshardGraph:
                     if to != dim:
                         yield self.edge(ALL_TO_ALL, moved, (replace_dim(without, to, to_axes + moved), partial))
 
-    def _reductions(self, dims: Dims, partial: PartialAxes) -> Iterator[Edge]:
+    def _reductions(self, dims: DimAxes, partial: PartialAxes) -> Iterator[Edge]:
         for kind in sorted({k for _, k in partial}):
             reducible = [p for p in partial if p[1] == kind]
             for n in range(1, len(reducible) + 1):
@@ -165,7 +164,7 @@ class ReshardGraph:
                     for dim, order in itertools.product(range(self.rank), itertools.permutations(axes)):
                         yield self.edge(REDUCE_SCATTER, order, (replace_dim(dims, dim, dims[dim] + order), rest))
 
-    def _permutes(self, dims: Dims, partial: PartialAxes) -> Iterator[Edge]:
+    def _permutes(self, dims: DimAxes, partial: PartialAxes) -> Iterator[Edge]:
         if not any(dims):
             return
         parts = tuple(math.prod([self.sizes[a] for a in axes]) for axes in dims)
@@ -181,7 +180,7 @@ class ReshardGraph:
                 yield self.edge(COLLECTIVE_PERMUTE, displaced, (other, partial))
 
 
-def replace_dim(dims: Dims, dim: int, axes: Axes) -> Dims:
+def replace_dim(dims: DimAxes, dim: int, axes: Axes) -> DimAxes:
     """``dims`` with dimension ``dim`` split over ``axes``."""
     return (*dims[:dim], axes, *dims[dim + 1 :])
 
@@ -199,6 +198,6 @@ def _splits_into(parts: tuple[int, ...], free: Axes, sizes: Mapping[str, int]) -
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _positions(dims: Dims) -> Mapping[str, tuple[int, int]]:
+def _positions(dims: DimAxes) -> Mapping[str, tuple[int, int]]:
     """Axis -> (dimension, position among the axes of that dimension)."""
     return {a: (dim, i) for dim, axes in enumerate(dims) for i, a in enumerate(axes)}

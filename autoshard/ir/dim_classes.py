@@ -16,7 +16,6 @@ import scipy.sparse.csgraph
 from autoshard.ir.graph import BACKWARD, FORWARD, Graph, OpKind
 from autoshard.jaxpr.paths import path_names
 
-
 _CONTAINED = frozenset({"kernel", "raw_value", "value"})
 """Keys that name what a layer or variable contains: a class is named after the key before them."""
 

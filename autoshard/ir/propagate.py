@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autoshard.ir.graph import Graph, OpKind
-from autoshard.ir.spec import Axes, Spec, replicated
+from autoshard.ir.spec import Axes, DimAxes, Spec, replicated
 
-ValueAxes = tuple[Axes, ...]
-"""Axes of each dimension of one value."""
 Factors = dict[str, Axes]
 """Axes of each factor of one node."""
 Origin = Literal["pinned", "chosen", "solved"] | int
@@ -121,7 +119,7 @@ class _Propagation:
 
     def __init__(self, graph: Graph, final: Mapping[int, Spec]) -> None:
         self.graph, self.final, self.mesh = graph, final, graph.program.mesh.shape
-        self.state: list[ValueAxes] = [((),) * len(v.shape) for v in graph.values]
+        self.state: list[DimAxes] = [((),) * len(v.shape) for v in graph.values]
         self.origins: dict[tuple[int, int], Origin] = {}
         undecided = (v for v in range(1, len(graph.values)) if v not in final or v in graph.unconstrained_dims)
         self.active_nodes = {n for v in undecided for n in graph.uses[v]}
@@ -192,7 +190,7 @@ class _Propagation:
                     heapq.heappush(self.queue, (-weight, u, d, axes, n))
 
 
-def proposals(kind: OpKind, state: Sequence[ValueAxes], mesh: Mapping[str, int]) -> tuple[Proposal, ...]:
+def proposals(kind: OpKind, state: Sequence[DimAxes], mesh: Mapping[str, int]) -> tuple[Proposal, ...]:
     """What a node proposes to its values, given the axes of their dimensions so far."""
     sizes = dict(kind.factor_sizes)
     chosen = factor_axes(kind, state, mesh)

@@ -38,6 +38,8 @@ from autoshard.machine.collective import CollectiveKind
 FACTOR_KINDS = (*REDUCTIONS, "whole", "halo", "local")
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]
+CollectiveBytes = tuple[tuple[CollectiveKind, int], ...]
+"""Collectives as (kind, bytes as `autoshard.machine.collective` defines them)."""
 
 
 class Aval(Protocol):
@@ -61,10 +63,9 @@ class Local:
     fun: Callable[..., Any] | None
     """``fun(axes, *operands)`` -> a result or a tuple of them, all shards. ``axes`` are the mesh axes that split the
     local factor, major to minor: an ``axis_name`` for `jax.lax`'s collectives. None: the operation itself."""
-    collectives: Callable[[int, Sequence[int]], tuple[tuple[CollectiveKind, int], ...] | None]
-    """``collectives(parts, sizes)`` -> the collectives that ``fun`` executes over ``axes``, as (kind, bytes as
-    `autoshard.machine.collective` defines them); None where ``fun`` is not to be used for so many ``parts``.
-    ``sizes``: bytes of one shard of each operand and then of each result."""
+    collectives: Callable[[int, Sequence[int]], CollectiveBytes | None]
+    """``collectives(parts, sizes)`` -> the collectives that ``fun`` executes over ``axes``; None where ``fun`` is not
+    to be used for so many ``parts``. ``sizes``: bytes of one shard of each operand and then of each result."""
     used_when: Literal["split", "always", "partial", "scattered"] = "split"
     """``always``: also, with no ``axes``, where the local factor is not split, since XLA would gather for any other.
     ``partial``: only where a reduced factor is split. ``scattered``: only where the partial sums of a split reduced

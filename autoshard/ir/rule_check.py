@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 
 from autoshard.errors import RuleError
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.ir.rule_registry import EinsumRule, FixedRule, Key, display_name
+from autoshard.ir.rule_registry import EinsumRule, FixedRule, OperationKey, display_name
 
 _SIZES = ((8, 8), (8, 1))
 """Synthetic sizes: of factors, and of dimensions without one."""
@@ -27,7 +27,7 @@ _DTYPES = ("float32", "int32", "bool")
 
 
 def check_rule(
-    of: Key | Callable[..., Any],
+    of: OperationKey | Callable[..., Any],
     fn: RuleFn,
     local: Local | Callable[..., Any] | None = None,
     example: Sequence[Any] | None = None,

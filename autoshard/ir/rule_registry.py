@@ -17,22 +17,21 @@ from jax.extend.core import Primitive
 from autoshard import jaxpr as jx
 from autoshard.errors import RuleError, nearest
 from autoshard.ir import shardy_mlir, shardy_notation
-from autoshard.ir.rule import Local, Rule, RuleFn, RuleTable, parse, replicated_rule
+from autoshard.ir.rule import CollectiveBytes, Local, Rule, RuleFn, RuleTable, parse, replicated_rule
 from autoshard.ir.traits import UNKNOWN, Traits
-from autoshard.machine.collective import CollectiveKind
 from autoshard.machine.mesh import LogicalMesh
 
-Key = Primitive | str
+OperationKey = Primitive | str
 AnyRule = Rule | str | tuple[str, Mapping[str, Any]] | RuleFn | Any
 """Every form in which a user may give a rule: `Rule`, its text, Shardy's text with options, a function of the abstract
 operands, or JAX's `SdyShardingRule`."""
 
 
 @dataclass(frozen=True)
-class Rules(Mapping[Key, RuleFn]):
+class Rules(Mapping[OperationKey, RuleFn]):
     """Layered rule tables, of which the first with a key decides, and traits. A view: tables may still change."""
 
-    step_rules: Mapping[Key, RuleFn]
+    step_rules: Mapping[OperationKey, RuleFn]
     """The rules of one step (``rules=``)."""
     base_tables: tuple[RuleTable, ...]
     """The rules of all steps: registered ones, then those that ship."""
@@ -40,14 +39,14 @@ class Rules(Mapping[Key, RuleFn]):
     """Of the primitives that ship; a step or a user adds none."""
 
     @property
-    def _tables(self) -> tuple[Mapping[Key, RuleFn], ...]:
-        return cast("tuple[Mapping[Key, RuleFn], ...]", (self.step_rules, *self.base_tables))
+    def _tables(self) -> tuple[Mapping[OperationKey, RuleFn], ...]:
+        return cast("tuple[Mapping[OperationKey, RuleFn], ...]", (self.step_rules, *self.base_tables))
 
     def traits(self, primitive: Primitive) -> Traits:
         """The traits of ``primitive``; none for one that is not JAX's."""
         return self.known_traits.get(primitive, UNKNOWN)
 
-    def __getitem__(self, key: Key) -> RuleFn:
+    def __getitem__(self, key: OperationKey) -> RuleFn:
         for table in self._tables:
             if key in table:
                 return table[key]
@@ -56,7 +55,7 @@ class Rules(Mapping[Key, RuleFn]):
     def __contains__(self, key: object) -> bool:
         return any(key in table for table in self._tables)
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[OperationKey]:
         return iter(dict.fromkeys(itertools.chain(*self._tables)))
 
     def __len__(self) -> int:
@@ -85,7 +84,7 @@ class EinsumRule:
         return rule if self.local is None else _with_local(rule, self.local)
 
 
-def table_key(of: Key | Callable[..., Any]) -> Key:
+def table_key(of: OperationKey | Callable[..., Any]) -> OperationKey:
     """The key in a rule table of ``of``: a primitive or its name, a function, or the name of a kernel or function.
 
     Raises:
@@ -106,7 +105,7 @@ def table_key(of: Key | Callable[..., Any]) -> Key:
     return of if colon else jx.find_primitive(of) or of
 
 
-def rule_items(rules: Any) -> list[tuple[Key | Callable[..., Any], AnyRule]]:
+def rule_items(rules: Any) -> list[tuple[OperationKey | Callable[..., Any], AnyRule]]:
     """The argument ``rules=`` of a step as (operation, rule) pairs.
 
     Raises:
@@ -219,13 +218,13 @@ def near_misses(rules: Rules, names: set[str]) -> Iterator[str]:
                 yield f"a rule is registered for {k!r}, which is not in the step; did you mean {close!r}?"
 
 
-def display_name(of: Key | Callable[..., Any]) -> str:
+def display_name(of: OperationKey | Callable[..., Any]) -> str:
     """The name of the operation ``of``, for messages."""
     k = table_key(of)
     return k.name if isinstance(k, Primitive) else k
 
 
-def _no_collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+def _no_collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
     """`Local.collectives` of a local form without any."""
     return ()
 

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec
 from autoshard.errors import SpecError, nearest
 
 Axes = tuple[str, ...]
+DimAxes = tuple[Axes, ...]
+"""For each dimension of a value the mesh axes that split it."""
 REDUCTION_KINDS = ("sum", "max", "min", "prod", "and", "or")
 """Reductions by which the partial values on several devices are combined."""
 
@@ -24,7 +26,7 @@ REDUCTION_KINDS = ("sum", "max", "min", "prod", "and", "or")
 class Spec:
     """The sharding of a value: mesh axes by dimension, and partial axes."""
 
-    dims: tuple[Axes, ...]
+    dims: DimAxes
     """For each dimension the mesh axes that split it, major to minor."""
     partial: tuple[tuple[str, str], ...] = ()
     """(mesh axis, reduction kind) pairs."""

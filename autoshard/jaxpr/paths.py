@@ -35,7 +35,7 @@ def path_keys(path: str) -> tuple[PathKey, ...] | None:
 
 
 def path_names(path: str) -> tuple[str, ...]:
-    """The names of the argument and of the keys of ``path``; ``path`` itself where it is not written in this grammar."""
+    """The names of the argument and of the keys of ``path``; ``path`` itself where it is not in this grammar."""
     keys = path_keys(path)
     return (path,) if keys is None else (argument_name(path), *(key.name for key in keys))
 

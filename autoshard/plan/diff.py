@@ -17,7 +17,7 @@ MAX_ROWS = 24
 """Most rows of a table."""
 
 
-def compare(plan: PlanRecord, other: PlanRecord) -> Iterator[Section]:
+def compare_plans(plan: PlanRecord, other: PlanRecord) -> Iterator[Section]:
     """What changes from ``plan`` to ``other``; the first section is the heading.
 
     Raises:

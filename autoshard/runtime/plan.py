@@ -21,7 +21,7 @@ from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import argument_aval
 from autoshard.plan import render, serialize
 from autoshard.plan.decisions import Place
-from autoshard.plan.diff import compare
+from autoshard.plan.diff import compare_plans
 from autoshard.plan.document import plural
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import difference
@@ -179,7 +179,7 @@ class Plan(PlanRecord):
         Raises:
           PlanError: they are of different steps.
         """
-        return render.as_text(compare(self, other))
+        return render.as_text(compare_plans(self, other))
 
     def what_if(self, pins: Mapping[str, PartitionSpec]) -> Plan:
         """The plan that would be made with further pins, by argument path or glob; `diff` compares the two.

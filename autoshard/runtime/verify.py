@@ -127,11 +127,11 @@ def _evaluate(jaxpr: jx.Jaxpr, leaves: Sequence[Any]) -> list[Any]:
 
 def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[Any], rtol: float) -> list[Difference]:
     """The difference of each result, the largest first."""
-    found = [compare(p, e, g, rtol) for p, e, g in zip(paths, expected, got, strict=True)]
+    found = [compare_arrays(p, e, g, rtol) for p, e, g in zip(paths, expected, got, strict=True)]
     return sorted(found, key=lambda d: -d.relative)
 
 
-def compare(path: str, expected: Any, got: Any, rtol: float) -> Difference:
+def compare_arrays(path: str, expected: Any, got: Any, rtol: float) -> Difference:
     """The difference of ``got`` from ``expected``, with the tolerance for their dtype."""
     a, b = np.asarray(_key_words(expected)), np.asarray(_key_words(got))
     if a.dtype.kind not in "fcV" or a.size == 0:
@@ -160,7 +160,7 @@ def _first_divergence(
         for jaxpr, arguments in ((unsharded, leaves), (constrained, placed))
     )
     for (eqn, var), a, b in zip(compared, expected, got, strict=True):
-        d = compare("", a, b, rtol)
+        d = compare_arrays("", a, b, rtol)
         if not d.equal:
             where = jx.source(eqn) or "an equation without a source line"
             return (

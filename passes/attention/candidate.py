@@ -228,6 +228,6 @@ def is_unconstrained(eqn: jx.JaxprEqn) -> bool:
     return sharding is None or all(t is AxisType.Auto for t in sharding.mesh.axis_types)
 
 
-def is_float(dtype: Any) -> bool:
+def is_wide_float(dtype: Any) -> bool:
     """Whether ``dtype`` is a floating-point type of 16 bits or more, so that a cast to it only rounds."""
     return jax.dtypes.issubdtype(dtype, np.floating) and jx.dtype_bits(dtype) >= 16

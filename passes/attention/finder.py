@@ -29,8 +29,8 @@ from autoshard.passes.attention.candidate import (
     Env,
     OperandValues,
     SymbolicValue,
-    is_float,
     is_unconstrained,
+    is_wide_float,
     product_dims,
 )
 from autoshard.passes.attention.facts import Facts, OuterValues
@@ -121,7 +121,7 @@ class AttentionFinder:
         """Makes the product ``eqn`` a candidate, if it contracts one dimension of two different float arrays."""
         (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
         operands = eqn.invars
-        floats = all(isinstance(a, jx.Var) and is_float(jx.aval(a).dtype) for a in (*operands, *eqn.outvars))
+        floats = all(isinstance(a, jx.Var) and is_wide_float(jx.aval(a).dtype) for a in (*operands, *eqn.outvars))
         if len(left) != 1 or not floats or operands[0] is operands[1] or not is_unconstrained(eqn):
             return
         ranks = [len(jx.aval(a).shape) for a in operands]

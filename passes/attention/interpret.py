@@ -25,7 +25,7 @@ from autoshard.passes.attention.candidate import (
     OperandValues,
     SymbolicValue,
     UnorientedBand,
-    is_float,
+    is_wide_float,
 )
 from autoshard.passes.attention.facts import Band, Letters, complement, reshape_dims
 from autoshard.passes.attention.polynomials import DOT, EXP, ROW_SUM, combine, sum_over_keys
@@ -53,7 +53,7 @@ def interpret_rearrangement(env: Env, eqn: jx.JaxprEqn, operand_values: OperandV
 def interpret_cast(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> SymbolicValue:
     """Casts between floats, and operations that return their operand."""
     dtype = jx.aval(eqn.outvars[0]).dtype
-    if not is_float(dtype):
+    if not is_wide_float(dtype):
         raise PassError(f"it is cast to {dtype}")
     return _only_value(eqn, operand_values)
 

@@ -17,8 +17,8 @@ from autoshard.passes.attention.candidate import (
     Env,
     FinalProduct,
     OperandValues,
-    is_float,
     is_unconstrained,
+    is_wide_float,
     product_dims,
 )
 from autoshard.passes.attention.facts import Letters
@@ -52,7 +52,7 @@ def match_cotangent_product(
         or env.facts.rules.traits(eqn.primitive).casts
     ):
         (operand,) = eqn.invars
-        if not isinstance(operand, jx.Var) or not is_float(jx.aval(operand).dtype):
+        if not isinstance(operand, jx.Var) or not is_wide_float(jx.aval(operand).dtype):
             break
         if eqn.primitive is _prims.transpose_p:
             permutation = eqn.params["permutation"]

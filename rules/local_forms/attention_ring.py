@@ -22,7 +22,9 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.halo import permute_shards
-from autoshard.machine.collective import ALL_GATHER, COLLECTIVE_PERMUTE, CollectiveKind
+from autoshard.ir.rule import CollectiveBytes
+from autoshard.ir.spec import Axes
+from autoshard.machine.collective import ALL_GATHER, COLLECTIVE_PERMUTE
 from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
 from autoshard.rules.local_forms.online_softmax import (
     SoftmaxState,
@@ -39,8 +41,6 @@ from autoshard.transforms.attention_op import (
     out_dot_cotangent,
 )
 
-Axes = tuple[str, ...]
-Collectives = tuple[tuple[CollectiveKind, int], ...]
 Pairs = list[tuple[int, int]]
 
 
@@ -268,7 +268,7 @@ def _out_of_reach(reach: Reach, device: Any, parts: int) -> Any:
 
 def ring_collectives(
     config: AttentionConfig, reach: Reach, parts: int, sent: Sequence[int], returned: Sequence[int], values: int
-) -> Collectives:
+) -> CollectiveBytes:
     """The collectives of one device, as (kind, bytes).
 
     Args:
@@ -276,6 +276,6 @@ def ring_collectives(
       returned: bytes of each of its gradients, per hop.
       values: bytes of the values of one key, all-gathered where keys out of reach have weight.
     """
-    hop: Collectives = tuple((COLLECTIVE_PERMUTE, n) for n in (*sent, *returned))
+    hop: CollectiveBytes = tuple((COLLECTIVE_PERMUTE, n) for n in (*sent, *returned))
     hops = hop * (reach.before + reach.behind)
     return hops if out_of_window_score(config, reach) is None else (*hops, (ALL_GATHER, values * parts))

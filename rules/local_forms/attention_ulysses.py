@@ -14,6 +14,7 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
+from autoshard.ir.spec import Axes
 from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
 from autoshard.rules.local_forms.online_softmax import empty_state, online_softmax_update, results_of_state
 from autoshard.transforms.attention_op import (
@@ -23,8 +24,6 @@ from autoshard.transforms.attention_op import (
     logits,
     out_dot_cotangent,
 )
-
-Axes = tuple[str, ...]
 
 
 def exchangeable_dims(config: AttentionConfig) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.rule import Local
-from autoshard.machine.collective import ALL_GATHER, CollectiveKind
+from autoshard.ir.rule import CollectiveBytes, Local
+from autoshard.machine.collective import ALL_GATHER
 
 COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "cumlogsumexp": jnp.logaddexp,
@@ -37,7 +37,7 @@ def sharded_cumulative(name: str, size: int, axis: int, reverse: bool) -> Local:
         offset = lax.dynamic_slice_in_dim(offsets, jnp.clip(previous, 0, parts - 1), 1, axis)
         return jnp.where(me == first, scanned, COMBINE[name](offset, scanned))
 
-    def collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
         return ((ALL_GATHER, sizes[0] * parts * parts // size),)
 
     return Local(fun, collectives)

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.rule import Local
-from autoshard.machine.collective import ALL_REDUCE, CollectiveKind
+from autoshard.ir.rule import CollectiveBytes, Local
+from autoshard.machine.collective import ALL_REDUCE
 
 
 def sharded_dynamic_slice(shape: Sequence[int], slice_sizes: Sequence[int], axis: int) -> Local:
@@ -63,7 +63,7 @@ def _take_by_all_reduce(axes: tuple[str, ...], x: Any, indices: Any, axis: int) 
     return lax.psum(jnp.where(in_shard, numbers, _additive_identity(numbers.dtype)), axes).astype(x.dtype)
 
 
-def _all_reduce_of_result(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+def _all_reduce_of_result(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
     return ((ALL_REDUCE, sizes[-1]),)
 
 

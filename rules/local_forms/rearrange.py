@@ -18,8 +18,8 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.halo import permute_shards
-from autoshard.ir.rule import Local
-from autoshard.machine.collective import COLLECTIVE_PERMUTE, CollectiveKind
+from autoshard.ir.rule import CollectiveBytes, Local
+from autoshard.machine.collective import COLLECTIVE_PERMUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def rearrange(
             results.append(jnp.take(everything, index, axis, mode="clip"))
         return results[0] if len(results) == 1 else tuple(results)
 
-    def collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
         each = sizes[0] * parts // before[0]
         return tuple((COLLECTIVE_PERMUTE, each * max(p.span.length for p in together)) for together in plan(parts)[1])
 

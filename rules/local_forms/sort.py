@@ -24,12 +24,11 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.halo import permute_shards
-from autoshard.ir.rule import Aval, Local
+from autoshard.ir.rule import Aval, CollectiveBytes, Local
 from autoshard.jaxpr import find_primitive
-from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE, CollectiveKind
+from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE
 
 Arrays = tuple[Any, ...]
-Collectives = tuple[tuple[CollectiveKind, int], ...]
 Sort = Callable[[Arrays], Arrays]
 """Sorts arrays [rows, length] together along the last dimension."""
 
@@ -55,7 +54,7 @@ def sharded_sort(operands: Sequence[Aval], axis: int, keys: int) -> Local:
         done = _columnsort(lambda ys: sort_rows(ys, keys + 1), axes, (*xs[:keys], index, *xs[keys:]))
         return (*done[:keys], *done[keys + 1 :])
 
-    def algorithm(parts: int, rows: int) -> tuple[Callable[[tuple[str, ...], Arrays], Arrays], Collectives] | None:
+    def algorithm(parts: int, rows: int) -> tuple[Callable[[tuple[str, ...], Arrays], Arrays], CollectiveBytes] | None:
         """What devices with ``rows`` rows do, and the collectives in it; None where a gather sends no more."""
         length = size // parts
         own = [rows * length * w for w in widths]
@@ -65,7 +64,10 @@ def sharded_sort(operands: Sequence[Aval], axis: int, keys: int) -> Local:
         total = 2 * sum(sent) * (parts - 1) / parts + 2 * sum(edges)
         if not (rows % parts == 0 or columnsort_fits) or total >= sum(own) * (parts - 1):
             return None
-        exchanged: Collectives = (*((ALL_TO_ALL, n) for n in 2 * sent), *((COLLECTIVE_PERMUTE, n) for n in 2 * edges))
+        exchanged: CollectiveBytes = (
+            *((ALL_TO_ALL, n) for n in 2 * sent),
+            *((COLLECTIVE_PERMUTE, n) for n in 2 * edges),
+        )
         return columnsort if edges else shard_rows, exchanged
 
     def fun(axes: tuple[str, ...], *operands: Any) -> Arrays:
@@ -76,7 +78,7 @@ def sharded_sort(operands: Sequence[Aval], axis: int, keys: int) -> Local:
         assert found is not None
         return tuple(jnp.moveaxis(x.reshape(shape), -1, axis) for x in found[0](axes, xs))
 
-    def collectives(parts: int, sizes: Sequence[int]) -> Collectives | None:
+    def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes | None:
         found = algorithm(parts, sizes[0] // widths[0] // (size // parts))
         return found and found[1]
 

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.rule import Local
+from autoshard.ir.rule import CollectiveBytes, Local
 from autoshard.jaxpr import find_primitive
-from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind
+from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE
 
 
 def sharded_arg_extreme(largest: bool, dtype: Any, index_dtype: Any, size: int, axis: int) -> Local:
@@ -33,7 +33,7 @@ def sharded_arg_extreme(largest: bool, dtype: Any, index_dtype: Any, size: int, 
         best = lax.pmax(key, axes)
         return lax.pmin(jnp.where(key == best, index, after_all), axes).astype(index_dtype)
 
-    def collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
         rows = sizes[1] // np.dtype(index_dtype).itemsize
         wide = 8 if np.dtype(dtype).itemsize == 8 else 4
         return (ALL_REDUCE, rows * wide), (ALL_REDUCE, rows * np.dtype(position).itemsize)
@@ -75,7 +75,7 @@ def sharded_top_k(k: int, size: int, axis: int, params: dict[str, Any]) -> Local
         best, candidate = top_k.bind(values, k=k, axis=axis, **params)
         return best, jnp.take_along_axis(indices, candidate, axis, mode="clip")
 
-    def collectives(parts: int, sizes: Sequence[int]) -> tuple[tuple[CollectiveKind, int], ...]:
+    def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
         candidates = parts * min(k, size // parts)
         return tuple((ALL_GATHER, n * candidates // k) for n in sizes[1:])
 

@@ -230,7 +230,7 @@ def _another(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
 AUDITS = (audit_factors, audit_passthrough, audit_missing_splits)
 
 
-def audit(which: Iterable[Sample] | None = None) -> tuple[int, list[Finding]]:
+def audit_samples(which: Iterable[Sample] | None = None) -> tuple[int, list[Finding]]:
     """Audits samples (all by default); returns how many were run, and the findings without duplicates."""
     findings: list[Finding] = []
     count = 0
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         which = samples_of(parser.parse_args(argv).names)
     except RuleError as e:
         parser.error(str(e))
-    count, findings = audit(which)
+    count, findings = audit_samples(which)
     for finding in findings:
         print(finding)
     kinds = [f.kind for f in findings]

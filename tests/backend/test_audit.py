@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.backend.audit import audit, compare, size_text
+from autoshard.backend.audit import audit, audit_collectives, size_text
 from autoshard.backend.hlo_collectives import collectives, replica_groups, shape_bytes
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
@@ -326,7 +326,7 @@ def test_a_loop_of_unknown_trip_count_is_not_exact(text: str) -> None:
     (found,) = collectives(text, MESH)
     assert (found.count, found.exact) == (1, False)
     assert "or more" in str(found)
-    assert "trip count is unknown" in str(compare([], [found], MESH))
+    assert "trip count is unknown" in str(audit_collectives([], [found], MESH))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_the_share_of_a_permute_is_that_of_its_sources(pairs: list[tuple[int, in
     ],
 )  # fmt: skip
 def test_known_rewrites_are_explained(planned: list[Collective], found: list[Collective], names: list[str]) -> None:
-    result = compare(planned, found, MESH)
+    result = audit_collectives(planned, found, MESH)
     assert [e.name for e in result.explained] == names
     assert result.clean
     assert str(result).endswith("\nclean")
@@ -457,7 +457,7 @@ def test_known_rewrites_are_explained(planned: list[Collective], found: list[Col
 def test_other_differences_are_not_explained(
     planned: list[Collective], found: list[Collective], verdicts: list[str]
 ) -> None:
-    result = compare(planned, found, MESH)
+    result = audit_collectives(planned, found, MESH)
     assert not result.clean
     if "differs by" in verdicts:  # half of the all-reduce is the reduce-scatter, the other half nobody planned
         assert [(r.kind, r.unexplained) for r in result.differences] == [(AR, 800)]
@@ -504,8 +504,8 @@ def test_a_small_split_reduction_is_explained_beside_a_large_equal_one():
     large = Collective("all-reduce", ("x",), 768)
     planned = [large, Collective("all-reduce", ("x", "y"), 4)]
     emitted = [large, Collective("all-reduce", ("x",), 4), Collective("all-reduce", ("y",), 4)]
-    found = compare(planned, emitted, MESH)
+    found = audit_collectives(planned, emitted, MESH)
     assert found.clean, str(found)
     assert [e.name for e in found.explained] == ["all-reduce split into one per axis"]
-    assert not compare(planned, emitted[:1], MESH).clean
-    assert not compare(planned, emitted[2:], MESH).clean
+    assert not audit_collectives(planned, emitted[:1], MESH).clean
+    assert not audit_collectives(planned, emitted[2:], MESH).clean

@@ -82,7 +82,9 @@ def test_json_has_the_documented_keys(made):
 
 def test_unplanned_collectives_are_red_with_their_source(made):
     planned = replace(made.plan, cost=replace(made.plan.cost, collectives=()))
-    c = replace(made, plan=planned, audit=autoshard.backend.audit.compare((), made.audit.emitted, planned.mesh))
+    c = replace(
+        made, plan=planned, audit=autoshard.backend.audit.audit_collectives((), made.audit.emitted, planned.mesh)
+    )
     assert not c.audit.clean
     coloured = shown(c, force_terminal=True, color_system="standard")
     red = [line for line in coloured.splitlines() if line.startswith("\x1b[31m")]

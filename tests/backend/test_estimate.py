@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.backend.estimate import estimate
 from autoshard.backend.hlo_roofline import roofline_seconds
-from autoshard.backend.hlo_text import parse
+from autoshard.backend.hlo_text import parse_hlo
 from tests.programs import CHIP, mesh
 
 TEXT = """HloModule jit_step, is_scheduled=true
@@ -77,5 +77,5 @@ def test_a_loop_of_unknown_trip_count_counts_once_and_is_not_exact():
 def test_without_a_clock_the_estimate_is_the_roofline():
     found = estimate(Compiled(TEXT.replace("LIMIT", "5")), mesh(data=4))
     assert found.cycles is None
-    assert found.compute == pytest.approx(roofline_seconds(parse(TEXT.replace("LIMIT", "5")), CHIP)[0])
+    assert found.compute == pytest.approx(roofline_seconds(parse_hlo(TEXT.replace("LIMIT", "5")), CHIP)[0])
     assert found.transfers == pytest.approx(estimate(Compiled(TEXT.replace("LIMIT", "5")), MESH).transfers)

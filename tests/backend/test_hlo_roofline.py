@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.backend.hlo_roofline import roofline_seconds
-from autoshard.backend.hlo_text import parse
+from autoshard.backend.hlo_text import parse_hlo
 from autoshard.machine.mesh import Hardware, Link
 from autoshard.transforms.cudnn_attention import peak_share
 
@@ -19,7 +19,7 @@ FAST_PRODUCTS = Hardware("chip", {"float32": 1e30}, 1e9, 1e2, LINKS)
 def seconds(hardware, entry, *others):
     body = "\n".join(f"  {line}" for line in entry)
     text = "HloModule test\n\n" + "".join(f"{o}\n\n" for o in others)
-    return roofline_seconds(parse(f"{text}ENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"), hardware)
+    return roofline_seconds(parse_hlo(f"{text}ENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"), hardware)
 
 
 OPERANDS = ("%a = TYPE[4,8] parameter(0)", "%b = TYPE[8,16] parameter(1)")

@@ -12,10 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.ir import shardy_mlir
 from autoshard.ir.spec import Spec
 from tests.programs import mlp_args, mlp_step
-from tests.shardy_check import comes_back
+from tests.shardy_check import comes_back, propagated
 
 
 def shapes(tree: Any) -> Any:
@@ -84,6 +83,6 @@ def test_a_result_that_is_moved_at_the_end_is_a_difference() -> None:
 
 def test_propagation_shows_the_collectives_to_come() -> None:
     step = autoshard.jit(lambda x, w: x @ w, mesh={"a": 8}, in_shardings=(P(None, "a"), P("a")), out_shardings=P())
-    text = shardy_mlir.propagate(step.lower(np.ones((8, 16), "f4"), np.ones((16, 8), "f4")))
+    text = propagated(step.lower(np.ones((8, 16), "f4"), np.ones((16, 8), "f4")))
     assert text.count("sdy.all_reduce") == 1
     assert "sdy.all_gather" not in text

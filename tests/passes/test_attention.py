@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
-from autoshard.passes import KNOWN, Attention
+from autoshard.passes import PASSES, Attention
 from autoshard.rules import OWN
 from autoshard.transforms.attention_op import attention_backward_p, attention_p
 from autoshard.transforms.pipeline import parse_passes
@@ -321,7 +321,7 @@ def test_the_primitives_differentiate_and_batch():
 
 
 def test_it_is_known_by_name_and_no_default():
-    assert parse_passes("attention", KNOWN) == (Attention(),)
+    assert parse_passes("attention", PASSES) == (Attention(),)
     step = autoshard.jit(FORMS["full"][0], mesh={"s": 8})
     assert found(step.trace(*operands())) == ([], [])
 

@@ -15,7 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.passes import KNOWN, Recompute
+from autoshard.passes import PASSES, Recompute
 from autoshard.passes.recompute import products
 from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline, parse_passes
@@ -192,7 +192,7 @@ def test_an_unrolled_step_needs_no_more_memory_than_checkpointed_layers():
 
 def test_the_report_says_the_residuals_before_and_after():
     before, _ = decoder(scanned=True)
-    after, (report,) = Pipeline(parse_passes(["recompute:full"], KNOWN)).run(before)
+    after, (report,) = Pipeline(parse_passes(["recompute:full"], PASSES)).run(before)
     assert (report.name, report.written) == ("recompute", "recompute:full")
     assert report.change == f"residuals 0.536 -> {residual_bytes(after) / 2**20:.3g} MiB"
     assert rewritten(before, "everything_saveable")[1][0].change == "residuals 0.536 -> 0.536 MiB"

@@ -17,7 +17,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import VerificationError
 from autoshard.ir.program import Program
 from autoshard.ir.rule import Local, parse
-from autoshard.runtime.verify import compare
+from autoshard.runtime.verify import compare_arrays
 from tests.programs import mlp_step
 from tests.two_processes import run
 
@@ -82,9 +82,9 @@ def test_typed_keys_are_compared_by_their_key_data() -> None:
     report = autoshard.verify(step, jax.random.key(0), jnp.ones((16, 16)))
     assert [d.relative for d in report.results] == [0, 0, 0]
     keys = jax.random.split(jax.random.key(0), 4)
-    assert compare("keys", keys, keys, 1e-4).equal
-    assert compare("keys", keys, keys.at[2].set(jax.random.key(9)), 1e-4).absolute == 2
-    assert compare("none", keys[:0], keys[:0], 1e-4).equal
+    assert compare_arrays("keys", keys, keys, 1e-4).equal
+    assert compare_arrays("keys", keys, keys.at[2].set(jax.random.key(9)), 1e-4).absolute == 2
+    assert compare_arrays("none", keys[:0], keys[:0], 1e-4).equal
 
 
 def test_a_module_with_dropout_verifies() -> None:

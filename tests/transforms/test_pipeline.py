@@ -14,7 +14,7 @@ from autoshard.errors import PassError
 from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.passes import KNOWN, DeadCode, Recompute
+from autoshard.passes import PASSES, DeadCode, Recompute
 from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pass, Pipeline, parse_passes
 
@@ -126,7 +126,7 @@ def test_variables_are_defined_once_again_after_a_pass_that_shares_a_body():
 def test_parse_takes_names_options_and_passes():
     specs = ["dead_code", "recompute", "recompute:full", "recompute : dots_saveable", Same()]
     expected = (DeadCode(), Recompute(), Recompute("full"), Recompute("dots_saveable"), Same())
-    assert parse_passes(specs, KNOWN) == expected
+    assert parse_passes(specs, PASSES) == expected
     assert [str(p) for p in expected] == [
         "dead_code",
         "recompute:full",
@@ -134,9 +134,9 @@ def test_parse_takes_names_options_and_passes():
         "recompute:dots_saveable",
         "same",
     ]
-    assert parse_passes("dead_code", KNOWN) == (DeadCode(),)
-    assert parse_passes(Same(), KNOWN) == (Same(),)
-    assert parse_passes(None, KNOWN) == ()
+    assert parse_passes("dead_code", PASSES) == (DeadCode(),)
+    assert parse_passes(Same(), PASSES) == (Same(),)
+    assert parse_passes(None, PASSES) == ()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_parse_takes_names_options_and_passes():
 )
 def test_parse_refuses(spec, message):
     with pytest.raises(PassError, match=message):
-        parse_passes([spec], KNOWN)
+        parse_passes([spec], PASSES)
 
 
 def test_a_pass_without_a_call_says_so():

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.api import DEFAULT_PASSES, MEMORY_SAVING_PASSES
-from autoshard.passes import KNOWN, PadUneven
+from autoshard.passes import PASSES, PadUneven
 from tests.combinations import every_second
 from tests.forms import compared, same, step
 from tests.programs import mesh, mlp_args, mlp_step, program
@@ -215,7 +215,7 @@ def test_a_step_with_such_values_is_verified_against_what_was_written() -> None:
 
 @pytest.mark.parametrize("passes", [DEFAULT_PASSES, MEMORY_SAVING_PASSES])
 def test_it_runs_last(passes: tuple[str, ...]) -> None:
-    assert KNOWN["pad_uneven"] is PadUneven
+    assert PASSES["pad_uneven"] is PadUneven
     assert passes[-1] == "pad_uneven"
 
 

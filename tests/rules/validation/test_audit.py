@@ -10,7 +10,7 @@ from jax import lax
 from autoshard import jaxpr as jx
 from autoshard.ir.rule import parse, replicated_rule
 from autoshard.rules import TABLE
-from autoshard.rules.validation.audit import audit, audit_factors, audit_passthrough, main, samples_of
+from autoshard.rules.validation.audit import audit_factors, audit_passthrough, audit_samples, main, samples_of
 from autoshard.rules.validation.case import load
 from autoshard.rules.validation.missing_splits import audit_missing_splits
 from autoshard.rules.validation.samples import Sample, samples
@@ -23,7 +23,7 @@ NOT_SAMPLED = {"from_edtype", "to_edtype", "with_memory_space_constraint"}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_rule_is_wrong_and_what_is_missing_has_its_reason(name):
-    _, findings = audit(s for s in ALL if s.name == name)
+    _, findings = audit_samples(s for s in ALL if s.name == name)
     assert [str(f) for f in findings if not f.reason] == []
 
 
