@@ -15,7 +15,6 @@ import jax
 from jax.extend.mlir import ir, passmanager
 from jax.interpreters import mlir
 
-from autoshard import jaxpr as jx
 from autoshard.ir.spec import Spec
 from autoshard.plan.decisions import Place
 from autoshard.plan.record import PlanRecord
@@ -69,7 +68,7 @@ def comes_back(lowered: jax.stages.Lowered, plan: PlanRecord) -> tuple[Differenc
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get({})] * len(plan.outputs))
         apply_passes(module, PROPAGATION_PIPELINE)
         arguments, results = (_written(_main(module), name) for name in ("arg_attrs", "res_attrs"))
-    used = [plan.inputs[i] for i in jx.kept_arguments(lowered)]
+    used = [plan.inputs[i] for i in sorted(lowered._lowering.compile_args["kept_var_idx"])]  # the others are dropped
     return (*_compared(used, arguments, plan), *_compared(plan.outputs, results, plan))
 
 

@@ -33,8 +33,6 @@ class DimClass:
     """Number of all members."""
     weight: float
     """Bytes of all values with a member."""
-    repeats_in_value: bool
-    """Whether some value has two members as dimensions, of which only one can take a mesh axis."""
     is_batch: bool = False
     """Whether a member is the first dimension of an argument that is not carried from call to call."""
 
@@ -85,12 +83,11 @@ def dim_classes(graph: Graph) -> tuple[DimClass, ...]:
         of_args = group[is_argument[group]]
         inputs = tuple(zip(owner[of_args].tolist(), (of_args - start[owner[of_args]]).tolist(), strict=True))
         if inputs:
-            members_of = np.unique(owner[group])
             size = int(np.gcd.reduce(sizes[group]))
-            weight = float(weights[members_of].sum())
+            weight = float(weights[np.unique(owner[group])].sum())
             is_batch = any(v in batch and d == 0 for v, d in inputs)
             name = "batch" if is_batch else _name(graph, inputs)
-            found.append(DimClass(name, size, inputs, len(group), weight, len(members_of) < len(group), is_batch))
+            found.append(DimClass(name, size, inputs, len(group), weight, is_batch))
     return _with_distinct_names(sorted(found, key=lambda c: (-c.weight, c.inputs)))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autoshard.ir.graph import Graph, OpKind
-from autoshard.ir.spec import Axes, DimAxes, Spec, replicated
+from autoshard.ir.spec import Axes, DimAxes, Spec
 
 Factors = dict[str, Axes]
 """Axes of each factor of one node."""
@@ -206,8 +206,3 @@ def proposals(kind: OpKind, state: Sequence[DimAxes], mesh: Mapping[str, int]) -
         if len(axes) > len(state[i][d]):
             found.append(Proposal(i, d, axes, max(weights.get(f, 0) for f in dim)))
     return tuple(found)
-
-
-def replicated_layout(graph: Graph) -> Layout:
-    """The layout under which every value is replicated."""
-    return Layout(tuple(replicated(len(v.shape)) for v in graph.values), {})

@@ -40,10 +40,6 @@ class Spec:
         """Every mesh axis in the spec, partial ones last."""
         return tuple(a for d in self.dims for a in d) + tuple(a for a, _ in self.partial)
 
-    def is_replicated(self) -> bool:
-        """Whether every device has the whole value."""
-        return not self.partial and not any(self.dims)
-
     def with_dim(self, dim: int, axes: Axes) -> Spec:
         """This spec with dimension ``dim`` split over ``axes``."""
         return Spec(self.dims[:dim] + (axes,) + self.dims[dim + 1 :], self.partial)
@@ -72,12 +68,6 @@ class Spec:
 def replicated(rank: int) -> Spec:
     """The spec under which every device has the whole value."""
     return Spec(((),) * rank)
-
-
-def from_partition_spec(entries: PartitionSpec | Sequence[object], rank: int) -> Spec:
-    """A valid `PartitionSpec` of a value of ``rank`` dimensions as a `Spec`."""
-    dims = [_entry(e) for e in entries]
-    return Spec((*dims, *((),) * (rank - len(dims))))
 
 
 def checked_spec(entries: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], what: str) -> Spec:

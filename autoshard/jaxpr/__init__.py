@@ -18,7 +18,6 @@ from autoshard.jaxpr.dispatch import (
     clear_dispatcher,
     execute,
     is_tracing,
-    kept_arguments,
     make_dispatcher,
     trace_context,
     with_call_structure,
@@ -41,10 +40,8 @@ from autoshard.jaxpr.equation import (
 )
 from autoshard.jaxpr.hi_primitives import CALL_HI_PRIMITIVE
 from autoshard.jaxpr.nested import (
-    INLINED,
     Region,
     ScanGroups,
-    Wire,
     eqns_with_regions,
     map_bodies,
     rebuild_scan,
@@ -79,7 +76,6 @@ from autoshard.jaxpr.rewrite import (
 )
 from autoshard.jaxpr.value import (
     Atom,
-    array_aval,
     aval,
     aval_bytes,
     dtype_bits,
@@ -95,7 +91,6 @@ from autoshard.jaxpr.value import (
 __all__ = [
     "CALL_HI_PRIMITIVE",
     "CONSTRAINT",
-    "INLINED",
     "NAMED_CALLS",
     "Atom",
     "CompileOnlyLowered",
@@ -107,11 +102,9 @@ __all__ = [
     "Region",
     "ScanGroups",
     "Var",
-    "Wire",
     "accepts_shards",
     "all_primitives",
     "any_tracer",
-    "array_aval",
     "as_fun",
     "autodiff_phase",
     "aval",
@@ -139,7 +132,6 @@ __all__ = [
     "is_shaped",
     "is_tracer",
     "is_tracing",
-    "kept_arguments",
     "make_dispatcher",
     "manual_specs",
     "map_bodies",

@@ -23,11 +23,6 @@ FastPath = Any
 _SET_BY_AUTOSHARD = {"abstract_mesh_context_manager", "jax_disable_jit", "mesh_context_manager"}
 
 
-def kept_arguments(lowered: jax.stages.Lowered) -> tuple[int, ...]:
-    """Positions of the flat arguments that the lowered program takes; unused ones are dropped."""
-    return tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
-
-
 class CompileOnlyLowered(jax.stages.Lowered):
     """A lowering for devices that this process lacks: it compiles; calling the executable calls ``refuse`` instead."""
 

@@ -24,11 +24,6 @@ def test_forward_and_backward_share_their_classes() -> None:
     assert members == {"params['w1']", "params['w2']"}
 
 
-def test_a_class_repeated_in_one_value_is_marked() -> None:
-    found = dim_classes(graph(lambda x: x @ x.T, ((8, 4),), mesh(a=4)))
-    assert {c.size: c.repeats_in_value for c in found} == {8: True, 4: False}
-
-
 def test_the_size_is_the_common_divisor() -> None:
     def fun(x):
         return jnp.sin(x.reshape(4, 6, 5)).reshape(24, 5)

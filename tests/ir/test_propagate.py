@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.ir.annotate import annotate
 from autoshard.ir.graph import Graph
-from autoshard.ir.propagate import propagate, replicated_layout
-from autoshard.ir.spec import Spec
+from autoshard.ir.propagate import propagate
+from autoshard.ir.spec import Spec, replicated
 from tests.programs import graph, mesh
 
 MESH = mesh(data=2, model=2)
@@ -147,7 +147,7 @@ def test_result_is_a_fixed_point_and_every_split_has_an_origin(case: tuple[Graph
 
 def test_without_seeds_everything_is_replicated() -> None:
     g = graph(lambda x: jnp.sin(x) @ x, ((8, 8),), MESH)
-    assert propagate(g, []).specs == replicated_layout(g).specs
+    assert propagate(g, []).specs == tuple(replicated(len(v.shape)) for v in g.values)
 
 
 def test_conflicting_seeds_are_reported() -> None:

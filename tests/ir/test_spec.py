@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import SpecError
-from autoshard.ir.spec import Spec, checked_spec, from_partition_spec, replicated
+from autoshard.ir.spec import Spec, checked_spec, replicated
 
 SIZES = {"data": 4, "model": 2, "one": 1}
 
@@ -25,8 +25,8 @@ def test_text_form(spec: Spec, text: str) -> None:
 
 @pytest.mark.parametrize("entries", [P(), P("data"), P(None, "model"), P(("data", "model"), None), P("data", "model")])
 def test_partition_spec_round_trip(entries: P) -> None:
-    spec = from_partition_spec(entries, 2)
-    assert from_partition_spec(spec.partition_spec(), 2) == spec
+    spec = checked_spec(entries, (8, 8), SIZES, "x")
+    assert checked_spec(spec.partition_spec(), (8, 8), SIZES, "x") == spec
 
 
 def test_num_shards() -> None:
