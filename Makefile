@@ -98,8 +98,8 @@ bench-here: $(READY) ## run the benchmarks that need no target
 	@for name in $(HERE); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TPU compiler's: an hour, then minutes
-	$(TARGETS)/bin/python -m benchmarks.memory_honest --cache .targets-cache
-	$(TARGETS)/bin/python -m benchmarks.ranking_honest --cache .targets-cache
+	$(TARGETS)/bin/python -m benchmarks.memory_error --cache .targets-cache
+	$(TARGETS)/bin/python -m benchmarks.ranking_error --cache .targets-cache
 	$(TARGETS)/bin/python -m benchmarks.fits --cache .targets-cache
 
 clean: ## remove .venv and everything that was built

@@ -5,8 +5,8 @@
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. Of each cell (`benchmarks.cells`; with WORDs, those that have all
 in their name) it measures what `benchmarks.baselines` come to, and autoshard, which is given the model as it stands;
-with ``--by-hand``, the baselines alone. A baseline that does not fit is tried again with every block made again in the
-backward pass; autoshard sees to that by itself. "floor" is what the model's products take at the chips' peak, each
+with ``--by-hand``, the baselines alone. A baseline that does not fit is tried again with every block recomputed in the
+backward pass; autoshard decides that by itself. "floor" is what the model's products take at the chips' peak, each
 computed once.
 
 Figures are kept (`benchmarks.figures`) under a digest of the program, the machine and the compiler: what has not

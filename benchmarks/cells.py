@@ -62,7 +62,7 @@ class Cell:
     says: str
     """Sizes."""
     build: Callable[[bool], Model]
-    """The model, its blocks made again in the backward pass or not."""
+    """The model, its blocks recomputed in the backward pass or not."""
 
     def __str__(self) -> str:
         return f"{self.row} on {self.column}"

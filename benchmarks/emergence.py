@@ -2,8 +2,8 @@
 
     python -m benchmarks.emergence [WORD ...]
 
-One line a case: how the arguments that tell lie, and what is sent. Nothing is computed or compiled, and no device is
-needed. ``tests/test_emergence.py`` holds each line to the name that it has here.
+One line a case: the specs of its characteristic arguments, and what is sent. Nothing is computed or
+compiled, and no device is needed. ``tests/test_emergence.py`` holds each line to the name that it has here.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 
 @dataclass(frozen=True)
 class Case:
-    """A program, the mesh, the memory of a device where it is not the chip's, and words of the paths that tell."""
+    """A program, the mesh, the memory of a device where it is not the chip's, and words of the characteristic paths."""
 
     name: str
     program: Any
     """Makes it: a function and its arguments."""
     mesh: Mapping[str, int]
-    tell: tuple[str, ...]
+    shown: tuple[str, ...]
     budget: str | None = None
 
     @property
@@ -113,10 +113,10 @@ def planned(case: Case) -> Plan:
     return autoshard.jit(step, mesh=mesh, memory_budget=case.budget, donate_argnums=0).plan(state, batch)
 
 
-def specs_that_tell(case: Case, plan: Plan) -> dict[str, str]:
-    """The specs of the arguments that tell: of each, the first whose path has its words."""
+def shown_specs(case: Case, plan: Plan) -> dict[str, str]:
+    """The specs of the characteristic arguments: by words, of the first argument whose path has them."""
     found: dict[str, str] = {}
-    for words in case.tell:
+    for words in case.shown:
         for p in plan.inputs:
             if words not in found and set(words.split()) <= set(path_names(p.path)):
                 found[words] = str(p.spec)
@@ -140,7 +140,7 @@ def main() -> None:
             continue
         plan = planned(case)
         total = sum(sent(plan).values())
-        specs = "; ".join(f"{words} {spec}" for words, spec in specs_that_tell(case, plan).items())
+        specs = "; ".join(f"{words} {spec}" for words, spec in shown_specs(case, plan).items())
         moved = sorted(sent(plan).items(), key=lambda p: -p[1])
         moves = ", ".join(f"{k} over {'+'.join(a)} {size_text(n)}" for (k, a), n in moved if n >= total / 50)
         mesh = "x".join(f"{k} {n}" for k, n in case.mesh.items())

@@ -31,7 +31,7 @@ class Line:
     compile_seconds: float
     plan_seconds: float | None = None
     predicted: int | None = None
-    """Peak bytes that autoshard foresaw."""
+    """Peak bytes that autoshard predicted."""
     differences: tuple[str, ...] | None = None
     """What of the audit is not explained; None where none was made."""
     date: str = ""
@@ -125,7 +125,7 @@ def details(kept: Kept, cell: Cell) -> Iterator[str]:
         yield f"| {line} |"
     for line in kept.of(cell):
         if line.predicted is not None:
-            yield f"\nForeseen: {line.predicted / GIB:,.2f} GiB."
+            yield f"\nPredicted: {line.predicted / GIB:,.2f} GiB."
         if line.differences:
             yield "\nNot explained by the audit:\n"
             yield from (f"- {text}" for text in line.differences)

@@ -32,7 +32,15 @@ LLAMA_8B = {"d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab":
 LLAMA_405B = {"d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab": 128256, "seq": 8192}
 SLIM = {"d_model": 1024, "heads": 16, "d_ff": 4096, "vocab": 32000, "seq": 2048}
 MIXTRAL = LLAMA_8B | {"vocab": 32000, "experts": 8}
-DEEPSEEK = {"d_model": 2048, "heads": 16, "d_ff": 1408, "vocab": 102400, "seq": 4096, "experts": 64, "chosen": 6}
+DEEPSEEK = {
+    "d_model": 2048,
+    "heads": 16,
+    "d_ff": 1408,
+    "vocab": 102400,
+    "seq": 4096,
+    "experts": 64,
+    "experts_per_token": 6,
+}
 DEEPSEEK |= {"shared": 2}
 FLAT, CUBE = {"data": 8, "model": 8}, {"pod": 2, "data": 8, "model": 8}
 FOUR = {"pod": 2, "data": 4, "fsdp": 4, "model": 4}

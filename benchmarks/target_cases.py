@@ -70,14 +70,14 @@ def mlp(batch: int, width: int, hidden: int, layers: int) -> Program:
 
 
 def experts(batch: int, seq: int, width: int, hidden: int, count: int, layers: int) -> Program:
-    """A mixture of experts, each token to the best of them as far as there is room, scanned, in bfloat16."""
-    room = 2 * seq // count
+    """A mixture of experts, each token to the best of them as far as its capacity allows, scanned, in bfloat16."""
+    capacity = 2 * seq // count
 
     def layer(h: Any, w: Any) -> tuple[Any, None]:
         gates = jax.nn.softmax((h @ w["gate"].astype(h.dtype)).astype(jnp.float32))
         chosen = jax.nn.one_hot(gates.argmax(-1), count)
         place = jnp.cumsum(chosen, axis=1) * chosen - 1
-        slots = jax.nn.one_hot(place.astype(jnp.int32), room, dtype=h.dtype)  # [group, token, expert, slot]
+        slots = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=h.dtype)  # [group, token, expert, slot]
         inside = jnp.einsum("gtes,gtd->egsd", slots, h)
         inside = jax.nn.gelu(jnp.einsum("egsd,edf->egsf", inside, w["up"].astype(h.dtype)))
         outside = jnp.einsum("egsf,efd->egsd", inside, w["down"].astype(h.dtype))

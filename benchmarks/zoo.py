@@ -95,7 +95,7 @@ class Transformer:
     """MLPs that each token goes to two of; 0: one for all."""
     scan: bool = True
     remat: bool = False
-    """Whether each block is made again in the backward pass."""
+    """Whether each block is recomputed in the backward pass."""
 
     def block(self, *, causal: bool = True, crossed: bool = False) -> Tree:
         """Parameters of one block; ``crossed``: it also looks at another sequence."""
@@ -181,9 +181,9 @@ class Transformer:
         return jnp.einsum("bsf,fd->bsd", at(up, "batch", None, "mlp"), p["down"].astype(DTYPE))
 
     def _experts(self, p: Tree, x: jax.Array, at: At) -> jax.Array:
-        """Each token to two experts as far as there is room (GShard, section 2.2)."""
+        """Each token to two experts as far as their capacity allows (GShard, section 2.2)."""
         tokens = math.gcd(x.shape[1], 1024)
-        room = math.ceil(1.25 * 2 * tokens / self.experts)
+        capacity = math.ceil(1.25 * 2 * tokens / self.experts)
         groups = at(x.reshape(-1, tokens, x.shape[-1]), "batch", None, None)
         odds = jax.nn.softmax(jnp.einsum("ntd,dx->ntx", groups.astype(jnp.float32), p["router"]))
         best, which = jax.lax.top_k(odds, 2)
@@ -191,7 +191,7 @@ class Transformer:
         weights = jnp.einsum("ntk,ntkx->ntx", best / best.sum(-1, keepdims=True), picks)
         picked = picks.sum(2)
         place = jnp.where(picked > 0, jnp.cumsum(picked, 1) - 1, -1).astype(jnp.int32)
-        slots = at(jax.nn.one_hot(place, room, dtype=DTYPE), "batch", None, None, None)
+        slots = at(jax.nn.one_hot(place, capacity, dtype=DTYPE), "batch", None, None, None)
         sent = at(jnp.einsum("ntxc,ntd->nxcd", slots, groups), "batch", "expert", None, None)
         up = jnp.einsum("nxcd,xdf->nxcf", sent, p["up"].astype(DTYPE))
         up = jax.nn.silu(jnp.einsum("nxcd,xdf->nxcf", sent, p["gate"].astype(DTYPE))) * up

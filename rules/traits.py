@@ -1,7 +1,7 @@
 """The traits of JAX's own primitives, of those that passes put in a program, and of `autoshard.annotate`.
 
-`autoshard.ir.traits` says what each trait means and who asks for it. Every operation has its row here: those of which
-something is known one by one or as a family of one line, and by name those of which nothing is but their rule.
+`autoshard.ir.traits` defines each trait and names its readers. Every operation has an entry: `KNOWN` gives the traits
+of single operations and of families, `NOTHING_KNOWN` lists the operations of which only the rule is known.
 """
 
 from __future__ import annotations

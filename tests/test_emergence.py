@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from autoshard.runtime.plan import Plan
-from benchmarks.emergence import CASES, EIGHT, LARGE, WORDY, Case, planned, sent, specs_that_tell
+from benchmarks.emergence import CASES, EIGHT, LARGE, WORDY, Case, planned, sent, shown_specs
 
 
 @cache
@@ -22,7 +22,7 @@ def plan_of(name: str) -> Plan:
 
 
 def specs(name: str) -> Mapping[str, str]:
-    return specs_that_tell(case_of(name), plan_of(name))
+    return shown_specs(case_of(name), plan_of(name))
 
 
 def share(name: str) -> Mapping[str, float]:

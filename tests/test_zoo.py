@@ -104,5 +104,5 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     ]
     said = "\n".join(details(again, cell))
     assert "| dp | **no** | 40.00 | - | - | - | 2 |" in said
-    assert "Foreseen: 9.00 GiB." in said
+    assert "Predicted: 9.00 GiB." in said
     assert "- all-reduce x differs" in said

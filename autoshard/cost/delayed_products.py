@@ -4,7 +4,7 @@ The backward pass of a product has two products with an operand in common: the g
 weight. XLA schedules first the one whose result a collective reduces, and the other while that collective runs. And a
 product without a collective, whose result nothing reads before the end of a later loop, it schedules after that loop.
 Either way the operands of the delayed product stay live until it executes. Seen in schedules of compiled TPU programs
-(docs/design/2026-11-22-what-is-alive-at-the-peak.md).
+(docs/design/2026-11-22-what-is-live-at-the-peak.md).
 """
 
 from __future__ import annotations

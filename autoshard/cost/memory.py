@@ -14,7 +14,7 @@ sizes and adds buffers:
 The peak is the bytes of all arguments plus the largest sum of live buffers at any node, less the buffers that XLA keeps
 in on-chip memory: those that every product between the definition and the last use reads, up to `ON_CHIP_SHARE` of that
 memory. The model was found by comparison with the buffer assignments of compiled programs
-(docs/design/2026-11-22-what-is-alive-at-the-peak.md).
+(docs/design/2026-11-22-what-is-live-at-the-peak.md).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Memory:
 class MemoryModel:
     """Predicts the memory of layouts of one graph.
 
-    ``all_gather_fusion_disabled``, in several methods: the compiler is told not to fuse all-gathers into convolutions
+    ``all_gather_fusion_disabled``, in several methods: the compiler is asked not to fuse all-gathers into convolutions
     (`autoshard.cost.compiler_options`).
     """
 

@@ -45,7 +45,7 @@ class Program:
     jaxpr: Jaxpr
     mesh: LogicalMesh
     rules: Rules = field(compare=False, repr=False)
-    """Of the operations in it: what plans and rewrites it asks them how each may be split."""
+    """The sharding rules of its operations, for planning and for rewrites."""
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     in_tree: TreeDef

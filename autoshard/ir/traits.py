@@ -18,10 +18,10 @@ class Traits:
     `cost.node_strategy` (no compute time) and `cost.liveness` (no buffer)."""
     view: bool = False
     """Its result is its first operand in another order, shape or dtype, so that XLA finds a reshard of one to be the
-    reshard of the other. Asked by `cost.cost` (collectives that are made once for both)."""
+    reshard of the other. Asked by `cost.cost` (one reshard serves both)."""
     broadcasts: bool = False
-    """It spreads its operand, or positions, over its result, which can be made of any size. Asked by `cost.cost` (of
-    scalars alone, it is made anew wherever it is read) and `passes.pad_uneven` (made longer rather than padded)."""
+    """It broadcasts its operand, or positions, to its result, whose size can be chosen. Asked by `cost.cost` (that of
+    a scalar is recomputed at each use) and `passes.pad_uneven` (it is computed at the padded size)."""
     moves_data: bool = False
     """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
     by `cost.liveness` (no buffer)."""

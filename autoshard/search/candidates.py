@@ -54,7 +54,7 @@ class Candidate:
     cost: Cost
     memory: Memory
     all_gather_fusion_disabled: bool = False
-    """Whether the compiler is told not to fuse all-gathers into convolutions (`autoshard.cost.compiler_options`)."""
+    """Whether the compiler is asked not to fuse all-gathers into convolutions (`autoshard.cost.compiler_options`)."""
 
     def key(self, budget: float) -> tuple[float, ...]:
         """Sort key, the best first: bytes over the budget, then seconds, then peak memory."""

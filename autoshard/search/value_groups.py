@@ -37,7 +37,7 @@ PARAMETER = "parameter"
 COLOR_REFINEMENTS = 2
 """How many nodes away from a group its surroundings reach."""
 SMALL_PROGRAM = 64
-"""Most nodes of a program in which each value is a group of its own, and more nodes choose for themselves."""
+"""Most nodes of a program in which only ties unite values, and more nodes choose for themselves."""
 MAX_CODE = 1 << 62
 """Limit on integers that encode rows of a table."""
 MAX_UNFOLDED_GROUPS = 300
@@ -92,7 +92,7 @@ def _shared_dims(kind: OpKind, coverage: FactorCoverage) -> SharedDims:
 class ValueGroups:
     """The groups of one graph, each identified by its root: the lowest number of its values.
 
-    In a program of at most `SMALL_PROGRAM` nodes only loop-carried values and their carries share a group.
+    In a program of at most `SMALL_PROGRAM` nodes only the two values of a tie share a group.
     """
 
     def __init__(self, graph: Graph) -> None:

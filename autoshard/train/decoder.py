@@ -41,12 +41,12 @@ class ModelConfig(Config):
     mlp: Literal["gelu", "swiglu"] = "swiglu"
     experts: int = Field(default=0, ge=0)
     """Number of routed experts, gated MLPs of width ``d_ff``; 0 is one MLP for all tokens."""
-    chosen: int = Field(default=2, ge=1, validate_default=True)
+    experts_per_token: int = Field(default=2, ge=1, validate_default=True)
     """Routed experts per token."""
     shared: int = Field(default=0, ge=0)
     """Number of shared experts, which every token passes; together they are one MLP of that many times the width."""
-    room: float = Field(default=1.25, gt=0)
-    """Capacity factor: tokens per group that an expert takes, relative to an even load; others skip the expert."""
+    capacity_factor: float = Field(default=1.25, gt=0)
+    """Tokens per group that an expert takes, relative to an even load; others skip the expert."""
     tied: bool = False
     """Whether the output projection is the embedding."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -68,12 +68,12 @@ class ModelConfig(Config):
             raise ValueError(f"{info.data['heads']} query heads are not a multiple of {kv_heads} key-value heads")
         return kv_heads
 
-    @field_validator("chosen")
+    @field_validator("experts_per_token")
     @classmethod
-    def _enough_experts(cls, chosen: int, info: ValidationInfo) -> int:
-        if 0 < info.data.get("experts", 0) < chosen:
-            raise ValueError(f"a token cannot choose {chosen} of {info.data['experts']} experts")
-        return chosen
+    def _enough_experts(cls, experts_per_token: int, info: ValidationInfo) -> int:
+        if 0 < info.data.get("experts", 0) < experts_per_token:
+            raise ValueError(f"a token cannot choose {experts_per_token} of {info.data['experts']} experts")
+        return experts_per_token
 
     @property
     def key_heads(self) -> int:
@@ -200,10 +200,10 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config, dtype = self.config, x.dtype
         tokens = math.gcd(x.shape[1], 1024)
-        capacity = math.ceil(config.room * config.chosen * tokens / config.experts)
+        capacity = math.ceil(config.capacity_factor * config.experts_per_token * tokens / config.experts)
         groups = x.reshape(-1, tokens, config.d_model)
         probabilities = jax.nn.softmax(jnp.einsum("ntd,dx->ntx", groups.astype(jnp.float32), self.router[...]))
-        best, which = jax.lax.top_k(probabilities, config.chosen)
+        best, which = jax.lax.top_k(probabilities, config.experts_per_token)
         routes = jax.nn.one_hot(which, config.experts)
         weights = jnp.einsum("ntk,ntkx->ntx", best / best.sum(-1, keepdims=True), routes)
         routed = routes.sum(2)

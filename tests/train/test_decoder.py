@@ -29,7 +29,7 @@ def tokens(batch: int = 2, seq: int = 16) -> jax.Array:
         {"mlp": "gelu", "scan": False},
         {"dtype": "bfloat16"},
         {"experts": 4},
-        {"experts": 8, "chosen": 3, "shared": 1, "scan": False},
+        {"experts": 8, "experts_per_token": 3, "shared": 1, "scan": False},
     ],
 )
 def test_logits_do_not_see_the_future(sizes: dict[str, object]):
@@ -65,7 +65,9 @@ def test_grouped_heads_share_their_keys():
 
 def test_one_expert_with_capacity_for_all_is_the_mlp():
     dense = Decoder(ModelConfig.model_validate(TINY | {"layers": 1}), nnx.Rngs(0))
-    single = Decoder(ModelConfig.model_validate(TINY | {"layers": 1, "experts": 1, "chosen": 1}), nnx.Rngs(0))
+    single = Decoder(
+        ModelConfig.model_validate(TINY | {"layers": 1, "experts": 1, "experts_per_token": 1}), nnx.Rngs(0)
+    )
     state = nnx.to_pure_dict(nnx.state(dense))
     mlp = state["layers"]["mlp"]
     state["layers"]["mlp"] = {k: w[:, None] for k, w in mlp.items()} | {"router": jnp.ones((1, 32, 1))}
@@ -74,7 +76,9 @@ def test_one_expert_with_capacity_for_all_is_the_mlp():
 
 
 def test_tokens_beyond_an_experts_capacity_skip_it():
-    config = ModelConfig.model_validate(TINY | {"layers": 1, "scan": False, "experts": 2, "chosen": 1, "room": 0.5})
+    config = ModelConfig.model_validate(
+        TINY | {"layers": 1, "scan": False, "experts": 2, "experts_per_token": 1, "capacity_factor": 0.5}
+    )
     block = Decoder(config, nnx.Rngs(0)).layers[0].mlp
     x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (32,)), (1, 16, 32))  # all choose the same expert
     passed = np.asarray(jnp.all(block(x) == 0, axis=-1))[0]

@@ -1,4 +1,6 @@
-"""Small programs, one or more for each primitive, on which the auditor checks the rules; a module for each table.
+"""Small programs, one or more for each primitive, on which the auditor checks the rules.
+
+There is a module for each table of rules, except that `shape` has the samples of `rules.move`, too.
 
 Arrays are chosen so that a wrong rule shows: no zeros, both signs, dimensions of different sizes that 2 and 3 divide,
 integers in a narrow range, so that comparisons come out both ways.

@@ -1,6 +1,6 @@
 """Predicted step times against those of what was compiled, by the order in which they put plans of one program.
 
-    python -m benchmarks.ranking_honest [tpu|gpu] [--cache DIR] [--kept] [WORD]
+    python -m benchmarks.ranking_error [tpu|gpu] [--cache DIR] [--kept] [WORD]
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. Of each case (`benchmarks.target_cases`; with WORD, those that
 have it in their name) the seconds that the plan predicts beside those of `autoshard.backend.estimate`: the TPU
