@@ -63,8 +63,8 @@ def _to_stored(leaf: LeafEntry, value: Any) -> Any:
         return jax.random.key_data(value)
     if leaf.dtype in _STORED_DTYPE:
         return value.astype(_STORED_DTYPE[leaf.dtype])
-    # The caller may write into a numpy array as soon as save returns.
-    return value if isinstance(value, jax.Array) else np.array(value)
+    # The caller may write into a numpy array as soon as save returns: Orbax copies it before (`deepcopy_host_arrays`).
+    return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
 def _describe_leaf(path: str, value: Any) -> LeafEntry:

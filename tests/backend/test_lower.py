@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import chex
@@ -14,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backend.audit import Audit, audit
-from autoshard.ir.rule import parse
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.rules.builders import per_shard
 from tests.programs import mlp_args, mlp_step
 
 
@@ -98,23 +95,6 @@ def test_the_axis_with_the_fastest_link_is_scattered_over_first() -> None:
     mesh = LogicalMesh(("a", "b"), (2, 4), hardware, ("slow", "fast"))
     found = scattered(jnp.matmul, mesh, (P(None, ("a", "b")), P(("a", "b"))), P(("a", "b")), X, W, scatters=2)
     assert {c.axes: c.bytes for c in found.emitted} == {("b",): 16 * 24 * 4, ("a",): 16 * 24}
-
-
-@pytest.mark.parametrize("kind", ["sum", "max", "min", "prod", "and", "or"])
-@pytest.mark.parametrize("axes", ["a", ("b", "a")], ids=str)
-def test_partial_results_of_an_island_are_combined(kind: str, axes: Any) -> None:
-    fun = {"and": jnp.all, "or": jnp.any}.get(kind) or getattr(jnp, kind)
-    x = normal(16, 32) > 2 if kind == "or" else normal(16, 32) > -2 if kind == "and" else normal(16, 32)
-
-    @jax.custom_jvp
-    def reduced(x: Any) -> Any:
-        return fun(x, axis=1)
-
-    reduced.defjvps(None)
-    rule = replace(parse(f"ab -> a {{b: {kind}}}"), local=per_shard(lambda x: fun(x, axis=1)))
-    step = autoshard.jit(reduced, mesh=PAIR, in_shardings=P(None, axes), out_shardings=P(), rules={"reduced": rule})
-    assert step.plan(x).islands
-    np.testing.assert_allclose(step(x), fun(x, axis=1), rtol=1e-5)
 
 
 def test_a_loop_carried_product_is_reduce_scattered_in_every_iteration() -> None:

@@ -284,6 +284,17 @@ def test_the_budget_applies_to_the_compiler_s_figure(monkeypatch, tmp_path):
     ]
 
 
+def test_of_layouts_that_fit_the_fastest_wins(monkeypatch, tmp_path):
+    def first_faster_and_larger(n, plan, lowered):
+        made = compile_plan(plan, lowered)
+        usage, estimate = replace(made.usage, peak=2 ** (20 - n)), replace(made.estimate, compute=1.0 + n)
+        return replace(made, usage=usage, estimate=estimate)
+
+    answering(monkeypatch, first_faster_and_larger)
+    plan = autoshard.jit(small, mesh={"data": 8}, refine=2, cache=tmp_path).plan(S, S)
+    assert [(t.fits, t.chosen) for t in plan.refined] == [(True, True), (True, False)]
+
+
 def test_a_layout_refused_for_another_reason_is_named_and_left_out(monkeypatch, tmp_path):
     def broken(n, plan, lowered):
         if n < 1:

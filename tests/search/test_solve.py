@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
+from autoshard.search.eliminate import eliminate
 from autoshard.search.problem import Budget, Problem
 from autoshard.search.solve import least_load, solve, solve_milp, solve_without_budgets
 
@@ -54,6 +55,12 @@ def test_with_mini_buckets_the_bound_holds(seed: int) -> None:
     assert found.cost >= every(p) - 1e-12
 
 
+def test_tables_that_would_be_too_large_are_minimised_apart() -> None:
+    """Of three variables of two options each, two must have the same one, which costs 1; no two alone must."""
+    p = Problem((np.zeros(2),) * 3, dict.fromkeys([(0, 1), (1, 2), (0, 2)], np.eye(2)))
+    assert [(eliminate(p, n).bound, eliminate(p, n).cost) for n in (8, 4)] == [(1, 1), (0, 1)]
+
+
 @given(st.integers(0, 2**32))
 def test_highs_agrees(seed: int) -> None:
     p = random_problem(seed, budget_count=seed % 2)
@@ -89,6 +96,18 @@ def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
         except PlanError:
             found += every(p) == math.inf
     assert found >= 70
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_change_of_one_variable_within_the_budgets_is_cheaper(seed: int) -> None:
+    p = random_problem(seed, budget_count=1)
+    try:
+        found = solve(p, milp_entries=0)
+    except PlanError:
+        return
+    for i, u in enumerate(p.unary):
+        changed = [(*found.assignment[:i], k, *found.assignment[i + 1 :]) for k in range(len(u))]
+        assert min(p.cost(c) for c in changed if p.fits(c)) == found.cost
 
 
 def test_an_option_of_infinite_cost_is_not_taken() -> None:
