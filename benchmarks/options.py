@@ -16,10 +16,10 @@ from benchmarks.answers import answer
 from benchmarks.target_cases import MIB, Case, options, planned
 
 CASES = (
-    Case("decoder-scanned", "4x4", "fsdp_tp"),
-    Case("decoder-unrolled", "4x4", "tp"),
-    Case("experts", "4x4", "auto"),
-    Case("conv", "4x4", "fsdp"),
+    Case("decoder-scanned", (4, 4), "fsdp_tp"),
+    Case("decoder-unrolled", (4, 4), "tp"),
+    Case("experts", (4, 4), "auto"),
+    Case("conv", (4, 4), "fsdp"),
 )
 COMBINERS = ("xla_jf_crs", "xla_tpu_agf", "xla_tpu_arf", "xla_tpu_ars")
 """Of the thresholds up to which collectives of one kind are put together."""

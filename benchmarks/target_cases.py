@@ -27,8 +27,8 @@ from benchmarks.answers import Answer, answer, asked
 
 MIB = 2**20
 MACHINES: Mapping[str, Mapping[str, Any]] = {"gpu": {"gpu": "h100"}, "tpu": {"tpu": "v5e:4x4"}}
-MESHES = {"gpu": ("2x4", "8x1", "4x2"), "tpu": ("4x4", "16x1", "2x8")}
-"""``data`` times ``model``: the one that every program has, one of data alone, and another of both."""
+MESHES = {"gpu": ((2, 4), (8, 1), (4, 2)), "tpu": ((4, 4), (16, 1), (2, 8))}
+"""Sizes of ``data`` and ``model``: the mesh that every program has, one of data alone, and another of both."""
 
 Program = tuple[Callable[..., Any], Any, Any]
 """A step, and the shapes of its state and batch."""
@@ -132,9 +132,9 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
 }
 
 
-def mesh(platform: str, sizes: str) -> autoshard.MeshConfig:
-    """The machine of a platform as a mesh of ``data`` times ``model``."""
-    data, model = map(int, sizes.split("x"))
+def mesh(platform: str, sizes: tuple[int, int]) -> autoshard.MeshConfig:
+    """The machine of a platform as a mesh with these sizes of ``data`` and ``model``."""
+    data, model = sizes
     return autoshard.MeshConfig(axes={"data": data, "model": model}, **MACHINES[platform])
 
 
@@ -143,10 +143,16 @@ class Case:
     """A program with a plan for it."""
 
     program: str
-    mesh: str
+    sizes: tuple[int, int]
+    """Of the mesh axes ``data`` and ``model``."""
     strategy: str
     recompute: str = ""
     platform: str = "tpu"
+
+    @property
+    def mesh(self) -> str:
+        """As text: ``4x4``."""
+        return "x".join(map(str, self.sizes))
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.program, self.recompute)))
@@ -177,7 +183,7 @@ def decorated(case: Case) -> tuple[autoshard.Step, Any, Any]:
     passes = ("dead_code", "one_hot", "transposed_products", recompute, "sum_products", "pad_uneven")
     jitted = autoshard.jit(
         step,
-        mesh=mesh(case.platform, case.mesh),
+        mesh=mesh(case.platform, case.sizes),
         strategy=case.strategy,
         donate_argnums=0,
         passes=passes if case.recompute else None,
