@@ -25,7 +25,7 @@ from autoshard.jaxpr.paths import path_names
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.runtime.plan import Plan
 from autoshard.units import size_text, time_text
-from benchmarks.target_cases import Program, decoder, experts
+from benchmarks.target_cases import StepAndShapes, decoder, experts
 
 EIGHT = {"data": 8}
 SMALL = {"layers": 4, "heads": 4, "seq": 256, "vocab": 1024}
@@ -34,7 +34,7 @@ LARGE = {"layers": 2, "d_model": 8192, "heads": 64, "d_ff": 28672, "seq": 2048, 
 WORDY = {"layers": 2, "d_model": 1024, "heads": 8, "d_ff": 4096, "seq": 512}
 
 
-def convolutions(batch: int, side: int, channels: int) -> Program:
+def convolutions(batch: int, side: int, channels: int) -> StepAndShapes:
     """Four convolutions of 3x3, with a step of plain descent."""
 
     def step(params: Any, batch: Any) -> Any:

@@ -17,10 +17,10 @@ import autoshard
 from autoshard.errors import MemoryBudgetError
 from autoshard.runtime.plan import Plan
 from benchmarks.answers import answer
-from benchmarks.target_cases import MESHES, MIB, Program, conv, decoder, experts, mesh, mlp, options
+from benchmarks.target_cases import MESHES, MIB, StepAndShapes, conv, decoder, experts, mesh, mlp, options
 
 RESERVE = 0.05
-GROWN: Mapping[str, Callable[[int], Program]] = {
+GROWN: Mapping[str, Callable[[int], StepAndShapes]] = {
     "decoder-scanned": lambda n: decoder(n, layers=4, d_model=1024, heads=8, d_ff=4096, vocab=16384, seq=1024),
     "decoder-unrolled": lambda n: decoder(n, layers=2, d_model=768, heads=6, vocab=8192, seq=1024, scan=False),
     "experts": lambda n: experts(batch=n, seq=512, width=1024, hidden=4096, count=8, layers=4),
@@ -35,7 +35,7 @@ def filled(name: str, strategy: str, platform: str) -> tuple[int, Plan, jax.stag
     where = mesh(platform, MESHES[platform][0])
     budget = where.mesh().hardware.memory * (1 - RESERVE)
 
-    def step(batch: int) -> tuple[autoshard.Step, Program]:
+    def step(batch: int) -> tuple[autoshard.Step, StepAndShapes]:
         program = GROWN[name](batch)
         # No pass recomputes: the residuals that the step asks for are the ones that are kept in memory.
         passes = ("dead_code", "one_hot", "transposed_products", "sum_products", "pad_uneven")

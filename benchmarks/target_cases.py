@@ -30,11 +30,11 @@ MACHINES: Mapping[str, Mapping[str, Any]] = {"gpu": {"gpu": "h100"}, "tpu": {"tp
 MESHES = {"gpu": ((2, 4), (8, 1), (4, 2)), "tpu": ((4, 4), (16, 1), (2, 8))}
 """Sizes of ``data`` and ``model``: the mesh that every program has, one of data alone, and another of both."""
 
-Program = tuple[Callable[..., Any], Any, Any]
+StepAndShapes = tuple[Callable[..., Any], Any, Any]
 """A step, and the shapes of its state and batch."""
 
 
-def decoder(batch: int, **sizes: Any) -> Program:
+def decoder(batch: int, **sizes: Any) -> StepAndShapes:
     """A decoder-only transformer with AdamW, in bfloat16."""
     model = ModelConfig(**{"dtype": "bfloat16", **sizes})
     steps = make_steps(model, OptimizerConfig(), 1000)
@@ -42,7 +42,7 @@ def decoder(batch: int, **sizes: Any) -> Program:
     return steps.train, jax.eval_shape(steps.init, jax.random.key(0)), {"inputs": tokens, "targets": tokens}
 
 
-def trained(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Program:
+def trained(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> StepAndShapes:
     """A step of Adam on a loss of parameters and batch."""
     adam = optax.adam(1e-3)
 
@@ -55,7 +55,7 @@ def trained(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Program
     return step, state, batch
 
 
-def mlp(batch: int, width: int, hidden: int, layers: int) -> Program:
+def mlp(batch: int, width: int, hidden: int, layers: int) -> StepAndShapes:
     """Residual blocks of two products, unrolled, in float32."""
 
     def loss(params: Any, batch: Any) -> Any:
@@ -69,7 +69,7 @@ def mlp(batch: int, width: int, hidden: int, layers: int) -> Program:
     return trained(loss, [{"up": up, "down": down}] * layers, {"x": x, "y": x})
 
 
-def experts(batch: int, seq: int, width: int, hidden: int, count: int, layers: int) -> Program:
+def experts(batch: int, seq: int, width: int, hidden: int, count: int, layers: int) -> StepAndShapes:
     """A mixture of experts, each token to the best of them as far as its capacity allows, scanned, in bfloat16."""
     capacity = 2 * seq // count
 
@@ -108,7 +108,7 @@ class _Residual(linen.Module):
         return linen.Dense(128)(x.mean((1, 2)).astype(jnp.float32))
 
 
-def conv(batch: int, size: int, widths: Sequence[int]) -> Program:
+def conv(batch: int, size: int, widths: Sequence[int]) -> StepAndShapes:
     """A residual convolutional network."""
     net = _Residual(tuple(widths))
 
@@ -120,7 +120,7 @@ def conv(batch: int, size: int, widths: Sequence[int]) -> Program:
     return trained(loss, params, {"x": x, "y": jax.ShapeDtypeStruct((batch,), jnp.int32)})
 
 
-PROGRAMS: Mapping[str, Callable[[], Program]] = {
+PROGRAMS: Mapping[str, Callable[[], StepAndShapes]] = {
     "decoder-scanned": lambda: decoder(64, layers=4, d_model=1024, heads=8, d_ff=4096, vocab=16384, seq=1024),
     "decoder-unrolled": lambda: decoder(64, layers=2, d_model=768, heads=6, vocab=8192, seq=1024, scan=False),
     "decoder-gelu": lambda: decoder(

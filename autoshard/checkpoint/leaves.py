@@ -131,10 +131,10 @@ def match_leaves(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> lis
     """
     exact = {leaf.path: leaf for leaf in saved}
     paths = {leaf.path for leaf in wanted}
-    rest = [(_path_names(leaf.path), leaf) for leaf in saved if leaf.path not in paths]
-    count = Counter([names for names, _ in rest] + [_path_names(p) for p in paths - exact.keys()])
+    rest = [(_key_names(leaf.path), leaf) for leaf in saved if leaf.path not in paths]
+    count = Counter([names for names, _ in rest] + [_key_names(p) for p in paths - exact.keys()])
     by_names = {names: leaf for names, leaf in rest if count[names] == 2}  # one saved and one wanted: unambiguous
-    return [exact.get(leaf.path) or by_names.get(_path_names(leaf.path)) for leaf in wanted]
+    return [exact.get(leaf.path) or by_names.get(_key_names(leaf.path)) for leaf in wanted]
 
 
 def state_difference(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry], there: str) -> str:
@@ -164,7 +164,7 @@ def state_difference(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry], th
     )
 
 
-def _path_names(path: str) -> tuple[str, ...]:
+def _key_names(path: str) -> tuple[str, ...]:
     """The names of the keys of ``path``."""
     keys = path_keys(path)
     return tuple(key.name for key in keys) if keys is not None else (path,)
