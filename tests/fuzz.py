@@ -31,10 +31,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import yaml
+from etils import epath
 
 import autoshard
 from autoshard import checkpoint
 from autoshard.backend import compile_cache
+from autoshard.checkpoint.manifest import inventory_text
 from autoshard.errors import AutoshardError
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh_config import load_mesh_config
@@ -321,13 +323,12 @@ def _checkpoints(folder: Path) -> Iterator[Kind]:
     manifest, inventory = root / "1/manifest/metadata", root / "1/inventory.json"
     sizes = inventory.read_bytes()
 
-    def with_its_size(path: Path) -> object:
-        """As `read`: a manifest of another length than the inventory says would be refused for that alone."""
-        listed = json.loads(sizes) | {"manifest/metadata": path.stat().st_size}
-        inventory.write_text(json.dumps(listed))
+    def as_listed(path: Path) -> object:
+        """As `read`: a manifest of another digest than the inventory says would be refused for that alone."""
+        inventory.write_text(inventory_text(epath.Path(root / "1")))
         return read(path)
 
-    yield Kind("manifest", [manifest.read_bytes()], _writes(manifest, with_its_size, restore=True), ODD_JSON)
+    yield Kind("manifest", [manifest.read_bytes()], _writes(manifest, as_listed, restore=True), ODD_JSON)
     inventory.write_bytes(sizes)
     yield Kind("inventory", [sizes], _writes(inventory, read, restore=True), ODD_JSON)
 

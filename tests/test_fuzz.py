@@ -24,7 +24,8 @@ def test_mutants_are_read_or_refused(name: str, kinds: Mapping[str, fuzz.Kind]):
     outcome = fuzz.run(kind, 40, seed=0)
     assert not outcome.failures
     assert outcome.counts.total() == 40
-    assert len(outcome.counts) > 1 or name == "cache"  # of a cache an entry that cannot be read is no error
+    # Of a cache an entry that cannot be read is no error; of an inventory almost any change is one.
+    assert len(outcome.counts) > 1 or name in ("cache", "inventory")
 
 
 @pytest.mark.parametrize("name", ["manifest", "mesh", "plan"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import json
 import sys
 import warnings
 from dataclasses import dataclass
@@ -14,12 +13,13 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from autoshard.checkpoint import array_store
 from autoshard.checkpoint.manifest import (
     TEMPORARY,
     absolute_path,
-    file_sizes,
     first_line,
     incompleteness,
+    inventory_text,
     step_directories,
 )
 from autoshard.errors import CheckpointError
@@ -55,14 +55,39 @@ class Saving:
 _in_flight: dict[str, Saving] = {}
 
 
+class _ArrayHandler(ocp.AsyncCheckpointHandler):
+    """Writes arrays with `autoshard.checkpoint.array_store`."""
+
+    async def async_save(self, directory: epath.Path, args: ArraySave) -> list[Any]:
+        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="arrays")
+        written = executor.submit(array_store.write, directory, array_store.on_host(args.arrays))
+        executor.shutdown(wait=False)
+        return [written]
+
+    def save(self, directory: epath.Path, args: ArraySave) -> None:
+        array_store.write(directory, array_store.on_host(args.arrays))
+
+    def restore(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
+        raise CheckpointError(f"{directory} is read by autoshard.checkpoint.restore")
+
+    def finalize(self, directory: epath.Path) -> None:
+        array_store.merge(directory)
+
+
+@ocp.args.register_with_handler(_ArrayHandler, for_save=True, for_restore=True)
+@dataclass
+class ArraySave(ocp.args.CheckpointArgs):
+    """Arrays to write, by name."""
+
+    arrays: dict[str, Any]
+
+
 class _Handler(ocp.CompositeCheckpointHandler):
     """Orbax's composite handler; writes the inventory just before the step's directory is renamed into place."""
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
-        items = [item for item in directory.iterdir() if item.is_dir()]
-        sizes = {f"{item.name}/{name}": size for item in items for name, size in file_sizes(item).items()}
-        (directory / "inventory.json").write_text(json.dumps(sizes, indent=0, sort_keys=True))
+        (directory / "inventory.json").write_text(inventory_text(directory))
 
 
 @ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)

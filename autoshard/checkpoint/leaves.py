@@ -1,7 +1,6 @@
 """Converts the leaves of a state to what a checkpoint stores, and back.
 
-Leaves that Orbax does not store are in the manifest (zero-size arrays, Python scalars) or stored as other arrays (typed
-PRNG keys as their key data, dtypes that TensorStore lacks as wider ones).
+Zero-size arrays and Python scalars are in the manifest alone; typed PRNG keys are stored as their key data.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from autoshard.checkpoint.array_store import ToRead
 from autoshard.checkpoint.manifest import MAX_PATH, SCALAR_CODECS, LeafEntry, abbreviated, first_line
 from autoshard.errors import CheckpointError
 from autoshard.jaxpr.paths import path_keys
 from autoshard.strict_files import cut
-
-_STORED_DTYPE = {"int1": "int8", "uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float16"}
-"""Dtypes that TensorStore cannot store, each with one that it can and that represents all its values."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,8 @@ def flatten_state(state: Any) -> tuple[list[LeafEntry], dict[str, Any]]:
 def _to_stored(leaf: LeafEntry, value: Any) -> Any:
     if leaf.kind == "key":
         return jax.random.key_data(value)
-    if leaf.dtype in _STORED_DTYPE:
-        return value.astype(_STORED_DTYPE[leaf.dtype])
-    # The caller may write into a numpy array as soon as save returns: Orbax copies it before (`deepcopy_host_arrays`).
-    return value if isinstance(value, jax.Array) else np.asarray(value)
+    # The caller may write into a numpy array as soon as save returns.
+    return value if isinstance(value, jax.Array) else np.array(value)
 
 
 def _describe_leaf(path: str, value: Any) -> LeafEntry:
@@ -217,12 +212,6 @@ def _restored(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: bool) 
         return _restore_key(leaf, array, target, raw=raw)
     if array is None:
         array = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
-    elif leaf.value is None and array.dtype != jnp.dtype(_STORED_DTYPE.get(leaf.dtype, leaf.dtype)):
-        raise CheckpointError(f"{leaf.path} is {leaf} in the manifest and has the dtype {array.dtype} in the store")
-    if list(array.shape) != leaf.shape:
-        raise CheckpointError(f"{leaf.path} is {leaf} in the manifest and has the shape {array.shape} in the store")
-    if leaf.dtype in _STORED_DTYPE:
-        array = array.astype(jnp.dtype(leaf.dtype))
     if wanted.kind != "array":
         return array.item()
     if target.weak_type and array.ndim == 0:
@@ -230,14 +219,31 @@ def _restored(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: bool) 
     return array if target.as_numpy else _put(array, target.sharding)
 
 
+def array_to_read(leaf: LeafEntry, target: RestoreTarget) -> ToRead:
+    """How to read the array of a leaf: into shards if its target is an array with a sharding, else to numpy."""
+    if leaf.kind == "key":
+        words = _key_words(leaf)
+        return ToRead(words.shape, words.dtype, None)
+    sharded = target.leaf.kind == "array" and not target.weak_type
+    return ToRead(tuple(leaf.shape), jnp.dtype(leaf.dtype), target.sharding if sharded else None)
+
+
 def _restore_key(leaf: LeafEntry, words: Any, target: RestoreTarget, *, raw: bool) -> Any:
-    impl = cast(Any, leaf.impl)
     if words is None:
-        one: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-        words = np.zeros((*leaf.shape, *one.shape), one.dtype)
+        aval = _key_words(leaf)
+        words = np.zeros(aval.shape, aval.dtype)
     if raw:
         return words
-    return _put(jax.random.wrap_key_data(jnp.asarray(words), impl=impl), target.sharding)
+    return _put(jax.random.wrap_key_data(jnp.asarray(words), impl=cast(Any, leaf.impl)), target.sharding)
+
+
+def _key_words(leaf: LeafEntry) -> Any:
+    """Shape and dtype of the key data of a leaf of typed keys."""
+    try:
+        one: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=cast(Any, leaf.impl))))
+    except ValueError as error:
+        raise CheckpointError(f"{leaf.path} ({leaf}) cannot be restored: {first_line(error)}") from error
+    return jax.ShapeDtypeStruct((*leaf.shape, *one.shape), one.dtype)
 
 
 def _put(array: Any, sharding: Sharding | None) -> jax.Array:

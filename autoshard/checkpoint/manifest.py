@@ -3,16 +3,20 @@
 A step is a directory, ``DIR/STEP``, in Orbax's layout:
 
     manifest/metadata   JSON: every leaf's path, shape and dtype; the caller's ``extra``; the plan's fingerprint
-    arrays/             the leaves with data, as one OCDBT store with a flat key for each leaf
-    inventory.json      the size of every file above, written last
+    arrays/             the leaves with data; see `autoshard.checkpoint.array_store`
+    inventory.json      the size of every file above, the digest of every one that is not the array store's, and a
+                        digest of these; written last
 
 Orbax writes into a temporary directory and renames it when everything is on disk, so that a process killed at any
-moment leaves the complete step or none. The inventory detects what renaming cannot: files truncated later.
+moment leaves the complete step or none. The inventory detects what renaming cannot: files truncated or changed later.
+The array store has checksums of its own, which are checked when arrays are read.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -92,10 +96,26 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     fingerprint: str | None
     extra: dict[str, Any]
     leaves: list[LeafEntry]
+
+
+class Inventory(BaseModel):
+    """The files of one step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    files: dict[str, tuple[int, int | None]]
+    """Bytes, and CRC-32 where the file has no checksum of its own, by name relative to the step's directory."""
+    digest: int
+    """CRC-32 of `files` as JSON."""
+
+    @classmethod
+    def of(cls, files: dict[str, tuple[int, int | None]]) -> Self:
+        """The inventory with these files."""
+        return cls(files=files, digest=zlib.crc32(json.dumps(files, sort_keys=True).encode()))
 
 
 def absolute_path(dir: epath.PathLike) -> epath.Path:
@@ -153,15 +173,30 @@ def incompleteness(path: epath.Path) -> str | None:
     except (ValueError, OSError) as error:
         return f"its manifest cannot be read ({first_line(error)})"
     try:
-        inventory: dict[str, int] = parse_json(read_text(path / "inventory.json", MAX_BYTES))
-        for name, size in inventory.items():
+        inventory = Inventory.model_validate(parse_json(read_text(path / "inventory.json", MAX_BYTES)))
+        if inventory.digest != inventory.of(inventory.files).digest:
+            return "its inventory has changed since it was written"
+        for name, (size, digest) in inventory.files.items():
             if not (path / name).exists():
                 return f"{name} is missing"
             if (found := (path / name).stat().length) != size:
                 return f"{name} has {found} bytes of {size}"
-    except (ValueError, OSError, AttributeError) as error:
+            if digest is not None and zlib.crc32((path / name).read_bytes()) != digest:
+                return f"{name} has changed since it was written"
+    except (ValueError, OSError) as error:
         return f"its inventory cannot be read ({first_line(error)})"
     return None
+
+
+def inventory_text(path: epath.Path) -> str:
+    """The inventory of the step at ``path``, as JSON."""
+    items = {item.name: file_sizes(item) for item in path.iterdir() if item.is_dir()}
+    sizes = {f"{item}/{name}": size for item, files in items.items() for name, size in files.items()}
+    files = {
+        name: (size, None if name.startswith("arrays/") else zlib.crc32((path / name).read_bytes()))
+        for name, size in sorted(sizes.items())
+    }
+    return Inventory.of(files).model_dump_json(indent=0)
 
 
 def file_sizes(path: epath.Path) -> dict[str, int]:

@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from autoshard.checkpoint.array_store import read
+from autoshard.checkpoint.async_write import ArraySave, begin_save, move_damaged_aside
 from autoshard.checkpoint.async_write import Saving as Saving
-from autoshard.checkpoint.async_write import begin_save, move_damaged_aside
 from autoshard.checkpoint.async_write import finish as finish
 from autoshard.checkpoint.leaves import (
     RestoreTarget,
+    array_to_read,
     flatten_state,
     match_leaves,
     restore_leaf,
@@ -125,7 +126,7 @@ def save(
         move_damaged_aside(path)
     items: dict[str, Any] = {"manifest": ocp.args.JsonSave(manifest.model_dump())}
     if arrays:
-        items["arrays"] = ocp.args.PyTreeSave(arrays)
+        items["arrays"] = ArraySave(arrays)
     saving = begin_save(root, step, items, keep)
     if wait:
         finish(root)
@@ -231,23 +232,12 @@ def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: PlanLike) -> None:
 
 
 def _read_arrays(root: epath.Path, step: int, pairs: Iterable[tuple[LeafEntry, RestoreTarget]]) -> dict[str, Any]:
-    restore_args: dict[str, Any] = {}
-    for leaf, target in pairs:
-        sharding: Any = target.sharding
-        # Orbax would read a replicated leaf from disk once for every device; as numpy it is read once.
-        as_numpy = sharding is None or sharding.is_fully_replicated or target.leaf.kind not in ("array", "key")
-        restore_args[leaf.path] = (
-            ocp.RestoreArgs(restore_type=np.ndarray) if as_numpy else ocp.ArrayRestoreArgs(sharding=sharding)
-        )
-    if not restore_args:
-        return {}
-    args: Any = ocp.args.PyTreeRestore(dict.fromkeys(restore_args, 0), restore_args=restore_args)
+    wanted = {leaf.path: array_to_read(leaf, target) for leaf, target in pairs}
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return cast("dict[str, Any]", checkpointer.restore(root / str(step) / "arrays", args=args))
-    except Exception as error:
+        return read(root / str(step) / "arrays", wanted)
+    except CheckpointError as error:
         others = [n for n in steps(root) if n != step]
+        hint = f"; restore that with step={max(others)}" if others else ""
         raise CheckpointError(
-            f"the arrays of step {step} in {root} cannot be read: {first_line(error)}. {newest_complete_text(others)}; "
-            f"restore that with step={max(others, default=None)}"
+            f"the arrays of step {step} in {root} cannot be read: {error}. {newest_complete_text(others)}{hint}"
         ) from error

@@ -498,7 +498,7 @@ def test_a_failed_write_is_raised_once_and_loses_nothing(tmp_path: Path, monkeyp
 
     checkpoint.save(tmp_path, 1, small(1), wait=True)
     with monkeypatch.context() as patch:
-        patch.setattr(async_write, "file_sizes", full)
+        patch.setattr(async_write, "inventory_text", full)
         saving = checkpoint.save(tmp_path, 2, small(2))
         with pytest.raises(CheckpointError, match="step 2 could not be written to .*: no space left"):
             checkpoint.finish(tmp_path)
