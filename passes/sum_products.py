@@ -1,11 +1,14 @@
 """Matrix products that are only added to one another become one operation (`autoshard.transforms.sum_of_products`).
 
 Where the contracted dimension of such products is sharded, each is a partial sum, which XLA all-reduces before it adds
-them. As one operation, partial sums are added first and all-reduced once. Results change by rounding only.
+them. As one operation, partial sums are added first and all-reduced once; more than `MAX_PRODUCTS` become several such
+operations, whose results are added. Results change by rounding only.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +23,8 @@ from autoshard.transforms.pipeline import Pass
 from autoshard.transforms.sum_of_products import ProductDims, flops, sum_of_products_p
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MAX_PRODUCTS = 32
+"""In one operation: its strategies, one for every contracted dimension, are each as long as its operands are many."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,15 @@ def _rewritten(jaxpr: jx.Jaxpr, rules: Rules, known: dict[Any, jx.Jaxpr]) -> jx.
     chained = {e for e in additions if uses[e.outvars[0]] == 1}
     inner = {a for e in additions for a in e.invars if isinstance(a, jx.Var) and uses[a] == 1}
 
-    def terms(atom: jx.Atom) -> Iterator[jx.Atom]:
-        eqn = made.get(atom) if isinstance(atom, jx.Var) else None
-        if eqn is not None and eqn in chained:
-            for a in eqn.invars:
-                yield from terms(a)
-        else:
-            yield atom
+    def terms(sum_of: jx.JaxprEqn) -> Iterator[jx.Atom]:
+        waiting = [*reversed(sum_of.invars)]
+        while waiting:
+            atom = waiting.pop()
+            eqn = made.get(atom) if isinstance(atom, jx.Var) else None
+            if eqn is not None and eqn in chained:
+                waiting += reversed(eqn.invars)
+            else:
+                yield atom
 
     def product(atom: jx.Atom) -> _Product | None:
         eqn = made.get(atom) if isinstance(atom, jx.Var) else None
@@ -91,7 +98,7 @@ def _rewritten(jaxpr: jx.Jaxpr, rules: Rules, known: dict[Any, jx.Jaxpr]) -> jx.
     for eqn in additions:
         if eqn.outvars[0] in inner:
             continue
-        found = [a for operand in eqn.invars for a in terms(operand)]
+        found = list(terms(eqn))
         products = {i: p for i, a in enumerate(found) if (p := product(a)) is not None}
         if len(products) < 2:
             continue
@@ -123,17 +130,18 @@ def _joined(
     precision = products[0].eqn.params["precision"]
 
     def fun(*values: Any) -> Any:
-        (total,) = sum_of_products_p.bind(
-            *values[: len(operands)],
-            products=dims,
-            out=out,
-            dtype=str(result.dtype),
-            precision=precision,
-            flops=flops(avals, dims, out),
-        )
-        for x in values[len(operands) :]:
-            total = total + x
-        return total
+        sums: list[Any] = []
+        for i in range(0, len(dims), MAX_PRODUCTS):
+            part, among = slice(i, i + MAX_PRODUCTS), slice(2 * i, 2 * (i + MAX_PRODUCTS))
+            sums += sum_of_products_p.bind(
+                *values[: len(operands)][among],
+                products=dims[part],
+                out=out,
+                dtype=str(result.dtype),
+                precision=precision,
+                flops=flops(avals[among], dims[part], out),
+            )
+        return functools.reduce(operator.add, (*sums, *values[len(operands) :]))
 
     values = [*operands, *rest]
     key = dims, out, str(result.dtype), precision, tuple((jx.aval(a).shape, str(jx.aval(a).dtype)) for a in values)

@@ -17,8 +17,11 @@ reduces half and the halves are all-gathered afterwards. A user who wants that p
 specs have in common, the shared prefix of major axes of a dimension and shared partial axes, is left alone: on equal
 links, gathering an axis only to split over it again never pays.
 
-On equal links the cost is a directed metric: from ``a`` to ``c`` it never exceeds the sum of those from ``a`` to ``b``
-and from ``b`` to ``c``, for any ``b`` over the axes of ``a`` and ``c``.
+Where the specs differ in more than `MAX_AXES` axes, those that stand next to each other in both move as one block.
+Where these are too many, too, the value is all-reduced, all-gathered, and sliced. Both are upper bounds.
+
+On equal links, and up to so many axes, the cost is a directed metric: from ``a`` to ``c`` it never exceeds the sum of
+those from ``a`` to ``b`` and from ``b`` to ``c``, for any ``b`` over the axes of ``a`` and ``c``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,16 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from autoshard.cost.reshard_moves import FREE_MOVES, Edge, LocalBytes, Move, PartialAxes, ReshardGraph, State
+from autoshard.cost.reshard_moves import (
+    FREE_MOVES,
+    Edge,
+    LocalBytes,
+    Move,
+    PartialAxes,
+    ReshardGraph,
+    State,
+    replace_dim,
+)
 from autoshard.errors import SpecError, nearest
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import (
@@ -41,6 +53,8 @@ from autoshard.machine.collective import (
 )
 from autoshard.machine.mesh import LogicalMesh
 
+MAX_AXES = 4
+"""Most blocks of axes that are searched over: the specs over n axes are more than n!."""
 TIE_BREAK_SECONDS = 1e-12
 """Seconds added to each move in the search, so that of equally cheap sequences the shortest wins; twice to a
 reduce-scatter, so that an all-reduce wins over a reduce-scatter with an all-gather, as in XLA."""
@@ -129,20 +143,80 @@ def _path(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: Logical
 def _solve_rest(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: LogicalMesh) -> tuple[Move, ...]:
     """The cheapest moves between two specs without a common prefix of axes in any dimension."""
     used = {*src.axes, *dst.axes}
-    graph = _graph(tuple(a for a in mesh.axis_names if a in used), src.rank, dst.partial, mesh)
-    start, goal = ((s.dims, tuple(sorted(s.partial))) for s in (src, dst))
+    axes = tuple(a for a in mesh.axis_names if a in used)
+    blocks = _blocks(src, dst, axes) if len(axes) > MAX_AXES else tuple((a,) for a in axes)
+    start, goal = (_state(s, blocks) for s in (src, dst))
+    graph = _graph(blocks, src.rank, goal[1], mesh)
     sizes = LocalBytes(start, goal, shape, bits, graph.sizes)
     if not src.partial and all(b[: len(a)] == a for a, b in zip(src.dims, dst.dims, strict=True)):
         return _free_moves(src, dst)
     edge = _single_collective(src, dst)
-    if edge is None:
-        return tuple(graph.move(e, before, sizes) for before, e in _shortest(graph, start, goal, sizes))
-    return (graph.move(graph.edge(*edge, goal), start, sizes),)
+    if edge is not None:
+        kind, moved = edge
+        return (graph.move(graph.edge(kind, tuple(a for a in moved if a in graph.blocks), goal), start, sizes),)
+    if len(blocks) > MAX_AXES:
+        return _gather_and_slice(src, dst, graph, start, sizes)
+    return tuple(graph.move(e, before, sizes) for before, e in _shortest(graph, start, goal, sizes))
 
 
 @functools.lru_cache(maxsize=256)
-def _graph(axes: Axes, rank: int, goal_partial: PartialAxes, mesh: LogicalMesh) -> ReshardGraph:
-    return ReshardGraph(axes, rank, goal_partial, mesh)
+def _graph(blocks: tuple[Axes, ...], rank: int, goal_partial: PartialAxes, mesh: LogicalMesh) -> ReshardGraph:
+    return ReshardGraph(blocks, rank, goal_partial, mesh)
+
+
+def _state(spec: Spec, blocks: tuple[Axes, ...]) -> State:
+    """``spec`` with the first axis of each block in the place of the block."""
+    names = {block[0] for block in blocks}
+    dims = tuple(tuple(a for a in axes if a in names) for axes in spec.dims)
+    return dims, tuple(sorted(p for p in spec.partial if p[0] in names))
+
+
+def _blocks(src: Spec, dst: Spec, axes: Axes) -> tuple[Axes, ...]:
+    """``axes`` in runs that in both specs stand next to each other, in one order, or are partial or unused together."""
+    places = [_places(spec) for spec in (src, dst)]
+
+    def follows(a: str, b: str) -> bool:
+        return all(_follows(place.get(a), place.get(b)) for place in places)
+
+    found: list[Axes] = []
+    rest = list(axes)
+    while rest:
+        block = [rest.pop(0)]
+        while (after := next((b for b in rest if follows(block[-1], b)), None)) is not None:
+            block.append(after)
+            rest.remove(after)
+        while (before := next((b for b in rest if follows(b, block[0])), None)) is not None:
+            block.insert(0, before)
+            rest.remove(before)
+        found.append(tuple(block))
+    return tuple(found)
+
+
+def _places(spec: Spec) -> dict[str, tuple[int, int] | str]:
+    """Of each axis: the dimension that it splits and its position there, or the reduction that it is partial of."""
+    split = {a: (d, k) for d, axes in enumerate(spec.dims) for k, a in enumerate(axes)}
+    return {**split, **dict(spec.partial)}
+
+
+def _follows(a: tuple[int, int] | str | None, b: tuple[int, int] | str | None) -> bool:
+    return b == (a[0], a[1] + 1) if isinstance(a, tuple) else a == b
+
+
+def _gather_and_slice(src: Spec, dst: Spec, graph: ReshardGraph, start: State, sizes: LocalBytes) -> tuple[Move, ...]:
+    """The moves by way of the whole value: all-reduces, all-gathers, and what is free."""
+    moves: list[Move] = []
+    state = start
+    for kind in sorted({kind for _, kind in start[1]}):
+        after = state[0], tuple(p for p in state[1] if p[1] != kind)
+        axes = tuple(a for a, k in state[1] if k == kind)
+        moves.append(graph.move(graph.edge(ALL_REDUCE, axes, after), state, sizes))
+        state = after
+    for d, axes in enumerate(start[0]):
+        if axes:
+            after = replace_dim(state[0], d, ()), state[1]
+            moves.append(graph.move(graph.edge(ALL_GATHER, axes, after), state, sizes))
+            state = after
+    return (*moves, *_free_moves(Spec(((),) * src.rank), dst))
 
 
 def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes) -> list[tuple[State, Edge]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -88,14 +88,18 @@ class LocalBytes:
 
 
 class ReshardGraph:
-    """The specs of one rank over ``axes`` and the moves between them, computed on demand.
+    """The specs of one rank over blocks of mesh axes and the moves between them, computed on demand.
 
-    ``goal_partial``: the partial axes that make-partial may produce.
+    A block is one axis, or several that only move together, minor-most last; its first axis stands for it in a `State`.
+    ``goal_partial``: the partial blocks that make-partial may produce.
     """
 
-    def __init__(self, axes: Axes, rank: int, goal_partial: PartialAxes, mesh: LogicalMesh) -> None:
-        self.axes, self.rank, self.goal_partial = axes, rank, goal_partial
-        self.sizes = {a: mesh.shape[a] for a in axes}
+    def __init__(self, blocks: Sequence[Axes], rank: int, goal_partial: PartialAxes, mesh: LogicalMesh) -> None:
+        self.blocks = {block[0]: block for block in blocks}
+        self.axes, self.rank, self.goal_partial = tuple(self.blocks), rank, goal_partial
+        self.sizes = {name: math.prod([mesh.shape[a] for a in block]) for name, block in self.blocks.items()}
+        used = {a for block in blocks for a in block}
+        axes = tuple(a for a in mesh.axis_names if a in used)
         self.rings: dict[str, Ring] = dict(zip(axes, axis_rings(axes, mesh), strict=True))
         self.overhead = mesh.hardware.overhead
         self._edges: dict[State, tuple[Edge, ...]] = {}
@@ -112,18 +116,27 @@ class ReshardGraph:
         if kind in FREE_MOVES:
             return Edge(kind, axes, 0.0, 0.0, after)
         if (kind, axes) not in self._edge_seconds:
-            over = [self.rings[a] for a in axes]
+            over = [self.rings[a] for a in self.whole(axes)]
             fixed = ring_seconds(kind, over, 0.0, self.overhead)
             self._edge_seconds[kind, axes] = fixed, ring_seconds(kind, over, 1.0, self.overhead) - fixed
         return Edge(kind, axes, *self._edge_seconds[kind, axes], after)
 
     def move(self, edge: Edge, before: State, sizes: LocalBytes) -> Move:
         """The move along ``edge`` of the value whose bytes are ``sizes``."""
+        dims, partial = edge.after
+        spec = Spec(
+            tuple(map(self.whole, dims)), tuple(sorted((a, kind) for b, kind in partial for a in self.blocks[b]))
+        )
+        axes = self.whole(edge.axes)
         if edge.kind in FREE_MOVES:
-            return Move(edge.kind, edge.axes, 0, 0.0, Spec(*edge.after))
+            return Move(edge.kind, axes, 0, 0.0, spec)
         size = sizes(edge.after if edge.kind == ALL_GATHER else before) or 0
-        seconds = ring_seconds(edge.kind, [self.rings[a] for a in edge.axes], size, self.overhead)
-        return Move(edge.kind, edge.axes, size, seconds, Spec(*edge.after))
+        seconds = ring_seconds(edge.kind, [self.rings[a] for a in axes], size, self.overhead)
+        return Move(edge.kind, axes, size, seconds, spec)
+
+    def whole(self, names: Axes) -> Axes:
+        """The mesh axes of blocks."""
+        return tuple(a for name in names for a in self.blocks[name])
 
     def edges_from(self, state: State) -> tuple[Edge, ...]:
         """Every move from ``state``."""

@@ -179,7 +179,7 @@ class _SecondsTable:
 @functools.lru_cache(maxsize=64)
 def _state_graph(axes: tuple[str, ...], rank: int, partial_axes: PartialAxes, mesh: LogicalMesh) -> _StateGraph:
     """All states reachable from the replicated spec, and from it with any of ``partial_axes`` partial."""
-    graph = ReshardGraph(axes, rank, (), mesh)
+    graph = ReshardGraph([(a,) for a in axes], rank, (), mesh)
     start: State = (((),) * rank, ())
     index: dict[State, int] = {}
     queue: list[State] = [start, *((start[0], tuple(sorted(t))) for t in _subsets(partial_axes))]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.cost.compiler_options import CompilerOptions
+from autoshard.cost.reshard import MAX_AXES
 from autoshard.errors import ArgumentError, MemoryBudgetError, nearest
 from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
@@ -25,6 +26,8 @@ from autoshard.units import size_text
 
 MAX_EXHAUSTIVE = 512
 """Most choices that are enumerated."""
+MAX_EXHAUSTIVE_WORK = 100_000
+"""Nodes times choices above which they are not enumerated, however few: some seconds."""
 MAX_PRESET_WORK = 16_000
 """Nodes times presets above which presets are not priced beside solved layouts: in no larger program was one better."""
 MAX_ARGUMENT_WORK = 40_000
@@ -77,7 +80,7 @@ def _auto_choices(s: Search) -> Iterator[Choice]:
     stages = [(0, ()), *((stage, axes) for stage in (2, 3) for axes in subsets)]
     if not s.roles.parameters and not s.roles.optimizer:
         stages = stages[:1]
-    if not proven and math.prod(map(len, options)) * len(stages) <= MAX_EXHAUSTIVE:
+    if not proven and _can_enumerate(s, math.prod(map(len, options)) * len(stages)):
         for class_axes in itertools.product(*options):
             for stage, storage_axes in stages:
                 yield Choice(tuple(class_axes), storage_axes, stage)
@@ -93,14 +96,21 @@ def _auto_choices(s: Search) -> Iterator[Choice]:
         yield from presets[-3:]
 
 
+def _can_enumerate(s: Search, choices: int) -> bool:
+    return choices <= MAX_EXHAUSTIVE and choices * len(s.graph.nodes) <= MAX_EXHAUSTIVE_WORK
+
+
 def _argument_choices(s: Search, best: Candidate) -> Iterator[Choice]:
     """Decides specs of arguments one by one: all combinations if these are few, else changes that improve ``best``.
 
-    Dimension classes tie together what a good layout can keep apart, such as how a weight is stored and used.
+    Dimension classes tie together what a good layout can keep apart, such as how a weight is stored and used. Not over
+    more axes than reshards are searched over: each of many more specs has reshards of its own.
     """
     yield best.choice
+    if len(s.axes) > MAX_AXES:
+        return
     options = {i: argument_options(s, i) for i in _unpinned_arguments(s)}
-    if math.prod(map(len, options.values())) <= MAX_EXHAUSTIVE:
+    if _can_enumerate(s, math.prod(map(len, options.values()))):
         for specs in itertools.product(*options.values()):
             yield Choice(((),) * len(s.classes), argument_specs=tuple(zip(options, specs, strict=True)))
         return

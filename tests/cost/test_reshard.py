@@ -138,32 +138,73 @@ def permute(move: reshard.Move, before: Spec, shards: Shards, mesh: LogicalMesh,
     return after
 
 
+def check_moves(src: Spec, dst: Spec, shape: tuple[int, ...], mesh: LogicalMesh) -> list[str]:
+    """Follows the path from ``src`` to ``dst`` on shards of a value: kinds of its moves."""
+    value = np.arange(math.prod(shape)).reshape(shape) ** 2
+    shards, spec = place(value, src, mesh), src
+    path = reshard.reshard_path(src, dst, shape, 32, mesh)
+    for move in path:
+        sent = shards
+        if move.kind == "collective-permute":
+            shards = permute(move, spec, shards, mesh, value)
+        else:
+            shards = run(move, spec, shards, mesh)
+        payload = shards if move.kind == "all-gather" else sent
+        assert move.bytes == (0 if move.kind in FREE_MOVES else payload[devices(mesh)[0]].size * 4)
+        spec = move.spec
+    assert spec == dst, f"{src} -> {dst}"
+    whole = reduced(shards, dst, mesh)
+    for device, shard in whole.items():
+        np.testing.assert_array_equal(
+            shard, tile(value, dst, mesh, named(mesh, device)), err_msg=f"{src} -> {dst} on {device}"
+        )
+    return [move.kind for move in path]
+
+
 @pytest.mark.parametrize("src", specs("xy", 2), ids=str)
 def test_moves_produce_the_destination_s_shards(src: Spec) -> None:
-    value = np.arange(math.prod(SHAPE)).reshape(SHAPE) ** 2
     for dst in specs("xy", 2):
-        shards, spec = place(value, src, MESH), src
-        for move in reshard.reshard_path(src, dst, SHAPE, 32, MESH):
-            sent = shards
-            if move.kind == "collective-permute":
-                shards = permute(move, spec, shards, MESH, value)
-            else:
-                shards = run(move, spec, shards, MESH)
-            payload = shards if move.kind == "all-gather" else sent
-            assert move.bytes == (0 if move.kind in FREE_MOVES else payload[0, 0].size * 4)
-            spec = move.spec
-        assert spec == dst, f"{src} -> {dst}"
-        whole = reduced(shards, dst, MESH)
-        for device, shard in whole.items():
-            np.testing.assert_array_equal(
-                shard, tile(value, dst, MESH, named(MESH, device)), err_msg=f"{src} -> {dst} on {device}"
-            )
+        check_moves(src, dst, SHAPE, MESH)
+
+
+SIX_AXES = LogicalMesh(tuple("abcdef"), (2,) * 6, CHIP)
+ABC, DEF = ("a", "b", "c"), ("d", "e", "f")
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "kinds"),
+    [
+        (Spec((ABC, DEF)), Spec((DEF, ABC)), ["collective-permute"]),
+        (Spec(((*ABC, *DEF), ())), Spec(((), (*ABC, *DEF))), ["all-to-all"]),
+        (Spec((ABC, DEF)), Spec((DEF, ())), None),
+        (Spec((ABC, ()), (("d", "sum"), ("e", "sum"), ("f", "sum"))), Spec((DEF, ())), None),
+        (Spec((("a", "c", "e"), ("b", "d", "f"))), Spec((("f", "c", "b"), ("e", "a", "d"))), ["all-gather"] * 2),
+        (
+            Spec((("a", "c"), ("b",)), (("d", "sum"), ("e", "sum"), ("f", "sum"))),
+            Spec((("f", "b", "e"), ("c", "d", "a"))),
+            ["all-reduce", "all-gather", "all-gather"],
+        ),
+    ],
+    ids=str,
+)
+def test_more_axes_than_are_searched_over(src: Spec, dst: Spec, kinds: list[str] | None) -> None:
+    found = check_moves(src, dst, (64, 64), SIX_AXES)
+    assert kinds is None or [kind for kind in found if kind not in FREE_MOVES] == kinds
+
+
+def test_axes_that_stand_together_move_as_one_axis_of_their_size_does() -> None:
+    one = LogicalMesh(("x", "y"), (8, 8), CHIP)
+    for src, dst in itertools.permutations([Spec((("x",), ("y",))), Spec((("y",), ())), Spec(((), ("x", "y")))], 2):
+        many = [Spec(tuple(tuple(a for x in d for a in {"x": ABC, "y": DEF}[x]) for d in s.dims)) for s in (src, dst)]
+        path = reshard.reshard_path(*many, (64, 64), 32, SIX_AXES)
+        expected = reshard.reshard_path(src, dst, (64, 64), 32, one)
+        assert [(m.kind, m.bytes) for m in path] == [(m.kind, m.bytes) for m in expected]
 
 
 def exhaustive(src: Spec, dst: Spec, shape: tuple[int, ...], mesh: LogicalMesh) -> float:
     """Plain Dijkstra over the axes that either spec uses: no common prefix left out, no heuristic, no shortcut."""
     used = tuple(a for a in mesh.axis_names if a in {*src.axes, *dst.axes})
-    graph = ReshardGraph(used, src.rank, dst.partial, mesh)
+    graph = ReshardGraph([(a,) for a in used], src.rank, dst.partial, mesh)
     sizes = LocalBytes((src.dims, src.partial), (dst.dims, dst.partial), shape, 32, graph.sizes)
     best, queue = {(src.dims, src.partial): 0.0}, [(0.0, (src.dims, src.partial))]
     while queue:

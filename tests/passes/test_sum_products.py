@@ -16,6 +16,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import SumProducts
+from autoshard.passes.sum_products import MAX_PRODUCTS
 from autoshard.rules import SHIPPED
 from autoshard.transforms.pipeline import Pipeline
 from autoshard.transforms.sum_of_products import sum_of_products_p
@@ -134,3 +135,13 @@ def test_partial_sums_are_reduced_once_and_numbers_stay(split: Any, dtype: str) 
     text = step.lower(x, y, w, v).compile().as_text()
     assert text.count(" reduce-scatter(") == 1
     assert " all-reduce(" not in text
+
+
+def test_many_products_become_several_operations_and_nothing_recurses() -> None:
+    """As many terms as Python's stack has frames."""
+    xs = [normal(2, 3, seed=i) for i in range(1000)]
+    ys = [normal(3, 2, seed=i) for i in range(1000)]
+    eqns = same(lambda xs, ys: sum(x @ y for x, y in zip(xs, ys, strict=True)), xs, ys)
+    first = 1  # is added to the number that Python's sums start with
+    assert [len(eqn.invars) // 2 for eqn in eqns] == [MAX_PRODUCTS] * 31 + [1000 - first - 31 * MAX_PRODUCTS]
+    assert same(sum, xs) == []

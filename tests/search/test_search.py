@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -15,8 +16,8 @@ from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
-from autoshard.search.candidates import Search, zero_sharded
-from autoshard.search.search import argument_options, search
+from autoshard.search.candidates import Choice, Search, zero_sharded
+from autoshard.search.search import MAX_EXHAUSTIVE_WORK, argument_options, search
 from tests.programs import graph, mesh, mlp_args, mlp_step
 
 
@@ -137,3 +138,27 @@ def test_the_largest_array_may_stack_a_number_that_a_loop_carries_round():
 
     with pytest.raises(MemoryBudgetError, match=r"the largest array at its peak, float32\[10000\]"):
         search(graph(fun, ((),), mesh(a=2)), "auto", 100)
+
+
+def test_a_large_program_is_not_priced_for_every_combination_of_choices() -> None:
+    """Less work than in proportion to that of a small one, of which every combination is priced."""
+
+    def step(params: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        grads = jax.grad(lambda p: sum(jnp.sum(jnp.tanh(x * w)) for w in p))(params)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        return [w - g / norm for w, g in zip(params, grads, strict=True)]
+
+    work = {}
+    for n in (2, 300):
+        g = graph(step, ([(8, 8)] * n, (8, 8)), mesh(x=4, y=2), donate_argnums=0)
+        _, s = search(g)
+        work[n] = len(s.tried) * len(g.nodes)
+    assert work[300] <= MAX_EXHAUSTIVE_WORK < 300 / 2 * work[2]
+
+
+@pytest.mark.parametrize("axes", [5, 6, 8])
+def test_meshes_of_many_axes_are_planned(axes: int) -> None:
+    found, s = search(graph(mlp_step, mlp_args(256, 256, 256), mesh(**{f"a{i}": 2 for i in range(axes)})))
+    whole = s.price(Choice(((),) * len(s.classes)))
+    assert found.cost.seconds < whole.cost.seconds
+    assert found.memory.peak < whole.memory.peak
