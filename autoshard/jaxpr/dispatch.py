@@ -96,7 +96,7 @@ def make_dispatcher(
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves((args, kwargs))):
             raise FloatingPointError(
                 f"{name}: a result has a value that jax_debug_nans or jax_debug_infs forbids. Which operation makes it "
-                "cannot be told, as an argument was donated and is gone: set jax_debug_nans before the first call, or "
+                "is unknown, as an argument was donated and is gone: set jax_debug_nans before the first call, or "
                 "call the step's clear_cache() after it is set"
             )
         return fun(*args, **kwargs)
