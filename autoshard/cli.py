@@ -11,13 +11,17 @@ import jax
 import typer
 from rich.console import Console
 
-from autoshard import __version__
+from autoshard import __version__, checkpoint
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, ConfigError
 from autoshard.machine.mesh_config import load_mesh_config
 from autoshard.train.config import TrainConfig
 from autoshard.train.loop import plan_phase, train
+from autoshard.train.stop_signals import StopSignals
+
+MAX_VIRTUAL_DEVICES = 1024
+"""CPU devices that a process is divided into at most."""
 
 app = typer.Typer(
     name="autoshard",
@@ -35,14 +39,27 @@ def train_command(
     config: ConfigPath,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in the folder and start over.")] = False,
 ) -> None:
-    """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint."""
+    """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint.
+
+    The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, the second stops at once.
+
+    Exit status: 0 the run is finished; 2 an error; 130 stopped by SIGINT; 143 stopped by SIGTERM.
+    """
     recipe = TrainConfig.load(config)
-    use_platform(recipe)
-    try:
-        train(recipe, fresh=fresh)
-    except KeyboardInterrupt:
-        typer.echo("stopped; the same command resumes from the last checkpoint", err=True)
-        raise typer.Exit(130) from None
+    with StopSignals() as stop:
+        try:
+            use_platform(recipe)
+            train(recipe, fresh=fresh, stop=stop)
+        except KeyboardInterrupt:
+            if not stop.requested:
+                raise
+        if stop.requested:
+            saved = checkpoint.latest(Path(recipe.checkpoint.dir) / "checkpoints")
+            resumes = "stopped before the first checkpoint; the same command starts over"
+            if saved is not None:
+                resumes = f"stopped; step {saved} is saved, and the same command resumes from there"
+            typer.echo(resumes, err=True)
+            raise typer.Exit(stop.exit_code)
 
 
 @app.command("plan")
@@ -117,13 +134,22 @@ def use_platform(config: TrainConfig, *, runs: bool = True) -> None:
     Args:
       runs: False if the steps are only planned or compiled. If every mesh then has a target, accelerators of this
         machine are not initialized.
+
+    Raises:
+      ConfigError: this machine does not have the platform that the steps are to run on.
     """
     if not runs and all(phase.mesh.target for phase in config.all_phases):
         jax.config.update("jax_platforms", "cpu")
     elif config.platform is not None:
         jax.config.update("jax_platforms", config.platform)
     if jax.config.jax_num_cpu_devices < 1:  # has no effect on other platforms
-        jax.config.update("jax_num_cpu_devices", config.min_devices)
+        jax.config.update("jax_num_cpu_devices", min(config.min_devices, MAX_VIRTUAL_DEVICES))
+    if runs:
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise ConfigError(f"platform {config.platform} is not available in this process: {reason}") from None
 
 
 def main() -> None:

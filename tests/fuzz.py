@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh_config import load_mesh_config
 from autoshard.train.config import TrainConfig
 from autoshard.train.decoder import ModelConfig
+from autoshard.train.report import Event, HeldOutEvent, PhaseEvent, StepEvent, make_report
+from autoshard.train.run_folder import RunFolder, write_json
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 2.0
@@ -62,6 +64,8 @@ class Kind:
     odd: Sequence[bytes] = ()
     """Files that are odd from end to end."""
     values_of: Callable[[bytes], Any] = json.loads
+    lines: bool = False
+    """Whether each line is JSON; the values are then a list."""
 
 
 @dataclass
@@ -172,8 +176,8 @@ def in_bytes(content: bytes, draw: random.Random) -> bytes:
             return content[:a] + odd * draw.choice([1, 1, 2, 1_000]) + content[b:]
 
 
-def in_values(value: Any, draw: random.Random, odd_values: Sequence[Any]) -> bytes:
-    """``value`` as JSON, with one value or key replaced, removed, repeated or put elsewhere."""
+def in_values(value: Any, draw: random.Random) -> Any:
+    """``value`` with one value or key inside it, or itself, replaced, removed, repeated or put elsewhere."""
     places: list[tuple[Any, Any]] = []
 
     def visit(holder: Any) -> None:
@@ -185,7 +189,7 @@ def in_values(value: Any, draw: random.Random, odd_values: Sequence[Any]) -> byt
     top = [value]
     visit(top)
     holder, key = draw.choice(places)
-    odd = draw.choice(odd_values)
+    odd = draw.choice(ODD_VALUES)
     match draw.randrange(6):
         case 0 | 1 | 2:
             holder[key] = odd
@@ -198,7 +202,7 @@ def in_values(value: Any, draw: random.Random, odd_values: Sequence[Any]) -> byt
         case _:
             other, at = draw.choice(places)
             holder[key] = json.loads(json.dumps(other[at])) if at in other or isinstance(other, list) else odd
-    return json.dumps(top[0] if top else None, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
+    return top[0] if top else None
 
 
 def mutants(kind: Kind, number: int, draw: random.Random) -> Iterator[bytes]:
@@ -209,7 +213,10 @@ def mutants(kind: Kind, number: int, draw: random.Random) -> Iterator[bytes]:
         if draw.random() < 0.5:
             yield in_bytes(content, draw)
         else:
-            yield in_values(kind.values_of(content), draw, ODD_VALUES)
+            mutant, ascii = in_values(kind.values_of(content), draw), draw.random() < 0.5
+            lines = mutant if kind.lines and isinstance(mutant, list) else [mutant]
+            text = "".join(json.dumps(line, ensure_ascii=ascii) + "\n" for line in lines)
+            yield text.encode("utf-8", "surrogatepass")
 
 
 def run(kind: Kind, number: int, seed: int) -> Outcome:
@@ -247,7 +254,7 @@ def run(kind: Kind, number: int, seed: int) -> Outcome:
 def kinds(folder: Path) -> Mapping[str, Kind]:
     """Every kind of file, to be written under ``folder``."""
     configs = _configs(folder)
-    found = (*configs, _plan(folder), *_checkpoints(folder), _cache_entry(folder))
+    found = (*configs, _plan(folder), *_checkpoints(folder), _cache_entry(folder), *_run_files(folder))
     return {kind.name: kind for kind in found}
 
 
@@ -344,6 +351,41 @@ def _cache_entry(folder: Path) -> Kind:
 
     path = folder / "cache" / f"{key}.json"
     return Kind("cache", [entry.model_dump_json(indent=1).encode()], _writes(path, read), ODD_JSON)
+
+
+def _run_files(folder: Path) -> Iterator[Kind]:
+    run_folder = RunFolder(epath.Path(folder / "run"))
+    settings = TrainConfig.load(ROOT / "configs/train/demo.yaml").state_settings()
+    run_folder.claim(settings)
+    (run_folder.checkpoints / "4").mkdir(parents=True)
+    given: dict[str, Any] = {"parameters": 1, "held_out": 1.0, "bigram_bits": 2.0, "scored": 9, "checkpoint": "run/4"}
+    log: list[Event] = []
+    for first, mesh in ((0, "(data=4)"), (2, "(data=2)")):
+        log.append(PhaseEvent(step=first, mesh=mesh, collectives="all-reduce over data"))
+        taken = (first + 1, first + 2)
+        log += [StepEvent(step=n, loss=1.0 / n, grad_norm=0.5, learning_rate=1e-3) for n in taken]
+        log.append(HeldOutEvent(step=first + 2, loss=1.5))
+    run_folder.append(log)
+    report = make_report(log, steps=4, **given)
+    write_json(run_folder.report, report.model_dump(mode="json"))
+
+    def events(_: Path) -> object:
+        run_folder.drop_events_after(4)
+        return str(make_report(run_folder.events(), steps=4, **given))
+
+    readers: Mapping[str, Callable[[Path], object]] = {
+        "run": lambda _: run_folder.claim(settings),
+        "log": events,
+        "report": lambda _: str(run_folder.finished(4)),
+    }
+    for name, file in (("run", "run.json"), ("log", "log.jsonl"), ("report", "report.json")):
+        path = folder / "run" / file
+        kind = Kind(name, [path.read_bytes()], _writes(path, readers[name]), ODD_JSON)
+        yield replace(kind, values_of=_json_lines, lines=True) if name == "log" else kind
+
+
+def _json_lines(content: bytes) -> list[Any]:
+    return [json.loads(line) for line in content.splitlines()]
 
 
 def _writes(path: Path, read: Callable[[Path], object], *, restore: bool = False) -> Callable[[bytes], object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,12 +104,16 @@ def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> Non
     assert process.returncode == -signal.SIGKILL, "the run ended before the kill"
 
 
+def compiled_once(folder: Path) -> dict[str, str]:
+    """Variables for several processes that run the same programs: only the first one compiles them."""
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
 def test_killed_at_any_moment_it_ends_the_same(tmp_path: Path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    # Five processes run the same programs: only the first one compiles them.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = compiled_once(tmp_path)
     uninterrupted = call("train", write(whole), **cache)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     path = write(broken)
@@ -134,6 +139,52 @@ def test_killed_at_any_moment_it_ends_the_same(tmp_path: Path):
     for report in reports:
         report.pop("checkpoint")
     assert reports[0] == reports[1]
+
+
+def wait_until(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not moment():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the moment never came"
+        time.sleep(0.01)
+
+
+def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside: Callable[..., Any]):
+    """One run's life: without its platform, stopped early, by a scheduler, and twice by hand; never by another run."""
+    cache = compiled_once(tmp_path)
+    long = CONFIG.replace("until: 12", "until: 100000").replace("until: 24", "until: 100001").replace("fsdp", "dp")
+    missing = call("train", write(tmp_path, long.replace("platform: cpu", "platform: gpu")))
+    assert missing.returncode == 2
+    assert re.fullmatch(r"error: platform gpu is not available in this process: .+\n", missing.stderr)
+    assert not (tmp_path / "run").exists()
+
+    path = write(tmp_path, long)
+    early = start("train", path, **cache)
+    wait_until(early, (tmp_path / "run/run.json").exists)
+    early.send_signal(signal.SIGINT)
+    assert early.communicate()[1] == "stopped before the first checkpoint; the same command starts over\n"
+    assert early.returncode == 130
+
+    first = start("train", path, **cache)
+    wait_until(first, lambda: len(steps_taken(tmp_path)) >= 2)
+    second = inside("train", path)
+    assert second.returncode == 2
+    assert re.search(rf"run is in use by process {first.pid} on \S+, since .*one process at a time", second.stderr)
+    assert len(second.stderr.splitlines()) == 1
+    first.send_signal(signal.SIGTERM)
+    shown = first.communicate()[1]
+    assert first.returncode == 143
+    (saved,) = re.findall(r"stopped; step (\d+) is saved, and the same command resumes from there\n$", shown)
+    assert [len(steps_taken(tmp_path)), checkpoint.latest(tmp_path / "run/checkpoints")] == [int(saved)] * 2
+
+    again = start("train", path, **cache)
+    wait_until(again, lambda: len(steps_taken(tmp_path)) >= int(saved) + 2)
+    again.send_signal(signal.SIGINT)
+    again.send_signal(signal.SIGINT)
+    shown = again.communicate()[1]
+    assert again.returncode == 130
+    assert "Traceback" not in shown
+    assert re.search(r"stopped; step \d+ is saved|stopped at once: what was not saved is lost", shown)
 
 
 def test_a_misspelt_key_is_one_line(tmp_path: Path):

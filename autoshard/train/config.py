@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from etils import epath
@@ -137,6 +138,16 @@ class TrainConfig(Config):
     def min_devices(self) -> int:
         """The most devices that a phase's mesh needs at least; 1 if no mesh fixes an axis size."""
         return max(phase.mesh.min_devices for phase in self.all_phases)
+
+    def resuming(self, settings: Mapping[str, Any]) -> TrainConfig:
+        """This configuration for a run that was begun with ``settings``, as `state_settings` gives them.
+
+        Where no end of the learning rate's decay is given, it is that of the run: more steps do not change what was.
+        """
+        decay = settings.get("optimizer.decay_steps")
+        if self.optimizer.decay_steps is not None or type(decay) is not int or decay < 1:
+            return self
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"decay_steps": decay})})
 
     def state_settings(self) -> dict[str, Any]:
         """The entries that a saved state depends on, by dotted key; they must be equal in a resumed run."""

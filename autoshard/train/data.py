@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath
 
 from autoshard.errors import ConfigError
+from autoshard.strict_files import shortened
 
 VOCAB = 256
 """Number of tokens: the values of a byte."""
@@ -151,22 +152,27 @@ class Batches(Iterator[dict[str, np.ndarray]]):
         """The position as strict JSON, for `set_state`."""
         return {"made_of": dict(self._made_of), "position": self._iterator.get_state()}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Any) -> None:
         """Moves to a position from `get_state`, without reading the text before it.
 
         Raises:
           ConfigError: not a position, or one in other text or of another batch size, length or seed; names both values.
         """
-        if not {"made_of", "position"} <= state.keys():
-            raise ConfigError(f"a saved position has the keys 'made_of' and 'position'; this has {sorted(state)}")
-        made_of: Mapping[str, Any] = state["made_of"]
+        match state:
+            case {"made_of": dict(made_of), "position": position}:
+                pass
+            case _:
+                raise ConfigError(f"a saved position has the keys 'made_of' and 'position'; this is {shortened(state)}")
         for name, value in self._made_of.items():
             if made_of.get(name) != value:
                 raise ConfigError(
-                    f"the saved position is in batches with {name}={made_of.get(name)!r}, and these have "
+                    f"the saved position is in batches with {name}={shortened(made_of.get(name))}, and these have "
                     f"{name}={value!r}: they cannot continue. Use the same text and settings, or start over"
                 )
-        self._iterator.set_state(state["position"])
+        try:
+            self._iterator.set_state(position)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the saved position {shortened(position)} is none in these batches: {error}") from None
 
 
 def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, prefetch: int = 0) -> Batches:

@@ -31,25 +31,40 @@ from autoshard.train.decoder import Steps, Tree, make_steps
 from autoshard.train.progress import ProgressLine
 from autoshard.train.report import HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
 from autoshard.train.run_folder import RunFolder, write_json
+from autoshard.train.stop_signals import StopSignals
 
 
-def train(config: TrainConfig, *, fresh: bool = False, console: Console | None = None) -> Report:
+def train(
+    config: TrainConfig, *, fresh: bool = False, console: Console | None = None, stop: StopSignals | None = None
+) -> Report | None:
     """Trains from the last complete checkpoint in ``config.checkpoint.dir``, or from the start, to the last step.
 
     Args:
       fresh: deletes an earlier run in the folder and starts over.
       console: receives the plan, the progress and the report; standard output if absent.
+      stop: asked after every step whether to stop; if so, the state is saved.
+
+    Returns:
+      The report; None if the run was stopped.
 
     Raises:
       ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed.
-      CheckpointError: the folder has files that are no run's, or checkpoints of another state.
+      CheckpointError: the folder is in use, or has files that are no run's, or checkpoints of another state.
       MeshError: a phase's mesh needs more devices than are available.
     """
     console = console or Console(soft_wrap=True)
     folder = RunFolder(epath.Path(config.checkpoint.dir))
-    if fresh:
-        deleted = folder.clear()
-        console.print(f"starting over: deleted {', '.join(deleted) or 'nothing'} in {folder.root}", markup=False)
+    _check_devices(config, 0 if fresh else checkpoint.latest(folder.checkpoints) or 0)
+    with folder.locked():
+        if fresh:
+            deleted = folder.clear()
+            console.print(f"starting over: deleted {', '.join(deleted) or 'nothing'} in {folder.root}", markup=False)
+        return _train(config, folder, console, stop or StopSignals())
+
+
+def _train(config: TrainConfig, folder: RunFolder, console: Console, stop: StopSignals) -> Report | None:
+    """Trains in a folder that is locked."""
+    given, config = config, config.resuming(folder.settings() or {})
     folder.claim(config.state_settings())
     done = checkpoint.latest(folder.checkpoints) or 0
     if done > config.last_step:
@@ -57,15 +72,27 @@ def train(config: TrainConfig, *, fresh: bool = False, console: Console | None =
             f"the run in {folder.root} is at step {done}, beyond this configuration's last step {config.last_step}; "
             "choose another checkpoint.dir, or start over with --fresh"
         )
-    if done == config.last_step and folder.report.exists():
-        report = Report.model_validate_json(folder.report.read_text())
+    if done == config.last_step and (report := folder.finished(done)):
         console.print(f"the run in {folder.root} is finished; --fresh starts it over", markup=False)
         console.print(str(report), markup=False, highlight=False)
         return report
-    folder.drop_events_after(done)
+    if damaged := folder.drop_events_after(done):
+        console.print(
+            f"{folder.log} has {damaged} damaged lines, which are dropped: the report lacks their events", markup=False
+        )
     if done:
         console.print(f"resuming {folder.root} from its checkpoint at step {done} of {config.last_step}", markup=False)
-    return _run_remaining(config, folder, console, done)
+    decay = config.optimizer.decay_steps
+    if config is not given and decay != config.last_step:
+        console.print(f"the learning rate decays until step {decay}, as it did when the run began", markup=False)
+    return _run_remaining(config, folder, console, done, stop)
+
+
+def _check_devices(config: TrainConfig, done: int) -> None:
+    """Raises `MeshError` where a phase that has steps after ``done`` needs more devices than there are."""
+    for phase in config.all_phases:
+        if phase.until > done and phase.mesh.axes != "auto":
+            phase.mesh.mesh().concrete()
 
 
 @dataclass(frozen=True)
@@ -111,28 +138,34 @@ class _RunContext:
     corpus: data.Corpus
     steps: Steps
     progress: ProgressLine
+    stop: StopSignals
 
     def say(self, text: str) -> None:
         """Prints ``text`` without markup."""
         self.console.print(text, markup=False, highlight=False)
 
 
-def _run_remaining(config: TrainConfig, folder: RunFolder, console: Console, done: int) -> Report:
-    """Takes the steps after ``done`` and writes the report."""
+def _run_remaining(
+    config: TrainConfig, folder: RunFolder, console: Console, done: int, stop: StopSignals
+) -> Report | None:
+    """Takes the steps after ``done`` and writes the report; None if it was stopped before."""
     with ProgressLine(console, config.last_step, config.batch * config.model.seq, config.log_every) as progress:
         steps = make_steps(config.model, config.optimizer, config.last_step)
-        run = _RunContext(config, folder, console, _corpus(config), steps, progress)
+        run = _RunContext(config, folder, console, _corpus(config), steps, progress, stop)
         last = None
         for index, phase in enumerate(config.all_phases):
             if phase.until > done:
                 last = _run_phase(run, index, done)
                 done = phase.until
+                if stop.requested:
+                    return None
         last = last or plan_phase(config, config.all_phases[-1])
         # From the checkpoint even if the run trained just now, so that a resumed run does the same.
         params = checkpoint.restore(folder.checkpoints, done, plan=last.plan).state["params"]
         held_out, scored = _final_loss(run, last, params)
     report = make_report(
-        folder.records(),
+        folder.events(),
+        steps=done,
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(last.state["params"])),
         held_out=held_out,
         bigram_bits=data.bigram_bits_per_byte(run.corpus.train, run.corpus.heldout[: scored + 1]),
@@ -145,7 +178,9 @@ def _run_remaining(config: TrainConfig, folder: RunFolder, console: Console, don
 
 
 def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
-    """Takes the steps of phase ``index`` after step ``done``; returns when its last state is complete on disk."""
+    """Takes the steps of phase ``index`` after step ``done``, until it ends or is to stop; returns when the last state
+    is complete on disk.
+    """
     config, folder, phase = run.config, run.folder, run.config.all_phases[index]
     planned = plan_phase(config, phase)
     run.say(f"phase {index + 1} of {len(config.all_phases)}: to step {phase.until} on mesh {planned.plan.mesh}")
@@ -157,19 +192,29 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     if done:
         restored = checkpoint.restore(folder.checkpoints, done, plan=planned.plan)
         state = restored.state
-        batches.set_state(restored.extra["batches"])
+        batches.set_state(restored.extra.get("batches"))
     else:
         state = planned.plan.init(run.steps.init, jax.random.key(config.seed))
     if index and done == config.all_phases[index - 1].until:
         _log_held_out(run, planned, state, done)
 
     run.progress.restart()
+    with run.stop.deferred():
+        _take_steps(run, planned, state, batches, range(done + 1, phase.until + 1))
+    checkpoint.finish(folder.checkpoints)
+    return planned
+
+
+def _take_steps(run: _RunContext, planned: PlannedPhase, state: Tree, batches: data.Batches, numbers: range) -> None:
+    """Takes the steps ``numbers``, or until the run is to stop, and saves the state after the last one."""
+    config = run.config
     pending: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
-    for number in range(done + 1, phase.until + 1):
+    for number in numbers:
         state, metrics = planned.step(state, next(batches))
         pending.append((number, metrics))
-        saves = number == phase.until or number % config.checkpoint.every == 0
-        evaluates = number == phase.until or (config.eval.every is not None and number % config.eval.every == 0)
+        stopping = run.stop.requested
+        saves = stopping or number == numbers[-1] or number % config.checkpoint.every == 0
+        evaluates = number == numbers[-1] or (config.eval.every is not None and number % config.eval.every == 0)
         while len(pending) > (0 if saves or evaluates else 1):  # stays one step behind, so as not to wait for results
             _log_step(run, *pending.popleft())
         if evaluates:
@@ -177,23 +222,23 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
         if saves:
             extra = {"batches": batches.get_state()}
             keep = config.checkpoint.keep
-            checkpoint.save(folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
-    checkpoint.finish(folder.checkpoints)
-    return planned
+            checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
+        if stopping:
+            return
 
 
 def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
     """Logs the phase's mesh and collectives, unless the log's last phase is the same and is being resumed."""
     compiled = planned.step.lower(planned.state, planned.batch).compile()
     event = PhaseEvent(step=done, mesh=str(planned.plan.mesh), collectives=str(audit(compiled, planned.plan)))
-    earlier = [PhaseEvent.model_validate(record) for record in run.folder.records() if record["event"] == "phase"]
+    earlier = [e for e in run.folder.events() if isinstance(e, PhaseEvent)]
     if not earlier or earlier[-1].model_copy(update={"step": done}) != event:
-        run.folder.append([event.model_dump(mode="json")])
+        run.folder.append([event])
 
 
 def _log_step(run: _RunContext, number: int, metrics: Mapping[str, jax.Array]) -> None:
     values = {name: float(value) for name, value in metrics.items()}
-    run.folder.append([StepEvent.model_validate({"step": number, **values}).model_dump(mode="json")])
+    run.folder.append([StepEvent.model_validate({"step": number, **values})])
     run.progress.step(number, values["loss"])
 
 
@@ -202,7 +247,7 @@ def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: 
     config = run.config
     batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=0)
     loss = _mean_loss(planned, state["params"], itertools.islice(batches, config.eval.batches))
-    run.folder.append([HeldOutEvent(step=number, loss=loss).model_dump(mode="json")])
+    run.folder.append([HeldOutEvent(step=number, loss=loss)])
     run.say(f"step {number}: held-out loss {loss:.4f}, {loss / math.log(2):.3f} bits per byte")
     run.progress.restart()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 _MEAN_STEPS = 10
 """Steps over which a loss in the report is averaged: the loss of one batch is noisy."""
@@ -21,7 +21,7 @@ class PhaseEvent(_Frozen):
     """A phase begins, or is resumed, after step ``step``."""
 
     event: Literal["phase"] = "phase"
-    step: int
+    step: NonNegativeInt
     mesh: str
     collectives: str
     """The audit of the step, as a table of predicted and emitted collectives."""
@@ -31,7 +31,7 @@ class StepEvent(_Frozen):
     """Step ``step``, counted from 1, was taken; ``loss`` in nats per token."""
 
     event: Literal["step"] = "step"
-    step: int
+    step: NonNegativeInt
     loss: float
     grad_norm: float
     learning_rate: float
@@ -41,18 +41,26 @@ class HeldOutEvent(_Frozen):
     """The held-out loss after ``step`` steps, in nats per token, on the mesh of the last phase event."""
 
     event: Literal["held_out"] = "held_out"
-    step: int
+    step: NonNegativeInt
     loss: float
 
 
+Event = PhaseEvent | StepEvent | HeldOutEvent
+EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+"""Reads an event of any kind."""
+
+
 class PhaseReport(_Frozen):
-    """One phase: mean loss of its first and last steps, held-out loss at its start and end, in nats per token."""
+    """One phase: mean loss of its first and last steps, held-out loss at its start and end, in nats per token.
+
+    A loss is None where the log lacks it.
+    """
 
     mesh: str
     first: int
     last: int
-    loss_first: float
-    loss_last: float
+    loss_first: float | None
+    loss_last: float | None
     held_out_first: float | None
     held_out_last: float | None
     collectives: str
@@ -76,11 +84,12 @@ class Report(_Frozen):
         for number, phase in enumerate(self.phases, 1):
             lines.append(
                 f"  phase {number}: mesh {phase.mesh}, steps {phase.first + 1}-{phase.last}, "
-                f"loss {phase.loss_first:.4f} -> {phase.loss_last:.4f}"
+                f"loss {_loss_text(phase.loss_first)} -> {_loss_text(phase.loss_last)}"
             )
         for before, after in zip(self.phases, self.phases[1:], strict=False):
             lines.append(f"  resumed at step {before.last}: {before.mesh} -> {after.mesh}")
-            lines.append(f"    training loss {before.loss_last:.4f} before, {after.loss_first:.4f} after{_MEAN_NOTE}")
+            losses = f"{_loss_text(before.loss_last)} before, {_loss_text(after.loss_first)} after"
+            lines.append(f"    training loss {losses}{_MEAN_NOTE}")
             if before.held_out_last is not None and after.held_out_first is not None:
                 both = f"{before.held_out_last:.6f} before, {after.held_out_first:.6f} after"
                 lines.append(f"    held-out loss of the same state {both}")
@@ -99,28 +108,34 @@ class Report(_Frozen):
 _MEAN_NOTE = f" (mean of {_MEAN_STEPS} steps)"
 
 
+def _loss_text(loss: float | None) -> str:
+    return "unknown" if loss is None else f"{loss:.4f}"
+
+
 def make_report(
-    records: Iterable[Mapping[str, Any]],
+    events: Iterable[Event],
     *,
+    steps: int,
     parameters: int,
     held_out: float,
     bigram_bits: float,
     scored: int,
     checkpoint: str,
 ) -> Report:
-    """The report of the run with this log; ``held_out`` is its final loss over ``scored`` bytes, in nats per byte."""
+    """The report of the run of ``steps`` steps with these events; ``held_out`` is its final loss over ``scored`` bytes,
+    in nats per byte.
+    """
     starts: list[PhaseEvent] = []
     losses: dict[int, float] = {}
     held: dict[tuple[int, int], float] = {}
-    for record in records:
-        match record["event"]:
-            case "phase":
-                starts.append(PhaseEvent.model_validate(record))
-            case "step":
-                losses[record["step"]] = record["loss"]
-            case _:
-                held[len(starts) - 1, record["step"]] = record["loss"]
-    ends = [start.step for start in starts[1:]] + [max(losses)]
+    for event in events:
+        match event:
+            case PhaseEvent():
+                starts.append(event)
+            case StepEvent():
+                losses[event.step] = event.loss
+            case HeldOutEvent():
+                held[len(starts) - 1, event.step] = event.loss
     phases = [
         PhaseReport(
             mesh=start.mesh,
@@ -132,11 +147,11 @@ def make_report(
             held_out_last=held.get((index, end)),
             collectives=start.collectives,
         )
-        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for index, (start, end) in enumerate(zip(starts, [*(s.step for s in starts[1:]), steps], strict=False))
         if start.step < end  # a phase without a step, because the mesh was changed before its first one
     ]
     return Report(
-        steps=max(losses),
+        steps=steps,
         parameters=parameters,
         phases=tuple(phases),
         held_out_bits=held_out / math.log(2),
@@ -146,5 +161,6 @@ def make_report(
     )
 
 
-def _mean_loss(losses: Mapping[int, float], first: int, last: int) -> float:
-    return float(np.mean([losses[step] for step in range(first, last + 1)]))
+def _mean_loss(losses: Mapping[int, float], first: int, last: int) -> float | None:
+    found = [losses[step] for step in range(first, last + 1) if step in losses]
+    return float(np.mean(found)) if found else None

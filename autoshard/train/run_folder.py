@@ -1,5 +1,6 @@
 """The folder of a training run, with its log of events: one line of JSON each.
 
+    RUN/lock             held by the process that writes to the folder; says which that is
     RUN/run.json         the entries of the configuration that the state depends on
     RUN/log.jsonl        phases, steps and evaluations, in order
     RUN/plan-0.json      the plan of each phase
@@ -12,19 +13,29 @@ checkpoint is. Events after the last checkpoint of a killed run are dropped when
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import socket
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import jax
 from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
+from autoshard.strict_files import cut, parse_json, read_text, shortened
+from autoshard.train.report import EVENTS, Event, Report
 
-type Record = dict[str, Any]
-
+_LOCK = "lock"
 _RUN_FILES = re.compile(r"run\.json|log\.jsonl|plan-\d+\.json|report\.json|checkpoints|[^/]*\.partial")
+_MAX_BYTES = 2**22
+"""Of run.json, of report.json, and of a line of the log."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,37 @@ class RunFolder:
         """The file of the plan of a phase, counted from 0."""
         return self.root / f"plan-{phase}.json"
 
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        """Keeps the folder for this process, and creates it; the lock ends with the process, however that ends.
+
+        Of a program of several processes the first keeps it. A folder on a file system without locks is not locked.
+
+        Raises:
+          CheckpointError: another process has it; names the process.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() or "://" in os.fspath(self.root):
+            yield
+            return
+        with Path(self.root / _LOCK).open("a+", errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = cut(file.read(500).strip()) or "another process"
+                raise CheckpointError(
+                    f"{self.root} is in use by {holder}: one process at a time trains there. Wait for it or stop it, "
+                    "or choose another checkpoint.dir"
+                ) from None
+            except OSError:
+                pass  # without locks
+            file.truncate(0)
+            since = datetime.now(UTC).isoformat(" ", "seconds")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+            file.flush()
+            yield
+
     def clear(self) -> list[str]:
         """Deletes the run's files and returns their names.
 
@@ -59,6 +101,7 @@ class RunFolder:
           CheckpointError: the folder has a file that no run writes; nothing is deleted.
         """
         names = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
+        names = [name for name in names if name != _LOCK]
         foreign = [name for name in names if not _RUN_FILES.fullmatch(name)]
         if foreign:
             raise CheckpointError(
@@ -70,56 +113,99 @@ class RunFolder:
             path.rmtree() if path.is_dir() else path.unlink()
         return names
 
+    def settings(self) -> dict[str, Any] | None:
+        """What ``run.json`` says; None where the folder has no checkpoint yet, so that nothing depends on it.
+
+        Raises:
+          CheckpointError: the folder has checkpoints, and no run.json or a damaged one.
+        """
+        if not (self.checkpoints.is_dir() and any(path.name.isdigit() for path in self.checkpoints.iterdir())):
+            return None
+        try:
+            saved = parse_json(read_text(self.root / "run.json", _MAX_BYTES))
+            if not isinstance(saved, dict):
+                raise ValueError("it has no entries")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.root} has checkpoints but no run.json, so the run that they belong to is unknown; "
+                "choose another checkpoint.dir, or start over with --fresh"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.root / 'run.json'} is damaged ({error}), so the run that the checkpoints beside it belong to "
+                "is unknown; put a copy of the file in its place, choose another checkpoint.dir, or start over with "
+                "--fresh"
+            ) from None
+        return saved
+
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Writes ``run.json``, or checks that the folder's is equal.
+        """Writes ``run.json``, or, where the folder has checkpoints, checks that it is equal.
 
         Args:
           settings: configuration entries by dotted key; see `autoshard.train.config.TrainConfig.state_settings`.
 
         Raises:
           ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed.
-          CheckpointError: the folder has checkpoints and no run.json.
+          CheckpointError: as `settings`.
         """
-        path = self.root / "run.json"
-        if not path.exists():
-            if self.checkpoints.exists():
-                raise CheckpointError(
-                    f"{self.root} has checkpoints but no run.json, so the run that they belong to is unknown; "
-                    "choose another checkpoint.dir"
-                )
-            write_json(path, settings)
+        saved = self.settings()
+        if saved is None:
+            write_json(self.root / "run.json", settings)
             return
-        saved = json.loads(path.read_text())
         given = json.loads(json.dumps(settings))
         for key in sorted(saved | given):
             before, after = saved.get(key), given.get(key)
             if before != after:
                 raise ConfigError(
-                    f"{key} is {after!r}, and the run in {self.root} was begun with {before!r}; set it back, choose "
-                    "another checkpoint.dir, or start over with --fresh"
+                    f"{cut(key)} is {after!r}, and the run in {self.root} was begun with {shortened(before)}; set it "
+                    "back, choose another checkpoint.dir, or start over with --fresh"
                 )
 
-    def records(self) -> Iterator[Record]:
-        """The log's events in order, without an incomplete last line."""
+    def events(self) -> list[Event]:
+        """The log's events in order, without lines that are damaged."""
+        return self._read_log()[0]
+
+    def _read_log(self) -> tuple[list[Event], int]:
+        """The log's events, and the number of damaged lines; one that was not written to its end is not counted."""
+        events: list[Event] = []
+        damaged = 0
         if not self.log.exists():
-            return
-        for line in self.log.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+            return events, damaged
+        with self.log.open("rb") as file:
+            for line in iter(lambda: file.readline(_MAX_BYTES), b""):
+                if not line.endswith(b"\n") and len(line) < _MAX_BYTES:
+                    break
+                try:
+                    events.append(EVENTS.validate_python(parse_json(line.decode(), non_finite=True), strict=True))
+                except ValueError:
+                    damaged += 1
+        return events, damaged
 
-    def drop_events_after(self, step: int) -> None:
-        """Drops the events after ``step``."""
-        kept = [record for record in self.records() if record["step"] <= step]
+    def drop_events_after(self, step: int) -> int:
+        """Drops the events after ``step``, and damaged lines, whose number it returns."""
+        events, damaged = self._read_log()
         partial = self.root / "log.jsonl.partial"
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        partial.write_text("".join(_line(event) for event in events if event.step <= step))
         partial.replace(self.log)
+        return damaged
 
-    def append(self, records: Iterable[Record]) -> None:
+    def append(self, events: Iterable[Event]) -> None:
         """Adds events to the log."""
         with self.log.open("a") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records))
+            file.write("".join(map(_line, events)))
+
+    def finished(self, steps: int) -> Report | None:
+        """The report of the run, if it was finished with ``steps`` steps and the report can be read."""
+        try:
+            stored = parse_json(read_text(self.report, _MAX_BYTES), non_finite=True)
+            report = Report.model_validate_json(json.dumps(stored), strict=True)
+        except (OSError, ValueError):
+            return None
+        return report if report.steps == steps else None
+
+
+def _line(event: Event) -> str:
+    return json.dumps(event.model_dump(mode="json")) + "\n"
 
 
 def write_json(path: epath.Path, value: Any) -> None:

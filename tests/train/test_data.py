@@ -131,8 +131,15 @@ def test_a_position_of_other_batches_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             other.set_state(state)
-    with pytest.raises(ConfigError, match=r"'made_of' and 'position'; this has \['step'\]"):
+    with pytest.raises(ConfigError, match=r"'made_of' and 'position'; this is {'step': 1}"):
         data.batches(TEXT, batch=2, seq=7).set_state({"step": 1})
+
+
+@pytest.mark.parametrize("position", [None, 3, [], {}, "nowhere", {"next_index": "3"}, {"next_index": None}, {"a": 1}])
+def test_what_is_no_position_is_refused(position: object) -> None:
+    batches = data.batches(TEXT, batch=2, seq=7)
+    with pytest.raises(ConfigError, match="saved position"):
+        batches.set_state({**batches.get_state(), "position": position})
 
 
 def test_impossible_batches() -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from etils import epath
 from rich.console import Console
 
 from autoshard import checkpoint
-from autoshard.errors import CheckpointError, ConfigError
+from autoshard.errors import CheckpointError, ConfigError, MeshError
 from autoshard.train.config import TrainConfig
 from autoshard.train.loop import plan_phase, train
-from autoshard.train.report import Report
+from autoshard.train.report import Report, StepEvent
+from autoshard.train.run_folder import RunFolder
+from autoshard.train.stop_signals import StopSignals
 
 WORDS = b"the mesh has eight devices and every axis of the mesh has a name ".split()
 
@@ -53,6 +57,7 @@ def recipe(text: Path, run: Path, **entries: object) -> TrainConfig:
 def run(config: TrainConfig, fresh: bool = False) -> tuple[Report, str]:
     shown = io.StringIO()
     report = train(config, fresh=fresh, console=Console(file=shown, soft_wrap=True))
+    assert report is not None
     return report, shown.getvalue()
 
 
@@ -96,10 +101,65 @@ def test_a_finished_run_prints_its_report_again(text: Path, finished: tuple[Path
     assert "phase 1 of 2" not in shown
 
 
-def test_a_lost_report_is_written_again(text: Path, finished: tuple[Path, Report, str]):
+def test_a_lost_or_damaged_report_is_written_again(text: Path, finished: tuple[Path, Report, str]):
     folder, report, _ = finished
-    (folder / "report.json").unlink()
+    stored = (folder / "report.json").read_text()
+    (folder / "report.json").write_text(stored[: len(stored) // 2])
     assert run(recipe(text, folder))[0] == report
+    assert (folder / "report.json").read_text() == stored
+
+
+def test_a_damaged_log_is_read_where_it_can_be(text: Path, tmp_path: Path, finished: tuple[Path, Report, str]):
+    folder, report, _ = finished
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run/report.json").unlink()
+    lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run/log.jsonl").write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))
+    again, shown = run(recipe(text, tmp_path / "run"))
+    assert "log.jsonl has 1 damaged lines, which are dropped" in shown
+    assert again.held_out_bits == report.held_out_bits
+    assert again.phases[1] == report.phases[1]
+    (tmp_path / "run/log.jsonl").unlink()
+    (tmp_path / "run/report.json").unlink()
+    assert run(recipe(text, tmp_path / "run"))[0].phases == ()
+
+
+def test_a_stopped_run_is_saved_and_ends_the_same(text: Path, tmp_path: Path, finished: tuple[Path, Report, str]):
+    config, stop = recipe(text, tmp_path / "run"), StopSignals()
+    stop.signal = signal.SIGTERM
+    assert train(config, console=Console(file=io.StringIO()), stop=stop) is None
+    assert checkpoint.latest(tmp_path / "run/checkpoints") == 1
+    report, shown = run(config)
+    assert "from its checkpoint at step 1 of 12" in shown
+    assert report.model_copy(update={"checkpoint": ""}) == finished[1].model_copy(update={"checkpoint": ""})
+    assert losses(tmp_path / "run") == losses(finished[0])
+
+
+def test_more_steps_extend_a_finished_run(text: Path, tmp_path: Path, finished: tuple[Path, Report, str]):
+    """What was stays: the learning rate has decayed when the run was to end, and does not decay again."""
+    longer = recipe(text, tmp_path / "run")
+    phases = (longer.phases[0], longer.phases[1].model_copy(update={"until": 15}))
+    longer = longer.model_copy(update={"phases": phases})
+    shutil.copytree(finished[0], tmp_path / "run")
+    report, shown = run(longer)
+    assert "from its checkpoint at step 12 of 15" in shown
+    assert "the learning rate decays until step 12" in shown
+    assert [(phase.first, phase.last) for phase in report.phases] == [(0, 6), (6, 15)]
+    events = [e for e in RunFolder(epath.Path(tmp_path / "run")).events() if isinstance(e, StepEvent)]
+    assert [e.step for e in events] == list(range(1, 16))
+    assert [e.loss for e in events[:12]] == losses(finished[0])
+    np.testing.assert_allclose([e.learning_rate for e in events[12:]], 1e-3, rtol=1e-6)
+    assert run(longer)[1].startswith("the run in ")
+
+
+def test_a_failure_before_the_first_step_leaves_nothing_that_refuses(text: Path, tmp_path: Path):
+    large = {"phases": (), "steps": 2, "mesh": {"axes": {"data": 16}, "hardware": "cpu"}}
+    with pytest.raises(MeshError, match="needs 16 devices and this process has 8"):
+        run(recipe(text, tmp_path / "run", **large))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="is not a directory"):
+        run(recipe(tmp_path / "none", tmp_path / "run"))
+    assert RunFolder(epath.Path(tmp_path / "run")).settings() is None
 
 
 def test_one_mesh_gives_the_same_losses(text: Path, tmp_path: Path, finished: tuple[Path, Report, str]):

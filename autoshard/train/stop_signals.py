@@ -1,0 +1,73 @@
+"""SIGINT and SIGTERM as requests to stop: the first ends a run with its state saved, the second at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Generator
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and what schedulers send before they take a machine away."""
+
+
+class StopSignals:
+    """The signals that ask this process to stop; a context manager, to be entered in the main thread.
+
+    Until it is entered no signal is handled, and `requested` is False. The first signal raises KeyboardInterrupt, but
+    within `deferred` it only sets `requested`. The second ends the process, whatever it does: what is on disk by then
+    stays, and a checkpoint is there whole or not at all.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The first signal received."""
+        self._deferred = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {each: signal.signal(each, self._receive) for each in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.signal is None:  # else the process is ending, and a second signal still ends it at once
+            for each, handler in self._before.items():
+                signal.signal(each, handler)
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal was received."""
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that a signal ended, as shells give it: 130 for SIGINT, 143 for SIGTERM."""
+        return 128 + (self.signal or 0)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Generator[None]:
+        """Lets what is inside look at `requested` when it is ready to stop."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.signal is not None:
+            _write("stopped at once: what was not saved is lost\n")
+            os._exit(self.exit_code)
+        self.signal = signal.Signals(number)
+        if not self._deferred:
+            raise KeyboardInterrupt
+        _write(f"{self.signal.name}: saving after this step; the next signal stops at once\n")
+
+
+def _write(text: str) -> None:
+    """Writes to standard error past Python's buffers, which a signal may have interrupted."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
