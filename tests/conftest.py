@@ -8,7 +8,9 @@ cache of this process. Not where there is another compiler than that for CPUs: i
 import gc
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -26,18 +28,35 @@ import pytest
 from hypothesis import settings
 from jax.experimental.compilation_cache import compilation_cache
 
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+MAX_BYTES = 1 << 30
+"""Of what one worker compiled."""
+
 settings.register_profile("autoshard", derandomize=True, deadline=None)
 settings.load_profile("autoshard")
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on: looking for cycles took a tenth of the time
 
 
 @pytest.fixture(autouse=True, scope="session")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Of this process alone: JAX writes its cache's files bit by bit, and another process could read half of one."""
-    if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        compilation_cache.reset_cache()
+def compiled_once() -> Iterator[None]:
+    """What this worker compiles, and compiled when the tests ran before.
+
+    A folder for each worker, for JAX writes its cache's files bit by bit, and another process could read half of one. A
+    run that was killed may have left one so: after it, the worker starts anew, as it does where they take too much.
+    """
+    if "--xla_backend_optimization_level=0" not in os.environ.get("XLA_FLAGS", ""):
+        yield
+        return
+    folder = COMPILED / os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    unfinished = folder / "unfinished"
+    if unfinished.exists() or sum(path.stat().st_size for path in folder.glob("*")) > MAX_BYTES:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished.touch()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()
     yield
     jax.config.update("jax_compilation_cache_dir", None)
+    unfinished.unlink()
