@@ -1,8 +1,9 @@
 """Eight virtual CPU devices for every test, and properties that draw the same examples each time.
 
 What is compiled runs once or a few times: LLVM's optimizations, of which sharding knows nothing, are left out, for they
-take longer than they save; and a program that is compiled again, as the references on one device are, is read from a
-cache of this process. Not where there is another compiler than that for CPUs: it does as it does for users.
+take longer than they save; and a program that is compiled again, as the references on one device are, and what the
+tests compiled when they ran before, is read from a cache. Not where there is another compiler than that for CPUs: it
+does as it does for users.
 """
 
 import gc

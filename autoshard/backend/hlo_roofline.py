@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from autoshard import jaxpr as jx
 from autoshard.backend import hlo_dtypes
 from autoshard.backend.hlo_collectives import shape_bytes
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called
@@ -22,7 +23,8 @@ from autoshard.transforms.cudnn_attention import flops_at_peak, peak_share
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
-_LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->")
+_LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->(\w+)")
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 
 _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
@@ -167,11 +169,29 @@ def _contraction_flops(
         elif _BACKWARD_FILTER in instruction.attributes:
             output, kernel = right, result
         result, depth = output, math.prod(n for n, label in zip(kernel, labels[1], strict=True) if label != "o")
+        depth *= _share_read(instruction.attributes, dict(zip(labels[2], output, strict=False)))
     elif contracting := _CONTRACTING.search(instruction.attributes):
         depth = math.prod(left[d] for d in _ints(contracting[1].replace('"', "")))
     else:
         return
     yield 2.0 * math.prod(result) * depth, hlo_dtypes.peak_dtype(dtype)
+
+
+def _share_read(attributes: str, output: Mapping[str, int]) -> float:
+    """The share of a convolution's windows that is no hole of its dilated operand; ``output``: its sizes by label."""
+    window = dict(part.split("=") for part in found[1].split()) if (found := _WINDOW.search(attributes)) else {}
+    if "lhs_dilate" not in window:
+        return 1.0
+    sizes = [int(n) for n in window["size"].split("x")]
+    outputs = [output[str(d)] for d in range(len(sizes))]
+    ones = "x".join("1" * len(sizes))
+    dilations = (window.get(key, ones).split("x") for key in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = [pad.split("_")[0] for pad in window.get("pad", "x".join("0" * len(sizes))).split("x")]
+    reads = [
+        jx.window_reads(n, size, int(stride), int(first), int(base), int(dilation))
+        for n, size, first, stride, base, dilation in zip(outputs, sizes, low, *dilations, strict=True)
+    ]
+    return math.prod(reads) / math.prod((*outputs, *sizes))
 
 
 def _ints(text: str) -> list[int]:

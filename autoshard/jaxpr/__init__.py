@@ -37,6 +37,7 @@ from autoshard.jaxpr.equation import (
     op_names,
     op_params,
     sharding_rule,
+    window_reads,
 )
 from autoshard.jaxpr.hi_primitives import CALL_HI_PRIMITIVE
 from autoshard.jaxpr.nested import (
@@ -153,6 +154,7 @@ __all__ = [
     "traced_jaxpr",
     "use_counts",
     "walk",
+    "window_reads",
     "with_bodies",
     "with_call_structure",
     "with_eqns",

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax._src.interpreters import mlir as _mlir
 from jax._src.shard_map import shard_map_p as _shard_map_p
 from jax.extend.core import JaxprEqn, Primitive
@@ -108,16 +109,37 @@ def eqn_key(eqn: JaxprEqn) -> Any:
 
 
 def contraction_flops(eqn: JaxprEqn) -> float:
-    """FLOPs of a matrix product or convolution (a multiply-add is two), or the equation's parameter ``flops``, or 0."""
+    """FLOPs of a matrix product or convolution (a multiply-add is two), or the equation's parameter ``flops``, or 0.
+
+    A convolution reads no holes of a dilated operand, as in the gradient of a strided one; padding counts as read.
+    """
     if eqn.primitive is _prims.dot_general_p:
         (lhs, _), _ = eqn.params["dimension_numbers"]
         out, left = aval(eqn.outvars[0]).shape, aval(eqn.invars[0]).shape
         return 2.0 * math.prod(out) * math.prod(left[d] for d in lhs)
     if eqn.primitive is _prims.conv_general_dilated_p:
-        spec = eqn.params["dimension_numbers"].rhs_spec
+        p = eqn.params
+        rhs, result = p["dimension_numbers"].rhs_spec, p["dimension_numbers"].out_spec
         kernel, out = aval(eqn.invars[1]).shape, aval(eqn.outvars[0]).shape
-        return 2.0 * math.prod(out) * math.prod(kernel[d] for d in spec[1:])
+        low = [low for low, _ in p["padding"]]
+        windows = zip(p["window_strides"], low, p["lhs_dilation"], p["rhs_dilation"], strict=True)
+        reads = [window_reads(out[o], kernel[k], *w) for o, k, w in zip(result[2:], rhs[2:], windows, strict=True)]
+        return 2.0 * out[result[0]] * out[result[1]] * kernel[rhs[1]] * math.prod(reads)
     return float(eqn.params.get("flops", 0.0))
+
+
+def window_reads(outputs: int, size: int, stride: int, low: int, base_dilation: int, dilation: int) -> int:
+    """Elements that windows read along one dimension, without the holes of a dilated base, with padding.
+
+    Args:
+      outputs: number of windows; ``size`` of one, ``dilation`` apart; each ``stride`` after the one before it.
+      low: padding before the first element.
+      base_dilation: distance of the base's elements; between them are holes.
+    """
+    if base_dilation == 1:
+        return outputs * size
+    read = np.arange(outputs)[:, None] * stride + np.arange(size) * dilation - low
+    return int((read % base_dilation == 0).sum())
 
 
 def all_primitives() -> dict[str, Primitive]:

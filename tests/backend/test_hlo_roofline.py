@@ -58,6 +58,18 @@ def test_gradients_of_a_convolution_have_its_flops(target, left, right, result):
     assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(2 * (2 * 4 * 4 * 5) * (3 * 3 * 3) / 1e2)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_holes_of_a_dilated_operand_are_not_multiplied(stride):
+    """The gradient of the input of a strided convolution, as XLA's own count of its FLOPs has it, but for the edges."""
+    dilated = f"size=3x3 pad=1_{stride}x1_{stride} lhs_dilate={stride}x{stride} rhs_reversal=1x1"
+    size = 16 * stride
+    lines = ["%a = f32[2,16,16,5] parameter(0)", "%b = f32[3,3,3,5] parameter(1)"]
+    window = f"window={{{dilated}}}, dim_labels=b01f_01oi->b01f"
+    product = f"ROOT %c = f32[2,{size},{size},3] convolution(%a, %b), {window}"
+    flops = 2 * (2 * size * size * 3) * (3 * 3 * 5) / stride**2
+    assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(flops / 1e2, rel=0.01)
+
+
 @pytest.mark.parametrize(("mask", "part"), [("NO_MASK", 1), ("CAUSAL", 2)])
 @pytest.mark.parametrize(("target", "products", "share"), [("Softmax", 2, 0.5), ("SoftmaxBackward", 5, 0.25)])
 def test_cudnn_attention_runs_at_its_share_of_the_peak(target, products, share, mask, part):

@@ -156,6 +156,21 @@ def test_contraction_flops() -> None:
     assert jx.contraction_flops(conv) == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_both_gradients_of_a_convolution_have_its_flops(stride: int, padding: str) -> None:
+    """Of a strided one, the gradient of the input is a convolution over an array with holes, which are not read."""
+
+    def convolve(x: Any, k: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, k, (stride, stride), padding)
+
+    shapes = (2, 3, 96, 96), (5, 3, 3, 3)
+    forward = jx.contraction_flops(traced(convolve, *shapes).eqns[-1])
+    both = traced(lambda x, k: jax.vjp(convolve, x, k)[1](convolve(x, k)), *shapes)
+    gradients = [f for f in map(jx.contraction_flops, both.eqns) if f][-2:]
+    assert gradients == pytest.approx([forward] * 2, rel=0.05)  # windows at the edges
+
+
 def whole_write(x: Any) -> Any:
     ref = jax.new_ref(x)
     ref[...] = x + 1
