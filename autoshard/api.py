@@ -74,7 +74,8 @@ def jit(
         ``"zero3"``, ``"replicated"``), or a `Plan` made earlier. Of such a plan's compiler options, those that may do
         more than change how the step is compiled must be in ``compiler_options`` too.
       in_shardings, out_shardings: pytree prefixes of `PartitionSpec`, `NamedSharding` or None. A sharding given here is
-        never overruled; None leaves it to the planner.
+        never overruled; None leaves it to the planner. So is the memory kind of a `NamedSharding`; without one, an
+        argument is in the memory that it comes in, and a result in that which the step moves it to.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;

@@ -56,9 +56,9 @@ def differences(
     if isinstance(before, dict) and isinstance(after, dict):
         before = {renamed.get(k, k): v for k, v in before.items()}
         for key in sorted({*before, *after} - IGNORED):
-            if key not in before or key not in after:
-                yield (*at, key), before.get(key, "(absent)"), after.get(key, "(absent)")
-            else:
+            if key not in after:
+                yield (*at, key), before[key], "(absent)"
+            elif key in before:  # fields that the older plans lack are not compared
                 yield from differences(before[key], after[key], renamed, (*at, key))
     elif isinstance(before, list) and isinstance(after, dict) and len(before) == len(after):
         yield from differences(before, list(after.values()), renamed, at)

@@ -15,7 +15,15 @@ from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.rules import SHIPPED
 
-CHIP = Hardware("chip", {"float32": 1e12, "bfloat16": 2e12}, 16e9, 1e11, {"link": Link("link", 1e10, 1e-6)}, 1e-6)
+CHIP = Hardware(
+    "chip",
+    {"float32": 1e12, "bfloat16": 2e12},
+    16e9,
+    1e11,
+    {"link": Link("link", 1e10, 1e-6)},
+    1e-6,
+    host_bandwidth=1e10,
+)
 
 
 def mesh(**axes: int) -> LogicalMesh:

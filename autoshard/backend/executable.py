@@ -21,7 +21,7 @@ from autoshard.cost.compiler_options import user_options
 from autoshard.errors import MeshError, PlacementWarning
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.jaxpr.arguments import ArgumentAval, argument_aval
+from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval, in_host_memory
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.serialize import plan_to_json
 
@@ -42,7 +42,7 @@ class Executable[P: PlanRecord]:
     graph: Graph
     plan: P
     avals: tuple[ArgumentAval, ...]
-    """Shape, dtype and weak type of each flat argument."""
+    """Of each flat argument as the program takes it: in the memory that is pinned, if one is."""
     unpadded: Callable[[], Executable[PlanRecord]] | None = None
     """Makes the executable of the program without padding, planned with the same argument and result specs. Used when
     the step is traced by an outer transform (grad): gradients through padding would give 0 * inf = NaN. None where the
@@ -81,8 +81,8 @@ class Executable[P: PlanRecord]:
             return self.unpadded().nested_jit
 
         def planned(*leaves: Any) -> Any:
-            placed = jax.lax.with_sharding_constraint(list(leaves), self.plan.flat_in_shardings)
-            return jax.lax.with_sharding_constraint(self.eval_jaxpr(placed), self.plan.out_shardings)
+            placed = list(map(_constrained, leaves, self.plan.flat_in_shardings))
+            return jax.tree.map(_constrained, self.eval_jaxpr(placed), self.plan.out_shardings)
 
         def step(*leaves: Any) -> Any:
             if self._result_shardings_on_caller_mesh() is None:
@@ -139,7 +139,7 @@ class Executable[P: PlanRecord]:
             donate_argnums=[n for n, i in enumerate(places) if self.program.inputs[i].donated],
             compiler_options=dict(self.plan.compiler_options) or None,
         )
-        shapes = [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in map(self.avals.__getitem__, places)]
+        shapes = [abstract_argument(self.avals[i]) for i in places]
         caller_mesh_overridden = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         with caller_mesh_overridden, stage("lower", self.program.name):
             return jitted.trace(*shapes).lower(**options)
@@ -215,8 +215,9 @@ class Executable[P: PlanRecord]:
                 if path not in warned:
                     warned.add(path)
                     warnings.warn(
-                        f"{path} is on {_placement_text(leaf.sharding)}, the plan has {want.spec}: resharded at this "
-                        "call, and silently at later ones; plan.put(...) places arguments beforehand",
+                        f"{path} is on {_placement_text(leaf.sharding)}, the plan has "
+                        f"{want.spec}{_memory_text(want)}: resharded at this call, and silently at later ones; "
+                        "plan.put(...) places arguments beforehand",
                         PlacementWarning,
                         skip_file_prefixes=(_PACKAGE,),
                     )
@@ -224,7 +225,18 @@ class Executable[P: PlanRecord]:
         return placed
 
 
+def _constrained(x: Any, sharding: NamedSharding) -> Any:
+    """``x``, in a trace, with a sharding's spec and in its memory, which a constraint alone does not change."""
+    x, host = jax.lax.with_sharding_constraint(x, sharding), sharding.memory_kind == "pinned_host"
+    space = jax.memory.Space.Host if host else jax.memory.Space.Device
+    return x if in_host_memory(jax.typeof(x)) == host else jax.device_put(x, space)
+
+
 def _placement_text(sharding: jax.sharding.Sharding) -> str:
     if isinstance(sharding, jax.sharding.NamedSharding):
-        return f"{dict(sharding.mesh.shape)} as {sharding.spec}"
-    return ", ".join(map(str, sorted(sharding.device_set, key=lambda d: d.id)))
+        return f"{dict(sharding.mesh.shape)} as {sharding.spec}{_memory_text(sharding)}"
+    return ", ".join(map(str, sorted(sharding.device_set, key=lambda d: d.id))) + _memory_text(sharding)
+
+
+def _memory_text(sharding: jax.sharding.Sharding) -> str:
+    return "" if sharding.memory_kind in (None, "device") else f" in {sharding.memory_kind}"

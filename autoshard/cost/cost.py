@@ -8,7 +8,8 @@ fixes the specs it reads its operands in and the (perhaps partial) specs it prod
                 layout's specs, halo exchanges, and the collectives of a local form
 
 Both are summed over nodes, weighted by trip count. Only operations whose FLOPs matter (products) are charged so: views
-are free, and any other operation is taken to be fused with its producers and is charged for writing its results. A
+are free, and any other operation is taken to be fused with its producers and is charged for writing its results. What
+moves between the memories of the host and of the device takes its bytes over that bandwidth, and counts as compute. A
 reshard of one value to one spec is charged once, however many nodes read it. Compute and transfers are added, with no
 overlap.
 """
@@ -84,7 +85,7 @@ class CostModel:
             for v in n.results
         }
         """Broadcasts of scalars and iotas: XLA's partitioner recomputes them in whatever spec they are read."""
-        self.per_call_inputs = find_per_call_inputs(graph)
+        self.per_call_inputs, self.moved_outputs = find_per_call_inputs(graph), find_moved_outputs(graph)
         self.view_of: dict[int, int] = {}
         """For each view (or reversal) of another value, the value at the root of the chain of views."""
         for n in graph.nodes:
@@ -98,6 +99,12 @@ class CostModel:
         values = self.graph.values
         local = sum(values[v].bytes / layout.specs[v].num_shards(self.mesh.shape) for v in self.per_call_inputs)
         return local / self.mesh.hardware.bandwidth
+
+    def output_transfer_seconds(self, layout: Layout) -> float:
+        """Seconds to move the results that leave for another memory than they are computed in."""
+        values, bandwidth = self.graph.values, self.mesh.hardware.host_bandwidth
+        moved = sum(values[v].bytes / layout.specs[v].num_shards(self.mesh.shape) for v in self.moved_outputs)
+        return moved / bandwidth if bandwidth else 0.0
 
     def node_costs(self, layout: Layout) -> Sequence[NodeCost]:
         """The cost of each node under ``layout``, by node number."""
@@ -121,7 +128,7 @@ class CostModel:
     def cost(self, layout: Layout) -> Cost:
         """Predicted cost of one call under ``layout``."""
         specs, values = layout.specs, self.graph.values
-        compute, transfers = self.input_write_seconds(layout), 0.0
+        compute, transfers = self.input_write_seconds(layout) + self.output_transfer_seconds(layout), 0.0
         collectives: list[Collective] = []
         charged: set[tuple[int, Spec]] = set()
         sent: set[tuple[int, Collective]] = set()
@@ -159,8 +166,17 @@ class CostModel:
 
 
 def find_per_call_inputs(graph: Graph) -> list[int]:
-    """The arguments of a step that are not carried from call to call, as value numbers; none if nothing is carried."""
-    return [graph.inputs[i] for i in sorted(argument_roles(graph).batch)] if graph.program.carries else []
+    """The arguments of a step that are not carried from call to call and that are written to device memory, as value
+    numbers; none if nothing is carried."""
+    batch = [graph.inputs[i] for i in sorted(argument_roles(graph).batch)] if graph.program.carries else []
+    return [v for v in batch if not graph.values[v].host]
+
+
+def find_moved_outputs(graph: Graph) -> list[int]:
+    """The results of a step that leave for another memory, the host's or the device's, than they are in, as value
+    numbers."""
+    leaves = zip(graph.outputs, graph.program.outputs, strict=True)
+    return [v for v, leaf in leaves if v and graph.values[v].host != (leaf.memory_kind is not None)]
 
 
 def cheapest_node_cost(

@@ -298,6 +298,11 @@ class Liveness:
             self.allocated_at.update(dict.fromkeys(node.results, n))
             return
         (a,), (b,) = node.operands, node.results
+        if node.kind.host_transfer and self.graph.program.mesh.hardware.host_bandwidth:
+            self._materialize(a, n)
+            self._use(a, n)
+            self.allocated_at[b] = n
+            return
         loop = self.enclosing_loops.get(n, ()) if node.kind.traits.loop else ()
         stacked = len(values[a].shape) != len(values[b].shape)
         if node.kind.traits.barrier:

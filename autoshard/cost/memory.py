@@ -30,7 +30,7 @@ import numpy as np
 from autoshard.cost.cost import CostModel
 from autoshard.cost.live_ranges import IntArray, find_live_ranges
 from autoshard.ir.dim_classes import argument_roles
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Graph, Value
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
 
@@ -67,10 +67,12 @@ class Memory:
     """Intermediates live at the peak beyond the bytes of ``residuals``, results without a donated buffer included."""
     peak: int
     """Arguments plus all intermediates live at the peak."""
+    host: int = 0
+    """Arguments and results in the host's memory; in none of the above."""
 
     def items(self) -> list[tuple[str, int]]:
-        """Name and bytes of each part, then of the peak."""
-        return list(asdict(self).items())
+        """Name and bytes of each part, then of the peak, and then of host memory where there is any."""
+        return [(name, size) for name, size in asdict(self).items() if size or name != "host"]
 
 
 class MemoryModel:
@@ -96,8 +98,11 @@ class MemoryModel:
         return found
 
     def size(self, v: int, spec: Spec) -> int:
-        """Bytes per device of value ``v`` under ``spec``."""
+        """Bytes of device memory that value ``v`` takes under ``spec``; none if it is in the host's."""
         value = self.graph.values[v]
+        return 0 if value.host else self._stored(value, spec)
+
+    def _stored(self, value: Value, spec: Spec) -> int:
         key = value.shape, value.bits, spec.dims
         found = self._bytes.get(key)
         if found is None:
@@ -111,11 +116,11 @@ class MemoryModel:
         return _sum_over_ranges(len(self.graph.nodes), r.first, r.last, (sizes[r.values] * r.scale).astype(np.int64))
 
     def live_values(self, node: int) -> dict[int, float]:
-        """The intermediates live at ``node``, each with its global bytes."""
+        """The intermediates live at ``node``, each with its global bytes of device memory."""
         r, found = self.live_ranges, dict[int, float]()
         for i in np.flatnonzero((r.first <= node) & (node <= r.last)):
             v = int(r.values[i])
-            found[v] = found.get(v, 0.0) + self.graph.values[v].bytes * float(r.scale[i])
+            found[v] = found.get(v, 0.0) + self.graph.values[v].device_bytes * float(r.scale[i])
         return found
 
     def usage(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> IntArray:
@@ -222,7 +227,17 @@ class MemoryModel:
         residuals = int(size[self.live_ranges.values[self.live_ranges.residuals]].sum())
         gradients = int(size[self.live_ranges.gradients].sum())
         peak = parameters + optimizer + inputs + intermediates
-        return Memory(parameters, optimizer, inputs, gradients, residuals, max(0, intermediates - residuals), peak)
+        temporaries, host = max(0, intermediates - residuals), self._host_bytes(layout)
+        return Memory(parameters, optimizer, inputs, gradients, residuals, temporaries, peak, host)
+
+    def _host_bytes(self, layout: Layout) -> int:
+        """Bytes, for each device, of the arguments and results in the host's memory; a donated one counts once."""
+        graph, program = self.graph, self.graph.program
+        kept = {o for i, o in program.carries if program.inputs[i].donated and program.inputs[i].memory_kind}
+        places = [*zip(graph.inputs, program.inputs, strict=True)]
+        results = enumerate(zip(graph.outputs, program.outputs, strict=True))
+        places += [place for o, place in results if o not in kept]
+        return sum(self._stored(graph.values[v], layout.specs[v]) for v, leaf in places if v and leaf.memory_kind)
 
 
 def _sum_over_ranges(nodes: int, first: IntArray, last: IntArray, size: IntArray) -> IntArray:

@@ -157,7 +157,9 @@ def compute_seconds(
     hardware = mesh.hardware
     if kind.traits.fused_into_consumer or not kind.shapes:
         return 0.0
-    if kind.tie:  # slices of a stacked operand or result of a loop are copied; any other tie moves nothing
+    if kind.tie:  # slices of a stacked operand or result of a loop are copied, as are transfers; others move nothing
+        if kind.host_transfer:
+            return minimum(local) / hardware.host_bandwidth if hardware.host_bandwidth else 0.0
         ranks = {len(n) for n in kind.shapes}
         return minimum(local) / hardware.bandwidth if len(ranks) > 1 else 0.0
     if not kind.flops:  # fused with its producers, which were charged for what it reads

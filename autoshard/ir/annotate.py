@@ -54,6 +54,11 @@ def _entries(spec: Any) -> PartitionSpec:
         hint = f"; for one axis write P({spec!r})" if isinstance(spec, str) else ""
         hint = "; P() replicates the array" if spec is None else hint
         raise ArgumentError(f"annotate takes a PartitionSpec or a NamedSharding, not {spec!r}{hint}")
+    if spec.memory_kind not in (None, "device"):
+        raise SpecError(
+            f"annotate: the sharding is in {spec.memory_kind}, and annotate pins the spec alone; jax.device_put(x, "
+            "jax.memory.Space.Host) inside the step moves x there"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and dict(mesh.shape) != dict(spec.mesh.shape):
         raise SpecError(

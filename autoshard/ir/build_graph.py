@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoshard.ir.rule import Rule, factor_names, replicated_rule, single_factor
 from autoshard.ir.rule_registry import check_used, fallback_rule, has_own_rule, lookup_rule, near_misses
 from autoshard.ir.spec import Spec, checked_spec, unconstrained_dims
 from autoshard.ir.traits import UNKNOWN, Traits
+from autoshard.jaxpr.arguments import in_host_memory
 
 
 def build_graph(program: Program, *, strict: bool = False) -> Graph:
@@ -52,7 +54,9 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
             builder.pins.setdefault(v, leaf.pin)
     for v, leaf in zip(inputs, program.inputs, strict=True):
         old = builder.values[v]
-        builder.values[v] = Value(old.shape, old.bits, old.dtype, leaf.path)
+        builder.values[v] = Value(old.shape, old.bits, old.dtype, leaf.path, leaf.memory_kind is not None)
+    if not program.mesh.hardware.host_bandwidth:
+        builder.diagnostics += _unmoved(builder, outputs)
     return Graph(
         program,
         tuple(builder.values),
@@ -106,9 +110,9 @@ class _Builder:
     def value(self, aval: Any) -> int:
         found = self.value_types_by_id.get(id(aval))
         if found is None:
-            key = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
+            key = tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None), in_host_memory(aval)
             name = "token" if key[1] is None else jx.dtype_name(key[1])
-            found = self.value_types.setdefault(key, Value(key[0], _bits(aval), name))
+            found = self.value_types.setdefault(key, Value(key[0], _bits(aval), name, host=key[2]))
             self.value_types_by_id[id(aval)] = found
         self.values.append(found)
         return len(self.values) - 1
@@ -168,9 +172,13 @@ class _Builder:
     def identities(self, eqn: jx.JaxprEqn, trip_count: int, phase: str) -> None:
         """A tie from each operand to its result; the pairs are independent of each other."""
         traits = self.rules.traits(eqn.primitive)
-        for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
-            made = self.define(result)
-            self.tie(eqn.primitive.name, self.read(operand), made, False, trip_count, jx.source(eqn), phase, traits)
+        specs = jx.destination_specs(eqn)
+        for i, (operand, result) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+            read, made, source = self.read(operand), self.define(result), jx.source(eqn)
+            moved = self.values[read].host != self.values[made].host
+            self.tie(eqn.primitive.name, read, made, False, trip_count, source, phase, traits, host_transfer=moved)
+            if moved and (spec := specs.get(i)) is not None:
+                self.pin(made, spec, source)
 
     def kind(self, eqn: jx.JaxprEqn, source: str) -> OpKind:
         key = jx.eqn_key(eqn)
@@ -250,16 +258,20 @@ class _Builder:
         source: str,
         phase: str,
         traits: Traits = UNKNOWN,
+        *,
+        host_transfer: bool = False,
     ) -> None:
         """Adds a tie: ``b`` is ``a`` or, where ``stacked``, one is a slice of the other along its leading dimension."""
         if not a or not b:
             return
         va, vb = self.values[a], self.values[b]
         rule = _slice_rule(len(va.shape), len(vb.shape)) if stacked else _identity(len(va.shape))
-        key = ("tie", name, traits, va.shape, vb.shape, va.bits, vb.dtype)
-        kind = self.kinds.get(key) or self.kinds.setdefault(
-            key, _kind(name, traits, rule, (va.shape, vb.shape), (va.bits, vb.bits), vb.dtype, 0.0, source, tie=True)
-        )
+        key = ("tie", name, traits, va.shape, vb.shape, va.bits, vb.dtype, host_transfer)
+        kind = self.kinds.get(key)
+        if kind is None:
+            shapes, bits = (va.shape, vb.shape), (va.bits, vb.bits)
+            kind = _kind(name, traits, rule, shapes, bits, vb.dtype, 0.0, source, tie=True, host_transfer=host_transfer)
+            self.kinds[key] = kind
         self.nodes.append(Node(kind, (a,), (b,), trip_count, source, phase))
 
 
@@ -274,6 +286,7 @@ def _kind(
     source: str,
     *,
     tie: bool = False,
+    host_transfer: bool = False,
 ) -> OpKind:
     try:
         if [len(d) for d in (*rule.operands, *rule.results)] != [len(s) for s in shapes]:
@@ -284,7 +297,22 @@ def _kind(
     order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
     dims = (*rule.operands, *rule.results)
     factored = tuple(FactoredDim(i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
-    return OpKind(op, traits, rule, shapes, bits, dtype, tuple(sizes.items()), factored, flops, tie)
+    return OpKind(op, traits, rule, shapes, bits, dtype, tuple(sizes.items()), factored, flops, tie, host_transfer)
+
+
+def _unmoved(builder: _Builder, outputs: tuple[int, ...]) -> Iterator[Diagnostic]:
+    """What the step moves to the host's memory and XLA leaves where it is: all that does not leave the step."""
+    leaving = set(outputs)
+    for n in reversed(builder.nodes):
+        if n.tie and not leaving.isdisjoint(n.results):
+            leaving.update(n.operands)
+    for n in builder.nodes:
+        if n.kind.host_transfer and builder.values[n.results[0]].host and leaving.isdisjoint(n.results):
+            text = (
+                f"{n.kind.op} to the host's memory: on {builder.program.mesh.hardware.name} XLA moves arguments and "
+                "results of the step there, and leaves other values where they are"
+            )
+            yield Diagnostic(text, n.source)
 
 
 @functools.cache

@@ -31,8 +31,15 @@ class Value:
     """Bits per element."""
     dtype: str
     name: str = ""
+    host: bool = False
+    """Whether it is in the host's memory."""
     bytes: int = field(init=False, repr=False, compare=False)
     """Size in bytes."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Size in bytes of device memory."""
+        return 0 if self.host else self.bytes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes", -(-math.prod(self.shape) * self.bits // 8))
@@ -72,6 +79,8 @@ class OpKind:
     """FLOPs of the unsharded operation, where it is a matrix product or the like; else 0."""
     tie: bool = False
     """Whether it is a value's way into or out of a region, or from one iteration to the next."""
+    host_transfer: bool = False
+    """Whether it copies its operand from the device's memory to the host's, or back."""
     combined_count: int = 1
     """How many scalar all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
     bytes: tuple[float, ...] = field(init=False, repr=False)

@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -18,6 +18,8 @@ from autoshard.jaxpr import Jaxpr, dtype_bits
 from autoshard.machine.mesh import LogicalMesh
 
 TreeDef = jax.tree_util.PyTreeDef
+MemoryKind = Literal["pinned_host", "unpinned_host"] | None
+"""JAX's name of the memory that an array is in; None is the devices' own."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Leaf:
     donated: bool = False
     pin: Spec | None = None
     """The spec that the user demands; never overruled."""
+    memory_kind: MemoryKind = None
+    """The memory that it is in: as the user demands, else as its type says."""
+    memory_pinned: bool = False
+    """Whether the user demands it: a `NamedSharding` says so, a `PartitionSpec` does not."""
 
     @property
     def bytes(self) -> int:
@@ -67,6 +73,7 @@ class Program:
         outs = dict(self.carries)
         for i, leaf in enumerate(self.inputs):
             notes = [f"pinned {leaf.pin}"] * (leaf.pin is not None) + ["donated"] * leaf.donated
+            notes += [f"in {leaf.memory_kind}"] if leaf.memory_kind else []
             if i in outs:
                 notes.append(f"-> {self.outputs[outs[i]].path}")
             rows.append(f"  {leaf.path}: {aval_text(leaf.aval)}{'  ' if notes else ''}{', '.join(notes)}")

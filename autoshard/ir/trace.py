@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard.errors import ArgumentError, MeshError, SpecError
-from autoshard.ir.program import Leaf, Program
+from autoshard.ir.program import Leaf, MemoryKind, Program
 from autoshard.ir.rule_registry import Rules
 from autoshard.ir.spec import Spec, checked_spec
+from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.machine.mesh import LogicalMesh
 
 _EXPLICIT_AXES = (
@@ -21,6 +22,14 @@ _EXPLICIT_AXES = (
     "mesh=, which is the step's; or pass axis_types=(jax.sharding.AxisType.Auto, ...) to jax.make_mesh. Instead of "
     "jax.reshard, use autoshard.annotate. JAX says: "
 )
+
+
+_MEMORY_KINDS: Mapping[str, MemoryKind] = {
+    "device": None,
+    "pinned_host": "pinned_host",
+    "unpinned_host": "unpinned_host",
+}
+"""By JAX's name of it."""
 
 
 def trace(
@@ -34,10 +43,12 @@ def trace(
     out_shardings: Any = None,
     donated: Collection[int | str] | None = None,
 ) -> Program:
-    """Traces ``jitted`` (the result of `jax.jit`) for these arguments: arrays or `jax.ShapeDtypeStruct`s.
+    """Traces ``jitted`` (the result of `jax.jit`) for these arguments: arrays or `jax.ShapeDtypeStruct`s. Of their
+    shardings only the memory is read.
 
     ``in_shardings`` and ``out_shardings`` become pins. They are pytree prefixes of `PartitionSpec`, `NamedSharding` or
-    None for the positional arguments that are not static, and for the result.
+    None for the positional arguments that are not static, and for the result. A `NamedSharding` pins the memory too;
+    what replaces an argument so pinned to the host's memory returns there, unless it is pinned itself.
 
     Args:
       donated: positions, among the arguments that are not static, and names of those that are donated; None: those that
@@ -65,25 +76,29 @@ def trace(
     out_pins = _pins(out_shardings, traced.out_info, "out_shardings")
     out_paths = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
     out_names = ["result" + jax.tree_util.keystr(p) for p, _ in out_paths]
+    jaxpr = jx.traced_jaxpr(traced)
     inputs = tuple(
-        Leaf(n, jax.ShapeDtypeStruct(i.shape, i.dtype), i.donated, _check(p, i.shape, mesh, n))
-        for n, i, p in zip(names, flat_info, in_pins, strict=True)
+        Leaf(n, jax.ShapeDtypeStruct(i.shape, i.dtype), i.donated, _check(p, i.shape, mesh, n), *_memory(p, a))
+        for n, i, p, a in zip(names, flat_info, in_pins, jaxpr.in_avals, strict=True)
     )
     outputs = tuple(
-        Leaf(n, jax.ShapeDtypeStruct(o.shape, o.dtype), False, _check(p, o.shape, mesh, n))
-        for n, o, p in zip(out_names, flat_out, out_pins, strict=True)
+        Leaf(n, jax.ShapeDtypeStruct(o.shape, o.dtype), False, _check(p, o.shape, mesh, n), *_memory(p, a))
+        for n, o, p, a in zip(out_names, flat_out, out_pins, jaxpr.out_avals, strict=True)
     )
-    jaxpr = jx.traced_jaxpr(traced)
+    carries = match_carries([*info[0], *(info[1][k] for k in sorted(info[1]))], traced.out_info)
+    demanded = {
+        o: inputs[i].memory_kind for i, o in carries if inputs[i].memory_pinned and not outputs[o].memory_pinned
+    }
     return Program(
         name=traced.fun_name,
         jaxpr=jaxpr,
         mesh=mesh,
         rules=rules,
         inputs=inputs,
-        outputs=outputs,
+        outputs=tuple(replace(leaf, memory_kind=demanded.get(o) or leaf.memory_kind) for o, leaf in enumerate(outputs)),
         in_tree=in_tree,
         out_tree=out_tree,
-        carries=match_carries([*info[0], *(info[1][k] for k in sorted(info[1]))], traced.out_info),
+        carries=carries,
         source=next((s for s in map(jx.source, traced.jaxpr.eqns) if s), ""),
     )
 
@@ -183,3 +198,20 @@ def _check(pin: Any, shape: Sequence[int], mesh: LogicalMesh, path: str) -> Spec
             raise SpecError(f"{path}: its sharding is over the mesh {dict(pin.mesh.shape)}, the step's is {mesh.shape}")
         pin = pin.spec
     return checked_spec(pin, shape, mesh.shape, path)
+
+
+def pinned_memory(in_shardings: Any, args: Sequence[Any]) -> list[tuple[MemoryKind, bool]]:
+    """For each flat array of ``args``, the positional arguments that are not static, the memory that ``in_shardings``
+    demands, and whether it demands any.
+
+    Raises:
+      ArgumentError, SpecError: as `trace`.
+    """
+    return [_memory(pin, None) for pin in _pins(in_shardings, tuple(args), "in_shardings")]
+
+
+def _memory(pin: Any, aval: Any) -> tuple[MemoryKind, bool]:
+    """The memory that a pin demands, or else that an array of type ``aval`` is in, and whether the pin demands it."""
+    if not isinstance(pin, NamedSharding) or pin.memory_kind is None:
+        return "pinned_host" if in_host_memory(aval) else None, False
+    return _MEMORY_KINDS[pin.memory_kind], True

@@ -13,7 +13,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.shard_map import shard_map_p as _shard_map_p
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _prims
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.jaxpr import hi_primitives
 from autoshard.jaxpr.value import aval, is_shaped
@@ -158,3 +158,9 @@ def _all_primitives(lowerings: int, platform_lowerings: int) -> dict[str, Primit
 def find_primitive(name: str) -> Primitive | None:
     """The primitive named ``name``, or None where this version of JAX has none."""
     return all_primitives().get(name)
+
+
+def destination_specs(eqn: JaxprEqn) -> dict[int, PartitionSpec]:
+    """The specs of the `NamedSharding`s that a `jax.device_put` in a step names, by the position of the result."""
+    places: Sequence[Any] = eqn.params["devices"] if eqn.primitive is _prims.device_put_p else ()
+    return {i: place.spec for i, place in enumerate(places) if isinstance(place, NamedSharding)}

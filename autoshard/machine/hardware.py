@@ -55,6 +55,8 @@ class HardwareConfig(Config):
     """Left out where XLA does not rematerialize."""
     attention: AttentionKernelConfig | None = None
     """Left out where XLA calls no library for attention."""
+    host_bandwidth: float = Field(default=0.0, ge=0)
+    """Left out where the host's memory is the device's."""
     all_gather_as_all_reduce_from: int | None = Field(default=None, ge=2)
     """Left out where XLA does not do so."""
 
@@ -76,6 +78,7 @@ class HardwareConfig(Config):
             self.fused_products,
             self.remat_threshold or math.inf,
             (self.attention.forward, self.attention.backward) if self.attention else None,
+            self.host_bandwidth,
             self.all_gather_as_all_reduce_from or math.inf,
         )
 

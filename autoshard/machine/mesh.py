@@ -61,6 +61,9 @@ class Hardware:
     attention: tuple[float, float] | None = None
     """Fractions of peak FLOP/s that the library's fused attention reaches, forward and backward
     (`autoshard.transforms.cudnn_attention`); None without such a library."""
+    host_bandwidth: float = 0.0
+    """Bytes/s between the memories of the host and of the device, in each direction; 0 where they are one, and XLA
+    leaves a value that the program moves between them where it is."""
     all_gather_as_all_reduce_from: float = math.inf
     """Number of devices from which XLA implements an all-gather over all of them as an all-reduce of zero-padded
     shards."""

@@ -43,6 +43,15 @@ def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[Pla
     _check_arguments(plan, program)
     graph = build_graph(program, strict=request.strict)
     _check_program(plan, graph, request)
+    for place, leaf in (
+        *zip(plan.inputs, program.inputs, strict=True),
+        *zip(plan.outputs, program.outputs, strict=True),
+    ):
+        if leaf.memory_pinned and leaf.memory_kind != place.memory_kind:
+            raise PlanError(
+                f"{leaf.path} is pinned to {leaf.memory_kind or 'device'} memory, and the plan has it in "
+                f"{place.memory_kind or 'device'} memory: a pin is never overridden; plan again with it, or drop it"
+            )
     for what, spec, pin in _pin_conflicts(plan, graph):
         raise PlanError(
             f"{what} is pinned to {pin}, and its spec in the plan is {spec}: a pin is never overridden; plan again "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autoshard.ir.program import MemoryKind
 from autoshard.ir.spec import Axes, Spec
 
 PlaceReason = Literal["pinned", "replaces", "first_plan", "solved", "chosen", "propagated", "replicated"]
@@ -41,6 +42,13 @@ class Place:
     donated: bool = False
     replaces: str | None = None
     """Of a result: the path of the argument that it replaces at the next call."""
+    memory_kind: MemoryKind = None
+    """The memory that it is in; None: the device's."""
+
+    @property
+    def where(self) -> str:
+        """Its spec and, unless that is the device's, its memory: ``[data, _] in pinned_host``."""
+        return f"{self.spec} in {self.memory_kind}" if self.memory_kind else str(self.spec)
 
 
 @dataclass(frozen=True)

@@ -63,15 +63,15 @@ def _share(before: float, after: float) -> str:
 
 
 def _arguments(plan: PlanRecord, other: PlanRecord) -> Section:
-    specs = {p.path: p.spec for p in other.inputs}
-    changed = [p for p in plan.inputs if specs[p.path] != p.spec]
+    specs = {p.path: p.where for p in other.inputs}
+    changed = [p for p in plan.inputs if specs[p.path] != p.where]
     if not changed:
         return Section("Arguments", ("All have the same specs.",))
     by_spec: dict[str, list[Place]] = {}
     for p in changed:
-        by_spec.setdefault(str(specs[p.path]), []).append(p)
+        by_spec.setdefault(specs[p.path], []).append(p)
     rows = [
-        (group.path, str(len(group.places)), str(group.first.spec), spec)
+        (group.path, str(len(group.places)), group.first.where, spec)
         for spec, places in by_spec.items()
         for group in group_arrays(places)
     ]
@@ -109,8 +109,9 @@ def signed_time(seconds: float) -> str:
 
 
 def _memory(plan: PlanRecord, other: PlanRecord) -> Section:
-    pairs = zip(plan.memory.items(), other.memory.items(), strict=True)
-    rows = [(name, size_text(a), size_text(b)) for (name, a), (_, b) in pairs if a != b]
+    before, after = dict(plan.memory.items()), dict(other.memory.items())
+    pairs = ((name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after})
+    rows = [(name, size_text(a), size_text(b)) for name, a, b in pairs if a != b]
     if not rows:
         return Section("Memory", ("The same.",))
     return Section("Memory", (), _table(("class", "before", "after"), rows, {1, 2}))

@@ -102,7 +102,7 @@ def _merged(rows: Sequence[ArrayGroup], depth: int) -> list[ArrayGroup]:
     groups: dict[object, list[ArrayGroup]] = {}
     for row in rows:
         p, others = row.first, (len(row.keys), row.keys[:depth], row.keys[depth + 1 :])
-        groups.setdefault((others, p.shape, p.dtype, p.spec, p.reason == "pinned"), []).append(row)
+        groups.setdefault((others, p.shape, p.dtype, p.where, p.reason == "pinned"), []).append(row)
     return [group[0] if len(group) == 1 else _union(group, depth) for group in groups.values()]
 
 
@@ -115,7 +115,7 @@ def _union(group: Sequence[ArrayGroup], depth: int) -> ArrayGroup:
 
 def _member(row: ArrayGroup, n: int) -> object:
     """What a member of two matching subtrees has in common: the path after ``n`` keys, the shape and the spec."""
-    return row.keys[n:], row.first.shape, row.first.spec
+    return row.keys[n:], row.first.shape, row.first.where
 
 
 def _reference(

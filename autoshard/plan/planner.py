@@ -106,7 +106,8 @@ def _place(leaf: Leaf, v: int, graph: Graph, layout: Layout, replaced: Place | N
     elif replaced is not None:
         spec, reason, sources = replaced.spec, "replaces", ()
     path = replaced.path if replaced is not None else None
-    return Place(leaf.path, leaf.aval.shape, dtype_name(leaf.aval.dtype), spec, reason, sources, leaf.donated, path)
+    dtype = dtype_name(leaf.aval.dtype)
+    return Place(leaf.path, leaf.aval.shape, dtype, spec, reason, sources, leaf.donated, path, leaf.memory_kind)
 
 
 def _reason(v: int, rank: int, graph: Graph, layout: Layout) -> tuple[PlaceReason, tuple[str, ...]]:

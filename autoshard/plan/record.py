@@ -116,12 +116,16 @@ class PlanRecord:
     @functools.cached_property
     def flat_in_shardings(self) -> list[NamedSharding]:
         """Flat form of `in_shardings`, keyword arguments included."""
-        return [NamedSharding(self.jax_mesh, p.spec.partition_spec()) for p in self.inputs]
+        return self._shardings(self.inputs)
 
     @functools.cached_property
     def flat_out_shardings(self) -> list[NamedSharding]:
         """Flat form of `out_shardings`."""
-        return [NamedSharding(self.jax_mesh, p.spec.partition_spec()) for p in self.outputs]
+        return self._shardings(self.outputs)
+
+    def _shardings(self, places: Sequence[Place]) -> list[NamedSharding]:
+        mesh = self.jax_mesh
+        return [NamedSharding(mesh, p.spec.partition_spec(), memory_kind=p.memory_kind) for p in places]
 
     def _args(self, leaves: Sequence[Any]) -> Any:
         return self._tree(self.in_tree).unflatten(leaves)[0]

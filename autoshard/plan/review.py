@@ -153,9 +153,9 @@ def _names(places: Iterable[Place]) -> list[str]:
 
 
 def _results(plan: PlanRecord) -> Section:
-    specs = {p.path: p.spec for p in plan.inputs}
+    specs = {p.path: p.where for p in plan.inputs}
     carried = [p for p in plan.outputs if p.replaces is not None]
-    moved = [p for p in carried if specs.get(p.replaces or "") != p.spec]
+    moved = [p for p in carried if specs.get(p.replaces or "") != p.where]
     same = len(carried) - len(moved)
     sentences: list[str] = []
     if same:
@@ -166,7 +166,7 @@ def _results(plan: PlanRecord) -> Section:
         sentences.append(f"{plural(len(moved), 'array')} {verb}: the next call has to reshard.")
     if not plan.outputs:
         sentences.append("The step returns nothing.")
-    others = [p for p in plan.outputs if specs.get(p.replaces or "") != p.spec]
+    others = [p for p in plan.outputs if specs.get(p.replaces or "") != p.where]
     return Section("Results", tuple(sentences), _places(others, plan) if others else None)
 
 
@@ -179,7 +179,7 @@ def _places(places: Sequence[Place], plan: PlanRecord) -> Table:
             p = row.first
             array = f"{p.dtype}[{','.join(map(str, p.shape))}]"
             kind, note = array if n == 1 else f"{n} x {array}", "pinned" if p.reason == "pinned" else ""
-            rows.append((row.path, kind, str(p.spec), size, note))
+            rows.append((row.path, kind, p.where, size, note))
         else:
             kinds = dict.fromkeys(p.dtype for p in row.places)
             rows.append((row.path, f"{n} x {'/'.join(kinds)}", f"as {row.reference}", size, ""))

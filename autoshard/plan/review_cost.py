@@ -24,7 +24,7 @@ def memory(plan: PlanRecord) -> Section:
         rest = f"leaves {size_text(budget - m.peak)}" if budget >= m.peak else f"lacks {size_text(m.peak - budget)}"
         sentence = f"{size_text(m.peak)} per device at the peak; the budget of {size_text(budget)}{own} {rest}."
     sentence += " The classes need not add up to it: they are not all live at once."
-    rows = [(n, size_text(b), f"{b / m.peak:.0%}" if m.peak else "") for n, b in m.items()]
+    rows = [(n, size_text(b), f"{b / m.peak:.0%}" if m.peak and n != "host" else "") for n, b in m.items()]
     return Section("Memory", (sentence,), Table(("class", "per device", "of the peak"), tuple(rows), frozenset({1, 2})))
 
 

@@ -83,7 +83,7 @@ class Plan(PlanRecord):
         """The arguments of `init`, the same in every process, replicated over the mesh."""
         paths, tree = jax.tree_util.tree_flatten_with_path(args)
         avals = [(f"args{jax.tree_util.keystr(path)}", *argument_aval(x)) for path, x in paths]
-        places = [Place(path, shape, dtype_name(dtype), replicated(len(shape))) for path, shape, dtype, _ in avals]
+        places = [Place(path, shape, dtype_name(dtype), replicated(len(shape))) for path, shape, dtype, *_ in avals]
         shardings = [NamedSharding(self.jax_mesh, PartitionSpec())] * len(places)
         return tree.unflatten(
             make_global([x for _, x in paths], places, shardings, self.jax_mesh, f"init for {self.name}")

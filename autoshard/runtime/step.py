@@ -5,7 +5,7 @@ executable.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,8 @@ import jax
 
 from autoshard import jaxpr as jx
 from autoshard.backend.executable import Executable
-from autoshard.jaxpr.arguments import argument_aval
+from autoshard.ir.trace import pinned_memory
+from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval
 from autoshard.runtime import nnx
 from autoshard.runtime.carried_state import FirstPlan
 from autoshard.runtime.options import Options
@@ -73,14 +74,13 @@ class Step:
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The planned program for these arguments, after the passes, with the interface of `jax.stages.Traced`."""
         step, call = self._pure_call(args, kwargs)
-        abstract = step._abstract(*call)
-        form = step._abstract(args, kwargs) if step is self else abstract
-        return traced(step._executable(*call).program, functools.partial(step._lower, abstract, form))
+        order = step._signature.leaf_order(*((args, kwargs) if step is self else call))
+        return traced(step._executable(*call).program, functools.partial(step._lower, step._abstract(*call), *order))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments with the planned shardings, as `jax.jit` does."""
         step, call = self._pure_call(args, kwargs)
-        return step._lower(call, (args, kwargs) if step is self else call)
+        return step._lower(call, *step._signature.leaf_order(*((args, kwargs) if step is self else call)))
 
     def clear_cache(self) -> None:
         """Forgets every plan, trace and executable, as the method of a `jax.jit` function does: the next call plans as
@@ -157,23 +157,34 @@ class Step:
         key = self._signature.cache_key(args, kwargs)
         found = self._executables.get(key)
         if found is None:
-            avals = tuple(map(argument_aval, jax.tree.leaves(self._signature.dynamic(args, kwargs))))
-            call = self._abstract(args, kwargs)
+            avals, call = self._avals(args, kwargs), self._abstract(args, kwargs)
             found = prepare(self._jitted, *call, avals, self._options, self._first_plan.carried)
             if not found.closes_over_tracers:  # else it is valid within the outer trace only
                 self._executables[key] = found
                 self._first_plan.record(found)
         return found
 
-    def _lower(self, call: Call, form: Call, **options: Any) -> jax.stages.Lowered:
-        """The step lowered for ``call``, as it is called in ``form``."""
-        return self._executable(*call).lower_for_call(*self._signature.leaf_order(*form), **options)
+    def _lower(self, call: Call, tree: Any, order: Sequence[int], **options: Any) -> jax.stages.Lowered:
+        """The step lowered for ``call``, called in a form that has this `Signature.leaf_order`."""
+        return self._executable(*call).lower_for_call(tree, order, **options)
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments as `jax.ShapeDtypeStruct`s without sharding; static ones as they are."""
-        avals = map(argument_aval, jax.tree.leaves(self._signature.dynamic(args, kwargs)))
-        shapes = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
-        return self._signature.with_leaves(args, kwargs, shapes)
+        """The arguments as `jax.ShapeDtypeStruct`s, in the memory that is pinned; static ones as they are."""
+        return self._signature.with_leaves(args, kwargs, map(abstract_argument, self._avals(args, kwargs)))
+
+    def _avals(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ArgumentAval, ...]:
+        """The abstract values of the flat arguments, in the memory that the user pins, else that the given plan has
+        them in, else that they are in.
+        """
+        dynamic, named = self._signature.dynamic(args, kwargs)
+        avals = list(map(argument_aval, jax.tree.leaves((dynamic, named))))
+        plan = self._options.plan
+        if plan is not None and len(plan.inputs) == len(avals):
+            avals = [(*a[:3], p.memory_kind == "pinned_host") for a, p in zip(avals, plan.inputs, strict=True)]
+        for i, (kind, pinned) in enumerate(pinned_memory(self._options.in_shardings, dynamic)):
+            if pinned:
+                avals[i] = (*avals[i][:3], kind == "pinned_host")
+        return tuple(avals)
 
     def _pure_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, Call]:
         """The step to plan for this call and its arguments: of the NNX modules' states if there are any, else

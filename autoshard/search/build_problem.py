@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.cost import find_per_call_inputs
+from autoshard.cost.cost import find_moved_outputs, find_per_call_inputs
 from autoshard.cost.node_strategy import compute_seconds, expressible_factors
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
@@ -198,9 +198,9 @@ class _LayoutProblemBuilder:
 
     def _add_argument_costs(self) -> float:
         """Adds what arguments cost: a little for each byte per device, so that of layouts that are equal otherwise the
-        smallest wins, and the seconds to write the inputs of each call (its batch). Returns the most that the
-        former can come to."""
-        values, bandwidth = self.graph.values, self.mesh.hardware.bandwidth
+        smallest wins; the seconds to write the inputs of each call (its batch); and those in which results leave for
+        another memory. Returns the most that the first can come to."""
+        values, bandwidth, host = self.graph.values, self.mesh.hardware.bandwidth, self.mesh.hardware.host_bandwidth
         weight = ARGUMENT_BYTE_WEIGHT / bandwidth
         per_call = {v: float(values[v].bytes) for v in find_per_call_inputs(self.graph) if v in self.bindings}
         arguments = {v: float(values[v].bytes) for v in self.graph.inputs if v in self.bindings}
@@ -209,6 +209,10 @@ class _LayoutProblemBuilder:
             self.builder.add_unary(i, load * weight)
         for i, load in self._bytes_per_device(per_call).items():
             self.builder.add_unary(i, load / bandwidth)
+        moved = Counter(v for v in find_moved_outputs(self.graph) if v in self.bindings)
+        for i, load in self._bytes_per_device({v: float(n * values[v].bytes) for v, n in moved.items()}).items():
+            if host:
+                self.builder.add_unary(i, load / host)
         return weight * sum(float(load.max()) for load in stored.values())
 
     def _bytes_per_device(self, sizes: Mapping[int, float]) -> Mapping[int, Array]:

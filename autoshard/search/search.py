@@ -136,7 +136,7 @@ def argument_options(s: Search, i: int) -> Sequence[Spec]:
 
 def _over_budget_message(s: Search) -> str:
     smallest = min(s.tried.values(), key=lambda c: c.memory.peak)
-    parts = sorted(smallest.memory.items()[:-1], key=lambda p: -p[1])
+    parts = sorted([p for p in smallest.memory.items() if p[0] not in ("peak", "host")], key=lambda p: -p[1])
     v, size = s.memory_model.largest_at_peak(smallest.layout)
     value = s.graph.values[v]
     array = f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -130,7 +130,7 @@ def _solve_on_mesh(
         usage = s.memory_model.usage(layout, all_gather_fusion_disabled=candidate.all_gather_fusion_disabled)
         moment = int(usage.argmax())
         resharded = int(usage[moment] - s.memory_model.live_bytes(s.memory_model.sizes(layout))[moment])
-        live = {v: float(graph.values[v].bytes) for v in graph.inputs} | s.memory_model.live_values(moment)
+        live = {v: float(graph.values[v].device_bytes) for v in graph.inputs} | s.memory_model.live_values(moment)
         budget = layout_problem.byte_budget(live, s.budget - resharded, merged.graph.program.mesh)
         if (load := budget.load(solution.assignment)) <= budget.limit:
             # What exceeds it is not in the budget's loads. A tighter limit helps, but other layouts need not keep it.

@@ -192,12 +192,16 @@ def test_weak_scalars_stay_weak(tmp_path: Path) -> None:
 
 
 def test_memory_kind_is_the_plans(tmp_path: Path) -> None:
-    state = {"w": jnp.ones((8, 8))}
-    sharding = NamedSharding(mesh_of((8,)), P("x"), memory_kind="pinned_host")
-    checkpoint.save(tmp_path, 1, jax.device_put(state, sharding))
-    back = checkpoint.restore(tmp_path, plan=FakePlan((jax.eval_shape(lambda: state),), (sharding,))).state
-    assert back["w"].sharding.memory_kind == "pinned_host"
-    assert_equal(back, state)
+    state = {"w": jnp.ones((8, 8)), "b": jnp.arange(8.0)}
+    specs = {"w": P("x"), "b": P()}  # a replicated leaf is read once
+    pins = {k: NamedSharding(mesh_of((8,)), spec, memory_kind="pinned_host") for k, spec in specs.items()}
+    step = autoshard.jit(lambda s: {k: v * 2 for k, v in s.items()}, in_shardings=(pins,), mesh=mesh_of((8,)))
+    plan = step.plan(state)
+    checkpoint.save(tmp_path, 1, step(plan.put(state)), plan=plan)
+    back = checkpoint.restore(tmp_path, plan=plan).state
+    assert {k: x.sharding for k, x in back.items()} == pins
+    assert_equal(back, {k: x * 2 for k, x in state.items()})
+    assert {k: x.sharding for k, x in step(back).items()} == pins
 
 
 def test_without_plan_or_like_it_is_numpy_by_path(tmp_path: Path) -> None:

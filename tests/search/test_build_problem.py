@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ir.graph import Graph
 from autoshard.search.build_problem import build_problem
@@ -27,7 +28,16 @@ def looped(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0]
 
 
+def offloaded(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keeps a value in the host's memory for a while, and returns one there, another by a pin."""
+    kept = jax.device_put(jnp.tanh(x @ w), jax.memory.Space.Host)
+    y = jnp.sin(x @ w)
+    y = (jax.device_put(kept, jax.memory.Space.Device) * y) @ w.T
+    return y, jax.device_put(y * 2, jax.memory.Space.Host), y.T
+
+
 CASES = {
+    "offloaded": (offloaded, ((64, 128), (128, 256))),
     "gated": (gated, ((32, 64), (64, 256), (64, 256), (256, 64))),
     "updated": (updated, ((512, 256), (512, 256), (64, 512))),
     "looped": (looped, ((64, 128), (6, 128, 128))),
@@ -36,8 +46,10 @@ CASES = {
 
 
 def program(case: str, axes: dict[str, int]) -> Graph:
-    fun, shapes = CASES[case]
-    return graph(fun, shapes or mlp_args(256, 64, 128), mesh(**axes))
+    (fun, shapes), on = CASES[case], mesh(**axes)
+    to_host = NamedSharding(on.abstract_mesh(), PartitionSpec("a"), memory_kind="pinned_host")
+    pins = {"out_shardings": (None, None, to_host)} if case == "offloaded" else {}
+    return graph(fun, shapes or mlp_args(256, 64, 128), on, **pins)
 
 
 @pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}], ids=str)

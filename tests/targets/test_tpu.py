@@ -140,3 +140,20 @@ def test_a_gather_over_a_whole_torus_stays_one():
     assert found.clean
     assert "all-gather" in (kinds := {c.kind for c in found.emitted})
     assert "all-reduce" not in kinds
+
+
+def test_momentum_in_the_host_s_memory():
+    axes = jax.sharding.AbstractMesh((4, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    pin = jax.sharding.NamedSharding(axes, P("data", "model"), memory_kind="pinned_host")
+
+    def train(weights, momentum, x):
+        grads = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(weights)
+        momentum = 0.9 * jax.device_put(momentum, jax.memory.Space.Device) + grads
+        return weights - 0.1 * momentum, jax.device_put(momentum, jax.memory.Space.Host)
+
+    mesh = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4")
+    step = autoshard.jit(train, mesh=mesh, donate_argnums=(0, 1), in_shardings=(None, pin, None))
+    w, x = jax.ShapeDtypeStruct((2048, 2048), "float32"), jax.ShapeDtypeStruct((4096, 2048), "float32")
+    plan, memory = step.plan(w, w, x), step.lower(w, w, x).compile().memory_analysis()
+    assert memory.host_argument_size_in_bytes == memory.host_output_size_in_bytes == plan.memory.host == 2**20
+    assert memory.argument_size_in_bytes == plan.memory.parameters + plan.memory.inputs
