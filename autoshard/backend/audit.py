@@ -37,7 +37,7 @@ class CostLike(Protocol):
     def collectives(self) -> Iterable[Collective]: ...
 
 
-class PlanLike(Protocol):
+class AuditedPlan(Protocol):
     """The part of a `Plan` that an audit uses."""
 
     @property
@@ -129,7 +129,7 @@ class Audit:
         return "\n".join(line for line, _ in self.lines())
 
 
-def audit(compiled: Compiled, plan: PlanLike) -> Audit:
+def audit(compiled: Compiled, plan: AuditedPlan) -> Audit:
     """Compares the collectives that ``compiled`` runs with those that ``plan`` predicts.
 
     Args:

@@ -3,7 +3,7 @@
 Input: a pytree of arrays and a directory; at restore, a plan or an example of the state. Output: the state, each array
 with the plan's sharding. A step's directory appears complete or not at all; nothing that is read is executed.
 
-May import: errors, jaxpr, runtime.nnx.
+May import: errors, jaxpr, runtime.nnx, strict_files.
 """
 
 from autoshard.checkpoint.save_restore import Restored as Restored

@@ -31,7 +31,7 @@ CHUNK_BYTES = 16 << 20
 """Bytes of a chunk, at most, where a shard's sizes have such divisors."""
 IN_FLIGHT_BYTES = 2 * max(2, os.cpu_count() or 2) * CHUNK_BYTES
 
-Region = tuple[tuple[int, int], ...]
+ArrayRegion = tuple[tuple[int, int], ...]
 """Of each dimension the first index, and the one after the last."""
 
 _BY_NAME = frozenset(
@@ -65,7 +65,7 @@ class ToWrite:
     dtype: np.dtype
     shard: tuple[int, ...]
     """The shape of a shard."""
-    blocks: list[tuple[Region, np.ndarray]]
+    blocks: list[tuple[ArrayRegion, np.ndarray]]
 
 
 def on_host(arrays: Mapping[str, Any]) -> dict[str, ToWrite]:
@@ -161,7 +161,7 @@ def read(directory: epath.Path, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
     return found
 
 
-def _finish(found: dict[str, Any], name: str, goal: ToRead, blocks: dict[Region, np.ndarray]) -> None:
+def _finish(found: dict[str, Any], name: str, goal: ToRead, blocks: dict[ArrayRegion, np.ndarray]) -> None:
     if goal.sharding is None:
         found[name] = blocks[_whole(goal.shape)].view(goal.dtype)
     else:
@@ -181,7 +181,7 @@ class _Window:
         self._bytes = 0
         self._pending: deque[Callable[[], None]] = deque()
 
-    def add(self, operation: Any, nbytes: int, name: str, part: Region) -> None:
+    def add(self, operation: Any, nbytes: int, name: str, part: ArrayRegion) -> None:
         """Waits for earlier operations until there is room for this one, on ``part`` of the array ``name``."""
 
         def wait() -> None:
@@ -202,7 +202,7 @@ class _Window:
         while self._pending:
             self._pending.popleft()()
 
-    def result(self, operation: Any, name: str, part: Region) -> Any:
+    def result(self, operation: Any, name: str, part: ArrayRegion) -> Any:
         """The result of an operation.
 
         Raises:
@@ -232,7 +232,7 @@ def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _by_chunk(region: Region, chunk: Sequence[int]) -> Iterator[Region]:
+def _by_chunk(region: ArrayRegion, chunk: Sequence[int]) -> Iterator[ArrayRegion]:
     """The parts of ``region`` that are in different chunks."""
     ranges: list[list[tuple[int, int]]] = []
     for (start, stop), size in zip(region, chunk, strict=True):
@@ -241,22 +241,22 @@ def _by_chunk(region: Region, chunk: Sequence[int]) -> Iterator[Region]:
     return itertools.product(*ranges)
 
 
-def _regions(goal: ToRead) -> set[Region]:
+def _regions(goal: ToRead) -> set[ArrayRegion]:
     """The regions that this process reads."""
     if goal.sharding is None:
         return {_whole(goal.shape)}
     return {_region(i, goal.shape) for i in goal.sharding.addressable_devices_indices_map(goal.shape).values()}
 
 
-def _region(index: Any, shape: Sequence[int]) -> Region:
+def _region(index: Any, shape: Sequence[int]) -> ArrayRegion:
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
-def _whole(shape: Sequence[int]) -> Region:
+def _whole(shape: Sequence[int]) -> ArrayRegion:
     return tuple((0, size) for size in shape)
 
 
-def _index(part: Region, within: Region | None = None) -> tuple[Any, ...]:
+def _index(part: ArrayRegion, within: ArrayRegion | None = None) -> tuple[Any, ...]:
     """``part`` as an index; into an array that has ``within`` if given."""
     starts = [start for start, _ in within] if within else [0] * len(part)
     slices = [slice(a - start, b - start) for (a, b), start in zip(part, starts, strict=True)]

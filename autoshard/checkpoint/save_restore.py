@@ -49,7 +49,7 @@ from autoshard.errors import CheckpointError
 from autoshard.runtime import nnx
 
 
-class PlanLike(Protocol):
+class CheckpointPlan(Protocol):
     """The part of a plan that checkpoints use."""
 
     @property
@@ -75,7 +75,7 @@ def save(
     step: int,
     state: Any,
     *,
-    plan: PlanLike | None = None,
+    plan: CheckpointPlan | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     wait: bool = False,
@@ -159,7 +159,7 @@ def latest(dir: epath.PathLike) -> int | None:
 
 
 def restore(
-    dir: epath.PathLike, step: int | None = None, *, plan: PlanLike | None = None, like: Any = None
+    dir: epath.PathLike, step: int | None = None, *, plan: CheckpointPlan | None = None, like: Any = None
 ) -> Restored:
     """Reads a checkpoint directly into shards: each device receives its shard of a leaf and nothing else.
 
@@ -216,13 +216,13 @@ def _step_number(step: Any) -> int:
         raise CheckpointError(f"step {step!r} is a {type(step).__name__}; steps are whole numbers, 0 or more") from None
 
 
-def _planned_state(plan: PlanLike) -> Any:
+def _planned_state(plan: CheckpointPlan) -> Any:
     if not len(plan.in_avals):
         raise CheckpointError("the plan's step takes no argument, so it has no state")
     return plan.in_avals[0]
 
 
-def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: PlanLike) -> None:
+def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: CheckpointPlan) -> None:
     wanted = [goal.leaf for goal in restore_targets(_planned_state(plan))[0]]
     if misfit := state_difference(wanted, leaves, "plan"):
         raise CheckpointError(

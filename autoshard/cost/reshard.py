@@ -17,7 +17,7 @@ reduces half and the halves are all-gathered afterwards. A user who wants that p
 specs have in common, the shared prefix of major axes of a dimension and shared partial axes, is left alone: on equal
 links, gathering an axis only to split over it again never pays.
 
-Where the specs differ in more than `MAX_AXES` axes, those that stand next to each other in both move as one block.
+Where the specs differ in more than `MAX_BLOCKS` axes, those that stand next to each other in both move as one block.
 Where these are too many, too, the value is all-reduced, all-gathered, and sliced. Both are upper bounds.
 
 On equal links, and up to so many axes, the cost is a directed metric: from ``a`` to ``c`` it never exceeds the sum of
@@ -53,7 +53,7 @@ from autoshard.machine.collective import (
 )
 from autoshard.machine.mesh import LogicalMesh
 
-MAX_AXES = 4
+MAX_BLOCKS = 4
 """Most blocks of axes that are searched over: the specs over n axes are more than n!."""
 TIE_BREAK_SECONDS = 1e-12
 """Seconds added to each move in the search, so that of equally cheap sequences the shortest wins; twice to a
@@ -144,7 +144,7 @@ def _solve_rest(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: L
     """The cheapest moves between two specs without a common prefix of axes in any dimension."""
     used = {*src.axes, *dst.axes}
     axes = tuple(a for a in mesh.axis_names if a in used)
-    blocks = _blocks(src, dst, axes) if len(axes) > MAX_AXES else tuple((a,) for a in axes)
+    blocks = _blocks(src, dst, axes) if len(axes) > MAX_BLOCKS else tuple((a,) for a in axes)
     start, goal = (_state(s, blocks) for s in (src, dst))
     graph = _graph(blocks, src.rank, goal[1], mesh)
     sizes = LocalBytes(start, goal, shape, bits, graph.sizes)
@@ -154,7 +154,7 @@ def _solve_rest(src: Spec, dst: Spec, shape: tuple[int, ...], bits: int, mesh: L
     if edge is not None:
         kind, moved = edge
         return (graph.move(graph.edge(kind, tuple(a for a in moved if a in graph.blocks), goal), start, sizes),)
-    if len(blocks) > MAX_AXES:
+    if len(blocks) > MAX_BLOCKS:
         return _gather_and_slice(src, dst, graph, start, sizes)
     return tuple(graph.move(e, before, sizes) for before, e in _shortest(graph, start, goal, sizes))
 

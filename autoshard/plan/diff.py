@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 from autoshard.errors import PlanError
 from autoshard.machine.collective import collective_seconds
@@ -95,12 +95,13 @@ def _time(plan: PlanRecord, other: PlanRecord) -> Section:
     return Section("Time", (), _table(("difference", "before", "after", "kind", "axes", "for"), rows, {0, 1, 2}))
 
 
-def _seconds(plan: PlanRecord) -> Counter[tuple[str, str, str]]:
-    found = Counter({("compute", "", ""): plan.cost.compute})
+def _seconds(plan: PlanRecord) -> Mapping[tuple[str, str, str], float]:
+    """By kind, axes and source line; 0 of what the plan does not have."""
+    found: dict[tuple[str, str, str], float] = defaultdict(float, {("compute", "", ""): plan.cost.compute})
     for c in plan.cost.collectives:
         seconds = collective_seconds(c.kind, c.axes or (), c.bytes, plan.mesh) * c.count
-        found[c.kind, "+".join(c.axes or ()), short_source(c.source)] += seconds  # type: ignore[assignment]
-    return found  # type: ignore[return-value]
+        found[c.kind, "+".join(c.axes or ()), short_source(c.source)] += seconds
+    return found
 
 
 def signed_time(seconds: float) -> str:

@@ -19,7 +19,7 @@ from autoshard.jaxpr import dtype_bits, dtype_from_name
 from autoshard.jaxpr.paths import argument_name, path_keys
 from autoshard.plan.decisions import Place
 
-Keys = tuple[tuple[str, ...], ...]
+PathKeys = tuple[tuple[str, ...], ...]
 """The argument's name and the keys of a path; each has one alternative or more."""
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
@@ -31,7 +31,7 @@ _SHOWN = 4
 class ArrayGroup:
     """Arrays of one shape, dtype and spec whose paths differ in few keys."""
 
-    keys: Keys
+    keys: PathKeys
     places: tuple[Place, ...]
 
     @property
@@ -71,20 +71,20 @@ def group_arrays(places: Sequence[Place]) -> list[ArrayGroup]:
 def report_rows(places: Sequence[Place]) -> list[ArrayGroup | MatchingSubtree]:
     """The groups of ``places``, with every subtree that matches another as one entry."""
     rows = group_arrays(places)
-    rows_under: dict[Keys, list[int]] = defaultdict(list)
-    trees_with: dict[object, list[Keys]] = defaultdict(list)
+    rows_under: dict[PathKeys, list[int]] = defaultdict(list)
+    trees_with: dict[object, list[PathKeys]] = defaultdict(list)
     for i, row in enumerate(rows):
         for n in range(1, len(row.keys)):
             rows_under[row.keys[:n]].append(i)
             trees_with[_member(row, n)].append(row.keys[:n])
-    references: dict[Keys, Keys] = {}
+    references: dict[PathKeys, PathKeys] = {}
     for tree in sorted(rows_under, key=len):
         if not any(tree[:n] in references for n in range(1, len(tree))):
             reference = _reference(tree, [rows[i] for i in rows_under[tree]], trees_with, references)
             if reference:
                 references[tree] = reference
     found: list[ArrayGroup | MatchingSubtree] = []
-    done: set[Keys] = set()
+    done: set[PathKeys] = set()
     for row in rows:
         tree = next((row.keys[:n] for n in range(1, len(row.keys)) if row.keys[:n] in references), None)
         if tree is None:
@@ -119,11 +119,11 @@ def _member(row: ArrayGroup, n: int) -> object:
 
 
 def _reference(
-    tree: Keys,
+    tree: PathKeys,
     rows: Sequence[ArrayGroup],
-    trees_with: Mapping[object, Sequence[Keys]],
-    references: Mapping[Keys, Keys],
-) -> Keys | None:
+    trees_with: Mapping[object, Sequence[PathKeys]],
+    references: Mapping[PathKeys, PathKeys],
+) -> PathKeys | None:
     """The subtree nearest the root with all members of ``tree``; not within it, nor one that matches another itself."""
     if not any(row.first.shape for row in rows):
         return None  # scalars have one spec only: a step count matches nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +86,10 @@ def fingerprint(graph: Graph) -> str:
     digest.update(repr((sorted(program.mesh.shape.items()), program.mesh.axis_names, program.carries)).encode())
     for leaf in (*program.inputs, *program.outputs):
         digest.update(f"{leaf.path} {aval_text(leaf.aval)} {leaf.donated}\n".encode())
-    kinds: Mapping[int, str] = {}
+    kinds: dict[int, str] = {}
     lines: list[str] = []
     for n in graph.nodes:
-        text = kinds.get(id(n.kind)) or kinds.setdefault(  # type: ignore[attr-defined]
+        text = kinds.get(id(n.kind)) or kinds.setdefault(
             id(n.kind), f"{n.kind.op} {n.kind.rule} {n.kind.shapes} {n.kind.bits}"
         )
         lines.append(f"{text} {n.operands} {n.results} {n.trip_count}\n")

@@ -31,7 +31,7 @@ from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.runtime.study import Study
-from autoshard.transforms.pipeline import Pipeline, Rewrite
+from autoshard.transforms.pipeline import AppliedPass, Pipeline
 
 GC_FROZEN_BY_PYTHON = 1000
 """Most objects that the interpreter itself freezes; if more are frozen, the program called `gc.freeze`."""
@@ -100,7 +100,7 @@ def prepare(
 
 def rewrites(
     jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, plan: PlanRecord
-) -> Iterator[Rewrite]:
+) -> Iterator[AppliedPass]:
     """The program before and after each pass that ``plan``, which `prepare` made for these arguments, was made with."""
     traced = _trace(jitted, args, kwargs, options, plan.mesh)
     return Pipeline(passes_of(plan, traced, options)).rewrites(traced)

@@ -22,7 +22,7 @@ from autoshard.runtime.plan import Plan
 from autoshard.runtime.prepare import prepare, rewrites
 from autoshard.runtime.signature import Call, signature
 from autoshard.runtime.traced import Traced, traced
-from autoshard.transforms.pipeline import Rewrite
+from autoshard.transforms.pipeline import AppliedPass
 
 
 class Step:
@@ -99,7 +99,7 @@ class Step:
         step, call = self._pure_call(args, kwargs)
         return step._executable(*call)
 
-    def rewrites(self, *args: Any, **kwargs: Any) -> Iterator[Rewrite]:
+    def rewrites(self, *args: Any, **kwargs: Any) -> Iterator[AppliedPass]:
         """The program for these arguments before and after each pass that its plan was made with."""
         step, call = self._pure_call(args, kwargs)
         return rewrites(step._jitted, *step._abstract(*call), step._options, step._executable(*call).plan)

@@ -16,7 +16,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import VerificationError
 from autoshard.ir.program import aval_text
 from autoshard.runtime.step import Step
-from autoshard.transforms.pipeline import Rewrite
+from autoshard.transforms.pipeline import AppliedPass
 
 NARROW_TOLERANCE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 """Least relative tolerance by dtype: four times its unit roundoff."""
@@ -95,7 +95,7 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, passes: bool = False, **kw
 
 
 def _compare_passes(
-    rewrites: Iterable[Rewrite], leaves: Sequence[Any], rtol: float
+    rewrites: Iterable[AppliedPass], leaves: Sequence[Any], rtol: float
 ) -> Iterator[tuple[str, Difference]]:
     """Each pass that rewrote the program, with the largest difference of a result before and after it.
 

@@ -145,7 +145,7 @@ class _LayoutProblemBuilder:
                 if n in copying:
                     key = [copied.get((v, n), k) for v, k in zip(node.values, key, strict=True)]
                 equal[node.kind, *key].append(n)
-        elementwise: Counter[Binding] = Counter()
+        elementwise: dict[Binding, float] = defaultdict(float)
         for (kind, *key), nodes in equal.items():
             found = {bindings[k] for k in key if k}
             binding = found.pop() if len(found) == 1 and self.node_costs.is_elementwise(kind) else None
@@ -153,7 +153,7 @@ class _LayoutProblemBuilder:
                 self._add_nodes(kind, [bindings[k] for k in key], nodes)
             else:  # within one group nothing is resharded, and compute is proportional to the elements of a part
                 executions = sum(graph.nodes[n].trip_count for n in nodes)
-                elementwise[binding] += executions * compute_seconds(kind, kind.bytes, 1, self.mesh)  # type: ignore[assignment]
+                elementwise[binding] += executions * compute_seconds(kind, kind.bytes, 1, self.mesh)
         for binding, seconds in elementwise.items():
             parts = self.spec_tables.shard_counts(self.spec_tables.value_specs(*binding))
             self.builder.add_unary(binding.variable, seconds / parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,10 +57,10 @@ def byte_budget(
     mesh: LogicalMesh,
 ) -> Budget:
     """Bytes per device of values of these ``sizes``, by the options of their variables; unbound values count whole."""
-    total: Counter[Binding] = Counter()
+    total: dict[Binding, float] = defaultdict(float)
     for v, n in sizes.items():
         if v in bindings:
-            total[bindings[v]] += n  # type: ignore[assignment]
+            total[bindings[v]] += n
         else:
             limit -= n
     loads: dict[int, Array] = {}

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.cost.compiler_options import CompilerOptions
-from autoshard.cost.reshard import MAX_AXES
+from autoshard.cost.reshard import MAX_BLOCKS
 from autoshard.errors import ArgumentError, MemoryBudgetError, nearest
 from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
@@ -107,7 +107,7 @@ def _argument_choices(s: Search, best: Candidate) -> Iterator[Choice]:
     more axes than reshards are searched over: each of many more specs has reshards of its own.
     """
     yield best.choice
-    if len(s.axes) > MAX_AXES:
+    if len(s.axes) > MAX_BLOCKS:
         return
     options = {i: argument_options(s, i) for i in _unpinned_arguments(s)}
     if _can_enumerate(s, math.prod(map(len, options.values()))):

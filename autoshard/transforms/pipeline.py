@@ -72,7 +72,7 @@ class PassReport:
 
 
 @dataclass(frozen=True)
-class Rewrite:
+class AppliedPass:
     """A program before and after one pass."""
 
     before: Program
@@ -95,7 +95,7 @@ class Pipeline:
         rewrites = tuple(self.rewrites(program))
         return rewrites[-1].after if rewrites else program, tuple(r.report for r in rewrites)
 
-    def rewrites(self, program: Program) -> Iterator[Rewrite]:
+    def rewrites(self, program: Program) -> Iterator[AppliedPass]:
         """What each pass makes of the program that those before it made of ``program``.
 
         Raises:
@@ -109,7 +109,7 @@ class Pipeline:
                 new = _count(after.jaxpr)
                 _check_effects(step, counts.effects, new.effects)
             change = step.change(program, after)
-            yield Rewrite(program, after, PassReport(step.name, str(step), counts.equations, new.equations, change))
+            yield AppliedPass(program, after, PassReport(step.name, str(step), counts.equations, new.equations, change))
             program, counts = after, new
 
 
