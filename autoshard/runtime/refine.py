@@ -66,16 +66,19 @@ class PricedLayout:
 
 
 def priced_layouts(traced: Program, program: Program, request: PlanRequest) -> Iterator[PricedLayout]:
-    """Every distinct layout of ``program`` that the search priced; for ``auto`` those of the presets too."""
+    """Every distinct layout of ``program`` that the search priced; for ``auto`` those of the presets, too, first: a
+    layout belongs to the preset that it is of, also where ``auto`` prices it."""
     graph = build_graph(program, strict=request.strict)
     s = explore(graph, request.strategy, budget_of(request, program), request.compiler_options)[1]
-    found = {request.strategy: list(s.tried.values())}
+    tried = list(s.tried.values())
+    found: dict[str, list[Candidate]] = {}
     for name in PRESETS if request.strategy == "auto" else ():
         if name != "auto":
             try:
                 found[name] = [s.price(choice) for choice in preset_choices(s, name)]
             except SpecError:  # the batch does not divide over the preset's axes
                 continue
+    found[request.strategy] = tried
     seen: set[Any] = set()
     for strategy, candidates in found.items():
         rank = 0
@@ -88,14 +91,17 @@ def priced_layouts(traced: Program, program: Program, request: PlanRequest) -> I
 
 
 def compile_order(found: Sequence[PricedLayout]) -> list[PricedLayout]:
-    """``found`` in the order in which to compile them, for variety: the best; the best that fits with a margin; then,
-    of those that may fit, the best of each strategy under each set of passes, then the second best of each, and so on.
-    The cheapest layouts alone would be near duplicates of one."""
+    """``found`` in the order in which to compile them, for variety: the best; the best of a preset, or of another one;
+    the best that fits with a margin; then, of those that may fit, the best of each strategy under each set of passes,
+    then the second best of each, and so on. The cheapest layouts alone would be near duplicates of one, and share what
+    the model has wrong."""
 
-    def first(limit: float) -> list[PricedLayout]:
-        return sorted((d for d in found if d.fits(limit)), key=lambda d: d.seconds)[:1]
+    def first(limit: float, *but: str) -> list[PricedLayout]:
+        return sorted((d for d in found if d.fits(limit) and d.strategy not in but), key=lambda d: d.seconds)[:1]
 
-    best = [*first(1), *first(1 / MEMORY_ERROR)]
+    best = first(1)
+    best += first(1, "auto", *(d.strategy for d in best))
+    best += first(1 / MEMORY_ERROR)
     slow = TIME_ERROR * min((d.seconds for d in best), default=math.inf)
     rest = sorted(
         (d for d in found if d.fits(MEMORY_ERROR)), key=lambda d: (d.rank if d.seconds <= slow else math.inf, d.seconds)

@@ -22,6 +22,7 @@ from autoshard.errors import ArgumentError, CacheWarning, CompileError, ConfigEr
 from autoshard.plan.review_cost import compiled_layouts
 from autoshard.runtime import refine
 from autoshard.runtime.plan import Plan
+from autoshard.search.strategies import PRESETS
 from autoshard.train.config import TrainConfig
 
 MESH = {"data": 4, "model": 2}
@@ -100,6 +101,16 @@ def test_a_preset_among_those_compiled_is_never_better(refined):
         other = autoshard.jit(step, mesh=MESH, strategy=name, donate_argnums=0)
         c = compile_plan(other.plan(W, X), other.lower(W, X))
         assert chosen(plan).seconds <= c.estimate.seconds
+
+
+def test_of_two_layouts_that_are_compiled_one_is_a_preset_of_another_kind(tmp_path):
+    plan = autoshard.jit(step, mesh=MESH, donate_argnums=0, refine=2, cache=tmp_path).plan(W, X)
+    first, second = (t.text.partition(":")[0] for t in plan.refined)
+    assert second in PRESETS
+    assert second not in (first, "auto")
+    of_kind = {n: autoshard.jit(step, mesh=MESH, donate_argnums=0, strategy=n, passes=()).plan(W, X) for n in PRESETS}
+    seconds = {n: p.cost.seconds for n, p in of_kind.items() if n != "auto" and p.cost != of_kind["auto"].cost}
+    assert seconds[second] == min(seconds.values())
 
 
 def test_equal_layouts_are_compiled_once(compiles, tmp_path):
