@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu harness random combinations mutants fuzz lint format types types-planted picture notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu harness random combinations mutants fuzz kills lint format types types-planted picture notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -69,6 +69,9 @@ mutants: $(READY) ## plant faults one at a time, and see that the tests near eac
 
 fuzz: $(READY) ## damage every kind of file that autoshard reads: each mutant is read, or refused by name
 	$(BIN)/python -m tests.fuzz
+
+kills: $(READY) ## kill training runs at random moments: each, resumed, ends as one that nothing disturbed
+	$(BIN)/python -m benchmarks.kills
 
 lint: $(READY) ## check style
 	$(BIN)/ruff check .
