@@ -20,10 +20,11 @@ from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import MeshLike, mesh_config
 from autoshard.passes import PASSES
 from autoshard.plan.planner import PlanRequest
+from autoshard.plan.record import PlanRecord
 from autoshard.rules import SHIPPED, STRUCTURAL
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
-from autoshard.runtime.step import Step
+from autoshard.runtime.step import BoundStep, Step
 from autoshard.search.strategies import PRESETS
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms.pipeline import Pass, parse_passes
@@ -50,6 +51,7 @@ def jit(
     *,
     mesh: MeshLike = None,
     strategy: str | Plan = "auto",
+    like: Plan | Step | BoundStep | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
     static_argnums: Nums = None,
@@ -73,6 +75,10 @@ def jit(
       strategy: ``"auto"``, a preset (``"dp"``, ``"fsdp"``, ``"tp"``, ``"fsdp_tp"``, ``"zero1"``, ``"zero2"``,
         ``"zero3"``, ``"replicated"``), or a `Plan` made earlier. Of such a plan's compiler options, those that may do
         more than change how the step is compiled must be in ``compiler_options`` too.
+      like: a plan of another step, or that step, planned before this one is called. Arguments that both steps have keep
+        the specs that they have there: those of the same path, shape and dtype, where a path may begin anywhere in
+        the other's (``params`` is ``state.params``). So evaluation and decoding take the state as training leaves it.
+        The mesh is that plan's.
       in_shardings, out_shardings: pytree prefixes of `PartitionSpec`, `NamedSharding` or None. A sharding given here is
         never overruled; None leaves it to the planner. So is the memory kind of a `NamedSharding`; without one, an
         argument is in the memory that it comes in, and a result in that which the step moves it to.
@@ -105,6 +111,7 @@ def jit(
             jit,
             mesh=mesh,
             strategy=strategy,
+            like=like,
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             static_argnums=static_argnums,
@@ -144,6 +151,7 @@ def jit(
         Options(
             mesh=config or mesh,
             plan=strategy if isinstance(strategy, Plan) else None,
+            like=_like(like, strategy),
             request=request,
             rules=_rules(rules),
             passes=parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES),
@@ -159,6 +167,19 @@ def jit(
             cache=cache,
         ),
     )
+
+
+def _like(like: Any, strategy: str | Plan) -> Callable[[], PlanRecord] | None:
+    """What gives the plan whose specs shared arguments keep."""
+    if like is None:
+        return None
+    if isinstance(strategy, Plan):
+        raise ArgumentError("like=: a plan given as the strategy has a spec for every argument; leave one of them out")
+    if isinstance(like, Plan):
+        return lambda: like
+    if isinstance(like, Step | BoundStep):
+        return like.first_plan
+    raise ArgumentError(f"like= takes a plan or a decorated step, not {type(like).__name__}")
 
 
 def _positions_and_names(fun: Callable[..., Any], nums: Nums, names: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -27,6 +27,8 @@ from autoshard.plan.serialize import plan_to_json
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 """What JAX's devices call the platforms that its lowering has several names for."""
+_NAMED = 3
+"""Most arguments that a warning spells out."""
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -197,7 +199,8 @@ class Executable[P: PlanRecord]:
         return True
 
     def move_misplaced(self, leaves: Sequence[Any], warned: set[str]) -> list[Any]:
-        """``leaves``, those committed to another sharding than planned moved; warns once for each argument.
+        """``leaves``, those committed to another sharding than planned moved. One warning names all that are moved for
+        the first time.
 
         Args:
           warned: argument paths already reported; extended here.
@@ -207,6 +210,7 @@ class Executable[P: PlanRecord]:
           PlanError: these have made different plans.
         """
         placed = self._global(leaves)
+        moved: list[str] = []
         for i, (leaf, want) in enumerate(zip(placed, self.plan.flat_in_shardings, strict=True)):
             if jx.is_tracer(leaf) or not isinstance(leaf, jax.Array):
                 continue
@@ -214,14 +218,19 @@ class Executable[P: PlanRecord]:
                 path = self.program.inputs[i].path
                 if path not in warned:
                     warned.add(path)
-                    warnings.warn(
-                        f"{path} is on {_placement_text(leaf.sharding)}, the plan has "
-                        f"{want.spec}{_memory_text(want)}: resharded at this call, and silently at later ones; "
-                        "plan.put(...) places arguments beforehand",
-                        PlacementWarning,
-                        skip_file_prefixes=(_PACKAGE,),
+                    moved.append(
+                        f"{path} is on {_placement_text(leaf.sharding)}, the plan has {want.spec}{_memory_text(want)}"
                     )
                 placed[i] = jax.device_put(leaf, want)
+        if moved:
+            rest = [f"{len(moved) - _NAMED} more"] if len(moved) > _NAMED else []
+            warnings.warn(
+                f"{self.program.name}: {'; '.join([*moved[:_NAMED], *rest])}: resharded at this call, and silently at "
+                "later ones; plan.put(...) places arguments beforehand, and autoshard.jit(..., like=other_step) plans "
+                "for them as another step has them",
+                PlacementWarning,
+                skip_file_prefixes=(_PACKAGE,),
+            )
         return placed
 
 

@@ -8,9 +8,11 @@ from typing import Literal
 from autoshard.ir.program import MemoryKind
 from autoshard.ir.spec import Axes, Spec
 
-PlaceReason = Literal["pinned", "replaces", "first_plan", "solved", "chosen", "propagated", "replicated"]
+PlaceReason = Literal["pinned", "replaces", "first_plan", "shared", "solved", "chosen", "propagated", "replicated"]
 """What decided the spec of an argument or a result: the user; the argument that it replaces; the step's first plan; the
-solver; the search; propagation; nothing, so it is whole on every device."""
+plan of another step, given as ``like=``; the solver; the search; propagation; nothing, so it is whole on every
+device.
+"""
 
 ConstraintReason = Literal[
     "pinned",

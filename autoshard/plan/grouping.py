@@ -60,6 +60,11 @@ def bytes_per_device(places: Sequence[Place], mesh: Mapping[str, int]) -> int:
     return sum(-(-n // (8 * p.spec.num_shards(mesh))) for n, p in zip(bits, places, strict=True))
 
 
+def note_of(place: Place) -> str:
+    """What the report notes beside an array: that its spec was demanded."""
+    return place.reason if place.reason in ("pinned", "shared") else ""
+
+
 def group_arrays(places: Sequence[Place]) -> list[ArrayGroup]:
     """Groups ``places``, in the order of each group's first member."""
     rows = [ArrayGroup(tuple((k,) for k in _keys(p.path)), (p,)) for p in places]
@@ -102,7 +107,7 @@ def _merged(rows: Sequence[ArrayGroup], depth: int) -> list[ArrayGroup]:
     groups: dict[object, list[ArrayGroup]] = {}
     for row in rows:
         p, others = row.first, (len(row.keys), row.keys[:depth], row.keys[depth + 1 :])
-        groups.setdefault((others, p.shape, p.dtype, p.where, p.reason == "pinned"), []).append(row)
+        groups.setdefault((others, p.shape, p.dtype, p.where, note_of(p)), []).append(row)
     return [group[0] if len(group) == 1 else _union(group, depth) for group in groups.values()]
 
 

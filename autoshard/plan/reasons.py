@@ -40,7 +40,8 @@ def place_reason(place: Place) -> str:
     """Why an argument or a result has its spec; the empty string where it is replicated for no stated reason."""
     parts = [f"spec of {place.replaces}, which it replaces"] if place.reason == "replaces" else []
     parts += [_PLACES[place.reason]] if place.reason in _PLACES else []
-    parts += [f"propagated from {', '.join(place.sources)}"] if place.sources else []
+    parts += [f"spec of {', '.join(place.sources)}, as like= asks"] if place.reason == "shared" else []
+    parts += [f"propagated from {', '.join(place.sources)}"] if place.sources and place.reason != "shared" else []
     return "; ".join(parts)
 
 

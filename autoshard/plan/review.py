@@ -14,7 +14,7 @@ from autoshard.jaxpr.paths import argument_name
 from autoshard.machine.collective import ALL_REDUCE
 from autoshard.plan.decisions import Place
 from autoshard.plan.document import Section, Table, plural, short_source
-from autoshard.plan.grouping import ArrayGroup, bytes_per_device, report_rows
+from autoshard.plan.grouping import ArrayGroup, bytes_per_device, note_of, report_rows
 from autoshard.plan.reasons import constraint_group, constraint_reason
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.review_cost import alternatives, compiled_layouts, cost, memory
@@ -140,6 +140,12 @@ def _arguments(plan: PlanRecord) -> Section:
     ]
     if donated:
         sentences.append(f"Donated, so that results reuse their memory: {', '.join(donated)}.")
+    shared = [p for p in plan.inputs if p.reason == "shared"]
+    if shared:
+        verb = "has its spec" if len(shared) == 1 else "have their specs"
+        sentences.append(
+            f"{plural(len(shared), 'array')} {verb} in the plan given as like=: {', '.join(_names(shared))}."
+        )
     replaced = _replaced(plan)
     kept = [p for p in plan.inputs if p.path in replaced and not p.donated]
     size = size_text(bytes_per_device(kept, plan.mesh.shape))
@@ -178,7 +184,7 @@ def _places(places: Sequence[Place], plan: PlanRecord) -> Table:
         if isinstance(row, ArrayGroup):
             p = row.first
             array = f"{p.dtype}[{','.join(map(str, p.shape))}]"
-            kind, note = array if n == 1 else f"{n} x {array}", "pinned" if p.reason == "pinned" else ""
+            kind, note = array if n == 1 else f"{n} x {array}", note_of(p)
             rows.append((row.path, kind, p.where, size, note))
         else:
             kinds = dict.fromkeys(p.dtype for p in row.places)

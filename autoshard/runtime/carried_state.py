@@ -32,15 +32,22 @@ class CarriedSpecs:
 class FirstPlan:
     """What a step remembers of its first plan; shared by the steps that it makes for the states of NNX modules."""
 
+    plan: Plan | None = None
+    """None until there is one."""
     carried: CarriedSpecs | None = None
     """None until a plan has carried state."""
 
     def record(self, executable: Executable[Plan]) -> None:
-        """Remembers the carried state's specs of ``executable``, if none are known yet and it has such state."""
+        """Remembers the plan of ``executable`` if it is the first, and the specs of its carried state if they are."""
+        self.plan = self.plan or executable.plan
         carried = [executable.plan.inputs[i] for i, _ in executable.program.carries]
         if self.carried is None and carried:
             specs = {(p.path, p.shape, p.dtype): p.spec for p in carried}
             self.carried = CarriedSpecs(executable.plan.mesh, specs)
+
+    def forget(self) -> None:
+        """As before the first plan."""
+        self.plan = self.carried = None
 
 
 def pin_carried(program: Program, first: CarriedSpecs) -> tuple[Program, frozenset[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ class Options:
     mesh: MeshLike
     plan: PlanRecord | None
     """The plan to run by, where the user gave one as the strategy."""
+    like: Callable[[], PlanRecord] | None
+    """Gives the plan whose specs the arguments that are its step's too are to have."""
     request: PlanRequest
     """Strategy, memory budget, strictness and compiler options."""
     rules: Rules

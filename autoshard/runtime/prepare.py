@@ -29,6 +29,7 @@ from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
 from autoshard.runtime.options import Options, pass_sequences, passes_of
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine
+from autoshard.runtime.shared_layout import note_shared, pin_shared
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.runtime.study import Study
 from autoshard.transforms.pipeline import AppliedPass, Pipeline
@@ -90,6 +91,7 @@ def prepare(
     # Lower, compile: of several layouts here if `refine` is to choose; else of the one when the step is first called.
     planned, lowered = _refine(planned, candidates, avals, options) if options.refine else (planned, None)
     record = note_carried(planned.plan, first, pinned, conflict) if first is not None else planned.plan
+    record = note_shared(record, options.like()) if options.like is not None else record
     plan = Plan.of(record, Study(planned.graph, replace(options.request, passes=record.passes)))
     program = planned.graph.program
     unpadded = functools.partial(_plan_unpadded, program, plan, options, avals) if program.unpadded_jaxpr else None
@@ -114,7 +116,8 @@ def _trace(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options:
     with stage("trace", getattr(jitted, "__name__", "step")):
         program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, **pins)
     config = mesh_config(options.mesh)
-    return with_pins(program, config.specs() if config else {}, "the mesh's pin")
+    program = with_pins(program, config.specs() if config else {}, "the mesh's pin")
+    return program if options.like is None else pin_shared(program, options.like())
 
 
 def _plan_candidates(trace_on: TraceOn, options: Options, name: str) -> list[Planned]:
@@ -124,8 +127,10 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str) -> list[Pla
       AutoshardError: no mesh has a plan.
     """
     config = mesh_config(options.mesh)
-    if options.mesh is not None and (config is None or config.axes != "auto"):
-        program = trace_on(resolve_mesh(options.mesh))
+    fixed = options.mesh is not None and (config is None or config.axes != "auto")
+    like = None if fixed or options.like is None else options.like()
+    if fixed or like is not None:
+        program = trace_on(resolve_mesh(options.mesh) if like is None else like.mesh)
         try:
             return [plan_within_memory(program, options)]
         except MemoryBudgetError as e:

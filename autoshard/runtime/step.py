@@ -13,6 +13,7 @@ import jax
 
 from autoshard import jaxpr as jx
 from autoshard.backend.executable import Executable
+from autoshard.errors import PlanError
 from autoshard.ir.trace import pinned_memory
 from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval
 from autoshard.runtime import nnx
@@ -71,6 +72,20 @@ class Step:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Needs only the mesh's description."""
         return self.executable(*args, **kwargs).plan
 
+    def first_plan(self) -> Plan:
+        """The plan that the step made first.
+
+        Raises:
+          PlanError: it has made none yet.
+        """
+        if self._first_plan.plan is None:
+            name = self._signature.name
+            raise PlanError(
+                f"{name} has no plan yet, which like= asks for: call it first, or {name}.plan(...) with the shapes of "
+                "its arguments"
+            )
+        return self._first_plan.plan
+
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The planned program for these arguments, after the passes, with the interface of `jax.stages.Traced`."""
         step, call = self._pure_call(args, kwargs)
@@ -89,7 +104,7 @@ class Step:
         self._jitted.clear_cache()
         jx.clear_dispatcher(self._fast)
         self._executables.clear()
-        self._first_plan.carried = None
+        self._first_plan.forget()
         self._warned.clear()
         self._pure_steps.clear()
         self._bound_steps.clear()
@@ -209,7 +224,7 @@ class Step:
         return self._pure_steps[0], pure
 
 
-class _BoundStep:
+class BoundStep:
     """A step as a method of an instance."""
 
     def __init__(self, step: Step, instance: Any) -> None:
@@ -221,6 +236,9 @@ class _BoundStep:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         return self._step.plan(self._instance, *args, **kwargs)
+
+    def first_plan(self) -> Plan:
+        return self._step.first_plan()
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         return self._step.trace(self._instance, *args, **kwargs)
@@ -239,7 +257,7 @@ def _bind(step: Step, instance: Any) -> Any:
     """``step`` bound to ``instance``, which is passed as an argument if JAX can take it as one, else closed over."""
     options, bound = step._options, step._bound_steps
     if 0 in options.static_nums or nnx.is_module(instance) or not jax.tree_util.all_leaves([instance]):
-        return _BoundStep(step, instance)
+        return BoundStep(step, instance)
     if id(instance) not in bound:
         bound[id(instance)] = Step(functools.partial(step._fun, instance), options.without_first())
     return bound[id(instance)]

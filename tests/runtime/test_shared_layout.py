@@ -1,0 +1,189 @@
+"""Steps that share a state: evaluation and decoding with the layout of training."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.errors import ArgumentError, MeshError, PlanError
+from autoshard.ir.spec import replicated
+from autoshard.plan.decisions import Place
+from autoshard.runtime.shared_layout import shared_arguments
+
+MESH = {"data": 4, "model": 2}
+
+
+class State(NamedTuple):
+    params: Any
+    mu: Any
+
+
+def forward(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["w1"]) @ params["w2"]
+
+
+def train(state: State, batch: Any) -> Any:
+    def loss(params: Any) -> Any:
+        return jnp.mean((forward(params, batch["x"]) - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state.mu, grads)
+    return State(jax.tree.map(lambda p, m: p - 0.1 * m, state.params, mu), mu), value
+
+
+def evaluate(params: Any, batch: Any) -> Any:
+    return jnp.mean((forward(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def predict(p: Any, x: Any) -> Any:
+    return forward(p, x)
+
+
+def values(rows: int) -> tuple[State, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    params = {"w1": rng.normal(size=(64, 128)), "w2": rng.normal(size=(128, 16))}
+    params = jax.tree.map(lambda x: x.astype(np.float32) / 8, params)
+    batch = {"x": rng.normal(size=(rows, 64)).astype(np.float32), "y": np.zeros((rows, 16), np.float32)}
+    return State(params, jax.tree.map(np.zeros_like, params)), batch
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp", "fsdp_tp", "tp", "zero1"])
+def test_train_then_evaluate_then_predict_moves_nothing(strategy):
+    state, batch = values(64)
+    step = autoshard.jit(train, mesh=MESH, strategy=strategy, donate_argnums=0)
+    evaluation, prediction = autoshard.jit(evaluate, like=step), autoshard.jit(predict, like=step)
+    expected_state, _ = jax.jit(train)(state, batch)
+    placed = step.plan(state, batch).put(state, batch)
+    state, _ = step(*placed)
+    specs = step.plan(state, batch).in_shardings[0].params
+    for like in (evaluation.plan(state.params, batch), prediction.plan(state.params, batch["x"][:8])):
+        same = jax.tree.map(lambda a, b, x: a.is_equivalent_to(b, x.ndim), like.in_shardings[0], specs, state.params)
+        assert all(jax.tree.leaves(same))
+        assert {p.reason for p in like.inputs if p.path.startswith("p")} == {"shared"}
+    for _ in range(2):  # a move would be a warning, and warnings are errors here
+        found = evaluation(state.params, placed[1]), prediction(state.params, batch["x"][:8])
+        expected = evaluate(expected_state.params, batch), predict(expected_state.params, batch["x"][:8])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected)
+
+
+def test_without_it_the_parameters_of_this_example_would_move():
+    state, batch = values(64)
+    step = autoshard.jit(train, mesh=MESH, strategy="fsdp", donate_argnums=0)
+    free = autoshard.jit(predict, mesh=MESH).plan(state.params, batch["x"][:8])
+    assert free.in_specs[0] != step.plan(state, batch).in_specs[0].params
+
+
+def test_a_plan_says_what_is_shared_and_keeps_it(tmp_path):
+    state, batch = values(64)
+    trained = autoshard.jit(train, mesh=MESH, strategy="fsdp", donate_argnums=0).plan(state, batch)
+    plan = autoshard.jit(evaluate, like=trained).plan(state.params, batch)
+    assert plan.inputs[0].sources == ("state.params['w1'] of train",)
+    assert "4 arrays have their specs in the plan given as like=: params, batch" in plan.explain()
+    assert "spec of state.params['w1'] of train, as like= asks" in plan.why("params['w1']")
+    plan.save(tmp_path / "plan.json")
+    loaded = autoshard.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    free = autoshard.jit(evaluate, like=autoshard.Plan.load(tmp_path / "plan.json")).plan(state.params, batch)
+    assert free.in_specs == plan.in_specs
+
+
+def test_pins_of_the_user_come_first_and_the_plan_says_that_the_steps_disagree():
+    state, batch = values(64)
+    trained = autoshard.jit(train, mesh=MESH, strategy="fsdp", donate_argnums=0).plan(state, batch)
+    pinned = ({"w1": P(None, "model"), "w2": None}, None)
+    plan = autoshard.jit(evaluate, like=trained, in_shardings=pinned).plan(state.params, batch)
+    assert plan.in_specs[0]["w1"] == P(None, "model")
+    (text,) = [d.text for d in plan.diagnostics if "like=" in d.text]
+    assert text.startswith("pinned otherwise than in train")
+    assert "params['w1'] is [_, model] here and" in text
+    other = autoshard.jit(lambda z: z + 1, like=trained).plan(np.ones(8, np.float32))
+    assert any("no argument has the path, shape and dtype of one of train" in d.text for d in other.diagnostics)
+
+
+def test_modules_of_nnx():
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.a, self.b = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x: Any) -> Any:
+            return self.b(jnp.tanh(self.a(x)))
+
+    def learn(model: Net, x: Any) -> Any:
+        value, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+        return value
+
+    model, x = Net(), np.ones((16, 16), np.float32)
+    step = autoshard.jit(learn, mesh=MESH, strategy="fsdp")
+    infer = autoshard.jit(lambda model, x: model(x), like=step)
+    step(model, x)
+    for _ in range(2):
+        np.testing.assert_allclose(infer(model, x[:4]), model(x[:4]), rtol=1e-5)
+    shared = [p for p in infer.plan(model, x[:4]).inputs if p.reason == "shared"]
+    assert len(shared) == 4
+    assert any(p.spec.axes for p in shared)
+
+
+def test_what_cannot_be_is_an_error():
+    state, batch = values(8)
+    step = autoshard.jit(train, mesh=MESH, donate_argnums=0)
+    evaluation = autoshard.jit(evaluate, like=step)
+    with pytest.raises(PlanError, match=r"train has no plan yet.*train\.plan"):
+        evaluation.plan(state.params, batch)
+    plan = step.plan(state, batch)
+    assert evaluation.plan(state.params, batch).mesh == plan.mesh
+    step.clear_cache()
+    with pytest.raises(PlanError, match="train has no plan yet"):
+        autoshard.jit(evaluate, like=step).plan(state.params, batch)
+    with pytest.raises(MeshError, match="the plan of train given as like= is for"):
+        autoshard.jit(evaluate, mesh={"data": 8}, like=plan).plan(state.params, batch)
+    with pytest.raises(ArgumentError, match="like="):
+        autoshard.jit(evaluate, strategy=plan, like=plan)
+    with pytest.raises(ArgumentError, match="takes a plan or a decorated step, not str"):
+        autoshard.jit(evaluate, like="train")
+
+
+def places(**shapes: tuple[int, ...]) -> list[Place]:
+    return [Place(path, shape, "float32", replicated(len(shape))) for path, shape in shapes.items()]
+
+
+TRAIN = places(
+    **{
+        "state['opt'].mu['w']": (4, 4),
+        "state['params']['w']": (4, 4),
+        "state['params']['b']": (4,),
+        "ema['w']": (4, 4),
+        "ema['b']": (4,),
+        "layers[0]": (4, 4),
+        "layers[1]": (4, 4),
+        "x": (4, 4),
+        "rows[0]": (4, 4),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"params['w']": (4, 4), "params['b']": (4,)}, ["state['params']['w']", "state['params']['b']"]),
+        ({"ema['w']": (4, 4), "ema['b']": (4,)}, ["ema['w']", "ema['b']"]),
+        ({"variables['params']['w']": (4, 4)}, ["state['params']['w']"]),
+        ({"p['w']": (4, 4), "p['b']": (4,)}, ["ema['w']", "ema['b']"]),
+        ({"p['w']": (4, 8), "p['b']": (4,)}, [None, "ema['b']"]),
+        ({"weights[0]": (4, 4), "weights[1]": (4, 4)}, ["layers[0]", "layers[1]"]),
+        ({"weights[0]": (4, 4)}, [None]),
+        ({"x": (4, 4), "y": (4, 4)}, ["x", None]),
+        ({"x": (2, 4)}, [None]),
+        ({"mu['w']": (4, 4)}, ["state['opt'].mu['w']"]),
+    ],
+)
+def test_arguments_are_found_by_the_names_of_their_keys(arguments, expected):
+    found = shared_arguments([(path, shape, "float32") for path, shape in arguments.items()], TRAIN)
+    assert [found[i].path if i in found else None for i in range(len(arguments))] == expected
