@@ -132,6 +132,7 @@ def _solve_on_mesh(
         resharded = int(usage[moment] - s.memory_model.live_bytes(s.memory_model.sizes(layout))[moment])
         live = {v: float(graph.values[v].device_bytes) for v in graph.inputs} | s.memory_model.live_values(moment)
         budget = layout_problem.byte_budget(live, s.budget - resharded, merged.graph.program.mesh)
+        bound_holds = bound_holds and resharded <= 0  # what other layouts reshard at this moment may be less
         if (load := budget.load(solution.assignment)) <= budget.limit:
             # What exceeds it is not in the budget's loads. A tighter limit helps, but other layouts need not keep it.
             budget, bound_holds = replace(budget, limit=load - (peak - s.budget)), False

@@ -12,27 +12,35 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from autoshard.cost.cost import CostModel
+from autoshard.cost.memory import MemoryModel
 from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.search.candidates import Choice, Search, zero_sharded
-from autoshard.search.search import MAX_EXHAUSTIVE_WORK, argument_options, search
+from autoshard.search.search import MAX_EXHAUSTIVE_WORK, argument_options, explore, search
 from tests.programs import graph, mesh, mlp_args, mlp_step
+
+
+def every_combination(g: Graph) -> list[tuple[float, int]]:
+    """Seconds and peak bytes of every combination of argument specs."""
+    s, cost_model = Search(g, math.inf), CostModel(g)
+    memory_model = MemoryModel(g, cost_model)
+    options = [argument_options(s, i) for i in range(len(g.inputs))]
+    carried = dict(g.program.carries)
+
+    def price(specs: tuple[Spec, ...]) -> tuple[float, int]:
+        hard = dict(zip(g.inputs, specs, strict=True))
+        hard |= {g.outputs[o]: specs[i] for i, o in carried.items()}
+        layout = propagate(g, [], hard)
+        return cost_model.cost(layout).seconds, memory_model.memory(layout).peak
+
+    return list(map(price, itertools.product(*options)))
 
 
 def brute_force(g: Graph) -> float:
     """The least cost over every combination of argument specs."""
-    s, cost_model = Search(g, math.inf), CostModel(g)
-    options = [argument_options(s, i) for i in range(len(g.inputs))]
-    carried = dict(g.program.carries)
-
-    def price(specs: tuple[Spec, ...]) -> float:
-        hard = dict(zip(g.inputs, specs, strict=True))
-        hard |= {g.outputs[o]: specs[i] for i, o in carried.items()}
-        return cost_model.cost(propagate(g, [], hard)).seconds
-
-    return min(map(price, itertools.product(*options)))
+    return min(seconds for seconds, _ in every_combination(g))
 
 
 CASES = {
@@ -57,6 +65,17 @@ def test_auto_is_as_good_as_every_combination_of_argument_specs(case: str, axes:
 def test_auto_trains_a_small_network_as_well_as_every_combination() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=4))
     assert search(g)[0].cost.seconds <= brute_force(g) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("case", ["product", "chain", "gram", "training"])
+def test_the_bound_holds_for_whatever_fits_the_budget(case: str) -> None:
+    fun, shapes = CASES.get(case, (mlp_step, mlp_args(64, 16, 32)))
+    g = graph(fun, shapes, mesh(a=4))
+    priced = every_combination(g)
+    peaks = sorted({peak for _, peak in priced})
+    for budget in peaks[:: max(1, len(peaks) // 12)]:
+        _, s = explore(g, budget=budget)
+        assert s.bound <= min(seconds for seconds, peak in priced if peak <= budget) * (1 + 1e-9)
 
 
 def test_large_batch_and_small_weights_give_data_parallelism() -> None:
