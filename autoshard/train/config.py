@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, Validati
 from autoshard.machine.mesh_config import MeshConfig, mesh_config
 from autoshard.strict_config import Config
 from autoshard.train.data import STDLIB, VOCAB
-from autoshard.train.decoder import ModelConfig, OptimizerConfig
+from autoshard.train.decoder import MAX_SIZE, MAX_STEPS, ModelConfig, OptimizerConfig
 
 Strategy = Literal["auto", "dp", "fsdp", "tp", "fsdp_tp", "zero1", "zero2", "zero3", "replicated"]
 
@@ -46,7 +46,7 @@ class Phase(Config):
     """The part of the run on one mesh: from the end of the phase before it to step ``until``."""
 
     mesh: MeshEntry
-    until: StrictInt = Field(ge=1)
+    until: StrictInt = Field(ge=1, le=MAX_STEPS)
 
 
 class DataConfig(Config):
@@ -85,10 +85,10 @@ class TrainConfig(Config):
     model: ModelEntry
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    batch: StrictInt = Field(ge=1)
+    batch: StrictInt = Field(ge=1, le=MAX_SIZE)
     """Sequences per step, over all devices."""
     mesh: MeshEntry | None = None
-    steps: StrictInt | None = Field(default=None, ge=1)
+    steps: StrictInt | None = Field(default=None, ge=1, le=MAX_STEPS)
     phases: Annotated[tuple[Phase, ...], Field(validate_default=True)] = ()
     strategy: Strategy = "auto"
     refine: StrictInt = Field(default=0, ge=0)

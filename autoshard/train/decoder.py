@@ -28,22 +28,28 @@ type Metrics = Mapping[str, Any]
 """Scalar arrays by name."""
 
 
+MAX_SIZE = 2**24
+"""Of a dimension of a model, and of a batch."""
+MAX_STEPS = 2**31 - 1
+"""Of a run; steps are counted in 32 bits."""
+
+
 class ModelConfig(Config):
     """Sizes of a decoder. ``kv_heads`` defaults to ``heads``, ``d_ff`` to four (gelu) or 8/3 (swiglu) widths."""
 
-    layers: int = Field(ge=1)
-    d_model: int = Field(ge=2)
-    heads: int = Field(ge=1)
-    kv_heads: int | None = Field(default=None, ge=1)
-    d_ff: int | None = Field(default=None, ge=1)
-    vocab: int = Field(default=256, ge=2)
-    seq: int = Field(ge=2)
+    layers: int = Field(ge=1, le=MAX_SIZE)
+    d_model: int = Field(ge=2, le=MAX_SIZE)
+    heads: int = Field(ge=1, le=MAX_SIZE)
+    kv_heads: int | None = Field(default=None, ge=1, le=MAX_SIZE)
+    d_ff: int | None = Field(default=None, ge=1, le=MAX_SIZE)
+    vocab: int = Field(default=256, ge=2, le=MAX_SIZE)
+    seq: int = Field(ge=2, le=MAX_SIZE)
     mlp: Literal["gelu", "swiglu"] = "swiglu"
-    experts: int = Field(default=0, ge=0)
+    experts: int = Field(default=0, ge=0, le=MAX_SIZE)
     """Number of routed experts, gated MLPs of width ``d_ff``; 0 is one MLP for all tokens."""
-    experts_per_token: int = Field(default=2, ge=1, validate_default=True)
+    experts_per_token: int = Field(default=2, ge=1, validate_default=True, le=MAX_SIZE)
     """Routed experts per token."""
-    shared: int = Field(default=0, ge=0)
+    shared: int = Field(default=0, ge=0, le=MAX_SIZE)
     """Number of shared experts, which every token passes; together they are one MLP of that many times the width."""
     capacity_factor: float = Field(default=1.25, gt=0)
     """Tokens per group that an expert takes, relative to an even load; others skip the expert."""
@@ -98,9 +104,9 @@ class OptimizerConfig(Config):
     """AdamW with linear warm-up, cosine decay and gradient clipping by global norm."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
-    warmup: int = Field(default=0, ge=0)
+    warmup: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps in which the learning rate rises from zero to ``learning_rate``."""
-    decay_steps: int | None = Field(default=None, ge=1)
+    decay_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Step at which the cosine decay ends, warm-up included; the last step of the run if absent."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a fraction of ``learning_rate``."""
