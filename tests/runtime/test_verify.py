@@ -153,15 +153,15 @@ def test_passes_of_padded_and_accumulated_programs_agree() -> None:
 def in_one_of_two_processes() -> Any:
     """What `verify` says of arguments on the host, of arguments as planned, and of a step that is wrong on one side."""
 
-    def fun(w: Any, x: Any) -> Any:
-        y = jnp.tanh(x @ w)
-        return w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w), y, jax.random.split(jax.random.key(0), 4)
+    def fun(w: Any, x: Any, key: Any) -> Any:
+        y = jnp.tanh(x @ w) + jax.random.normal(key)
+        return w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w), y, jax.random.split(key, 4)
 
-    w, x = arguments()[0]["w1"], arguments()[1]["x"]
+    w, x, key = arguments()[0]["w1"], arguments()[1]["x"], jax.random.key(0)
     step = autoshard.jit(fun, mesh={"data": 2, "model": 2}, strategy="fsdp_tp", donate_argnums=0)
-    placed = step.plan(w, x).put(w, x)
-    assert not any(a.is_fully_addressable or a.is_fully_replicated for a in placed)
-    found = [len(autoshard.verify(step, *args).results) for args in (placed, (w, x))]
+    placed = step.plan(w, x, key).put(w, x, key)
+    assert not any(a.is_fully_addressable or a.is_fully_replicated for a in placed[:2])
+    found = [len(autoshard.verify(step, *args).results) for args in (placed, (w, x, key))]
     assert not placed[0].is_deleted()
 
     def total(x: Any) -> Any:
