@@ -138,6 +138,17 @@ def test_placed_lowered_exported_nested_and_verified() -> None:
     assert autoshard.verify(moves, jax.device_put(STATE, HOST), X).results
 
 
+def test_under_a_mesh_of_explicit_axes() -> None:
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    pinned = jit(step, in_shardings=(HOST, None), out_shardings=(HOST, None))
+    want = jax.jit(step)(STATE, X)[0]
+    with jax.set_mesh(explicit):
+        for call in (pinned, pinned, jax.jit(pinned)):
+            state, _ = call(STATE, X)
+            assert kinds(state) == ["pinned_host"] * 2
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, want)
+
+
 def test_residuals_that_xla_does_not_move_are_named() -> None:
     policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 

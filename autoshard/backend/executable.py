@@ -173,7 +173,7 @@ class Executable[P: PlanRecord]:
         if dict(around.shape) != dict(mesh.shape) or set(around.axis_types) <= {AxisType.Auto}:
             return None
         typed = Mesh(mesh.devices, mesh.axis_names, axis_types=around.axis_types)
-        return [NamedSharding(typed, s.spec) for s in self.plan.flat_out_shardings]
+        return [NamedSharding(typed, s.spec, memory_kind=s.memory_kind) for s in self.plan.flat_out_shardings]
 
     def device_put(self, leaves: Sequence[Any]) -> list[Any]:
         """Copies of ``leaves`` with the planned shardings; what is process-local must be the same in every process."""
