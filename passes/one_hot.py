@@ -118,8 +118,8 @@ class _Finder:
         if rows is None:
             return None
         before, after = (jx.aval(a).dtype for a in (eqn.invars[0], eqn.outvars[0]))
-        only_rounds = (_is_float(before) and _is_float(after)) or jnp.promote_types(before, after) == after
-        if not only_rounds:
+        rounds = jnp.issubdtype(after, jnp.inexact) and jx.represents(after, np.dtype(bool))  # and so keeps zeros
+        if not (rounds or jx.represents(after, before)):
             return None
         fun = lax.neg if eqn.primitive is _prims.neg_p else lambda x: lax.convert_element_type(x, after)
         return replace(rows, fun=lambda *xs: fun(rows.fun(*xs)), is_cast_mask=before == np.bool_)

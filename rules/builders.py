@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 
 from autoshard.ir.halo import Halo
 from autoshard.ir.rule import Aval, Local, Rule, factor_names, parse
-from autoshard.jaxpr import find_primitive
+from autoshard.jaxpr import find_primitive, is_narrow_float
 
 Label = str | tuple[str, ...] | None
 """Of one dimension: a factor, the factors that it is composed of (major first), or None where it has none."""
@@ -141,6 +141,19 @@ def is_key(dtype: Any) -> bool:
 
 def is_complex(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, np.complexfloating)
+
+
+def has_infinity(dtype: Any) -> bool:
+    """Whether a floating-point dtype has infinities; a cast of too large a number to one without them is NaN, or its
+    largest number."""
+    return bool(np.isinf(np.asarray(np.inf).astype(dtype).astype(np.float64)))
+
+
+def rounded_kinds(kinds: Mapping[str, str], dtype: Any) -> dict[str, str]:
+    """``kinds`` of factors, of an operation whose results are rounded to ``dtype``: sums and products are whole, not
+    partial, where it has few digits (`is_narrow_float`)."""
+    rounds = is_narrow_float(dtype)
+    return {f: "whole" if rounds and kind in ("sum", "prod") else kind for f, kind in kinds.items()}
 
 
 def is_integer(dtype: Any) -> bool:

@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 from autoshard.ir.halo import Halo, HaloWindow
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.builders import Label, build, is_integer, per_shard, table
+from autoshard.rules.builders import Label, build, is_integer, per_shard, rounded_kinds, table
 from autoshard.rules.window import contracted_spatial_dim, output_size, sliding_dim
 
 EITHER_OPERAND = "sum: 0 1"
@@ -41,11 +41,21 @@ def dot_general(
 ) -> Rule:
     """Batch and free dimensions are parallel, contracted ones leave partial sums."""
     left, right, out = _dot_labels(len(lhs.shape), len(rhs.shape), dimension_numbers)
-    sums = {left[d]: "sum" for d in dimension_numbers[0][0]}
+    dtype = _result_dtype(lhs, preferred_element_type)
+    sums = _partial_kinds({left[d]: "sum" for d in dimension_numbers[0][0]}, lhs, rhs, dtype)
     linear = _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type)
-    dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     local = None if dtype == bool else REDUCE_SCATTERED  # JAX has no collective that sums booleans
     return build([left, right], [out], sums, linear, local=local)
+
+
+def _result_dtype(lhs: Aval, preferred_element_type: Any) -> Any:
+    return lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+
+
+def _partial_kinds(kinds: dict[str, str], lhs: Aval, rhs: Aval, result: Any) -> dict[str, str]:
+    """``kinds`` without sums that `rounded_kinds` excludes, or that are truncated to integers."""
+    truncated = is_integer(result) and not (is_integer(lhs.dtype) and is_integer(rhs.dtype))
+    return {f: "whole" if truncated and kind == "sum" else kind for f, kind in rounded_kinds(kinds, result).items()}
 
 
 def _bilinear_passthrough(lhs: Any, rhs: Any, result: Any) -> str:
@@ -89,12 +99,20 @@ def ragged_dot_general(
                 reason="its group sizes differ along further dimensions",
             )
     kinds = {left[d]: "sum" for d in contracted} | {left[ragged]: "whole", "g": "whole"}
+    kinds = _partial_kinds(kinds, lhs, rhs, _result_dtype(lhs, preferred_element_type))
     return build(
         [left, right, groups], [out], kinds, _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type)
     )
 
 
-def scaled_dot(lhs: Aval, rhs: Aval, *scales: Aval, dimension_numbers: DimensionNumbers, **_: Any) -> Rule:
+def scaled_dot(
+    lhs: Aval,
+    rhs: Aval,
+    *scales: Aval,
+    dimension_numbers: DimensionNumbers,
+    preferred_element_type: Any = None,
+    **_: Any,
+) -> Rule:
     """As `dot_general`, up to rounding. Of contracted dimensions, blocks that share a scale are not split."""
     left, right, out = _dot_labels(len(lhs.shape), len(rhs.shape), dimension_numbers)
     operands: list[list[Label]] = [list(left), list(right)]
@@ -121,6 +139,7 @@ def scaled_dot(lhs: Aval, rhs: Aval, *scales: Aval, dimension_numbers: Dimension
             sizes[rest] = shapes[i][j] // common
             kinds[rest] = "whole"
             operands[i][j] = (f, rest)
+    kinds = _partial_kinds(kinds, lhs, rhs, _result_dtype(lhs, preferred_element_type))
     return build(operands, [out], kinds, "", sizes)
 
 
@@ -184,6 +203,7 @@ def conv_general_dilated(
     shared = "batch" if batch_group_count > 1 else "in"
     if groups > 1 and sizes[shared] > 1:  # a shard of each group is not a shard of the whole dimension
         kinds[shared] = "whole"
+    kinds = _partial_kinds(kinds, lhs, rhs, _result_dtype(lhs, preferred_element_type))
     if batch_group_count > 1 or summed:
         kinds = {f: "whole" if kind == "halo" else kind for f, kind in kinds.items()}
 

@@ -19,7 +19,17 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from autoshard.ir.rule import Aval, Rule, RuleFn
-from autoshard.rules.builders import ANY_PARTIAL, Label, build, dim_labels, is_key, selection_passthrough, table
+from autoshard.jaxpr import represents
+from autoshard.rules.builders import (
+    ANY_PARTIAL,
+    Label,
+    build,
+    dim_labels,
+    is_key,
+    rounded_kinds,
+    selection_passthrough,
+    table,
+)
 from autoshard.rules.local_forms.dynamic_slice import sharded_dynamic_slice, sharded_dynamic_update_slice
 
 IDEMPOTENT = "max: 0, min: 0, and: 0, or: 0"
@@ -59,8 +69,13 @@ def gather(
     rank = len(n.offset_dims) + len(positions)
     out = [next(window) if d in n.offset_dims else next(batch) for d in range(rank)]
     passthrough = ANY_PARTIAL if _fill_combines(mode, fill_value) else IDEMPOTENT
-    kinds = {labels[d]: "or" if x.dtype == np.bool_ else "sum" for d in masked}
+    kinds = {labels[d]: _masked_kind(x.dtype) for d in masked}
     return build([operand, [*positions, None]], [out], kinds, passthrough)
+
+
+def _masked_kind(dtype: Any) -> str:
+    """The kind of partial results of which all but one are zero; one dtype, of powers of two alone, has no zero."""
+    return "or" if dtype == np.bool_ else "sum" if represents(dtype, np.dtype(bool)) else "whole"
 
 
 def _fill_combines(mode: Any, fill_value: Any) -> bool:
@@ -77,7 +92,7 @@ def scatter(kind: str, passthrough: str) -> RuleFn:
         n = dimension_numbers
         labels = dim_labels(x.shape)
         positions = _positions(len(indices.shape))
-        kinds = dict.fromkeys(positions, kind)
+        kinds = rounded_kinds(dict.fromkeys(positions, kind), x.dtype)
         for i, d in zip(n.scatter_indices_batching_dims, n.operand_batching_dims, strict=True):
             positions[i] = labels[d]
         gone = (*n.inserted_window_dims, *n.operand_batching_dims)

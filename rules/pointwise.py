@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 from jax import numpy as jnp
 
 from autoshard.ir.rule import Aval, Rule, RuleFn, replicated_rule
 from autoshard.ir.spec import REDUCTION_KINDS
+from autoshard.jaxpr import represents
 from autoshard.rules.builders import (
     ANY_PARTIAL,
     build,
     dim_labels,
     elementwise,
+    has_infinity,
     is_complex,
     is_float,
     is_integer,
@@ -70,18 +71,18 @@ def reshard(x: Aval, *, dst_sharding: Any, **_: Any) -> Rule:
 
 
 def convert_element_type(x: Aval, *, new_dtype: Any, **_: Any) -> Rule:
-    """Linear where no value is rounded; increasing where both dtypes are ordered."""
+    """Linear where no value is rounded; increasing where both dtypes are ordered and every number has a cast."""
     return elementwise((x,), passthrough=_conversion(x.dtype, new_dtype))
 
 
 def _conversion(old: Any, new: Any) -> str:
     """The passthrough of a cast from dtype ``old`` to ``new``."""
-    exact = _wider(old, new)
+    exact = represents(new, old)
     if is_float(old) or is_complex(old):
         algebraic = "sum: 0, prod: 0" if exact else ""
-        ordered = INCREASING if is_float(old) and is_float(new) else ""
+        ordered = INCREASING if is_float(old) and is_float(new) and (exact or has_infinity(new)) else ""
     elif is_float(new):
-        algebraic, ordered = "", INCREASING
+        algebraic, ordered = "", INCREASING if exact or has_infinity(new) else ""
     elif is_integer(new):
         modular = is_integer(old) and jnp.iinfo(new).bits <= jnp.iinfo(old).bits
         algebraic, ordered = "and: 0, or: 0" + (", sum: 0, prod: 0" if modular else ""), INCREASING if exact else ""
@@ -90,11 +91,6 @@ def _conversion(old: Any, new: Any) -> str:
     else:
         algebraic, ordered = "", ""
     return ", ".join(filter(None, (algebraic, ordered)))
-
-
-def _wider(old: Any, new: Any) -> bool:
-    """Whether dtype ``new`` represents every value of dtype ``old``."""
-    return not jax.dtypes.issubdtype(old, jax.dtypes.extended) and jnp.promote_types(old, new) == new
 
 
 def polynomial(x: Aval, *coefficients: Aval, **_: Any) -> Rule:

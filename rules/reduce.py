@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import numpy as jnp
 
 from autoshard.ir.rule import Aval, Rule, RuleFn
-from autoshard.rules.builders import build, dim_labels, is_complex, table
+from autoshard.jaxpr import is_narrow_float
+from autoshard.rules.builders import build, dim_labels, is_complex, rounded_kinds, table
 from autoshard.rules.local_forms.cumulative import sharded_cumulative
 from autoshard.rules.local_forms.top_k import sharded_arg_extreme
 
@@ -30,8 +32,10 @@ def reduction(kind: str, passthrough: str = "", reducible: Callable[[Any], bool]
     def rule(x: Aval, *, axes: Sequence[int], **_: Any) -> Rule:
         labels = dim_labels(x.shape)
         kept = [f for d, f in enumerate(labels) if d not in axes]
-        reduced = dict.fromkeys((labels[d] for d in axes), kind if reducible(x.dtype) else "whole")
-        return build([labels], [kept], reduced, passthrough if reducible(x.dtype) else "")
+        reduced = rounded_kinds(dict.fromkeys((labels[d] for d in axes), kind), x.dtype)
+        if not reducible(x.dtype):
+            return build([labels], [kept], dict.fromkeys(reduced, "whole"))
+        return build([labels], [kept], reduced, passthrough)
 
     return rule
 
@@ -59,7 +63,8 @@ def cumulative(name: str, passthrough: str = "") -> RuleFn:
 
     def rule(x: Aval, *, axis: int, reverse: bool, **_: Any) -> Rule:
         labels, size = dim_labels(x.shape), x.shape[axis]
-        if not size:
+        rounds = name not in ("cummax", "cummin") and is_narrow_float(x.dtype)
+        if not size or rounds:
             return build([labels], [labels], {labels[axis]: "whole"}, passthrough)
         local = sharded_cumulative(name, size, axis, reverse)
         return build([labels], [labels], {labels[axis]: "local"}, passthrough, local=local)
@@ -73,7 +78,7 @@ def arg_extreme(largest: bool) -> RuleFn:
     def rule(x: Aval, *, axes: Sequence[int], index_dtype: Any, **_: Any) -> Rule:
         labels, (axis,) = dim_labels(x.shape), axes
         kept, size = labels[:axis] + labels[axis + 1 :], x.shape[axis]
-        if not jax.dtypes.issubdtype(index_dtype, np.integer) or size > np.iinfo(index_dtype).max:
+        if not jax.dtypes.issubdtype(index_dtype, np.integer) or size > jnp.iinfo(index_dtype).max:
             return build([labels], [kept], {labels[axis]: "whole"})
         local = sharded_arg_extreme(largest, x.dtype, np.dtype(index_dtype), size, axis)
         return build([labels], [kept], {labels[axis]: "local"}, local=local)

@@ -6,33 +6,22 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax import numpy as jnp
 
 from autoshard.ir.rule import Aval, Rule, RuleFn
+from autoshard.jaxpr import dtype_bits
 from autoshard.rules.builders import ANY_PARTIAL, Label, build, dim_labels, selection_passthrough, table
 
 
 def bitcast_convert_type(x: Aval, *, new_dtype: Any, **_: Any) -> Rule:
     """Between dtypes of different widths the pieces of one element are the minor dimension, which is kept whole."""
     labels: list[Label] = list(dim_labels(x.shape))
-    old, new = _bits(x.dtype), _bits(new_dtype)
+    old, new = dtype_bits(x.dtype), dtype_bits(np.dtype(new_dtype))
     if old > new:
         return build([labels], [[*labels, None]])
     if old < new:
         return build([[*labels[:-1], None]], [labels[:-1]])
     return build([labels], [labels])
-
-
-def _bits(dtype: Any) -> int:
-    if dtype == np.bool_:
-        return 8
-    if jax.dtypes.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    if jax.dtypes.issubdtype(dtype, jnp.floating):
-        return jnp.finfo(dtype).bits
-    return jnp.dtype(dtype).itemsize * 8
 
 
 def broadcast_in_dim(

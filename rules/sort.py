@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
+from autoshard.jaxpr import dtype_bits
 from autoshard.rules.builders import build, dim_labels, table
 from autoshard.rules.local_forms.sort import sharded_sort
 from autoshard.rules.local_forms.top_k import sharded_top_k
 
 
 def sort(*xs: Aval, dimension: int, num_keys: int = 1, **_: Any) -> Rule:
-    """Several operands are sorted together, by the first ``num_keys`` of them."""
+    """Several operands are sorted together, by the first ``num_keys`` of them. Without an operand whose elements are
+    whole bytes, a shard's bytes do not tell how many rows it has."""
     labels = dim_labels(xs[0].shape)
-    local = None if 0 in xs[0].shape else sharded_sort(xs, dimension, num_keys)
+    known = 0 not in xs[0].shape and max(dtype_bits(x.dtype) for x in xs) >= 8
+    local = sharded_sort(xs, dimension, num_keys) if known else None
     sides = [labels] * len(xs)
     return build(sides, sides, {labels[dimension]: "local" if local else "whole"}, local=local)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Primitive
 
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.builders import Label, build
+from autoshard.rules.builders import Label, build, rounded_kinds
 from autoshard.transforms.sum_of_products import ProductDims, contracted_dims, sum_of_products_p
 
 
-def sum_of_products(*operands: Aval, products: tuple[ProductDims, ...], out: str, **_: Any) -> Rule:
+def sum_of_products(*operands: Aval, products: tuple[ProductDims, ...], out: str, dtype: str, **_: Any) -> Rule:
     """The dimensions of the result are parallel. The first contracted dimensions of all products share a factor, of the
     greatest common divisor of their sizes, which leaves a partial sum; so do the second ones, and so on. A contracted
     dimension that not all products have is kept whole."""
@@ -30,6 +31,7 @@ def sum_of_products(*operands: Aval, products: tuple[ProductDims, ...], out: str
             sizes |= {f"sum {j}": common, rest: n // common if len(having) == len(products) else n}
             kinds |= {f"sum {j}": "sum", rest: "whole"}
     dims = [[labels[i][c] for c in letters] for i, product in enumerate(products) for letters in product]
+    kinds = rounded_kinds(kinds, np.dtype(dtype))
     return build(dims, [list(out)], kinds, sizes=sizes, local=Local(None, lambda *_: (), used_when="partial"))
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autoshard import jaxpr as jx
-from autoshard.errors import RuleError
+from autoshard.errors import RuleError, SpecError
 from autoshard.ir.annotate import annotate_p
 from autoshard.ir.combined_reductions import combined_reduction_counts
 from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, FactoredDim, Graph, Node, OpKind, Value
 from autoshard.ir.program import Program
 from autoshard.ir.rule import Rule, factor_names, replicated_rule, single_factor_dims
 from autoshard.ir.rule_registry import check_used, fallback_rule, has_own_rule, lookup_rule, near_misses
-from autoshard.ir.spec import Spec, checked_spec, unconstrained_dims
+from autoshard.ir.spec import Spec, checked_spec, replicated, unconstrained_dims
 from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.jaxpr.arguments import in_host_memory
+from autoshard.machine.mesh import LogicalMesh
+
+MOVABLE_BITS = 4
+"""Fewest bits of an element that XLA for CPU (JAX 0.12) can move between devices: with fewer its collectives write past
+their buffers. So values of such dtypes are whole there, and so is each dimension of what is computed from or into
+them."""
 
 
 def build_graph(program: Program, *, strict: bool = False) -> Graph:
@@ -31,7 +37,8 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     Raises:
       RuleError: a rule that does not fit its equation; a name in the step's ``rules=`` that no operation has; with
         ``strict``, an equation without a rule.
-      SpecError: a pin inside the step that does not fit its value or the mesh.
+      SpecError: a pin inside the step that does not fit its value or the mesh; on CPU, a pin that splits a value whose
+        elements have fewer than `MOVABLE_BITS`.
     """
     builder = _Builder(program, strict)
     builder.jaxpr(program.jaxpr, 1, PLAIN)
@@ -49,7 +56,8 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
         builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
     for i, o in program.carries:  # the next call's argument is this call's result
         builder.tie("carry", outputs[o], inputs[i], False, 1, "", PLAIN)
-    for v, leaf in (*zip(inputs, program.inputs, strict=True), *zip(outputs, program.outputs, strict=True)):
+    leaves = (*zip(inputs, program.inputs, strict=True), *zip(outputs, program.outputs, strict=True))
+    for v, leaf in leaves:
         if leaf.pin is not None and v:
             builder.pins.setdefault(v, leaf.pin)
     for v, leaf in zip(inputs, program.inputs, strict=True):
@@ -57,6 +65,8 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
         builder.values[v] = Value(old.shape, old.bits, old.dtype, leaf.path, leaf.memory_kind is not None)
     if not program.mesh.hardware.host_bandwidth:
         builder.diagnostics += _unmoved(builder, outputs)
+    names = {v: leaf.path for v, leaf in reversed(leaves)}
+    builder.pins |= _unmovable_pins(builder.values, builder.pins, names, program.mesh)
     return Graph(
         program,
         tuple(builder.values),
@@ -191,13 +201,14 @@ class _Builder:
             rule = _identity(len(ins[0].shape))
         else:
             rule = self.rule(eqn, source)
+        bits = tuple(map(_bits, (*ins, *outs)))
+        rule = _without_unmovable_splits(rule, bits, self.program.mesh)
         if rule.reason:
             if self.strict:
                 raise RuleError(f"{source}: {name} is kept whole: {rule.reason}; give a rule for it, or drop strict")
             self.diagnostics.append(Diagnostic(f"{name} is kept whole: {rule.reason}", source))
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
         dtype = str(getattr(outs[0], "dtype", "")) if outs else ""
-        bits = tuple(map(_bits, (*ins, *outs)))
         kind = _kind(name, traits, rule, shapes, bits, dtype, jx.contraction_flops(eqn), source)
         if key is not None:
             self.kinds[key] = kind
@@ -330,3 +341,38 @@ def _slice_rule(before: int, after: int) -> Rule:
 
 def _bits(aval: Any) -> int:
     return jx.dtype_bits(aval.dtype) if hasattr(aval, "dtype") else 0
+
+
+def _is_unmovable(bits: int, mesh: LogicalMesh) -> bool:
+    return 0 < bits < MOVABLE_BITS and mesh.platform == "cpu"
+
+
+def _without_unmovable_splits(rule: Rule, bits: Sequence[int], mesh: LogicalMesh) -> Rule:
+    """``rule`` with every factor kept whole that an unmovable operand or result has; ``bits``: of operands, results."""
+    dims = zip((*rule.operands, *rule.results), bits, strict=True)
+    kept = {f for ds, b in dims if _is_unmovable(b, mesh) for d in ds for f in d}
+    if not kept:
+        return rule
+    before = dict(rule.kinds)
+    kinds = before | dict.fromkeys(kept, "whole")
+    local = None if "local" in before.values() and "local" not in kinds.values() else rule.local
+    return replace(rule, kinds=tuple(sorted(kinds.items())), local=local)
+
+
+def _unmovable_pins(
+    values: Sequence[Value], pins: Mapping[int, Spec], names: Mapping[int, str], mesh: LogicalMesh
+) -> dict[int, Spec]:
+    """A pin to every device for each of ``values`` that cannot be moved. ``names``: paths of arguments and results.
+
+    Raises:
+      SpecError: a pin of the user's splits one.
+    """
+    found = {v: replicated(len(x.shape)) for v, x in enumerate(values) if _is_unmovable(x.bits, mesh)}
+    for v in found.keys() & pins.keys():
+        if pins[v].axes:
+            raise SpecError(
+                f"{names.get(v, 'a value pinned in the step')}, of dtype {values[v].dtype}, is pinned to {pins[v]}; "
+                f"XLA for CPU (JAX 0.12) cannot move elements of fewer than {MOVABLE_BITS} bits between devices; "
+                "leave out the pin, or store it as int4 or int8"
+            )
+    return found

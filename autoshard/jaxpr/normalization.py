@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax._src import core as _core
 from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import primitives as _prims
 from jax.sharding import AxisType
 
 from autoshard.jaxpr.hi_primitives import with_traced_body
 from autoshard.jaxpr.nested import INLINED, regions, with_bodies
 from autoshard.jaxpr.origin import LIBRARIES, user_line
-from autoshard.jaxpr.value import Atom
+from autoshard.jaxpr.value import Atom, represents_indices
 
 
 def normalize(jaxpr: Jaxpr) -> Jaxpr:
@@ -50,6 +52,12 @@ class _Normalizer:
             if _is_tracing_artifact(eqn):
                 env.update(zip(eqn.outvars, operands, strict=True))
                 continue
+            if _rounds_positions(eqn):
+                counted: list[JaxprEqn] = []
+                results = self._body(_positions_cast_once(eqn), {}, counted, consts)
+                eqns += [e.replace(source_info=eqn.source_info) for e in counted]
+                env.update(zip(eqn.outvars, results, strict=True))
+                continue
             if eqn.primitive in INLINED:
                 body = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
                 inner: list[JaxprEqn] = []
@@ -71,6 +79,25 @@ def _is_tracing_artifact(eqn: JaxprEqn) -> bool:
         return False
     mesh = eqn.params["dst_sharding"].mesh
     return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def _rounds_positions(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` counts in a float dtype that does not represent every index.
+
+    XLA (JAX 0.12), which has each shard count from its own offset, would round the offset and then the sum with it.
+    """
+    p = eqn.params
+    if eqn.primitive is not _prims.iota_p or p["sharding"] is not None:
+        return False
+    return not represents_indices(p["dtype"], p["shape"][p["dimension"]])
+
+
+def _positions_cast_once(eqn: JaxprEqn) -> Jaxpr:
+    """The positions of ``eqn``, an iota, counted in integers."""
+    dtype, shape, dimension = (eqn.params[k] for k in ("dtype", "shape", "dimension"))
+    return jax.make_jaxpr(
+        lambda: jax.lax.convert_element_type(jax.lax.broadcasted_iota("int32", shape, dimension), dtype)
+    )()
 
 
 def _attributed(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:

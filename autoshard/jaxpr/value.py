@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core as _core
 from jax.extend.core import Literal, Var
 
@@ -76,6 +77,47 @@ def dtype_bits(dtype: Any) -> int:
         return int(info(dtype).bits)
     except ValueError:
         return dtype.itemsize * 8
+
+
+@functools.cache
+def represents(new: Any, old: Any) -> bool:
+    """Whether every finite value of dtype ``old`` is one of dtype ``new``, so that a cast of it rounds nothing.
+
+    (JAX's promotion would say so of most dtypes, but refuses integers and floats of few bits.)
+    """
+    extended = [d for d in (new, old) if jax.dtypes.issubdtype(d, jax.dtypes.extended)]
+    if extended or new == old:
+        return new == old
+    real, imaginary = (jax.dtypes.issubdtype(d, np.complexfloating) for d in (new, old))
+    (digits, step, low, high), (least_digits, least_step, lowest, highest) = map(_number_range, (new, old))
+    exact = digits >= least_digits and step <= least_step and low <= lowest and high >= highest
+    return exact and (real or not imaginary)
+
+
+def _number_range(dtype: Any) -> tuple[int, float, Any, Any]:
+    """Of a dtype's finite numbers: significant binary digits, the smallest step between two, the lowest, the highest;
+    of complex ones, those of a part."""
+    if dtype == np.bool_:
+        return 1, 1.0, 0, 1
+    if jax.dtypes.issubdtype(dtype, np.integer):
+        whole = jax.numpy.iinfo(dtype)
+        return int(whole.max).bit_length(), 1.0, int(whole.min), int(whole.max)
+    info = jax.numpy.finfo(dtype)
+    return int(info.nmant) + 1, math.ldexp(1.0, int(info.minexp - info.nmant)), float(info.min), float(info.max)
+
+
+def represents_indices(dtype: Any, size: int) -> bool:
+    """Whether ``dtype`` represents every index of a dimension of ``size`` elements."""
+    if not jax.dtypes.issubdtype(dtype, np.floating):
+        return True
+    digits, _, low, high = _number_range(dtype)
+    return not size or (low <= 0 and size - 1 <= min(2**digits, high))
+
+
+def is_narrow_float(dtype: Any) -> bool:
+    """Whether ``dtype`` is floating point of fewer than 16 bits: with so few digits, a sum of rounded sums is not the
+    rounded sum by far."""
+    return jax.dtypes.issubdtype(dtype, np.floating) and dtype_bits(dtype) < 16
 
 
 @functools.cache

@@ -18,9 +18,6 @@ from autoshard.ir.program import aval_text
 from autoshard.runtime.step import Step
 from autoshard.transforms.pipeline import AppliedPass
 
-NARROW_TOLERANCE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
-"""Least relative tolerance by dtype: four times its unit roundoff."""
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -134,17 +131,17 @@ def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[An
 def compare_arrays(path: str, expected: Any, got: Any, rtol: float) -> Difference:
     """The difference of ``got`` from ``expected``, with the tolerance for their dtype."""
     a, b = np.asarray(_key_words(expected)), np.asarray(_key_words(got))
-    if a.dtype.kind not in "fcV" or a.size == 0:
+    if not jax.dtypes.issubdtype(a.dtype, np.inexact) or a.size == 0:
         wrong = float(np.sum(a != b)) if a.size else 0.0
         return Difference(path, wrong, wrong, 0.0)
-    name, wide = str(a.dtype), np.complex128 if a.dtype.kind == "c" else np.float64
+    narrow = 2 * float(jax.numpy.finfo(a.dtype).eps) if jx.dtype_bits(a.dtype) < 32 else 0.0
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
     a, b = a.astype(wide), b.astype(wide)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         error = np.where(same, 0.0, np.abs(a - b))
     largest = float(np.max(np.where(np.isnan(error), np.inf, error)))
     scale = float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0))
-    narrow = NARROW_TOLERANCE.get(name, 2.0**-2 if name.startswith("float8") else 0.0)
     return Difference(path, largest, largest / scale if scale else largest, max(rtol, narrow))
 
 

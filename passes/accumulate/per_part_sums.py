@@ -268,7 +268,9 @@ def _split_into_parts(x: Any, d: int, parts: int) -> Any:
 
 
 def _is_numeric(atom: jx.Var) -> bool:
-    return jx.is_array(atom) and jax.dtypes.issubdtype(jx.aval(atom).dtype, np.number)
+    """Whether sums of it can be added up later: of numbers, but of floats of 16 bits or more."""
+    dtype = jx.aval(atom).dtype if jx.is_array(atom) else None
+    return dtype is not None and jax.dtypes.issubdtype(dtype, np.number) and not jx.is_narrow_float(dtype)
 
 
 def _linear_in(eqn: jx.JaxprEqn, traits: Traits) -> tuple[Positions, ...]:

@@ -127,7 +127,7 @@ def neutral_element(kind: str, dtype: Any) -> Any:
         return np.asarray(True) if dtype == np.bool_ else np.asarray(-1).astype(dtype)
     if jax.dtypes.issubdtype(dtype, np.integer):
         return np.asarray(jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max, dtype)
-    if jax.dtypes.issubdtype(dtype, np.floating) and not math.isfinite(float(jnp.asarray(np.inf, dtype))):
+    if jax.dtypes.issubdtype(dtype, np.floating) and math.isinf(float(jnp.asarray(np.inf, dtype))):
         return jnp.asarray(-np.inf if kind == "max" else np.inf, dtype)
     return None
 

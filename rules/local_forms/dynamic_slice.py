@@ -15,6 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import CollectiveBytes, Local
+from autoshard.jaxpr import dtype_bits, is_narrow_float
 from autoshard.machine.collective import ALL_REDUCE
 
 
@@ -59,8 +60,13 @@ def _take_by_all_reduce(axes: tuple[str, ...], x: Any, indices: Any, axis: int) 
     local = indices - lax.axis_index(axes) * n
     taken = jnp.take(x, local, axis, mode="clip")
     in_shard = _broadcast_along((local >= 0) & (local < n), axis, x.ndim)
-    numbers = taken.astype("uint8") if x.dtype == np.bool_ else taken
-    return lax.psum(jnp.where(in_shard, numbers, _additive_identity(numbers.dtype)), axes).astype(x.dtype)
+    if x.dtype == np.bool_:
+        return lax.psum(jnp.where(in_shard, taken.astype("uint8"), 0), axes).astype(x.dtype)
+    if not is_narrow_float(x.dtype):
+        return lax.psum(jnp.where(in_shard, taken, _additive_identity(x.dtype)), axes)
+    integer = f"uint{dtype_bits(x.dtype)}"  # not every dtype of few bits has a zero
+    numbers = jnp.where(in_shard, lax.bitcast_convert_type(taken, integer), jnp.zeros((), integer))
+    return lax.bitcast_convert_type(lax.psum(numbers, axes), x.dtype)
 
 
 def _all_reduce_of_result(parts: int, sizes: Sequence[int]) -> CollectiveBytes:

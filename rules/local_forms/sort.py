@@ -25,7 +25,7 @@ from jax import numpy as jnp
 
 from autoshard.ir.halo import permute_shards
 from autoshard.ir.rule import Aval, CollectiveBytes, Local
-from autoshard.jaxpr import find_primitive
+from autoshard.jaxpr import dtype_bits, find_primitive
 from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE
 
 Arrays = tuple[Any, ...]
@@ -35,7 +35,7 @@ Sort = Callable[[Arrays], Arrays]
 
 def sharded_sort(operands: Sequence[Aval], axis: int, keys: int) -> Local:
     """`jax.lax.sort` of ``operands`` (before sharding) along ``axis``, by the first ``keys`` of them."""
-    size, widths = operands[0].shape[axis], [np.dtype(x.dtype).itemsize for x in operands]
+    size, bits = operands[0].shape[axis], [dtype_bits(x.dtype) for x in operands]
     equal_keys_differ = keys < len(operands) or any(jax.dtypes.issubdtype(x.dtype, np.inexact) for x in operands)
     sort = find_primitive("sort")
     assert sort is not None
@@ -57,7 +57,7 @@ def sharded_sort(operands: Sequence[Aval], axis: int, keys: int) -> Local:
     def algorithm(parts: int, rows: int) -> tuple[Callable[[tuple[str, ...], Arrays], Arrays], CollectiveBytes] | None:
         """What devices with ``rows`` rows do, and the collectives in it; None where a gather sends no more."""
         length = size // parts
-        own = [rows * length * w for w in widths]
+        own = [-(-rows * length * b // 8) for b in bits]
         with_index = [*own, rows * length * 4] if equal_keys_differ else own
         columnsort_fits = length % parts == 0 and length >= 2 * parts**2 and size < 2**31
         sent, edges = (own, []) if rows % parts == 0 else (with_index, [n // length * parts**2 for n in with_index])
@@ -79,7 +79,8 @@ def sharded_sort(operands: Sequence[Aval], axis: int, keys: int) -> Local:
         return tuple(jnp.moveaxis(x.reshape(shape), -1, axis) for x in found[0](axes, xs))
 
     def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes | None:
-        found = algorithm(parts, sizes[0] // widths[0] // (size // parts))
+        widest = max(range(len(bits)), key=bits.__getitem__)  # its elements have whole bytes
+        found = algorithm(parts, 8 * sizes[widest] // bits[widest] // (size // parts))
         return found and found[1]
 
     return Local(fun, collectives)

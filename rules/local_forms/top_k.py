@@ -14,7 +14,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import CollectiveBytes, Local
-from autoshard.jaxpr import find_primitive
+from autoshard.jaxpr import dtype_bits, find_primitive
 from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE
 
 
@@ -34,7 +34,7 @@ def sharded_arg_extreme(largest: bool, dtype: Any, index_dtype: Any, size: int, 
         return lax.pmin(jnp.where(key == best, index, after_all), axes).astype(index_dtype)
 
     def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
-        rows = sizes[1] // np.dtype(index_dtype).itemsize
+        rows = 8 * sizes[1] // dtype_bits(np.dtype(index_dtype))
         wide = 8 if np.dtype(dtype).itemsize == 8 else 4
         return (ALL_REDUCE, rows * wide), (ALL_REDUCE, rows * np.dtype(position).itemsize)
 

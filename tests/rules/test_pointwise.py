@@ -42,6 +42,33 @@ LETS = {
     "truncated": ("convert_element_type", lambda x: x.astype("int32"), [(4,)], ""),
     "to float": ("convert_element_type", lambda x: x.astype("float32"), [("int32", 4)], "max: 0, min: 0"),
     "modular": ("convert_element_type", lambda x: x.astype("uint8"), [("int32", 4)], "and: 0, or: 0, prod: 0, sum: 0"),
+    "fp8 to float32": (
+        "convert_element_type",
+        lambda x: x.astype("float32"),
+        [("float8_e4m3fn", 4)],
+        "max: 0, min: 0, prod: 0, sum: 0",
+    ),
+    "too large a number has no cast": ("convert_element_type", lambda x: x.astype("float8_e4m3fn"), [(4,)], ""),
+    "too large a number is infinite": (
+        "convert_element_type",
+        lambda x: x.astype("float8_e5m2"),
+        [(4,)],
+        "max: 0, min: 0",
+    ),
+    "int4 to int32": (
+        "convert_element_type",
+        lambda x: x.astype("int32"),
+        [("int4", 4)],
+        "and: 0, max: 0, min: 0, or: 0",
+    ),
+    "int32 to int4": (
+        "convert_element_type",
+        lambda x: x.astype("int4"),
+        [("int32", 4)],
+        "and: 0, or: 0, prod: 0, sum: 0",
+    ),
+    "int4 to fp8": ("convert_element_type", lambda x: x.astype("float8_e4m3fn"), [("int4", 4)], "max: 0, min: 0"),
+    "int8 to fp4": ("convert_element_type", lambda x: x.astype("float4_e2m1fn"), [("int8", 4)], ""),
     "or": ("or", lax.bitwise_or, [("bool", 4), ("bool", 4)], "and: 0 1, or: 0 1 0+1"),
     "select": (
         "select_n",

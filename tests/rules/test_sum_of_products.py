@@ -50,13 +50,20 @@ def test_every_sharding_that_the_rule_allows_gives_the_same_numbers(
 def test_contracted_dimensions_are_sharded_together_as_far_as_their_sizes_divide() -> None:
     queries, keys = ("abcd", "ecd"), ("abcd", "ecd")  # 8 heads of queries, 2 of keys
     rule = sum_of_products(
-        array(2, 4, 8, 16), array(32, 8, 16), array(2, 4, 2, 16), array(32, 2, 16), products=(queries, keys), out="abe"
+        array(2, 4, 8, 16),
+        array(32, 8, 16),
+        array(2, 4, 2, 16),
+        array(32, 2, 16),
+        products=(queries, keys),
+        out="abe",
+        dtype="float32",
     )
     assert str(rule) == "ab(cd)e, f(cd)e, abce, fce -> abf {c: sum, d: whole, e: sum}"
 
 
 def test_what_one_product_does_not_contract_is_whole() -> None:
-    rule = sum_of_products(array(4, 6), array(8, 6), array(4), array(8), products=(("ac", "bc"), ("a", "b")), out="ab")
+    products = (("ac", "bc"), ("a", "b"))
+    rule = sum_of_products(array(4, 6), array(8, 6), array(4), array(8), products=products, out="ab", dtype="float32")
     assert rule.kind(rule.operands[0][1][0]) == "whole"
 
 

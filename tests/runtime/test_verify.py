@@ -177,3 +177,17 @@ def in_one_of_two_processes() -> Any:
 
 def test_in_a_program_of_two_processes() -> None:
     assert run("tests.runtime.test_verify:in_one_of_two_processes") == [[3, 3], [3, 3]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_the_last_digit_of_a_float_may_differ(dtype: str) -> None:
+    one = jnp.ones(3, dtype)
+    after = np.asarray(1 + float(jnp.finfo(dtype).eps)).astype(dtype)
+    assert compare_arrays("", one, one.at[0].set(after), 1e-4).equal
+    assert not compare_arrays("", one, one.at[0].set(-1), 1e-4).equal
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
+def test_integers_of_few_bits_are_identical(dtype: str) -> None:
+    assert compare_arrays("", jnp.ones(3, dtype), jnp.ones(3, dtype), 1.0).equal
+    assert not compare_arrays("", jnp.ones(3, dtype), jnp.ones(3, dtype).at[0].set(0), 1.0).equal
