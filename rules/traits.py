@@ -26,7 +26,7 @@ MOVE = Traits(moves_data=True)
 REDUCTION = Traits(reduces=True)
 SCATTER = Traits(in_place_operand=0, mispartitioned_by_xla=True, scatters=True)
 ITERATION = Traits(iterates_to_convergence=True)
-CONSTRAINT = replace(VIEW, constrains=True)
+PINNED = replace(VIEW, constrains=True)
 POSITIONS = Traits(position_dependent=True)
 UNCHECKED = Traits(unchecked_shapes=True)
 FOLDED = Traits(folds_scalars=True)
@@ -98,7 +98,7 @@ KNOWN: Mapping[str, Traits] = {
     "scatter-sub": Traits(mispartitioned_by_xla=True),  # its buffers have not been measured
     "schur": ITERATION,
     "select_and_gather_add": Traits(mispartitioned_by_xla=True),
-    "sharding_constraint": CONSTRAINT,
+    "sharding_constraint": PINNED,
     "slice": replace(MOVE, linear=((0,),)),
     "split": MOVE,
     "sqrt": FOLDED,
@@ -128,7 +128,7 @@ tridiagonal_solve with_memory_space_constraint xla_metadata_value xor zeta
 ROWS: Mapping[str, Traits] = {**dict.fromkeys((*NOTHING_KNOWN.split(), *KEPT_WHOLE), UNKNOWN), **KNOWN}
 TRAITS: Mapping[Primitive, Traits] = {
     **table(ROWS),
-    annotate_p: CONSTRAINT,
+    annotate_p: PINNED,
     attention_backward_p: UNKNOWN,
     attention_p: UNKNOWN,
     sum_of_products_p: Traits(sums_products=True),

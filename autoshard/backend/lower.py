@@ -78,7 +78,7 @@ class _Lowering:
     def jaxpr(self, jaxpr: jx.Jaxpr, outputs: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
         """``jaxpr`` constrained; ``outputs`` are the shardings to constrain each of its results to, in turn."""
         eqns: list[jx.JaxprEqn] = []
-        now: dict[jx.Var, jx.Var] = {}  # the constrained variable that replaces an original one from here on
+        now: dict[jx.Var, jx.Atom] = {}  # the constrained variable that replaces an original one from here on
 
         def constrain_result(var: jx.Var, like: jx.JaxprEqn, node: int | None = None) -> None:
             value = self.value_of.get(var, -1)
@@ -192,15 +192,15 @@ class _Lowering:
         )
 
     def _operand(
-        self, var: jx.Var, node: int | None, eqn: jx.JaxprEqn, now: Mapping[jx.Var, jx.Var], eqns: list[jx.JaxprEqn]
-    ) -> jx.Var:
+        self, var: jx.Var, node: int | None, eqn: jx.JaxprEqn, now: Mapping[jx.Var, jx.Atom], eqns: list[jx.JaxprEqn]
+    ) -> jx.Atom:
         current = now.get(var, var)
         shardings = self.operand_shardings.get((self.value_of[var], node), ()) if node is not None else ()
         return self._constrain_through(current, shardings, eqn, eqns)
 
     def _constrain_through(
-        self, var: jx.Var, shardings: Sequence[NamedSharding], like: jx.JaxprEqn | None, eqns: list[jx.JaxprEqn]
-    ) -> jx.Var:
+        self, var: jx.Atom, shardings: Sequence[NamedSharding], like: jx.JaxprEqn | None, eqns: list[jx.JaxprEqn]
+    ) -> jx.Atom:
         """``var`` constrained to each of ``shardings`` in turn."""
         for sharding in shardings:
             fresh = jx.Var(var.aval)
@@ -209,13 +209,13 @@ class _Lowering:
         return var
 
     def _user_constraint(
-        self, eqn: jx.JaxprEqn, operand: jx.Var | jx.Literal, now: dict[jx.Var, jx.Var], eqns: list[jx.JaxprEqn]
+        self, eqn: jx.JaxprEqn, operand: jx.Atom, now: dict[jx.Var, jx.Atom], eqns: list[jx.JaxprEqn]
     ) -> None:
         """Replaces a constraint that the user wrote in the step by the plan's, over the plan's mesh."""
         (result,) = eqn.outvars
         shardings = self.result_shardings.get(self.value_of[result], ())
         if isinstance(operand, jx.Literal) or not shardings:  # a scalar: nothing to constrain
-            now[result] = operand  # type: ignore[assignment]
+            now[result] = operand
             return
         eqns.append(
             jx.constrain_variable(

@@ -21,7 +21,7 @@ from autoshard.jaxpr.normalization import normalize
 from autoshard.jaxpr.value import Atom, aval
 
 
-def constrain_variable(var: Var, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
+def constrain_variable(var: Atom, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
     """The equation ``result = with_sharding_constraint(var, sharding)``, attributed to ``like``'s source."""
     template = _constraint(sharding, len(aval(var).shape), _config.trace_context())
     source = _source.new_source_info() if like is None else like.source_info

@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from autoshard.ir.rule import CollectiveBytes, Local
 from autoshard.machine.collective import ALL_GATHER
 
-COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "cumlogsumexp": jnp.logaddexp,
     "cummax": lax.max,
     "cummin": lax.min,
@@ -35,7 +35,7 @@ def sharded_cumulative(name: str, size: int, axis: int, reverse: bool) -> Local:
         first, previous = (parts - 1, me + 1) if reverse else (0, me - 1)
         offsets = run(totals, axis=axis, reverse=reverse)
         offset = lax.dynamic_slice_in_dim(offsets, jnp.clip(previous, 0, parts - 1), 1, axis)
-        return jnp.where(me == first, scanned, COMBINE[name](offset, scanned))
+        return jnp.where(me == first, scanned, OPERATORS[name](offset, scanned))
 
     def collectives(parts: int, sizes: Sequence[int]) -> CollectiveBytes:
         return ((ALL_GATHER, sizes[0] * parts * parts // size),)
