@@ -27,9 +27,11 @@ from jax.sharding import Sharding
 
 from autoshard.errors import CheckpointError
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """Bytes of a chunk, at most, where a shard's sizes have such divisors."""
 IN_FLIGHT_BYTES = 2 * max(2, os.cpu_count() or 2) * CHUNK_BYTES
+CODECS = ({"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"})
+"""How a chunk is encoded."""
 
 ArrayRegion = tuple[tuple[int, int], ...]
 """Of each dimension the first index, and the one after the last."""
@@ -149,10 +151,12 @@ def read(directory: epath.Path, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
             )
         blocks = {region: _aligned_empty([b - a for a, b in region], dtype) for region in _regions(goal)}
         chunk = source.chunk_layout.read_chunk.shape or ()  # None of a scalar
-        parts = [(part, region) for region in blocks for part in _by_chunk(region, chunk)]
-        # Those of one chunk one after another: it is decoded once.
-        parts.sort(key=lambda both: [start // size for (start, _), size in zip(both[0], chunk, strict=True)])
-        for part, region in parts:
+        parts = [(_chunk_of(part, chunk), part, region) for region in blocks for part in _by_chunk(region, chunk)]
+        if len({number for number, _, _ in parts}) < len(parts):
+            # A chunk that several regions share is decoded once: its parts follow one another.
+            parts.sort(key=lambda part: part[0])
+            source = window.result(ts.open(_kept_spec(directory, name), context=context, open=True), name, ())
+        for _, part, region in parts:
             piece = blocks[region][_index(part, region)]
             filled = ts.array(piece).write(source[_index(part)][ts.d[:].translate_to[0]])
             window.add(filled, piece.nbytes, name, part)
@@ -241,6 +245,11 @@ def _by_chunk(region: ArrayRegion, chunk: Sequence[int]) -> Iterator[ArrayRegion
     return itertools.product(*ranges)
 
 
+def _chunk_of(part: ArrayRegion, chunk: Sequence[int]) -> tuple[int, ...]:
+    """The number of the chunk that ``part`` is in, by dimension."""
+    return tuple(start // size for (start, _), size in zip(part, chunk, strict=True))
+
+
 def _regions(goal: ToRead) -> set[ArrayRegion]:
     """The regions that this process reads."""
     if goal.sharding is None:
@@ -272,7 +281,7 @@ def _aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _context() -> ts.Context:
-    return ts.Context({"cache_pool": {"total_bytes_limit": 4 * CHUNK_BYTES}, "file_io_concurrency": {"limit": 32}})
+    return ts.Context({"file_io_concurrency": {"limit": 32}})
 
 
 def _store_spec(directory: epath.Path, name: str | None = None) -> dict[str, Any]:
@@ -283,13 +292,19 @@ def _store_spec(directory: epath.Path, name: str | None = None) -> dict[str, Any
     return spec if name is None else {**spec, "path": f"{name}/"}
 
 
+def _kept_spec(directory: epath.Path, name: str) -> dict[str, Any]:
+    """To read an array some of whose chunks are kept in memory."""
+    kept = {"total_bytes_limit": 4 * CHUNK_BYTES}
+    return {"driver": "zarr3", "kvstore": _store_spec(directory, name), "cache_pool": kept}
+
+
 def _array_spec(directory: epath.Path, name: str, array: ToWrite) -> dict[str, Any]:
     chunk = chunk_shape(array.shard, array.dtype.itemsize)
     metadata = {
         "shape": list(array.shape),
         "data_type": stored_dtype(array.dtype).name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
-        "codecs": [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}],
+        "codecs": list(CODECS),
     }
     return {
         "driver": "zarr3",
