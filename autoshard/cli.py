@@ -38,22 +38,31 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training c
 def train_command(
     config: ConfigPath,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier run in the folder and start over.")] = False,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Connect to the other processes of the cluster that started this one.")
+    ] = False,
 ) -> None:
     """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint.
+
+    With --distributed, started once on each host by Slurm, Open MPI, Kubernetes or on a TPU slice, the processes train
+    together; the folder must be one that all share.
 
     The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, the second stops at once.
 
     Exit status: 0 the run is finished; 2 an error; 130 stopped by SIGINT; 143 stopped by SIGTERM.
     """
     recipe = TrainConfig.load(config)
+    if distributed:
+        connect()
+    finished = False
     with StopSignals() as stop:
         try:
             use_platform(recipe)
-            train(recipe, fresh=fresh, stop=stop)
+            finished = train(recipe, fresh=fresh, stop=stop) is not None
         except KeyboardInterrupt:
             if not stop.requested:
                 raise
-        if stop.requested:
+        if stop.requested or not finished:
             saved = checkpoint.latest(Path(recipe.checkpoint.dir) / "checkpoints")
             resumes = "stopped before the first checkpoint; the same command starts over"
             if saved is not None:
@@ -124,6 +133,18 @@ def mesh_command(
 def version_command() -> None:
     """Print the versions of autoshard and of JAX."""
     typer.echo(f"autoshard {__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}")
+
+
+def connect() -> None:
+    """Connects this process to the others of its cluster.
+
+    Raises:
+      ConfigError: JAX finds no cluster.
+    """
+    try:
+        jax.distributed.initialize()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"--distributed: JAX finds no cluster that started this process: {error}") from None
 
 
 def use_platform(config: TrainConfig, *, runs: bool = True) -> None:

@@ -4,8 +4,9 @@
 
 States of random float32 over a mesh of (4, 2) CPU devices. Times are of one process, in which each contender saves and
 restores in turn, ROUNDS times (default 7), so that all meet the same disturbances: the median of the ratios within a
-round, on the clock and of the processor (on a busy machine the second is the better witness). Memory is of a process for each contender and operation: the most that was resident beyond what was before, of a
-restore less the state itself. `unchecked` is autoshard without the chunks' checksums.
+round, on the clock and of the processor (on a busy machine the second is the better witness). Memory is of a process
+for each contender and operation: the most that was resident beyond what was before, of a restore less the state itself.
+`unchecked` is autoshard without the chunks' checksums.
 """
 
 from __future__ import annotations

@@ -2,13 +2,18 @@
 
 All randomness (initialization, order of the batches) depends on the seed and the step only. So a run that was killed
 and resumed takes the same steps with the same numbers as one that was not.
+
+Several processes (`jax.distributed`) run this together over one mesh: each makes every batch and copies its own rows to
+its devices; the first one prints, and writes the folder, which all must share for the checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
+import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding
 from rich.console import Console
 
 from autoshard import checkpoint
@@ -28,8 +34,9 @@ from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Steps, Tree, make_steps
+from autoshard.train.processes import from_first, in_any, is_first, same_in_all
 from autoshard.train.progress import ProgressLine
-from autoshard.train.report import HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
+from autoshard.train.report import Event, HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
 from autoshard.train.run_folder import RunFolder, write_json
 from autoshard.train.stop_signals import StopSignals
 
@@ -52,31 +59,33 @@ def train(
       CheckpointError: the folder is in use, or has files that are no run's, or checkpoints of another state.
       MeshError: a phase's mesh needs more devices than are available.
     """
-    console = console or Console(soft_wrap=True)
+    console = console or Console(soft_wrap=True, quiet=not is_first())
     folder = RunFolder(epath.Path(config.checkpoint.dir))
-    _check_devices(config, 0 if fresh else checkpoint.latest(folder.checkpoints) or 0)
-    with folder.locked():
+    _check_devices(config, 0 if fresh else from_first(lambda: checkpoint.latest(folder.checkpoints)) or 0)
+    with contextlib.ExitStack() as stack:
+        from_first(lambda: stack.enter_context(folder.locked()))
         if fresh:
-            deleted = folder.clear()
+            deleted = from_first(folder.clear)
             console.print(f"starting over: deleted {', '.join(deleted) or 'nothing'} in {folder.root}", markup=False)
         return _train(config, folder, console, stop or StopSignals())
 
 
 def _train(config: TrainConfig, folder: RunFolder, console: Console, stop: StopSignals) -> Report | None:
     """Trains in a folder that is locked."""
-    given, config = config, config.resuming(folder.settings() or {})
-    folder.claim(config.state_settings())
-    done = checkpoint.latest(folder.checkpoints) or 0
+    given, config = config, config.resuming(from_first(folder.settings) or {})
+    settings = config.state_settings()
+    from_first(lambda: folder.claim(settings))
+    done = from_first(lambda: checkpoint.latest(folder.checkpoints)) or 0
     if done > config.last_step:
         raise ConfigError(
             f"the run in {folder.root} is at step {done}, beyond this configuration's last step {config.last_step}; "
             "choose another checkpoint.dir, or start over with --fresh"
         )
-    if done == config.last_step and (report := folder.finished(done)):
+    if done == config.last_step and (report := from_first(lambda: folder.finished(done))):
         console.print(f"the run in {folder.root} is finished; --fresh starts it over", markup=False)
         console.print(str(report), markup=False, highlight=False)
         return report
-    if damaged := folder.drop_events_after(done):
+    if damaged := from_first(lambda: folder.drop_events_after(done)):
         console.print(
             f"{folder.log} has {damaged} damaged lines, which are dropped: the report lacks their events", markup=False
         )
@@ -106,6 +115,14 @@ class PlannedPhase:
     """`jax.ShapeDtypeStruct`s."""
     batch: Tree
     """`jax.ShapeDtypeStruct`s."""
+
+    def place(self, batch: Tree) -> Tree:
+        """``batch``, which every process has, on the mesh: a process copies to its devices the rows that they hold."""
+
+        def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(placed, batch, self.plan.in_shardings[1])
 
 
 def plan_phase(config: TrainConfig, phase: Phase) -> PlannedPhase:
@@ -140,6 +157,15 @@ class _RunContext:
     progress: ProgressLine
     stop: StopSignals
 
+    def log(self, event: Event) -> None:
+        """Adds ``event`` to the folder's log."""
+        if is_first():
+            self.folder.append([event])
+
+    def to_stop(self) -> bool:
+        """Whether a process was asked to stop."""
+        return in_any(self.stop.requested)
+
     def say(self, text: str) -> None:
         """Prints ``text`` without markup."""
         self.console.print(text, markup=False, highlight=False)
@@ -157,23 +183,28 @@ def _run_remaining(
             if phase.until > done:
                 last = _run_phase(run, index, done)
                 done = phase.until
-                if stop.requested:
+                if run.to_stop():
                     return None
         last = last or plan_phase(config, config.all_phases[-1])
         # From the checkpoint even if the run trained just now, so that a resumed run does the same.
         params = checkpoint.restore(folder.checkpoints, done, plan=last.plan).state["params"]
         held_out, scored = _final_loss(run, last, params)
+    report = from_first(lambda: _write_report(run, last, done, held_out, scored))
+    run.say(str(report))
+    return report
+
+
+def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: float, scored: int) -> Report:
     report = make_report(
-        folder.events(),
+        run.folder.events(),
         steps=done,
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(last.state["params"])),
         held_out=held_out,
         bigram_bits=data.bigram_bits_per_byte(run.corpus.train, run.corpus.heldout[: scored + 1]),
         scored=scored,
-        checkpoint=str(folder.checkpoints / str(done)),
+        checkpoint=str(run.folder.checkpoints / str(done)),
     )
-    write_json(folder.report, report.model_dump(mode="json"))
-    run.say(str(report))
+    write_json(run.folder.report, report.model_dump(mode="json"))
     return report
 
 
@@ -185,8 +216,9 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     planned = plan_phase(config, phase)
     run.say(f"phase {index + 1} of {len(config.all_phases)}: to step {phase.until} on mesh {planned.plan.mesh}")
     run.say(planned.plan.explain())
-    planned.plan.save(os.fspath(folder.plan(index)))
-    _log_phase(run, planned, done)
+    if is_first():
+        planned.plan.save(os.fspath(folder.plan(index)))
+        _log_phase(run, planned, done)
 
     batches = data.batches(run.corpus.train, batch=config.batch, seq=config.model.seq, seed=config.seed)
     if done:
@@ -210,9 +242,10 @@ def _take_steps(run: _RunContext, planned: PlannedPhase, state: Tree, batches: d
     config = run.config
     pending: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
     for number in numbers:
-        state, metrics = planned.step(state, next(batches))
+        state, metrics = planned.step(state, planned.place(next(batches)))
         pending.append((number, metrics))
-        stopping = run.stop.requested
+        # Processes compare at every so many steps: to compare they wait for one another.
+        stopping = (jax.process_count() == 1 or number % config.log_every == 0) and run.to_stop()
         saves = stopping or number == numbers[-1] or number % config.checkpoint.every == 0
         evaluates = number == numbers[-1] or (config.eval.every is not None and number % config.eval.every == 0)
         while len(pending) > (0 if saves or evaluates else 1):  # stays one step behind, so as not to wait for results
@@ -233,12 +266,12 @@ def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
     event = PhaseEvent(step=done, mesh=str(planned.plan.mesh), collectives=str(audit(compiled, planned.plan)))
     earlier = [e for e in run.folder.events() if isinstance(e, PhaseEvent)]
     if not earlier or earlier[-1].model_copy(update={"step": done}) != event:
-        run.folder.append([event])
+        run.log(event)
 
 
 def _log_step(run: _RunContext, number: int, metrics: Mapping[str, jax.Array]) -> None:
     values = {name: float(value) for name, value in metrics.items()}
-    run.folder.append([StepEvent.model_validate({"step": number, **values})])
+    run.log(StepEvent.model_validate({"step": number, **values}))
     run.progress.step(number, values["loss"])
 
 
@@ -247,7 +280,7 @@ def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: 
     config = run.config
     batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=0)
     loss = _mean_loss(planned, state["params"], itertools.islice(batches, config.eval.batches))
-    run.folder.append([HeldOutEvent(step=number, loss=loss)])
+    run.log(HeldOutEvent(step=number, loss=loss))
     run.say(f"step {number}: held-out loss {loss:.4f}, {loss / math.log(2):.3f} bits per byte")
     run.progress.restart()
 
@@ -262,9 +295,17 @@ def _final_loss(run: _RunContext, planned: PlannedPhase, params: Tree) -> tuple[
 
 
 def _mean_loss(planned: PlannedPhase, params: Tree, batches: Iterable[Tree]) -> float:
-    return float(np.mean([float(planned.evaluate(params, batch)["loss"]) for batch in batches]))
+    return float(np.mean([float(planned.evaluate(params, planned.place(batch))["loss"]) for batch in batches]))
 
 
 def _corpus(config: TrainConfig) -> data.Corpus:
+    """The text, which every process reads whole.
+
+    Raises:
+      ConfigError: processes read different text.
+    """
     source = config.data
-    return data.corpus(source.source, include=source.include, exclude=source.exclude, holdout=source.holdout)
+    found = data.corpus(source.source, include=source.include, exclude=source.exclude, holdout=source.holdout)
+    if not same_in_all(zlib.crc32(found.heldout, zlib.crc32(found.train))):
+        raise ConfigError(f"the text in {source.source} is not the same in all {jax.process_count()} processes")
+    return found

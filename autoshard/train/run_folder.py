@@ -25,7 +25,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jax
 from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
@@ -67,13 +66,13 @@ class RunFolder:
     def locked(self) -> Generator[None]:
         """Keeps the folder for this process, and creates it; the lock ends with the process, however that ends.
 
-        Of a program of several processes the first keeps it. A folder on a file system without locks is not locked.
+        A folder on a file system without locks is not locked.
 
         Raises:
           CheckpointError: another process has it; names the process.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() or "://" in os.fspath(self.root):
+        if "://" in os.fspath(self.root):
             yield
             return
         with Path(self.root / _LOCK).open("a+", errors="replace") as file:

@@ -45,8 +45,9 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that a signal ended, as shells give it: 130 for SIGINT, 143 for SIGTERM."""
-        return 128 + (self.signal or 0)
+        """The exit code of a process that a signal ended, as shells give it: 130 for SIGINT, 143 for SIGTERM, and for
+        one that another process received."""
+        return 128 + (self.signal or signal.SIGTERM)
 
     @contextlib.contextmanager
     def deferred(self) -> Generator[None]:

@@ -1,0 +1,134 @@
+"""A training run in two processes: equal to that in one, stopped and resumed, refused in both."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from autoshard import checkpoint, cli
+from autoshard.errors import AutoshardError
+from autoshard.train.config import TrainConfig
+from autoshard.train.loop import train
+from autoshard.train.processes import from_first, in_any, same_in_all
+from autoshard.train.stop_signals import StopSignals
+from tests.two_processes import run
+
+WORDS = b"the mesh has two processes and every axis of the mesh has a name ".split()
+
+
+def recipe(folder: Path, run: str, **entries: Any) -> dict[str, Any]:
+    """A run of six steps that changes its mesh after the third."""
+    meshes = ({"data": 2, "model": 2}, {"data": 4})
+    return {
+        "model": {"layers": 1, "d_model": 16, "heads": 2, "seq": 16},
+        "data": {"source": str(folder / "text"), "holdout": 4},
+        "optimizer": {"learning_rate": 1e-2},
+        "batch": 8,
+        "phases": [{"mesh": {"axes": a, "hardware": "cpu"}, "until": n} for n, a in zip((3, 6), meshes, strict=True)],
+        "eval": {"batches": 1, "final_batches": 2},
+        "checkpoint": {"dir": str(folder / run), "every": 4},
+        "log_every": 2,
+    } | entries
+
+
+def trained(config: dict[str, Any], stop: StopSignals | None = None) -> Any:
+    """The report as JSON, None if the run was stopped, or the error."""
+    try:
+        report = train(TrainConfig.model_validate(config), console=Console(quiet=True), stop=stop)
+    except AutoshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None if report is None else report.model_dump(mode="json")
+
+
+def raises() -> None:
+    raise AutoshardError("from the first")
+
+
+def program(folder: str) -> dict[str, Any]:
+    """Runs in each of two processes."""
+    root, me = Path(folder), jax.process_index()
+    stop = StopSignals()
+    stop.signal = signal.SIGTERM if me == 1 else None  # as if the second process alone had received it
+    found: dict[str, Any] = {"stopped": trained(recipe(root, "two"), stop)}
+    found["saved"] = checkpoint.latest(root / "two/checkpoints")
+    cli.app(["train", str(root / "config.yaml")], standalone_mode=False)  # resumes
+    found["again"] = trained(recipe(root, "two"))
+    found["refused"] = trained(recipe(root, "two", batch=4))
+    found["other text"] = trained(recipe(root, "text", data={"source": str(root / f"text{me or ''}"), "holdout": 4}))
+
+    found["first"] = from_first(lambda: {"process": me})
+    found["any"] = [in_any(False), in_any(me == 1)]
+    found["same"] = [same_in_all(7), same_in_all(me)]
+    try:
+        from_first(raises)
+    except AutoshardError as error:
+        found["raised"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text, and with a configuration."""
+    folder = tmp_path_factory.mktemp("run")
+    chosen = np.random.default_rng(0)
+    for name in ("text", "text1"):
+        (folder / name).mkdir()
+        for number in range(20):
+            (folder / name / f"{number}.txt").write_bytes(b" ".join(chosen.choice(WORDS, 200)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe(folder, "two")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> list[dict[str, Any]]:
+    """What `program` returned in each process."""
+    return run("tests.train.test_processes:program", str(root))
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path) -> dict[str, Any]:
+    """The report of the same run in this process."""
+    return trained(recipe(root, "one"))
+
+
+def losses(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["event"] == "step"]
+
+
+def test_two_processes_take_the_steps_of_one(root: Path, found: list[dict[str, Any]], alone: dict[str, Any]):
+    np.testing.assert_allclose(losses(root / "two"), losses(root / "one"), rtol=1e-5)
+    assert len(losses(root / "two")) == 6
+    for report in (one["again"] for one in found):
+        assert report["steps"] == alone["steps"] == 6
+        assert report["held_out_bits"] == pytest.approx(alone["held_out_bits"], rel=1e-5)
+        assert [p["mesh"] for p in report["phases"]] == [p["mesh"] for p in alone["phases"]]
+    state, other = (checkpoint.restore(root / name / "checkpoints").state for name in ("two", "one"))
+    for path, value in state.items():
+        np.testing.assert_allclose(value, other[path], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_one_process_is_asked_to_stop_is_stopped_in_both(found: list[dict[str, Any]]):
+    assert [one["stopped"] for one in found] == [None, None]
+    assert [one["saved"] for one in found] == [2, 2]
+
+
+def test_what_the_first_process_refuses_is_refused_in_both(found: list[dict[str, Any]]):
+    for one in found:
+        assert "batch is 4, and the run in" in one["refused"]
+        assert one["raised"] == "from the first"
+        assert one["first"] == {"process": 0}
+        assert one["any"] == [False, True]
+        assert one["same"] == [True, False]
+
+
+def test_other_text_in_one_process_is_refused_in_both(found: list[dict[str, Any]]):
+    assert all("is not the same in all 2 processes" in one["other text"] for one in found)
