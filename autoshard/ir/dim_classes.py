@@ -7,7 +7,9 @@ that). Classes are what users call "batch", "heads" or "vocab": a layout is chos
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,8 @@ from autoshard.jaxpr.paths import path_names
 
 _CONTAINED = frozenset({"kernel", "raw_value", "value"})
 """Keys that name what a layer or variable contains: a class is named after the key before them."""
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ class DimClass:
     weight: float
     """Bytes of all values with a member."""
     is_batch: bool = False
-    """Whether a member is the first dimension of an argument that is not carried from call to call."""
+    """Whether it is of the batch."""
+    starts: tuple[tuple[int, int], ...] = ()
+    """Of the batch: members where the class begins inside the step, as a part of the dimensions in ``inputs``."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.size})"
@@ -54,60 +60,96 @@ class ArgumentRoles:
 def argument_roles(graph: Graph) -> ArgumentRoles:
     """The role of each argument.
 
-    A parameter is a carried argument that a differentiated equation reads; where nothing is differentiated, every
-    carried argument is one.
+    A parameter is a carried argument that a differentiated equation reads, at any depth of loops and branches; where
+    nothing is differentiated, every carried argument is one.
     """
     carried = {i for i, _ in graph.program.carries}
-    phases = [{graph.nodes[n].phase for n in graph.uses[v]} for v in graph.inputs]
-    trained = any(FORWARD in p or BACKWARD in p for p in phases)
-    parameters = {i for i in carried if not trained or phases[i] & {FORWARD, BACKWARD}}
+    differentiated = {v for n in graph.nodes if n.phase in (FORWARD, BACKWARD) for v in n.operands}
+    tied: dict[int, list[int]] = defaultdict(
+        list
+    )  # by a value in a region: those that enter it, at first and by a loop
+    for n in graph.nodes:
+        if n.tie and n.trip_count:
+            tied[n.results[0]] += n.operands
+    todo = [*differentiated]
+    while todo:
+        new = set(tied[todo.pop()]) - differentiated
+        differentiated |= new
+        todo += new
+    parameters = {i for i in carried if not differentiated or graph.inputs[i] in differentiated}
     everything = range(len(graph.inputs))
     return ArgumentRoles(frozenset(parameters), frozenset(carried - parameters), frozenset(set(everything) - carried))
 
 
-def dim_classes(graph: Graph) -> tuple[DimClass, ...]:
-    """The dimension classes with a dimension of an argument, in order of falling weight."""
-    values = graph.values
-    ranks = np.array([len(v.shape) for v in values])
-    start = np.cumsum(ranks) - ranks
-    owner = np.repeat(np.arange(len(values)), ranks)
-    sizes = np.fromiter((n for v in values for n in v.shape), dtype=np.int64, count=len(owner))
-    label = _class_labels(graph, start, len(owner))
-    large = np.flatnonzero(sizes > 1)
-    order = large[np.argsort(label[large], kind="stable")]
-    weights = np.array([v.bytes for v in values], dtype=object)
-    args, batch = set(graph.inputs), {graph.inputs[i] for i in argument_roles(graph).batch}
-    is_argument = np.isin(owner, list(args))
-    found: list[DimClass] = []
-    for group in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
-        of_args = group[is_argument[group]]
-        inputs = tuple(zip(owner[of_args].tolist(), (of_args - start[owner[of_args]]).tolist(), strict=True))
-        if inputs:
-            size = int(np.gcd.reduce(sizes[group]))
-            weight = float(weights[np.unique(owner[group])].sum())
-            is_batch = any(v in batch and d == 0 for v, d in inputs)
-            name = "batch" if is_batch else _name(graph, inputs)
-            found.append(DimClass(name, size, inputs, len(group), weight, is_batch))
-    return _with_distinct_names(sorted(found, key=lambda c: (-c.weight, c.inputs)))
+class Dims(NamedTuple):
+    """All dimensions of a graph's values, numbered value by value."""
+
+    start: IntArray
+    """[values]: the number of each value's first dimension."""
+    owner: IntArray
+    """[dimensions]: the value."""
+    sizes: IntArray
+    """[dimensions]"""
+    label: IntArray
+    """[dimensions]: the number of the class."""
+
+    def pairs(self, numbers: IntArray) -> tuple[tuple[int, int], ...]:
+        """Dimensions as (value, dimension) pairs."""
+        owner = self.owner[numbers]
+        return tuple(zip(owner.tolist(), (numbers - self.start[owner]).tolist(), strict=True))
 
 
-def batch_dims(graph: Graph) -> frozenset[tuple[int, int]]:
-    """Every (value, dimension) in the class of the first dimension of a batch argument."""
+class BatchClass(NamedTuple):
+    """A class that belongs to the batch (`autoshard.search.batch`)."""
+
+    label: int
+    arguments: IntArray
+    """Dimensions of arguments that it is, or is a part of."""
+    starts: IntArray
+    """Its dimensions where it begins inside the step, as a part of those."""
+
+
+def label_dims(graph: Graph) -> Dims:
+    """The dimensions of ``graph`` with the class of each."""
     ranks = np.array([len(v.shape) for v in graph.values])
     start = np.cumsum(ranks) - ranks
     owner = np.repeat(np.arange(len(ranks)), ranks)
-    label = _class_labels(graph, start, len(owner))
-    firsts = [start[graph.inputs[i]] for i in argument_roles(graph).batch if graph.values[graph.inputs[i]].shape]
-    found = np.flatnonzero(np.isin(label, label[firsts]))
-    return frozenset((int(owner[k]), int(k - start[owner[k]])) for k in found)
+    sizes = np.fromiter((n for v in graph.values for n in v.shape), dtype=np.int64, count=len(owner))
+    return Dims(start, owner, sizes, _class_labels(graph, start, len(owner)))
 
 
-def _class_labels(graph: Graph, start: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
+def dim_classes(graph: Graph, dims: Dims, batch: Sequence[BatchClass] = ()) -> tuple[DimClass, ...]:
+    """The dimension classes with a dimension of an argument, in order of falling weight.
+
+    Args:
+      dims: those of ``graph``.
+      batch: the classes of the batch. A dimension of an argument that such a class is a part of counts as its member.
+    """
+    label, of_batch = dims.label.copy(), {c.label: c for c in batch}
+    for c in batch:
+        label[c.arguments] = c.label
+    large = np.flatnonzero(dims.sizes > 1)
+    order = large[np.argsort(label[large], kind="stable")]
+    weights = np.array([v.bytes for v in graph.values], dtype=object)
+    is_argument = np.isin(dims.owner, graph.inputs)
+    found: list[DimClass] = []
+    for group in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
+        inputs = dims.pairs(group[is_argument[group]])
+        if inputs:
+            size = int(np.gcd.reduce(dims.sizes[group]))
+            weight = float(weights[np.unique(dims.owner[group])].sum())
+            c = of_batch.get(int(label[group[0]]))
+            name, starts = (_name(graph, inputs), ()) if c is None else ("batch", dims.pairs(c.starts))
+            found.append(DimClass(name, size, inputs, len(group), weight, c is not None, starts))
+    return _with_distinct_names(sorted(found, key=lambda c: (-c.weight, c.inputs)))
+
+
+def _class_labels(graph: Graph, start: IntArray, total: int) -> IntArray:
     """Class number of each dimension of each value, flat; ``start``: position of each value's first dimension."""
     values_by_kind: dict[OpKind, list[tuple[int, ...]]] = defaultdict(list)
     for node in graph.nodes:
         values_by_kind[node.kind].append(node.values)
-    ends: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    ends: list[tuple[IntArray, IntArray]] = []
     for kind, found in values_by_kind.items():
         first, kinds = dict[str, tuple[int, int]](), dict(kind.rule.kinds)
         at = start[np.array(found)]

@@ -100,6 +100,14 @@ class DimSplit:
 
 
 @dataclass(frozen=True)
+class BatchDim:
+    """A dimension of an argument that belongs to the batch (`autoshard.search.batch`)."""
+
+    path: str
+    dim: int
+
+
+@dataclass(frozen=True)
 class Alternative:
     """A layout that was priced and not chosen."""
 

@@ -16,10 +16,11 @@ from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, replicated
 from autoshard.jaxpr import dtype_name
 from autoshard.plan.constraints import islands, sharding_constraints
-from autoshard.plan.decisions import Alternative, DimSplit, Place, PlaceReason
+from autoshard.plan.decisions import Alternative, BatchDim, DimSplit, Place, PlaceReason
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.solved_layouts import most_common
+from autoshard.search.strategies import preset_remarks
 from autoshard.transforms.pipeline import PassReport
 
 
@@ -65,10 +66,11 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         memory=best.memory,
         fingerprint=fingerprint(graph),
         dim_splits=dim_splits,
+        batch=tuple(_batch_dims(s)),
         storage_axes=best.choice.storage_axes,
         zero_stage=best.choice.zero_stage,
         alternatives=_alternatives(best, s),
-        diagnostics=(*graph.diagnostics, *_conflicts(graph, layout)),
+        diagnostics=(*graph.diagnostics, *_conflicts(graph, layout), *preset_remarks(s, request.strategy)),
         passes=request.passes,
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
@@ -120,6 +122,13 @@ def _reason(v: int, rank: int, graph: Graph, layout: Layout) -> tuple[PlaceReaso
         if reason in origins:
             return reason, sources
     return "propagated" if nodes else "replicated", sources
+
+
+def _batch_dims(s: Search) -> Iterator[BatchDim]:
+    """What of the arguments is the batch, in their order."""
+    paths = dict(zip(s.graph.inputs, (leaf.path for leaf in s.graph.program.inputs), strict=True))
+    found = {m for c in s.classes if c.is_batch for m in c.inputs}
+    return (BatchDim(path, d) for v, path in paths.items() for u, d in sorted(found) if u == v)
 
 
 def _split_axes(c: DimClass, layout: Layout, chosen: Axes) -> Axes:

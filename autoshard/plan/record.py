@@ -18,7 +18,7 @@ from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import Axes
 from autoshard.jaxpr import dtype_from_name
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.plan.decisions import Alternative, Constraint, DimSplit, Island, Place, Trial
+from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, Island, Place, Trial
 from autoshard.plan.treedef import treedef_to_json
 from autoshard.transforms.pipeline import PassReport
 from autoshard.units import size_text, time_text
@@ -46,6 +46,8 @@ class PlanRecord:
     """Equations that run in their local form."""
     dim_splits: tuple[DimSplit, ...] = ()
     """Dimension classes and the axes that split them, the largest class first."""
+    batch: tuple[BatchDim, ...] = ()
+    """The dimensions of arguments that presets take for the batch; empty where none qualifies."""
     storage_axes: Axes = ()
     """Axes that shard carried state in storage, beside those that shard it in use (ZeRO)."""
     zero_stage: int = 0

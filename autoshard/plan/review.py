@@ -69,10 +69,13 @@ def _heading(plan: PlanRecord) -> Section:
 def _dimensions(plan: PlanRecord) -> Section:
     if not plan.dim_splits:
         return Section("Dimensions", ("No argument has a dimension that could be split.",))
+    by_dim = {d: ", ".join(b.path for b in plan.batch if b.dim == d) for d in sorted({b.dim for b in plan.batch})}
+    batch = "; ".join(f"dimension {d} of {paths}" for d, paths in by_dim.items())
     sentences = (
         "Dimensions that are always split the same way form a class, whose size is their greatest common divisor.",
         "Axes are those that the search chose; the arguments' specs also show pins and how state is stored.",
         "A class is named batch, or after its largest argument and a dimension of that, counted from 0.",
+        f"Taken for the batch: {batch}." if batch else "No dimension of an argument qualifies as the batch.",
     )
     rows = [
         (d.name, str(d.size), "+".join(d.axes) or "none", str(d.size // plan.mesh.axes_size(d.axes)))

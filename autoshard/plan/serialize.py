@@ -150,7 +150,10 @@ def _check(plan: PlanRecord) -> None:
             dtype_from_name(place.dtype)
         except (TypeError, ValueError):
             raise PlanError(f"{place.path}: {place.dtype!r} is not a dtype") from None
-    paths = {place.path for place in plan.inputs}
+    paths = {place.path: len(place.shape) for place in plan.inputs}
+    for b in plan.batch:
+        if not 0 <= b.dim < paths.get(b.path, 0):
+            raise PlanError(f"batch: no argument {b.path} has a dimension {b.dim}")
     for place in plan.outputs:
         if place.replaces is not None and place.replaces not in paths:
             raise PlanError(f"{place.path} replaces {place.replaces}, which is not an argument")

@@ -67,7 +67,7 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         return not _memory_bound(plan)
 
     def fastest() -> tuple[Planned, tuple[Pass, ...]]:
-        return min(fitting, key=lambda f: f[0].plan.cost.seconds)
+        return min(fitting, key=lambda f: _preference(f[0].plan))
 
     if not try_passes(options.passes):
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
@@ -81,6 +81,14 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
     if options.memory_saving_passes:
         hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
     raise MemoryBudgetError(f"{errors[-1]}{hint}", errors[-1].least) from None
+
+
+def _preference(plan: PlanRecord) -> tuple[float, float]:
+    """Sort key, best first: a preset splits the batch into as many parts as it can, whatever passes make of it. Then
+    the least predicted time."""
+    specs = {p.path: p.spec for p in plan.inputs}
+    parts = [plan.mesh.axes_size(specs[b.path].dims[b.dim]) for b in plan.batch if plan.strategy != "auto"]
+    return -max(parts, default=1), plan.cost.seconds
 
 
 def relaxation_hint(traced: Program, options: Options, least: float) -> str:

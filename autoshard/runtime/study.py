@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import SpecError, nearest
-from autoshard.ir.dim_classes import dim_classes
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import with_pins
 from autoshard.plan.diff import signed_time
@@ -17,6 +16,7 @@ from autoshard.plan.planner import PlanRequest
 from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
 from autoshard.runtime.stages import plan_program
+from autoshard.search.batch import classes_with_batch
 from autoshard.search.solved_layouts import min_marginals
 
 
@@ -49,7 +49,7 @@ class Study:
         place, v = plan.inputs[paths.index(path)], self.graph.inputs[paths.index(path)]
         reason = place_reason(place)
         sentences = [f"{place.dtype}{list(place.shape)} has spec {place.spec}{': ' + reason if reason else ''}."]
-        for c in dim_classes(self.graph):
+        for c in classes_with_batch(self.graph):
             for u, d in c.inputs:
                 if u == v:
                     others = len({w for w, _ in c.inputs}) - 1

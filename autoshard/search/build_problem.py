@@ -243,7 +243,7 @@ class _LayoutProblemBuilder:
             if j is None:
                 batch = [d for d in range(len(shape)) if (v, d) in self.limits.batch_dims]
                 options = self.limits.allowed(self._split_options(shape, self._near_specs(v, nodes)), batch)
-                is_parameter = self.groups.phases[v] == PARAMETER
+                is_parameter = self._is_parameter(v)
                 j = self._add_variable(
                     key, self.limits.sharding_parameters(options, lambda s: s.axes) if is_parameter else options
                 )
@@ -255,6 +255,9 @@ class _LayoutProblemBuilder:
             seconds = self.spec_tables.reshard_matrix(src, dst, shape, bits)
             self.builder.add_pairwise(own.variable, copy.variable, count * seconds)
         return found
+
+    def _is_parameter(self, v: int) -> bool:
+        return self.groups.phases[v] == PARAMETER or v in self.limits.frozen
 
     def _near_specs(self, v: int, nodes: Sequence[int]) -> Iterator[Spec]:
         """The specs of a value in the near layouts, and those that ``nodes`` demand of it there."""
@@ -311,7 +314,7 @@ class _LayoutProblemBuilder:
         kept = [expressible_factors(kind, axes, self.mesh) for axes in found]
         options = list({tuple(sorted(axes.items())): axes for axes in kept}.values())
         for p in range(len(kind.rule.operands)) if self.limits.parameter_axes else ():
-            if self.groups.phases[values[p]] == PARAMETER:
+            if self._is_parameter(values[p]):
                 options = list(
                     self.limits.sharding_parameters(
                         options, lambda axes, p=p: self.node_costs.strategy(kind, axes).in_specs[p].axes

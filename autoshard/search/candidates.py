@@ -17,16 +17,18 @@ from typing import Any
 from autoshard.cost.compiler_options import CompilerOptions, should_disable_all_gather_fusion
 from autoshard.cost.cost import Cost, CostModel
 from autoshard.cost.memory import Memory, MemoryModel
-from autoshard.ir.dim_classes import ArgumentRoles, DimClass, argument_roles, dim_classes
+from autoshard.ir.dim_classes import ArgumentRoles, DimClass, argument_roles
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout, propagate
 from autoshard.ir.spec import Axes, Spec, replicated
+from autoshard.search.batch import classes_with_batch, frozen_arguments
 from autoshard.search.value_groups import ValueGroups
 
 BOUND_TOLERANCE = 2e-6
 """A predicted cost meets the bound if it exceeds it by at most this fraction."""
 MAX_CLASSES = 10
-"""Dimension classes that a choice decides, heaviest first; the dimensions of others are sharded by propagation only."""
+"""Dimension classes that a choice decides, heaviest first, beside those of the batch; the dimensions of others are
+sharded by propagation only."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ class Search:
     def __post_init__(self) -> None:
         self.cost_model = CostModel(self.graph)
         self.memory_model = MemoryModel(self.graph, self.cost_model)
-        self.classes = dim_classes(self.graph)[:MAX_CLASSES]
+        classes = classes_with_batch(self.graph)
+        self.classes = tuple(c for k, c in enumerate(classes) if k < MAX_CLASSES or c.is_batch)
+        self.frozen = frozen_arguments(self.graph, classes)
         self.axes = self.graph.program.mesh.nontrivial_axes
         self.roles: ArgumentRoles = argument_roles(self.graph)
 
@@ -132,22 +136,22 @@ class Search:
         values, mesh = self.graph.values, self.graph.program.mesh
         by_class: dict[int, Spec] = {}
         for c, axes in zip(self.classes, choice.class_axes, strict=True):
-            for v, d in c.inputs if axes else ():
+            for v, d in (*c.inputs, *c.starts) if axes else ():
                 spec = by_class.get(v, replicated(len(values[v].shape)))
                 if not set(axes) & set(spec.axes):
                     by_class[v] = spec.with_dim(d, axes)
         given = {self.graph.inputs[i]: spec for i, spec in choice.argument_specs}
         outs = dict(self.graph.program.carries)
         stored: dict[int, Spec] = {}
-        for i in sorted(self.roles.parameters | self.roles.optimizer):
-            v = self.graph.inputs[i]
+        for i in sorted(self.roles.parameters | self.roles.optimizer | self.frozen):
+            v, out = self.graph.inputs[i], self.graph.outputs[outs[i]] if i in outs else 0
             spec = by_class.get(v, replicated(len(values[v].shape)))
             covered = choice.zero_stage == 3 or i in self.roles.optimizer
             if choice.zero_stage and covered and v not in self.graph.pins:
                 spec = zero_sharded(spec, values[v].shape, choice.storage_axes, mesh.shape)
-                stored[v] = stored[self.graph.outputs[outs[i]]] = spec
+                stored[v] = stored[out] = spec
             elif choice.zero_stage and v not in given:
-                given[v] = given[self.graph.outputs[outs[i]]] = spec
+                given[v] = given[out] = spec
         given.pop(0, None)
         stored.pop(0, None)
         for i, o in self.graph.program.carries:

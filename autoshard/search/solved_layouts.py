@@ -42,8 +42,8 @@ def solve_layouts(s: Search, limits: StrategyLimits | None = None, storage_axes:
     """Solves the layout problem within ``limits``; yields a choice for each layout found, all priced.
 
     The first is found without a memory budget; each further one with one budget more, until one fits. If the budgets
-    cannot all be kept, the last is a layout of little memory. Carried state is stored sharded over ``storage_axes``
-    beyond how it is used.
+    cannot all be kept, the last is a layout of little memory. Carried state and frozen parameters are stored sharded
+    over ``storage_axes`` beyond how they are used.
     """
     number = itertools.count(1)
     if 0 < len(s.axes) <= MAX_AXES:
@@ -96,8 +96,9 @@ def _solve_on_mesh(
     def price(assignment: Sequence[int]) -> Candidate:
         specs = merged.expand_specs(layout_problem.value_specs(assignment))
         strategies = merged.expand_factor_axes(layout_problem.factor_axes(assignment))
-        for i, o in graph.program.carries if storage_axes else ():
-            v, out = graph.inputs[i], graph.outputs[o]
+        stored = [(graph.inputs[i], graph.outputs[o]) for i, o in graph.program.carries]
+        stored += [(graph.inputs[i], graph.inputs[i]) for i in s.frozen]
+        for v, out in stored if storage_axes else ():
             if v in specs and out:
                 specs[v] = specs[out] = zero_sharded(specs[v], graph.values[v].shape, storage_axes, mesh.shape)
         unconstrained = {v: specs[v] for v in graph.unconstrained_dims if v in specs}

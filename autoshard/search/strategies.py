@@ -2,21 +2,27 @@
 
 Data-parallel presets are one choice each. "tp" and "fsdp_tp" fix what the batch is sharded over and leave the rest to
 the layout problem, within `StrategyLimits`; on a mesh with more axes than that is solved for, to coordinate descent.
+What the batch is, `autoshard.search.batch` defines; arguments that are not carried and have none of it are parameters.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoshard.errors import SpecError
-from autoshard.ir.dim_classes import batch_dims
+from autoshard.ir.dim_classes import DimClass
+from autoshard.ir.graph import Diagnostic
 from autoshard.ir.spec import Axes
+from autoshard.search.batch import batch_dims
 from autoshard.search.candidates import Choice, Search
 from autoshard.search.solved_layouts import solve_layouts
 from autoshard.search.strategy_limits import StrategyLimits
 
 PRESETS = ("auto", "dp", "fsdp", "fsdp_tp", "replicated", "tp", "zero1", "zero2", "zero3")
+ZERO_STAGES = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+"""Presets that split the batch over all axes, and the stage at which they store state sharded."""
 DESCENT_ROUNDS = 4
 
 
@@ -30,16 +36,17 @@ def preset_choices(s: Search, strategy: str) -> Iterator[Choice]:
     replicated = Choice(((),) * len(s.classes))
     if strategy == "replicated" or not axes:
         yield replicated
-    elif strategy in ("dp", "zero1", "zero2", "zero3", "fsdp"):
-        stage = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}[strategy]
+    elif strategy in ZERO_STAGES:
+        stage = ZERO_STAGES[strategy]
         yield Choice(_batch_split(s, axes, strategy), axes if stage else (), stage)
     elif strategy == "fsdp_tp" and len(axes) == 1:
         yield from preset_choices(s, "fsdp")
     else:
-        batch_axes = axes[:1] if strategy == "fsdp_tp" else ()
+        batch_axes = _batch_axes(s, strategy)
         parameter_axes = axes[len(batch_axes) :]
         start = Choice(_batch_split(s, batch_axes, strategy), batch_axes, 3) if batch_axes else replicated
-        limits = StrategyLimits(batch_dims(s.graph), batch_axes, parameter_axes)
+        frozen = frozenset(s.graph.inputs[i] for i in s.frozen)
+        limits = StrategyLimits(batch_dims(s.graph), batch_axes, parameter_axes, frozen)
         found = list(solve_layouts(s, limits, batch_axes))
         yield from found
         if not found:
@@ -47,22 +54,67 @@ def preset_choices(s: Search, strategy: str) -> Iterator[Choice]:
             yield from _coordinate_descent(s, start, others, parameter_axes)
 
 
-def _batch_split(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
-    """Class axes with every batch class over ``axes``, all else replicated."""
-    class_axes: list[Axes] = [() for _ in s.classes]
-    parts = s.graph.program.mesh.axes_size(axes)
-    for i in s.batch_classes:
+def preset_remarks(s: Search, strategy: str) -> Iterator[Diagnostic]:
+    """What a preset other than "auto" could not do as its name says, for the user of the plan."""
+    axes = _batch_axes(s, strategy)
+    stage = ZERO_STAGES.get(strategy, 0)
+    if axes and not s.batch_classes:
+        yield Diagnostic(
+            f"strategy {strategy!r}: no dimension of an argument qualifies as the batch, so no work is split over "
+            f"{'+'.join(axes)}; it must be one along which most of the forward computation is parallel"
+        )
+    for i in s.batch_classes if axes else ():
         c = s.classes[i]
-        if c.size % parts:
-            v, d = c.inputs[0]
-            value = s.graph.values[v]
-            raise SpecError(
-                f"strategy {strategy!r} splits the batch over {'+'.join(axes)} in {parts} parts, but dimension {d} of "
-                f"{value.name} has size {value.shape[d]} (greatest common divisor with the dimensions tied to it: "
-                f"{c.size}); pad the batch to {-(-value.shape[d] // parts) * parts}, or use strategy 'auto'"
+        taken = _dividing(c.size, axes, s)
+        if taken != axes:
+            over = f"over {'+'.join(taken)} only" if taken else "over no axis"
+            yield Diagnostic(
+                f"strategy {strategy!r}: {_dimension(s, c)} is split {over}, since {c.size} does not divide into "
+                f"{s.graph.program.mesh.axes_size(axes)} parts over {'+'.join(axes)}"
             )
-        class_axes[i] = axes
+    if s.axes and stage in (1, 2) and not s.roles.optimizer:
+        yield Diagnostic(f"strategy {strategy!r}: the step carries no optimizer state, so nothing is stored sharded")
+
+
+def _batch_axes(s: Search, strategy: str) -> Axes:
+    """The axes over which a preset splits the batch."""
+    if strategy == "fsdp_tp":
+        return s.axes[:1]
+    return s.axes if strategy in ZERO_STAGES else ()
+
+
+def _batch_split(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
+    """Class axes with every class of the batch over ``axes``, or over as many parts as some of them divide it into, and
+    all else replicated.
+
+    Raises:
+      SpecError: no axis divides any class of the batch.
+    """
+    class_axes: list[Axes] = [() for _ in s.classes]
+    for i in s.batch_classes:
+        class_axes[i] = _dividing(s.classes[i].size, axes, s)
+    if s.batch_classes and not any(class_axes):
+        c, parts = s.classes[s.batch_classes[0]], s.graph.program.mesh.axes_size(axes)
+        v, d = c.inputs[0]
+        size = s.graph.values[v].shape[d]
+        raise SpecError(
+            f"strategy {strategy!r} splits the batch over {'+'.join(axes)} in {parts} parts, but {_dimension(s, c)} "
+            f"has size {size} (greatest common divisor with the dimensions tied to it: {c.size}); "
+            f"pad the batch to {-(-size // parts) * parts}, or use strategy 'auto'"
+        )
     return tuple(class_axes)
+
+
+def _dividing(size: int, axes: Axes, s: Search) -> Axes:
+    """Those of ``axes`` that together divide ``size`` into the most parts; the first of equals, the fewest."""
+    mesh = s.graph.program.mesh
+    subsets = (a for n in range(len(axes) + 1) for a in itertools.combinations(axes, n))
+    return max((a for a in subsets if size % mesh.axes_size(a) == 0), key=mesh.axes_size)
+
+
+def _dimension(s: Search, c: DimClass) -> str:
+    v, d = c.inputs[0]
+    return f"dimension {d} of {s.graph.values[v].name}"
 
 
 def _coordinate_descent(s: Search, start: Choice, classes: Iterable[int], axes: Axes) -> Iterator[Choice]:

@@ -19,6 +19,9 @@ class StrategyLimits:
     parameter_axes: Axes = ()
     """Axes that shard no batch dimension, and every parameter that they divide, wherever it is used."""
 
+    frozen: frozenset[int] = frozenset()
+    """Arguments that are parameters too, as value numbers, though they are not carried."""
+
     def allowed(self, options: Iterable[Spec], batch: Collection[int]) -> list[Spec]:
         """Those of ``options`` that are allowed where the dimensions ``batch`` belong to the batch. If none shards it
         over all batch axes, those that shard it over fewer are."""

@@ -194,6 +194,12 @@ WRONG = {
     "diagnostic as text": (put, ["diagnostics"], ["train.py:3: sort is kept whole"], "diagnostics.0"),
     "diagnostic without its source": (put, ["diagnostics"], [{"text": "sort is kept whole"}], "diagnostics.*source"),
     "replaces no argument": (put, ["outputs", 0, "replaces"], "states", "replaces states, which is not an argument"),
+    "batch of no argument": (
+        put,
+        ["batch"],
+        [{"path": "states", "dim": 0}],
+        "batch: no argument states has a dimension 0",
+    ),
 }
 
 

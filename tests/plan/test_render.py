@@ -21,7 +21,7 @@ from autoshard.ir.graph import Diagnostic
 from autoshard.ir.spec import Spec, replicated
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.plan.decisions import Alternative, Constraint, DimSplit, Place
+from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, Place
 from autoshard.plan.document import short_source
 from autoshard.plan.grouping import MatchingSubtree, bytes_per_device, group_arrays, report_rows
 from autoshard.plan.render import WIDTH, as_html, explain
@@ -86,6 +86,7 @@ def plan_by_hand():
             DimSplit("embed.1", 64, ("model",)),
             DimSplit("embed.0", 256, ()),
         ),
+        batch=(BatchDim("tokens", 0),),
         storage_axes=("data",),
         zero_stage=2,
         alternatives=(
@@ -110,6 +111,7 @@ Dimensions
   Dimensions that are always split the same way form a class, whose size is their greatest common divisor.
   Axes are those that the search chose; the arguments' specs also show pins and how state is stored.
   A class is named batch, or after its largest argument and a dimension of that, counted from 0.
+  Taken for the batch: dimension 0 of tokens.
   class    size  axes   per device
   batch      32  data            8
   embed.1    64  model          32
@@ -271,7 +273,7 @@ def test_an_unknown_operation_is_named():
     def step(x):
         return jax.pure_callback(lambda a: a, X, x) * 2
 
-    plan = autoshard.jit(step, mesh={"data": 8}, strategy="dp").plan(X)
+    plan = autoshard.jit(step, mesh={"data": 8}, strategy="replicated").plan(X)
     assert plan.diagnostics
     assert all(flat(f"- {short_source(d.source)}: {d.text}") in flat(plan.explain()) for d in plan.diagnostics)
     assert "pure_callback is kept whole" in plan.explain()
