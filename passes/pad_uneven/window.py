@@ -120,15 +120,17 @@ def fill_outside(x: Any, dim: int, start: int, stop: int, fill: Any) -> Any:
 def neutral_element(kind: str, dtype: Any) -> Any:
     """What changes nothing in a reduction of this kind; None where the dtype has no such number."""
     if kind in ("sum", "or"):
-        return np.zeros((), dtype)
+        return np.zeros((), dtype) if jx.represents(dtype, np.dtype(bool)) else None  # powers of two have no zero
     if kind == "prod":
         return np.ones((), dtype)
     if kind == "and":
         return np.asarray(True) if dtype == np.bool_ else np.asarray(-1).astype(dtype)
     if jax.dtypes.issubdtype(dtype, np.integer):
         return np.asarray(jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max, dtype)
-    if jax.dtypes.issubdtype(dtype, np.floating) and math.isinf(float(jnp.asarray(np.inf, dtype))):
-        return jnp.asarray(-np.inf if kind == "max" else np.inf, dtype)
+    if jax.dtypes.issubdtype(dtype, np.floating):
+        infinite = jnp.asarray(-np.inf if kind == "max" else np.inf, dtype)
+        least = jnp.finfo(dtype).min if kind == "max" else jnp.finfo(dtype).max
+        return infinite if math.isinf(float(infinite)) else np.asarray(least, dtype)
     return None
 
 

@@ -15,6 +15,24 @@ ragged = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 CASES = {
     "matmul": ("dot_general", jnp.matmul, [(8, 4), (4, 6)], "ab, bc -> ac {b: sum}"),
     "batch": ("dot_general", jnp.matmul, [(2, 8, 4), (2, 4, 6)], "abc, acd -> abd {c: sum}"),
+    "8-bit floats": (
+        "dot_general",
+        jnp.matmul,
+        [("float8_e4m3fn", 8, 4), ("float8_e4m3fn", 4, 6)],
+        "ab, bc -> ac {b: whole}",
+    ),
+    "8-bit floats summed in 32": (
+        "dot_general",
+        lambda x, y: jnp.matmul(x, y, preferred_element_type="float32"),
+        [("float8_e4m3fn", 8, 4), ("float8_e5m2", 4, 6)],
+        "ab, bc -> ac {b: sum}",
+    ),
+    "truncated": (
+        "dot_general",
+        lambda x, y: jnp.matmul(x, y, preferred_element_type="int32"),
+        [(8, 4), (4, 6)],
+        "ab, bc -> ac {b: whole}",
+    ),
     "einsum": (
         "dot_general",
         partial(jnp.einsum, "bshk,bthk->bhst"),

@@ -11,6 +11,18 @@ SET = ("int32", 8, 16)
 CASES = {
     "embedding": ("gather", lambda x, i: x[i], [(64, 32), SET], "ab, cd. -> cdb {a: sum}"),
     "embedding of booleans": ("gather", lambda x, i: x[i], [("bool", 64, 32), SET], "ab, cd. -> cdb {a: or}"),
+    "embedding of powers of two": (
+        "gather",
+        lambda x, i: x[i],
+        [("float8_e8m0fnu", 64, 32), SET],
+        "ab, cd. -> cdb {a: whole}",
+    ),
+    "embedding of 8-bit floats": (
+        "gather",
+        lambda x, i: x[i],
+        [("float8_e5m2", 64, 32), SET],
+        "ab, cd. -> cdb {a: sum}",
+    ),
     "take_along_axis": ("gather", lambda x, i: jnp.take_along_axis(x, i, 1), [(8, 64), SET], "ab, ac. -> ac {b: sum}"),
     "two coordinates": (
         "gather",

@@ -56,7 +56,7 @@ def test_padding_with_another_value_is_no_window() -> None:
     assert pad_window(slice_window(first, [1], [4]), [(1, 0)], two) is not None
 
 
-@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "int8", "uint16"])
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "int8", "uint16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("kind", ["sum", "prod", "max", "min"])
 def test_what_changes_no_reduction(kind: str, dtype: str) -> None:
     reduce = getattr(jnp, kind)
