@@ -1,4 +1,6 @@
-"""What differs between two plans of one step: specs, and what that costs at which source line."""
+"""What differs between two plans of one step: specs, and what that costs at which source line. Of two steps: the specs
+of the arguments that both take.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from autoshard.plan.decisions import Place
 from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.grouping import group_arrays
 from autoshard.plan.record import PlanRecord
+from autoshard.plan.shared_arguments import shared_arguments
 from autoshard.units import size_text, time_text
 
 MAX_ROWS = 24
@@ -18,11 +21,17 @@ MAX_ROWS = 24
 
 
 def compare_plans(plan: PlanRecord, other: PlanRecord) -> Iterator[Section]:
-    """What changes from ``plan`` to ``other``; the first section is the heading.
+    """What changes from ``plan`` to ``other``; the first section is the heading. Of plans of two steps, how what both
+    take differs.
 
     Raises:
-      PlanError: they are of different steps; names the first argument that differs.
+      PlanError: they are of different steps that share no argument; names the first that differs.
     """
+    arrays = [[(p.path, p.shape, p.dtype) for p in each.inputs] for each in (plan, other)]
+    shared = shared_arguments(arrays[0], other.inputs)
+    if arrays[0] != arrays[1] and shared:
+        yield _disagreement(plan, other, shared)
+        return
     _check(plan, other)
     yield _heading(plan, other)
     yield _arguments(plan, other)
@@ -43,6 +52,31 @@ def _check(plan: PlanRecord, other: PlanRecord) -> None:
             f"the plans are of different steps: one has {len(plan.inputs)} argument arrays, the other "
             f"{len(other.inputs)}"
         )
+
+
+def _disagreement(plan: PlanRecord, other: PlanRecord, shared: Mapping[int, Place]) -> Section:
+    """Which of the ``shared`` arguments, places of ``other``, have another spec than in ``plan``, of another step."""
+    title = f"What {plan.name} and {other.name} both take"
+    ours = {i: plan.inputs[i] for i in shared}
+    differ = [i for i, p in ours.items() if p.where != shared[i].where or plan.mesh != other.mesh]
+    if not differ:
+        return Section(
+            title, (f"{plural(len(shared), 'array')}, with the same specs: nothing moves between the steps.",)
+        )
+    sentence = (
+        f"{len(differ)} of {plural(len(shared), 'array')} {'has' if len(differ) == 1 else 'have'} other specs, and "
+        "move at every change of step; plan one like= the other."
+    )
+    by_spec: dict[str, list[Place]] = {}
+    for i in differ:
+        by_spec.setdefault(shared[i].where, []).append(ours[i])
+    rows = [
+        (group.path, str(len(group.places)), group.first.where, spec)
+        for spec, places in by_spec.items()
+        for group in group_arrays(places)
+    ]
+    over = [f"{p.name} on {p.mesh}" if plan.mesh != other.mesh else p.name for p in (plan, other)]
+    return Section(title, (sentence,), _table(("array", "arrays", *over), rows, {1}))
 
 
 def _heading(plan: PlanRecord, other: PlanRecord) -> Section:

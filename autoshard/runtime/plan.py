@@ -174,10 +174,11 @@ class Plan(PlanRecord):
         return render.explain(self)
 
     def diff(self, other: Plan) -> str:
-        """What changes from this plan to ``other`` of the same step: specs, and the cost by source line.
+        """What changes from this plan to ``other`` of the same step: specs, and the cost by source line. Of another
+        step, such as evaluation beside training: which arguments that both take have other specs, and so move.
 
         Raises:
-          PlanError: they are of different steps.
+          PlanError: they are of different steps that share no argument.
         """
         return render.as_text(compare_plans(self, other))
 

@@ -13,9 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import ArgumentError, MeshError, PlanError
-from autoshard.ir.spec import replicated
-from autoshard.plan.decisions import Place
-from autoshard.runtime.shared_layout import shared_arguments
 
 MESH = {"data": 4, "model": 2}
 
@@ -80,6 +77,33 @@ def test_without_it_the_parameters_of_this_example_would_move():
     assert free.in_specs[0] != step.plan(state, batch).in_specs[0].params
 
 
+def decode(params: Any, cache: Any, token: Any) -> Any:
+    """A step of a decoder with one layer: the next token of each sequence, and its keys so far."""
+    keys, at = cache
+    x = params["w1"][token[:, 0]]
+    keys = jax.lax.dynamic_update_slice_in_dim(keys, x[:, None], at, axis=1)
+    weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x, keys))
+    logits = jnp.einsum("bs,bsd->bd", weights, keys) @ params["w1"].T
+    return (keys, at + 1), jnp.argmax(logits, axis=-1, keepdims=True).astype(token.dtype)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_a_decode_loop_moves_nothing(strategy):
+    state, batch = values(64)
+    step = autoshard.jit(train, mesh=MESH, strategy=strategy, donate_argnums=0)
+    params = step.plan(state, batch).put(state).params
+    one = autoshard.jit(decode, like=step, donate_argnames=("cache", "token"))
+    token, cache = np.arange(8, dtype=np.int32)[:, None], (np.zeros((8, 4, 128), np.float32), np.int32(0))
+    expected = jax.device_put((cache, token))
+    plan = one.plan(params, cache, token)
+    assert {p.path: p.spec for p in plan.inputs}["token"] == plan.outputs[-1].spec
+    for _ in range(4):  # a move would be a warning, and warnings are errors here
+        cache, token = one(params, cache, token)
+        expected = jax.jit(decode)(state.params, *expected)
+        np.testing.assert_array_equal(token, expected[1])
+        np.testing.assert_allclose(cache[0], expected[0][0], rtol=1e-5)
+
+
 def test_a_plan_says_what_is_shared_and_keeps_it(tmp_path):
     state, batch = values(64)
     trained = autoshard.jit(train, mesh=MESH, strategy="fsdp", donate_argnums=0).plan(state, batch)
@@ -105,6 +129,21 @@ def test_pins_of_the_user_come_first_and_the_plan_says_that_the_steps_disagree()
     assert "params['w1'] is [_, model] here and" in text
     other = autoshard.jit(lambda z: z + 1, like=trained).plan(np.ones(8, np.float32))
     assert any("no argument has the path, shape and dtype of one of train" in d.text for d in other.diagnostics)
+
+
+def test_the_difference_of_two_steps_is_what_moves_between_them():
+    state, batch = values(64)
+    trained = autoshard.jit(train, mesh=MESH, strategy="fsdp", donate_argnums=0).plan(state, batch)
+    split = autoshard.jit(evaluate, mesh=MESH, in_shardings=(P(None, "model"), None)).plan(state.params, batch)
+    text = split.diff(trained)
+    assert "What evaluate and train both take" in text
+    assert "have other specs, and move at every change of step; plan one like= the other." in text
+    assert "params['w1']" in text
+    assert "[_, model]" in text
+    same = autoshard.jit(evaluate, like=trained).plan(state.params, batch)
+    assert "4 arrays, with the same specs: nothing moves between the steps." in same.diff(trained)
+    elsewhere = autoshard.jit(evaluate, mesh={"data": 8}, strategy="replicated").plan(state.params, batch)
+    assert "4 of 4 arrays have other specs" in elsewhere.diff(trained)
 
 
 def test_modules_of_nnx():
@@ -148,42 +187,3 @@ def test_what_cannot_be_is_an_error():
         autoshard.jit(evaluate, strategy=plan, like=plan)
     with pytest.raises(ArgumentError, match="takes a plan or a decorated step, not str"):
         autoshard.jit(evaluate, like="train")
-
-
-def places(**shapes: tuple[int, ...]) -> list[Place]:
-    return [Place(path, shape, "float32", replicated(len(shape))) for path, shape in shapes.items()]
-
-
-TRAIN = places(
-    **{
-        "state['opt'].mu['w']": (4, 4),
-        "state['params']['w']": (4, 4),
-        "state['params']['b']": (4,),
-        "ema['w']": (4, 4),
-        "ema['b']": (4,),
-        "layers[0]": (4, 4),
-        "layers[1]": (4, 4),
-        "x": (4, 4),
-        "rows[0]": (4, 4),
-    }
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"params['w']": (4, 4), "params['b']": (4,)}, ["state['params']['w']", "state['params']['b']"]),
-        ({"ema['w']": (4, 4), "ema['b']": (4,)}, ["ema['w']", "ema['b']"]),
-        ({"variables['params']['w']": (4, 4)}, ["state['params']['w']"]),
-        ({"p['w']": (4, 4), "p['b']": (4,)}, ["ema['w']", "ema['b']"]),
-        ({"p['w']": (4, 8), "p['b']": (4,)}, [None, "ema['b']"]),
-        ({"weights[0]": (4, 4), "weights[1]": (4, 4)}, ["layers[0]", "layers[1]"]),
-        ({"weights[0]": (4, 4)}, [None]),
-        ({"x": (4, 4), "y": (4, 4)}, ["x", None]),
-        ({"x": (2, 4)}, [None]),
-        ({"mu['w']": (4, 4)}, ["state['opt'].mu['w']"]),
-    ],
-)
-def test_arguments_are_found_by_the_names_of_their_keys(arguments, expected):
-    found = shared_arguments([(path, shape, "float32") for path, shape in arguments.items()], TRAIN)
-    assert [found[i].path if i in found else None for i in range(len(arguments))] == expected
