@@ -198,6 +198,16 @@ class Executable[P: PlanRecord]:
         check_agreement(self.plan.jax_mesh, text, f"the plan of {self.program.name}")
         return True
 
+    def _is_result(self, i: int, leaf: jax.Array) -> bool:
+        """Whether the flat argument ``i``, which is not donated, may be a result of the step's last call: one has its
+        shape, dtype and placement."""
+        place = self.plan.inputs[i]
+        results = zip(self.plan.outputs, self.plan.flat_out_shardings, strict=True)
+        return not place.donated and any(
+            (p.shape, p.dtype) == (place.shape, place.dtype) and s.is_equivalent_to(leaf.sharding, leaf.ndim)
+            for p, s in results
+        )
+
     def move_misplaced(self, leaves: Sequence[Any], warned: set[str]) -> list[Any]:
         """``leaves``, those committed to another sharding than planned moved. One warning names all that are moved for
         the first time.
@@ -218,9 +228,9 @@ class Executable[P: PlanRecord]:
                 path = self.program.inputs[i].path
                 if path not in warned:
                     warned.add(path)
-                    moved.append(
-                        f"{path} is on {_placement_text(leaf.sharding)}, the plan has {want.spec}{_memory_text(want)}"
-                    )
+                    where = f"{_placement_text(leaf.sharding)}, the plan has {want.spec}{_memory_text(want)}"
+                    remedy = " (as a result is placed: donated, it keeps its spec)" if self._is_result(i, leaf) else ""
+                    moved.append(f"{path} is on {where}{remedy}")
                 placed[i] = jax.device_put(leaf, want)
         if moved:
             rest = [f"{len(moved) - _NAMED} more"] if len(moved) > _NAMED else []

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import ArgumentError, MeshError, PlanError
+from autoshard.errors import ArgumentError, MeshError, PlacementWarning, PlanError
 
 MESH = {"data": 4, "model": 2}
 
@@ -102,6 +102,17 @@ def test_a_decode_loop_moves_nothing(strategy):
         expected = jax.jit(decode)(state.params, *expected)
         np.testing.assert_array_equal(token, expected[1])
         np.testing.assert_allclose(cache[0], expected[0][0], rtol=1e-5)
+
+
+def test_a_warning_says_that_a_token_which_is_fed_back_should_be_donated():
+    state, batch = values(64)
+    step = autoshard.jit(train, mesh=MESH, strategy="fsdp", donate_argnums=0)
+    params = step.plan(state, batch).put(state).params
+    one = autoshard.jit(decode, like=step, donate_argnames="cache")
+    token, cache = np.arange(8, dtype=np.int32)[:, None], (np.zeros((8, 4, 128), np.float32), np.int32(0))
+    cache, token = one(params, cache, token)
+    with pytest.warns(PlacementWarning, match=r"token is on .* \(as a result is placed: donated, it keeps its spec\)"):
+        one(params, cache, token)
 
 
 def test_a_plan_says_what_is_shared_and_keeps_it(tmp_path):
