@@ -136,7 +136,7 @@ def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Mo
         raise ConfigError(f"{file}:{line}: {cut(str(error.problem))}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{file}:{line}: the character {error.character:#x} does not stand in YAML") from None
+        raise ConfigError(f"{file}:{line}: the character {error.character:#x} is not allowed in YAML") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}:1: expected keys and values, found {type(values).__name__}")
     try:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.kills [--trials 100] [--seed 0]
 
-A trial is a run of a tiny model whose mesh changes half-way. Its process is killed with SIGKILL at a moment drawn from
-the time that an undisturbed run takes, from its start to its end; the run is resumed, killed again with a chance of one
-in five, and in the end finishes. Its last state, its log of steps and its report then have to be those of the
+A trial is a run of a tiny model whose mesh changes half-way. Its process is killed with SIGKILL: one in two at a moment
+drawn from the time that an undisturbed run takes, most of which is planning; the others shortly after a step that is
+drawn, where steps are taken and saved. The run is resumed, killed again with a chance of one in five, and in the end
+finishes. Its last state, its log of steps and its report then have to be those of the
 undisturbed run, bit for bit. Each process is forked from one that has imported the program and started no backend. The
 table, written anew after each trial, is `benchmarks/results/kills.md`.
 """
@@ -145,6 +146,18 @@ def _resumes_from(step: int) -> str:
     return "on the first mesh" if step < STEPS[0] else "on the second mesh" if step > STEPS[0] else "on another mesh"
 
 
+def wait_for_moment(folder: Path, before: int, seconds: float, draw: random.Random) -> None:
+    """Waits until the process that resumed from step ``before`` is to be killed."""
+    until = time.monotonic() + seconds
+    if draw.random() < 1 / 2 or before == STEPS[-1]:
+        time.sleep(draw.uniform(0, seconds * (1 - before / STEPS[-1])))
+        return
+    step = draw.randint(before + 1, STEPS[-1])
+    while not (steps_taken(folder) >= step) and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.1))
+
+
 def trial(number: int, base: Path, seconds: float, whole: Any, draw: random.Random, tally: Tally) -> None:
     """One run with one kill or more, compared with the undisturbed run ``whole``."""
     folder = base / f"trial-{number}"
@@ -156,8 +169,7 @@ def trial(number: int, base: Path, seconds: float, whole: Any, draw: random.Rand
         before = newest(folder)
         child = forked(lambda: train(folder), folder / "output.txt")
         if kills == 0 or draw.random() < 1 / 5:
-            left = seconds * (1 - before / STEPS[-1])
-            time.sleep(draw.uniform(0, left))
+            wait_for_moment(folder, before, seconds, draw)
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code == -signal.SIGKILL:

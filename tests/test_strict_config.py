@@ -23,7 +23,7 @@ class _Config(Config):
     ("content", "message"),
     [
         (b"number: 1\ntext: \xff", "cannot read .*config.yaml: byte 16 is not UTF-8"),
-        (b"\nnumber: \x07", "config.yaml:2: the character 0x7 does not stand in YAML"),
+        (b"\nnumber: \x07", "config.yaml:2: the character 0x7 is not allowed in YAML"),
         (b"x" * (MAX_BYTES + 1), "more than 262,144 bytes"),
         (b"number: 1\nwhole: " + b"9" * 5000, "config.yaml:2: 9+...9+ is not an integer of 64 bits"),
         (b"whole: 0x8000000000000000", "config.yaml:1: 0x8000000000000000 is not an integer of 64 bits"),
