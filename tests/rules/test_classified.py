@@ -19,6 +19,8 @@ OTHER_VERSIONS = {
 """Names that only one of the supported versions of JAX has."""
 MODULES = ("buffer_callback", "custom_partitioning", "multihost_utils", "pallas", "sparse")
 """Of `jax.experimental`: those that define primitives and that JAX does not import by itself."""
+KERNELS = ("jax._src.pallas.fuser", "jax._src.pallas.mosaic", "jax._src.tpu_custom_call", "jax.experimental.mosaic")
+"""Modules that JAX imports when it lowers a kernel: their primitives are in no step outside of one."""
 RULED = [name for family in FAMILIES for name in family.RULES]
 
 
@@ -26,7 +28,7 @@ def installed() -> set[str]:
     """The names of the primitives that JAX's modules define."""
     for module in MODULES:
         importlib.import_module(f"jax.experimental.{module}")
-    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == "jax"]
+    modules = [m for n, m in sys.modules.items() if n.split(".")[0] == "jax" and not n.startswith(KERNELS)]
     return {p.name for m in modules for p in list(vars(m).values()) if isinstance(p, Primitive)}
 
 
