@@ -88,12 +88,13 @@ def _batch_split(s: Search, axes: Axes, strategy: str) -> tuple[Axes, ...]:
     all else replicated.
 
     Raises:
-      SpecError: no axis divides any class of the batch.
+      SpecError: no axis divides any class of the batch, and the user's pins leave one of them to the preset.
     """
     class_axes: list[Axes] = [() for _ in s.classes]
     for i in s.batch_classes:
         class_axes[i] = _dividing(s.classes[i].size, axes, s)
-    if s.batch_classes and not any(class_axes):
+    pinned = {a for v in s.graph.inputs if v in s.graph.pins for a in s.graph.pins[v].axes}
+    if s.batch_classes and not any(class_axes) and not pinned.issuperset(axes):
         c, parts = s.classes[s.batch_classes[0]], s.graph.program.mesh.axes_size(axes)
         v, d = c.inputs[0]
         size = s.graph.values[v].shape[d]
