@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what schedulers send before they take a machine away."""
+RETRY_SECONDS = 0.01
+"""After an interrupt that was raised where Python ignores exceptions, as in the garbage collector's callbacks."""
 
 
 class StopSignals:
@@ -26,9 +29,12 @@ class StopSignals:
         """The first signal received."""
         self._deferred = False
         self._before: dict[signal.Signals, Any] = {}
+        self._unraisable_before = sys.unraisablehook
 
     def __enter__(self) -> Self:
         self._before = {each: signal.signal(each, self._receive) for each in SIGNALS}
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._interrupt)
+        self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(
@@ -37,6 +43,7 @@ class StopSignals:
         if self.signal is None:  # else the process is ending, and a second signal still ends it at once
             for each, handler in self._before.items():
                 signal.signal(each, handler)
+            sys.unraisablehook = self._unraisable_before
 
     @property
     def requested(self) -> bool:
@@ -63,9 +70,18 @@ class StopSignals:
             _write("stopped at once: what was not saved is lost\n")
             os._exit(self.exit_code)
         self.signal = signal.Signals(number)
+        self._interrupt()
+        _write(f"{self.signal.name}: saving after this step; the next signal stops at once\n")
+
+    def _interrupt(self, *_: Any) -> None:
         if not self._deferred:
             raise KeyboardInterrupt
-        _write(f"{self.signal.name}: saving after this step; the next signal stops at once\n")
+
+    def _unraisable(self, ignored: sys.UnraisableHookArgs) -> None:
+        if self.requested and ignored.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
+        else:
+            self._unraisable_before(ignored)
 
 
 def _write(text: str) -> None:
