@@ -8,6 +8,7 @@ does as it does for users.
 
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -38,20 +39,33 @@ settings.load_profile("autoshard")
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on: looking for cycles took a tenth of the time
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before there are workers: each gets what all have compiled, for none knows which tests it will run.
+
+    A worker that was killed may have left half a file: what it compiled is dropped, as it is where it takes too much.
+    """
+    if hasattr(session.config, "workerinput"):
+        return
+    for folder in [*COMPILED.glob("*")]:
+        if (folder / "unfinished").exists() or sum(path.stat().st_size for path in folder.iterdir()) > MAX_BYTES:
+            shutil.rmtree(folder)
+    for folder, other in itertools.permutations(COMPILED.glob("*"), 2):
+        for path in folder.iterdir():
+            if not (other / path.name).exists():
+                os.link(path, other / path.name)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def compiled_once() -> Iterator[None]:
-    """What this worker compiles, and compiled when the tests ran before.
+    """What this worker compiles, and what was compiled when the tests ran before.
 
-    A folder for each worker, for JAX writes its cache's files bit by bit, and another process could read half of one. A
-    run that was killed may have left one so: after it, the worker starts anew, as it does where they take too much.
+    A folder for each worker, for JAX writes its cache's files bit by bit, and another process could read half of one.
     """
     if "--xla_backend_optimization_level=0" not in os.environ.get("XLA_FLAGS", ""):
         yield
         return
     folder = COMPILED / os.environ.get("PYTEST_XDIST_WORKER", "alone")
     unfinished = folder / "unfinished"
-    if unfinished.exists() or sum(path.stat().st_size for path in folder.glob("*")) > MAX_BYTES:
-        shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished.touch()
     jax.config.update("jax_compilation_cache_dir", str(folder))
