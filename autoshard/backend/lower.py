@@ -17,7 +17,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
-from autoshard.ir.annotate import annotate_p
 from autoshard.ir.graph import Graph
 from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
@@ -101,7 +100,7 @@ class _Lowering:
                         shardings = self._tie_shardings(eqn.invars[i], inside)
                         invars[i] = self._constrain_through(outside, shardings, eqn, eqns)
                 eqn = jx.with_bodies(eqn, [self.jaxpr(r.body, self._body_result_shardings(eqn, r)) for r in regions])
-            if eqn.primitive is annotate_p or eqn.primitive is jx.CONSTRAINT:
+            if self.rules.traits(eqn.primitive).constrains:
                 self._user_constraint(eqn, invars[0], now, eqns)
                 continue
             eqns += self._island(eqn, invars, node) if node in self.islands else self._equation(eqn, invars)

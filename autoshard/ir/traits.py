@@ -45,7 +45,8 @@ class Traits:
     identity: bool = False
     """Its i-th result is its i-th operand. Asked by `ir.build_graph` (each pair on its own)."""
     constrains: bool = False
-    """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin) and `passes.pad_uneven`."""
+    """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven` and
+    `backend.lower` (the plan's own takes its place)."""
     loop: bool = False
     """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
     barrier: bool = False

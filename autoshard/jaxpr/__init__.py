@@ -23,7 +23,6 @@ from autoshard.jaxpr.dispatch import (
     with_call_structure,
 )
 from autoshard.jaxpr.equation import (
-    CONSTRAINT,
     NAMED_CALLS,
     accepts_shards,
     all_primitives,
@@ -95,7 +94,6 @@ from autoshard.jaxpr.value import (
 
 __all__ = [
     "CALL_HI_PRIMITIVE",
-    "CONSTRAINT",
     "NAMED_CALLS",
     "Atom",
     "CompileOnlyLowered",

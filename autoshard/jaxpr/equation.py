@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.jaxpr import hi_primitives
 from autoshard.jaxpr.value import aval, is_shaped
 
-CONSTRAINT = _prims.sharding_constraint_p
 NAMED_CALLS = {
     "call_hi_primitive": "_prim",
     "custom_jvp_call": "call_jaxpr",
