@@ -165,5 +165,9 @@ def compute_seconds(
     if not kind.flops:  # fused with its producers, which were charged for what it reads
         return sum(local[len(kind.rule.operands) :]) / hardware.bandwidth
     return maximum(
-        [kind.flops / parts / hardware.peak_flops(kind.dtype), sum(local) / hardware.bandwidth, hardware.overhead]
+        [
+            kind.flops / parts / hardware.peak_flops(kind.product_dtype),
+            sum(local) / hardware.bandwidth,
+            hardware.overhead,
+        ]
     )

@@ -208,8 +208,9 @@ class _Builder:
                 raise RuleError(f"{source}: {name} is kept whole: {rule.reason}; give a rule for it, or drop strict")
             self.diagnostics.append(Diagnostic(f"{name} is kept whole: {rule.reason}", source))
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
-        dtype = str(getattr(outs[0], "dtype", "")) if outs else ""
-        kind = _kind(name, traits, rule, shapes, bits, dtype, jx.contraction_flops(eqn), source)
+        flops = jx.contraction_flops(eqn)
+        product_dtype = str(getattr(max(ins[:2], key=_bits, default=None), "dtype", "")) if flops else ""
+        kind = _kind(name, traits, rule, shapes, bits, product_dtype, flops, source)
         if key is not None:
             self.kinds[key] = kind
         return kind
@@ -277,11 +278,11 @@ class _Builder:
             return
         va, vb = self.values[a], self.values[b]
         rule = _slice_rule(len(va.shape), len(vb.shape)) if stacked else _identity(len(va.shape))
-        key = ("tie", name, traits, va.shape, vb.shape, va.bits, vb.dtype, host_transfer)
+        key = ("tie", name, traits, va.shape, vb.shape, va.bits, vb.bits, host_transfer)
         kind = self.kinds.get(key)
         if kind is None:
             shapes, bits = (va.shape, vb.shape), (va.bits, vb.bits)
-            kind = _kind(name, traits, rule, shapes, bits, vb.dtype, 0.0, source, tie=True, host_transfer=host_transfer)
+            kind = _kind(name, traits, rule, shapes, bits, "", 0.0, source, tie=True, host_transfer=host_transfer)
             self.kinds[key] = kind
         self.nodes.append(Node(kind, (a,), (b,), trip_count, source, phase))
 
@@ -292,7 +293,7 @@ def _kind(
     rule: Rule,
     shapes: tuple[tuple[int, ...], ...],
     bits: tuple[int, ...],
-    dtype: str,
+    product_dtype: str,
     flops: float,
     source: str,
     *,
@@ -308,7 +309,9 @@ def _kind(
     order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
     dims = (*rule.operands, *rule.results)
     factored = tuple(FactoredDim(i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
-    return OpKind(op, traits, rule, shapes, bits, dtype, tuple(sizes.items()), factored, flops, tie, host_transfer)
+    return OpKind(
+        op, traits, rule, shapes, bits, product_dtype, tuple(sizes.items()), factored, flops, tie, host_transfer
+    )
 
 
 def _unmoved(builder: _Builder, outputs: tuple[int, ...]) -> Iterator[Diagnostic]:

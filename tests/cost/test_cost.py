@@ -31,6 +31,23 @@ def test_a_large_product_is_compute_bound() -> None:
     assert split.seconds == pytest.approx(cost.seconds / 4)
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "result", "at_the_peak_of"),
+    [
+        ("bfloat16", "bfloat16", "float32", "bfloat16"),
+        ("float32", "float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", "float32", "float32"),
+        ("float32", "bfloat16", "float32", "float32"),
+    ],
+)
+def test_a_product_runs_at_the_peak_of_its_wider_operand(left: str, right: str, result: str, at_the_peak_of: str):
+    n = 4096
+    operands = [jax.ShapeDtypeStruct((n, n), dtype) for dtype in (left, right)]
+    g = graph(lambda x, w: lax.dot(x, w, preferred_element_type=result), operands, MESH)
+    cost = CostModel(g).cost(propagate(g, [], dict.fromkeys(g.inputs, WHOLE)))
+    assert cost.seconds == pytest.approx(2 * n**3 / CHIP.flops[at_the_peak_of])
+
+
 def test_a_thin_product_is_memory_bound() -> None:
     cost = price(lambda x, w: x @ w, ((1, 8192), (8192, 8192)), WHOLE, WHOLE)
     assert cost.compute == pytest.approx(4 * (8192 + 8192**2 + 8192) / CHIP.bandwidth)
