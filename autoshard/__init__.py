@@ -9,6 +9,7 @@ from autoshard.machine.mesh_config import MeshConfig
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.runtime.verify import Verification, verify
+from autoshard.schedule.schedule import Schedule
 from autoshard.transforms.pipeline import Pass
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Pass",
     "Plan",
     "Rule",
+    "Schedule",
     "Step",
     "Verification",
     "annotate",

@@ -34,6 +34,10 @@ class PlanError(AutoshardError):
     """A malformed plan, or one that was made for another program, other shapes or another mesh."""
 
 
+class ScheduleError(AutoshardError):
+    """A pipeline schedule that is unknown, or whose table lacks or repeats an operation, or runs one too early."""
+
+
 class MemoryBudgetError(PlanError):
     """No layout fits the memory budget; the message is about the smallest.
 

@@ -20,6 +20,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "strict_files": "",
     "strict_config": "errors strict_files",
     "jaxpr": "",
+    "schedule": "errors",
     "machine": "errors units strict_config",
     "ir": "jaxpr machine",
     "transforms": "ir",
@@ -33,7 +34,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "checkpoint": "errors jaxpr strict_files runtime.nnx",
     "api": "runtime rules passes",
     "train": "api checkpoint",
-    "__init__": "api checkpoint",
+    "__init__": "api checkpoint schedule",
     "cli": "train __init__",
     "__main__": "cli",
 }
