@@ -288,7 +288,7 @@ def _context() -> ts.Context:
 def _store_spec(directory: epath.Path, name: str | None = None) -> dict[str, Any]:
     path = directory.as_posix().rstrip("/") + "/"
     base = {"driver": "file", "path": path} if path.startswith("/") else path
-    config = {"max_inline_value_bytes": 4096, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+    config = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
     spec: dict[str, Any] = {"driver": "ocdbt", "base": base, "config": config}
     return spec if name is None else {**spec, "path": f"{name}/"}
 
