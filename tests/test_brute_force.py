@@ -187,7 +187,8 @@ def drawn(seed: int) -> tuple[Program, Graph]:
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, 20))
-def test_no_layout_of_a_small_program_costs_less_than_its_plan(first: int) -> None:
+def test_no_layout_of_a_small_program_costs_less_than_its_plan(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.search.search.revise_ends", lambda s, found: found)  # the step alone
     split = 0
     for seed in range(first, first + 20):
         p, g = drawn(seed)

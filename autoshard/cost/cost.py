@@ -109,10 +109,11 @@ class CostModel:
     def node_costs(self, layout: Layout) -> Sequence[NodeCost]:
         """The cost of each node under ``layout``, by node number."""
         if self._last[0] is not layout:
-            self._last = layout, [self._cost_of(n, layout) for n in range(len(self.graph.nodes))]
+            self._last = layout, [self.node_cost(n, layout) for n in range(len(self.graph.nodes))]
         return self._last[1]
 
-    def _cost_of(self, node: int, layout: Layout) -> NodeCost:
+    def node_cost(self, node: int, layout: Layout) -> NodeCost:
+        """The cost of the node of this number under ``layout``."""
         kind, specs = self.graph.nodes[node].kind, layout.specs
         free_operands = tuple([i for i, v in enumerate(self.graph.nodes[node].operands) if v in self.free_to_reshard])
         key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.strategies.get(node), free_operands

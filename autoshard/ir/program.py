@@ -36,6 +36,8 @@ class Leaf:
     """The memory that it is in: as the user demands, else as its type says."""
     memory_pinned: bool = False
     """Whether the user demands it: a `NamedSharding` says so, a `PartitionSpec` does not."""
+    placed: bool = False
+    """Whether ``pin`` is no demand of the user but where the argument is already."""
 
     @property
     def bytes(self) -> int:
@@ -103,5 +105,6 @@ def with_pins(program: Program, pins: Mapping[str, PartitionSpec], what: str, *,
         for i in hits:
             leaf = inputs[i]
             if overwrite or leaf.pin is None:
-                inputs[i] = replace(leaf, pin=checked_spec(spec, leaf.aval.shape, program.mesh.shape, leaf.path))
+                pin = checked_spec(spec, leaf.aval.shape, program.mesh.shape, leaf.path)
+                inputs[i] = replace(leaf, pin=pin, placed=False)
     return replace(program, inputs=tuple(inputs))

@@ -21,9 +21,9 @@ from autoshard.ir.spec import Axes, DimAxes, Spec
 
 Factors = dict[str, Axes]
 """Axes of each factor of one node."""
-Origin = Literal["pinned", "chosen", "solved"] | int
-"""What decided how a dimension is split: the user, the search, the solver, or the node of this number, which propagated
-it."""
+Origin = Literal["pinned", "chosen", "solved", "loading", "returned"] | int
+"""What decided how a dimension is split: the user, the search, the solver, loading, the call that a result comes back
+to, or the node of this number, which propagated it."""
 
 
 @dataclass(frozen=True)

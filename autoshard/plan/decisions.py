@@ -8,9 +8,22 @@ from typing import Literal
 from autoshard.ir.program import MemoryKind
 from autoshard.ir.spec import Axes, Spec
 
-PlaceReason = Literal["pinned", "replaces", "first_plan", "shared", "solved", "chosen", "propagated", "replicated"]
+PlaceReason = Literal[
+    "pinned",
+    "replaces",
+    "first_plan",
+    "shared",
+    "placed",
+    "loading",
+    "returned",
+    "solved",
+    "chosen",
+    "propagated",
+    "replicated",
+]
 """What decided the spec of an argument or a result: the user; the argument that it replaces; the step's first plan; the
-plan of another step, given as ``like=``; the solver; the search; propagation; nothing, so it is whole on every
+plan of another step, given as ``like=``; where it is already; what loading it takes; the result that may come back as
+it, or the argument that it may come back as; the solver; the search; propagation; nothing, so it is whole on every
 device.
 """
 

@@ -61,8 +61,8 @@ def bytes_per_device(places: Sequence[Place], mesh: Mapping[str, int]) -> int:
 
 
 def note_of(place: Place) -> str:
-    """What the report notes beside an array: that its spec was demanded."""
-    return place.reason if place.reason in ("pinned", "shared") else ""
+    """What the report notes beside an array: that its spec was demanded, or is for loading alone."""
+    return place.reason if place.reason in ("pinned", "shared", "placed", "loading") else ""
 
 
 def group_arrays(places: Sequence[Place]) -> list[ArrayGroup]:

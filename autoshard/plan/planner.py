@@ -104,7 +104,7 @@ def _place(leaf: Leaf, v: int, graph: Graph, layout: Layout, replaced: Place | N
     rank = len(leaf.aval.shape)
     spec, (reason, sources) = layout.specs[v] if v else replicated(rank), _reason(v, rank, graph, layout)
     if leaf.pin is not None:
-        spec, reason, sources = leaf.pin, "pinned", ()
+        spec, reason, sources = leaf.pin, "placed" if leaf.placed else "pinned", ()
     elif replaced is not None:
         spec, reason, sources = replaced.spec, "replaces", ()
     path = replaced.path if replaced is not None else None
@@ -117,7 +117,7 @@ def _reason(v: int, rank: int, graph: Graph, layout: Layout) -> tuple[PlaceReaso
     origins = [layout.origins[v, d] for d in range(rank) if (v, d) in layout.origins]
     nodes = [graph.nodes[n] for n in origins if isinstance(n, int)]
     sources = tuple(dict.fromkeys(f"{n.kind.op} at {n.source}" if n.source else n.kind.op for n in nodes))
-    decided: tuple[PlaceReason, ...] = ("pinned", "solved", "chosen")
+    decided: tuple[PlaceReason, ...] = ("pinned", "loading", "returned", "solved", "chosen")
     for reason in decided:
         if reason in origins:
             return reason, sources

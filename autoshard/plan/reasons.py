@@ -9,6 +9,9 @@ from autoshard.plan.decisions import Constraint, ConstraintReason, Place, PlaceR
 _PLACES: Mapping[PlaceReason, str] = {
     "pinned": "pinned by the user",
     "first_plan": "kept from the step's first plan",
+    "placed": "as it is placed already",
+    "loading": "split further than it is read, so that less is loaded",
+    "returned": "one spec for the argument and the result that may come back as it",
     "solved": "solved for",
     "chosen": "chosen by the search",
 }

@@ -19,6 +19,7 @@ from autoshard.ir.spec import Axes
 from autoshard.jaxpr import dtype_from_name
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, Island, Place, Trial
+from autoshard.plan.grouping import bytes_per_device
 from autoshard.plan.treedef import treedef_to_json
 from autoshard.transforms.pipeline import PassReport
 from autoshard.units import size_text, time_text
@@ -84,6 +85,22 @@ class PlanRecord:
     @functools.cached_property
     def _structures(self) -> list[Any]:
         return [None if tree is None else [treedef_to_json(tree)] for tree in (self.in_tree, self.out_tree)]
+
+    @functools.cached_property
+    def loaded(self) -> tuple[Place, ...]:
+        """The arguments that come from the host at each call: those with a dimension of the batch, but what a result
+        replaces, and what stays in the host's memory."""
+        of_batch, replaced = {b.path for b in self.batch}, {p.replaces for p in self.outputs}
+        return tuple(p for p in self.inputs if p.path in of_batch - replaced and p.memory_kind is None)
+
+    @property
+    def loading(self) -> float:
+        """Seconds that the `loaded` arguments of a call take over the host's link; 0 where the hardware table has none.
+
+        Not part of ``cost``: with the next call's arguments loaded ahead, a call takes the longer of the two.
+        """
+        bandwidth = self.mesh.hardware.host_bandwidth
+        return bytes_per_device(self.loaded, self.mesh.shape) / bandwidth if bandwidth else 0.0
 
     @property
     def in_specs(self) -> Any:

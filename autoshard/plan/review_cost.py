@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autoshard.machine.collective import CollectiveKind, collective_seconds
 from autoshard.plan.decisions import Alternative, Trial
 from autoshard.plan.document import Section, Table, plural, short_source
+from autoshard.plan.grouping import bytes_per_device
 from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text, time_text
 
@@ -30,9 +31,10 @@ def memory(plan: PlanRecord) -> Section:
 
 def cost(plan: PlanRecord) -> Section:
     """Predicted seconds of compute and of each collective, the most expensive first."""
-    seconds = plan.cost.seconds
+    seconds, loading = plan.cost.seconds, _loading(plan)
     if not plan.cost.collectives:
-        return Section("Cost", (f"{time_text(seconds)} a call, all of it compute: there is no communication.",))
+        alone = f"{time_text(seconds)} a call, all of it compute: there is no communication."
+        return Section("Cost", (alone, *loading))
     counts = Counter[tuple[CollectiveKind, tuple[str, ...], int, str]]()
     for c in plan.cost.collectives:
         counts[c.kind, c.axes or (), c.bytes, short_source(c.source)] += c.count
@@ -52,7 +54,20 @@ def cost(plan: PlanRecord) -> Section:
     left_out = time_text(sum(each[k] for k in rest))
     remark = f"{plural(len(rest), 'smaller row')} left out, {left_out} in total: plan.cost.collectives has each."
     head = ("total", "collective", "axes", "bytes", "runs", "for")
-    return Section("Cost", (sentence,), Table(head, tuple(rows), frozenset({0, 3, 4})), (remark,) if rest else ())
+    table = Table(head, tuple(rows), frozenset({0, 3, 4}))
+    return Section("Cost", (sentence, *loading), table, (remark,) if rest else ())
+
+
+def _loading(plan: PlanRecord) -> tuple[str, ...]:
+    """What a call's arguments take to load, beside the step."""
+    if not plan.loaded or not plan.loading:
+        return ()
+    size = size_text(bytes_per_device(plan.loaded, plan.mesh.shape))
+    return (
+        f"Loading {plural(len(plan.loaded), 'array')} of the batch, {size} per device, takes {time_text(plan.loading)} "
+        "over the host's link, and is not part of this: with the next call's loaded ahead, a call takes the longer of "
+        "the two.",
+    )
 
 
 def alternatives(plan: PlanRecord) -> Section:
@@ -72,7 +87,8 @@ def _drawback(a: Alternative, plan: PlanRecord) -> str:
     more = a.seconds - plan.cost.seconds
     if abs(more) > 1e-9 * plan.cost.seconds:
         part = f" ({abs(more) / plan.cost.seconds:.1%})" if plan.cost.seconds else ""
-        return f"{'slower' if more > 0 else 'faster'} by {time_text(abs(more))}{part}"
+        how = ("slower by", "") if more > 0 else ("faster by", ", but for loading")
+        return f"{how[0]} {time_text(abs(more))}{part}{how[1]}"
     return f"as fast, {size_text(abs(a.peak - plan.memory.peak))} {'more' if a.peak > plan.memory.peak else 'less'}"
 
 

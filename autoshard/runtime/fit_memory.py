@@ -110,7 +110,8 @@ def relaxation_hint(traced: Program, options: Options, least: float) -> str:
 
 def _memory_bound(plan: PlanRecord) -> bool:
     """Whether a faster layout was found that does not fit in memory."""
-    return bool(plan.alternatives) and plan.alternatives[0].seconds < plan.cost.seconds
+    fastest, budget = next(iter(plan.alternatives), None), plan.memory_budget
+    return fastest is not None and budget is not None and fastest.seconds < plan.cost.seconds and fastest.peak > budget
 
 
 def _faster_but_larger(plan: PlanRecord) -> str:

@@ -51,6 +51,11 @@ class Options:
     cache: str | os.PathLike[str] | None = None
     """Folder of cached compilations for ``refine``; None as in `compile_cache.cache_folder`."""
 
+    @property
+    def takes_placed(self) -> bool:
+        """Whether plans depend on where arguments are: those of a preset, and one that is given, do not."""
+        return self.plan is None and self.request.strategy == "auto"
+
     def without_first(self) -> Options:
         """The options for the same function with its first argument bound."""
 

@@ -29,7 +29,7 @@ from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
 from autoshard.runtime.options import Options, pass_sequences, passes_of
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine
-from autoshard.runtime.shared_layout import note_shared, pin_shared
+from autoshard.runtime.shared_layout import Placements, note_moved, note_shared, pin_placed, pin_shared
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.runtime.study import Study
 from autoshard.transforms.pipeline import AppliedPass, Pipeline
@@ -66,6 +66,7 @@ def prepare(
     avals: tuple[ArgumentAval, ...],
     options: Options,
     first: CarriedSpecs | None = None,
+    placed: Placements = (),
 ) -> Executable[Plan]:
     """Plans ``jitted`` (a `jax.jit` object) for a call.
 
@@ -74,24 +75,29 @@ def prepare(
       avals: shape, dtype and weak type of the flat arguments.
       first: specs of the carried state in the step's first plan. They are kept where possible, so that the state is not
         resharded whenever the shapes of the other arguments change.
+      placed: where the flat arguments are. Those that stay there are planned so where possible, so that they are not
+        moved at every call.
 
     Raises:
       AutoshardError, and whatever the function raises while it is traced.
     """
     # Trace, passes, graph, search, plan: for each candidate mesh and sequence of passes; the fastest plan is chosen.
     trace_on = functools.partial(_trace, jitted, args, kwargs, options)
-    name, pinned, conflict = getattr(jitted, "__name__", "step"), frozenset[int](), ""
-    if options.plan is not None:
-        candidates = [_adopt(options.plan, trace_on, options)]
-    elif first is not None and options.request.strategy == "auto":
-        candidates, pinned, conflict = _plan_as_first(first, trace_on, options, name)
-    else:
-        candidates = _plan_candidates(trace_on, options, name)
+    name, unplaced = getattr(jitted, "__name__", "step"), ""
+    placed = placed if options.takes_placed else ()
+    try:
+        trace_placed = functools.partial(trace_on, placed=placed)
+        candidates, pinned, conflict = _plans(trace_placed, options, name, first, placed)
+    except AutoshardError as e:
+        if not any(placed):
+            raise
+        (candidates, pinned, conflict), unplaced = _plans(trace_on, options, name, first), str(e)
     planned = fastest(candidates)
     # Lower, compile: of several layouts here if `refine` is to choose; else of the one when the step is first called.
     planned, lowered = _refine(planned, candidates, avals, options) if options.refine else (planned, None)
     record = note_carried(planned.plan, first, pinned, conflict) if first is not None else planned.plan
     record = note_shared(record, options.like()) if options.like is not None else record
+    record = note_moved(record, planned.graph.program, placed, unplaced) if unplaced else record
     plan = Plan.of(record, Study(planned.graph, replace(options.request, passes=record.passes)))
     program = planned.graph.program
     unpadded = functools.partial(_plan_unpadded, program, plan, options, avals) if program.unpadded_jaxpr else None
@@ -108,8 +114,15 @@ def rewrites(
     return Pipeline(passes_of(plan, traced, options)).rewrites(traced)
 
 
-def _trace(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: LogicalMesh) -> Program:
-    """The function traced over ``mesh``, with the user's pins."""
+def _trace(
+    jitted: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    mesh: LogicalMesh,
+    placed: Placements = (),
+) -> Program:
+    """The function traced over ``mesh``, with the user's pins, and what stays where it is ``placed`` pinned there."""
     pins = {"in_shardings": options.in_shardings, "out_shardings": options.out_shardings}
     dynamic = [i for i in range(len(args)) if i not in options.static_nums]
     donated = {*options.donate_names, *(n for n, i in enumerate(dynamic) if i in options.donate_nums)}
@@ -117,11 +130,32 @@ def _trace(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options:
         program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, **pins)
     config = mesh_config(options.mesh)
     program = with_pins(program, config.specs() if config else {}, "the mesh's pin")
-    return program if options.like is None else pin_shared(program, options.like())
+    program = program if options.like is None else pin_shared(program, options.like())
+    return pin_placed(program, placed) if any(placed) else program
 
 
-def _plan_candidates(trace_on: TraceOn, options: Options, name: str) -> list[Planned]:
-    """The best plan on the user's mesh, or on each candidate mesh where the user leaves it open.
+def _plans(
+    trace_on: TraceOn, options: Options, name: str, first: CarriedSpecs | None, placed: Placements = ()
+) -> tuple[list[Planned], frozenset[int], str]:
+    """The plans to choose from: the one that the user gave; else the one with the carried state as in the step's
+    ``first`` plan; else the best on each mesh.
+
+    Returns:
+      The candidates, the flat arguments that have the specs ``first``, and why none of them could.
+
+    Raises:
+      AutoshardError: there is none.
+    """
+    if options.plan is not None:
+        return [_adopt(options.plan, trace_on, options)], frozenset(), ""
+    if first is not None and options.request.strategy == "auto":
+        return _plan_as_first(first, trace_on, options, name)
+    return _plan_candidates(trace_on, options, name, placed), frozenset(), ""
+
+
+def _plan_candidates(trace_on: TraceOn, options: Options, name: str, placed: Placements = ()) -> list[Planned]:
+    """The best plan on the user's mesh, or, where the user leaves it open, on that of what is ``placed`` and stays
+    there, else on each candidate mesh.
 
     Raises:
       AutoshardError: no mesh has a plan.
@@ -135,6 +169,10 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str) -> list[Pla
             return [plan_within_memory(program, options)]
         except MemoryBudgetError as e:
             raise MemoryBudgetError(f"{e}{relaxation_hint(program, options, e.least)}", e.least) from None
+    for over in dict.fromkeys(s.mesh for s in placed if s is not None) if options.mesh is None else ():
+        program = trace_on(resolve_mesh(over))
+        if any(leaf.placed for leaf in program.inputs):
+            return [plan_within_memory(program, options)]
     pins = options.in_shardings, options.out_shardings
     meshes = config.meshes() if config is not None else candidate_meshes(pins)
     return plan_each_mesh(lambda mesh: plan_within_memory(trace_on(mesh), options), meshes, name)

@@ -5,7 +5,7 @@ executable.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from autoshard.runtime.carried_state import FirstPlan
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.prepare import prepare, rewrites
+from autoshard.runtime.shared_layout import Placements, placements, serves
 from autoshard.runtime.signature import Call, signature
 from autoshard.runtime.traced import Traced, traced
 from autoshard.transforms.pipeline import AppliedPass
@@ -49,7 +50,7 @@ class Step:
         name, statics = self._signature.name, (options.static_nums, options.static_names)
         self._fast = jx.make_dispatcher(name, eager, self._miss, *statics)
         self._dispatch: Callable[..., Any] = self._first_call
-        self._executables: dict[Any, Executable[Plan]] = {}
+        self._executables: dict[Any, list[tuple[Executable[Plan], Placements]]] = {}
         self._warned: set[str] = set()
         self._pure_steps: list[Step] = []
         self._bound_steps: dict[int, Step] = {}
@@ -90,12 +91,14 @@ class Step:
         """The planned program for these arguments, after the passes, with the interface of `jax.stages.Traced`."""
         step, call = self._pure_call(args, kwargs)
         order = step._signature.leaf_order(*((args, kwargs) if step is self else call))
-        return traced(step._executable(*call).program, functools.partial(step._lower, step._abstract(*call), *order))
+        executable = step._executable(*call)
+        return traced(executable.program, functools.partial(executable.lower_for_call, *order))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments with the planned shardings, as `jax.jit` does."""
         step, call = self._pure_call(args, kwargs)
-        return step._lower(call, *step._signature.leaf_order(*((args, kwargs) if step is self else call)))
+        order = step._signature.leaf_order(*((args, kwargs) if step is self else call))
+        return step._executable(*call).lower_for_call(*order)
 
     def clear_cache(self) -> None:
         """Forgets every plan, trace and executable, as the method of a `jax.jit` function does: the next call plans as
@@ -169,19 +172,19 @@ class Step:
         return pure.call(step._fast, args, kwargs, parts)
 
     def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable[Plan]:
+        """The planned step for these arguments: of several for such arrays, the first that takes them where they are,
+        or that was made for those."""
         key = self._signature.cache_key(args, kwargs)
-        found = self._executables.get(key)
-        if found is None:
-            avals, call = self._avals(args, kwargs), self._abstract(args, kwargs)
-            found = prepare(self._jitted, *call, avals, self._options, self._first_plan.carried)
-            if not found.closes_over_tracers:  # else it is valid within the outer trace only
-                self._executables[key] = found
-                self._first_plan.record(found)
+        placed = placements(jax.tree.leaves(self._signature.dynamic(args, kwargs)))
+        for executable, where in self._executables.get(key, ()):
+            if not self._options.takes_placed or serves(executable.program, executable.plan, placed, where):
+                return executable
+        avals, call = self._avals(args, kwargs), self._abstract(args, kwargs)
+        found = prepare(self._jitted, *call, avals, self._options, self._first_plan.carried, placed)
+        if not found.closes_over_tracers:  # else it is valid within the outer trace only
+            self._executables.setdefault(key, []).append((found, placed))
+            self._first_plan.record(found)
         return found
-
-    def _lower(self, call: Call, tree: Any, order: Sequence[int], **options: Any) -> jax.stages.Lowered:
-        """The step lowered for ``call``, called in a form that has this `Signature.leaf_order`."""
-        return self._executable(*call).lower_for_call(tree, order, **options)
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments as `jax.ShapeDtypeStruct`s, in the memory that is pinned; static ones as they are."""

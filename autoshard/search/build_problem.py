@@ -36,11 +36,10 @@ from autoshard.cost.node_strategy import compute_seconds, expressible_factors
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
-from autoshard.search.layout_problem import FactorAxes, LayoutProblem, byte_budget
+from autoshard.search.layout_problem import FactorAxes, LayoutProblem, StrategyLimits, byte_budget
 from autoshard.search.node_costs import NodeCosts
 from autoshard.search.problem import Array, Indices, ProblemBuilder
 from autoshard.search.spec_tables import Binding, SpecTables, all_splits, neighbouring_splits
-from autoshard.search.strategy_limits import StrategyLimits
 from autoshard.search.value_groups import PARAMETER, DimMap, ValueGroups
 
 ARGUMENT_BYTE_WEIGHT = 1e-6

@@ -108,7 +108,12 @@ class Search:
         return found if found is not None else self.price_layout(choice, propagate(self.graph, *self._seeds(choice)))
 
     def price_layout(self, choice: Choice, layout: Layout) -> Candidate:
-        """The candidate of ``choice`` with ``layout``."""
+        """The candidate of ``choice`` with ``layout``, as one that was tried."""
+        found = self.tried[choice] = self.candidate(choice, layout)
+        return found
+
+    def candidate(self, choice: Choice, layout: Layout) -> Candidate:
+        """``choice`` with ``layout``, priced."""
         key = layout.specs, tuple(layout.strategies.items())
         priced = self.priced_layouts.get(key)
         if priced is None:
@@ -116,8 +121,7 @@ class Search:
             disable = should_disable_all_gather_fusion(self.graph, memory.peak, self.budget, self.options)
             memory = self.memory_model.memory(layout, all_gather_fusion_disabled=True) if disable else memory
             priced = self.priced_layouts[key] = (self.cost_model.cost(layout), memory, disable)
-        found = self.tried[choice] = Candidate(choice, layout, *priced)
-        return found
+        return Candidate(choice, layout, *priced)
 
     def meets_bound(self, found: Candidate) -> bool:
         """Whether ``found`` is within the budget and its cost equals the bound, up to `BOUND_TOLERANCE`."""

@@ -2,7 +2,8 @@
 
 "auto" solves the layout problem (`autoshard.search.solved_layouts`), in which every group of values has its own spec.
 Unless a layout found meets the proven bound, it also prices what the presets would do, all choices of dimension classes
-where they are few, and changes of single arguments' specs. A layout over the budget loses to any within it.
+where they are few, and changes of single arguments' specs. What comes and goes between calls then decides the specs of
+such arguments and results (`autoshard.search.call_ends`). A layout over the budget loses to any within it.
 Deterministic: work is limited by counts, never by clocks.
 """
 
@@ -18,6 +19,7 @@ from autoshard.cost.reshard import MAX_BLOCKS
 from autoshard.errors import ArgumentError, MemoryBudgetError, nearest
 from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
+from autoshard.search.call_ends import revise_ends
 from autoshard.search.candidates import Candidate, Choice, Search
 from autoshard.search.solved_layouts import solve_layouts
 from autoshard.search.spec_tables import all_splits
@@ -65,7 +67,7 @@ def explore(
     found = s.best(_auto_choices(s) if strategy == "auto" else preset_choices(s, strategy))
     if strategy == "auto" and not s.meets_bound(found):
         found = s.best(_argument_choices(s, found))
-    return found, s
+    return revise_ends(s, found) if strategy == "auto" else found, s
 
 
 def _auto_choices(s: Search) -> Iterator[Choice]:

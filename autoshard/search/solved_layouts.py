@@ -21,11 +21,11 @@ from autoshard.ir.propagate import Layout, Origin, propagate
 from autoshard.ir.spec import Axes, Spec
 from autoshard.search.build_problem import build_problem
 from autoshard.search.candidates import BOUND_TOLERANCE, Candidate, Choice, Search, zero_sharded
+from autoshard.search.layout_problem import StrategyLimits
 from autoshard.search.merged_axes import MergedMesh, merged_meshes
 from autoshard.search.problem import restricted
 from autoshard.search.solve import eliminate_and_improve, least_load, solve, solve_without_budgets
 from autoshard.search.spec_tables import value_spec
-from autoshard.search.strategy_limits import StrategyLimits
 
 MAX_AXES = 3
 """Most mesh axes with which the layout problem is solved as a whole."""

@@ -17,8 +17,8 @@ from autoshard.ir.graph import Diagnostic
 from autoshard.ir.spec import Axes
 from autoshard.search.batch import batch_dims
 from autoshard.search.candidates import Choice, Search
+from autoshard.search.layout_problem import StrategyLimits
 from autoshard.search.solved_layouts import solve_layouts
-from autoshard.search.strategy_limits import StrategyLimits
 
 PRESETS = ("auto", "dp", "fsdp", "fsdp_tp", "replicated", "tp", "zero1", "zero2", "zero3")
 ZERO_STAGES = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}

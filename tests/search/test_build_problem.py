@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,8 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ir.graph import Graph
 from autoshard.search.build_problem import build_problem
-from autoshard.search.search import search
+from autoshard.search.candidates import Search
 from autoshard.search.solve import solve
+from autoshard.search.solved_layouts import solve_layouts
 from tests.programs import graph, mesh, mlp_args, mlp_step
 
 
@@ -58,7 +61,7 @@ def test_the_solution_costs_what_its_layout_is_priced_at(case: str, axes: dict[s
     """The solver adds up tables, the cost model prices a layout node by node: two implementations of one cost."""
     g = program(case, axes)
     solution = solve(build_problem(g).problem)
-    _, s = search(g)
-    (priced,) = [c.cost.seconds for choice, c in s.tried.items() if choice.solved_number == 1]
+    s = Search(g, math.inf)
+    priced = s.price(next(solve_layouts(s))).cost.seconds
     assert priced == pytest.approx(solution.cost, rel=1e-5)  # scalars are in no table
     assert s.bound <= priced
