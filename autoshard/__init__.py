@@ -5,6 +5,7 @@ from autoshard.api import jit, register_rule, unregister_rule
 from autoshard.backend.audit import audit
 from autoshard.ir.annotate import annotate
 from autoshard.ir.rule import Local, Rule
+from autoshard.jaxpr.padded_array import PaddedArray
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
@@ -15,6 +16,7 @@ from autoshard.transforms.pipeline import Pass
 __all__ = [
     "Local",
     "MeshConfig",
+    "PaddedArray",
     "Pass",
     "Plan",
     "Rule",

@@ -59,6 +59,7 @@ def jit(
     donate_argnums: Nums = None,
     donate_argnames: Names = None,
     memory_budget: int | str | None = None,
+    pad_state: bool = False,
     passes: Sequence[str | Pass] | None = None,
     rules: Mapping[Primitive | str, AnyRule] | None = None,
     strict: bool = False,
@@ -87,6 +88,9 @@ def jit(
         argument is in the memory that it comes in, and a result in that which the step moves it to.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
+      pad_state: whether state that the mesh does not divide is stored with padding: 50,257 rows as 50,264 over 8
+        devices, where they would be whole on each else. Such an argument comes back as a `PaddedArray`: a `jax.Array`
+        with its true shape and values, whose `stored` has the padding. Nothing that the step computes changes.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
         no others run. None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
         "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is fastest; and
@@ -122,6 +126,7 @@ def jit(
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             memory_budget=memory_budget,
+            pad_state=pad_state,
             passes=passes,
             rules=rules,
             strict=strict,
@@ -137,6 +142,8 @@ def jit(
         raise ArgumentError(f"memory_budget: {e}") from None
     if not isinstance(strategy, Plan) and strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(str(strategy), PRESETS)}")
+    if type(pad_state) is not bool:
+        raise ArgumentError(f"pad_state={pad_state!r}: must be True or False")
     if refine is not None and (type(refine) is not int or refine < 0):
         raise ArgumentError(f"refine={refine!r}: must be the number of layouts to compile and choose from, 0 or more")
     if refine and isinstance(strategy, Plan):
@@ -166,6 +173,7 @@ def jit(
             static_names=static_names,
             donate_nums=donate_nums,
             donate_names=donate_names,
+            pad_state=pad_state,
             refine=refine or 0,
             cache=cache,
         ),

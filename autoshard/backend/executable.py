@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
@@ -18,7 +19,7 @@ from autoshard.backend.lower import constrain
 from autoshard.backend.process_local import check_agreement, make_global, spans_processes
 from autoshard.backend.stage_log import stage
 from autoshard.cost.compiler_options import user_options
-from autoshard.errors import MeshError, PlacementWarning
+from autoshard.errors import MeshError, PlacementWarning, PlanError
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
 from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval, in_host_memory
@@ -44,13 +45,18 @@ class Executable[P: PlanRecord]:
     graph: Graph
     plan: P
     avals: tuple[ArgumentAval, ...]
-    """Of each flat argument as the program takes it: in the memory that is pinned, if one is."""
+    """Of each flat argument as the program takes it: in the memory that is pinned, if one is, and with the padding
+    that it is stored with, if any."""
     unpadded: Callable[[], Executable[PlanRecord]] | None = None
     """Makes the executable of the program without padding, planned with the same argument and result specs. Used when
     the step is traced by an outer transform (grad): gradients through padding would give 0 * inf = NaN. None where the
     program has no padding."""
     prelowered: jax.stages.Lowered | None = None
     """The step as `refine` lowered it to compare layouts; it caches its compilation."""
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.program.inputs, self.avals, strict=True)
+        self.avals = tuple((tuple(leaf.aval.shape), *aval[1:]) for leaf, aval in pairs)
 
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:
@@ -77,19 +83,29 @@ class Executable[P: PlanRecord]:
         """The `jax.jit` object called with flat arguments inside an outer trace.
 
         Its arguments have no `in_shardings`: a tracer does not expose where its value is placed, so the planned
-        shardings are constraints inside.
+        shardings are constraints inside. They and its results have their true shapes.
         """
         if self.unpadded is not None:
             return self.unpadded().nested_jit
 
         def planned(*leaves: Any) -> Any:
-            placed = list(map(_constrained, leaves, self.plan.flat_in_shardings))
-            return jax.tree.map(_constrained, self.eval_jaxpr(placed), self.plan.out_shardings)
+            stored = [
+                x if p.stored is None else jx.add_padding(x, p.stored)
+                for x, p in zip(leaves, self.plan.inputs, strict=True)
+            ]
+            placed = list(map(_constrained, stored, self.plan.flat_in_shardings))
+            results = map(_constrained, jax.tree.leaves(self.eval_jaxpr(placed)), self.plan.flat_out_shardings)
+            found = [
+                x if p.stored is None else jx.cut_padding(x, p.shape)
+                for x, p in zip(results, self.plan.outputs, strict=True)
+            ]
+            return self.program.out_tree.unflatten(found)
 
         def step(*leaves: Any) -> Any:
             if self._result_shardings_on_caller_mesh() is None:
                 return planned(*leaves)
-            return jax.sharding.auto_axes(planned, out_sharding=self.plan.out_specs)(*leaves)
+            specs = jax.tree.map(lambda s: s.spec, self.plan.out_shardings)
+            return jax.sharding.auto_axes(planned, out_sharding=specs)(*leaves)
 
         donated = [i for i, leaf in enumerate(self.program.inputs) if leaf.donated]
         given = dict(user_options(self.plan.compiler_options))  # JAX refuses ours here: they are for whole programs
@@ -109,6 +125,7 @@ class Executable[P: PlanRecord]:
 
         Raises:
           MeshError: ``options`` name another platform than that of the plan's mesh.
+          PlanError: there are ``options``, and state is stored with padding.
         """
         platform = self.plan.mesh.platform
         for name in options.get("lowering_platforms") or ():
@@ -120,8 +137,28 @@ class Executable[P: PlanRecord]:
                 )
         as_is = not options and list(order) == list(range(len(self.avals)))
         lowered = self.lowered if as_is else self._lower(order, **options)
+        if self.stores_padding:
+            if options:
+                raise PlanError(
+                    f"{self.program.name} stores state with padding, and cannot be exported so: plan it without "
+                    "pad_state"
+                )
+            places = [order.index(i) for i in range(len(self.avals))]
+            stored = [(self.plan.inputs[i].stored, self.plan.flat_in_shardings[i]) for i in places]
+            true = [self.program.inputs[i].shape for i in places]
+            lowered = jx.with_padded_arguments(lowered, stored, true, self._true_results)
         lowered = jx.with_call_structure(lowered, tree, self.program.out_tree)
         return lowered if self.plan.mesh.is_available else jx.CompileOnlyLowered(lowered, self._refuse_other_machine)
+
+    @functools.cached_property
+    def stores_padding(self) -> bool:
+        """Whether an argument or a result is stored with padding."""
+        return any(p.stored is not None for p in (*self.plan.inputs, *self.plan.outputs))
+
+    @functools.cached_property
+    def _true_results(self) -> list[tuple[int, ...] | None]:
+        """The true shape of each result that is stored with padding."""
+        return [None if p.stored is None else p.shape for p in self.plan.outputs]
 
     def _refuse_other_machine(self, *_: Any, **__: Any) -> None:
         self.plan.mesh.require_available(self.program.name)
@@ -159,9 +196,8 @@ class Executable[P: PlanRecord]:
         Returns:
           The result with the structure ``out_tree``, and the fast path for the next call with such arguments.
         """
-        return jx.execute(
-            self.compiled, leaves, out_tree, self.program.jaxpr.effects, self._result_shardings_on_caller_mesh()
-        )
+        shardings = self._result_shardings_on_caller_mesh()
+        return jx.execute(self.compiled, leaves, out_tree, self.program.jaxpr.effects, shardings, self._true_results)
 
     def _result_shardings_on_caller_mesh(self) -> list[NamedSharding] | None:
         """Shardings of the results over the mesh that the caller has set; None unless that is the plan's mesh with
@@ -176,8 +212,8 @@ class Executable[P: PlanRecord]:
         return [NamedSharding(typed, s.spec, memory_kind=s.memory_kind) for s in self.plan.flat_out_shardings]
 
     def device_put(self, leaves: Sequence[Any]) -> list[Any]:
-        """Copies of ``leaves`` with the planned shardings; what is process-local must be the same in every process."""
-        return jax.device_put(self._global(leaves), self.plan.flat_in_shardings)
+        """Copies of ``leaves`` as the program takes them; what is process-local must be the same in every process."""
+        return jax.device_put(self.plan.stored(self._global(leaves)), self.plan.flat_in_shardings)
 
     def _global(self, leaves: Sequence[Any]) -> list[Any]:
         """``leaves``, those that are process-local as global arrays where several processes share the mesh."""
@@ -222,16 +258,24 @@ class Executable[P: PlanRecord]:
         placed = self._global(leaves)
         moved: list[str] = []
         for i, (leaf, want) in enumerate(zip(placed, self.plan.flat_in_shardings, strict=True)):
-            if jx.is_tracer(leaf) or not isinstance(leaf, jax.Array):
+            stored = self.plan.inputs[i].stored
+            if jx.is_tracer(leaf) or (stored is not None and jx.is_tracing()):
                 continue
-            if leaf.committed and not leaf.sharding.is_equivalent_to(want, leaf.ndim):
+            if stored is not None and np.shape(leaf) != stored:
+                placed[i] = jx.as_stored(leaf, stored, want)
+                leaf = leaf.stored if isinstance(leaf, jx.PaddedArray) else leaf
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                continue
+            if leaf.shape != self.plan.inputs[i].stored_shape or not leaf.sharding.is_equivalent_to(want, leaf.ndim):
                 path = self.program.inputs[i].path
                 if path not in warned:
                     warned.add(path)
                     where = f"{_placement_text(leaf.sharding)}, the plan has {want.spec}{_memory_text(want)}"
+                    where += "" if stored is None else f" of {list(stored)}, with padding"
                     remedy = " (as a result is placed: donated, it keeps its spec)" if self._is_result(i, leaf) else ""
                     moved.append(f"{path} is on {where}{remedy}")
-                placed[i] = jax.device_put(leaf, want)
+                if stored is None:
+                    placed[i] = jax.device_put(leaf, want)
         if moved:
             rest = [f"{len(moved) - _NAMED} more"] if len(moved) > _NAMED else []
             warnings.warn(

@@ -11,6 +11,7 @@ import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,6 +37,16 @@ def spans_processes(mesh: Mesh) -> bool:
 def is_process_local(x: Any) -> bool:
     """Whether ``x`` is in host memory, or on devices that are all of this process."""
     return not isinstance(x, jax.Array) or (not jx.is_tracer(x) and x.is_fully_addressable)
+
+
+def _padded(host: np.ndarray, place: Place, sharding: NamedSharding, local: bool) -> np.ndarray:
+    """``host``, a whole argument or this process's rows of it, with the padding that it is stored with; as it is where
+    it has another shape."""
+    stored = place.stored_shape
+    rows = local_rows(sharding, stored) if local else np.arange(stored[0])
+    if host.shape != (int((rows < place.shape[0]).sum()), *place.shape[1:]):
+        return host
+    return jx.add_padding(host, (len(rows), *stored[1:]))
 
 
 def local_rows(sharding: NamedSharding, shape: Sequence[int]) -> np.ndarray:
@@ -70,6 +81,10 @@ def make_global(
     hosts = [_on_host(x) if is_process_local(x) else None for x in leaves]
     if not any(x is not None for x in hosts):
         return list(leaves)
+    for n, (host, place, sharding) in enumerate(zip(hosts, places, shardings, strict=True)):
+        if host is not None and place.stored is not None:
+            hosts[n] = _padded(host, place, sharding, local)
+    places = [replace(p, shape=p.stored_shape, stored=None) for p in places]
     numbers = [np.arange(0)] * len(hosts)
     for n, (host, place, sharding) in enumerate(zip(hosts, places, shardings, strict=True)):
         if host is None or not place.shape:

@@ -27,6 +27,7 @@ from etils import epath
 from jax.sharding import Sharding
 
 from autoshard.errors import CheckpointError
+from autoshard.jaxpr import PaddedArray
 
 CHUNK_BYTES = 8 << 20
 """Bytes of a chunk, at most, where a shard's sizes have such divisors."""
@@ -52,6 +53,12 @@ class ToRead:
     dtype: np.dtype
     sharding: Sharding | None
     """None reads it to numpy."""
+    stored: tuple[int, ...] | None = None
+    """The shape that it gets, with zeros at the end of its dimensions; None: its own."""
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.shape if self.stored is None else self.stored
 
 
 def stored_dtype(dtype: Any) -> np.dtype:
@@ -78,7 +85,8 @@ def on_host(arrays: Mapping[str, Any]) -> dict[str, ToWrite]:
       CheckpointError: there are several processes, and an array is on devices of this one alone.
     """
     shards: dict[str, list[Any]] = {}
-    for name, value in arrays.items():
+    stored = {name: value.stored if isinstance(value, PaddedArray) else value for name, value in arrays.items()}
+    for name, value in stored.items():
         if isinstance(value, jax.Array):
             if value.is_fully_addressable and jax.process_count() > 1:
                 raise CheckpointError(
@@ -91,8 +99,10 @@ def on_host(arrays: Mapping[str, Any]) -> dict[str, ToWrite]:
     found: dict[str, ToWrite] = {}
     for name, value in arrays.items():
         if isinstance(value, jax.Array):
-            blocks = [(_region(s.index, value.shape), np.asarray(s.data)) for s in shards[name]]
-            shape = value.sharding.shard_shape(value.shape)
+            held = stored[name]
+            parts = [(_within(_region(s.index, held.shape), value.shape), s.data) for s in shards[name]]
+            blocks = [(r, np.asarray(x)[_index(r, r)]) for r, x in parts if all(a < b for a, b in r)]
+            shape = tuple(map(min, held.sharding.shard_shape(held.shape), value.shape))
         else:
             blocks = [(_whole(value.shape), value)] if jax.process_index() == 0 else []
             shape = value.shape
@@ -150,7 +160,14 @@ def read(directory: epath.Path, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
             raise CheckpointError(
                 f"{name} is {goal.dtype}{list(goal.shape)} in the manifest and {dtype}{list(source.shape)} in the store"
             )
-        blocks = {region: _aligned_empty([b - a for a, b in region], dtype) for region in _regions(goal)}
+        buffers = {region: _aligned_empty([b - a for a, b in region], dtype) for region in _regions(goal)}
+        blocks: dict[ArrayRegion, np.ndarray] = {}
+        for region, buffer in buffers.items():
+            true = _within(region, goal.shape)
+            if true != region:
+                buffer.fill(0)
+            if true == region or all(a < b for a, b in true):
+                blocks[true] = buffer[_index(true, region)]
         chunk = source.chunk_layout.read_chunk.shape or ()  # None of a scalar
         parts = [(_chunk_of(part, chunk), part, region) for region in blocks for part in _by_chunk(region, chunk)]
         if len({number for number, _, _ in parts}) < len(parts):
@@ -161,7 +178,7 @@ def read(directory: epath.Path, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
             piece = blocks[region][_index(part, region)]
             filled = ts.array(piece).write(source[_index(part)][ts.d[:].translate_to[0]])
             window.add(filled, piece.nbytes, name, part)
-        window.then(functools.partial(_finish, found, name, goal, blocks))
+        window.then(functools.partial(_finish, found, name, goal, buffers))
     window.finish()
     return found
 
@@ -171,9 +188,9 @@ def _finish(found: dict[str, Any], name: str, goal: ToRead, blocks: dict[ArrayRe
         found[name] = blocks[_whole(goal.shape)].view(goal.dtype)
     else:
         found[name] = jax.make_array_from_callback(
-            goal.shape,
+            goal.result_shape,
             goal.sharding,
-            lambda index: blocks[_region(index, goal.shape)].view(goal.dtype),
+            lambda index: blocks[_region(index, goal.result_shape)].view(goal.dtype),
             dtype=goal.dtype,
         )
 
@@ -255,11 +272,17 @@ def _regions(goal: ToRead) -> set[ArrayRegion]:
     """The regions that this process reads."""
     if goal.sharding is None:
         return {_whole(goal.shape)}
-    return {_region(i, goal.shape) for i in goal.sharding.addressable_devices_indices_map(goal.shape).values()}
+    shape = goal.result_shape
+    return {_region(i, shape) for i in goal.sharding.addressable_devices_indices_map(shape).values()}
 
 
 def _region(index: Any, shape: Sequence[int]) -> ArrayRegion:
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def _within(region: ArrayRegion, shape: Sequence[int]) -> ArrayRegion:
+    """The part of ``region`` that is in an array of ``shape``."""
+    return tuple((a, min(b, n)) for (a, b), n in zip(region, shape, strict=True))
 
 
 def _whole(shape: Sequence[int]) -> ArrayRegion:

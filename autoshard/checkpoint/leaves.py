@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 from autoshard.checkpoint.array_store import ToRead
 from autoshard.checkpoint.manifest import MAX_PATH, SCALAR_CODECS, LeafEntry, abbreviated, first_line
 from autoshard.errors import CheckpointError
+from autoshard.jaxpr import PaddedArray, add_padding
 from autoshard.jaxpr.paths import path_keys
 from autoshard.strict_files import cut
 
@@ -31,6 +32,8 @@ class RestoreTarget:
     """None restores to numpy if ``as_numpy``, else to the default device, uncommitted."""
     as_numpy: bool = False
     weak_type: bool = False
+    stored: tuple[int, ...] | None = None
+    """The shape with the padding that it is restored with, which the sharding divides; None: without padding."""
 
 
 def flatten_state(state: Any) -> tuple[list[LeafEntry], dict[str, Any]]:
@@ -89,34 +92,36 @@ def _describe_leaf(path: str, value: Any) -> LeafEntry:
     )
 
 
-def restore_targets(tree: Any, shardings: Any = None) -> tuple[list[RestoreTarget], Any]:
-    """The restore target of each leaf of ``tree``, and its structure. ``shardings`` is a pytree prefix of ``tree``.
+def restore_targets(tree: Any, stored: Any = None) -> tuple[list[RestoreTarget], Any]:
+    """The restore target of each leaf of ``tree``, and its structure.
+
+    Args:
+      stored: where given, a pytree of the same structure of what is to be in memory: `jax.ShapeDtypeStruct`s with
+        shardings, longer than the leaves of ``tree`` where these are stored with padding.
 
     Raises:
       CheckpointError: a leaf of an unsupported type, or a sharding that does not divide it.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    places: list[Any] = [None] * len(paths)
-    if shardings is not None:
-        places = jax.tree.leaves(jax.tree.broadcast(shardings, tree, is_leaf=_no_sharding), is_leaf=_no_sharding)
+    places = [None] * len(paths) if stored is None else jax.tree.leaves(stored)
     found: list[RestoreTarget] = []
     for (path, value), place in zip(paths, places, strict=True):
         leaf = _describe_leaf("state" + jax.tree_util.keystr(path), value)
-        sharding: Any = place or getattr(value, "sharding", None)
-        if isinstance(value, jax.Array) and not value.committed:
-            sharding = place
+        held: Any = place if place is not None else value.stored if isinstance(value, PaddedArray) else value
+        sharding: Any = getattr(held, "sharding", None)
+        if isinstance(held, jax.Array) and not held.committed:
+            sharding = None
+        shape = tuple(leaf.shape) if sharding is None else tuple(held.shape)
         if sharding is not None:
             try:
-                sharding.shard_shape(tuple(leaf.shape))
+                sharding.shard_shape(shape)
             except ValueError as error:
                 raise CheckpointError(f"{leaf.path}: {leaf} cannot be sharded as {sharding}: {error}") from error
         host = sharding is None and isinstance(value, np.ndarray | np.generic)
-        found.append(RestoreTarget(leaf, sharding, host, bool(getattr(value, "weak_type", False))))
+        weak = bool(getattr(value, "weak_type", False))
+        padded = shape if shape != tuple(leaf.shape) else None
+        found.append(RestoreTarget(leaf, sharding, host, weak, padded))
     return found, treedef
-
-
-def _no_sharding(value: Any) -> bool:
-    return value is None
 
 
 def match_leaves(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[LeafEntry | None]:
@@ -216,7 +221,10 @@ def _restored(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: bool) 
         return array.item()
     if target.weak_type and array.ndim == 0:
         return _put(jnp.asarray(array.item()), target.sharding)
-    return array if target.as_numpy else _put(array, target.sharding)
+    if target.stored is not None and array.shape != target.stored:
+        array = add_padding(np.asarray(array), target.stored)
+    placed = array if target.as_numpy else _put(array, target.sharding)
+    return placed if target.stored is None else PaddedArray(placed, tuple(leaf.shape))
 
 
 def array_to_read(leaf: LeafEntry, target: RestoreTarget) -> ToRead:
@@ -225,7 +233,7 @@ def array_to_read(leaf: LeafEntry, target: RestoreTarget) -> ToRead:
         words = _key_words(leaf)
         return ToRead(words.shape, words.dtype, None)
     sharded = target.leaf.kind == "array" and not target.weak_type
-    return ToRead(tuple(leaf.shape), jnp.dtype(leaf.dtype), target.sharding if sharded else None)
+    return ToRead(tuple(leaf.shape), jnp.dtype(leaf.dtype), target.sharding if sharded else None, target.stored)
 
 
 def _restore_key(leaf: LeafEntry, words: Any, target: RestoreTarget, *, raw: bool) -> Any:

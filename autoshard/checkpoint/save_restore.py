@@ -57,7 +57,7 @@ class CheckpointPlan(Protocol):
     @property
     def in_avals(self) -> Sequence[Any]: ...
     @property
-    def in_shardings(self) -> Sequence[Any]: ...
+    def in_stored(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def restore(
         goals, treedef = [RestoreTarget(leaf, as_numpy=True) for leaf in manifest.leaves], None
     else:
         goals, treedef = (
-            restore_targets(like) if plan is None else restore_targets(_planned_state(plan), plan.in_shardings[0])
+            restore_targets(like) if plan is None else restore_targets(_planned_state(plan), plan.in_stored[0])
         )
         if misfit := state_difference(manifest.leaves, [goal.leaf for goal in goals], "checkpoint"):
             raise CheckpointError(

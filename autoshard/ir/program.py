@@ -38,6 +38,23 @@ class Leaf:
     """Whether the user demands it: a `NamedSharding` says so, a `PartitionSpec` does not."""
     placed: bool = False
     """Whether ``pin`` is no demand of the user but where the argument is already."""
+    padded_from: tuple[int, ...] | None = None
+    """Its true shape, where it is stored with padding (`autoshard.transforms.pad_state`); ``aval`` is with it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as the user's function has it: without padding."""
+        return tuple(self.aval.shape) if self.padded_from is None else self.padded_from
+
+    @property
+    def true_aval(self) -> jax.ShapeDtypeStruct:
+        """Its abstract value without padding."""
+        return self.aval if self.padded_from is None else self.aval.update(shape=self.padded_from)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...] | None:
+        """Its shape with padding, where it is stored so."""
+        return None if self.padded_from is None else tuple(self.aval.shape)
 
     @property
     def bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
 from jax.sharding import NamedSharding
 
+from autoshard.jaxpr.padded_array import Shape, as_stored, from_dispatch, to_dispatch, with_true_shapes
 from autoshard.jaxpr.value import is_tracer
 
 FastPath = Any
@@ -42,6 +44,63 @@ def with_call_structure(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any
     return jax.stages.Lowered(lowered._lowering, info, out_tree)
 
 
+def with_padded_arguments(
+    lowered: jax.stages.Lowered,
+    stored: Sequence[tuple[Shape | None, NamedSharding]],
+    given: Sequence[Shape],
+    results: Sequence[Shape | None],
+) -> jax.stages.Lowered:
+    """A lowering of flat arguments with padding as one for arguments of their true shapes, ``given``.
+
+    Args:
+      stored: of each argument the shape that it is stored in, None where that is its own, and its sharding.
+      results: the true shape of each result that is stored with padding.
+    """
+    infos = jax.tree.leaves(lowered.args_info)
+    true = [replace(i, _aval=i._aval.update(shape=s)) for i, s in zip(infos, given, strict=True)]
+    tree = jax.tree.structure(lowered.args_info)
+    lowering: Any = _PaddedLowering(lowered._lowering, stored, results)
+    return jax.stages.Lowered(lowering, tree.unflatten(true), lowered.out_tree)
+
+
+class _PaddedLowering:
+    """A lowering whose executable takes and returns arrays of their true shapes."""
+
+    def __init__(self, lowering: Any, stored: Any, results: Sequence[Shape | None]) -> None:
+        self._lowering, self._stored, self._results = lowering, stored, results
+
+    @property
+    def compile_args(self) -> dict[str, Any]:
+        args = self._lowering.compile_args
+        pairs = zip(args["global_out_avals"], self._results, strict=True)
+        return {**args, "global_out_avals": [a if s is None else a.update(shape=s) for a, s in pairs]}
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        return _PaddedExecutable(self._lowering.compile(*args, **kwargs), self._stored, self._results)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowering, name)
+
+
+class _PaddedExecutable:
+    """An executable as `_PaddedLowering` compiles it."""
+
+    def __init__(self, executable: Any, stored: Any, results: Sequence[Shape | None]) -> None:
+        self._executable, self._stored, self._results = executable, stored, results
+
+    def call(self, *leaves: Any) -> list[Any]:
+        given = len(leaves) - len(self._stored)  # constants come first
+        pairs = zip(leaves[given:], self._stored, strict=True)
+        placed = [x if shape is None else as_stored(x, shape, sharding) for x, (shape, sharding) in pairs]
+        return with_true_shapes(self._executable.call(*leaves[:given], *placed), self._results)
+
+    def create_cpp_call(self, params: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executable, name)
+
+
 def trace_context() -> tuple[Any, ...]:
     """The JAX settings that a step depends on: those that `jax.jit` keys its traces by, except what autoshard sets, and
     the checks of results.
@@ -57,21 +116,25 @@ def execute(
     out_tree: Any,
     effects: Any,
     shardings: Sequence[NamedSharding] | None = None,
+    padded_from: Sequence[tuple[int, ...] | None] = (),
 ) -> tuple[Any, FastPath]:
     """Runs an executable on flat arguments: its result as ``out_tree``, and the fast path for the next call.
 
-    ``shardings``, where given, restate those of the results on a mesh with other axis types; no data moves.
+    ``shardings``, where given, restate those of the results on a mesh with other axis types; no data moves. Results
+    with a true shape in ``padded_from`` become `PaddedArray`s, which the fast path takes and gives as `Dispatched`.
     """
     executable: Any = compiled._executable
     consts = executable.shard_const_args(compiled._params.const_args)
     flat = executable.call(*consts, *leaves)
     if shardings is not None:
         flat = jax.device_put(flat, list(shardings))
-    fast_path = _pjit._get_fastpath_data(executable, out_tree, list(leaves), flat, effects, [], None, consts)
+    results = with_true_shapes(flat, padded_from or [None] * len(flat))
+    given = list(map(to_dispatch, results))
+    fast_path = _pjit._get_fastpath_data(executable, out_tree, list(leaves), given, effects, [], None, consts)
     if shardings is not None and fast_path is not None:
         plain = not any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in flat)
         fast_path = fast_path._replace(out_shardings=list(shardings)) if plain else None
-    return out_tree.unflatten(flat), fast_path
+    return out_tree.unflatten(results), fast_path
 
 
 def make_dispatcher(
@@ -90,6 +153,7 @@ def make_dispatcher(
     """
 
     def plain(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(from_dispatch, (args, kwargs))
         return fun(*args, **kwargs)
 
     def unoptimized(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +163,7 @@ def make_dispatcher(
                 "is unknown, as an argument was donated and is gone: set jax_debug_nans before the first call, or "
                 "call the step's clear_cache() after it is set"
             )
-        return fun(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     def cache_miss(*args: Any, **kwargs: Any) -> tuple[Any, FastPath, bool]:
         try:

@@ -52,6 +52,11 @@ def new_var(var: Var) -> Var:
     return Var(var.aval)
 
 
+def resized_var(var: Var, shape: tuple[int, ...]) -> Var:
+    """A new variable of the dtype of ``var`` and another shape of the same rank."""
+    return Var(aval(var).update(shape=shape))
+
+
 def stacked_var(var: Var, length: int) -> Var:
     """A new variable for ``length`` values of the type of ``var``, stacked along a new leading dimension."""
     return Var(_core.unmapped_aval(length, 0, var.aval))

@@ -91,10 +91,10 @@ def _check_arguments(plan: PlanRecord, program: Program) -> None:
             "it was made for another step"
         )
     for place, leaf in zip(plan.inputs, program.inputs, strict=True):
-        if place.shape != leaf.aval.shape or place.dtype != dtype_name(leaf.aval.dtype) or place.path != leaf.path:
+        if place.shape != leaf.shape or place.dtype != dtype_name(leaf.aval.dtype) or place.path != leaf.path:
             raise PlanError(
                 f"the plan is for {place.path}: {place.dtype}{list(place.shape)}, the step is called with {leaf.path}: "
-                f"{leaf.aval.dtype}{list(leaf.aval.shape)}; plan again for these shapes"
+                f"{leaf.aval.dtype}{list(leaf.shape)}; plan again for these shapes"
             )
     then, now = map(_donated_names, (plan.inputs, program.inputs))
     if [p.donated for p in plan.inputs] != [leaf.donated for leaf in program.inputs]:
@@ -115,7 +115,7 @@ def _check_program(plan: PlanRecord, graph: Graph, request: PlanRequest) -> None
             "plan again"
         )
     for o, (place, leaf) in enumerate(zip(plan.outputs, program.outputs, strict=False)):
-        if (place.path, place.shape, place.dtype) != (leaf.path, leaf.aval.shape, dtype_name(leaf.aval.dtype)):
+        if (place.path, place.shape, place.dtype) != (leaf.path, leaf.shape, dtype_name(leaf.aval.dtype)):
             raise PlanError(
                 f"the plan is for another program than {program.name}: its result {o} is {place.path}: "
                 f"{place.dtype}{list(place.shape)}, the step's {leaf.path}: {aval_text(leaf.aval)}; plan again"

@@ -59,6 +59,13 @@ class Place:
     """Of a result: the path of the argument that it replaces at the next call."""
     memory_kind: MemoryKind = None
     """The memory that it is in; None: the device's."""
+    stored: tuple[int, ...] | None = None
+    """Its shape with the padding that it is stored with, which ``spec`` divides; None where it has none."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of what is in memory."""
+        return self.shape if self.stored is None else self.stored
 
     @property
     def where(self) -> str:

@@ -56,13 +56,17 @@ class MatchingSubtree:
 
 def bytes_per_device(places: Sequence[Place], mesh: Mapping[str, int]) -> int:
     """Bytes that ``places`` take on one device of a mesh with these axis sizes."""
-    bits = (math.prod(p.shape) * dtype_bits(dtype_from_name(p.dtype)) for p in places)
+    bits = (math.prod(p.stored_shape) * dtype_bits(dtype_from_name(p.dtype)) for p in places)
     return sum(-(-n // (8 * p.spec.num_shards(mesh))) for n, p in zip(bits, places, strict=True))
 
 
 def note_of(place: Place) -> str:
-    """What the report notes beside an array: that its spec was demanded, or is for loading alone."""
-    return place.reason if place.reason in ("pinned", "shared", "placed", "loading") else ""
+    """What the report notes beside an array: that its spec was demanded, or is for loading alone; how it is stored."""
+    notes = [place.reason] if place.reason in ("pinned", "shared", "placed", "loading") else []
+    if place.stored is not None:
+        padded = [f"{m:,} stored as {n:,}" for m, n in zip(place.shape, place.stored, strict=True) if m != n]
+        notes.append(", ".join(padded))
+    return "; ".join(notes)
 
 
 def group_arrays(places: Sequence[Place]) -> list[ArrayGroup]:

@@ -109,7 +109,8 @@ def _place(leaf: Leaf, v: int, graph: Graph, layout: Layout, replaced: Place | N
         spec, reason, sources = replaced.spec, "replaces", ()
     path = replaced.path if replaced is not None else None
     dtype = dtype_name(leaf.aval.dtype)
-    return Place(leaf.path, leaf.aval.shape, dtype, spec, reason, sources, leaf.donated, path, leaf.memory_kind)
+    stored, kind = leaf.stored_shape, leaf.memory_kind
+    return Place(leaf.path, leaf.shape, dtype, spec, reason, sources, leaf.donated, path, kind, stored)
 
 
 def _reason(v: int, rank: int, graph: Graph, layout: Layout) -> tuple[PlaceReason, tuple[str, ...]]:

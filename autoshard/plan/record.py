@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from autoshard.cost.cost import Cost
@@ -16,7 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import Axes
-from autoshard.jaxpr import dtype_from_name
+from autoshard.jaxpr import as_stored, dtype_from_name, true_sharding
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, Island, Place, Trial
 from autoshard.plan.grouping import bytes_per_device
@@ -114,18 +115,31 @@ class PlanRecord:
 
     @property
     def in_shardings(self) -> Any:
-        """`NamedSharding`s of the positional arguments. Needs the mesh's devices."""
-        return self._args(self.flat_in_shardings)
+        """`NamedSharding`s of the positional arguments. Needs the mesh's devices.
+
+        Of an argument that is stored with padding it is that of its values outside of the step, as JAX has no array of
+        uneven shards: dimensions with padding are whole. `put` and `init` place it with padding.
+        """
+        return self._args(self._true_shardings(self.inputs, self.flat_in_shardings))
 
     @property
     def out_shardings(self) -> Any:
-        """`NamedSharding`s of the result. Needs the mesh's devices."""
-        return self._tree(self.out_tree).unflatten(self.flat_out_shardings)
+        """`NamedSharding`s of the result, as those of the arguments. Needs the mesh's devices."""
+        return self._tree(self.out_tree).unflatten(self._true_shardings(self.outputs, self.flat_out_shardings))
 
     @property
     def in_avals(self) -> Any:
         """`jax.ShapeDtypeStruct`s of the positional arguments."""
         return self._args([jax.ShapeDtypeStruct(p.shape, dtype_from_name(p.dtype)) for p in self.inputs])
+
+    @property
+    def in_stored(self) -> Any:
+        """`jax.ShapeDtypeStruct`s with shardings of the positional arguments as they are stored. Needs the mesh's
+        devices."""
+        pairs = zip(self.inputs, self.flat_in_shardings, strict=True)
+        return self._args(
+            [jax.ShapeDtypeStruct(p.stored_shape, dtype_from_name(p.dtype), sharding=s) for p, s in pairs]
+        )
 
     @functools.cached_property
     def jax_mesh(self) -> jax.sharding.Mesh:
@@ -134,17 +148,26 @@ class PlanRecord:
 
     @functools.cached_property
     def flat_in_shardings(self) -> list[NamedSharding]:
-        """Flat form of `in_shardings`, keyword arguments included."""
+        """Those of the flat arguments as they are stored, keyword arguments included."""
         return self._shardings(self.inputs)
 
     @functools.cached_property
     def flat_out_shardings(self) -> list[NamedSharding]:
-        """Flat form of `out_shardings`."""
+        """Those of the flat results as they are stored."""
         return self._shardings(self.outputs)
+
+    def stored(self, leaves: Sequence[Any]) -> list[Any]:
+        """The first flat arguments, ``leaves``, those with padding as they are stored; others as they are."""
+        found = zip(leaves, self.inputs, self.flat_in_shardings, strict=False)
+        return [x if p.stored in (None, np.shape(x)) else as_stored(x, p.stored or (), s) for x, p, s in found]
 
     def _shardings(self, places: Sequence[Place]) -> list[NamedSharding]:
         mesh = self.jax_mesh
         return [NamedSharding(mesh, p.spec.partition_spec(), memory_kind=p.memory_kind) for p in places]
+
+    def _true_shardings(self, places: Sequence[Place], shardings: Sequence[NamedSharding]) -> list[NamedSharding]:
+        pairs = zip(places, shardings, strict=True)
+        return [s if p.stored is None else true_sharding(s, p.stored, p.shape) for p, s in pairs]
 
     def _args(self, leaves: Sequence[Any]) -> Any:
         return self._tree(self.in_tree).unflatten(leaves)[0]

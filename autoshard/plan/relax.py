@@ -1,7 +1,7 @@
 """Which demand of the user, when dropped, lowers peak memory most: for the error where no layout fits the budget.
 
 Demands are a strategy other than "auto"; the pins of an argument, with those of the results that replace it; the pins
-of all results; and that an argument which a result replaces is not donated.
+of all results; that an argument which a result replaces is not donated; and that state is stored without padding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from autoshard.ir.program import Leaf, Program
 from autoshard.jaxpr.paths import argument_name
 from autoshard.plan.planner import PlanRequest
+from autoshard.transforms.pad_state import pad_state, padded_shapes
 
 MIN_GAIN_OF_ALL = 1.1
 """Dropping all demands is proposed only where dropping the best one alone leaves the peak this many times higher."""
@@ -58,6 +59,8 @@ def relaxations(program: Program, request: PlanRequest) -> Iterator[Relaxation]:
         if any(i in result_of and not program.inputs[i].donated for i in own):
             donated = tuple(replace(x, donated=x.donated or i in own) for i, x in enumerate(program.inputs))
             yield Relaxation(f"with {name} donated", replace(program, inputs=donated), request)
+    if shapes := padded_shapes(program):
+        yield Relaxation("with pad_state=True", pad_state(program, shapes), request)
     if any(leaf.pin is not None for leaf in program.outputs):
         outputs = _unpinned(program.outputs, set(range(len(program.outputs))))
         yield Relaxation("without the pins of results", replace(program, outputs=outputs), request)

@@ -24,7 +24,7 @@ from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import leaf_paths, treedef_from_json, treedef_to_json
 from autoshard.strict_files import cut, shortened
 
-VERSION = 6
+VERSION = 7
 _TREES = ("in_tree", "out_tree")
 
 
@@ -140,10 +140,13 @@ def _check(plan: PlanRecord) -> None:
         if shape is not None and spec.rank != len(shape):
             raise PlanError(f"{what}: spec {spec} has {spec.rank} entries, the shape is {list(shape)}")
     for place in (*plan.inputs, *plan.outputs):
-        for d, (size, axes) in enumerate(zip(place.shape, place.spec.dims, strict=True)):
+        stored = place.stored_shape
+        if len(stored) != len(place.shape) or any(m > n for m, n in zip(place.shape, stored, strict=True)):
+            raise PlanError(f"{place.path}: {list(place.shape)} is no part of {list(stored)}, which it is stored as")
+        for d, (size, axes) in enumerate(zip(stored, place.spec.dims, strict=True)):
             if size % (parts := mesh.axes_size(axes)):
                 raise PlanError(
-                    f"{place.path}: dimension {d} of shape {list(place.shape)} has size {size}, which does not divide "
+                    f"{place.path}: dimension {d} of shape {list(stored)} has size {size}, which does not divide "
                     f"into {parts} parts over {'+'.join(axes)}"
                 )
         try:

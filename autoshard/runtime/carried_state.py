@@ -55,7 +55,7 @@ def pin_carried(program: Program, first: CarriedSpecs) -> tuple[Program, frozens
 
     An argument of another shape or dtype, and one that the user pinned, is left as it is.
     """
-    keys = [(leaf.path, leaf.aval.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
+    keys = [(leaf.path, leaf.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
     pins = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
     leaves = [replace(leaf, pin=pins.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
     return replace(program, inputs=tuple(leaves)), frozenset(pins)

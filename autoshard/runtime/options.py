@@ -46,6 +46,8 @@ class Options:
     donate_nums: tuple[int, ...]
     donate_names: tuple[str, ...]
 
+    pad_state: bool = False
+    """Whether state that the mesh does not divide is stored with padding."""
     refine: int = 0
     """Layouts compiled to choose from; 0 chooses by predicted time."""
     cache: str | os.PathLike[str] | None = None

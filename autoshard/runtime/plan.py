@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard import jaxpr as jx
 from autoshard.backend.process_local import local_rows, make_global, spans_processes
 from autoshard.errors import ArgumentError, PlanError, SpecError, nearest
 from autoshard.ir.spec import replicated
@@ -68,7 +69,10 @@ class Plan(PlanRecord):
         def flat(*given: Any) -> list[Any]:
             leaves, back = nnx.leaves_of(fn(*given))
             rebuild[:] = [back]
-            return leaves
+            return [
+                x if p.stored is None else jx.add_padding(x, p.stored)
+                for x, p in zip(leaves, self.inputs[start:end], strict=True)
+            ]
 
         made = jax.eval_shape(parts, *args)
         misfit = self._misfit(self.inputs[start:end], avals[argnum], made, "the function makes")
@@ -77,7 +81,7 @@ class Plan(PlanRecord):
         if spans_processes(self.jax_mesh):
             args = self._replicated(args)
         leaves = jax.jit(flat, out_shardings=self.flat_in_shardings[start:end])(*args)
-        return rebuild[0](leaves)
+        return rebuild[0](jx.with_true_shapes(leaves, [p.shape for p in self.inputs[start:end]]))
 
     def _replicated(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of `init`, the same in every process, replicated over the mesh."""
@@ -119,7 +123,9 @@ class Plan(PlanRecord):
         shardings = self.flat_in_shardings[: len(given)]
         if several:
             given = make_global(given, self.inputs[: len(given)], shardings, self.jax_mesh, self.name, local=local)
-        placed = jax.tree.unflatten(tree, jax.device_put(given, shardings))
+        arrays = jax.device_put(self.stored(given), shardings)
+        shapes = [p.shape for p in self.inputs[: len(given)]]
+        placed = jax.tree.unflatten(tree, jx.with_true_shapes(arrays, shapes))
         placed = nnx.merge(parts, placed, {})[0] if parts.module_args else placed
         return placed[0] if len(args) == 1 else placed
 
@@ -141,7 +147,8 @@ class Plan(PlanRecord):
         place = self.inputs[paths.index(path)]
         if not place.shape:
             raise SpecError(f"{path} of {self.name} is a scalar, which has no rows: every process brings it")
-        return local_rows(self.flat_in_shardings[paths.index(path)], place.shape)
+        rows = local_rows(self.flat_in_shardings[paths.index(path)], place.stored_shape)
+        return rows[rows < place.shape[0]]
 
     def _misfit(
         self,

@@ -17,11 +17,13 @@ from autoshard.backend.stage_log import stage
 from autoshard.errors import AutoshardError, MemoryBudgetError
 from autoshard.ir.program import Program, with_pins
 from autoshard.ir.trace import trace
+from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import ArgumentAval
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import mesh_config, resolve_mesh
 from autoshard.plan.adopt import adopt
 from autoshard.plan.record import PlanRecord
+from autoshard.plan.shared_arguments import shared_arguments
 from autoshard.runtime.carried_state import CarriedSpecs, note_carried, pin_carried
 from autoshard.runtime.choose_mesh import candidate_meshes, fastest, plan_each_mesh
 from autoshard.runtime.dump import dump_stages
@@ -32,6 +34,7 @@ from autoshard.runtime.refine import refine
 from autoshard.runtime.shared_layout import Placements, note_moved, note_shared, pin_placed, pin_shared
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.runtime.study import Study
+from autoshard.transforms.pad_state import pad_state, padded_shapes
 from autoshard.transforms.pipeline import AppliedPass, Pipeline
 
 GC_FROZEN_BY_PYTHON = 1000
@@ -129,9 +132,25 @@ def _trace(
     with stage("trace", getattr(jitted, "__name__", "step")):
         program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, **pins)
     config = mesh_config(options.mesh)
+    program = pad_state(program, _stored_shapes(program, options))
     program = with_pins(program, config.specs() if config else {}, "the mesh's pin")
     program = program if options.like is None else pin_shared(program, options.like())
     return pin_placed(program, placed) if any(placed) else program
+
+
+def _stored_shapes(program: Program, options: Options) -> dict[int, tuple[int, ...]]:
+    """The shapes of the flat arguments to store with padding: as a given plan has them, else those that the plan of
+    another step shares, else those of state that the mesh does not divide, where the user asks for that."""
+    if options.plan is not None:
+        same = len(options.plan.inputs) == len(program.inputs)
+        return {i: p.stored for i, p in enumerate(options.plan.inputs) if p.stored is not None and same}
+    found = padded_shapes(program) if options.pad_state else {}
+    if options.like is not None:
+        arrays = [(leaf.path, leaf.shape, dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
+        shared = shared_arguments(arrays, options.like().inputs)
+        found = {i: shape for i, shape in found.items() if i not in shared}
+        found |= {i: p.stored for i, p in shared.items() if p.stored is not None and program.inputs[i].pin is None}
+    return found
 
 
 def _plans(

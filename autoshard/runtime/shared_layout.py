@@ -47,7 +47,7 @@ def pin_shared(program: Program, like: PlanRecord) -> Program:
             f"{program.name} runs over {program.mesh}, and the plan of {like.name} given as like= is for {like.mesh}: "
             "leave mesh= out to take the same"
         )
-    arrays = [(leaf.path, leaf.aval.shape, dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
+    arrays = [(leaf.path, leaf.shape, dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
     pins = {i: place.spec for i, place in shared_arguments(arrays, like.inputs).items()}
     inputs = (replace(x, pin=pins.get(i)) if x.pin is None else x for i, x in enumerate(program.inputs))
     return replace(program, inputs=tuple(inputs))
@@ -89,6 +89,7 @@ def placements(leaves: Iterable[Any]) -> Placements:
 def _placement(leaf: Any) -> NamedSharding | None:
     if jx.is_tracer(leaf) or not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return None
+    leaf = leaf.stored if isinstance(leaf, jx.PaddedArray) else leaf
     sharding, committed = leaf.sharding, getattr(leaf, "committed", True)
     if not committed or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None

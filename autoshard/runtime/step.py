@@ -49,6 +49,7 @@ class Step:
         eager = fun.on_values if isinstance(fun, nnx.PureFunction) else fun
         name, statics = self._signature.name, (options.static_nums, options.static_names)
         self._fast = jx.make_dispatcher(name, eager, self._miss, *statics)
+        self._call: Callable[..., Any] = self._fast
         self._dispatch: Callable[..., Any] = self._first_call
         self._executables: dict[Any, list[tuple[Executable[Plan], Placements]]] = {}
         self._warned: set[str] = set()
@@ -134,18 +135,34 @@ class Step:
         )
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        self._dispatch = self._call_with_modules if nnx.has_modules((args, kwargs)) else self._fast
+        self._dispatch = self._call_with_modules if nnx.has_modules((args, kwargs)) else self._call
         return self._dispatch(*args, **kwargs)
+
+    def _call_padded(self, *args: Any, **kwargs: Any) -> Any:
+        """A call with arguments or results that are stored with padding."""
+        args, kwargs = self._map_dynamic(jx.to_dispatch, args, kwargs)
+        return jax.tree.map(jx.from_dispatch, self._fast(*args, **kwargs))
+
+    def _map_dynamic(self, fun: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call with ``fun`` applied to every array in it."""
+        return self._signature.with_leaves(
+            args, kwargs, map(fun, jax.tree.leaves(self._signature.dynamic(args, kwargs)))
+        )
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, jx.FastPath]:
         """A call that is not in the dispatch cache: its result, and the fast path for the next such call."""
         pure = self._fun if isinstance(self._fun, nnx.PureFunction) else None
+        if self._call is not self._fast:
+            args, kwargs = self._map_dynamic(jx.from_dispatch, args, kwargs)
         if pure is not None:
             args, kwargs = pure.with_states(args, kwargs)
         elif nnx.has_modules((args, kwargs)):
             self._dispatch = self._call_with_modules
             return self._call_with_modules(*args, **kwargs), None
         executable = self._executable(args, kwargs)
+        if executable.stores_padding and self._call is self._fast:
+            self._call = self._call_padded
+            self._dispatch = self._call if self._dispatch is self._fast else self._dispatch
         executable.plan.mesh.require_same_size_around(executable.program.name)
         if not jx.is_tracing():
             executable.plan.mesh.require_available(executable.program.name)
@@ -158,7 +175,7 @@ class Step:
         if pure is not None:
             out_tree = jax.tree.structure(pure.with_values(out_tree.unflatten(range(out_tree.num_leaves))))
         result, fast_path = executable.call(placed, out_tree)
-        none_moved = all(a is b for a, b in zip(leaves, placed, strict=True))
+        none_moved = all(getattr(a, "stored", a) is b for a, b in zip(leaves, placed, strict=True))
         return result, fast_path if none_moved else None
 
     def _call_with_modules(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,10 +183,10 @@ class Step:
         if jax.config.jax_disable_jit:
             return self._fun(*args, **kwargs)
         if not nnx.has_modules((args, kwargs)):
-            return self._fast(*args, **kwargs)
+            return self._call(*args, **kwargs)
         parts = nnx.split(args, kwargs)
         step, pure = self._pure_step(parts)
-        return pure.call(step._fast, args, kwargs, parts)
+        return pure.call(step._call, args, kwargs, parts)
 
     def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable[Plan]:
         """The planned step for these arguments: of several for such arrays, the first that takes them where they are,

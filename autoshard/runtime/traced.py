@@ -32,12 +32,12 @@ class Traced(Program):
     @property
     def in_avals(self) -> Any:
         """`jax.ShapeDtypeStruct`s of ``(args, kwargs)`` without static ones."""
-        return self.in_tree.unflatten([leaf.aval for leaf in self.inputs])
+        return self.in_tree.unflatten([leaf.true_aval for leaf in self.inputs])
 
     @property
     def out_info(self) -> Any:
         """`jax.ShapeDtypeStruct`s of the result."""
-        return self.out_tree.unflatten([leaf.aval for leaf in self.outputs])
+        return self.out_tree.unflatten([leaf.true_aval for leaf in self.outputs])
 
     @property
     def out_avals(self) -> Any:

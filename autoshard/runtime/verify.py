@@ -76,6 +76,8 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, passes: bool = False, **kw
     executable = step.executable(*args, **kwargs)
     program = executable.program
     leaves = [_host_copy(x) for x in jax.tree.leaves(step.dynamic(*args, **kwargs))]
+    stored = zip(leaves, program.inputs, strict=True)
+    leaves = [x if p.stored_shape is None else jx.add_padding(np.asarray(x), p.stored_shape) for x, p in stored]
     paths = [leaf.path for leaf in program.outputs]
     across = tuple(_compare_passes(step.rewrites(*args, **kwargs), leaves, rtol)) if passes else ()
     expected = _evaluate(program.unpadded_jaxpr or program.jaxpr, leaves)
@@ -177,6 +179,8 @@ def _host_copy(x: Any) -> Any:
     """A copy of all of ``x`` on the host, so that the caller's array is not used; of typed PRNG keys, on the default
     device. Where other processes have parts of ``x``, all of them must make the copy.
     """
+    if isinstance(x, jx.PaddedArray):
+        return _host_copy(x.stored)[tuple(map(slice, x.shape))]
     if not isinstance(x, jax.Array):
         return x
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):

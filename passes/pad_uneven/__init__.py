@@ -25,6 +25,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.rule_registry import Rules, has_own_rule
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes.pad_uneven.elementwise import run_padded
+from autoshard.passes.pad_uneven.indexed import gather_padded, scatter_padded
 from autoshard.passes.pad_uneven.moves import (
     overlay_concatenation,
     tile_by_dimension,
@@ -32,6 +33,7 @@ from autoshard.passes.pad_uneven.moves import (
     window_slice,
     window_split,
 )
+from autoshard.passes.pad_uneven.regions import pad_regions
 from autoshard.passes.pad_uneven.state import PaddingState
 from autoshard.transforms.pipeline import Pass
 
@@ -43,6 +45,16 @@ MOVES: Mapping[jx.Primitive, Callable[[PaddingState, jx.JaxprEqn], bool]] = {
     lax.tile_p: tile_by_dimension,
 }
 """Operations that uneven sizes come from, or that would undo them."""
+INDEXED: Mapping[jx.Primitive, Callable[[PaddingState, jx.JaxprEqn], bool]] = {
+    lax.gather_p: gather_padded,
+    lax.scatter_add_p: scatter_padded,
+    lax.scatter_max_p: scatter_padded,
+    lax.scatter_min_p: scatter_padded,
+    lax.scatter_mul_p: scatter_padded,
+    lax.scatter_p: scatter_padded,
+    lax.scatter_sub_p: scatter_padded,
+}
+"""Operations at computed positions, which must not reach what is padding."""
 MOST_REPORTED = 4
 """Most sizes that the report names."""
 
@@ -54,7 +66,13 @@ class PadUneven(Pass):
     name: ClassVar[str] = "pad_uneven"
 
     def __call__(self, program: Program) -> Program:
-        after = _padded(program.jaxpr, program.rules, program.mesh)
+        stored = frozenset(
+            (m, n)
+            for leaf in program.inputs
+            for m, n in zip(leaf.shape, leaf.stored_shape or leaf.shape, strict=True)
+            if m != n
+        )
+        after = _padded(program.jaxpr, program.rules, program.mesh, stored)
         if after is program.jaxpr:
             return program
         return replace(program, jaxpr=after, unpadded_jaxpr=program.unpadded_jaxpr or program.jaxpr)
@@ -76,9 +94,9 @@ def _uneven_dims(program: Program) -> Counter[int]:
     return Counter(n for n in sizes if n % program.mesh.size)
 
 
-def _padded(jaxpr: jx.Jaxpr, rules: Rules, mesh: LogicalMesh) -> jx.Jaxpr:
+def _padded(jaxpr: jx.Jaxpr, rules: Rules, mesh: LogicalMesh, stored: frozenset[tuple[int, int]]) -> jx.Jaxpr:
     """``jaxpr`` with its uneven values padded, at every depth; itself where there are none."""
-    state = PaddingState(rules, mesh)
+    state = PaddingState(rules, mesh, stored)
     for eqn in jaxpr.eqns:
         _rewrite(state, eqn)
     outvars = [state.unpadded(a) for a in jaxpr.outvars]
@@ -90,6 +108,8 @@ def _rewrite(state: PaddingState, eqn: jx.JaxprEqn) -> None:
     op, traits = eqn.primitive, state.rules.traits(eqn.primitive)
     uneven = bool(state.windows) and any(isinstance(a, jx.Var) and a in state.windows for a in eqn.invars)
     if not uneven and op not in MOVES and not jx.regions(eqn):
+        if traits.broadcasts and state.broadcast(eqn):
+            return
         if traits.broadcasts:
             state.producers[eqn.outvars[0]] = eqn
         state.eqns.append(eqn)
@@ -99,14 +119,18 @@ def _rewrite(state: PaddingState, eqn: jx.JaxprEqn) -> None:
     if full and op in MOVES and MOVES[op](state, eqn):
         return
     ruled = has_own_rule(eqn, state.rules)
+    if uneven and not ruled and jx.regions(eqn) and pad_regions(state, eqn, _rewrite):
+        return
     if full and uneven:
         inline = op is _prims.custom_jvp_call_p and not ruled
+        if op in INDEXED and INDEXED[op](state, eqn):
+            return
         if _inline_call(state, eqn) if inline else run_padded(state, eqn):
             return
     eqn = eqn.replace(invars=[state.unpadded(a) for a in eqn.invars])
     if traits.broadcasts:
         state.producers[eqn.outvars[0]] = eqn
-    new = eqn if ruled else jx.map_bodies(eqn, lambda b: _padded(b, state.rules, state.mesh))
+    new = eqn if ruled else jx.map_bodies(eqn, lambda b: _padded(b, state.rules, state.mesh, state.stored))
     state.changed |= new is not eqn
     state.eqns.append(new)
 

@@ -24,6 +24,8 @@ class PaddingState:
 
     rules: Rules
     mesh: LogicalMesh
+    stored: frozenset[tuple[int, int]] = frozenset()
+    """Sizes of dimensions of the state that is stored with padding, without and with it."""
     eqns: list[jx.JaxprEqn] = field(default_factory=list[jx.JaxprEqn])
     """The rewritten equations."""
     windows: dict[jx.Var, Window] = field(default_factory=dict[jx.Var, Window])
@@ -66,11 +68,14 @@ class PaddingState:
         window, producer = self.windows[atom], self.producers[atom]
         sizes = zip(window.shape, window.base_shape, strict=True)
         moved = [m != n and math.gcd(m, n, self.mesh.size) > 1 for m, n in sizes]
-        if atom not in self.deferred or producer.invars[0] in self.windows or sum(moved) > 1:  # one dimension at a time
+        moved_operand = any(a in self.windows for a in producer.invars[:1])
+        if atom not in self.deferred or moved_operand or sum(moved) > 1:  # one dimension at a time
             return self.place(window, [(0, n) for n in window.shape], producer)
         self.eqns.append(producer.replace(invars=[self.unpadded(a) for a in producer.invars]))
         for v in producer.outvars:
             self.windows.pop(v, None)
+            if not self.rules.traits(producer.primitive).broadcasts:  # else it can still be made of another size
+                self.producers.pop(v, None)
         return atom
 
     def padded(self, atom: jx.Atom, sizes: Sequence[int], like: jx.JaxprEqn) -> jx.Atom:
@@ -78,6 +83,21 @@ class PaddingState:
         producer = self.producers.get(atom) if isinstance(atom, jx.Var) and atom not in self.windows else None
         if producer is None or tuple(sizes) == jx.aval(atom).shape or not _can_make(producer, sizes):
             return self.place(self.window_of(atom), [(0, n) for n in sizes], like)
+        return self._made(producer, sizes)
+
+    def broadcast(self, eqn: jx.JaxprEqn) -> bool:
+        """Has ``eqn``, a broadcast, make its result as long as the state with such dimensions is stored; False where
+        there is none."""
+        shape = jx.aval(eqn.outvars[0]).shape
+        sizes = [next((m for k, m in sorted(self.stored) if k == n), n) for n in shape]
+        if tuple(sizes) == tuple(shape) or not _can_make(eqn, sizes):
+            return False
+        self.set_windows(eqn, [leading_window(self._made(eqn, sizes), shape)])
+        self.deferred.update(eqn.outvars)
+        return True
+
+    def _made(self, producer: jx.JaxprEqn, sizes: Sequence[int]) -> jx.Atom:
+        """The result of ``producer``, a broadcast, made with other ``sizes``."""
         shape_param = self.rules.traits(producer.primitive).shape_param
         assert shape_param is not None
         params = {**producer.params, shape_param: tuple(sizes)}
@@ -103,6 +123,8 @@ class PaddingState:
         """The size that a dimension is padded to: its own where it is even; None where that would be too much."""
         if not self.is_uneven(size, base_size):
             return size
+        if (size, base_size) in self.stored:
+            return base_size
         options = (base_size, -(-size // self.mesh.size) * self.mesh.size)
         return next((n for n in options if 0 <= n - size <= n // MOST_PADDING), None)
 

@@ -128,7 +128,7 @@ def neutral_element(kind: str, dtype: Any) -> Any:
     if jax.dtypes.issubdtype(dtype, np.integer):
         return np.asarray(jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max, dtype)
     if jax.dtypes.issubdtype(dtype, np.floating):
-        infinite = jnp.asarray(-np.inf if kind == "max" else np.inf, dtype)
+        infinite = np.asarray(-np.inf if kind == "max" else np.inf, dtype)  # a jnp.asarray is a tracer in a trace
         least = jnp.finfo(dtype).min if kind == "max" else jnp.finfo(dtype).max
         return infinite if math.isinf(float(infinite)) else np.asarray(least, dtype)
     return None

@@ -48,6 +48,12 @@ class FakePlan:
     in_shardings: tuple[Any, ...]
     fingerprint: str = "f00d"
 
+    @property
+    def in_stored(self) -> Any:
+        """Without padding."""
+        shardings = jax.tree.broadcast(self.in_shardings, self.in_avals)
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.in_avals, shardings)
+
 
 def mesh_of(shape: tuple[int, ...]) -> Mesh:
     devices = np.asarray(jax.devices()[: int(np.prod(shape))], dtype=object).reshape(shape)

@@ -228,7 +228,7 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"{}", "not a plan"),
         (b"null", "not a plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 6}', "lacks"),
+        (b'{"autoshard_plan": 7}', "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):
