@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu harness random combinations mutants fuzz kills lint format types types-planted picture notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu harness random kernels combinations mutants fuzz kills lint format types types-planted picture notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -59,6 +59,10 @@ harness: $(READY) ## run the programs that JAX ships for its own tests sharded, 
 random: $(READY) ## run more random programs than the tests do: 2000 others, or AUTOSHARD_EXAMPLES and AUTOSHARD_SEED
 	AUTOSHARD_EXAMPLES=$${AUTOSHARD_EXAMPLES:-2000} AUTOSHARD_SEED=$${AUTOSHARD_SEED:-1} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_random_programs.py
+
+kernels: $(READY) ## run attention by interpreted TPU kernels in 300 random shapes, masks and meshes, sharded
+	AUTOSHARD_EXAMPLES=$${AUTOSHARD_EXAMPLES:-300} AUTOSHARD_SEED=$${AUTOSHARD_SEED:-1} \
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/rules/local_forms/test_attention_splash.py
 
 combinations: $(READY) ## run every combination of model, mesh and strategy, and of other things that the tests take half of
 	AUTOSHARD_COMBINATIONS=all $(BIN)/python -m pytest -n 2 --dist worksteal \

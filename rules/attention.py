@@ -3,7 +3,7 @@
 Where the sequence is sharded, the local form is whichever sends fewest bytes: all-to-alls that shard the heads instead
 (`autoshard.rules.local_forms.attention_ulysses`), or a ring of keys and values, or in the backward part of queries
 (`attention_ring`). Where it is not, one device attends in chunks (`attention_chunked`). An attention that the target's
-fused kernel supports is computed by that kernel, in all of these (`attention_cudnn`).
+kernel supports is computed by that kernel, in all of these (`attention_kernel`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -22,9 +22,10 @@ from autoshard.ir.rule import Aval, CollectiveBytes, Local, Rule, RuleFn
 from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE
 from autoshard.rules.builders import Label, build
 from autoshard.rules.local_forms.attention_chunked import attend_chunked, gradients_chunked
-from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
+from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
 from autoshard.rules.local_forms.attention_ring import attend_ring, gradients_ring, key_reach, ring_collectives
 from autoshard.rules.local_forms.attention_ulysses import attend_ulysses, exchangeable_dims, gradients_ulysses
+from autoshard.transforms.attention_kernels import kernel_call, unsupported_lengths
 from autoshard.transforms.attention_op import (
     AttentionConfig,
     attend,
@@ -32,22 +33,26 @@ from autoshard.transforms.attention_op import (
     attention_gradients,
     attention_p,
 )
-from autoshard.transforms.cudnn_attention import causal_fill
 
 SEQUENCE = "sequence"
 
 
-def attention(query: Aval, key: Aval, value: Aval, *extras: Aval, config: AttentionConfig, **_: Any) -> Rule:
+def attention(
+    query: Aval, key: Aval, value: Aval, *extras: Aval, config: AttentionConfig, flops: float = 0.0, **_: Any
+) -> Rule:
     """Feature dimensions are kept whole; so are keys where there are not as many as queries."""
     parallel = set(config.row_dims)
     operands = [*_operands(config, query, key, parallel), *_extras(config, query, key, parallel)]
     results = [_labels(x, config, query, key, parallel) for x in (config.out_dims, config.row_dims, config.row_dims)]
-    on_one_device = attend_fused if config.fused else attend_chunked
-    local = _local_form(config, attend, on_one_device, _forward_algorithms, (query, key, value))
+    plain = config.flops(query, key, value) / flops if flops else 1.0
+    on_one_device = attend_fused if config.kernel else attend_chunked
+    local = _local_form(config, attend, on_one_device, _forward_algorithms, (query, key, value), plain)
     return _rule(operands, results, local)
 
 
-def attention_backward(query: Aval, key: Aval, value: Aval, *rest: Aval, config: AttentionConfig, **_: Any) -> Rule:
+def attention_backward(
+    query: Aval, key: Aval, value: Aval, *rest: Aval, config: AttentionConfig, flops: float = 0.0, **_: Any
+) -> Rule:
     """As forward. Dimensions that query, key and value do not all have are summed over in some gradient, and are kept
     whole; but not the queries' sequence, along which the gradients of keys and values are partial sums."""
     parallel = set(config.row_dims) & set(config.query_dims) & set(config.key_dims) & set(config.value_dims)
@@ -59,8 +64,9 @@ def attention_backward(query: Aval, key: Aval, value: Aval, *rest: Aval, config:
         *_extras(config, query, key, parallel),
     ]
     results = [_labels(x, config, query, key, parallel) for x in config.grad_dims]
-    on_one_device = gradients_fused if config.fused else gradients_chunked
-    local = _local_form(config, attention_gradients, on_one_device, _backward_algorithms, (query, key, value))
+    plain = config.flops(query, key, value, backward=True) / flops if flops else 1.0
+    on_one_device = gradients_fused if config.kernel else gradients_chunked
+    local = _local_form(config, attention_gradients, on_one_device, _backward_algorithms, (query, key, value), plain)
     return _rule(operands, results, local)
 
 
@@ -93,6 +99,8 @@ class SequenceShard:
     """How many keys of each sequence it has."""
     heads: int
     """The number of heads times sequences (product of `exchangeable_dims`) that it has."""
+    plain: float = 1.0
+    """FLOPs of the attention over those that its kernel's time is worth."""
 
     @property
     def can_exchange(self) -> bool:
@@ -108,35 +116,61 @@ Algorithms = Callable[[AttentionConfig, SequenceShard], Iterator[Algorithm]]
 
 
 def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterator[Algorithm]:
-    reach, (q, k, v) = key_reach(config, shard.parts, shard.keys), shard.sizes[:3]
-    ring = ring_collectives(config, reach, shard.parts, (k, v), (), shard.accum_sizes[2] // shard.keys)
-    yield Algorithm(functools.partial(attend_ring, config, reach), ring, _ring_imbalance(config, shard.parts))
+    imbalance, in_ring = _ring_imbalance(config, shard, backward=False), _ring_config(config, shard)
+    reach, (q, k, v) = key_reach(in_ring, shard.parts, shard.keys), shard.sizes[:3]
+    ring = ring_collectives(in_ring, reach, shard.parts, (k, v), (), shard.accum_sizes[2] // shard.keys)
+    yield Algorithm(functools.partial(attend_ring, in_ring, reach), ring, imbalance)
     if shard.can_exchange:
         results = shard.sizes[-3:] if config.cotangent_dims else shard.sizes[-3:-2]  # row statistics: backward only
         yield Algorithm(functools.partial(attend_ulysses, config), shard.all_to_alls(q, k, v, *results))
 
 
-def _ring_imbalance(config: AttentionConfig, parts: int) -> float:
-    """A causal kernel skips masked blocks: the last device computes all of them (one by half), the average device half.
+def _ring_config(config: AttentionConfig, shard: SequenceShard) -> AttentionConfig:
+    """``config`` without its kernel where that does not take as few positions as a device has."""
+    if config.kernel and unsupported_lengths(config.kernel, shard.keys, shard.keys):
+        return replace(config, kernel="")
+    return config
 
-    Without the kernel masked scores are computed too, so that all devices have the same work.
+
+def _ring_imbalance(config: AttentionConfig, shard: SequenceShard, *, backward: bool) -> float:
+    """The work of the busiest device of a ring over the average of one that attends to whole sequences.
+
+    A kernel skips blocks that a mask leaves nothing of: in a causal ring the last device computes all (one by half),
+    the average device half. Without a kernel masked scores are computed too, so that all devices have the same work.
     """
-    return (2 * parts - 1) / parts if config.fused and causal_fill(config) is not None else 1.0
+    if not config.kernel:
+        return 1.0
+    if _ring_config(config, shard) is not config:
+        return max(1.0, shard.plain)
+    call = kernel_call(config, config.kernel)
+    if call.low is None and call.high is None:
+        return 1.0
+    parts = shard.parts
+    shares = {
+        hops: call.shifted(hops * shard.keys, shard.keys, shard.keys).computed_share(
+            shard.keys, shard.keys, backward=backward
+        )
+        for hops in range(1 - parts, parts)
+    }
+    work = [sum(shares[me - source] for source in range(parts)) for me in range(parts)]
+    whole = call.computed_share(parts * shard.keys, parts * shard.keys, backward=backward)
+    return max(work) / (parts * whole)
 
 
 def _backward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterator[Algorithm]:
-    reach, (q, k, v, out, row, _, ct) = key_reach(config, shard.parts, shard.keys), shard.sizes[:7]
+    imbalance, in_ring = _ring_imbalance(config, shard, backward=True), _ring_config(config, shard)
+    reach, (q, k, v, out, row, _, ct) = key_reach(in_ring, shard.parts, shard.keys), shard.sizes[:7]
     dq, dk, dv = shard.accum_sizes
     rings: list[tuple[Literal["keys", "queries"], tuple[int, ...], tuple[int, ...]]] = [("keys", (k, v), (dk, dv))]
-    # Queries would have to take masks that depend on them along, and for a fused kernel the output.
-    if not config.fused and not any(config.query_position in x for x in config.extra_dims):
+    # Queries would have to take masks that depend on them along, and for a kernel the output.
+    if not in_ring.kernel and not any(config.query_position in x for x in config.extra_dims):
         rings.append(("queries", (q, 3 * row, ct), (dq,)))
     for travelling, sent, returned in rings:
-        ring = ring_collectives(config, reach, shard.parts, sent, returned, dv // shard.keys)
-        fun = functools.partial(gradients_ring, config, reach, travelling)
-        yield Algorithm(fun, ring, _ring_imbalance(config, shard.parts))
+        ring = ring_collectives(in_ring, reach, shard.parts, sent, returned, dv // shard.keys)
+        fun = functools.partial(gradients_ring, in_ring, reach, travelling)
+        yield Algorithm(fun, ring, imbalance)
     if shard.can_exchange:
-        sent = (ct, out, row) if config.fused else (ct, row, row, row)
+        sent = (ct, out, row) if config.kernel else (ct, row, row, row)
         exchanges = shard.all_to_alls(q, k, v, *sent, *shard.sizes[-3:])
         yield Algorithm(functools.partial(gradients_ulysses, config), exchanges)
 
@@ -147,6 +181,7 @@ def _local_form(
     on_one_device: Callable[..., Any],
     algorithms: Algorithms,
     whole: Sequence[Aval],
+    plain: float,
 ) -> Local:
     """The local form that runs whichever algorithm sends fewest bytes.
 
@@ -155,6 +190,7 @@ def _local_form(
       on_one_device: ``on_one_device(config, *operands)`` computes it where the sequence is not sharded.
       algorithms: those for a sharded sequence.
       whole: query, key and value before sharding.
+      plain: FLOPs of the attention over those that its kernel's time is worth.
     """
     lengths, accum_itemsize = config.sizes(*whole), jnp.dtype(config.accum_dtype).itemsize
     exchangeable = math.prod([lengths[c] for c in exchangeable_dims(config)])
@@ -164,7 +200,7 @@ def _local_form(
         # Keys are sharded along the sequence and along exchangeable dimensions only: their bytes tell these's part.
         heads = exchangeable * parts * sizes[1] // key_bytes
         accum_sizes = [n // x.dtype.itemsize * accum_itemsize for n, x in zip(sizes, whole, strict=False)]
-        shard = SequenceShard(parts, sizes, accum_sizes, max(1, lengths[config.key_position] // parts), heads)
+        shard = SequenceShard(parts, sizes, accum_sizes, max(1, lengths[config.key_position] // parts), heads, plain)
         return min(algorithms(config, shard), key=lambda algorithm: algorithm.bytes_sent(parts))
 
     def fun(axes: tuple[str, ...], *operands: Any) -> Any:

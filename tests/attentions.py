@@ -117,6 +117,11 @@ FORMS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "biased": (lambda q, k, v: mix(jax.nn.softmax(scores(q, k) + BIAS, -1), v), H, "scale bias"),
     "window": (windowed, H, "scale band"),
     "groups": (grouped, K, "scale band"),
+    "soft cap": (
+        lambda q, k, v: mix(jax.nn.softmax(causal(jnp.tanh(scores(q, k) / 2) * 2), -1), v),
+        H,
+        "scale scale tanh scale band",
+    ),
     "jax.nn": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), H, "scale band"),
     "jax.nn groups": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), K, "scale band"),
     "jax.nn mask and bias": (

@@ -2,8 +2,8 @@
 
 The TPU compiler annotates every fusion with the cycles that it expects (`estimated_cycles`); a loop's body is
 annotated once, so its cycles are multiplied by the trip count. Instructions that it does not annotate, and all
-instructions of the GPU and CPU compilers, are estimated by the chip's roofline. No compiler estimates collectives:
-their time is the link model's.
+instructions of the GPU and CPU compilers, are estimated by the chip's roofline; kernels for attention, by their share
+of the peak (`hlo_attention`). No compiler estimates collectives: their time is the link model's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
+from autoshard.backend.hlo_attention import attention_seconds
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.backend.hlo_roofline import instruction_seconds, roofline_seconds
 from autoshard.backend.hlo_text import Module, parse_hlo
@@ -76,7 +77,9 @@ def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
     for name, (times, known) in run_counts(module).items():
         computation, cycles = module.computations[name], 0
         for instruction in computation.instructions.values():
-            if match := _CYCLES.search(instruction.attributes):
+            if seconds := attention_seconds(instruction, computation, module, hardware):
+                cycles += round(seconds * hardware.clock)
+            elif match := _CYCLES.search(instruction.attributes):
                 priced = int(match[1])
                 if priced == _UNPRICED:
                     priced = round(instruction_seconds(instruction, computation, module, hardware) * hardware.clock)

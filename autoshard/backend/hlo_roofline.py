@@ -1,8 +1,8 @@
 """Roofline time of compiled instructions, for compilers that give no estimate of their own.
 
 Each instruction that runs as a kernel takes the larger of FLOPs / peak and bytes read and written / memory bandwidth,
-plus one kernel launch; in a loop, times its trip count. cuDNN's attention runs at the share of the peak that the
-hardware table gives (`autoshard.transforms.cudnn_attention`).
+plus one kernel launch; in a loop, times its trip count. Kernels for attention run at their share of the peak
+(`hlo_attention`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 
 from autoshard import jaxpr as jx
 from autoshard.backend import hlo_dtypes
+from autoshard.backend.hlo_attention import attention_seconds
 from autoshard.backend.hlo_collectives import shape_bytes
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import COLLECTIVE_KINDS
 from autoshard.machine.mesh import Hardware
-from autoshard.transforms.cudnn_attention import flops_at_peak, peak_share
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
@@ -32,9 +32,6 @@ _FREE = {
 }  # fmt: skip
 _COLLECTIVES = {f"{kind}{part}" for kind in COLLECTIVE_KINDS for part in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
-_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
-_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
-_CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
 _BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
 _KERNEL_BODIES = ("calls", "to_apply")
 """Attributes that name the computation inside a kernel; those of loops and conditionals are computations of their
@@ -73,26 +70,8 @@ def instruction_seconds(
     products = sum(
         flops / hardware.peak_flops(dtype) for flops, dtype in _contraction_flops(instruction, computation, module)
     )
-    products += _attention_seconds(instruction, computation, hardware)
+    products += attention_seconds(instruction, computation, module, hardware)
     return max(products, moved / hardware.bandwidth) + hardware.overhead
-
-
-def _attention_seconds(instruction: Instruction, computation: Computation, hardware: Hardware) -> float:
-    """Seconds of the products of cuDNN's attention kernel; 0 for any other instruction."""
-    kernel = _ATTENTION.search(instruction.attributes)
-    if not kernel:
-        return 0.0
-    scores = _SCORES.search(instruction.attributes)
-    query = _ARRAY.search(computation.instructions[instruction.names[0]].shape)
-    if not scores or not query:
-        raise ValueError(f"{instruction.name}: a cuDNN attention kernel whose HLO has no shape of the scores")
-    batch, heads, rows, cols = _ints(scores[1].replace('"', ""))
-    width = math.prod(_ints(query[2])) // (batch * heads * rows)
-    backward = "Backward" in kernel[1]
-    flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
-    share = peak_share(hardware.attention[backward], cols) if hardware.attention else 1.0
-    causal = _CAUSAL.search(instruction.attributes) is not None
-    return flops_at_peak(flops, width, share, causal=causal) / hardware.peak_flops(hlo_dtypes.peak_dtype(query[1]))
 
 
 def _fused_computation(instruction: Instruction, module: Module) -> Computation | None:

@@ -14,6 +14,8 @@ _CALLED = re.compile(
 )
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
 _SOURCE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
+_KERNEL_METADATA = re.compile(r"\bkernel_metadata=\{\n(?:[^}\n].*\n)*\}")
+"""What a Pallas kernel says of itself: the one attribute that is printed on several lines."""
 _OPERATION = re.compile(r'\bop_name="([^"]*)"')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -87,7 +89,7 @@ def parse_hlo(text: str) -> Module:
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
     entry, table, instructions, name, root = "", "", dict[str, Instruction](), "", ""
-    for line in text.splitlines():
+    for line in _KERNEL_METADATA.sub(lambda found: found[0].replace("\n", " "), text).splitlines():
         if name:
             if line.startswith("}"):
                 computations[name] = Computation(name, instructions, root)

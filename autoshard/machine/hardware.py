@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from autoshard.errors import ConfigError
-from autoshard.machine.mesh import Hardware, Link
+from autoshard.machine.mesh import AttentionRates, Hardware, Link
 from autoshard.strict_config import Bytes, Config, find_config, parse_yaml, read_text, shipped_configs
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int4", "int8"]
@@ -23,10 +23,12 @@ class LinkConfig(Config):
 
 
 class AttentionKernelConfig(Config):
-    """Measured efficiency of the library's fused attention kernel, which never writes the scores to memory."""
+    """The library's kernel for attention, which never writes the scores to memory, and its measured efficiency."""
 
+    kernel: Literal["cudnn", "splash", "splash_interpreted"]
+    """Which kernel: cuDNN's for NVIDIA GPUs, splash attention for TPUs; interpreted, for tests."""
     forward: float = Field(gt=0, le=1)
-    """Fraction of peak FLOP/s, not counting the work that a causal mask saves."""
+    """Fraction of peak FLOP/s, not counting the work that a mask saves."""
     backward: float = Field(gt=0, le=1)
     """The same for the gradient: five matrix products, as it recomputes the scores."""
 
@@ -77,7 +79,7 @@ class HardwareConfig(Config):
             self.on_chip or 0,
             self.fused_products,
             self.remat_threshold or math.inf,
-            (self.attention.forward, self.attention.backward) if self.attention else None,
+            AttentionRates(**self.attention.model_dump()) if self.attention else None,
             self.host_bandwidth,
             self.all_gather_as_all_reduce_from or math.inf,
         )

@@ -31,6 +31,16 @@ class Link:
 
 
 @dataclass(frozen=True)
+class AttentionRates:
+    """A library's kernel for attention, and the fractions of peak FLOP/s that it reaches."""
+
+    kernel: str
+    """A name in `autoshard.transforms.attention_kernels.KERNELS`."""
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One chip and how XLA compiles for it."""
 
@@ -58,9 +68,8 @@ class Hardware:
     in memory."""
     remat_threshold: float = math.inf
     """Bytes above which XLA starts its own rematerialization."""
-    attention: tuple[float, float] | None = None
-    """Fractions of peak FLOP/s that the library's fused attention reaches, forward and backward
-    (`autoshard.transforms.cudnn_attention`); None without such a library."""
+    attention: AttentionRates | None = None
+    """The library's kernel for attention; None without one."""
     host_bandwidth: float = 0.0
     """Bytes/s between the memories of the host and of the device, in each direction; 0 where they are one, and XLA
     leaves a value that the program moves between them where it is."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from jax import lax
@@ -23,8 +24,9 @@ class ScoreOp:
     """One elementwise operation on the scores, between the product of queries and keys and the softmax."""
 
     kind: str
-    """``scale``: times ``constant``; ``shift``: plus ``constant``; ``bias``: plus an operand; ``mask``: ``constant``
-    where a boolean operand says so; ``band``: ``constant`` outside a band of key position minus query position."""
+    """``scale``: times ``constant``; ``shift``: plus ``constant``; ``tanh``: its hyperbolic tangent; ``bias``: plus an
+    operand; ``mask``: ``constant`` where a boolean operand says so; ``band``: ``constant`` outside a band of key
+    position minus query position."""
     constant: float = 0.0
     extra: int = -1
     """Of a ``bias`` or ``mask``: the index of its operand among the extras."""
@@ -82,8 +84,8 @@ class AttentionConfig:
     """Subscripts of the gradients of query, key and value."""
     grad_dtypes: tuple[str, str, str] = ("", "", "")
     """Dtypes of the gradients of query, key and value."""
-    fused: bool = False
-    """Whether one kernel of the target's library computes it (`autoshard.transforms.cudnn_attention`)."""
+    kernel: str = ""
+    """The kernel of the target's library that computes it (`autoshard.transforms.attention_kernels`); "" for none."""
 
     @property
     def accum_dtype(self) -> Any:
@@ -126,12 +128,25 @@ def logits(
     """
     text = f"{config.query_dims},{config.key_dims}->{config.row_dims}{config.key_position}"
     s = jnp.einsum(text, query, key, precision=config.score_precision, preferred_element_type=config.score_dtype)
-    s = s.astype(config.accum_dtype)
-    for op in config.score_ops:
+    return _after_ops(config, config.score_ops, s.astype(config.accum_dtype), extras, query_start, key_start)
+
+
+def _after_ops(
+    config: AttentionConfig,
+    score_ops: Sequence[ScoreOp],
+    s: Any,
+    extras: Sequence[Any],
+    query_start: Any,
+    key_start: Any,
+) -> Any:
+    """The scores ``s`` after ``score_ops``."""
+    for op in score_ops:
         if op.kind == "scale":
             s = s * op.constant
         elif op.kind == "shift":
             s = s + op.constant
+        elif op.kind == "tanh":
+            s = jnp.tanh(s)
         elif op.kind == "bias":
             s = s + _block_of_extra(config, op, extras, s, key_start).astype(s.dtype)
         else:
@@ -232,7 +247,14 @@ def block_gradients(
         functools.partial(jnp.einsum, precision=p, preferred_element_type=config.accum_dtype)
         for p in (config.score_precision, config.value_precision)
     )
-    s = logits(config, query, key, extras, query_start, key_start)
+    # Scores after each tanh are kept: its derivative is of them.
+    capped = [i + 1 for i, op in enumerate(config.score_ops) if op.kind == "tanh"]
+    ends = [*capped, len(config.score_ops)]
+    s = logits(replace(config, score_ops=config.score_ops[: ends[0]]), query, key, extras, query_start, key_start)
+    tanhs: list[Any] = []
+    for start, end in pairwise(ends):
+        tanhs.append(s)
+        s = _after_ops(config, config.score_ops[start:end], s, extras, query_start, key_start)
     p = jnp.exp(s - row_max[..., None]) / row_sum[..., None]
     weights = p.astype(config.weight_dtype)
     dv = value_einsum(f"{score_dims},{config.cotangent_dims}->{config.value_dims}", weights, cotangent)
@@ -241,6 +263,8 @@ def block_gradients(
     for op in reversed(config.score_ops):
         if op.kind == "scale":
             ds = ds * op.constant
+        elif op.kind == "tanh":
+            ds = ds * (1 - tanhs.pop() ** 2)
         elif op.is_mask:
             ds = jnp.where(_kept_scores(config, op, extras, s, query_start, key_start), ds, 0)
     dq = score_einsum(f"{score_dims},{config.key_dims}->{config.query_dims}", ds.astype(key.dtype), key)

@@ -2,8 +2,8 @@
 
 For a user ``passes=["attention"]`` does what calling a ring-attention library does, without touching the model: a plan
 may shard the sequence of the primitives (`autoshard.rules.attention`). Where it does not, results are the same up to
-rounding. Where the target has a fused kernel (`Hardware.attention`), the attentions that it supports run as that
-kernel. `finder` says what counts as an attention.
+rounding. Where the target has a kernel for attention (`Hardware.attention`), the attentions that it supports run as
+that kernel. `finder` says what counts as an attention.
 
 A backward part is found where it stands in the same jaxpr as its forward part, or recomputes the scores itself, as
 under `jax.checkpoint` or after the pass ``recompute:full``. Where a scan over layers saves scores or weights for the
@@ -30,8 +30,8 @@ from autoshard.passes.attention.facts import Facts, OuterValues
 from autoshard.passes.attention.finder import AttentionFinder
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms import remat
+from autoshard.transforms.attention_kernels import KERNELS, kernel_flops_at_peak, unsupported_reason
 from autoshard.transforms.attention_op import AttentionConfig, attention_backward_p, attention_p
-from autoshard.transforms.cudnn_attention import kernel_flops_at_peak, unsupported_reason
 from autoshard.transforms.pipeline import Pass
 
 LARGE = "large"
@@ -73,9 +73,17 @@ class Attention(Pass):
         eqns = list(jx.walk(after.jaxpr))
         forward, backward = ([e for e in eqns if e.primitive is op] for op in (attention_p, attention_backward_p))
         text = f"{len(forward)} forward and {len(backward)} backward attentions replaced by one operation each"
-        if fused := sum(eqn.params["config"].fused for eqn in (*forward, *backward)):
-            text += f", {'all' if fused == len(forward) + len(backward) else fused} of them run by cuDNN"
+        by_kernel = Counter(e.params["config"].kernel for e in (*forward, *backward) if e.params["config"].kernel)
+        for name, count in by_kernel.items():
+            all_of_them = count == len(forward) + len(backward)
+            text += f", {'all' if all_of_them else count} of them run by {KERNELS[name].label}"
         selection = self._selection(after)
+        plain = Counter(
+            (jx.source(e) or "unknown line", reason)
+            for e in (*forward, *backward)
+            if (reason := selection.refusal(e.params["config"], e.invars[:3]))
+        )
+        text += "".join(f"; run by no kernel: {where}, {why}" for where, why in sorted(plain))
         alive = after.jaxpr if after is not before else jx.eliminate_dead_code(after.jaxpr)
         rejected = [c for c in _rejected(alive, selection) if c.bytes >= selection.min_reported_bytes]
         left = Counter(f"{c.where or 'unknown line'}, {c.reason}" for c in rejected)
@@ -95,18 +103,31 @@ class _Selection:
     @property
     def min_reported_bytes(self) -> float:
         """The least bytes of scores, over all devices, of an attention that is reported where it is not replaced."""
-        return 0 if self.hardware.attention else self.min_bytes
+        return 0 if self._any_size else self.min_bytes
+
+    @property
+    def _any_size(self) -> bool:
+        """Whether the target has a kernel that is used for small attentions too."""
+        return self.hardware.attention is not None and KERNELS[self.hardware.attention.kernel].any_size
+
+    def refusal(self, config: AttentionConfig, operands: Sequence[jx.Atom]) -> str:
+        """Why the target's kernel does not compute an attention of these operands; "" where it does, or there is
+        none."""
+        rates = self.hardware.attention
+        query, key, value = map(jx.aval, operands)
+        return "" if rates is None else unsupported_reason(config, query, key, value, rates.kernel)
 
     def kernel_refusal(self, candidate: AttentionCandidate, config: AttentionConfig) -> str:
         """Why the target's kernel does not support an attention; "" where it does."""
         assert candidate.value is not None
-        return unsupported_reason(config, *map(jx.aval, (candidate.query[0], candidate.key[0], candidate.value[0])))
+        return self.refusal(config, (candidate.query[0], candidate.key[0], candidate.value[0]))
 
     def config(self, candidate: AttentionCandidate, config: AttentionConfig) -> AttentionConfig | None:
         """The configuration of the primitive that replaces an attention; None where it is not replaced."""
-        if self.hardware.attention and not self.kernel_refusal(candidate, config):
-            return replace(config, fused=True)
-        return config if candidate.bytes >= self.min_bytes else None
+        large = candidate.bytes >= self.min_bytes
+        if self.hardware.attention and (large or self._any_size) and not self.kernel_refusal(candidate, config):
+            return replace(config, kernel=self.hardware.attention.kernel)
+        return config if large else None
 
     def selects(self, candidate: AttentionCandidate) -> bool:
         """Whether the attention is replaced, if that its scores are saved is all that speaks against it."""
@@ -116,11 +137,13 @@ class _Selection:
             return False
 
     def flops(self, config: AttentionConfig, operands: Sequence[jx.Var], backward: bool = False) -> float:
-        """FLOPs of the products; of a fused kernel, its time in FLOPs at the chip's peak."""
-        if not config.fused or self.hardware.attention is None:
+        """FLOPs of the products; of a kernel, its time in FLOPs at the chip's peak."""
+        rates = self.hardware.attention
+        if not config.kernel or rates is None:
             return config.flops(*map(jx.aval, operands), backward=backward)
         query, key, value = map(jx.aval, operands)
-        return kernel_flops_at_peak(config, query, key, value, self.hardware.attention[backward], backward=backward)
+        share = rates.backward if backward else rates.forward
+        return kernel_flops_at_peak(config, query, key, value, share, backward=backward)
 
 
 def _rejected(jaxpr: jx.Jaxpr, selection: _Selection, outer: OuterValues | None = None) -> Iterator[AttentionCandidate]:

@@ -6,11 +6,12 @@ score ops applied; from there on it is a polynomial, with integer exponents, in
 
     e   the exponentials                      z   their sum along the keys      mask(i)   1 where mask i keeps a score
     d   the product of cotangent and values   t   the sum of e d along the keys
+    u(i)   the derivative of score op i, a hyperbolic tangent
 
 The softmax is ``e/z`` in whichever way it was computed, and its gradient with respect to the product of queries and
-keys is ``scale (e d/z - e t/z^2)`` where no mask applies. Only products of exactly these with values, cotangent, keys
-or queries belong to an attention. Any other use of such a value rejects the candidate that it was computed from, with a
-reason.
+keys is ``scale (e d/z - e t/z^2)`` where no mask and no soft cap applies. Only products of exactly these with values,
+cotangent, keys or queries belong to an attention. Any other use of such a value rejects the candidate that it was
+computed from, with a reason.
 """
 
 from __future__ import annotations

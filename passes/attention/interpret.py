@@ -28,7 +28,7 @@ from autoshard.passes.attention.candidate import (
     is_wide_float,
 )
 from autoshard.passes.attention.facts import Band, Letters, complement, reshape_dims
-from autoshard.passes.attention.polynomials import DOT, EXP, ROW_SUM, combine, sum_over_keys
+from autoshard.passes.attention.polynomials import DOT, EXP, ROW_SUM, combine, slope, sum_over_keys
 from autoshard.passes.attention.products import match_cotangent_product
 from autoshard.transforms.attention_op import ScoreOp
 
@@ -189,6 +189,22 @@ def interpret_neg(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> 
     return replace(m, polynomial={t: -c for t, c in m.polynomial.items()})
 
 
+def interpret_tanh(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> SymbolicValue:
+    """The hyperbolic tangent of a soft cap."""
+    m = _only_value(eqn, operand_values)
+    if m.stage != SCORES:
+        raise PassError("a hyperbolic tangent is taken of something else than scores")
+    return replace(m, score_ops=(*m.score_ops, ScoreOp("tanh")))
+
+
+def interpret_one_minus_square(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> SymbolicValue:
+    """The derivative of a soft cap, from its result."""
+    m = _only_value(eqn, operand_values)
+    if m.stage != SCORES or m.score_ops[-1:] != (ScoreOp("tanh"),):
+        raise PassError("one minus the square is taken of something else than a hyperbolic tangent")
+    return SymbolicValue(m.candidate, POLYNOMIAL, m.letters, polynomial={((slope(m.score_ops), 1),): 1.0})
+
+
 def interpret_power(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> SymbolicValue:
     """Integer powers of row sums, as in the gradient of a quotient."""
     m = _only_value(eqn, operand_values)
@@ -301,6 +317,7 @@ INTERPRETERS: Mapping[jx.Primitive, Callable[[Env, jx.JaxprEqn, OperandValues], 
     _prims.integer_pow_p: interpret_power,
     _prims.name_p: interpret_cast,
     _prims.neg_p: interpret_neg,
+    _prims.one_minus_square_p: interpret_one_minus_square,
     _prims.reduce_max_p: interpret_max,
     _prims.reduce_sum_p: interpret_sum,
     _prims.reshape_p: interpret_rearrangement,
@@ -308,5 +325,6 @@ INTERPRETERS: Mapping[jx.Primitive, Callable[[Env, jx.JaxprEqn, OperandValues], 
     _prims.square_p: interpret_power,
     _prims.squeeze_p: interpret_rearrangement,
     _prims.stop_gradient_p: interpret_cast,
+    _prims.tanh_p: interpret_tanh,
     _prims.transpose_p: interpret_rearrangement,
 }

@@ -17,6 +17,13 @@ Monomial = tuple[tuple[Any, int], ...]
 Polynomial = dict[Monomial, float]
 """The coefficient of each monomial."""
 EXP, ROW_SUM, DOT, ROW_DOT = "e", "z", "d", "t"
+
+
+def slope(score_ops: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
+    """The derivative of the hyperbolic tangent that is the last of these score ops, as a quantity."""
+    return "u", tuple(score_ops)
+
+
 WEIGHTS: Polynomial = {((EXP, 1), (ROW_SUM, -1)): 1.0}
 
 
@@ -72,8 +79,9 @@ def is_score_gradient(polynomial: Polynomial, score_ops: Sequence[ScoreOp]) -> b
     """Whether ``polynomial`` is the gradient of the softmax with respect to the product of queries and keys."""
     scale = math.prod([op.constant for op in score_ops if op.kind == "scale"])
     masks = tuple((i, 1) for i, op in enumerate(score_ops) if op.is_mask)
+    slopes = tuple((slope(score_ops[: i + 1]), 1) for i, op in enumerate(score_ops) if op.kind == "tanh")
     expected: Polynomial = {(): scale}
-    for factor in (WEIGHTS, {masks: 1.0}, {((DOT, 1),): 1.0, ((ROW_DOT, 1), (ROW_SUM, -1)): -1.0}):
+    for factor in (WEIGHTS, {masks: 1.0}, {slopes: 1.0}, {((DOT, 1),): 1.0, ((ROW_DOT, 1), (ROW_SUM, -1)): -1.0}):
         expected = combine("mul", expected, factor)
     if polynomial.keys() != expected.keys():
         return False

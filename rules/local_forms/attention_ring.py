@@ -12,6 +12,7 @@ computed directly to the block's device.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from autoshard.ir.halo import permute_shards
 from autoshard.ir.rule import CollectiveBytes
 from autoshard.ir.spec import Axes
 from autoshard.machine.collective import ALL_GATHER, COLLECTIVE_PERMUTE
-from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
+from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
 from autoshard.rules.local_forms.online_softmax import (
     SoftmaxState,
     empty_state,
@@ -57,12 +58,12 @@ class Reach:
 def key_reach(config: AttentionConfig, parts: int, length: int) -> Reach:
     """Which blocks of keys a device's queries can see, where each of ``parts`` devices has ``length`` positions."""
     most, bands = parts - 1, [op for op in config.score_ops if op.kind == "band"]
-    if not bands or masked_score(config) is None:
+    if not bands or (not config.kernel and masked_score(config) is None):
         return Reach(most, 0, ring=True)
     low = max([op.low for op in bands if op.low is not None], default=-parts * length)
     high = min([op.high for op in bands if op.high is not None], default=parts * length)
     before, behind = (min(most, max(0, (length - 1 + n) // length)) for n in (-low, high))
-    ring = before == behind == most
+    ring = before == behind == most and not config.kernel  # whose masks are of a distance known beforehand
     return Reach(before, 0 if ring else behind, ring)
 
 
@@ -75,6 +76,8 @@ def masked_score(config: AttentionConfig) -> float | None:
             found = {op.constant} if only_band else found | {op.constant}
         elif op.kind == "mask":
             found |= {op.constant}
+        elif op.kind == "tanh":
+            found = {math.tanh(x) for x in found}
         elif op.kind == "bias" and found - {-math.inf}:
             return None
         elif op.kind != "bias":
@@ -85,13 +88,8 @@ def masked_score(config: AttentionConfig) -> float | None:
 
 def out_of_window_score(config: AttentionConfig, reach: Reach) -> float | None:
     """The score of keys out of reach; None where none are, or where they have no weight."""
-    score = None if reach.ring or config.fused else masked_score(config)  # cuDNN gives masked keys no weight
+    score = None if reach.ring or config.kernel else masked_score(config)  # kernels give masked keys no weight
     return None if score == -math.inf else score
-
-
-def without_bands(config: AttentionConfig) -> AttentionConfig:
-    """``config`` for a block of keys that all queries see."""
-    return replace(config, score_ops=tuple(op for op in config.score_ops if op.kind != "band"))
 
 
 def attend_ring(
@@ -102,17 +100,14 @@ def attend_ring(
     queries = query.shape[config.query_dims.index(config.query_position)]
     keys = key.shape[config.key_dims.index(config.key_position)]
 
-    def attend_block(state: SoftmaxState, k: Any, v: Any, source: Any) -> SoftmaxState:
-        if config.fused:  # the only band is causal: what comes from devices before is seen by every query
-            return merge_softmax_states(config, state, attend_fused(without_bands(config), query, k, v))
+    def attend_block(state: SoftmaxState, k: Any, v: Any, source: Any, distance: int = 0) -> SoftmaxState:
+        if config.kernel:
+            results = attend_fused(config, query, k, v, distance=distance)
+            return merge_softmax_states(config, state, results)
         scores = logits(config, query, k, extras, me * queries, source * keys)
         return online_softmax_update(config, state, scores, v)
 
-    state = empty_state(config, query, key, value)
-    if config.fused:
-        state = merge_softmax_states(config, state, attend_fused(config, query, key, value))
-    else:
-        state = attend_block(state, key, value, me)
+    state = attend_block(empty_state(config, query, key, value), key, value, me)
     for step, hops in ((1, reach.before), (-1, reach.behind)):
 
         def receive(state: SoftmaxState, block: Any, hop: Any, step: int = step) -> SoftmaxState:
@@ -121,7 +116,8 @@ def attend_ring(
             if reach.ring:
                 return attend_block(state, k, v, source % parts)
             exists = (source >= 0) & (source < parts)
-            return lax.cond(exists, attend_block, lambda state, *_: state, state, k, v, source)
+            attend = functools.partial(attend_block, distance=step * hop * keys)
+            return lax.cond(exists, attend, lambda state, *_: state, state, k, v, source)
 
         state = _circulate(axes, reach, step, hops, (key, value), state, receive)
     score = out_of_window_score(config, reach)
@@ -157,7 +153,7 @@ def gradients_ring(
     parts, me, send_queries = lax.axis_size(axes), lax.axis_index(axes), travelling == "queries"
     queries = query.shape[config.query_dims.index(config.query_position)]
     keys = key.shape[config.key_dims.index(config.key_position)]
-    if config.fused:
+    if config.kernel:
         stats = (out, row_max, row_sum)
     else:
         stats = jnp.stack([row_max, row_sum, out_dot_cotangent(config, out, cotangent)])
@@ -166,27 +162,24 @@ def gradients_ring(
     query_block, key_block = lax.optimization_barrier((query_block, key_block))
     own_block = query_block if send_queries else key_block
 
-    def kernel_gradients(config: AttentionConfig, q: Any, stats: Any, ct: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def kernel_gradients(q: Any, stats: Any, ct: Any, k: Any, v: Any, distance: int) -> tuple[Any, Any]:
         """`gradients_of_block` by the fused kernel, where keys travel."""
         dims, dtypes = (config.query_dims, config.key_dims, config.value_dims), (str(config.accum_dtype),) * 3
         out, row_max, row_sum = stats
         unconverted = replace(config, grad_dims=dims, grad_dtypes=dtypes)
-        dq, *dkv = gradients_fused(unconverted, q, k, v, out, row_max, row_sum, ct)
+        dq, *dkv = gradients_fused(unconverted, q, k, v, out, row_max, row_sum, ct, distance=distance)
         return dkv, [dq]
 
-    def gradients_of_block(block: Any, source: Any) -> tuple[Any, Any]:
+    def gradients_of_block(block: Any, source: Any, distance: int = 0) -> tuple[Any, Any]:
         """What a block that came from ``source`` adds to its own gradients, and to those of what stays here."""
         (q, stats, ct), (k, v) = (block, key_block) if send_queries else (query_block, block)
-        if config.fused:
-            return kernel_gradients(without_bands(config), q, stats, ct, k, v)
+        if config.kernel:
+            return kernel_gradients(q, stats, ct, k, v, distance)
         starts = (source * queries, me * keys) if send_queries else (me * queries, source * keys)
         dq, *dkv = block_gradients(config, q, k, v, stats[0], stats[1], ct, stats[2], extras, *starts)
         return ([dq], dkv) if send_queries else (dkv, [dq])
 
-    if config.fused:
-        travelled, stayed = kernel_gradients(config, *query_block, *own_block)
-    else:
-        travelled, stayed = gradients_of_block(own_block, me)
+    travelled, stayed = gradients_of_block(own_block, me)
     for step, hops in ((1, reach.before), (-1, reach.behind)):
         direction = -step if send_queries else step  # queries travel to the keys that they see
 
@@ -200,7 +193,8 @@ def gradients_ring(
             else:
                 zeros = jax.tree.map(jnp.zeros_like, (travelled, stayed))
                 exists = (source >= 0) & (source < parts)
-                of_block, here = lax.cond(exists, gradients_of_block, lambda *_: zeros, block, source)
+                gradients = functools.partial(gradients_of_block, distance=step * hop * keys)
+                of_block, here = lax.cond(exists, gradients, lambda *_: zeros, block, source)
                 home = [(p, p - step * hop) for p in range(parts) if 0 <= p - step * hop < parts]
                 travelled = [x + permute_shards(y, axes, home) for x, y in zip(travelled, of_block, strict=True)]
             return travelled, jax.tree.map(jnp.add, stayed, here)

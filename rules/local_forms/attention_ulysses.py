@@ -15,7 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.spec import Axes
-from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
+from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
 from autoshard.rules.local_forms.online_softmax import empty_state, online_softmax_update, results_of_state
 from autoshard.transforms.attention_op import (
     AttentionConfig,
@@ -49,7 +49,7 @@ def attend_ulysses(
         scores = logits(flat, q, k_block, extras, 0, key_start)
         return online_softmax_update(flat, state, scores, v_block), None
 
-    if config.fused:
+    if config.kernel:
         results = attend_fused(flat, q, k, v)
     else:
         state, _ = lax.scan(attend_block, empty_state(flat, q, k, v), jnp.arange(parts))
@@ -77,7 +77,7 @@ def gradients_ulysses(
     query, key, value, cotangent = lax.optimization_barrier((query, key, value, cotangent))
     operands = ((query, config.query_dims), (key, config.key_dims), (value, config.value_dims))
     q, k, v, ct = (exchange.to_heads(x, dims) for x, dims in (*operands, (cotangent, config.cotangent_dims)))
-    if config.fused:
+    if config.kernel:
         whole_out = exchange.to_heads(out, config.out_dims)
         logsumexp = exchange.to_heads(row_max + jnp.log(row_sum), config.row_dims)
         grads = gradients_fused(flat, q, k, v, whole_out, logsumexp, jnp.ones_like(logsumexp), ct)

@@ -8,8 +8,8 @@ import pytest
 
 from autoshard.backend.hlo_roofline import roofline_seconds
 from autoshard.backend.hlo_text import parse_hlo
-from autoshard.machine.mesh import Hardware, Link
-from autoshard.transforms.cudnn_attention import peak_share
+from autoshard.machine.mesh import AttentionRates, Hardware, Link
+from autoshard.transforms.attention_kernels import peak_share
 
 LINKS = {"near": Link("near", 1e9, 0.0)}
 FAST_MEMORY = Hardware("chip", {"bfloat16": 1e3, "float32": 1e2}, 1e9, 1e30, LINKS)
@@ -80,8 +80,8 @@ def test_cudnn_attention_runs_at_its_share_of_the_peak(target, products, share, 
     call = f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{target}", backend_config={config}'
     kernel = f"ROOT %c = (bf16[2,4,16,128], f32[2,4,16], u8[0]) {call}"
     flops = products * 2 * (2 * 4 * 16 * 32) * 128 / part
-    slow = replace(FAST_MEMORY, attention=(0.5, 0.25))
-    assert seconds(slow, [*lines, kernel])[0] == pytest.approx(flops / 1e3 / peak_share(share, 32))
+    slow = replace(FAST_MEMORY, attention=AttentionRates("cudnn", 0.5, 0.25))
+    assert seconds(slow, [*lines, kernel])[0] == pytest.approx(flops / 1e3 / peak_share("cudnn", share, 32))
     moved = 2 * 4 * 128 * 2 * (16 + 32 + 32 + 16) + 2 * 4 * 16 * 4
     assert seconds(FAST_PRODUCTS, [*lines, kernel])[0] == pytest.approx(moved / 1e2)
 

@@ -1,6 +1,7 @@
-"""Attention on one device by the fused kernel: arrays are transposed to the kernel's layout and back.
+"""Attention on one device by the target's kernel: arrays are transposed to the kernel's layout and back.
 
-The kernel is `autoshard.transforms.cudnn_attention`: queries [batch, length, heads, width], keys and values likewise.
+The kernel is a primitive of `autoshard.transforms.kernel_op`: queries [batch, length, heads, width], keys and values
+likewise.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 from jax import numpy as jnp
 
+from autoshard.transforms.attention_kernels import KernelCall, kernel_call
 from autoshard.transforms.attention_op import AttentionConfig, finalize_gradients
-from autoshard.transforms.cudnn_attention import attention_kernel_backward_p, attention_kernel_p, causal_fill
+from autoshard.transforms.kernel_op import attention_kernel_backward_p, attention_kernel_p
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,10 @@ class _KernelLayout:
             ),
         )
 
-    @property
-    def params(self) -> dict[str, Any]:
-        """The parameters of the kernel primitives."""
-        scale = math.prod(op.constant for op in self.config.score_ops if op.kind == "scale")
-        return {"scale": float(scale), "causal": causal_fill(self.config) is not None}
+    def call(self, distance: int) -> KernelCall:
+        """The kernel's call, for keys that begin ``distance`` positions before the queries."""
+        queries, keys = self.sizes[self.config.query_position], self.sizes[self.config.key_position]
+        return kernel_call(self.config, self.config.kernel).shifted(distance, queries, keys)
 
     def query_like(self, width: str) -> tuple[str, ...]:
         """The letters of each kernel dimension of a query, output or cotangent."""
@@ -85,25 +86,40 @@ class _KernelLayout:
         )
 
 
-def attend_fused(config: AttentionConfig, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """The results of `attention_p` on one device: ``row_max`` is each row's log-sum-exp, and ``row_sum`` is 1."""
+def attend_fused(
+    config: AttentionConfig, query: Any, key: Any, value: Any, *, distance: int = 0
+) -> tuple[Any, Any, Any]:
+    """The results of `attention_p` on one device: ``row_max`` is each row's log-sum-exp, and ``row_sum`` is 1.
+
+    Args:
+      distance: how many positions the first key is before the first query.
+    """
     layout = _KernelLayout.of(config, query, key, value)
-    out, logsumexp = attention_kernel_p.bind(*layout.operands(query, key, value), **layout.params)
+    out, logsumexp = attention_kernel_p.bind(*layout.operands(query, key, value), call=layout.call(distance))
     row_max = layout.from_kernel(logsumexp, layout.rows, config.row_dims)
     out = layout.from_kernel(out, layout.query_like(config.value_width), config.out_dims)
     return out, row_max, jnp.ones_like(row_max)
 
 
 def gradients_fused(
-    config: AttentionConfig, query: Any, key: Any, value: Any, out: Any, row_max: Any, row_sum: Any, cotangent: Any
+    config: AttentionConfig,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    row_max: Any,
+    row_sum: Any,
+    cotangent: Any,
+    *,
+    distance: int = 0,
 ) -> tuple[Any, Any, Any]:
-    """The results of `attention_backward_p` on one device."""
+    """The results of `attention_backward_p` on one device; ``distance`` as of `attend_fused`."""
     layout = _KernelLayout.of(config, query, key, value)
     operands = layout.operands(query, key, value)
     out = layout.to_kernel(out, config.out_dims, layout.query_like(config.value_width))
     logsumexp = layout.to_kernel(row_max + jnp.log(row_sum), config.row_dims, layout.rows)
     ct = layout.to_kernel(cotangent, config.cotangent_dims, layout.query_like(config.value_width)).astype(out.dtype)
-    dq, dk, dv = attention_kernel_backward_p.bind(*operands, out, logsumexp, ct, **layout.params)
+    dq, dk, dv = attention_kernel_backward_p.bind(*operands, out, logsumexp, ct, call=layout.call(distance))
     grads = (
         layout.from_kernel(dq, layout.query_like(config.head_width), config.query_dims),
         layout.from_kernel(dk, layout.key_like(config.head_width), config.key_dims),

@@ -1,4 +1,4 @@
-"""Attention by the fused kernel: the numbers of plain JAX code, for any layout of operands and whatever is sharded."""
+"""Attention by a kernel: the numbers of plain JAX code, for any layout of operands and whatever is sharded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.backend.audit import audit
 from autoshard.backend.hlo_collectives import collectives
-from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.mesh import AttentionRates, LogicalMesh
 from autoshard.rules import OWN
-from autoshard.rules.local_forms.attention_cudnn import attend_fused, gradients_fused
-from autoshard.transforms import cudnn_attention
+from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
+from autoshard.transforms.attention_kernels import KERNELS, unsupported_reason
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attend, attention_gradients, attention_p
 from tests.attentions import FORMS as WRITTEN
 from tests.attentions import HASTY, LAYOUTS, close, operands, trained
@@ -43,9 +43,11 @@ def shaped(letters, seed=0):
 def test_the_numbers_are_those_of_the_composition(name):
     config = FORMS[name]
     grads = tuple(x[::-1] for x in (config.query_dims, config.key_dims, config.value_dims))
-    config = replace(config, cotangent_dims=config.out_dims[::-1], grad_dims=grads, grad_dtypes=("float32",) * 3)
+    config = replace(
+        config, kernel="cudnn", cotangent_dims=config.out_dims[::-1], grad_dims=grads, grad_dtypes=("float32",) * 3
+    )
     ours = [shaped(x, i) for i, x in enumerate((config.query_dims, config.key_dims, config.value_dims))]
-    assert "float32" in cudnn_attention.unsupported_reason(config, *ours), "and nothing else stands in the way"
+    assert "float32" in unsupported_reason(config, *ours, "cudnn"), "and nothing else stands in the way"
     want, have = jax.jit(lambda *a: (attend(*a, config=config), attend_fused(config, *a)))(*ours)
     np.testing.assert_allclose(have[0], want[0], rtol=1e-5, atol=1e-5)
     logs = [peak + jnp.log(total) for _, peak, total in (want, have)]
@@ -58,7 +60,7 @@ def test_the_numbers_are_those_of_the_composition(name):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-KERNEL = replace(HASTY, attention=(0.5, 0.4))
+KERNEL = replace(HASTY, attention=AttentionRates("cudnn", 0.5, 0.4))
 BATCHES = LogicalMesh(("b",), (4,), KERNEL), P("b")
 HEADS = LogicalMesh(("b", "h"), (2, 2), KERNEL), P("b", None, "h")
 SPLITS = {**{name: (replace(on, hardware=KERNEL), spec) for name, (on, spec) in LAYOUTS.items()}}
@@ -68,7 +70,8 @@ SPLITS |= {"batch": BATCHES, "batch and heads": HEADS}
 @pytest.fixture
 def any_float(monkeypatch):
     """The kernel supports float32 too, so that numbers can be compared closely with one device's."""
-    monkeypatch.setattr(cudnn_attention, "DTYPES", (*cudnn_attention.DTYPES, "float32"))
+    cudnn = KERNELS["cudnn"]
+    monkeypatch.setitem(KERNELS, "cudnn", replace(cudnn, dtypes=(*cudnn.dtypes, "float32")))
 
 
 def sharded(fun, split, backward=True):
@@ -130,17 +133,17 @@ def test_what_the_kernel_does_not_support_is_not_replaced_and_the_plan_says_why(
     assert "cuDNN takes queries, keys and values of bfloat16 or float16, not float32" in said(plan)
     half = tuple(jnp.asarray(x, "bfloat16") for x in operands())
     plan = sharded(WRITTEN["padded"][0], "batch").plan(*half)
-    assert "of masks and biases cuDNN's kernel is used for the causal mask only (mask)" in said(plan)
+    assert "of masks and biases cuDNN is used for the causal mask only (mask)" in said(plan)
 
 
 @pytest.mark.parametrize(("batch", "name", "slowest"), [(4, "causal", 1), (3, "causal", 15 / 8), (3, "full", 1)])
 def test_the_last_device_of_a_causal_ring_has_most_of_the_work(batch, name, slowest):
     """Where heads are traded, four sequences of four heads, all have as much."""
     masks = (BAND,) if name == "causal" else ()
-    config = replace(FORMS["heads last"], score_ops=masks, fused=True)
+    config = replace(FORMS["heads last"], score_ops=masks, kernel="cudnn")
     sides = [jax.ShapeDtypeStruct((batch, 16, 4, 8), "bfloat16")] * 3
     local = OWN[attention_p](*sides, config=config).local
     part = batch * 2 * 4 * 8 * 2
     assert local.imbalance(8, [part] * 4 + [part // 4] * 2) == slowest
-    plain = OWN[attention_p](*sides, config=replace(config, fused=False)).local
+    plain = OWN[attention_p](*sides, config=replace(config, kernel="")).local
     assert plain.imbalance(8, [part] * 4 + [part // 4] * 2) == 1

@@ -1,0 +1,80 @@
+"""Seconds of the attention kernels in compiled HLO: custom calls, of which no compiler estimates the time.
+
+They run at the share of the peak that the hardware table gives, and skip what their mask does
+(`autoshard.transforms.attention_kernels`), as plans count them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from autoshard.backend import hlo_dtypes
+from autoshard.backend.hlo_text import Computation, Instruction, Module
+from autoshard.machine.mesh import Hardware
+from autoshard.transforms.attention_kernels import KERNELS, flops_at_peak
+
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+_CUDNN = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
+_CUDNN_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
+_CUDNN_CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
+_SPLASH = re.compile(r"\bsplash_blocks_(\d+)_of_(\d+)/(?:[^\"]*/)?splash_m\wa_(fwd|dq|dkv)")
+_SPLASH_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dq and dkv": (3, 2)}
+"""Products over heads as wide as queries and as wide as values, of each kernel."""
+
+
+def attention_seconds(instruction: Instruction, computation: Computation, module: Module, hardware: Hardware) -> float:
+    """Seconds of the products of an attention kernel; 0 for any other instruction."""
+    if instruction.opcode != "custom-call":
+        return 0.0
+    if kernel := _CUDNN.search(instruction.attributes):
+        return _cudnn_seconds(instruction, computation, hardware, backward="Backward" in kernel[1])
+    if kernel := _SPLASH.search(module.operation(instruction)):
+        return _splash_seconds(instruction, computation, hardware, kernel)
+    return 0.0
+
+
+def _cudnn_seconds(instruction: Instruction, computation: Computation, hardware: Hardware, *, backward: bool) -> float:
+    scores = _CUDNN_SCORES.search(instruction.attributes)
+    query = _ARRAY.search(computation.instructions[instruction.names[0]].shape)
+    if not scores or not query:
+        raise ValueError(f"{instruction.name}: a cuDNN attention kernel whose HLO has no shape of the scores")
+    batch, heads, rows, cols = _ints(scores[1].replace('"', ""))
+    width = math.prod(_ints(query[2])) // (batch * heads * rows)
+    flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
+    computed = 0.5 if _CUDNN_CAUSAL.search(instruction.attributes) else 1.0
+    share = _share(hardware, "cudnn", backward=backward)
+    return flops_at_peak("cudnn", flops, width, cols, share, computed) / hardware.peak_flops(
+        hlo_dtypes.peak_dtype(query[1])
+    )
+
+
+def _splash_seconds(
+    instruction: Instruction, computation: Computation, hardware: Hardware, kernel: re.Match[str]
+) -> float:
+    """Its operands are block tables of integers, and then queries, keys and values: [heads, length, width]."""
+    arrays = [_ARRAY.search(computation.instructions[name].shape) for name in instruction.names]
+    floats = [(a[1], _ints(a[2])) for a in arrays if a and not a[1].startswith(("s", "u", "pred"))]
+    (dtype, (heads, rows, width)), (_, (*_, cols, _)), (_, (*_, value_width)) = floats[:3]
+    phase = kernel[3]
+    if phase == "dkv" and len(_ARRAY.findall(instruction.shape)) > 2:
+        phase = "dq and dkv"
+    own, values = _SPLASH_PRODUCTS[phase]
+    flops = 2.0 * heads * rows * cols * (own * width + values * value_width)
+    share = _share(hardware, "splash", backward=phase != "fwd")
+    computed = int(kernel[1]) / int(kernel[2])
+    length = KERNELS["splash"].block(rows, cols, backward=phase in {"dkv", "dq and dkv"})[1]
+    at_peak = flops_at_peak("splash", flops, min(width, value_width), length, share, computed)
+    return at_peak / hardware.peak_flops(hlo_dtypes.peak_dtype(dtype))
+
+
+def _share(hardware: Hardware, kernel: str, *, backward: bool) -> float:
+    """The kernel's share of the peak; 1 where the table has none of this library."""
+    rates = hardware.attention
+    if rates is None or KERNELS[rates.kernel].label != KERNELS[kernel].label:
+        return 1.0
+    return rates.backward if backward else rates.forward
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]

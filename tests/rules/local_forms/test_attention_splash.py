@@ -1,0 +1,112 @@
+"""Splash attention in random shapes, masks and meshes: in float32 the numbers of the unsharded step, to 1e-5.
+
+The kernels are interpreted, which only a hardware table can ask for. ``AUTOSHARD_EXAMPLES`` is the number of
+attentions, 12 unless it is set, and ``AUTOSHARD_SEED`` draws others: `make kernels` runs 300.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backend.audit import audit
+from autoshard.machine.mesh import AttentionRates, LogicalMesh
+from tests.attentions import HASTY, trained
+
+EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "12"))
+SEED = int(os.environ.get("AUTOSHARD_SEED", "0"))
+KERNEL = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4))
+SPLITS = {
+    "nothing": ({"x": 2}, P()),
+    "batch": ({"b": 2}, P("b")),
+    "heads": ({"h": 2}, P(None, None, "h")),
+    "batch and heads": ({"b": 2, "h": 2}, P("b", None, "h")),
+    "sequence": ({"s": 2}, P(None, "s")),
+    "sequence in four": ({"s": 4}, P(None, "s")),
+    "sequence and batch": ({"b": 2, "s": 2}, P("b", "s")),
+    "sequence and heads": ({"h": 2, "s": 4}, P(None, "s", "h")),
+    "two axes in another order": ({"x": 2, "y": 2}, P(None, ("y", "x"))),
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A random attention."""
+
+    split: str
+    batch: int
+    length: int
+    key_heads: int
+    groups: int
+    width: int
+    value_width: int
+    low: int | None
+    high: int | None
+    cap: float | None = None
+
+    @classmethod
+    def drawn(cls, seed: int) -> Attention:
+        rng = np.random.default_rng(seed)
+        split = str(rng.choice(list(SPLITS)))
+        parts = {"nothing": 1, "batch": 1, "heads": 1, "batch and heads": 1, "sequence": 2, "sequence and batch": 2}
+        length = 128 * parts.get(split, 4) * int(rng.integers(1, 3 if parts.get(split, 4) < 4 else 2))
+        low, high = [(None, None), (None, 0), (None, 0), (-int(rng.integers(1, length)), 0), (-90, 40)][rng.integers(5)]
+        return cls(
+            split,
+            int(rng.choice([2, 4] if "batch" in split else [1, 3, 4])),
+            length,
+            int(rng.choice([2, 4] if "heads" in split else [1, 2])),
+            int(rng.integers(1, 3)),
+            *(int(rng.choice([8, 16])) for _ in range(2)),
+            low,
+            high,
+            cap=2.0 if rng.random() < 0.25 else None,
+        )
+
+    @property
+    def operands(self) -> list[jax.Array]:
+        sides = ((self.groups * self.key_heads, self.width), (self.key_heads, self.width))
+        sides = (*sides, (self.key_heads, self.value_width))
+        rng = np.random.default_rng(0)
+        return [jnp.asarray(rng.normal(size=(self.batch, self.length, n, w)), "float32") for n, w in sides]
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """As a model writes it."""
+        q = q.reshape(*q.shape[:2], self.key_heads, self.groups, self.width)
+        s = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * self.width**-0.5
+        s = s if self.cap is None else self.cap * jnp.tanh(s / self.cap)
+        if self.low is not None or self.high is not None:
+            at = jnp.arange(self.length)
+            distance = at[None, :] - at[:, None]
+            seen = distance <= self.high
+            s = jnp.where(seen if self.low is None else seen & (distance >= self.low), s, -1e30)
+        out = jnp.einsum("bhgqk,bkhe->bqhge", jax.nn.softmax(s, -1), v)
+        return out.reshape(*out.shape[:2], -1, self.value_width)
+
+
+@pytest.mark.parametrize("seed", range(SEED * 10_000, SEED * 10_000 + EXAMPLES))
+def test_numbers_are_those_of_one_device(seed):
+    case = Attention.drawn(seed)
+    axes, spec = SPLITS[case.split]
+    mesh = LogicalMesh(tuple(axes), tuple(axes.values()), KERNEL)
+    step = autoshard.jit(
+        trained(case), mesh=mesh, strategy="replicated", in_shardings=spec, out_shardings=((P(), spec), spec)
+    )
+    args = case.operands
+    plan, compiled = step.plan(*args), step.lower(*args).compile()
+    said = next(p.change for p in plan.passes if p.name == "attention")
+    assert "1 forward and 1 backward attentions" in said, case
+    assert "all of them run by splash attention" in said, case
+    for have, want in zip(
+        jax.tree.leaves(compiled(*args)), jax.tree.leaves(jax.jit(trained(case))(*args)), strict=True
+    ):
+        near = 1e-5 * max(1.0, float(jnp.max(jnp.abs(want))))
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=near, err_msg=str(case))
+    assert audit(compiled, plan).clean, case

@@ -1,0 +1,154 @@
+"""What the kernels of libraries do not take, which blocks they skip, and what their time is worth."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+
+from autoshard.machine.hardware import AttentionKernelConfig
+from autoshard.transforms.attention_kernels import (
+    KERNELS,
+    KernelCall,
+    kernel_call,
+    kernel_flops_at_peak,
+    peak_share,
+    unsupported_reason,
+)
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
+
+SCALE, BAND = ScoreOp("scale", 0.3), ScoreOp("band", -1e9, high=0)
+CAP = (ScoreOp("scale", 1 / 50), ScoreOp("tanh"), ScoreOp("scale", 50.0))
+CONFIG = AttentionConfig(
+    "bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), (), *["float32"] * 2, *["bfloat16"] * 2
+)
+SIZES = {"b": 2, "q": 256, "k": 256, "h": 4, "d": 64, "e": 64}
+
+
+def sides(config, dtype="bfloat16", sizes=()):
+    sizes = SIZES | dict(sizes)
+    dims = (config.query_dims, config.key_dims, config.value_dims)
+    return [jax.ShapeDtypeStruct([sizes[c] for c in s], dtype) for s in dims]
+
+
+def test_tables_name_these_kernels():
+    assert set(get_args(AttentionKernelConfig.model_fields["kernel"].annotation)) == set(KERNELS)
+
+
+EITHER = {
+    "": CONFIG,
+    "(mask)": replace(CONFIG, score_ops=(ScoreOp("mask", -1e9, 0),), extra_dims=("b..k",)),
+    "(bias)": replace(CONFIG, score_ops=(ScoreOp("bias", extra=0),), extra_dims=(".hqk",)),
+    "these have one by their score of -3": replace(CONFIG, score_ops=(replace(BAND, constant=-10.0), SCALE)),
+    "as many queries as keys, not 256 and 512": (CONFIG, "bfloat16", {"k": 512}),
+    "keys and values of the same heads": replace(CONFIG, value_dims="bke"),
+    "no key head without a query head": replace(CONFIG, query_dims="bqd"),
+}
+CUDNN = {
+    "takes queries, keys and values of bfloat16 or float16, not float32": (CONFIG, "float32"),
+    "the dtype of its operands, bfloat16, not float32": replace(CONFIG, out_dtype="float32"),
+    "the causal mask only (window)": replace(CONFIG, score_ops=(replace(BAND, low=-4),)),
+    "the causal mask only (tanh)": replace(CONFIG, score_ops=CAP),
+    "multiple of 8 and at most 128, not 12": (CONFIG, "bfloat16", {"d": 12, "e": 12}),
+    "multiple of 8 and at most 128, not 256": (CONFIG, "bfloat16", {"d": 256, "e": 256}),
+    "values as wide as queries, not 128 beside 64": (CONFIG, "bfloat16", {"e": 128}),
+}
+SPLASH = {
+    "takes queries, keys and values of bfloat16 or float32, not float16": (CONFIG, "float16"),
+    "multiple of 8 and at most 256, not 68": (CONFIG, "bfloat16", {"d": 68, "e": 68}),
+    "sequences that are a multiple of 128, not 200": (CONFIG, "bfloat16", {"q": 200, "k": 200}),
+    "masks that leave each query its own key": replace(CONFIG, score_ops=(replace(BAND, high=-1),)),
+    "one soft cap of the scores, before their mask": replace(CONFIG, score_ops=(BAND, *CAP)),
+    "computes products at the default precision": (
+        replace(CONFIG, out_dtype="float32", score_precision=jax.lax.Precision.HIGHEST),
+        "float32",
+    ),
+}
+TAKEN = {
+    "window": replace(CONFIG, score_ops=(replace(BAND, low=-4),)),
+    "soft cap": replace(CONFIG, score_ops=(SCALE, *CAP, BAND)),
+    "values of another width": (CONFIG, "bfloat16", {"e": 128}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "case"),
+    [
+        *((name, *item) for name in ("cudnn", "splash") for item in EITHER.items()),
+        *(("cudnn", *item) for item in CUDNN.items()),
+        *(("splash", *item) for item in SPLASH.items()),
+        *(("splash", "", case) for case in TAKEN.values()),
+    ],
+)
+def test_what_the_kernels_do_not_support(name, reason, case):
+    config, dtype, sizes, *_ = (*case, {}) if isinstance(case, tuple) else (case, "bfloat16", {})
+    said = unsupported_reason(config, *sides(config, dtype, sizes), name)
+    assert reason in said and KERNELS[name].label in said if reason else not said
+
+
+@pytest.mark.parametrize("name", ["cudnn", "splash"])
+def test_time_is_that_of_the_work_below_a_causal_mask_and_of_heads_of_full_width(name):
+    sizes = {"q": 8192, "k": 8192, "d": 128, "e": 128}
+    q, narrow = (sides(CONFIG, sizes=sizes | s)[0] for s in ({}, {"d": 64, "e": 64}))
+    causal, whole = (replace(CONFIG, kernel=name, score_ops=x) for x in (CONFIG.score_ops, ()))
+    score = 2 * (2 * 4 * 8192 * 8192) * 128
+    for backward, products, computed in (
+        (False, 2 * score, {"cudnn": 1 / 2, "splash": 36 / 64}),
+        (True, 5 * score, {"cudnn": 1 / 2, "splash": 20 / 32}),
+    ):
+        time = functools.partial(kernel_flops_at_peak, share=0.5, backward=backward)
+        at_peak = products / peak_share(name, 0.5, KERNELS[name].block(8192, 8192, backward=backward)[1])
+        assert time(whole, q, q, q) == pytest.approx(at_peak)
+        assert time(causal, q, q, q) == pytest.approx(at_peak * computed[name])
+    assert kernel_flops_at_peak(causal, narrow, narrow, narrow, 0.5) == kernel_flops_at_peak(causal, q, q, q, 0.5)
+
+
+def test_a_gradient_of_many_blocks_computes_scores_twice():
+    long = sides(CONFIG, sizes={"q": 16384, "k": 16384, "d": 128, "e": 128})
+    config = replace(CONFIG, kernel="splash", score_ops=())
+    forward, backward = (kernel_flops_at_peak(config, *long, 0.5, backward=b) for b in (False, True))
+    speed = peak_share("splash", 0.5, 1024) / peak_share("splash", 0.5, 2048)
+    assert backward / forward == pytest.approx(7 / 2 * speed)
+
+
+def test_short_sequences_run_at_less_of_the_peak():
+    assert peak_share("cudnn", 0.4, 1024) == pytest.approx(0.4)
+    assert peak_share("cudnn", 0.4, 512) == pytest.approx(0.32, rel=1e-3)
+    assert peak_share("cudnn", 0.4, 16) < 0.03
+    assert peak_share("cudnn", 0.4, 2**20) < 0.54
+
+
+@pytest.mark.parametrize(
+    ("length", "forward", "backward"), [(8192, 1024, 2048), (2048, 1024, 2048), (3072, 1024, 1536), (384, 384, 384)]
+)
+def test_blocks_divide_the_sequence(length, forward, backward):
+    assert KERNELS["splash"].block(length, length, backward=False) == (forward, forward)
+    assert KERNELS["splash"].block(length, length, backward=True) == (forward, backward)
+    assert KERNELS["cudnn"].block(length, length, backward=True) == (length, length)
+
+
+@pytest.mark.parametrize(("low", "high"), [(None, 0), (-100, 0), (-300, 60), (-1, 1), (None, None), (300, None)])
+@pytest.mark.parametrize("distance", [0, 512, -512, 1024])
+def test_computed_blocks_are_those_with_an_unmasked_score(low, high, distance):
+    call = KernelCall("splash_interpreted", 1.0, None, low, high).shifted(distance, 512, 256)
+    q, k = np.arange(512)[:, None] + distance, np.arange(256)[None, :]
+    seen = np.ones((512, 256), bool)
+    seen &= True if low is None else k - q >= low
+    seen &= True if high is None else k - q <= high
+    want = seen.reshape(4, 128, 2, 128).any((1, 3))
+    np.testing.assert_array_equal(call.computed_blocks(512, 256), want)
+    np.testing.assert_array_equal(call.computed_blocks(512, 256, backward=True), want.any(1, keepdims=True))
+    assert call.computed_share(512, 256) == want.mean()
+    assert call.some_rows_empty(512, 256) == (not seen.any(1).all())
+
+
+def test_the_calls_parameters_are_those_of_the_scores():
+    ops = (SCALE, *CAP, replace(BAND, low=-7), BAND)
+    call = kernel_call(replace(CONFIG, score_ops=ops), "splash")
+    assert (call.low, call.high, call.soft_cap) == (-7, 0, 50.0)
+    assert math.isclose(call.scale, 0.3)
