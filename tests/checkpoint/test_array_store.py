@@ -156,6 +156,25 @@ def test_regions_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     back["y"][:] = 0  # its own memory, which may be written
 
 
+def test_no_more_is_in_flight_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Beside the arrays themselves, reading and writing take a window of memory, however many chunks there are."""
+    monkeypatch.setattr(array_store, "CHUNK_BYTES", 640)
+    monkeypatch.setattr(array_store, "IN_FLIGHT_BYTES", 1280)
+    waiting: list[int] = []
+    result = array_store._Window.result
+
+    def watched(self: Any, *args: Any) -> Any:
+        waiting.append(len(self._pending))
+        return result(self, *args)
+
+    monkeypatch.setattr(array_store._Window, "result", watched)
+    x = random(24, 400)
+    write(epath.Path(tmp_path), on_host({"x": x}))
+    np.testing.assert_array_equal(read(epath.Path(tmp_path), {"x": ToRead(x.shape, x.dtype, None)})["x"], x)
+    assert len(waiting) > x.nbytes / 640
+    assert max(waiting) <= 3
+
+
 DTYPES = [*(np.dtype(t) for t in "?bhilBHILefdFD"), *(jnp.dtype(getattr(ml_dtypes, n)) for n in dir(ml_dtypes)
           if isinstance(getattr(ml_dtypes, n), type) and n.startswith(("int", "uint", "float", "bfloat")))]  # fmt: skip
 

@@ -80,6 +80,8 @@ def test_on_a_mesh_that_is_left_open_it_is_that_of_what_is_placed() -> None:
     step = autoshard.jit(evaluate)
     np.testing.assert_allclose(step(state.params, batch), evaluate(jax.device_get(state.params), batch), rtol=1e-5)
     assert step.plan(state.params, batch).mesh.shape == {"a": 2, "b": 4}
+    one = jax.device_put(batch, NamedSharding(jax.sharding.Mesh(jax.devices()[:1], "x"), P()))
+    assert autoshard.jit(evaluate).plan(jax.device_get(state.params), one).mesh.size == 8
 
 
 def test_state_that_is_replaced_moves_once_and_is_planned_freely() -> None:

@@ -230,6 +230,17 @@ def test_where_nothing_is_a_batch_the_plan_says_so() -> None:
     assert "No dimension of an argument qualifies as the batch." in plan.explain()
 
 
+def test_a_dimension_that_is_sorted_more_than_multiplied_is_no_batch() -> None:
+    def ranks(x: Any, w: Any) -> Any:
+        y = (x @ w)[:, 0]
+        for _ in range(4):
+            y = jnp.cumsum(jnp.sort(jnp.sin(y)))
+        return y
+
+    assert autoshard.jit(ranks, mesh=MESH).plan(f32(64, 2), f32(2, 1)).batch == ()
+    assert autoshard.jit(lambda x, w: (x @ w)[:, 0], mesh=MESH).plan(f32(64, 2), f32(2, 1)).batch != ()
+
+
 def test_zero_without_optimizer_state_says_so() -> None:
     found = [[d.text for d in planned("sgd", s).diagnostics] for s in ("zero1", "zero2", "fsdp")]
     says = "strategy 'zero{}': the step carries no optimizer state, so nothing is stored sharded"

@@ -138,15 +138,6 @@ def test_without_a_link_to_the_host_the_step_gets_no_slower() -> None:
     assert after.cost.seconds <= before.cost.seconds
 
 
-def test_the_memory_budget_is_kept() -> None:
-    g = traced(images, IMAGES, on())
-    before, after = found(g)
-    budget = (before.memory.peak + after.memory.peak) / 2
-    for limit in (budget, before.memory.peak, after.memory.peak):
-        _, kept = found(g, limit)
-        assert kept.memory.peak <= max(limit, before.memory.peak)
-
-
 def test_the_plan_says_how_loading_is_counted(tmp_path: Any) -> None:
     plan = autoshard.jit(images, mesh=on(), donate_argnums=0).plan(*IMAGES)
     size = 256 * 64 * 64 * 8 * 4 + 256 * 4
@@ -174,6 +165,15 @@ def test_a_token_that_comes_back_has_one_spec() -> None:
     token, result = g.inputs[2], g.outputs[2]
     assert before.layout.specs[token] != before.layout.specs[result]
     assert after.layout.specs[token] == after.layout.specs[result]
+
+
+def test_the_memory_budget_is_kept() -> None:
+    """A token that is whole where it comes back takes some bytes more."""
+    g = graph(decode, ({"h": (32, 128), "n": ()}, arrays((32, I32))[0]), on())
+    before, after = found(g)
+    assert before.memory.peak < after.memory.peak
+    assert found(g, after.memory.peak)[1].layout.specs == after.layout.specs
+    assert found(g, before.memory.peak)[1].layout.specs == before.layout.specs
 
 
 def test_what_comes_back_only_perhaps_is_left_where_that_is_dear() -> None:
