@@ -34,8 +34,8 @@ MEMORY_SAVING_PASSES = (
     "dead_code",
     "one_hot",
     "transposed_products",
-    "recompute",
     "attention:large",
+    "recompute",
     "sum_products",
     "pad_uneven",
 )

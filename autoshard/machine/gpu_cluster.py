@@ -1,7 +1,7 @@
 """NVIDIA GPU clusters as ahead-of-time compilation targets: nodes of equal GPUs, present or not.
 
 XLA:GPU compiles for a described GPU without the device or its driver. The extra ``gpu`` installs it, with ``ptxas`` and
-``libdevice``, which it calls, and cuDNN, which a fused attention kernel needs (`autoshard.transforms.cudnn_attention`).
+``libdevice``, which it calls, and cuDNN, which its attention kernel needs (`autoshard.transforms.cudnn_attention`).
 Planning needs none of that.
 """
 

@@ -7,7 +7,7 @@ that kernel. `finder` says what counts as an attention.
 
 A backward part is found where it stands in the same jaxpr as its forward part, or recomputes the scores itself, as
 under `jax.checkpoint` or after the pass ``recompute:full``. Where a scan over layers saves scores or weights for the
-backward scan, that scan is first made to recompute them.
+backward scan, that scan is first made to recompute them; then, to read the output instead (`held`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.passes.attention.candidate import AttentionCandidate
 from autoshard.passes.attention.facts import Facts, OuterValues
 from autoshard.passes.attention.finder import AttentionFinder
+from autoshard.passes.attention.held import hold_results
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms import remat
 from autoshard.transforms.attention_kernels import KERNELS, kernel_flops_at_peak, unsupported_reason
@@ -66,7 +67,7 @@ class Attention(Pass):
     def __call__(self, program: Program) -> Program:
         selection = self._selection(program)
         before = jx.eliminate_dead_code(program.jaxpr)
-        after = _rewritten(_recompute_scores(before, selection), selection)
+        after = hold_results(_rewritten(_recompute_scores(before, selection), selection))
         return program if after is before else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:

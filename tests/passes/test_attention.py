@@ -112,6 +112,8 @@ def decoder(scanned: bool, remat: bool = False):
         (False, False, ["recompute:full", "attention"], (5, 3)),
         (False, False, ["attention", "recompute:full"], (5, 3)),
         (True, True, ["attention"], (2, 1)),
+        (True, False, ["attention"], (1, 1)),
+        (True, False, ["attention", "recompute:full"], (2, 1)),
         (True, False, ["recompute:full", "attention"], (2, 1)),
     ],
 )
