@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.backend.compilation import compile_plan
 from autoshard.backend.estimate import estimate
 from autoshard.errors import MeshError
 from autoshard.machine.mesh_config import MeshConfig
@@ -157,3 +159,19 @@ def test_momentum_in_the_host_s_memory():
     plan, memory = step.plan(w, w, x), step.lower(w, w, x).compile().memory_analysis()
     assert memory.host_argument_size_in_bytes == memory.host_output_size_in_bytes == plan.memory.host == 2**20
     assert memory.argument_size_in_bytes == plan.memory.parameters + plan.memory.inputs
+
+
+def test_large_attention_is_splash_and_no_scores_are_in_memory():
+    train, state, batch = decoder(32, layers=2, d_model=256, heads=4, kv_heads=2, vocab=256, seq=2048)
+    step = autoshard.jit(train, mesh=MeshConfig(axes={"data": 4, "model": 2}, tpu="v5e:2x4"), strategy="tp")
+    plan = step.plan(state, batch)
+    assert any(
+        p.written == "attention:large" and "all of them run by splash attention" in p.change for p in plan.passes
+    )
+    c = compile_plan(plan, lowered := step.lower(state, batch))
+    text = lowered.compile().as_text()
+    kernels = set(re.findall(r"%splash_mha_(\w+?)_\w*residuals[\w.]* = ", text))
+    assert kernels == {"fwd", "dkv"}
+    assert not re.findall(r"\w+\[(?:\d+,)*2048,2048\]", text)
+    assert c.audit.clean, str(c.audit)
+    assert len(re.findall(r"%splash_mha_fwd[\w.]* = ", text)) == 1, "none runs again for the gradient"
