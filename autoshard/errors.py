@@ -66,6 +66,18 @@ class PassError(AutoshardError):
     """A pass that is unknown, has an invalid option, or produced an invalid program."""
 
 
+class ChunkError(PassError):
+    """A loss that cannot be computed in chunks of its tokens; the pass ``losses`` leaves it as it is, and reports this.
+
+    Attributes:
+      source: source line of the operation that stands against it; "" if unknown.
+    """
+
+    def __init__(self, message: str, source: str) -> None:
+        super().__init__(message)
+        self.source = source
+
+
 class CompileError(AutoshardError):
     """The compiler refuses every layout that was compiled; the message has its reasons."""
 

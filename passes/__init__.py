@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from autoshard.passes.accumulate import Accumulate
 from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
+from autoshard.passes.losses import Losses
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.pad_uneven import PadUneven
 from autoshard.passes.recompute import Recompute
@@ -22,7 +23,8 @@ from autoshard.passes.transposed_products import TransposedProducts
 from autoshard.transforms.pipeline import Pass
 
 PASSES: Mapping[str, type[Pass]] = {
-    p.name: p for p in (Accumulate, Attention, DeadCode, OneHot, PadUneven, Recompute, SumProducts, TransposedProducts)
+    p.name: p
+    for p in (Accumulate, Attention, DeadCode, Losses, OneHot, PadUneven, Recompute, SumProducts, TransposedProducts)
 }
 """The passes by the name that a user writes in ``passes=[...]``."""
 
@@ -31,6 +33,7 @@ __all__ = [
     "Accumulate",
     "Attention",
     "DeadCode",
+    "Losses",
     "OneHot",
     "PadUneven",
     "Recompute",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -68,7 +68,7 @@ class Recompute(Pass):
         after = _rewritten(program.jaxpr, self.is_saved(program))
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
-    def variants(self, program: Program) -> tuple[Pass, ...]:
+    def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
         """From the one that saves all products to the one that saves none."""
         count = len(products(program.jaxpr))
         return tuple(Recompute(f"products:{n}" if n else "full") for n in range(count, -1, -1))

@@ -75,6 +75,7 @@ from autoshard.jaxpr.padded_array import (
 )
 from autoshard.jaxpr.rewrite import (
     as_fun,
+    bind_equation,
     check_jaxpr,
     clone_eqn,
     constrain_variable,
@@ -127,6 +128,7 @@ __all__ = [
     "autodiff_phase",
     "aval",
     "aval_bytes",
+    "bind_equation",
     "bind_on_shards",
     "check_jaxpr",
     "clear_dispatcher",

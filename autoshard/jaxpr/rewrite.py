@@ -129,6 +129,13 @@ def check_jaxpr(jaxpr: Jaxpr, known: Jaxpr | None = None) -> None:
     _core.check_jaxpr(jaxpr.replace(constvars=[], consts=[], invars=ins, eqns=new, outvars=[]))
 
 
+def bind_equation(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The results of ``eqn``'s primitive for other operands and parameters, attributed to its source while traced."""
+    with _source.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+        out = eqn.primitive.bind(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
 def use_counts(jaxpr: Jaxpr) -> Counter[Var]:
     """Uses of each variable as an operand or a result of ``jaxpr``, not counting those within regions."""
     found = Counter([a for e in jaxpr.eqns for a in e.invars if isinstance(a, Var)])

@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.errors import AutoshardError, MemoryBudgetError
@@ -70,17 +71,43 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         return min(fitting, key=lambda f: _preference(f[0].plan))
 
     if not try_passes(options.passes):
+        sequences = [options.passes, *memory_saving_sequences(traced, options)]
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
-        bisect.bisect_left(list(memory_saving_sequences(traced, options)), True, key=try_passes)
+        enough = bisect.bisect_left(sequences, True, lo=1, key=try_passes)
+        axes = _batch_axes(fitting[0][0].plan) if fitting else None
+        for first, *_ in _with_optional(traced, (), options, saving=True, batch_axes=axes):
+            less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
+            bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
     if fitting:
         _, passes = fastest()
-        for with_optional in itertools.islice(with_optional_passes(traced, passes, options), 1, None):
+        for with_optional in _with_optional(traced, passes, options, saving=False):
             try_passes(passes, with_optional)
         return fastest()[0]
     hint = "; or pass passes=['recompute:full']"
     if options.memory_saving_passes:
         hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
-    raise MemoryBudgetError(f"{errors[-1]}{hint}", errors[-1].least) from None
+    lowest = min(reversed(errors), key=lambda e: e.least)
+    raise MemoryBudgetError(f"{lowest}{hint}", lowest.least) from None
+
+
+def _with_optional(
+    traced: Program,
+    passes: tuple[Pass, ...],
+    options: Options,
+    *,
+    saving: bool,
+    batch_axes: tuple[str, ...] | None = None,
+) -> Iterator[tuple[Pass, ...]]:
+    """``passes`` after each variant of each optional pass that saves memory, or of each that does not."""
+    chosen = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.saves_memory == saving))
+    return itertools.islice(with_optional_passes(traced, passes, chosen, batch_axes), 1, None)
+
+
+def _batch_axes(plan: PlanRecord) -> tuple[str, ...]:
+    """The mesh axes that split the batch, in the order of the mesh."""
+    specs = {p.path: p.spec for p in plan.inputs}
+    found = {axis for b in plan.batch for axis in specs[b.path].dims[b.dim]}
+    return tuple(a for a in plan.mesh.axis_names if a in found)
 
 
 def _preference(plan: PlanRecord) -> tuple[float, float]:

@@ -86,11 +86,13 @@ def passes_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pas
     return next((s for s in pass_sequences(program, options) if [*map(str, s)] == ran), options.passes)
 
 
-def with_optional_passes(program: Program, passes: tuple[Pass, ...], options: Options) -> Iterator[tuple[Pass, ...]]:
-    """``passes``, then ``passes`` after each variant of each optional pass."""
+def with_optional_passes(
+    program: Program, passes: tuple[Pass, ...], options: Options, batch_axes: Sequence[str] | None = None
+) -> Iterator[tuple[Pass, ...]]:
+    """``passes``, then ``passes`` after each variant of each optional pass; ``batch_axes`` as in `Pass.variants`."""
     yield passes
     for optional in options.optional_passes:
-        for variant in optional.variants(program):
+        for variant in optional.variants(program, batch_axes):
             yield variant, *passes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,8 @@ class Pass:
 
     name: ClassVar[str]
     """What a user writes in ``passes=[...]``."""
+    saves_memory: ClassVar[bool] = False
+    """Whether the planner tries it only where memory is short, so that less need be recomputed."""
 
     def __call__(self, program: Program) -> Program:
         """The rewritten program."""
@@ -30,8 +32,12 @@ class Pass:
         """What was rewritten, in one line for the plan's report."""
         return "changed" if before.jaxpr is not after.jaxpr else "nothing to change"
 
-    def variants(self, program: Program) -> tuple[Pass, ...]:
-        """The passes to try where the planner is to choose options for this one: those that change ``program``."""
+    def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
+        """The passes to try where the planner is to choose options for this one: those that change ``program``.
+
+        Args:
+          batch_axes: the mesh axes that split the batch in a plan without this pass; None where there is no plan.
+        """
         return (self,) if self(program) is not program else ()
 
     @classmethod

@@ -6,20 +6,21 @@ devices, and the loop accumulates an array with one sum for each part, in a new 
 the loop. Sharded along that dimension, each stays on its device until then.
 
 The same goes for any loop carry that is only added to: the gradient of a weight that every iteration of a recurrence,
-or every layer, reads. Results change by rounding only. `autoshard.passes.accumulate.per_part_sums` is the rewrite.
+or every layer, reads. Results change by rounding only. `autoshard.transforms.per_part_sums` is the rewrite.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
 from autoshard.ir.program import Program
-from autoshard.passes.accumulate.per_part_sums import with_per_part_sums
+from autoshard.transforms.per_part_sums import with_per_part_sums
 from autoshard.transforms.pipeline import Pass
 
 
@@ -47,7 +48,7 @@ class Accumulate(Pass):
             return "no loop carry that is only accumulated"
         return "loops accumulate partial sums per device part, added after the loop"
 
-    def variants(self, program: Program) -> tuple[Pass, ...]:
+    def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
         """One for each number of devices that some of the mesh's axes have together."""
         if with_per_part_sums(program.jaxpr, 1, program.rules) is program.jaxpr:
             return ()

@@ -1,4 +1,4 @@
-"""The rewrite behind the pass ``accumulate``: loop carries that are only added to become one partial sum per part.
+"""Loop carries that are only added to become one partial sum per part.
 
 A *per-part* value has a leading dimension with one entry for each part of some dimension that is summed over, and
 stands for the sum of its entries. It arises from an equation that sums over a dimension: that is split into parts, and
