@@ -99,6 +99,18 @@ def test_a_changed_byte_is_named_or_harmless(saved: Path, attempt: int):
         assert any(name in error for name in (path.name.partition(".")[0], path.parent.name, "state["))
 
 
+def test_a_changed_value_that_reads_well_is_an_error(saved: Path):
+    """Of the same length, in a file that is not an array: the checksum alone tells."""
+    (path,) = (p for p in files(saved) if b"[17,4]" in p.read_bytes().replace(b" ", b"").replace(b"\n", b""))
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"17", b"18", 1))
+    try:
+        with pytest.raises(CheckpointError, match=f"{path.name} has changed since it was written"):
+            checkpoint.restore(saved, 1)
+    finally:
+        path.write_bytes(before)
+
+
 def test_every_array_is_checked(saved: Path):
     """A byte within the data of each array: the error names the array, its part, the store and the chunk."""
     path = max(files(saved), key=lambda p: p.stat().st_size)
