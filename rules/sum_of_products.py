@@ -1,38 +1,48 @@
-"""The rule of `autoshard.transforms.sum_of_products`: contracted dimensions of all products are sharded together."""
+"""The rule of `autoshard.transforms.sum_of_products`, which it carries with it: that of its steps composed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from jax.extend.core import Primitive
 
-from autoshard.ir.rule import Aval, Local, Rule, RuleFn
-from autoshard.rules.builders import Label, build, rounded_kinds
-from autoshard.transforms.sum_of_products import ProductDims, contracted_dims, sum_of_products_p
+from autoshard.ir.rule import Aval, Local, LocalWork, Rule, RuleFn
+from autoshard.jaxpr import dtype_bits, dtype_from_name
+from autoshard.transforms.sum_of_products import Step, factor_sizes, sum_of_products_p
 
 
-def sum_of_products(*operands: Aval, products: tuple[ProductDims, ...], out: str, dtype: str, **_: Any) -> Rule:
-    """The dimensions of the result are parallel. The first contracted dimensions of all products share a factor, of the
-    greatest common divisor of their sizes, which leaves a partial sum; so do the second ones, and so on. A contracted
-    dimension that not all products have is kept whole."""
-    contracted = [contracted_dims(product, out) for product in products]
-    sizes: dict[str, int] = {}
-    kinds: dict[str, str] = {}
-    labels: list[dict[str, Label]] = [{c: c for c in out} for _ in products]
-    for j in range(max(map(len, contracted))):
-        having = [(i, letters[j]) for i, letters in enumerate(contracted) if len(letters) > j]
-        lengths = [operands[2 * i].shape[products[i][0].index(c)] for i, c in having]
-        common = math.gcd(*lengths)
-        for (i, c), n in zip(having, lengths, strict=True):
-            rest = f"rest {i} {j}"
-            labels[i][c] = (f"sum {j}", rest) if len(having) == len(products) else rest
-            sizes |= {f"sum {j}": common, rest: n // common if len(having) == len(products) else n}
-            kinds |= {f"sum {j}": "sum", rest: "whole"}
-    dims = [[labels[i][c] for c in letters] for i, product in enumerate(products) for letters in product]
-    kinds = rounded_kinds(kinds, np.dtype(dtype))
-    return build(dims, [list(out)], kinds, sizes=sizes, local=Local(None, lambda *_: (), used_when="partial"))
+def sum_of_products(*operands: Aval, steps: tuple[Step, ...], rule: Rule, **_: Any) -> Rule:
+    """What its steps read of one another is no operand or result; partial sums of the results are reduced."""
+    sizes, stored = factor_sizes(rule, [x.shape for x in operands]), _stored(steps, len(operands))
+
+    def work(parts: Mapping[str, int]) -> LocalWork:
+        local = {f: n // parts.get(f, 1) for f, n in sizes.items()}
+        flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
+        bits = sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in stored)
+        return LocalWork(flops, bits // 8)
+
+    reads = [[x for x in s.operands if isinstance(x, int)] for s in steps if s.flops]
+    starts = tuple(tuple(r) for r in reads if max(r) < len(operands))
+    return replace(rule, local=Local(None, lambda *_: (), used_when="partial", work=work, starts=starts))
+
+
+def _stored(steps: Sequence[Step], operands: int) -> list[Step]:
+    """The steps whose results are stored because products read them, perhaps through a view or a scaling."""
+    found: dict[int, Step] = {}
+    for step in steps if len(steps) > 1 else ():
+        for x in step.operands if step.flops else ():
+            at = x - operands if isinstance(x, int) else -1
+            while at >= 0 and not (found.get(at) or steps[at].flops):
+                inner = [y - operands for y in steps[at].operands if isinstance(y, int) and y >= operands]
+                if len(inner) != 1:
+                    break
+                (at,) = inner
+            if at >= 0:
+                found[at] = steps[at]
+    return list(found.values())
 
 
 TABLE: dict[Primitive, RuleFn] = {sum_of_products_p: sum_of_products}

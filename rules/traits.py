@@ -131,5 +131,5 @@ TRAITS: Mapping[Primitive, Traits] = {
     annotate_p: PINNED,
     attention_backward_p: UNKNOWN,
     attention_p: UNKNOWN,
-    sum_of_products_p: Traits(sums_products=True),
+    sum_of_products_p: UNKNOWN,
 }

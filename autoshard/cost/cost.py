@@ -51,6 +51,8 @@ class NodeCost:
     """Whether the node runs as its rule's local form in a `shard_map` island; otherwise XLA partitions it."""
     resharded: bool = False
     """Whether ``in_specs`` and ``out_specs`` differ from the layout's specs."""
+    stored_bytes: int = 0
+    """As of the strategy."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,7 @@ def _node_cost(
         strategy.local_axes,
         _uses_local_form(kind, specs, strategy, mesh),
         (*strategy.in_specs, *strategy.out_specs) != specs,
+        strategy.stored_bytes,
     )
 
 

@@ -51,7 +51,7 @@ class LiveRanges:
     """Elementwise values written in place of one of several product results: (value, node) -> those products. Where XLA
     fuses an all-gather into each of the products, none of the results can be overwritten."""
     sum_start: Mapping[int, int]
-    """For each sum-of-products node, the node at which its first product can execute."""
+    """For each node of several steps, the node at which its first step can execute."""
     product_count: IntArray
     """[nodes]: number of products up to and including each node."""
     product_reads: Mapping[int, list[int]]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN, Graph, Node, OpKind
 
@@ -83,7 +84,7 @@ class Liveness:
         self.product_readers: dict[int, set[int]] = defaultdict(set)
         """Materialized value -> the products that read it."""
         self.sum_start: dict[int, int] = {}
-        """Sum-of-products node -> the node at which its first product can execute."""
+        """Node of several steps -> the node at which its first step can execute."""
         self.fused_with_reduction: set[int] = set()
         """The largest source (of equals the last) of each reduction that has several: XLA computes it and the reduction
         in one multi-output fusion."""
@@ -227,8 +228,8 @@ class Liveness:
                 if self._reader_count[target] == 1 and self.allocated_at.get(self.root(target), -1) >= 0:
                     self._share_buffer(node.results[0], target)
                     return
-            if traits.sums_products:
-                self.sum_start[n] = self._first_term_ready(n, node)
+            if node.kind.rule.local is not None and (starts := node.kind.rule.local.starts):
+                self.sum_start[n] = self._first_step_ready(n, node, starts)
             for v in node.results:
                 self.allocated_at[v] = n
                 if node.kind.flops and self.fuses_products and self._reader_count[v] == 1:
@@ -264,10 +265,10 @@ class Liveness:
                 if len(self._sources[v]) > MAX_FUSED_SOURCES:
                     self._materialize(v, n)
 
-    def _first_term_ready(self, n: int, node: Node) -> int:
-        """The node at which the first of the products that node ``n`` sums can execute: its operands are computed."""
+    def _first_step_ready(self, n: int, node: Node, starts: Sequence[Sequence[int]]) -> int:
+        """The node at which the first step of node ``n`` can execute: the operands that it takes are computed."""
         ready = [max([self.allocated_at.get(r, -1) for r in self._buffers_of(v)], default=-1) for v in node.operands]
-        first = min(max(pair) for pair in zip(ready[::2], ready[1::2], strict=True))
+        first = min(max(ready[i] for i in reads) for reads in starts)
         return max([first, *(a for a, _ in self.enclosing_loops.get(n, ()))])
 
     def _extend_fusion(self, v: int, n: int, product: int, others: list[int]) -> None:

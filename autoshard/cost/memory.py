@@ -8,6 +8,7 @@ sizes and adds buffers:
 - a value read in a spec other than its own has a second buffer in that spec, live from the first such read to the last:
   weights all-gathered at use, activations all-gathered for a product;
 - a result produced in a spec other than its own has a buffer there too: a gradient before its reduction;
+- an operation of several steps stores what one step writes and another reads;
 - a product that no collective waits for may be scheduled later, which keeps its operands live
   (`autoshard.cost.delayed_products`).
 
@@ -155,6 +156,8 @@ class MemoryModel:
         communicating: set[int] = set()
         ranges: list[BufferRange] = []
         for i, (node, run) in enumerate(zip(nodes, self.cost_model.node_costs(layout), strict=True)):
+            if run.stored_bytes:
+                ranges.append(BufferRange(i, i, run.stored_bytes, False))
             if not node.trip_count or node.tie or not run.resharded:
                 continue
             for v, spec in zip(node.operands, run.in_specs, strict=True):

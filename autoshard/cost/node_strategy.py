@@ -15,6 +15,7 @@ from typing import Any
 from autoshard.ir.graph import OpKind
 from autoshard.ir.halo import rows_per_hop
 from autoshard.ir.propagate import axes_of_dim
+from autoshard.ir.rule import LocalWork
 from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
 from autoshard.machine.collective import COLLECTIVE_PERMUTE, Collective, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
@@ -35,6 +36,8 @@ class NodeStrategy:
     parts."""
     local_axes: Axes = ()
     """Mesh axes that split the rule's `local` factor."""
+    stored_bytes: int = 0
+    """Bytes of one device that one step of the operation writes and another reads (`LocalWork`)."""
 
     @property
     def feasible(self) -> bool:
@@ -86,12 +89,15 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
     if partial:  # a result that has the reduced factor as a dimension is not partial over it
         out_specs = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in out_specs])
     collectives = _strategy_collectives(kind, in_specs, out_specs, assignment, mesh)
+    work = kind.rule.local.work if kind.rule.local is not None else None
+    own = work({f: mesh.axes_size(axes) for f, axes in assignment.items()}) if work is not None else None
     return NodeStrategy(
         in_specs,
         out_specs,
-        _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh),
+        _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh, own),
         collectives,
         _local_axes(kind, assignment),
+        own.bytes if own is not None else 0,
     )
 
 
@@ -128,10 +134,18 @@ def _in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
 
 
 def _strategy_compute_seconds(
-    kind: OpKind, in_specs: Sequence[Spec], out_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
+    kind: OpKind,
+    in_specs: Sequence[Spec],
+    out_specs: Sequence[Spec],
+    assignment: Mapping[str, Axes],
+    mesh: LogicalMesh,
+    own: LocalWork | None,
 ) -> float:
     local = [b / s.num_shards(mesh.shape) for b, s in zip(kind.bytes, (*in_specs, *out_specs), strict=True)]
     parts: float = math.prod(mesh.axes_size(a) for a in assignment.values())
+    if own is not None and own.flops:
+        local += [own.bytes] * 2  # written and read
+        parts = kind.flops / own.flops
     axes = _local_axes(kind, assignment)
     if axes and kind.rule.local is not None and kind.rule.local.imbalance is not None:
         parts /= kind.rule.local.imbalance(mesh.axes_size(axes), local)

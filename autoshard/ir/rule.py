@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.extend.core import Primitive
 
@@ -51,6 +51,14 @@ class Aval(Protocol):
     def dtype(self) -> Any: ...
 
 
+class LocalWork(NamedTuple):
+    """What one device computes and stores of an operation of several steps."""
+
+    flops: float
+    bytes: int
+    """Of what one step writes and another reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Local:
     """A local form: how each device computes its shard of an operation that XLA would gather for, or cannot partition.
@@ -72,6 +80,11 @@ class Local:
     factor are reduce-scattered, or operands come with halos."""
     imbalance: Callable[[int, Sequence[float]], float] | None = None
     """``imbalance(parts, sizes)`` -> the work of the busiest shard over the mean; None: all have equal work."""
+    work: Callable[[Mapping[str, int]], LocalWork] | None = None
+    """``work(parts)`` -> the work of one device, where each factor is split into so many ``parts``, of an operation of
+    several steps; None: its FLOPs are divided by all parts, and it stores nothing but its results."""
+    starts: tuple[tuple[int, ...], ...] = ()
+    """Sets of operands, each of which suffices for a first step; () where it takes all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ class Traits:
 
     fused_into_consumer: bool = False
     """XLA computes it where it is read, for nothing: broadcasts, casts, reshapes, transposes. Asked by
-    `cost.node_strategy` (no compute time) and `cost.liveness` (no buffer)."""
+    `cost.node_strategy` (no compute time), `cost.liveness` (no buffer) and `passes.sum_products` (rounds nothing)."""
     view: bool = False
     """Its result is its first operand in another order, shape or dtype, so that XLA finds a reshard of one to be the
     reshard of the other. Asked by `cost.cost` (one reshard serves both)."""
@@ -24,7 +24,7 @@ class Traits:
     a scalar is recomputed at each use) and `passes.pad_uneven` (it is computed at the padded size)."""
     moves_data: bool = False
     """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
-    by `cost.liveness` (no buffer)."""
+    by `cost.liveness` (no buffer) and `passes.sum_products` (rounds nothing)."""
     in_place_operand: int | None = None
     """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`."""
     gathers: bool = False
@@ -38,8 +38,6 @@ class Traits:
     `ir.build_graph` (tied to what is gathered from)."""
     reduces: bool = False
     """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`."""
-    sums_products: bool = False
-    """It adds up the products of pairs of operands, one after another in one buffer. Asked by `cost.liveness`."""
     convolution: bool = False
     """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`."""
     identity: bool = False
@@ -58,8 +56,9 @@ class Traits:
     """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `passes.accumulate` and
     `passes.attention`."""
     linear: tuple[tuple[int, ...], ...] = ()
-    """Sets of operands in which, all others fixed, it is linear. Asked by `passes.accumulate`, which carries sums over
-    parts through it; what no gradient goes through on its way to a sum need not say so."""
+    """Sets of operands in which, all others fixed, it is linear. Asked by `passes.accumulate` and
+    `passes.sum_products`, which carry sums over parts through it; what no gradient goes through on its way to a sum
+    need not say so."""
     linear_in_inexact: bool = False
     """`linear` is true of floating-point and complex numbers alone: integers are truncated or wrap. Asked by
     `passes.accumulate`."""
@@ -84,7 +83,7 @@ class Traits:
     """Its kernel writes out of bounds where the shapes of its operands do not match. Asked by `rules.validation`, which
     tries shapes."""
     shape_param: str | None = None
-    """The parameter that states the shape of its result. Asked by `passes.pad_uneven`."""
+    """The parameter that states the shape of its result. Asked by `passes.pad_uneven` and `passes.sum_products`."""
     mispartitioned_by_xla: bool = False
     """XLA (JAX 0.12) gives wrong numbers or fails where it partitions it by itself. Asked by `plan.constraints`, which
     constrains all that it reads and makes."""

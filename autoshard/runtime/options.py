@@ -35,8 +35,8 @@ class Options:
     """The passes tried in their place then; those that ``passes`` lacks are tried in each of their variants. Empty
     where the user named the passes."""
     optional_passes: tuple[Pass, ...]
-    """Passes of which each variant is tried before the others, and kept if it makes the step faster. Empty where the
-    user named the passes."""
+    """Passes of which each variant is tried, in the place of the pass of its name or before all others, and kept if it
+    makes the step faster. Empty where the user named the passes."""
 
     in_shardings: Any
     out_shardings: Any
@@ -89,11 +89,13 @@ def passes_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pas
 def with_optional_passes(
     program: Program, passes: tuple[Pass, ...], options: Options, batch_axes: Sequence[str] | None = None
 ) -> Iterator[tuple[Pass, ...]]:
-    """``passes``, then ``passes`` after each variant of each optional pass; ``batch_axes`` as in `Pass.variants`."""
+    """``passes``, then ``passes`` with each variant of each optional pass, in the place of the pass of its name or
+    before all others; ``batch_axes`` as in `Pass.variants`."""
     yield passes
     for optional in options.optional_passes:
         for variant in optional.variants(program, batch_axes):
-            yield variant, *passes
+            replaced = tuple(variant if p.name == variant.name else p for p in passes)
+            yield (variant, *passes) if replaced == passes else replaced
 
 
 def memory_saving_sequences(program: Program, options: Options) -> Iterator[tuple[Pass, ...]]:

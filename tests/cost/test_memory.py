@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.cost.cost import CostModel
 from autoshard.cost.memory import MemoryModel, tiled_bytes
+from autoshard.ir.build_graph import build_graph
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
+from autoshard.passes import SumProducts
 from autoshard.search.search import search
-from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
+from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step, program
 
 
 def test_state_bytes_are_exact() -> None:
@@ -151,3 +154,18 @@ def test_an_elementwise_value_overwrites_a_product_that_nothing_is_fused_with(sc
 
     assert buffers_at_sort(Spec(((), ()))) == 3  # two products, one of them overwritten, and the sorted value
     assert buffers_at_sort(Spec((("a",), ()))) == 4
+
+
+def test_what_one_step_of_a_sum_of_products_writes_and_another_reads_is_stored() -> None:
+    def fun(x, y, a, b):
+        dw = x.T @ y
+        return jnp.sin(dw @ b), jnp.sin(a @ dw)
+
+    on, shapes = mesh(a=1), ((4096, 512), (4096, 512), (4, 512), (512, 4))
+    programs = (program(fun, shapes, on), SumProducts("through")(program(fun, shapes, on)))
+    apart, joined = (build_graph(p) for p in programs)
+    assert len(joined.nodes) < len(apart.nodes)
+    peaks = [MemoryModel(g).memory(propagate(g, [])).peak for g in (apart, joined)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+    seconds = [CostModel(g).cost(propagate(g, [])).seconds for g in (apart, joined)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.05)

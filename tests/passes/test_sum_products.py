@@ -1,4 +1,4 @@
-"""Products that are only added to one another become one operation; everything else stays."""
+"""Products and what is linear in them become one operation where less is reduced then; everything else stays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 import chex
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autoshard
 from autoshard import jaxpr as jx
+from autoshard.errors import PassError
 from autoshard.ir.program import Program
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
@@ -29,8 +31,8 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def rewritten(fun: Any, *args: Any) -> Program:
-    return Pipeline((SumProducts(),)).run(trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED))[0]
+def rewritten(fun: Any, *args: Any, option: str = "") -> Program:
+    return Pipeline((SumProducts(option),)).run(trace(jax.jit(fun), args, {}, MESH, rules=SHIPPED))[0]
 
 
 def joined(jaxpr: jx.Jaxpr) -> list[jx.JaxprEqn]:
@@ -40,12 +42,16 @@ def joined(jaxpr: jx.Jaxpr) -> list[jx.JaxprEqn]:
     ]
 
 
+def products(eqn: jx.JaxprEqn) -> int:
+    return sum(step.flops > 0 for step in eqn.params["steps"])
+
+
 X, W, V = normal(8, 16), normal(16, 4, seed=1), normal(16, 4, seed=2)
 
 
-def same(fun: Any, *args: Any) -> list[jx.JaxprEqn]:
+def same(fun: Any, *args: Any, option: str = "") -> list[jx.JaxprEqn]:
     """The sums in ``fun`` rewritten, which gives what ``fun`` does."""
-    program = rewritten(fun, *args)
+    program = rewritten(fun, *args, option=option)
     got = jx.as_fun(program.jaxpr)(*jax.tree.leaves(args))
     chex.assert_trees_all_close(got, jax.tree.leaves(fun(*args)), rtol=1e-5, atol=1e-5, strict=True)
     return joined(program.jaxpr)
@@ -53,7 +59,7 @@ def same(fun: Any, *args: Any) -> list[jx.JaxprEqn]:
 
 def test_two_products_that_are_added_become_one_operation() -> None:
     (eqn,) = same(lambda x, w, v: x @ w + jnp.sin(x) @ v, X, W, V)
-    assert eqn.params["products"] == (("ac", "cb"), ("ac", "cb"))
+    assert str(eqn.params["rule"]) == "ab, bc, ab, bc -> ac {b: sum}"
     assert eqn.params["flops"] == 2 * (2 * 8 * 16 * 4)
 
 
@@ -71,24 +77,131 @@ def test_transposed_products_with_batch_dimensions() -> None:
         )
 
     (eqn,) = same(fun, normal(2, 3, 5), normal(2, 7, 5, seed=1))
-    assert len(eqn.params["products"]) == 3
+    assert products(eqn) == 3
 
 
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda x, w, v: (y := x @ w) + x @ v + jnp.sum(y),
         lambda x, w, v: ((y := x @ w) + x @ v, y),
         lambda x, w, v: x @ w,
+        lambda x, w, v: jnp.sin((x @ w).T * 2),
         lambda x, w, v: jnp.sin(x @ w) + x @ v,
         lambda x, w, v: x @ w + (x @ v)[:1],
-        lambda x, w, v: x @ w + (x.astype("bfloat16") @ v.astype("bfloat16")).astype("float32"),
-        lambda x, w, v: x @ w + jnp.matmul(x, v, precision="highest"),
+        lambda x, w, v: (x @ w) * (x @ v),
+        lambda x, w, v: (x @ w) / (1 + x[:, :1] ** 2) + x @ v,
+        lambda x, w, v: (x @ w) / 0 + x @ v,
+        lambda x, w, v: (x @ w) * jnp.inf + x @ v,
+        lambda x, w, v: jnp.where(x[:, :1] > 0, x @ w, 1) + x @ v,
+        lambda x, w, v: ((x @ w).astype("bfloat16") + (x @ v).astype("bfloat16")).astype("float32"),
+        lambda x, w, v: (x.astype("bfloat16") @ w.astype("bfloat16")) * 3 + x.astype("bfloat16") @ v.astype("bfloat16"),
+        lambda x, w, v: (x @ w).astype("int32") + (x @ v).astype("int32"),
+        lambda x, w, v: jnp.sin((x @ w)[:, 1:]),
+        lambda x, w, v: (x.T @ (x @ w)) @ jnp.sin(v.T),
     ],
-    ids=["read twice", "a result", "one product", "not only added", "stretched", "other dtypes", "other precision"],
+    ids=[
+        "a result too",
+        "one product",
+        "nothing less to reduce",
+        "nonlinear between",
+        "stretched",
+        "product of two",
+        "divided by what may be zero",
+        "divided by zero",
+        "times infinity",
+        "chosen from another",
+        "rounded to fewer bits",
+        "scaled in few bits",
+        "truncated",
+        "a dimension that could be split no longer",
+        "later products",
+    ],
 )
-def test_other_sums_stay(fun: Any) -> None:
+def test_other_values_stay(fun: Any) -> None:
     assert same(fun, X, W, V) == []
+
+
+@pytest.mark.parametrize(
+    ("fun", "steps"),
+    [
+        (lambda x, w, v: jnp.tanh((x @ w + (x @ v) * 3).T * 2), "dot_general dot_general mul add"),
+        (lambda x, w, v: x @ w - (x @ v).T.T / 4, "dot_general dot_general transpose transpose div sub"),
+        (lambda x, w, v: -(x @ w) * x[:, :1] + x @ v, "dot_general neg mul dot_general add"),
+        (lambda x, w, v: (x @ w).sum(0), "dot_general reduce_sum"),
+        (lambda x, w, v: (y := x @ w) + x @ v + jnp.sum(y), "dot_general dot_general add reduce_sum"),
+        (
+            lambda x, w, v: (x @ w).reshape(4, -1) + (x @ v).reshape(4, -1),
+            "dot_general reshape dot_general reshape add",
+        ),
+        (lambda x, w, v: x @ w + jnp.matmul(x, v, precision="highest"), "dot_general dot_general add"),
+        (
+            lambda x, w, v: x @ w + (x.astype("bfloat16") @ v.astype("bfloat16")).astype("float32"),
+            "dot_general dot_general convert_element_type add",
+        ),
+        (lambda x, w, v: x @ w + jnp.sin(x @ v) + (x @ v) * 3 + 1, "dot_general dot_general mul add"),
+    ],
+    ids=[
+        "scaled and transposed",
+        "divided by a number",
+        "times an array",
+        "summed",
+        "two results",
+        "reshaped",
+        "other precision",
+        "widened",
+        "other terms between",
+    ],
+)
+def test_what_is_linear_is_part_of_it(fun: Any, steps: str) -> None:
+    (eqn,) = same(fun, X, W, V)
+    assert " ".join(step.primitive.name for step in eqn.params["steps"]) == steps
+
+
+def test_later_products_only_where_asked_for_and_small() -> None:
+    x, y, a, b = normal(64, 16), normal(64, 16, seed=1), normal(16, 2, seed=2), normal(2, 16, seed=3)
+
+    def lora(x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array) -> Any:
+        dw = x.T @ y
+        return jnp.sin(dw @ b.T), jnp.sin(a.T @ dw)
+
+    def wide(x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array) -> Any:
+        return jnp.sin((x.T @ y) @ (a @ b))
+
+    assert same(lora, x, y, a, b) == []
+    (eqn,) = same(lora, x, y, a, b, option="through")
+    assert str(eqn.params["rule"]) == "ab, bc, cd, ea -> ad, ec {a: sum, b: sum, c: sum}"
+    assert same(wide, x, y, a, b, option="through") == []
+    with pytest.raises(PassError, match="only option"):
+        rewritten(lora, x, y, a, b, option="thru")
+
+
+def test_effects_stay_in_order() -> None:
+    """The sum could only stand before what reads its first result if the second callback came before the first."""
+    seen: list[str] = []
+
+    def fun(x: jax.Array, w: jax.Array, a: jax.Array) -> Any:
+        h = x @ w
+        total = h.sum(0)
+        jax.experimental.io_callback(lambda _: seen.append("first"), None, total, ordered=True)
+        scale = jax.experimental.io_callback(lambda y: seen.append("second") or y, a, a, ordered=True)
+        return (h * scale).sum(0)
+
+    program = rewritten(fun, X, W, normal(1, 4))
+    jx.as_fun(program.jaxpr)(X, W, normal(1, 4))
+    jax.effects_barrier()
+    assert seen == ["first", "second"]
+    assert joined(program.jaxpr) == []
+
+
+def test_operations_that_wait_for_one_another_are_not_one() -> None:
+    """The second result is computed of the first, once that is reduced."""
+
+    def fun(x: jax.Array, w: jax.Array) -> Any:
+        h = x @ w
+        return (h.sum(0) + (h * jnp.sin(h.sum(0))).sum(0)).sum()
+
+    for eqn in same(fun, X, W):
+        assert len(eqn.outvars) == 1
 
 
 def test_gradients_of_what_several_projections_read() -> None:
@@ -96,7 +209,7 @@ def test_gradients_of_what_several_projections_read() -> None:
         return sum((jnp.tanh(x @ w) ** 2).sum() for w in weights)  # type: ignore[return-value]
 
     (eqn,) = same(jax.grad(loss), X, [normal(16, n, seed=n) for n in (4, 8, 8)])
-    assert len(eqn.params["products"]) == 3
+    assert products(eqn) == 3
 
 
 def test_inside_a_loop() -> None:
