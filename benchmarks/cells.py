@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.machine.mesh_config import MeshConfig
-from benchmarks.zoo import Model, decoder, translator, unet, vision, wide_resnet
+from benchmarks.convolutions import cnn, convnext, segmenter, unet, wide_resnet
+from benchmarks.zoo import Model, decoder, translator, vision
 
 RESERVE = 0.05
 """The share of a chip's memory that planning leaves to the runtime."""
@@ -99,9 +100,18 @@ def _pictures(row: str, column: str, batch: int, **sizes: Any) -> Cell:
     return Cell(row, column, says, lambda remat: vision(batch, 224, 14, 1000, **sizes, remat=remat))
 
 
-def _images(row: str, column: str, make: Callable[..., Model], *sizes: Any) -> Cell:
-    says = f"batch {sizes[0]} x {sizes[1]}x{sizes[1]}, widths {sizes[2]}, blocks {sizes[3]}"
-    return Cell(row, column, says, lambda _: make(*sizes))
+def _convolutions(
+    row: str,
+    column: str,
+    make: Callable[..., Model],
+    batch: int,
+    size: int,
+    widths: int | tuple[int, ...],
+    *blocks: Any,
+) -> Cell:
+    says = f"batch {batch} x {size}x{size}, widths {widths}"
+    says += f", blocks {blocks[0]}" if blocks else ""
+    return Cell(row, column, says, lambda _: make(batch, size, widths, *blocks))
 
 
 CELLS = (
@@ -115,8 +125,13 @@ CELLS = (
     _language("T5", "8xH100", translator, 128, 1024, **T5_XL),
     _pictures("ViT", "v5e:4x4", 512, **VIT_G),
     _pictures("ViT", "8xH100", 1024, **VIT_G),
-    _images("Wide-ResNet", "v5e:4x4", wide_resnet, 2048, 224, 256, (1, 1, 1, 1)),
-    _images("Wide-ResNet", "8xH100", wide_resnet, 4096, 224, 256, (1, 1, 1, 1)),
-    _images("U-Net", "v5e:4x4", unet, 4096, 64, (256, 512, 1024), 1),
-    _images("U-Net", "8xH100", unet, 8192, 64, (256, 512, 1024), 1),
+    _convolutions("Wide-ResNet", "v5e:4x4", wide_resnet, 2048, 224, 256, (1, 1, 1, 1)),
+    _convolutions("Wide-ResNet", "8xH100", wide_resnet, 4096, 224, 256, (1, 1, 1, 1)),
+    _convolutions("U-Net", "v5e:4x4", unet, 4096, 64, (256, 512, 1024), 1),
+    _convolutions("U-Net", "8xH100", unet, 8192, 64, (256, 512, 1024), 1),
+    _convolutions("CNN, batch 256", "v5e:4x4", cnn, 256, 32, (64, 128, 256)),
+    _convolutions("CNN, batch 1024", "v5e:4x4", cnn, 1024, 32, (64, 128, 256)),
+    _convolutions("ResNet-50", "v5e:4x4", wide_resnet, 2048, 224, 64, (1, 1, 1, 1)),
+    _convolutions("Segmenter", "v5e:4x4", segmenter, 256, 256, (64, 128, 256)),
+    _convolutions("ConvNeXt", "v5e:4x4", convnext, 1024, 224, (96, 192, 384, 768), (1, 1, 1, 1)),
 )  # fmt: skip

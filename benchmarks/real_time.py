@@ -25,7 +25,8 @@ import jax.numpy as jnp
 
 import autoshard
 from benchmarks.baselines import BASELINES, abstract, lowered
-from benchmarks.zoo import Model, decoder, translator, unet, vision, wide_resnet
+from benchmarks.convolutions import cnn, convnext, segmenter, unet, wide_resnet
+from benchmarks.zoo import Model, decoder, translator, vision
 
 AXES = {"data": 4, "model": 2}
 SMALL = {"layers": 4, "width": 256, "heads": 8, "mlp": 1024, "vocab": 2048}
@@ -40,6 +41,9 @@ MODELS: Mapping[str, Callable[[], Model]] = {
     "ViT": lambda: vision(16, 64, 8, 128, **PICTURES),
     "Wide-ResNet": lambda: wide_resnet(16, 64, 32, (1, 1, 1, 1), 128),
     "U-Net": lambda: unet(16, 32, (64, 128, 256), 1),
+    "CNN": lambda: cnn(16, 32, (32, 64)),
+    "Segmenter": lambda: segmenter(16, 32, (32, 64)),
+    "ConvNeXt": lambda: convnext(16, 64, (64, 128), (1, 1), 128),
 }
 
 

@@ -11,8 +11,8 @@ V vocabulary, N groups of tokens, T tokens of one, X experts, C places of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -272,132 +272,17 @@ def vision(batch: int, size: int, patch: int, classes: int, **sizes: Any) -> Mod
         x = x.reshape(-1, count, patch * patch * 3) @ params["patches"].astype(DTYPE)
         x = at(x + params["positions"].astype(DTYPE), "batch", None, None)
         x = t.run(params["blocks"], x, at, causal=False)
-        return _classified(t.norm(x, params["norm"]).mean(1), params["head"], batch["labels"], at)
+        return classified(t.norm(x, params["norm"]).mean(1), params["head"], batch["labels"], at)
 
-    return Model(params, _images(batch, size, 3) | {"labels": Named((batch,), ("batch",), jnp.int32)}, loss)
+    return Model(params, image_batch(batch, size, 3) | {"labels": Named((batch,), ("batch",), jnp.int32)}, loss)
 
 
-def _classified(x: jax.Array, head: jax.Array, labels: jax.Array, at: At) -> jax.Array:
+def classified(x: jax.Array, head: jax.Array, labels: jax.Array, at: At) -> jax.Array:
+    """Mean cross-entropy of labels: int [B]. x: [B, D], head: [D, V]."""
     logits = at((x @ head.astype(DTYPE)).astype(jnp.float32), "batch", "vocab")
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def _images(batch: int, size: int, channels: int) -> dict[str, Named]:
+def image_batch(batch: int, size: int, channels: int) -> dict[str, Named]:
+    """Images: [B, size, size, channels]."""
     return {"images": Named((batch, size, size, channels), ("batch", None, None, None), DTYPE)}
-
-
-def _kernel(size: int, inside: int, outside: int) -> Named:
-    return Named((size, size, inside, outside), (None, None, "embed", "mlp"))
-
-
-def _conv(x: jax.Array, kernel: jax.Array, at: At, stride: int = 1) -> jax.Array:
-    dims = ("NHWC", "HWIO", "NHWC")
-    x = jax.lax.conv_general_dilated(x, kernel.astype(DTYPE), (stride, stride), "SAME", dimension_numbers=dims)
-    return at(x, "batch", None, None, "mlp")
-
-
-def _group_norm(x: jax.Array, scale: jax.Array, groups: int = 32) -> jax.Array:
-    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
-    wide = wide - wide.mean((1, 2, 4), keepdims=True)
-    wide = wide * jax.lax.rsqrt((wide * wide).mean((1, 2, 4), keepdims=True) + 1e-5)
-    return (wide.reshape(x.shape) * scale).astype(DTYPE)
-
-
-def _batch_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide = wide - wide.mean((0, 1, 2))
-    return (wide * jax.lax.rsqrt((wide * wide).mean((0, 1, 2)) + 1e-5) * scale).astype(DTYPE)
-
-
-def wide_resnet(batch: int, size: int, width: int, blocks: tuple[int, ...], classes: int = 1000) -> Model:
-    """Bottleneck blocks with batch norm; widths double from stage to stage, each block gives four times its own."""
-    params: dict[str, Any] = {"stem": _kernel(7, 3, width), "stages": []}
-    inside, scale = width, lambda n: Named((n,), ("mlp",))
-    for stage, count in enumerate(blocks):
-        inner, outer, made = width * 2**stage, 4 * width * 2**stage, []
-        for i in range(count):
-            block = {
-                "first": _kernel(1, inside, inner), "second": _kernel(3, inner, inner),
-                "third": _kernel(1, inner, outer), "norms": [scale(inner), scale(inner), scale(outer)],
-            }  # fmt: skip
-            made.append(block | ({} if i else {"skip": _kernel(1, inside, outer)}))
-            inside = outer
-        params["stages"].append(made)
-    params["head"] = Named((inside, classes), ("embed", "vocab"))
-
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
-        x = _conv(batch["images"], params["stem"], at, 2)
-        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME").astype(DTYPE)
-        for stage, made in enumerate(params["stages"]):
-            for i, p in enumerate(made):
-                stride = 2 if stage and not i else 1
-                y = jax.nn.relu(_batch_norm(_conv(x, p["first"], at), p["norms"][0]))
-                y = jax.nn.relu(_batch_norm(_conv(y, p["second"], at, stride), p["norms"][1]))
-                y = _batch_norm(_conv(y, p["third"], at), p["norms"][2])
-                x = jax.nn.relu(y + (_conv(x, p["skip"], at, stride) if "skip" in p else x))
-        return _classified(x.mean((1, 2)), params["head"], batch["labels"], at)
-
-    return Model(params, _images(batch, size, 3) | {"labels": Named((batch,), ("batch",), jnp.int32)}, loss)
-
-
-@dataclass(frozen=True)
-class _Unet:
-    """Residual blocks at halved sizes, down and up again, with skips across."""
-
-    widths: tuple[int, ...]
-    blocks: int
-    channels: int
-    norm: Named = field(default=Named((1,), ("mlp",)))
-
-    def params(self) -> Tree:
-        first, last = self.widths[0], self.channels
-        down: list[Tree] = []
-        up: list[Tree] = []
-        inside = first
-        for width in self.widths:
-            down.append([self._block(inside if not i else width, width) for i in range(self.blocks)])
-            inside = width
-        for width in reversed(self.widths):
-            up.append([self._block(inside + width if not i else width, width) for i in range(self.blocks)])
-            inside = width
-        return {"in": _kernel(3, self.channels, first), "down": down, "up": up, "out": _kernel(3, first, last)}
-
-    def _block(self, inside: int, outside: int) -> Mapping[str, Any]:
-        return {
-            "norms": [self.norm._replace(shape=(inside,)), self.norm._replace(shape=(outside,))],
-            "first": _kernel(3, inside, outside),
-            "second": _kernel(3, outside, outside),
-        } | ({} if inside == outside else {"skip": _kernel(1, inside, outside)})
-
-    def run(self, params: Tree, x: jax.Array, at: At) -> jax.Array:
-        def block(x: jax.Array, p: Tree) -> jax.Array:
-            y = _conv(jax.nn.silu(_group_norm(x, p["norms"][0])), p["first"], at)
-            y = _conv(jax.nn.silu(_group_norm(y, p["norms"][1])), p["second"], at)
-            return y + (_conv(x, p["skip"], at) if "skip" in p else x)
-
-        x, kept = _conv(x, params["in"], at), []
-        for level, blocks in enumerate(params["down"]):
-            if level:
-                x = x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2] // 2, 2, x.shape[3]).mean((2, 4))
-            for p in blocks:
-                x = block(x, p)
-            kept.append(x)
-        for level, blocks in enumerate(params["up"]):
-            if level:
-                x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
-            x = jnp.concatenate([x, kept.pop()], axis=-1)
-            for p in blocks:
-                x = block(x, p)
-        return _conv(x, params["out"], at)
-
-
-def unet(batch: int, size: int, widths: tuple[int, ...], blocks: int, channels: int = 4) -> Model:
-    """A U-Net that is trained to tell noise from image: [B, size, size, channels] -> the same."""
-    net = _Unet(widths, blocks, channels)
-
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
-        predicted = net.run(params, batch["images"] + batch["noise"], at).astype(jnp.float32)
-        return ((predicted - batch["noise"]) ** 2).mean()
-
-    images = _images(batch, size, channels)["images"]
-    return Model(net.params(), {"images": images, "noise": images}, loss)

@@ -77,12 +77,11 @@ def test_the_floor_counts_each_product_once_and_loops_as_often_as_they_turn():
     assert floor(looped, mesh) < floor(again, mesh) < 2 * floor(looped, mesh)
 
 
-def test_decoders_stand_on_every_machine_and_other_models_on_two():
+def test_decoders_stand_on_every_machine_and_other_models_on_one_at_least():
     rows = {cell.row for cell in CELLS}
     on = {row: {cell.column for cell in CELLS if cell.row == row} for row in rows}
     assert all(on[row] == set(COLUMNS) for row in rows if row.startswith(("GPT", "LLaMA")))
-    assert all(len(columns) >= 2 for columns in on.values())
-    assert len(rows) == 9
+    assert len(rows) == 14
     for column in COLUMNS.values():
         assert column.mesh().mesh().size == column.data * column.model
 
@@ -100,7 +99,7 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     assert set(again.lines) == {"a", "b", "c"}
     assert list(summary([again]))[2:] == [
         f"| {cell} | 250 | 500 | 1,000 (fsdp + remat) | 0.50 | not clean |",
-        "\nOver 1 of 30 cells: geometric mean 0.50 of the best by hand, worst 0.50.",
+        "\nOver 1 of 35 cells: geometric mean 0.50 of the best by hand, worst 0.50.",
     ]
     said = "\n".join(details(again, cell))
     assert "| dp | **no** | 40.00 | - | - | - | 2 |" in said

@@ -4,14 +4,16 @@ For each node the model takes the cheapest strategy: an assignment of mesh axes 
 fixes the specs it reads its operands in and the (perhaps partial) specs it produces its results in. Per execution,
 
     compute   = max(FLOPs / (peak * parts), bytes read and written per device / bandwidth, kernel overhead)
+                + copies of operands with their halos
     transfers = reshards of operands from the layout's specs to ``in_specs``, and of results from ``out_specs`` to the
                 layout's specs, halo exchanges, and the collectives of a local form
 
-Both are summed over nodes, weighted by trip count. Only operations whose FLOPs matter (products) are charged so: views
-are free, and any other operation is taken to be fused with its producers and is charged for writing its results. What
-moves between the memories of the host and of the device takes its bytes over that bandwidth, and counts as compute. A
-reshard of one value to one spec is charged once, however many nodes read it. Compute and transfers are added, with no
-overlap.
+Both are summed over nodes, weighted by trip count. FLOPs of a convolution are those on whole tiles
+(`autoshard.cost.convolution`). Only operations whose FLOPs matter (products) are charged so: views are free, and any
+other operation is taken to be fused with its producers and is charged for writing its results. What moves between the
+memories of the host and of the device takes its bytes over that bandwidth, and counts as compute. A reshard of one
+value to one spec is charged once, however many nodes read it; all-reduces that XLA combines share one latency
+(`autoshard.ir.combined_reductions`). Compute and transfers are added, with no overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
-from autoshard.cost.reshard import reshard_collectives, reshard_seconds, spec_after_reduction
+from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout, factor_axes
@@ -157,8 +159,10 @@ class CostModel:
                     issued.append(replace(c, redundant=True) if key in sent else c)
                     sent.add(key)
             for c in issued:
-                share = node.kind.combined_count if c.kind == ALL_REDUCE else 1
-                transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh) * node.trip_count / share
+                seconds = collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh)
+                if c.kind == ALL_REDUCE and (count := node.kind.combined_count) > 1:
+                    seconds -= (1 - 1 / count) * collective_seconds(c.kind, c.axes or (), 0, self.mesh)
+                transfers += seconds * node.trip_count
                 collectives.append(replace(c, count=node.trip_count, source=node.source))
         for v, leaf in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
             if v and leaf.pin is not None and leaf.pin != specs[v]:  # its value is pinned to another spec elsewhere
@@ -277,7 +281,7 @@ def _node_cost(
     free_operands: OperandPositions = (),
 ) -> NodeCost:
     transfers = sum(
-        reshard_seconds(a, b, kind.shapes[i], kind.bits[i], mesh) / (kind.combined_count if a.partial else 1)
+        reshard_seconds(a, b, kind.shapes[i], kind.bits[i], mesh) - combined_saving(a, b, kind.combined_count, mesh)
         for i, a, b in _reshards(specs, strategy, free_operands)
     )
     return NodeCost(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.cost.convolution import tile_padding
 from autoshard.ir.graph import OpKind
 from autoshard.ir.halo import rows_per_hop
 from autoshard.ir.propagate import axes_of_dim
@@ -149,7 +150,33 @@ def _strategy_compute_seconds(
     axes = _local_axes(kind, assignment)
     if axes and kind.rule.local is not None and kind.rule.local.imbalance is not None:
         parts /= kind.rule.local.imbalance(mesh.axes_size(axes), local)
-    return compute_seconds(kind, local, parts, mesh)
+    if kind.convolution is not None:
+        shapes = [
+            [math.ceil(n / mesh.axes_size(axes)) for n, axes in zip(shape, spec.dims, strict=True)]
+            for shape, spec in zip(kind.shapes, (*in_specs, *out_specs), strict=True)
+        ]
+        features_read = kind.shapes[1][kind.convolution.rhs[1]]
+        parts /= tile_padding(kind.convolution, shapes, features_read, mesh.hardware)
+    return compute_seconds(kind, local, parts, mesh) + _halo_copy_seconds(kind, in_specs, assignment, mesh)
+
+
+def _halo_copy_seconds(
+    kind: OpKind, in_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
+) -> float:
+    """Seconds to put operands and their halos together on one device: what is sent is cut out, and the whole operand,
+    which else may be fused, is written and read once more."""
+    hardware, seconds = mesh.hardware, 0.0
+    for operand in {halo.operand for halo in kind.rule.halos}:
+        sent = 0
+        for halo in kind.rule.halos:
+            if halo.operand == operand and (axes := assignment.get(kind.rule.halo_factor(halo), ())):
+                parts = mesh.axes_size(axes)
+                sent += sum(len(rows_per_hop(n, halo.window.input_size // parts)) for n in halo.window.halo_rows(parts))
+        if sent:
+            bits = min(1.0, hardware.operand_bits / kind.bits[operand])
+            local = kind.bytes[operand] / in_specs[operand].num_shards(mesh.shape)
+            seconds += 2 * local * bits / hardware.bandwidth + sent * hardware.overhead
+    return seconds
 
 
 def compute_seconds(

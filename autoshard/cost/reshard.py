@@ -50,6 +50,7 @@ from autoshard.machine.collective import (
     REDUCE_SCATTER,
     Collective,
     CollectiveKind,
+    collective_seconds,
 )
 from autoshard.machine.mesh import LogicalMesh
 
@@ -86,6 +87,16 @@ def reshard_seconds(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits:
     if src is dst or src == dst:
         return 0.0
     return _path(src, dst, shape, itemsize_bits, mesh)[0]
+
+
+def combined_saving(src: Spec, dst: Spec, count: int, mesh: LogicalMesh) -> float:
+    """Seconds that the reshard from ``src`` to ``dst`` takes less where its all-reduce is one of ``count`` that XLA
+    combines: they share one latency. 0 where it is no single all-reduce."""
+    if count == 1 or not src.partial or dst != src.reduced():
+        return 0.0
+    reduced = {a for a, _ in src.partial}
+    axes = tuple(a for a in mesh.axis_names if a in reduced)
+    return (1 - 1 / count) * collective_seconds(ALL_REDUCE, axes, 0, mesh)
 
 
 def reshard_path(

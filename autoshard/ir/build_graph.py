@@ -50,7 +50,9 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     for x, gradient in builder.gathered_with_gradients():
         builder.tie("gradient", x, gradient, False, 0, "", PLAIN)
     kinds: dict[tuple[OpKind, int], OpKind] = {}
-    for i, count in combined_reduction_counts(builder.nodes, builder.values).items():
+    for i, count in combined_reduction_counts(
+        builder.nodes, builder.values, any_shape=program.mesh.hardware.combined_all_reduces
+    ).items():
         kind = builder.nodes[i].kind
         kind = kinds.setdefault((kind, count), replace(kind, combined_count=count))
         builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
@@ -210,7 +212,7 @@ class _Builder:
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
         flops = jx.contraction_flops(eqn)
         product_dtype = str(getattr(max(ins[:2], key=_bits, default=None), "dtype", "")) if flops else ""
-        kind = _kind(name, traits, rule, shapes, bits, product_dtype, flops, source)
+        kind = _kind(name, traits, rule, shapes, bits, product_dtype, flops, source, jx.convolution(eqn))
         if key is not None:
             self.kinds[key] = kind
         return kind
@@ -296,6 +298,7 @@ def _kind(
     product_dtype: str,
     flops: float,
     source: str,
+    convolution: jx.Convolution | None = None,
     *,
     tie: bool = False,
     host_transfer: bool = False,
@@ -309,9 +312,8 @@ def _kind(
     order = sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i]) * bits[i], i))
     dims = (*rule.operands, *rule.results)
     factored = tuple(FactoredDim(i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
-    return OpKind(
-        op, traits, rule, shapes, bits, product_dtype, tuple(sizes.items()), factored, flops, tie, host_transfer
-    )
+    sized = tuple(sizes.items())
+    return OpKind(op, traits, rule, shapes, bits, product_dtype, sized, factored, flops, convolution, tie, host_transfer)
 
 
 def _unmoved(builder: _Builder, outputs: tuple[int, ...]) -> Iterator[Diagnostic]:

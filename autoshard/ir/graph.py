@@ -77,12 +77,14 @@ class OpKind:
     """Every dimension that has a factor; those of the largest value first."""
     flops: float
     """FLOPs of the unsharded operation, where it is a matrix product or the like; else 0."""
+    convolution: jx.Convolution | None = None
+    """The dimensions of a convolution."""
     tie: bool = False
     """Whether it is a value's way into or out of a region, or from one iteration to the next."""
     host_transfer: bool = False
     """Whether it copies its operand from the device's memory to the host's, or back."""
     combined_count: int = 1
-    """How many scalar all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
+    """How many all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
     """Of the operands, then the results, unsharded."""
 

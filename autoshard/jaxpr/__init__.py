@@ -25,10 +25,12 @@ from autoshard.jaxpr.dispatch import (
 )
 from autoshard.jaxpr.equation import (
     NAMED_CALLS,
+    Convolution,
     accepts_shards,
     all_primitives,
     bind_on_shards,
     contraction_flops,
+    convolution,
     destination_specs,
     eqn_key,
     find_primitive,
@@ -110,6 +112,7 @@ __all__ = [
     "NAMED_CALLS",
     "Atom",
     "CompileOnlyLowered",
+    "Convolution",
     "FastPath",
     "Jaxpr",
     "JaxprEqn",
@@ -135,6 +138,7 @@ __all__ = [
     "clone_eqn",
     "constrain_variable",
     "contraction_flops",
+    "convolution",
     "cut_padding",
     "destination_specs",
     "dtype_bits",

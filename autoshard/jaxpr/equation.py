@@ -6,7 +6,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax._src.interpreters import mlir as _mlir
@@ -125,6 +125,28 @@ def contraction_flops(eqn: JaxprEqn) -> float:
         reads = [window_reads(out[o], kernel[k], *w) for o, k, w in zip(result[2:], rhs[2:], windows, strict=True)]
         return 2.0 * out[result[0]] * out[result[1]] * kernel[rhs[1]] * math.prod(reads)
     return float(eqn.params.get("flops", 0.0))
+
+
+class Convolution(NamedTuple):
+    """Which dimension of a convolution's operands and result is what."""
+
+    lhs: tuple[int, ...]
+    """Of the image: batch, features, then spatial dimensions."""
+    rhs: tuple[int, ...]
+    """Of the kernel: features made, features read by each group, then spatial dimensions."""
+    out: tuple[int, ...]
+    """Of the result: batch, features, then spatial dimensions."""
+    grouped: bool
+    """Whether features, or the batch, are in several groups."""
+
+
+def convolution(eqn: JaxprEqn) -> Convolution | None:
+    """The dimensions of a convolution; None of any other operation."""
+    if eqn.primitive is not _prims.conv_general_dilated_p:
+        return None
+    p = eqn.params
+    lhs, rhs, out = (tuple(dims) for dims in p["dimension_numbers"])
+    return Convolution(lhs, rhs, out, p["feature_group_count"] > 1 or p["batch_group_count"] > 1)
 
 
 def window_reads(outputs: int, size: int, stride: int, low: int, base_dilation: int, dilation: int) -> int:

@@ -61,6 +61,7 @@ class HardwareConfig(Config):
     """Left out where the host's memory is the device's."""
     all_gather_as_all_reduce_from: int | None = Field(default=None, ge=2)
     """Left out where XLA does not do so."""
+    combined_all_reduces: bool = False
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -82,6 +83,7 @@ class HardwareConfig(Config):
             AttentionRates(**self.attention.model_dump()) if self.attention else None,
             self.host_bandwidth,
             self.all_gather_as_all_reduce_from or math.inf,
+            self.combined_all_reduces,
         )
 
 

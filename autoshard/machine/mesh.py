@@ -76,6 +76,8 @@ class Hardware:
     all_gather_as_all_reduce_from: float = math.inf
     """Number of devices from which XLA implements an all-gather over all of them as an all-reduce of zero-padded
     shards."""
+    combined_all_reduces: bool = False
+    """Whether XLA combines all-reduces that do not depend on each other into one, which has one latency."""
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of a matrix product of ``dtype``; that of the slowest listed dtype where ``dtype`` is not."""

@@ -82,14 +82,15 @@ class NodeCosts:
 
     def following_costs(self, kind: OpKind, p: int, variable: int, dim_map: DimMap) -> tuple[Array, list[OptionSpecs]]:
         """`strategy_costs` of a node that follows its value at position ``p``, under each option of that value's
-        variable: computed for all options at once, except for nodes with halos or a factor that the value's dimension
-        map does not cover."""
+        variable: computed for all options at once, except for convolutions, nodes with halos, and a factor that the
+        value's dimension map does not cover."""
         rule = kind.rule
         dims = (*rule.operands, *rule.results)
         factor_dim = {
             dim[0]: d for dim, d in zip(dims[p], dim_map, strict=True) if dim and rule.kind(dim[0]) != "whole"
         }
-        if rule.halos or len(factor_dim) < sum(bool(dim) and rule.kind(dim[0]) != "whole" for dim in dims[p]):
+        own = sum(bool(dim) and rule.kind(dim[0]) != "whole" for dim in dims[p])
+        if rule.halos or kind.convolution or len(factor_dim) < own:
             return self.strategy_costs(kind, self._followed_axes(kind, p, variable, dim_map))
         maps = [tuple([factor_dim.get(dim[0], -1) if dim else -1 for dim in ds]) for ds in dims]
         partial = tuple((d, k) for f, k in rule.kinds if k in REDUCTION_KINDS and (d := factor_dim.get(f, -1)) >= 0)
@@ -132,14 +133,21 @@ class NodeCosts:
             if binding is None:  # takes any spec, but a partial result is still reduced
                 if p >= operands and any(s.partial for s in demanded.distinct_specs):
                     reduced = tables.intern([demanded.distinct_specs[k].reduced() for k in demanded.index])
-                    unary += executions / kind.combined_count * tables.reshard_pairs(demanded, reduced, shape, bits)
+                    unary += executions * tables.reshard_pairs(demanded, reduced, shape, bits)
+                    if kind.combined_count > 1:
+                        unary -= executions * tables.combined_savings(demanded, reduced, kind.combined_count).diagonal()
                 continue
             own = tables.value_specs(*binding)
             src, dst = (own, demanded) if p < operands else (demanded, own)
+            combined = kind.combined_count > 1 and any(s.partial for s in src.distinct_specs)
             if binding.variable == variable:
                 unary += executions * tables.reshard_pairs(src, dst, shape, bits)
+                if combined:
+                    unary -= executions * tables.combined_savings(src, dst, kind.combined_count).diagonal()
             else:
                 table = tables.reshard_matrix(src, dst, shape, bits)
+                if combined:
+                    table = table - tables.combined_savings(src, dst, kind.combined_count)
                 table = executions * (table.T if p < operands else table)
                 pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + table
         return unary, pairwise

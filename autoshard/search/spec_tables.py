@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.cost.reshard import combined_saving
 from autoshard.cost.reshard_moves import replace_dim
 from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table
 from autoshard.ir.spec import Axes, Spec
@@ -63,6 +64,7 @@ class SpecTables:
         self._value_specs: dict[tuple[int, DimMap, PartialDims], OptionSpecs] = {}
         self._matrices: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
         self._pairs: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
+        self._savings: dict[tuple[OptionSpecs, OptionSpecs, int], Array] = {}
         self._shard_counts: dict[OptionSpecs, Array] = {}
         for o in options:
             self.add_variable(o)
@@ -112,6 +114,19 @@ class SpecTables:
             which = [pairs.setdefault(p, len(pairs)) for p in zip(src.index.tolist(), dst.index.tolist(), strict=True)]
             srcs, dsts = [src.distinct_specs[s] for s, _ in pairs], [dst.distinct_specs[d] for _, d in pairs]
             found = self._pairs[key] = reshard_seconds_pairwise(srcs, dsts, shape, bits, self.mesh)[which]
+        return found
+
+    def combined_savings(self, src: OptionSpecs, dst: OptionSpecs, count: int) -> Array:
+        """[options of src, options of dst]: `combined_saving` between each two."""
+        key = src, dst, count
+        found = self._savings.get(key)
+        if found is None:
+            of = {spec: j for j, spec in enumerate(dst.distinct_specs)}
+            distinct = np.zeros((len(src.distinct_specs), len(of)))
+            for i, spec in enumerate(src.distinct_specs):
+                if spec.partial and (j := of.get(spec.reduced())) is not None:
+                    distinct[i, j] = combined_saving(spec, spec.reduced(), count, self.mesh)
+            found = self._savings[key] = distinct[src.index[:, None], dst.index]
         return found
 
     def shard_counts(self, specs: OptionSpecs) -> Array:
