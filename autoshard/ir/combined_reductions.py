@@ -54,14 +54,11 @@ def _roots_of_sums(nodes: Sequence[Node], values: Sequence[Value]) -> list[int]:
         return v
 
     for node in nodes:
-        if len(node.results) == 1 and not values[node.results[0]].shape and not _is_reduction_alone(node):
+        added = node.kind.traits.adds or node.kind.traits.casts
+        if added and len(node.results) == 1 and not values[node.results[0]].shape:
             for v in filter(None, node.operands):
                 leader[root(v)] = root(node.results[0])
     return [root(v) for v in leader]
-
-
-def _is_reduction_alone(node: Node) -> bool:
-    return not (node.kind.traits.adds or node.kind.traits.casts)
 
 
 def _heights(nodes: Sequence[Node], values: int) -> list[int]:
