@@ -313,7 +313,9 @@ def _kind(
     dims = (*rule.operands, *rule.results)
     factored = tuple(FactoredDim(i, d, dim) for i in order for d, dim in enumerate(dims[i]) if dim)
     sized = tuple(sizes.items())
-    return OpKind(op, traits, rule, shapes, bits, product_dtype, sized, factored, flops, convolution, tie, host_transfer)
+    return OpKind(
+        op, traits, rule, shapes, bits, product_dtype, sized, factored, flops, convolution, tie, host_transfer
+    )
 
 
 def _unmoved(builder: _Builder, outputs: tuple[int, ...]) -> Iterator[Diagnostic]:
