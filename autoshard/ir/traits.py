@@ -37,53 +37,55 @@ class Traits:
     """It adds operand 2 to operand 0 at the positions in operand 1, as the gradient of a gather does. Asked by
     `ir.build_graph` (tied to what is gathered from)."""
     reduces: bool = False
-    """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`."""
+    """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`, and
+    `passes.losses` (a sum over tokens)."""
     convolution: bool = False
     """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`."""
     identity: bool = False
     """Its i-th result is its i-th operand. Asked by `ir.build_graph` (each pair on its own)."""
     constrains: bool = False
-    """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven` and
-    `backend.lower` (the plan's own takes its place)."""
+    """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven`,
+    `passes.losses` and `backend.lower` (the plan's own takes its place)."""
     loop: bool = False
     """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
     barrier: bool = False
     """XLA computes its operands before it and fuses nothing across it. Asked by `cost.liveness`."""
     adds: bool = False
-    """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `passes.accumulate` and
+    """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `transforms.per_part_sums` and
     `passes.sum_products`."""
     casts: bool = False
-    """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `passes.accumulate` and
+    """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums` and
     `passes.attention`."""
     linear: tuple[tuple[int, ...], ...] = ()
-    """Sets of operands in which, all others fixed, it is linear. Asked by `passes.accumulate` and
+    """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums` and
     `passes.sum_products`, which carry sums over parts through it; what no gradient goes through on its way to a sum
     need not say so."""
     linear_in_inexact: bool = False
     """`linear` is true of floating-point and complex numbers alone: integers are truncated or wrap. Asked by
-    `passes.accumulate`."""
+    `transforms.per_part_sums`."""
     folds_scalars: bool = False
     """Of scalars that are known while a program is read, it is evaluated then. Asked by `passes.attention`."""
     keeps_constant: bool = False
-    """Of an operand that is one number everywhere, its result is so too. Asked by `passes.accumulate` and
+    """Of an operand that is one number everywhere, its result is so too. Asked by `transforms.per_part_sums` and
     `passes.attention`."""
     runs_once: bool = False
-    """Run again, it may give other values, or calls the host again. Asked by `transforms.remat`, which never recomputes
-    it."""
+    """Run again, it may give other values, or calls the host again. Asked by `passes.losses` and
+    `transforms.remat`, which never recomputes it."""
     ignores_neutral: bool = False
     """It reads nothing of a reduced dimension but its elements, so that neutral ones more change nothing. Asked by
-    `passes.pad_uneven`, which makes padding neutral."""
+    `passes.pad_uneven`, which makes padding neutral, and `passes.losses`."""
     iterates_to_convergence: bool = False
     """It runs until every element has converged, which an arbitrary one may never do. Asked by `passes.pad_uneven`,
     which does not pad its operands."""
     position_dependent: bool = False
-    """Its elements depend on their positions in the whole array, or are arbitrary. Asked by `rules.validation`, which
-    runs it on parts."""
+    """Its elements depend on their positions in the whole array, or are arbitrary. Asked by `passes.losses` and
+    `rules.validation`, which runs it on parts."""
     unchecked_shapes: bool = False
     """Its kernel writes out of bounds where the shapes of its operands do not match. Asked by `rules.validation`, which
     tries shapes."""
     shape_param: str | None = None
-    """The parameter that states the shape of its result. Asked by `passes.pad_uneven` and `passes.sum_products`."""
+    """The parameter that states the shape of its result. Asked by `passes.pad_uneven`, `passes.losses` and
+    `passes.sum_products`."""
     mispartitioned_by_xla: bool = False
     """XLA (JAX 0.12) gives wrong numbers or fails where it partitions it by itself. Asked by `plan.constraints`, which
     constrains all that it reads and makes."""

@@ -24,6 +24,8 @@ _NESTING = frozenset(
     {_prims.scan_p, _prims.while_p, _prims.cond_p, _prims.linear_solve_p, hi_primitives.CALL_HI_PRIMITIVE, *_ONE_BODY}
 )
 """Primitives with regions."""
+_RESIZABLE = frozenset({_prims.scan_p, _prims.while_p, _prims.cond_p, _prims.remat_p})
+"""Those whose parameters say nothing of sizes but what the jaxprs in them say."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,16 @@ def regions(eqn: JaxprEqn) -> tuple[Region, ...]:
             ),
         )
     return ()
+
+
+def calls_one_body(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` runs one body once, on its own operands: under `jax.checkpoint`, or with custom derivatives."""
+    return eqn.primitive in _ONE_BODY
+
+
+def takes_other_sizes(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` is a loop or call whose operands may get other sizes if its bodies get them too."""
+    return eqn.primitive in _RESIZABLE
 
 
 def with_bodies(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:

@@ -17,8 +17,6 @@ from autoshard import jaxpr as jx
 from autoshard.ir.rule_registry import Rules, has_own_rule
 from autoshard.passes.losses.region import logits_products
 
-_CALLS = frozenset({_prims.custom_jvp_call_p, _prims.custom_vjp_call_p, _prims.remat_p})
-
 
 def with_loss_calls_inlined(jaxpr: jx.Jaxpr, rules: Rules, least: float) -> jx.Jaxpr:
     """``jaxpr``, not the bodies in it, with the calls inlined that are of a loss alone, or read or make logits.
@@ -29,7 +27,7 @@ def with_loss_calls_inlined(jaxpr: jx.Jaxpr, rules: Rules, least: float) -> jx.J
     sizes = [_elements(e.outvars[0]) for e in logits_products(jaxpr, least)]
 
     def is_of_loss(eqn: jx.JaxprEqn) -> bool:
-        if eqn.primitive not in _CALLS or eqn.effects or has_own_rule(eqn, rules):
+        if not jx.calls_one_body(eqn) or eqn.effects or has_own_rule(eqn, rules):
             return False
         bodies = [r.body for r in jx.regions(eqn)]
         if len(bodies) != 1 or bodies[0].constvars:

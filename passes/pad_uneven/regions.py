@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jax import lax
-from jax.extend.core import primitives as _prims
-
 from autoshard import jaxpr as jx
 from autoshard.passes.pad_uneven.state import PaddingState
 from autoshard.passes.pad_uneven.window import leading_window
 
 Shape = tuple[int, ...]
-
-RESIZABLE = frozenset({_prims.cond_p, _prims.remat_p, lax.scan_p, lax.while_p})
-"""Operations whose parameters say nothing of sizes but what the jaxprs in them say."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ def pad_regions(state: PaddingState, eqn: jx.JaxprEqn, rewrite: Callable[[Paddin
     """
     regions = jx.regions(eqn)
     by_position = any(hasattr(e, "input_index") for e in eqn.effects)  # effects on references
-    if eqn.primitive not in RESIZABLE or by_position or not all(map(jx.is_shaped, eqn.outvars)):
+    if not jx.takes_other_sizes(eqn) or by_position or not all(map(jx.is_shaped, eqn.outvars)):
         return False
     iterated = {w.outside for r in regions for w in r.inputs if w.stacked}
     shapes = [_padded_shape(state, a, keep_first=i in iterated) for i, a in enumerate(eqn.invars)]
