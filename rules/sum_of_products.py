@@ -26,7 +26,11 @@ def sum_of_products(*operands: Aval, steps: tuple[Step, ...], rule: Rule, **_: A
 
     reads = [[x for x in s.operands if isinstance(x, int)] for s in steps if s.flops]
     starts = tuple(tuple(r) for r in reads if max(r) < len(operands))
-    return replace(rule, local=Local(None, lambda *_: (), used_when="partial", work=work, starts=starts))
+    contracted = {f for s in steps for f in s.factors if not any(f in dim for dim in s.dims)}
+    computed = {f for s in steps for f in s.factors} - contracted
+    parallel = frozenset(f for f, kind in rule.kinds if kind == "sum" and f in computed)
+    local = Local(None, lambda *_: (), used_when="partial", work=work, starts=starts, parallel=parallel)
+    return replace(rule, local=local)
 
 
 def _stored(steps: Sequence[Step], operands: int) -> list[Step]:

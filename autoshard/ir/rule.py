@@ -85,6 +85,9 @@ class Local:
     several steps; None: its FLOPs are divided by all parts, and it stores nothing but its results."""
     starts: tuple[tuple[int, ...], ...] = ()
     """Sets of operands, each of which suffices for a first step; () where it takes all of them."""
+    parallel: frozenset[str] = frozenset()
+    """Reduced factors that no product among the steps contracts: its elements are computed independently along them, and
+    a later step sums them."""
 
 
 @dataclass(frozen=True, slots=True)

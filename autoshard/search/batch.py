@@ -202,6 +202,7 @@ def _signs(kind: OpKind, operands: int) -> Iterator[tuple[int, int, int]]:
     sizes, kinds = dict(kind.factor_sizes), dict(kind.rule.kinds)
     factors = {(i, d): dim for i, d, dim in kind.factored_dims}
     made = {f for (i, _), dim in factors.items() if i >= operands for f in dim}
+    summed_later = kind.rule.local.parallel if kind.rule.local else frozenset[str]()
     seen: set[str] = set()
     for i, shape in enumerate(kind.shapes):
         for d, n in enumerate(shape):
@@ -213,7 +214,7 @@ def _signs(kind: OpKind, operands: int) -> Iterator[tuple[int, int, int]]:
                 continue
             seen.add(f)
             reduced = kinds.get(f) in REDUCTION_KINDS
-            parallel = f not in kinds and f in made and sizes[f] > 1
+            parallel = (f in summed_later or (f not in kinds and f in made)) and sizes[f] > 1
             yield i, d, 1 if parallel else 0 if f not in kinds or (reduced and not kind.flops) else -1
 
 

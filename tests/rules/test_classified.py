@@ -19,8 +19,11 @@ OTHER_VERSIONS = {
 """Names that only one of the supported versions of JAX has."""
 MODULES = ("buffer_callback", "custom_partitioning", "multihost_utils", "pallas", "sparse")
 """Of `jax.experimental`: those that define primitives and that JAX does not import by itself."""
-KERNELS = ("jax._src.pallas.fuser", "jax._src.pallas.mosaic", "jax._src.tpu_custom_call", "jax.experimental.mosaic")
-"""Modules that JAX imports when it lowers a kernel: their primitives are in no step outside of one."""
+KERNELS = (
+    *("jax._src.pallas.einshape", "jax._src.pallas.fuser", "jax._src.pallas.mosaic"),
+    *("jax._src.tpu_custom_call", "jax.experimental.mosaic"),
+)
+"""Modules that JAX imports for kernels: their primitives are in no step outside of one."""
 RULED = [name for family in FAMILIES for name in family.RULES]
 
 

@@ -220,6 +220,14 @@ def test_a_batch_takes_the_axes_that_divide_it() -> None:
     assert "Taken for the batch: dimension 0 of batch[0], batch[1]." in plan.explain()
 
 
+@pytest.mark.parametrize("last", [jnp.sum, jnp.mean, lambda z: (z.T * 3).sum() - 1])
+def test_the_batch_of_a_product_that_is_only_summed_afterwards(last: Callable[..., Any]) -> None:
+    step = autoshard.jit(lambda w, x: last(x @ w), mesh=MESH, strategy="fsdp_tp")
+    plan = step.plan(f32(32, 16), f32(8, 32))
+    assert [(b.path, b.dim) for b in plan.batch] == [("x", 0)]
+    assert plan.inputs[1].spec.dims[0] == ("data",)
+
+
 def test_where_nothing_is_a_batch_the_plan_says_so() -> None:
     step = autoshard.jit(lambda x: jnp.cumsum(jnp.sort(x)), mesh=MESH, strategy="fsdp")
     plan = step.plan(f32(64))
