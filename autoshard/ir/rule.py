@@ -86,8 +86,8 @@ class Local:
     starts: tuple[tuple[int, ...], ...] = ()
     """Sets of operands, each of which suffices for a first step; () where it takes all of them."""
     parallel: frozenset[str] = frozenset()
-    """Reduced factors that no product among the steps contracts: products compute independent elements along them, which
-    a later step sums."""
+    """Reduced factors that no product among the steps contracts: products compute independent elements along them,
+    which a later step sums."""
 
 
 @dataclass(frozen=True, slots=True)
