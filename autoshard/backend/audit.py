@@ -188,8 +188,15 @@ def _redundant_bytes(found: Iterable[Collective]) -> float:
 def _bytes_saved_by_narrowing(planned: Iterable[Collective], emitted: Iterable[Collective]) -> float:
     """Bytes saved by converting to a narrower dtype before communication, not after it.
 
-    Recognised by the payloads: as many runs of a half or a quarter of the bytes.
+    Recognised by the payloads: as many runs of a half or a quarter of the bytes. Where runs are combined, by what is
+    missing of all bytes: that of exactly one payload.
     """
+    planned, emitted = [*planned], [*emitted]
+    missing = _total(planned) - _total(emitted)
+    if max((c.bytes for c in emitted), default=0) > max((c.bytes for c in planned), default=0):
+        one_narrower = {c.total_bytes - c.total_bytes // ratio for c in planned for ratio in (2, 4)}
+        if missing in one_narrower:
+            return float(missing)
     wide, narrow = Counter[int](), Counter[int]()
     for c in planned:
         wide[c.bytes] += c.count

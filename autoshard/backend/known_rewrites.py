@@ -160,8 +160,6 @@ def _kind_rewrites(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Rewrite
         yield Rewrite("all-reduce in place of reduce-scatter + all-gather", axes, {reduce: 1.0}, both, "reduce")
         # XLA for TPU, where shards are smaller than a tile or a gather spans a whole torus of three dimensions.
         yield Rewrite("all-gather as an all-reduce of zero-padded shards", axes, {reduce: 1.0}, {gather: 1.0}, "reduce")
-        # XLA for TPU, where all that reads a float32 product is its cast to 16 bits: it casts first.
-        yield Rewrite("all-reduce of 16 bits an element in place of 32", axes, {reduce: 0.5}, {reduce: 1.0})
         # XLA for CPU never forms a reduce-scatter itself.
         yield Rewrite("all-reduce + slice in place of reduce-scatter", axes, {reduce: 1.0}, {scatter: 1.0}, "reduce")
         # Of n shards, n - 1 are sent, or all n where the loop's last iteration sends too.

@@ -388,7 +388,7 @@ def test_the_share_of_a_permute_is_that_of_its_sources(pairs: list[tuple[int, in
         ([op(RS, "y", 800), op(RS, "x", 200)], [op(RS, "xy", 800)],
          ["reduce-scatter over all axes in place of one per axis"]),
         ([op(RS, "y", 800)], [op(AR, "y", 800)], ["all-reduce + slice in place of reduce-scatter"]),
-        ([op(AR, "y", 800), op(AR, "y", 300)], [op(AR, "y", 700)], ["all-reduce of 16 bits an element in place of 32"]),
+        ([op(AR, "y", 800), op(AR, "y", 300, 3)], [op(AR, "y", 1300)], ["all-reduce of a narrower dtype"]),
         ([op(RS, "y", 800), op(AR, "x", 200)], [op(AR, "xy", 800)],
          ["all-reduce + slice in place of reduce-scatter + all-reduce"]),
         ([op(RS, "y", 800), op(RS, "x", 200)], [op(AR, "xy", 800)],
@@ -453,6 +453,7 @@ def test_known_rewrites_are_explained(planned: list[Collective], found: list[Col
         ),
         ([op(AG, "y", 800)], [op(AG, "y", 800, 2)], ["differs"]),
         ([op(AG, "y", 800, 2)], [op(AG, "y", 400)], ["differs"]),
+        ([op(AR, "y", 800), op(AR, "y", 300, 3)], [op(AR, "y", 1150)], ["differs"]),
     ],
 )
 def test_other_differences_are_not_explained(
