@@ -1,6 +1,6 @@
 """autoshard: automatic sharding for JAX."""
 
-from autoshard import checkpoint, errors
+from autoshard import checkpoint, errors, train
 from autoshard.api import jit, register_rule, unregister_rule
 from autoshard.backend.audit import audit
 from autoshard.ir.annotate import annotate
@@ -29,6 +29,7 @@ __all__ = [
     "errors",
     "jit",
     "register_rule",
+    "train",
     "unregister_rule",
     "verify",
 ]

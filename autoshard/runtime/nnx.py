@@ -185,6 +185,16 @@ def _replace_at(args: Sequence[Any], kwargs: Mapping[str, Any], where: Sequence[
     return tuple(given), named
 
 
+def updated(tree: Any, state: Any) -> Any:
+    """``tree`` with the values of ``state``, as `split` gives it: its modules updated in place, or ``state`` itself
+    where it has none.
+    """
+    if not has_modules(tree):
+        return state
+    nnx.update((tree,), nnx.State({0: state}))
+    return tree
+
+
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 

@@ -1,9 +1,12 @@
-"""train: the training application behind ``autoshard train``.
+"""train: training runs, from Python with `fit` and from a configuration with ``autoshard train``.
 
-Input: a training configuration in YAML. Output: a folder with checkpoints, a log of events and a report. It uses the
-library as any program would: a step under `autoshard.jit`, `autoshard.checkpoint`, and the audit.
+Input: a step of one's own and batches, or a training configuration in YAML. Output: the trained state; a folder with
+checkpoints, a log of events, a table of metrics and a report. It uses the library as any program would: a step under
+`autoshard.jit`, `autoshard.checkpoint`, and the audit.
 
 May import: api, checkpoint, backend, and what they may.
 """
 
+from autoshard.train.fit import fit as fit
 from autoshard.train.loop import train as train
+from autoshard.train.sources import Rows as Rows

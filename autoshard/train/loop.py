@@ -10,19 +10,19 @@ its devices; the first one prints, and writes the folder, which all must share f
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
 import zlib
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import NamedSharding
 from rich.console import Console
 
 from autoshard import checkpoint
@@ -34,10 +34,11 @@ from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Steps, Tree, make_steps
-from autoshard.train.processes import from_first, in_any, is_first, same_in_all
+from autoshard.train.processes import BatchPlacer, from_first, in_any, is_first, same_in_all
 from autoshard.train.progress import ProgressLine
 from autoshard.train.report import Event, HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
 from autoshard.train.run_folder import RunFolder, write_json
+from autoshard.train.stepping import Duties, Numbers, take_steps
 from autoshard.train.stop_signals import StopSignals
 
 
@@ -116,13 +117,10 @@ class PlannedPhase:
     batch: Tree
     """`jax.ShapeDtypeStruct`s."""
 
-    def place(self, batch: Tree) -> Tree:
-        """``batch``, which every process has, on the mesh: a process copies to its devices the rows that they hold."""
-
-        def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-        return jax.tree.map(placed, batch, self.plan.in_shardings[1])
+    @functools.cached_property
+    def place(self) -> BatchPlacer:
+        """Puts a batch on the mesh."""
+        return BatchPlacer(self.plan)
 
 
 def plan_phase(config: TrainConfig, phase: Phase) -> PlannedPhase:
@@ -175,7 +173,9 @@ def _run_remaining(
     config: TrainConfig, folder: RunFolder, console: Console, done: int, stop: StopSignals
 ) -> Report | None:
     """Takes the steps after ``done`` and writes the report; None if it was stopped before."""
-    with ProgressLine(console, config.last_step, config.batch * config.model.seq, config.log_every) as progress:
+    with ProgressLine(
+        console, config.last_step, config.batch * config.model.seq, "tokens", config.log_every
+    ) as progress:
         steps = make_steps(config.model, config.optimizer, config.last_step)
         run = _RunContext(config, folder, console, _corpus(config), steps, progress, stop)
         last = None
@@ -232,32 +232,29 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
 
     run.progress.restart()
     with run.stop.deferred():
-        _take_steps(run, planned, state, batches, range(done + 1, phase.until + 1))
+        duties, numbers = _duties(run, planned, phase.until), range(done + 1, phase.until + 1)
+        take_steps(planned.step, state, batches, planned.place, numbers, duties)
     checkpoint.finish(folder.checkpoints)
     return planned
 
 
-def _take_steps(run: _RunContext, planned: PlannedPhase, state: Tree, batches: data.Batches, numbers: range) -> None:
-    """Takes the steps ``numbers``, or until the run is to stop, and saves the state after the last one."""
+def _duties(run: _RunContext, planned: PlannedPhase, last: int) -> Duties:
+    """What is done beside the steps of a phase that ends with step ``last``."""
     config = run.config
-    pending: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
-    for number in numbers:
-        state, metrics = planned.step(state, planned.place(next(batches)))
-        pending.append((number, metrics))
+
+    def save(number: int, state: Tree, position: Any) -> None:
+        extra, keep = {"batches": position}, config.checkpoint.keep
+        checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
+
+    return Duties(
+        log=lambda number, metrics: _log_step(run, number, metrics),
+        save=save,
+        saves=lambda number: number % config.checkpoint.every == 0,
+        evaluate=lambda number, state: _log_held_out(run, planned, state, number),
+        evaluates=lambda number: number == last or (config.eval.every is not None and number % config.eval.every == 0),
         # Processes compare at every so many steps: to compare they wait for one another.
-        stopping = (jax.process_count() == 1 or number % config.log_every == 0) and run.to_stop()
-        saves = stopping or number == numbers[-1] or number % config.checkpoint.every == 0
-        evaluates = number == numbers[-1] or (config.eval.every is not None and number % config.eval.every == 0)
-        while len(pending) > (0 if saves or evaluates else 1):  # stays one step behind, so as not to wait for results
-            _log_step(run, *pending.popleft())
-        if evaluates:
-            _log_held_out(run, planned, state, number)
-        if saves:
-            extra = {"batches": batches.get_state()}
-            keep = config.checkpoint.keep
-            checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
-        if stopping:
-            return
+        stops=lambda number: (jax.process_count() == 1 or number % config.log_every == 0) and run.to_stop(),
+    )
 
 
 def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
@@ -269,10 +266,9 @@ def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
         run.log(event)
 
 
-def _log_step(run: _RunContext, number: int, metrics: Mapping[str, jax.Array]) -> None:
-    values = {name: float(value) for name, value in metrics.items()}
-    run.log(StepEvent.model_validate({"step": number, **values}))
-    run.progress.step(number, values["loss"])
+def _log_step(run: _RunContext, number: int, metrics: Numbers) -> None:
+    run.log(StepEvent.of(number, metrics))
+    run.progress.step(number, metrics.get("loss"))
 
 
 def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: int) -> None:

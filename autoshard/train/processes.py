@@ -6,11 +6,20 @@ Where there is one process nothing is exchanged. Otherwise every process must ca
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from autoshard.errors import ArgumentError
+from autoshard.jaxpr import dtype_from_name
+from autoshard.plan.decisions import Place
+from autoshard.runtime.plan import Plan
+from autoshard.train.sources import ChosenRows, arrays_only
 
 
 def is_first() -> bool:
@@ -46,3 +55,62 @@ def same_in_all(digest: int) -> bool:
     if jax.process_count() == 1:
         return True
     return len(set(multihost_utils.process_allgather(np.uint32(digest)).tolist())) == 1
+
+
+class BatchPlacer:
+    """Puts batches on the mesh of a plan, as its argument 1: a process copies to its devices the rows that they hold.
+
+    A process brings a whole batch, or, of several processes, only the rows that `Plan.local_rows` names. Whole batches
+    are the same in every process: their digest is kept to compare.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        start, end = (jax.tree.structure(plan.in_avals[:n]).num_leaves for n in (1, 2))
+        self._plan, self._tree = plan, jax.tree.structure(plan.in_avals[1])
+        self._places = plan.inputs[start:end]
+        self._shardings = plan.flat_in_shardings[start:end]
+        self._stored = any(place.stored is not None for place in self._places)
+        self.digest = 0
+        """Of all whole batches placed so far, below 2^32; 0 where there is one process."""
+
+    def __call__(self, batch: Any) -> Any:
+        """``batch`` on the mesh.
+
+        Raises:
+          ArgumentError: it is not what the planned step takes; names the first array that differs.
+        """
+        leaves, tree = jax.tree.flatten(arrays_only(batch))
+        if tree != self._tree:
+            raise ArgumentError(
+                f"the batch has the structure {tree}, and {self._plan.name} was planned for {self._tree}"
+            )
+        pairs = zip(leaves, self._places, self._shardings, strict=True)
+        placed = [self._placed(x, place, sharding) for x, place, sharding in pairs]
+        return self._tree.unflatten(placed)
+
+    def _placed(self, x: Any, place: Place, sharding: NamedSharding) -> Any:
+        several, dtype = jax.process_count() > 1, dtype_from_name(place.dtype)
+        x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
+        if jax.dtypes.canonicalize_dtype(x.dtype) != dtype:
+            raise ArgumentError(f"{place.path} of {self._plan.name} is {place.dtype}, and a batch has {x.dtype}")
+        whole = x.shape == place.shape
+        rows = self._plan.local_rows(place.path) if several and place.shape and not whole else None
+        if not whole and (rows is None or x.shape != (len(rows), *place.shape[1:])):
+            brought = "" if rows is None else f"; or {len(rows)} rows of it, those of plan.local_rows({place.path!r})"
+            raise ArgumentError(
+                f"{place.path} of {self._plan.name} is {list(place.shape)}{brought}, and a batch has {list(x.shape)}: "
+                "batches of other sizes need a step planned for them"
+            )
+        if isinstance(x, jax.Array) and not (several and x.is_fully_addressable):
+            return x if self._stored else jax.device_put(x, sharding)
+        if self._stored:
+            return np.asarray(x, dtype)  # the step pads it
+        if rows is not None:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x, dtype), place.shape)
+        if several and not isinstance(x, ChosenRows):
+            self.digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8), self.digest)
+
+        def block(index: Any) -> np.ndarray:
+            return np.asarray(x[index], dtype)
+
+        return jax.make_array_from_callback(place.shape, sharding, block)

@@ -15,18 +15,19 @@ _RATE_STEPS = 20
 
 
 class ProgressLine:
-    """Shows loss, tokens per second and time left; a context manager.
+    """Shows loss, tokens or examples per second and time left; a context manager.
 
     Args:
       total: the run's last step.
-      tokens: tokens per step.
+      amount: of ``unit`` per step; None shows no rate.
       every: steps between two lines if ``console`` is not a terminal.
     """
 
-    def __init__(self, console: Console, total: int, tokens: int, every: int):
+    def __init__(self, console: Console, total: int, amount: int | None, unit: str, every: int):
         self._console = console
         self._total = total
-        self._tokens = tokens
+        self._amount = amount
+        self._unit = unit
         self._every = every
         self._times: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS + 1)
         bar = BarColumn(bar_width=24)
@@ -46,14 +47,16 @@ class ProgressLine:
         """Restarts the measurement of the rate, after an evaluation or a change of the mesh."""
         self._times.clear()
 
-    def step(self, step: int, loss: float) -> None:
-        """Reports that step ``step`` is done; ``loss`` in nats per token."""
+    def step(self, step: int, loss: float | None) -> None:
+        """Reports that step ``step`` is done."""
         self._times.append((step, time.perf_counter()))
         (first, since), (_, now) = self._times[0], self._times[-1]
-        line = f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}"
+        line = f"step {step:>{len(str(self._total))}}/{self._total}"
+        line += "" if loss is None else f"  loss {loss:.4f}"
         if step > first and now > since:
             rate = (step - first) / (now - since)
-            line += f"  {rate * self._tokens:,.0f} tokens/s  {_duration_text((self._total - step) / rate)} left"
+            line += "" if self._amount is None else f"  {rate * self._amount:,.0f} {self._unit}/s"
+            line += f"  {_duration_text((self._total - step) / rate)} left"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, description=line)
             self._bar.start()  # not before the first step: there is nothing to show

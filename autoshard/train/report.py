@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
@@ -27,22 +27,43 @@ class PhaseEvent(_Frozen):
     """The audit of the step, as a table of predicted and emitted collectives."""
 
 
-class StepEvent(_Frozen):
-    """Step ``step``, counted from 1, was taken; ``loss`` in nats per token."""
+class _Measured(_Frozen):
+    """An event with metrics of any name beside ``loss``."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    step: NonNegativeInt
+    loss: float | None = None
+
+    @classmethod
+    def of(cls, step: int, metrics: Mapping[str, float]) -> Self:
+        """The event with these metrics; one that is called as an entry of events is, has an underscore after it."""
+        return cls.model_validate({"step": step, **{_metric_name(n): value for n, value in metrics.items()}})
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics by name."""
+        loss = {} if self.loss is None else {"loss": self.loss}
+        return {**loss, **(self.__pydantic_extra__ or {})}
+
+
+def _metric_name(name: str) -> str:
+    return f"{name}_" if name in ("event", "step") else name
+
+
+class StepEvent(_Measured):
+    """Step ``step``, counted from 1, was taken; of the decoder, ``loss`` in nats per token."""
 
     event: Literal["step"] = "step"
-    step: NonNegativeInt
-    loss: float
-    grad_norm: float
-    learning_rate: float
 
 
-class HeldOutEvent(_Frozen):
-    """The held-out loss after ``step`` steps, in nats per token, on the mesh of the last phase event."""
+class HeldOutEvent(_Measured):
+    """An evaluation after ``step`` steps, on the mesh of the last phase event; of the decoder, the held-out loss in
+    nats per token.
+    """
 
     event: Literal["held_out"] = "held_out"
-    step: NonNegativeInt
-    loss: float
 
 
 Event = PhaseEvent | StepEvent | HeldOutEvent
@@ -133,9 +154,9 @@ def make_report(
             case PhaseEvent():
                 starts.append(event)
             case StepEvent():
-                losses[event.step] = event.loss
+                losses[event.step] = math.nan if event.loss is None else event.loss
             case HeldOutEvent():
-                held[len(starts) - 1, event.step] = event.loss
+                held[len(starts) - 1, event.step] = math.nan if event.loss is None else event.loss
     phases = [
         PhaseReport(
             mesh=start.mesh,

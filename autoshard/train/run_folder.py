@@ -3,6 +3,7 @@
     RUN/lock             held by the process that writes to the folder; says which that is
     RUN/run.json         the entries of the configuration that the state depends on
     RUN/log.jsonl        phases, steps and evaluations, in order
+    RUN/metrics.csv      the metrics of steps, and of evaluations under names that begin with ``eval_``
     RUN/plan-0.json      the plan of each phase
     RUN/checkpoints/     see `autoshard.checkpoint`
     RUN/report.json      the report, once the run is finished
@@ -14,12 +15,14 @@ checkpoint is. Events after the last checkpoint of a killed run are dropped when
 from __future__ import annotations
 
 import contextlib
+import csv
 import fcntl
+import io
 import json
 import os
 import re
 import socket
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,10 +32,10 @@ from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.strict_files import cut, parse_json, read_text, shortened
-from autoshard.train.report import EVENTS, Event, Report
+from autoshard.train.report import EVENTS, Event, HeldOutEvent, PhaseEvent, Report
 
 _LOCK = "lock"
-_RUN_FILES = re.compile(r"run\.json|log\.jsonl|plan-\d+\.json|report\.json|checkpoints|[^/]*\.partial")
+_RUN_FILES = re.compile(r"run\.json|log\.jsonl|metrics\.csv|plan-\d+\.json|report\.json|checkpoints|[^/]*\.partial")
 _MAX_BYTES = 2**22
 """Of run.json, of report.json, and of a line of the log."""
 
@@ -52,6 +55,11 @@ class RunFolder:
     def log(self) -> epath.Path:
         """The file of the events, one JSON object per line."""
         return self.root / "log.jsonl"
+
+    @property
+    def table(self) -> epath.Path:
+        """The file of the metrics, a row for each step and each evaluation."""
+        return self.root / "metrics.csv"
 
     @property
     def report(self) -> epath.Path:
@@ -186,12 +194,31 @@ class RunFolder:
         partial = self.root / "log.jsonl.partial"
         partial.write_text("".join(_line(event) for event in events if event.step <= step))
         partial.replace(self.log)
+        self._write_table()
         return damaged
 
-    def append(self, events: Iterable[Event]) -> None:
-        """Adds events to the log."""
+    def append(self, events: Sequence[Event]) -> None:
+        """Adds events to the log, and their metrics to the table."""
         with self.log.open("a") as file:
             file.write("".join(map(_line, events)))
+        rows = [row for event in events if (row := _row(event))]
+        with self.table.open() if self.table.exists() else io.StringIO() as file:
+            columns = next(csv.reader(file), [])
+        if all(row.keys() <= set(columns) for row in rows):
+            with self.table.open("a") as file:
+                csv.DictWriter(file, columns, lineterminator="\n").writerows(rows)
+        else:
+            self._write_table()
+
+    def _write_table(self) -> None:
+        """Writes the table anew from the log: with a column for each metric in it."""
+        rows = [row for event in self.events() if (row := _row(event))]
+        partial = self.root / "metrics.csv.partial"
+        with partial.open("w") as file:
+            table = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
+        partial.replace(self.table)
 
     def finished(self, steps: int) -> Report | None:
         """The report of the run, if it was finished with ``steps`` steps and the report can be read."""
@@ -204,7 +231,15 @@ class RunFolder:
 
 
 def _line(event: Event) -> str:
-    return json.dumps(event.model_dump(mode="json")) + "\n"
+    return json.dumps(event.model_dump(mode="json", exclude_none=True)) + "\n"
+
+
+def _row(event: Event) -> dict[str, float]:
+    """The columns of an event in the table; none of one without metrics."""
+    if isinstance(event, PhaseEvent):
+        return {}
+    prefix = "eval_" if isinstance(event, HeldOutEvent) else ""
+    return {"step": event.step, **{f"{prefix}{name}": value for name, value in event.metrics.items()}}
 
 
 def write_json(path: epath.Path, value: Any) -> None:

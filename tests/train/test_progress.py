@@ -12,7 +12,7 @@ from autoshard.train.progress import ProgressLine
 
 def test_lines_come_at_intervals_without_a_terminal():
     shown = io.StringIO()
-    with ProgressLine(Console(file=shown, soft_wrap=True), total=7, tokens=100, every=3) as progress:
+    with ProgressLine(Console(file=shown, soft_wrap=True), total=7, amount=100, unit="tokens", every=3) as progress:
         for step in range(1, 8):
             progress.step(step, 2.5)
     lines = shown.getvalue().splitlines()
@@ -23,7 +23,7 @@ def test_lines_come_at_intervals_without_a_terminal():
 
 def test_the_rate_is_measured_anew_after_a_pause():
     shown = io.StringIO()
-    with ProgressLine(Console(file=shown, soft_wrap=True), total=9, tokens=100, every=1) as progress:
+    with ProgressLine(Console(file=shown, soft_wrap=True), total=9, amount=100, unit="tokens", every=1) as progress:
         progress.step(1, 2.5)
         progress.step(2, 2.5)
         progress.restart()
@@ -35,7 +35,9 @@ def test_the_rate_is_measured_anew_after_a_pause():
 
 def test_a_terminal_shows_one_line_that_is_redrawn():
     shown = io.StringIO()
-    with ProgressLine(Console(file=shown, force_terminal=True, width=100), total=9, tokens=100, every=1) as progress:
+    with ProgressLine(
+        Console(file=shown, force_terminal=True, width=100), total=9, amount=100, unit="tokens", every=1
+    ) as progress:
         assert shown.getvalue() == ""
         progress.step(1, 2.5)
         progress.step(2, 2.25)

@@ -45,7 +45,8 @@ def test_the_log_is_cut_where_the_run_resumes(folder: RunFolder):
         b"null",
         b"{}",
         b"\xff\xfe",
-        b'{"event": "step", "step": 3}',
+        b'{"event": "step", "step": 3, "loss": "low"}',
+        b'{"event": "step", "step": 3, "loss": 1.0, "grad_norm": "low"}',
         b'{"event": "pause", "step": 3}',
         b'{"event": "held_out", "step": "3", "loss": 1.0}',
         b'{"event": "held_out", "step": -3, "loss": 1.0}',
@@ -166,7 +167,7 @@ def test_clearing_says_what_it_deletes(folder: RunFolder):
     folder.append(taken(1))
     saved(folder)
     write_json(folder.plan(0), {})
-    assert folder.clear() == ["checkpoints", "log.jsonl", "plan-0.json", "run.json"]
+    assert folder.clear() == ["checkpoints", "log.jsonl", "metrics.csv", "plan-0.json", "run.json"]
     assert list(folder.root.iterdir()) == []
 
 

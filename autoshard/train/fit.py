@@ -1,0 +1,255 @@
+"""fit: trains a step of one's own from Python, saved and resumed; the loop is that of ``autoshard train``."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from rich.console import Console
+
+from autoshard import checkpoint
+from autoshard.api import jit
+from autoshard.errors import ArgumentError, CheckpointError, ConfigError, PlanError
+from autoshard.runtime import nnx
+from autoshard.runtime.plan import Plan
+from autoshard.runtime.step import BoundStep, Step
+from autoshard.strict_files import cut
+from autoshard.train.processes import BatchPlacer, from_first, in_any, is_first, same_in_all
+from autoshard.train.progress import ProgressLine
+from autoshard.train.report import HeldOutEvent, StepEvent
+from autoshard.train.run_folder import RunFolder
+from autoshard.train.sources import ChosenRows, Peeked, Tree, arrays_only, source_of
+from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
+from autoshard.train.stop_signals import StopSignals
+
+AGREE_EVERY = 10
+"""Steps between two moments at which several processes ask one another whether to stop."""
+KEEP = 2
+"""Checkpoints that a folder keeps, the newest."""
+
+type Log = Callable[[int, Numbers], None]
+
+
+def fit(
+    step: Callable[[Tree, Tree], Any],
+    state: Tree,
+    batches: Any,
+    *,
+    steps: int,
+    plan: Plan | None = None,
+    checkpoints: epath.PathLike | None = None,
+    every: int | None = None,
+    evaluate: Callable[[Tree], Any] | None = None,
+    log: Log | epath.PathLike | None = None,
+) -> Tree:
+    """Takes ``step`` until step ``steps``, from the newest checkpoint if there is one, and returns the last state.
+
+    The same program resumes after it was stopped or killed: on the same or other devices, with the same batches in the
+    same order. SIGTERM and SIGINT save the state after the step that is being taken, in all processes after the same,
+    and then raise `SystemExit` with 143, and `KeyboardInterrupt`; a second signal ends the process at once.
+
+    Args:
+      step: ``step(state, batch)`` -> the next state and metrics (a pytree, whose scalars are logged; one number alone
+        is the ``loss``), or the next state alone. A function decorated with `autoshard.jit`; any other is decorated,
+        for ``plan``, or for all devices and with its state donated. NNX modules in the state are mutated in place, and
+        the step returns its metrics alone.
+      state: the initial state, any pytree or NNX modules; it is put on the mesh. Modules are updated in place.
+      batches: a grain dataset or loader, or any iterator with ``get_state`` and ``set_state``; any other iterable or
+        iterator, moved on resume by taking its batches again (a list begins again at its end); `Rows` of arrays; or,
+        with ``plan``, numpy arrays or memory maps themselves, whose rows make batches of the planned size in order. A
+        batch is whole, the same in every process, or, with ``plan``, the rows that ``plan.local_rows`` names; strings
+        in it become None.
+      steps: number of the last step, counted from 1 over all starts.
+      plan: of ``step``, whose arguments 0 and 1 are state and batch; by default that for the first batch.
+      checkpoints: a folder that all processes share; None saves nothing and handles no signal.
+      every: steps between two checkpoints, the newest two of which are kept, and between two evaluations; by default
+        only after the last step.
+      evaluate: state -> metrics, called after every ``every`` steps and after the last.
+      log: called with the number of a step and its metrics by name, and with those of an evaluation, whose names begin
+        with ``eval_``, in the first process; or a folder, which gets ``log.jsonl`` and ``metrics.csv``, and a line of
+        progress is printed.
+
+    Returns:
+      The state after step ``steps``. A finished run is restored, and no step is taken.
+
+    Raises:
+      ArgumentError: ``steps`` or ``every`` below 1; batches of other shapes than planned, or that end too early (the
+        state is saved then); a step that does not return what is said above.
+      ConfigError: the position in the checkpoint is none of these batches, or several processes have other batches.
+      CheckpointError: a checkpoint of another state, or one beyond ``steps``.
+    """
+    for name, value in (("steps", steps), ("every", every)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ArgumentError(f"{name}={value!r}: must be a whole number, 1 or more")
+    source = Peeked(source_of(batches, None if plan is None else _batch_size(plan)))
+    if source.first is None:
+        raise ArgumentError("batches: there is none")
+    own: Any = step if isinstance(step, Step | BoundStep) else _decorated(step, plan)
+    chosen: Plan = plan or own.plan(state, jax.tree.map(_abstract, arrays_only(source.first)))
+    if len(chosen.in_avals) != 2:
+        raise PlanError(
+            f"fit takes a step(state, batch); {chosen.name} was planned with {len(chosen.in_avals)} arguments"
+        )
+    folder = None if checkpoints is None else epath.Path(checkpoints)
+    done = 0 if folder is None else from_first(lambda: checkpoint.latest(folder)) or 0
+    if done > steps:
+        raise CheckpointError(f"steps={steps}: {folder} is at step {done} already; give more, or another folder")
+    if done and folder is not None:
+        restored = checkpoint.restore(folder, done, plan=chosen)
+        state = nnx.updated(state, restored.state)
+        source.set_state(restored.extra.get("batches"))
+    else:
+        state = nnx.updated(state, nnx.split((chosen.put(state),)).states[0])
+
+    place = BatchPlacer(chosen)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_signals(handled=folder is not None))
+        record = stack.enter_context(_recording(log, done, steps, _batch_size(chosen)))
+
+        def save(number: int, state: Tree, position: Any) -> None:
+            if folder is not None:
+                checkpoint.save(folder, number, state, plan=chosen, extra={"batches": position}, keep=KEEP)
+
+        def stops(number: int) -> bool:
+            if jax.process_count() == 1:
+                return stop.requested
+            if number % AGREE_EVERY and number != steps:
+                return False
+            if not same_in_all(place.digest):
+                raise ConfigError(
+                    f"batches: up to step {number} they are not the same in all {jax.process_count()} processes; give "
+                    "each the same, such as by a fixed seed, or the rows of plan.local_rows with a plan"
+                )
+            return in_any(stop.requested)
+
+        duties = Duties(
+            log=record.step,
+            save=save,
+            saves=lambda number: every is not None and number % every == 0,
+            evaluate=lambda number, state: _evaluate(evaluate, number, state, record),
+            evaluates=lambda number: evaluate is not None and (number == steps or number % (every or steps) == 0),
+            stops=stops,
+        )
+        if done < steps:
+            with stop.deferred():
+                numbers = range(done + 1, steps + 1)
+                state, done = take_steps(_uniform(own, state), state, source, place, numbers, duties)
+            if folder is not None:
+                checkpoint.finish(folder)
+    if done < steps or stop.requested:
+        raise KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(stop.exit_code)
+    return state
+
+
+def _decorated(step: Callable[[Tree, Tree], Any], plan: Plan | None) -> Step:
+    donates = plan is None or any(place.donated for place in plan.inputs)
+    return jit(step, strategy=plan or "auto", donate_argnums=0 if donates else None)
+
+
+def _batch_size(plan: Plan) -> int | None:
+    """The rows of a batch that ``plan`` is for; None where its arrays differ in that."""
+    sizes = {leaf.shape[0] if leaf.shape else None for leaf in jax.tree.leaves(plan.in_avals[1:])}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _uniform(step: Callable[[Tree, Tree], Any], state: Tree) -> Callable[[Tree, Tree], tuple[Tree, Any]]:
+    """``step`` with the next state and the metrics as its result, whichever of them it returns.
+
+    Raises:
+      ArgumentError: at a call, where it returns neither.
+    """
+    if nnx.has_modules(state):
+
+        def mutating(state: Tree, batch: Tree) -> tuple[Tree, Any]:
+            result = step(state, batch)
+            if nnx.has_modules(result):
+                raise ArgumentError(
+                    "step: its state has NNX modules, which it mutates in place; let it return its metrics alone"
+                )
+            return state, result
+
+        return mutating
+    tree = jax.tree.structure(state)
+
+    def pure(state: Tree, batch: Tree) -> tuple[Tree, Any]:
+        result = step(state, batch)
+        if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == tree:
+            return result
+        if jax.tree.structure(result) == tree:
+            return result, {}
+        raise ArgumentError(
+            "step: it must return the next state, of the structure of the state it takes, and its metrics; it returns "
+            f"{cut(str(jax.tree.structure(result)))}"
+        )
+
+    return pure
+
+
+def _evaluate(evaluate: Callable[[Tree], Any] | None, number: int, state: Tree, record: _Record) -> None:
+    if evaluate is not None:
+        record.held_out(number, scalars(evaluate(state)))
+
+
+@contextlib.contextmanager
+def _signals(handled: bool) -> Generator[StopSignals]:
+    """Signals that ask to stop; where they are not handled, or cannot be outside of the main thread, none does."""
+    stop = StopSignals()
+    if handled and threading.current_thread() is threading.main_thread():
+        with stop:
+            yield stop
+    else:
+        yield stop
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What is told to the user's function, or written to a folder with a line of progress."""
+
+    log: Log | None = None
+    folder: RunFolder | None = None
+    progress: ProgressLine | None = None
+
+    def step(self, number: int, metrics: Numbers) -> None:
+        """Step ``number`` was taken."""
+        if self.log is not None:
+            self.log(number, metrics)
+        if self.folder is not None:
+            self.folder.append([StepEvent.of(number, metrics)])
+        if self.progress is not None:
+            self.progress.step(number, metrics.get("loss"))
+
+    def held_out(self, number: int, metrics: Numbers) -> None:
+        """The state after step ``number`` was evaluated."""
+        if self.log is not None:
+            self.log(number, {f"eval_{name}": value for name, value in metrics.items()})
+        if self.folder is not None:
+            self.folder.append([HeldOutEvent.of(number, metrics)])
+        if self.progress is not None:
+            self.progress.restart()
+
+
+@contextlib.contextmanager
+def _recording(log: Log | epath.PathLike | None, done: int, steps: int, examples: int | None) -> Generator[_Record]:
+    """Where metrics go, in the first process; nowhere in the others."""
+    if log is None or not is_first():
+        yield _Record()
+    elif callable(log):
+        yield _Record(log)
+    else:
+        folder = RunFolder(epath.Path(log))
+        console = Console(soft_wrap=True)
+        with folder.locked(), ProgressLine(console, steps, examples, "examples", 10) as progress:
+            folder.drop_events_after(done)
+            yield _Record(None, folder, progress)

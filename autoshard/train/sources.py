@@ -1,0 +1,273 @@
+"""Where batches come from: iterators that save their position, any iterable, and arrays in memory or on disk.
+
+A source yields whole batches and has a position in JSON, which a checkpoint keeps: what was taken before is not seen
+again, and nothing is left out. The batches at a position do not depend on the number of processes or devices, so a run
+resumes on others.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, cast
+
+import jax
+import numpy as np
+
+from autoshard.errors import ArgumentError, ConfigError
+from autoshard.strict_files import shortened
+
+type Tree = Any
+"""A pytree."""
+
+
+class Source(Protocol):
+    """Batches in order, with a position."""
+
+    def __next__(self) -> Tree: ...
+
+    def get_state(self) -> Any:
+        """The position, after the batches taken so far, as strict JSON."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Moves to a position that `get_state` gave."""
+        ...
+
+
+class ChosenRows:
+    """Some rows of an array, none of which is read before it is asked for: ``rows[index]`` reads those alone.
+
+    Args:
+      array: a numpy array or memory map [rows, ...], or what has its ``shape``, ``dtype`` and indexing by an array.
+      chosen: int64 [batch], which rows.
+    """
+
+    def __init__(self, array: Any, chosen: np.ndarray) -> None:
+        self._array, self._chosen = array, chosen
+        self.shape = (len(chosen), *array.shape[1:])
+        self.dtype = np.dtype(array.dtype)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, *rest = index
+        return np.asarray(self._array[self._chosen[rows]])[(slice(None), *rest)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # what is read is a copy
+        return np.asarray(self._array[self._chosen], dtype)
+
+
+class Rows(Iterator[Tree]):
+    """Batches of the rows of arrays, which all have as many: endless, each row once a pass.
+
+    The rows of a pass that fill no batch begin the first batch of the next pass, so that none is left out. A process
+    reads only the rows that its devices hold.
+
+    Args:
+      arrays: a pytree of numpy arrays or memory maps [rows, ...].
+      batch: rows per batch, over all devices.
+      seed: shuffles the rows, in every pass anew; None takes them in order.
+
+    Raises:
+      ArgumentError: no array, arrays of different numbers of rows, or a batch below one row.
+    """
+
+    def __init__(self, arrays: Tree, batch: int, seed: int | None = None) -> None:
+        leaves, self._tree = jax.tree.flatten(arrays)
+        lengths = {np.shape(x)[0] if np.ndim(x) else None for x in leaves}
+        if len(lengths) != 1 or None in lengths or 0 in lengths:
+            paths = jax.tree_util.tree_flatten_with_path(arrays)[0]
+            found = ", ".join(f"{jax.tree_util.keystr(p) or 'the array'} {list(np.shape(x))}" for p, x in paths[:5])
+            raise ArgumentError(
+                f"an array data set has arrays of the same number of rows, their first dimension: {found or 'no array'}"
+            )
+        if operator.index(batch) < 1:
+            raise ArgumentError(f"batch={batch}: a batch has one row or more")
+        self._leaves, self._rows = leaves, cast("int", lengths.pop())
+        self._batch, self._seed, self._taken = batch, seed, 0
+        self._order = functools.lru_cache(maxsize=2)(self._order_of_pass)
+
+    def __next__(self) -> Tree:
+        start = self._taken * self._batch
+        chosen: list[np.ndarray] = []
+        while start < (self._taken + 1) * self._batch:
+            number, first = divmod(start, self._rows)
+            chosen.append(self._order(number)[first : first + (self._taken + 1) * self._batch - start])
+            start += len(chosen[-1])
+        self._taken += 1
+        rows = np.concatenate(chosen)
+        return self._tree.unflatten([ChosenRows(x, rows) for x in self._leaves])
+
+    def _order_of_pass(self, number: int) -> np.ndarray:
+        if self._seed is None:
+            return np.arange(self._rows)
+        return np.random.Generator(np.random.PCG64([self._seed, number])).permutation(self._rows)
+
+    @property
+    def _made_of(self) -> dict[str, Any]:
+        return {"rows": self._rows, "batch": self._batch, "seed": self._seed}
+
+    def get_state(self) -> Any:
+        """The position as strict JSON."""
+        return {"made_of": self._made_of, "taken": self._taken}
+
+    def set_state(self, state: Any) -> None:
+        """Moves to a position that `get_state` gave, without reading what is before it.
+
+        Raises:
+          ConfigError: not a position, or one in other rows, batches or another order.
+        """
+        match state:
+            case {"made_of": dict(made_of), "taken": int(taken)} if taken >= 0:
+                pass
+            case _:
+                raise ConfigError(f"a saved position has the keys 'made_of' and 'taken'; this is {shortened(state)}")
+        for name, value in self._made_of.items():
+            if made_of.get(name) != value:
+                raise ConfigError(
+                    f"the saved position is in batches with {name}={shortened(made_of.get(name))}, and these have "
+                    f"{name}={value!r}: they cannot continue. Use the same data and settings, or start over"
+                )
+        self._taken = taken
+
+
+class _Seekable:
+    """An iterator with ``get_state`` and ``set_state``, such as grain's; bytes become text."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __next__(self) -> Tree:
+        return next(self._iterator)
+
+    def get_state(self) -> Any:
+        state = self._iterator.get_state()
+        return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+    def set_state(self, state: Any) -> None:
+        match state:
+            case {"bytes": str(text)}:
+                state = base64.b64decode(text, validate=True)
+            case _:
+                pass
+        self._iterator.set_state(state)
+
+
+class _Counted:
+    """Any iterable: its position is the number of batches taken, which are taken again to move there.
+
+    One that can be iterated anew, such as a list or a loader, begins again at its end; a generator does not.
+    """
+
+    def __init__(self, batches: Iterable[Tree]) -> None:
+        self._batches = batches
+        self._iterator = iter(batches)
+        self._again = self._iterator is not batches
+        self._taken = 0
+
+    def __next__(self) -> Tree:
+        try:
+            found = next(self._iterator)
+        except StopIteration:
+            if not self._again:
+                raise
+            self._iterator = iter(self._batches)
+            found = next(self._iterator)
+        self._taken += 1
+        return found
+
+    def get_state(self) -> Any:
+        return {"taken": self._taken}
+
+    def set_state(self, state: Any) -> None:
+        match state:
+            case {"taken": int(taken)} if taken >= self._taken:
+                pass
+            case _:
+                raise ConfigError(
+                    f"the saved position {shortened(state)} is none in these batches, which have no `set_state`: an "
+                    "iterator is moved by taking its batches again, from the first. Start with a new iterator of the "
+                    "same batches"
+                )
+        while self._taken < taken:
+            if next(self, None) is None:
+                raise ConfigError(f"the batches end after {self._taken}, and the saved position is after {taken}")
+
+
+class Peeked:
+    """A source whose first batch is looked at before it is taken."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._start = source.get_state()
+        self.first = next(source, None)
+        """The batch that is taken first unless the source is moved; None where there is none."""
+        self._ahead = itertools.islice((self.first,), 1) if self.first is not None else iter(())
+
+    def __next__(self) -> Tree:
+        for batch in self._ahead:
+            self._start = None
+            return batch
+        return next(self._source)
+
+    def get_state(self) -> Any:
+        return self._source.get_state() if self._start is None else self._start
+
+    def set_state(self, state: Any) -> None:
+        self._ahead, self._start = iter(()), None
+        self._source.set_state(state)
+
+
+def source_of(batches: Any, batch: int | None = None, seed: int | None = None) -> Source:
+    """A source of ``batches``: see `autoshard.train.fit` for what they may be.
+
+    Args:
+      batch: rows per batch where they are arrays.
+      seed: their order; see `Rows`.
+
+    Raises:
+      ArgumentError: none of these, or arrays and no size of a batch.
+    """
+    if _is_seekable(batches):
+        return _Seekable(batches)
+    if _is_arrays(batches):
+        if batch is None:
+            raise ArgumentError(
+                "batches: arrays are a data set of rows, and nothing says how many a batch has: pass "
+                "autoshard.train.Rows(arrays, batch=...)"
+            )
+        return Rows(batches, batch, seed)
+    if not isinstance(batches, Iterable):
+        raise ArgumentError(
+            f"batches: {type(batches).__name__} is neither arrays, nor an iterable or iterator of batches"
+        )
+    iterator = iter(cast("Iterable[Tree]", batches))
+    return _Seekable(iterator) if _is_seekable(iterator) else _Counted(cast("Iterable[Tree]", batches))
+
+
+def _is_seekable(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("__next__", "get_state", "set_state"))
+
+
+def _is_arrays(x: Any) -> bool:
+    """Whether ``x`` is arrays in containers, and no list or iterator of batches."""
+    if isinstance(x, np.ndarray | jax.Array):
+        return True
+    if not isinstance(x, dict | tuple):
+        return False
+    leaves = jax.tree.leaves(x)
+    return bool(leaves) and all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
+
+
+def arrays_only(batch: Tree) -> Tree:
+    """``batch`` with None in the place of each leaf that no array can hold, such as a string."""
+    return jax.tree.map(lambda x: x if _is_numeric(x) else None, batch)
+
+
+def _is_numeric(x: Any) -> bool:
+    if isinstance(x, ChosenRows | jax.Array):
+        return True
+    return not isinstance(x, str | bytes) and np.asarray(x).dtype.kind in "biufcV"  # V: bfloat16 and its like

@@ -1,0 +1,126 @@
+"""Batches of any origin: their order, and their position through JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from autoshard.errors import ArgumentError, ConfigError
+from autoshard.train.sources import Peeked, Rows, arrays_only, source_of
+
+NUMBERS = np.arange(10)
+
+
+class Reads:
+    """An array that says which rows are read."""
+
+    def __init__(self) -> None:
+        self.shape, self.dtype, self.ndim, self.read = (10, 2), np.dtype(np.int32), 2, []
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        self.read += rows.tolist()
+        return np.stack([rows, rows], axis=1).astype(np.int32)
+
+
+def loader() -> Any:
+    sampler = grain.samplers.IndexSampler(
+        10, shuffle=True, seed=0, num_epochs=None, shard_options=grain.sharding.NoSharding()
+    )
+    return grain.DataLoader(data_source=list(range(10)), sampler=sampler, operations=[grain.transforms.Batch(4)])
+
+
+SOURCES = {
+    "grain dataset": lambda: grain.MapDataset.range(10).shuffle(seed=1).repeat().batch(4).to_iter_dataset(),
+    "grain loader": loader,
+    "list": lambda: [np.arange(4) + n for n in range(3)],
+    "generator": lambda: (np.arange(4) + n for n in itertools.count()),
+    "rows": lambda: Rows(NUMBERS, 4),
+    "shuffled rows": lambda: Rows(NUMBERS, 4, seed=3),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("taken", [1, 3, 5])
+def test_a_position_goes_through_json_to_new_batches(kind: str, taken: int):
+    source, again = source_of(SOURCES[kind]()), Peeked(source_of(SOURCES[kind]()))
+    for _ in range(taken):
+        next(source)
+    again.set_state(json.loads(json.dumps(source.get_state())))
+    for _ in range(4):
+        np.testing.assert_array_equal(next(again), next(source))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_look_at_the_first_batch_takes_nothing(kind: str):
+    source, peeked = source_of(SOURCES[kind]()), Peeked(source_of(SOURCES[kind]()))
+    assert peeked.get_state() == source.get_state()
+    np.testing.assert_array_equal(peeked.first, source_of(SOURCES[kind]()).__next__())
+    for _ in range(4):
+        np.testing.assert_array_equal(next(peeked), next(source))
+        assert peeked.get_state() == source.get_state()
+
+
+def test_every_row_is_seen_once_a_pass():
+    ordered, shuffled = Rows(NUMBERS, 4), Rows(NUMBERS, 4, seed=0)
+    assert np.concatenate([next(ordered) for _ in range(5)]).tolist() == [*range(10), *range(10)]
+    found = np.concatenate([next(shuffled) for _ in range(5)])
+    first, second = found[:10].tolist(), found[10:].tolist()
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second != sorted(second)
+
+
+def test_rows_are_read_when_they_are_asked_for():
+    array = Reads()
+    rows = next(Rows(array, 4))
+    assert rows.shape == (4, 2)
+    assert array.read == []
+    np.testing.assert_array_equal(rows[slice(1, 3), slice(0, 1)], [[1], [2]])
+    assert array.read == [1, 2]
+
+
+def test_arrays_of_different_numbers_of_rows_are_refused():
+    with pytest.raises(ArgumentError, match=r"\['x'\] \[3\], \['y'\] \[4\]"):
+        Rows({"x": np.zeros(3), "y": np.zeros(4)}, 2)
+    with pytest.raises(ArgumentError, match="no array"):
+        Rows({}, 2)
+    with pytest.raises(ArgumentError, match="batch=0"):
+        Rows(NUMBERS, 0)
+    with pytest.raises(ArgumentError, match=r"autoshard\.train\.Rows\(arrays, batch="):
+        source_of({"x": NUMBERS})
+    with pytest.raises(ArgumentError, match="int is neither arrays"):
+        source_of(3)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "has the keys 'made_of' and 'taken'"),
+        ({"made_of": {"rows": 10, "batch": 4, "seed": None}, "taken": -1}, "has the keys"),
+        ({"made_of": {"rows": 10, "batch": 5, "seed": None}, "taken": 1}, "batch=5, and these have batch=4"),
+        ({"made_of": {"rows": 10, "batch": 4, "seed": 1}, "taken": 1}, "seed=1, and these have seed=None"),
+    ],
+)
+def test_a_position_in_other_rows_is_refused(state: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Rows(NUMBERS, 4).set_state(state)
+
+
+def test_a_position_behind_or_beyond_an_iterator_is_refused():
+    source = source_of(iter([1, 2, 3]))
+    with pytest.raises(ConfigError, match="end after 3, and the saved position is after 5"):
+        source.set_state({"taken": 5})
+    with pytest.raises(ConfigError, match="is none in these batches"):
+        source.set_state({"taken": 2})
+
+
+def test_what_no_array_can_hold_becomes_none():
+    batch = {"x": NUMBERS, "text": "a", "mask": None, "names": np.array(["a"]), "n": (1, "b"), "k": jax.numpy.ones(2)}
+    kept = arrays_only(batch)
+    assert {key for key, value in kept.items() if value is None} == {"text", "mask", "names"}
+    assert kept["n"] == (1, None)
