@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
 from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
@@ -72,6 +73,29 @@ class Cost:
     def transfers(self) -> float:
         """Seconds spent in collectives."""
         return self.seconds - self.compute
+
+
+class Transfer(NamedTuple):
+    """A collective of the call, and what it is for."""
+
+    collective: Collective
+    seconds: float
+    """Over all executions."""
+    value: int
+    """The value that is resharded; 0 of a halo exchange and of a collective inside a local form."""
+    before: Spec | None = None
+    after: Spec | None = None
+    """Specs of the value before and after its whole reshard, of which this collective may be one step."""
+
+
+class Charge(NamedTuple):
+    """What one node adds to the predicted seconds of a call, over all its executions."""
+
+    node: int
+    """Its number; the number of nodes for results that are pinned to another spec than they have in the step."""
+    compute: float
+    """Seconds."""
+    transfers: tuple[Transfer, ...] = ()
 
 
 class CostModel:
@@ -132,16 +156,26 @@ class CostModel:
 
     def cost(self, layout: Layout) -> Cost:
         """Predicted cost of one call under ``layout``."""
-        specs, values = layout.specs, self.graph.values
         compute, transfers = self.input_write_seconds(layout) + self.output_transfer_seconds(layout), 0.0
         collectives: list[Collective] = []
+        for charge in self.charges(layout):
+            compute += charge.compute
+            for t in charge.transfers:
+                transfers += t.seconds
+                collectives.append(t.collective)
+        return Cost(compute + transfers, compute, tuple(collectives))
+
+    def charges(self, layout: Layout) -> Iterator[Charge]:
+        """What each node that executes adds to the cost under ``layout``, in order of execution."""
+        specs, values = layout.specs, self.graph.values
         charged: set[tuple[int, Spec]] = set()
         sent: set[tuple[int, Collective]] = set()
-        for node, run in zip(self.graph.nodes, self.node_costs(layout), strict=True):
+        for number, (node, run) in enumerate(zip(self.graph.nodes, self.node_costs(layout), strict=True)):
             if not node.trip_count:
                 continue
-            compute += run.compute_seconds * node.trip_count
+            compute = run.compute_seconds * node.trip_count
             if not run.resharded and not run.collectives:
+                yield Charge(number, compute)
                 continue
             moves = [
                 (v, specs[v], required)
@@ -152,24 +186,28 @@ class CostModel:
             moves += [
                 (v, made, specs[v]) for v, made in zip(node.results, run.out_specs, strict=True) if made != specs[v]
             ]
-            issued = list(run.collectives)
+            issued = [Transfer(c, 0.0, 0) for c in run.collectives]
             for v, src, dst in moves:
                 for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
                     key = self.view_of.get(v, v), c
-                    issued.append(replace(c, redundant=True) if key in sent else c)
+                    issued.append(Transfer(replace(c, redundant=True) if key in sent else c, 0.0, v, src, dst))
                     sent.add(key)
-            for c in issued:
+            priced: list[Transfer] = []
+            for t in issued:
+                c = t.collective
                 seconds = collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh)
                 if c.kind == ALL_REDUCE and (count := node.kind.combined_count) > 1:
                     seconds -= (1 - 1 / count) * collective_seconds(c.kind, c.axes or (), 0, self.mesh)
-                transfers += seconds * node.trip_count
-                collectives.append(replace(c, count=node.trip_count, source=node.source))
+                c = replace(c, count=node.trip_count, source=node.source)
+                priced.append(t._replace(collective=c, seconds=seconds * node.trip_count))
+            yield Charge(number, compute, tuple(priced))
+        last: list[Transfer] = []
         for v, leaf in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
             if v and leaf.pin is not None and leaf.pin != specs[v]:  # its value is pinned to another spec elsewhere
                 for c in reshard_collectives(specs[v], leaf.pin, values[v].shape, values[v].bits, self.mesh):
-                    transfers += collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh)
-                    collectives.append(replace(c, source=leaf.path))
-        return Cost(compute + transfers, compute, tuple(collectives))
+                    seconds = collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh)
+                    last.append(Transfer(replace(c, source=leaf.path), seconds, v, specs[v], leaf.pin))
+        yield Charge(len(self.graph.nodes), 0.0, tuple(last))
 
 
 def find_per_call_inputs(graph: Graph) -> list[int]:

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.cost.cost import CostModel
 from autoshard.cost.live_ranges import IntArray, find_live_ranges
@@ -51,6 +52,21 @@ class BufferRange(NamedTuple):
     """Bytes per device."""
     on_chip_candidate: bool
     """Whether XLA may keep it in on-chip memory (`LiveRanges.on_chip_candidate`)."""
+    value: int = 0
+    """The value that is in it; 0 of what an operation stores between its own steps."""
+
+
+class Buffers(NamedTuple):
+    """The buffers of a call without its arguments: those of `LiveRanges`, row for row, then what the layout adds."""
+
+    values: IntArray
+    """As `BufferRange.value`."""
+    first: IntArray
+    last: IntArray
+    bytes: IntArray
+    """Per device."""
+    fits_on_chip: npt.NDArray[np.bool_]
+    """Whether XLA may keep it in on-chip memory, and it is small enough."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ class MemoryModel:
     def live_bytes(self, sizes: IntArray) -> IntArray:
         """[nodes + 2]: bytes of the intermediates live at each node, each in its own spec. ``sizes``: see `sizes`."""
         r = self.live_ranges
-        return _sum_over_ranges(len(self.graph.nodes), r.first, r.last, (sizes[r.values] * r.scale).astype(np.int64))
+        return sum_over_ranges(len(self.graph.nodes), r.first, r.last, (sizes[r.values] * r.scale).astype(np.int64))
 
     def live_values(self, node: int) -> dict[int, float]:
         """The intermediates live at ``node``, each with its global bytes of device memory."""
@@ -126,20 +142,35 @@ class MemoryModel:
 
     def usage(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> IntArray:
         """[nodes + 2]: bytes per device in use at each node, without arguments and on-chip buffers."""
-        r, nodes = self.live_ranges, len(self.graph.nodes)
+        found = self.buffers(layout, all_gather_fusion_disabled=all_gather_fusion_disabled)
+        total, on_chip = self.usage_of(found)
+        return total - on_chip
+
+    def usage_of(self, found: Buffers) -> tuple[IntArray, IntArray]:
+        """[nodes + 2] twice: bytes of these buffers at each node, and how many of them are in on-chip memory."""
+        nodes, fits = len(self.graph.nodes), found.fits_on_chip
+        on_chip = sum_over_ranges(nodes, found.first[fits], found.last[fits], found.bytes[fits])
+        total = sum_over_ranges(nodes, found.first, found.last, found.bytes)
+        return total, np.minimum(on_chip, self._on_chip_capacity)
+
+    @property
+    def _on_chip_capacity(self) -> int:
+        return int(self.mesh.hardware.on_chip * ON_CHIP_SHARE)
+
+    def buffers(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> Buffers:
+        """The buffers of a call under ``layout``, without its arguments."""
+        r = self.live_ranges
         own = (
             r.first,
             r.last,
             (self.sizes(layout)[r.values] * r.scale).astype(np.int64),
             r.on_chip_candidate.astype(np.int64),
+            r.values,
         )
         ranges = self.layout_ranges(layout, all_gather_fusion_disabled=all_gather_fusion_disabled)
-        added = np.array(ranges or [(0, 0, 0, 0)], dtype=np.int64).T
-        first, last, size, candidate = (np.concatenate(pair) for pair in zip(own, added, strict=True))
-        capacity = int(self.mesh.hardware.on_chip * ON_CHIP_SHARE)
-        fits = (candidate > 0) & (size <= capacity)
-        on_chip = _sum_over_ranges(nodes, first[fits], last[fits], size[fits])
-        return _sum_over_ranges(nodes, first, last, size) - np.minimum(on_chip, capacity)
+        added = np.array(ranges or [(0, 0, 0, 0, 0)], dtype=np.int64).T
+        first, last, size, candidate, values = (np.concatenate(pair) for pair in zip(own, added, strict=True))
+        return Buffers(values, first, last, size, (candidate > 0) & (size <= self._on_chip_capacity))
 
     def largest_at_peak(self, layout: Layout) -> tuple[int, int]:
         """The largest value live at the peak, arguments included, and its bytes per device."""
@@ -168,14 +199,14 @@ class MemoryModel:
                     communicating.add(i)
                     start, end = r.sum_start.get(i, i), i - (spec.dims == specs[v].dims)  # an all-reduce is in place
                     if start <= end:
-                        ranges.append(BufferRange(start, end, self.size(v, spec), start == i))
+                        ranges.append(BufferRange(start, end, self.size(v, spec), start == i, v))
             if i in communicating and i in r.in_place_products:  # it is reduced first, so it needs a buffer of its own
                 v, end = r.in_place_products[i]
-                ranges.append(BufferRange(i, end, self.size(v, specs[v]), False))
+                ranges.append(BufferRange(i, end, self.size(v, specs[v]), False, v))
         if r.overwritable_products and not all_gather_fusion_disabled:
             fused = self._products_overlapping_gathers(layout, readers)
             ranges += [
-                BufferRange(n, n, self.size(v, specs[v]), False)
+                BufferRange(n, n, self.size(v, specs[v]), False, v)
                 for (v, n), products in r.overwritable_products.items()
                 if fused.issuperset(products)
             ]
@@ -186,9 +217,9 @@ class MemoryModel:
             size = self.size(v, spec) * (bits if narrow else value.bits) // value.bits
             first, last, end = reads[0], reads[-1], max(delayed.get(i, i) for i in reads)
             between = r.product_count[last] - r.product_count[first] + bool(nodes[first].kind.flops)
-            ranges.append(BufferRange(first, last, size, len(products) == between))
+            ranges.append(BufferRange(first, last, size, len(products) == between, v))
             if end > last:
-                ranges.append(BufferRange(last + 1, end, size, False))
+                ranges.append(BufferRange(last + 1, end, size, False, v))
         return ranges + self._delayed_operand_ranges(layout, delayed)
 
     def _products_overlapping_gathers(self, layout: Layout, readers: Mapping[tuple[int, Spec], list[int]]) -> set[int]:
@@ -214,7 +245,7 @@ class MemoryModel:
                 ends[i] = max(ends.get(i, 0), n)
         found = ((i, int(r.values[i]), int(r.last[i]), n) for i, n in ends.items())
         return [
-            BufferRange(last + 1, n, int(self.size(v, layout.specs[v]) * r.scale[i]), False)
+            BufferRange(last + 1, n, int(self.size(v, layout.specs[v]) * r.scale[i]), False, v)
             for i, v, last, n in found
             if n > last
         ]
@@ -243,7 +274,7 @@ class MemoryModel:
         return sum(self._stored(graph.values[v], layout.specs[v]) for v, leaf in places if v and leaf.memory_kind)
 
 
-def _sum_over_ranges(nodes: int, first: IntArray, last: IntArray, size: IntArray) -> IntArray:
+def sum_over_ranges(nodes: int, first: IntArray, last: IntArray, size: IntArray) -> IntArray:
     """[nodes + 2]: total size of the ranges that include each node; entry ``nodes`` is the end of the call."""
     change = np.zeros(nodes + 2, dtype=np.int64)
     np.add.at(change, first, size)

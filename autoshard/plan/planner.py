@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.cost.compiler_options import effective_options
+from autoshard.cost.profile_step import profile_step
 from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import Diagnostic, Graph
 from autoshard.ir.program import Leaf, Program, aval_text
@@ -76,6 +77,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         considered=len(s.tried),
         bound=s.bound,
         compiler_options=effective_options(best.all_gather_fusion_disabled, request.compiler_options),
+        profile=profile_step(s.memory_model, layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled),
         in_tree=program.in_tree,
         out_tree=program.out_tree,
     )

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from autoshard.cost.cost import Cost
 from autoshard.cost.memory import Memory
+from autoshard.cost.profile import StepProfile
 from autoshard.errors import PlanError
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import TreeDef
@@ -66,6 +67,8 @@ class PlanRecord:
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
     refined: tuple[Trial, ...] = ()
     """The layouts that were compiled to choose from, the predicted best first; empty without ``refine``."""
+    profile: StepProfile | None = field(default=None, compare=False, repr=False)
+    """The predicted step as it is drawn: what runs when, what is in memory then, and for which line."""
     in_tree: TreeDef | None = field(default=None, compare=False, repr=False)
     out_tree: TreeDef | None = field(default=None, compare=False, repr=False)
 

@@ -94,7 +94,7 @@ def test_weights_gathered_at_use_are_live_from_first_to_last_use() -> None:
     model = MemoryModel(g)
     weight = 16 * 32 * 4
     spans = {
-        (g.nodes[a].phase, g.nodes[b].phase) for a, b, size, _ in model.layout_ranges(best.layout) if size == weight
+        (g.nodes[r.first].phase, g.nodes[r.last].phase) for r in model.layout_ranges(best.layout) if r.bytes == weight
     }
     assert ("forward", "backward") in spans  # the second layer's weight: all-gathered once, read by both passes
     assert ("backward", "backward") in spans  # a gradient before its reduce-scatter
@@ -126,7 +126,7 @@ def test_operands_of_a_delayed_gradient_stay_live() -> None:
         layout = propagate(g, [dict(zip(g.inputs[:6], (up, down) * 3, strict=True))])
         model = MemoryModel(g)
         x = 4096 * 64 * 4
-        return sum(size == x and not on_chip for _, _, size, on_chip in model.layout_ranges(layout))
+        return sum(r.bytes == x and not r.on_chip_candidate for r in model.layout_ranges(layout))
 
     column, row, whole = Spec(((), ("a",))), Spec((("a",), ())), Spec(((), ()))
     assert buffers(whole, whole) == 0

@@ -101,6 +101,7 @@ def test_comes_back_from_json_as_it_was(any_plan, tmp_path):
     loaded = Plan.load(file)
     assert loaded == any_plan
     assert loaded.to_json() == any_plan.to_json()
+    assert loaded.profile == any_plan.profile is not None
     assert loaded.in_specs == any_plan.in_specs
     assert loaded.out_specs == any_plan.out_specs
     assert loaded.explain() == any_plan.explain()
@@ -228,7 +229,7 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"{}", "not a plan"),
         (b"null", "not a plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 7}', "lacks"),
+        (b'{"autoshard_plan": 8}', "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):
