@@ -71,7 +71,7 @@ def _save(path: Path, saved: State) -> None:
 
 
 def _restore(path: Path, like: State) -> State:
-    return checkpoint.restore(path, like=like).state
+    return checkpoint.restore(path, like=like)
 
 
 def _orbax_save(path: Path, saved: State) -> None:

@@ -98,7 +98,7 @@ def train(folder: Path) -> None:
 
 def write_end(folder: Path) -> None:
     """Writes the last state, the steps of the log and the report of a finished run, as JSON."""
-    state = checkpoint.restore(folder / "run/checkpoints", STEPS[-1]).state
+    state = checkpoint.restore(folder / "run/checkpoints", STEPS[-1])
     arrays = {path: [str(x.dtype), list(x.shape), np.asarray(x).tobytes().hex()] for path, x in state.items()}
     log = [json.loads(line) for line in (folder / "run/log.jsonl").read_text().splitlines()]
     report = json.loads((folder / "run/report.json").read_text())

@@ -324,7 +324,7 @@ def _checkpoints(folder: Path) -> Iterator[Kind]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             checkpoint.steps(root)
-            plain = checkpoint.restore(root).state
+            plain = checkpoint.restore(root)
             return plain, checkpoint.restore(root, like=state)
 
     manifest, inventory = root / "1/manifest/metadata", root / "1/inventory.json"

@@ -89,7 +89,7 @@ def steps_taken(folder: Path) -> list[dict[str, object]]:
 
 def state(folder: Path) -> dict[str, str]:
     """The newest checkpoint: leaf path to bytes, in hexadecimal."""
-    found = checkpoint.restore(folder / "run/checkpoints").state
+    found = checkpoint.restore(folder / "run/checkpoints")
     return {path: leaf.tobytes().hex() for path, leaf in found.items()}
 
 

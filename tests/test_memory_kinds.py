@@ -189,7 +189,7 @@ def in_one_of_two_processes(folder: str) -> list[Any]:
     checkpoint.save(folder, 1, state, plan=plan, wait=True)
     losses, found = (
         [],
-        [kinds(state), kinds(plan.init(lambda: STATE)), kinds(checkpoint.restore(folder, plan=plan).state)],
+        [kinds(state), kinds(plan.init(lambda: STATE)), kinds(checkpoint.restore(folder, plan=plan))],
     )
     for planned in (pinned, pinned, jit(returning(SPACE.Host)), jit(returning(HOST))):
         state, loss = planned(state, X)

@@ -6,7 +6,8 @@ with the plan's sharding. A step's directory appears complete or not at all; not
 May import: errors, jaxpr, runtime.nnx, strict_files.
 """
 
-from autoshard.checkpoint.save_restore import Restored as Restored
+from autoshard.checkpoint.report import LeafReport as LeafReport
+from autoshard.checkpoint.report import RestoreReport as RestoreReport
 from autoshard.checkpoint.save_restore import Saving as Saving
 from autoshard.checkpoint.save_restore import finish as finish
 from autoshard.checkpoint.save_restore import latest as latest

@@ -2,20 +2,17 @@
 
 A chunk is a shard as it was saved, or an equal part of one. Each carries a checksum of its content (XXH64), made while
 it is compressed and checked while it is decompressed, and each node of the store's index has a CRC-32C: bytes that
-changed on disk give an error, no array. Beside the arrays themselves no more than `IN_FLIGHT_BYTES` are in memory for
-reading or writing.
+changed on disk give an error, no array. Beside the arrays themselves no more than `pieces.IN_FLIGHT_BYTES` are in
+memory for reading or writing.
 
 Several processes write a store each, in ``process_N/``; `merge` makes one index of theirs, which refers to their files.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,41 +21,21 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from etils import epath
-from jax.sharding import Sharding
 
+from autoshard.checkpoint.pieces import ArrayRegion, Part, Piece, Window, as_index, region_of, whole, within
 from autoshard.errors import CheckpointError
 from autoshard.jaxpr import PaddedArray
 
 CHUNK_BYTES = 8 << 20
 """Bytes of a chunk, at most, where a shard's sizes have such divisors."""
-IN_FLIGHT_BYTES = 2 * max(2, os.cpu_count() or 2) * CHUNK_BYTES
 CODECS = ({"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1, "checksum": True}})
 """How a chunk is encoded. Zstandard's checksum of the content costs a third of what CRC-32C as a codec does."""
-
-ArrayRegion = tuple[tuple[int, int], ...]
-"""Of each dimension the first index, and the one after the last."""
 
 _BY_NAME = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
     + ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 )
 """Dtypes that every reader of Zarr v3 has; the bits of others are stored as those of unsigned integers."""
-
-
-@dataclass(frozen=True)
-class ToRead:
-    """What to read one array to."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Sharding | None
-    """None reads it to numpy."""
-    stored: tuple[int, ...] | None = None
-    """The shape that it gets, with zeros at the end of its dimensions; None: its own."""
-
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return self.shape if self.stored is None else self.stored
 
 
 def stored_dtype(dtype: Any) -> np.dtype:
@@ -100,11 +77,11 @@ def on_host(arrays: Mapping[str, Any]) -> dict[str, ToWrite]:
     for name, value in arrays.items():
         if isinstance(value, jax.Array):
             held = stored[name]
-            parts = [(_within(_region(s.index, held.shape), value.shape), s.data) for s in shards[name]]
-            blocks = [(r, np.asarray(x)[_index(r, r)]) for r, x in parts if all(a < b for a, b in r)]
+            parts = [(within(region_of(s.index, held.shape), value.shape), s.data) for s in shards[name]]
+            blocks = [(r, np.asarray(x)[as_index(r, r)]) for r, x in parts if all(a < b for a, b in r)]
             shape = tuple(map(min, held.sharding.shard_shape(held.shape), value.shape))
         else:
-            blocks = [(_whole(value.shape), value)] if jax.process_index() == 0 else []
+            blocks = [(whole(value.shape), value)] if jax.process_index() == 0 else []
             shape = value.shape
         found[name] = ToWrite(value.shape, value.dtype, shape, blocks)
     return found
@@ -115,14 +92,14 @@ def write(directory: epath.Path, arrays: Mapping[str, ToWrite]) -> None:
     context = _context()
     root = directory / f"process_{jax.process_index()}" if jax.process_count() > 1 else directory
     opened = {name: ts.open(_array_spec(root, name, a), context=context, create=True) for name, a in arrays.items()}
-    window = _Window("cannot be written")
+    window = Window("cannot be written")
     for name, array in arrays.items():
         target, chunk = window.result(opened.pop(name), name, ()), chunk_shape(array.shard, array.dtype.itemsize)
         for region, block in array.blocks:
             bits = block.view(stored_dtype(array.dtype))
             for part in _by_chunk(region, chunk):
-                piece = bits[_index(part, region)]
-                written = target[_index(part)].write(piece, can_reference_source_data_indefinitely=True)
+                piece = bits[as_index(part, region)]
+                written = target[as_index(part)].write(piece, can_reference_source_data_indefinitely=True)
                 window.add(written, piece.nbytes, name, part)
     window.finish()
 
@@ -139,103 +116,47 @@ def merge(directory: epath.Path) -> None:
         at_once.commit_async().result()
 
 
-def read(directory: epath.Path, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
-    """Reads arrays, each directly into the shards of this process's devices, or to numpy.
+class StoredArrays:
+    """The arrays of a store, for `autoshard.checkpoint.pieces`.
 
-    Raises:
-      CheckpointError: an array that is missing, of another shape or dtype, or whose bytes have changed since they were
-        written; names it, and which part of it.
+    Args:
+      directory: the store.
+      counts: how many leaves each array is read for.
     """
-    context = _context()
-    opened = {
-        name: ts.open({"driver": "zarr3", "kvstore": _store_spec(directory, name)}, context=context, open=True)
-        for name in wanted
-    }
-    found: dict[str, Any] = {}
-    window = _Window("cannot be read")
-    for name, goal in wanted.items():
-        source = window.result(opened.pop(name), name, ())
-        dtype = source.dtype.numpy_dtype
-        if source.shape != goal.shape or dtype != stored_dtype(goal.dtype):
-            raise CheckpointError(
-                f"{name} is {goal.dtype}{list(goal.shape)} in the manifest and {dtype}{list(source.shape)} in the store"
-            )
-        buffers = {region: _aligned_empty([b - a for a, b in region], dtype) for region in _regions(goal)}
-        blocks: dict[ArrayRegion, np.ndarray] = {}
-        for region, buffer in buffers.items():
-            true = _within(region, goal.shape)
-            if true != region:
-                buffer.fill(0)
-            if true == region or all(a < b for a, b in true):
-                blocks[true] = buffer[_index(true, region)]
-        chunk = source.chunk_layout.read_chunk.shape or ()  # None of a scalar
-        parts = [(_chunk_of(part, chunk), part, region) for region in blocks for part in _by_chunk(region, chunk)]
-        if len({number for number, _, _ in parts}) < len(parts):
-            # A chunk that several regions share is decoded once: its parts follow one another.
-            parts.sort(key=lambda part: part[0])
-            source = window.result(ts.open(_kept_spec(directory, name), context=context, open=True), name, ())
-        for _, part, region in parts:
-            piece = blocks[region][_index(part, region)]
-            filled = ts.array(piece).write(source[_index(part)][ts.d[:].translate_to[0]])
-            window.add(filled, piece.nbytes, name, part)
-        window.then(functools.partial(_finish, found, name, goal, buffers))
-    window.finish()
-    return found
 
+    def __init__(self, directory: epath.Path, counts: Mapping[str, int]) -> None:
+        self._directory, self._context, self._counts = directory, _context(), counts
+        # All at once: opening waits for the file system.
+        self._opening = {name: self._open(name, kept=count > 1) for name, count in counts.items()}
 
-def _finish(found: dict[str, Any], name: str, goal: ToRead, blocks: dict[ArrayRegion, np.ndarray]) -> None:
-    if goal.sharding is None:
-        found[name] = blocks[_whole(goal.shape)].view(goal.dtype)
-    else:
-        found[name] = jax.make_array_from_callback(
-            goal.result_shape,
-            goal.sharding,
-            lambda index: blocks[_region(index, goal.result_shape)].view(goal.dtype),
-            dtype=goal.dtype,
-        )
+    def _open(self, name: str, *, kept: bool) -> Any:
+        return ts.open(_stored_spec(self._directory, name, kept=kept), context=self._context, open=True)
 
-
-class _Window:
-    """Operations under way, finished in the order in which they began; no more than `IN_FLIGHT_BYTES` at a time."""
-
-    def __init__(self, failed: str) -> None:
-        self._failed = failed
-        self._bytes = 0
-        self._pending: deque[Callable[[], None]] = deque()
-
-    def add(self, operation: Any, nbytes: int, name: str, part: ArrayRegion) -> None:
-        """Waits for earlier operations until there is room for this one, on ``part`` of the array ``name``."""
-
-        def wait() -> None:
-            self.result(operation, name, part)
-            self._bytes -= nbytes
-
-        self._bytes += nbytes
-        self._pending.append(wait)
-        while self._bytes > IN_FLIGHT_BYTES and len(self._pending) > 1:
-            self._pending.popleft()()
-
-    def then(self, call: Callable[[], None]) -> None:
-        """``call`` is called when all that was added so far is finished."""
-        self._pending.append(call)
-
-    def finish(self) -> None:
-        """Waits for all."""
-        while self._pending:
-            self._pending.popleft()()
-
-    def result(self, operation: Any, name: str, part: ArrayRegion) -> Any:
-        """The result of an operation.
+    def fill(self, piece: Piece, parts: Sequence[Part], window: Window) -> None:
+        """Begins to read ``parts`` of the array that ``piece`` is of.
 
         Raises:
-          CheckpointError: it failed; names the array, the part of it, and what TensorStore says, which has the file.
+          CheckpointError: it is missing, or of another shape or dtype than ``piece`` says.
         """
-        try:
-            return operation.result()
-        except ValueError as error:
-            where = f"{name}[{', '.join(f'{a}:{b}' for a, b in part)}]" if part else name
-            reason = str(error).partition(" [")[0].replace("\n", " ")
-            raise CheckpointError(f"{where} {self._failed}: {reason}") from error
+        name = piece.name
+        source = window.result(self._opening[name], name, ())
+        dtype = source.dtype.numpy_dtype
+        if source.shape != piece.shape or dtype != stored_dtype(piece.dtype):
+            raise CheckpointError(
+                f"{name} is {piece.dtype}{list(piece.shape)} in the manifest and {dtype}{list(source.shape)} in the "
+                "store"
+            )
+        chunk = source.chunk_layout.read_chunk.shape or ()  # None of a scalar
+        cut = [(_chunk_of(part, chunk), part, box, out) for box, out in parts for part in _by_chunk(box, chunk)]
+        if len({number for number, *_ in cut}) < len(cut):
+            # A chunk that several regions share is decoded once: its parts follow one another.
+            cut.sort(key=lambda part: part[0])
+            if self._counts[name] == 1:
+                source = window.result(self._open(name, kept=True), name, ())
+        for _, part, box, out in cut:
+            goal = out[as_index(part, box)]
+            filled = ts.array(goal.view(dtype)).write(source[as_index(part)][ts.d[:].translate_to[0]])
+            window.add(filled, goal.nbytes, name, part)
 
 
 def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -268,42 +189,6 @@ def _chunk_of(part: ArrayRegion, chunk: Sequence[int]) -> tuple[int, ...]:
     return tuple(start // size for (start, _), size in zip(part, chunk, strict=True))
 
 
-def _regions(goal: ToRead) -> set[ArrayRegion]:
-    """The regions that this process reads."""
-    if goal.sharding is None:
-        return {_whole(goal.shape)}
-    shape = goal.result_shape
-    return {_region(i, shape) for i in goal.sharding.addressable_devices_indices_map(shape).values()}
-
-
-def _region(index: Any, shape: Sequence[int]) -> ArrayRegion:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-
-
-def _within(region: ArrayRegion, shape: Sequence[int]) -> ArrayRegion:
-    """The part of ``region`` that is in an array of ``shape``."""
-    return tuple((a, min(b, n)) for (a, b), n in zip(region, shape, strict=True))
-
-
-def _whole(shape: Sequence[int]) -> ArrayRegion:
-    return tuple((0, size) for size in shape)
-
-
-def _index(part: ArrayRegion, within: ArrayRegion | None = None) -> tuple[Any, ...]:
-    """``part`` as an index; into an array that has ``within`` if given."""
-    starts = [start for start, _ in within] if within else [0] * len(part)
-    slices = [slice(a - start, b - start) for (a, b), start in zip(part, starts, strict=True)]
-    return (*slices, ...)  # without the ellipsis NumPy would copy a scalar
-
-
-def _aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array at an address that JAX takes without a copy where the device is a CPU."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    room = np.empty(nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + nbytes].view(dtype).reshape(shape)
-
-
 def _context() -> ts.Context:
     return ts.Context({"file_io_concurrency": {"limit": 32}})
 
@@ -316,10 +201,10 @@ def _store_spec(directory: epath.Path, name: str | None = None) -> dict[str, Any
     return spec if name is None else {**spec, "path": f"{name}/"}
 
 
-def _kept_spec(directory: epath.Path, name: str) -> dict[str, Any]:
-    """To read an array some of whose chunks are kept in memory."""
-    kept = {"total_bytes_limit": 4 * CHUNK_BYTES}
-    return {"driver": "zarr3", "kvstore": _store_spec(directory, name), "cache_pool": kept}
+def _stored_spec(directory: epath.Path, name: str, *, kept: bool) -> dict[str, Any]:
+    """To read an array; with ``kept`` some of its chunks are kept in memory."""
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": _store_spec(directory, name)}
+    return {**spec, "cache_pool": {"total_bytes_limit": 4 * CHUNK_BYTES}} if kept else spec
 
 
 def _array_spec(directory: epath.Path, name: str, array: ToWrite) -> dict[str, Any]:

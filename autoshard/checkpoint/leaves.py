@@ -5,7 +5,6 @@ Zero-size arrays and Python scalars are in the manifest alone; typed PRNG keys a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from autoshard.checkpoint.array_store import ToRead
-from autoshard.checkpoint.manifest import MAX_PATH, SCALAR_CODECS, LeafEntry, abbreviated, first_line
+from autoshard.checkpoint.manifest import MAX_PATH, SCALAR_CODECS, LeafEntry, first_line
+from autoshard.checkpoint.pieces import Piece, ToRead
 from autoshard.errors import CheckpointError
 from autoshard.jaxpr import PaddedArray, add_padding
-from autoshard.jaxpr.paths import path_keys
 from autoshard.strict_files import cut
 
 
@@ -124,69 +122,6 @@ def restore_targets(tree: Any, stored: Any = None) -> tuple[list[RestoreTarget],
     return found, treedef
 
 
-def match_leaves(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[LeafEntry | None]:
-    """For each leaf of ``wanted`` the one of ``saved`` with the same path, else with the same names along the path.
-
-    An attribute, a key and an index of the same text have the same name: ``state.x``, ``state['x']``.
-    """
-    exact = {leaf.path: leaf for leaf in saved}
-    paths = {leaf.path for leaf in wanted}
-    rest = [(_key_names(leaf.path), leaf) for leaf in saved if leaf.path not in paths]
-    count = Counter([names for names, _ in rest] + [_key_names(p) for p in paths - exact.keys()])
-    by_names = {names: leaf for names, leaf in rest if count[names] == 2}  # one saved and one wanted: unambiguous
-    return [exact.get(leaf.path) or by_names.get(_key_names(leaf.path)) for leaf in wanted]
-
-
-def state_difference(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry], there: str) -> str:
-    """How ``saved``, the state in ``there``, differs from ``wanted``; the empty string if it does not.
-
-    Args:
-      there: "checkpoint" or "plan", for the text.
-    """
-    pairs = list(zip(match_leaves(saved, wanted), wanted, strict=True))
-    missing = [leaf for found, leaf in pairs if found is None]
-    found = {leaf.path for leaf, _ in pairs if leaf is not None}
-    unused = [leaf for leaf in saved if leaf.path not in found]
-    differ = [(a, b) for a, b in pairs if a is not None and not _interchangeable(a, b)]
-    if not (missing or unused or differ):
-        return ""
-    if differ:
-        first = f"{differ[0][1].path} is {differ[0][0]} in the {there} and {differ[0][1]} here"
-    elif missing:
-        first = f"{missing[0].path} ({missing[0]}) is not in the {there}"
-    else:
-        first = f"{unused[0].path} ({unused[0]}) is in the {there} and not here"
-    ends = f"; only here: {abbreviated([leaf.path for leaf in missing])}" if missing else ""
-    ends += f"; only in the {there}: {abbreviated([leaf.path for leaf in unused])}" if unused else ""
-    return (
-        f"{first}. Of {len(wanted)} leaves here and {len(saved)} there, {len(differ)} "
-        f"differ in shape or dtype, {len(missing)} are only here, {len(unused)} only there{ends}"
-    )
-
-
-def _key_names(path: str) -> tuple[str, ...]:
-    """The names of the keys of ``path``."""
-    keys = path_keys(path)
-    return tuple(key.name for key in keys) if keys is not None else (path,)
-
-
-def _interchangeable(saved: LeafEntry, wanted: LeafEntry) -> bool:
-    """Whether shape and dtype are equal, or one is a Python number and the other a 0-d array of its family."""
-    if saved.shape == wanted.shape and saved.dtype == wanted.dtype:
-        return True
-    scalar = saved.shape == wanted.shape == [] and "key" not in (saved.kind, wanted.kind)
-    python = saved.kind != "array" or wanted.kind != "array"
-    return scalar and python and _dtype_family(saved) == _dtype_family(wanted)
-
-
-def _dtype_family(leaf: LeafEntry) -> str:
-    if leaf.kind != "array":
-        return leaf.kind
-    dtype = jnp.dtype(leaf.dtype)
-    families = {"bool": jnp.bool_, "float": jnp.floating, "int": jnp.integer}
-    return next((name for name, family in families.items() if jnp.issubdtype(dtype, family)), leaf.dtype)
-
-
 def restore_leaf(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: bool) -> Any:
     """The restored leaf.
 
@@ -227,13 +162,35 @@ def _restored(leaf: LeafEntry, array: Any, target: RestoreTarget, *, raw: bool) 
     return placed if target.stored is None else PaddedArray(placed, tuple(leaf.shape))
 
 
-def array_to_read(leaf: LeafEntry, target: RestoreTarget) -> ToRead:
-    """How to read the array of a leaf: into shards if its target is an array with a sharding, else to numpy."""
+def place_leaf(leaf: LeafEntry, value: Any, target: RestoreTarget) -> Any:
+    """A leaf that is in memory, as the target wants it: ``value`` itself where it is so already."""
+    wanted = target.leaf
+    if leaf.kind == "key":
+        return _put(value, target.sharding)
+    if wanted.kind == "array" and leaf.kind == "array":
+        if leaf.dtype != wanted.dtype:
+            value = value.astype(jnp.dtype(wanted.dtype))
+        if isinstance(value, PaddedArray) and value.stored.shape == target.stored:
+            return PaddedArray(_put(value.stored, target.sharding), tuple(leaf.shape))
+        if target.as_numpy:
+            return np.array(value)
+    array = np.asarray(value) if isinstance(value, np.generic | PaddedArray) else value
+    return restore_leaf(leaf, None if leaf.value is not None else array, target, raw=False)
+
+
+def array_to_read(leaf: LeafEntry, target: RestoreTarget, pieces: Sequence[Piece]) -> ToRead:
+    """How to read the array of a leaf: into shards if its target is an array with a sharding, else to numpy.
+
+    Args:
+      leaf: the leaf as it is to be: of the target's shape, and its dtype if both are arrays.
+      pieces: what it is made of; of typed keys nothing, their key data are read whole.
+    """
     if leaf.kind == "key":
         words = _key_words(leaf)
-        return ToRead(words.shape, words.dtype, None)
+        return ToRead(words.shape, words.dtype, None, (Piece.of(leaf.path, words.shape, words.dtype),))
     sharded = target.leaf.kind == "array" and not target.weak_type
-    return ToRead(tuple(leaf.shape), jnp.dtype(leaf.dtype), target.sharding if sharded else None, target.stored)
+    sharding = target.sharding if sharded else None
+    return ToRead(tuple(leaf.shape), jnp.dtype(leaf.dtype), sharding, tuple(pieces), target.stored)
 
 
 def _restore_key(leaf: LeafEntry, words: Any, target: RestoreTarget, *, raw: bool) -> Any:

@@ -11,29 +11,20 @@ One process (or one multi-process program) at a time may write to a directory.
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from autoshard.checkpoint.array_store import read
+from autoshard.checkpoint.array_store import StoredArrays
 from autoshard.checkpoint.async_write import ArraySave, begin_save, move_damaged_aside
 from autoshard.checkpoint.async_write import Saving as Saving
 from autoshard.checkpoint.async_write import finish as finish
-from autoshard.checkpoint.leaves import (
-    RestoreTarget,
-    array_to_read,
-    flatten_state,
-    match_leaves,
-    restore_leaf,
-    restore_targets,
-    state_difference,
-)
+from autoshard.checkpoint.leaves import flatten_state, restore_targets
 from autoshard.checkpoint.manifest import (
     MAX_BYTES,
     LeafEntry,
@@ -45,29 +36,12 @@ from autoshard.checkpoint.manifest import (
     newest_complete_text,
     step_directories,
 )
+from autoshard.checkpoint.matching import Rename, RestoreOptions, leaf_names, match_leaves, misfit_text
+from autoshard.checkpoint.pieces import ToRead, read, uses
+from autoshard.checkpoint.report import RestoreReport
+from autoshard.checkpoint.restoring import CheckpointPlan, StoredLeaves, planned_state, restore_from
 from autoshard.errors import CheckpointError
 from autoshard.runtime import nnx
-
-
-class CheckpointPlan(Protocol):
-    """The part of a plan that checkpoints use."""
-
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def in_avals(self) -> Sequence[Any]: ...
-    @property
-    def in_stored(self) -> Sequence[Any]: ...
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A restored checkpoint. ``fingerprint`` is that of the plan it was saved with, if one was given."""
-
-    step: int
-    state: Any
-    extra: dict[str, Any]
-    fingerprint: str | None = None
 
 
 def save(
@@ -159,54 +133,70 @@ def latest(dir: epath.PathLike) -> int | None:
 
 
 def restore(
-    dir: epath.PathLike, step: int | None = None, *, plan: CheckpointPlan | None = None, like: Any = None
-) -> Restored:
+    dir: epath.PathLike,
+    step: int | None = None,
+    *,
+    plan: CheckpointPlan | None = None,
+    like: Any = None,
+    ignore: Iterable[str] = (),
+    rename: Rename | None = None,
+    cast: bool = False,
+    missing: str = "error",
+    extra: str = "error",
+    fallback: Any = None,
+    report: bool = False,
+) -> Any:
     """Reads a checkpoint directly into shards: each device receives its shard of a leaf and nothing else.
 
     A replicated leaf is read once and copied to every device.
+
+    Leaves are matched by *name*, the keys of their path joined by ``/``: ``params/layers/0/w``, whether a key is of a
+    dict, an index or an attribute. Layers ``layers/0/w``, ``layers/1/w``, ... and their stack ``layers/w`` are restored
+    from one another; ``layers_0`` is such a layer too.
 
     Args:
       dir: the directory that `save` wrote to.
       step: which step; None restores the newest complete one, and warns of newer incomplete ones.
       plan: gives structure, shapes and shardings of the state: its argument 0. Of an NNX module this is the module's
         state, for ``nnx.update(module, state)``. A loaded plan has stand-ins for container classes (`Plan.load`), with
-        the leaves in the same order: ``jax.tree.unflatten(jax.tree.structure(like), leaves)``. Leaves are matched by
-        path, else by the names along the path: ``state.x`` matches ``state['x']``.
+        the leaves in the same order: ``jax.tree.unflatten(jax.tree.structure(like), leaves)``.
       like: instead of a plan, a pytree of `jax.ShapeDtypeStruct`, arrays and Python scalars. A leaf with a sharding
         is restored to it, a numpy array to numpy, any other to the default device, uncommitted. A saved Python number
         is restored as a 0-d array of its family if ``like`` has one, and vice versa.
-        With neither, the state is a dict from leaf path (``"state['w']"``) to numpy array or Python scalar, typed keys
-        as their key data.
+        With neither, the state is a dict from name to numpy array or Python scalar, typed keys as their key data.
+      ignore: names of saved leaves, or globs of them, to restore as if they had not been saved. ``*`` matches any text.
+      rename: from saved names to current ones: a dict of names or globs, the text of each ``*`` in the old name taking
+        the place of a ``*`` in the new one, or a function that returns the new name or None, which leaves a leaf out.
+      cast: whether a leaf may have another dtype than was saved: a float for a float, an integer for an integer. A
+        number that the dtype does not hold is an error.
+      missing: what becomes of a leaf that was not saved. "error"; "init": it is that of ``fallback``; "keep": the same,
+        and without a fallback it is that of ``like``. With the last two, a leaf that was saved shorter in one dimension
+        (a vocabulary that grew) is restored too, and what it has more is of the fallback, or 0 where there is none.
+      extra: what becomes of a saved leaf that is not wanted: "error", or "ignore".
+      fallback: a tree with at least the leaves that are missing, or a function without arguments that makes a state:
+        run by ``plan.init``, before anything is read.
+      report: whether to return a `RestoreReport` too: for each leaf where it comes from, and what `save` was given as
+        ``extra``.
+
+    Returns:
+      The state; with ``report`` a pair of it and the report.
 
     Raises:
-      CheckpointError: no checkpoint, no such step, a damaged step, or a checkpoint of another state. Nothing on disk
-        is changed.
+      CheckpointError: no checkpoint, no such step, a damaged step, or a checkpoint of another state: names the leaf,
+        both shapes, and the option that would help. Nothing on disk is changed.
     """
     if plan is not None and like is not None:
         raise CheckpointError("restore takes a plan or `like`, not both: each gives a structure and shardings")
+    options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)  # type: ignore[arg-type]
     root = absolute_path(dir)
     finish(root)
     step, manifest = choose_step(root, step if step is None else _step_number(step))
-    if plan is None and like is None:
-        goals, treedef = [RestoreTarget(leaf, as_numpy=True) for leaf in manifest.leaves], None
-    else:
-        goals, treedef = (
-            restore_targets(like) if plan is None else restore_targets(_planned_state(plan), plan.in_stored[0])
-        )
-        if misfit := state_difference(manifest.leaves, [goal.leaf for goal in goals], "checkpoint"):
-            raise CheckpointError(
-                f"{root / str(step)} has another state: {misfit}. Restore it with the model it was saved from, or "
-                "without `plan` and `like` to get its arrays by path"
-            )
-    found = cast("list[LeafEntry]", match_leaves(manifest.leaves, [goal.leaf for goal in goals]))
-    pairs = list(zip(found, goals, strict=True))
-    arrays = _read_arrays(root, step, [(leaf, goal) for leaf, goal in pairs if leaf.in_array_store])
-    values = [restore_leaf(leaf, arrays.pop(leaf.path, None), goal, raw=treedef is None) for leaf, goal in pairs]
-    if treedef is None:
-        state: Any = {leaf.path: value for leaf, value in zip(found, values, strict=True)}
-    else:
-        state = jax.tree.unflatten(treedef, values)
-    return Restored(step, state, manifest.extra, manifest.fingerprint)
+    stored = StoredLeaves(
+        str(root / str(step)), leaf_names(manifest.leaves), functools.partial(_read_arrays, root, step)
+    )
+    state, leaves, left_out = restore_from(stored, plan, like, options, fallback)
+    done = RestoreReport(step, tuple(leaves), tuple(left_out), manifest.extra, manifest.fingerprint)
+    return (state, done) if report else state
 
 
 def _step_number(step: Any) -> int:
@@ -216,25 +206,19 @@ def _step_number(step: Any) -> int:
         raise CheckpointError(f"step {step!r} is a {type(step).__name__}; steps are whole numbers, 0 or more") from None
 
 
-def _planned_state(plan: CheckpointPlan) -> Any:
-    if not len(plan.in_avals):
-        raise CheckpointError("the plan's step takes no argument, so it has no state")
-    return plan.in_avals[0]
-
-
 def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: CheckpointPlan) -> None:
-    wanted = [goal.leaf for goal in restore_targets(_planned_state(plan))[0]]
-    if misfit := state_difference(wanted, leaves, "plan"):
+    wanted = leaf_names([target.leaf for target in restore_targets(planned_state(plan))[0]])
+    matching = match_leaves(wanted, leaf_names(leaves), RestoreOptions(), restack=False)
+    if misfit := misfit_text(matching, len(wanted), len(leaves), "plan"):
         raise CheckpointError(
             f"the state is not argument 0 of the plan: {misfit}. Save the state that the planned step takes, or omit "
             "`plan`; nothing was written"
         )
 
 
-def _read_arrays(root: epath.Path, step: int, pairs: Iterable[tuple[LeafEntry, RestoreTarget]]) -> dict[str, Any]:
-    wanted = {leaf.path: array_to_read(leaf, target) for leaf, target in pairs}
+def _read_arrays(root: epath.Path, step: int, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
     try:
-        return read(root / str(step) / "arrays", wanted)
+        return read(StoredArrays(root / str(step) / "arrays", uses(wanted)), wanted)
     except CheckpointError as error:
         others = [n for n in steps(root) if n != step]
         hint = f"; restore that with step={max(others)}" if others else ""

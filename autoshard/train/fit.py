@@ -102,9 +102,9 @@ def fit(
     if done > steps:
         raise CheckpointError(f"steps={steps}: {folder} is at step {done} already; give more, or another folder")
     if done and folder is not None:
-        restored = checkpoint.restore(folder, done, plan=chosen)
-        state = nnx.updated(state, restored.state)
-        source.set_state(restored.extra.get("batches"))
+        restored, report = checkpoint.restore(folder, done, plan=chosen, report=True)
+        state = nnx.updated(state, restored)
+        source.set_state(report.extra.get("batches"))
     else:
         state = nnx.updated(state, nnx.split((chosen.put(state),)).states[0])
 

@@ -187,7 +187,7 @@ def _run_remaining(
                     return None
         last = last or plan_phase(config, config.all_phases[-1])
         # From the checkpoint even if the run trained just now, so that a resumed run does the same.
-        params = checkpoint.restore(folder.checkpoints, done, plan=last.plan).state["params"]
+        params = checkpoint.restore(folder.checkpoints, done, plan=last.plan)["params"]
         held_out, scored = _final_loss(run, last, params)
     report = from_first(lambda: _write_report(run, last, done, held_out, scored))
     run.say(str(report))
@@ -222,9 +222,8 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
 
     batches = data.batches(run.corpus.train, batch=config.batch, seq=config.model.seq, seed=config.seed)
     if done:
-        restored = checkpoint.restore(folder.checkpoints, done, plan=planned.plan)
-        state = restored.state
-        batches.set_state(restored.extra.get("batches"))
+        state, report = checkpoint.restore(folder.checkpoints, done, plan=planned.plan, report=True)
+        batches.set_state(report.extra.get("batches"))
     else:
         state = planned.plan.init(run.steps.init, jax.random.key(config.seed))
     if index and done == config.all_phases[index - 1].until:

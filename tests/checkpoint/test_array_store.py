@@ -17,8 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import checkpoint
-from autoshard.checkpoint import array_store
-from autoshard.checkpoint.array_store import ToRead, chunk_shape, on_host, read, write
+from autoshard.checkpoint import array_store, pieces
+from autoshard.checkpoint.array_store import StoredArrays, chunk_shape, on_host, write
+from autoshard.checkpoint.pieces import Piece, ToRead, Window, uses
 from autoshard.errors import CheckpointError
 
 FLIPS = int(os.environ.get("AUTOSHARD_FLIPS", "30"))
@@ -36,6 +37,14 @@ def random(*shape: int) -> np.ndarray:
 def noise() -> np.ndarray:
     """Bytes that no compression changes."""
     return np.random.default_rng(0).integers(0, 256, (128, 512), np.uint8)
+
+
+def to_read(name: str, shape: Any, dtype: np.dtype, sharding: Any = None) -> ToRead:
+    return ToRead(tuple(shape), dtype, sharding, (Piece.of(name, shape, dtype),))
+
+
+def read(directory: epath.Path, wanted: dict[str, ToRead]) -> dict[str, Any]:
+    return pieces.read(StoredArrays(directory, uses(wanted)), wanted)
 
 
 def state() -> dict[str, Any]:
@@ -87,14 +96,14 @@ def test_a_changed_byte_is_named_or_harmless(saved: Path, attempt: int):
     path.write_bytes(changed)
     error = None
     try:
-        back = checkpoint.restore(saved, like=state())
+        back, report = checkpoint.restore(saved, like=state(), report=True)
     except CheckpointError as caught:
         error = str(caught)
     finally:
         path.write_bytes(before)
     if error is None:
-        assert bits(back.state) == bits(state())
-        assert back.extra == {"data": {"position": [17, 4]}}
+        assert bits(back) == bits(state())
+        assert report.extra == {"data": {"position": [17, 4]}}
     else:
         assert any(name in error for name in (path.name.partition(".")[0], path.parent.name, "state["))
 
@@ -156,12 +165,12 @@ SPECS = [P("data", "model"), P("model"), P(None, ("data", "model")), P()]
 def test_regions_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: P, other: P):
     """Many chunks to a shard and many shards to a chunk, with room in memory for two chunks."""
     monkeypatch.setattr(array_store, "CHUNK_BYTES", 640)
-    monkeypatch.setattr(array_store, "IN_FLIGHT_BYTES", 1280)
+    monkeypatch.setattr(pieces, "IN_FLIGHT_BYTES", 1280)
     x = random(24, 40)
     placed = jax.device_put(x, NamedSharding(mesh(4, 2), spec))
     write(epath.Path(tmp_path), on_host({"x": placed, "y": x}))
     sharding = NamedSharding(mesh(2, 4), other)
-    back = read(epath.Path(tmp_path), {n: ToRead((24, 40), x.dtype, s) for n, s in (("x", sharding), ("y", None))})
+    back = read(epath.Path(tmp_path), {n: to_read(n, x.shape, x.dtype, s) for n, s in (("x", sharding), ("y", None))})
     assert back["x"].sharding == sharding
     np.testing.assert_array_equal(back["x"], x)
     np.testing.assert_array_equal(back["y"], x)
@@ -171,18 +180,18 @@ def test_regions_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_no_more_is_in_flight_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Beside the arrays themselves, reading and writing take a window of memory, however many chunks there are."""
     monkeypatch.setattr(array_store, "CHUNK_BYTES", 640)
-    monkeypatch.setattr(array_store, "IN_FLIGHT_BYTES", 1280)
+    monkeypatch.setattr(pieces, "IN_FLIGHT_BYTES", 1280)
     waiting: list[int] = []
-    result = array_store._Window.result
+    result = Window.result
 
     def watched(self: Any, *args: Any) -> Any:
         waiting.append(len(self._pending))
         return result(self, *args)
 
-    monkeypatch.setattr(array_store._Window, "result", watched)
+    monkeypatch.setattr(Window, "result", watched)
     x = random(24, 400)
     write(epath.Path(tmp_path), on_host({"x": x}))
-    np.testing.assert_array_equal(read(epath.Path(tmp_path), {"x": ToRead(x.shape, x.dtype, None)})["x"], x)
+    np.testing.assert_array_equal(read(epath.Path(tmp_path), {"x": to_read("x", x.shape, x.dtype)})["x"], x)
     assert len(waiting) > x.nbytes / 640
     assert max(waiting) <= 3
 
@@ -195,7 +204,7 @@ DTYPES = [*(np.dtype(t) for t in "?bhilBHILefdFD"), *(jnp.dtype(getattr(ml_dtype
 def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: np.dtype):
     x = np.arange(12).reshape(3, 4).astype(dtype)
     write(epath.Path(tmp_path), on_host({"x": x}))
-    back = read(epath.Path(tmp_path), {"x": ToRead((3, 4), dtype, None)})["x"]
+    back = read(epath.Path(tmp_path), {"x": to_read("x", (3, 4), dtype)})["x"]
     assert back.dtype == dtype
     assert back.tobytes() == x.tobytes()
 
@@ -203,6 +212,6 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: np.dtype):
 def test_another_shape_or_dtype_than_in_the_manifest_is_named(tmp_path: Path):
     write(epath.Path(tmp_path), on_host({"x": random(8)}))
     with pytest.raises(CheckpointError, match=r"x is float32\[9\] in the manifest and float32\[8\] in the store"):
-        read(epath.Path(tmp_path), {"x": ToRead((9,), np.dtype("float32"), None)})
+        read(epath.Path(tmp_path), {"x": to_read("x", (9,), np.dtype("float32"))})
     with pytest.raises(CheckpointError, match="y cannot be read: NOT_FOUND"):
-        read(epath.Path(tmp_path), {"y": ToRead((9,), np.dtype("float32"), None)})
+        read(epath.Path(tmp_path), {"y": to_read("y", (9,), np.dtype("float32"))})

@@ -176,21 +176,21 @@ def test_a_checkpoint_has_the_true_shapes_and_is_restored_on_another_mesh(tmp_pa
     state, _ = one(small(), X)
     checkpoint.save(tmp_path, 1, state, plan=plans[0], wait=True)
     for restored in (
-        checkpoint.restore(tmp_path, plan=plans[1]).state,
-        checkpoint.restore(tmp_path, plan=plans[0]).state,
-        checkpoint.restore(tmp_path, like=state).state,
+        checkpoint.restore(tmp_path, plan=plans[1]),
+        checkpoint.restore(tmp_path, plan=plans[0]),
+        checkpoint.restore(tmp_path, like=state),
     ):
         equal(restored, state)
         assert isinstance(restored["params"]["b"], autoshard.PaddedArray)
         assert not np.asarray(restored["params"]["table"].stored)[101:].any()
         assert share(restored) < 0.14
-    plain = checkpoint.restore(tmp_path).state
-    assert plain["state['params']['table']"].shape == (101, 7)
+    plain = checkpoint.restore(tmp_path)
+    assert plain["params/table"].shape == (101, 7)
     unpadded = autoshard.jit(train, mesh={"data": 2}, strategy="fsdp").plan(small(), X)
-    back = checkpoint.restore(tmp_path, plan=unpadded).state
+    back = checkpoint.restore(tmp_path, plan=unpadded)
     equal(back, state)
     checkpoint.save(tmp_path, 2, back, plan=unpadded, wait=True)
-    equal(checkpoint.restore(tmp_path, 2, plan=plans[1]).state, state)
+    equal(checkpoint.restore(tmp_path, 2, plan=plans[1]), state)
 
 
 def test_a_plan_saved_and_given_again_stores_the_same(tmp_path) -> None:
@@ -300,7 +300,7 @@ def in_two_processes(folder: str) -> dict[str, Any]:
     state, loss = step(*own)
     other = planned({"a": 4})
     checkpoint.save(folder, 1, state, plan=plan, wait=True)
-    restored = checkpoint.restore(folder, plan=other.plan(small(), X)).state
+    restored = checkpoint.restore(folder, plan=other.plan(small(), X))
     read = jax.jit(lambda s: s, out_shardings=jax.sharding.NamedSharding(plan.jax_mesh, P()))
     table = np.asarray(read(state["params"])["table"])
     again, _ = step(plan.init(lambda: jax.tree.map(jnp.asarray, small())), X)

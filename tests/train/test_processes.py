@@ -111,7 +111,7 @@ def test_two_processes_take_the_steps_of_one(root: Path, found: list[dict[str, A
         assert report["steps"] == alone["steps"] == 6
         assert report["held_out_bits"] == pytest.approx(alone["held_out_bits"], rel=1e-5)
         assert [p["mesh"] for p in report["phases"]] == [p["mesh"] for p in alone["phases"]]
-    state, other = (checkpoint.restore(root / name / "checkpoints").state for name in ("two", "one"))
+    state, other = (checkpoint.restore(root / name / "checkpoints") for name in ("two", "one"))
     for path, value in state.items():
         np.testing.assert_allclose(value, other[path], rtol=1e-4, atol=1e-5)
 
