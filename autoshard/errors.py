@@ -38,6 +38,11 @@ class ScheduleError(AutoshardError):
     """A pipeline schedule that is unknown, or whose table lacks or repeats an operation, or runs one too early."""
 
 
+class PipelineError(AutoshardError):
+    """A step that cannot run as the pipeline that is asked for: no chain of layers, or layers, micro-batches and stages
+    that do not fit each other."""
+
+
 class MemoryBudgetError(PlanError):
     """No layout fits the memory budget; the message is about the smallest.
 

@@ -24,6 +24,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "machine": "errors units strict_config",
     "ir": "jaxpr machine",
     "transforms": "ir",
+    "pipelining": "ir schedule",
     "cost": "ir",
     "search": "cost",
     "rules": "transforms cost",

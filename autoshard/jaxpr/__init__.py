@@ -77,6 +77,7 @@ from autoshard.jaxpr.padded_array import (
     true_sharding,
     with_true_shapes,
 )
+from autoshard.jaxpr.replay import is_constraint, replay, replay_equation
 from autoshard.jaxpr.rewrite import (
     as_fun,
     bind_equation,
@@ -156,6 +157,7 @@ __all__ = [
     "from_dispatch",
     "is_array",
     "is_backward",
+    "is_constraint",
     "is_differentiated",
     "is_interpreted",
     "is_narrow_float",
@@ -173,6 +175,8 @@ __all__ = [
     "optimization_barrier",
     "rebuild_scan",
     "regions",
+    "replay",
+    "replay_equation",
     "represents",
     "represents_indices",
     "resized_var",

@@ -1,0 +1,58 @@
+"""What one place computes of a loop's body: the equations that its results need, evaluated over the context's mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from autoshard import jaxpr as jx
+from autoshard.pipelining.chain import Chain, Place
+
+
+def evaluate(
+    chain: Chain, place: Place | None, known: Mapping[jx.Var, Any], results: Sequence[jx.Atom], apart: str
+) -> list[Any]:
+    """The terms of ``results`` that ``place`` computes; None of one to which it contributes nothing.
+
+    Args:
+      place: None computes what every stage can.
+      known: values of the variables that are not computed here.
+      apart: as in `jx.replay`.
+    """
+    values, needed = dict(known), {a for a in results if isinstance(a, jx.Var)}
+    todo: list[jx.JaxprEqn] = []
+    for eqn in reversed(chain.body.eqns):
+        wanted = needed.intersection(eqn.outvars) - values.keys()
+        if wanted and _computes(chain, place, eqn):
+            todo.append(eqn)
+            needed.update(a for a in eqn.invars if isinstance(a, jx.Var))
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def read(atom: jx.Atom) -> Any:
+        return atom.val if isinstance(atom, jx.Literal) else values.get(atom)
+
+    for eqn in reversed(todo):
+        operands = [read(a) for a in eqn.invars]
+        if _counted_elsewhere(chain, place, eqn):
+            operands = [x if chain.where(a) else None for x, a in zip(operands, eqn.invars, strict=True)]
+        if not all(x is None for x in operands) or not eqn.invars:
+            pairs = zip(operands, map(jx.aval, eqn.invars), strict=True)
+            operands = [jnp.zeros(a.shape, a.dtype) if x is None else x for x, a in pairs]
+            values.update(zip(eqn.outvars, jx.replay_equation(eqn, operands, mesh, apart), strict=True))
+    return [read(a) for a in results]
+
+
+def _computes(chain: Chain, place: Place | None, eqn: jx.JaxprEqn) -> bool:
+    places = chain.places[eqn.outvars[0]]
+    return not places or place in places
+
+
+def _counted_elsewhere(chain: Chain, place: Place | None, eqn: jx.JaxprEqn) -> bool:
+    """Whether ``eqn`` adds what any stage can compute to a sum of several places, which another one does once."""
+    places = chain.places[eqn.outvars[0]]
+    traits = chain.rules.traits(eqn.primitive)
+    sums = any(len(s) > 1 for s in traits.linear)
+    return sums and len(places) > 1 and place != ("last" if "last" in places else "first")

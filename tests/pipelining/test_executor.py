@@ -1,0 +1,106 @@
+"""Chains of layers as pipelines against the plain loop on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from autoshard import jaxpr as jx
+from autoshard.pipelining.chain import find_chain
+from autoshard.pipelining.executor import run_pipelined
+from autoshard.pipelining.stages import Stages
+from autoshard.rules import SHIPPED
+from autoshard.schedule.schedule import Schedule
+from tests.models import BATCH, SEQ, VOCAB, WIDTH, cross_entropy, tokens
+from tests.pipelined_steps import accumulated
+
+
+def params_of(layers: int) -> dict[str, Any]:
+    w = 0.3 * jax.random.normal(jax.random.key(0), (layers, WIDTH, WIDTH))
+    embed = jax.random.normal(jax.random.key(1), (VOCAB, WIDTH))
+    return {"embed": embed, "layers": {"w": w, "b": jnp.zeros((layers, WIDTH))}}
+
+
+def plain_loss(params: Any, batch: Any) -> jax.Array:
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(x @ w["w"] + w["b"]), None
+
+    x, _ = jax.lax.scan(layer, params["embed"][batch["x"]], params["layers"])
+    return cross_entropy(x @ params["embed"].T, batch["y"])
+
+
+def pipelined(step: Callable[..., Any], args: Any, schedule: Schedule, layers: tuple[int, ...]) -> Any:
+    """The results of ``step`` with its chain of layers over as many stages as ``schedule`` has, of two devices each."""
+    stages = schedule.stages
+    mesh = jax.make_mesh((stages, min(2, 8 // stages)), ("stage", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jaxpr = jx.normalize(jax.make_jaxpr(step)(*args))
+        chain = find_chain(jaxpr, "step", SHIPPED)
+        run = jax.jit(lambda *xs: run_pipelined(jaxpr, chain, Stages("stage", schedule, layers), mesh, xs))
+        flat = run(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(step, *args)), flat)
+
+
+def assert_equal_to_one_device(
+    step: Callable[..., Any], args: Any, schedule: Schedule, layers: tuple[int, ...]
+) -> None:
+    expected, found = jax.jit(step)(*args), pipelined(step, args, schedule, layers)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "layers"),
+    [
+        ("1f1b", 4, 8, (1, 1, 1, 1)),
+        ("1f1b", 4, 1, (2, 1, 1, 1)),
+        ("gpipe", 2, 4, (3, 2)),
+        ("interleaved:2", 2, 4, (1, 2, 1, 1)),
+        ("1f1b", 8, 2, (1,) * 8),
+    ],
+)
+def test_losses_and_gradients_are_those_of_one_device(
+    name: str, stages: int, microbatches: int, layers: tuple[int, ...]
+) -> None:
+    schedule = Schedule.named(name, stages=stages, microbatches=microbatches)
+    step = accumulated(plain_loss, microbatches)
+    assert_equal_to_one_device(step, (params_of(sum(layers)), tokens(0)), schedule, layers)
+
+
+def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> None:
+    """A weight that every layer reads, an auxiliary loss of each layer, a cast of stacked weights, keys that each layer
+    has, a loop that carries a key and a number, and stacks what the micro-batches' losses are."""
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+            w, key = w
+            kept = jax.random.bernoulli(key, 0.9, x.shape)
+            x = x + jnp.where(kept, jnp.tanh(x @ w["w"].astype(jnp.float32) + w["b"] * params["shared"]), 0)
+            return x, (x**2).mean()
+
+        low = {**params["layers"], "w": params["layers"]["w"].astype(jnp.bfloat16)}
+        keys = jax.random.split(key, 4)
+        x, squares = jax.lax.scan(layer, params["embed"][batch["x"]], (low, keys))
+        return cross_entropy(x @ params["embed"].T, batch["y"]) + 0.01 * squares.mean()
+
+    def step(params: Any, batch: Any, key: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(4, BATCH // 4, SEQ), batch)
+
+        def add(carry: Any, part: Any) -> Any:
+            sums, key, n = carry
+            key, own = jax.random.split(key)
+            value, grads = jax.value_and_grad(loss)(params, part, own)
+            return (jax.tree.map(jnp.add, sums, grads), key, n + 1), (value, n)
+
+        carry = jax.tree.map(jnp.zeros_like, params), key, 0
+        (sums, key, n), (losses, numbers) = jax.lax.scan(add, carry, parts)
+        return sums, jax.random.key_data(key), n, losses, numbers
+
+    params = {**params_of(4), "shared": jnp.ones(WIDTH)}
+    schedule = Schedule.named("1f1b", stages=2, microbatches=4)
+    assert_equal_to_one_device(step, (params, tokens(0), jax.random.key(3)), schedule, (2, 2))
