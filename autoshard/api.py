@@ -77,7 +77,7 @@ def jit(
       strategy: ``"auto"``, a preset (``"dp"``, ``"fsdp"``, ``"tp"``, ``"fsdp_tp"``, ``"zero1"``, ``"zero2"``,
         ``"zero3"``, ``"replicated"``), or a `Plan` made earlier. Of such a plan's compiler options, those that may do
         more than change how the step is compiled must be in ``compiler_options`` too.
-        Presets split the batch, as `autoshard.search.batch` finds it and `Plan.batch` says, over the axes that divide
+        Presets split the batch, as `autoshard.ir.batch` finds it and `Plan.batch` says, over the axes that divide
         it; arguments that are not carried and have none of it are parameters. Under "auto", arguments that are on the
         mesh already when the step is planned, and that no result replaces, keep the specs that they have there.
       like: a plan of another step, or that step, planned before this one is called. Arguments that both steps have keep

@@ -72,13 +72,27 @@ class PassError(AutoshardError):
 
 
 class ChunkError(PassError):
-    """A loss that cannot be computed in chunks of its tokens; the pass ``losses`` leaves it as it is, and reports this.
+    """What cannot be computed in chunks: a loss in chunks of its tokens, which the pass ``losses`` then leaves as it
+    is, and reports this; or a batch in parts.
 
     Attributes:
       source: source line of the operation that stands against it; "" if unknown.
     """
 
     def __init__(self, message: str, source: str) -> None:
+        super().__init__(message)
+        self.source = source
+
+
+class MicrobatchError(PassError):
+    """A step that cannot be computed in micro-batches: its batch does not divide, it has none, or an operation takes
+    all of it together.
+
+    Attributes:
+      source: source line of that operation; "" if there is none.
+    """
+
+    def __init__(self, message: str, source: str = "") -> None:
         super().__init__(message)
         self.source = source
 

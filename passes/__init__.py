@@ -15,6 +15,7 @@ from autoshard.passes.accumulate import Accumulate
 from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.losses import Losses
+from autoshard.passes.microbatch import Microbatch
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.pad_uneven import PadUneven
 from autoshard.passes.recompute import Recompute
@@ -24,7 +25,18 @@ from autoshard.transforms.pipeline import Pass
 
 PASSES: Mapping[str, type[Pass]] = {
     p.name: p
-    for p in (Accumulate, Attention, DeadCode, Losses, OneHot, PadUneven, Recompute, SumProducts, TransposedProducts)
+    for p in (
+        Accumulate,
+        Attention,
+        DeadCode,
+        Losses,
+        Microbatch,
+        OneHot,
+        PadUneven,
+        Recompute,
+        SumProducts,
+        TransposedProducts,
+    )
 }
 """The passes by the name that a user writes in ``passes=[...]``."""
 
@@ -34,6 +46,7 @@ __all__ = [
     "Attention",
     "DeadCode",
     "Losses",
+    "Microbatch",
     "OneHot",
     "PadUneven",
     "Recompute",

@@ -100,7 +100,7 @@ class Dims(NamedTuple):
 
 
 class BatchClass(NamedTuple):
-    """A class that belongs to the batch (`autoshard.search.batch`)."""
+    """A class that belongs to the batch (`autoshard.ir.batch`)."""
 
     label: int
     arguments: IntArray

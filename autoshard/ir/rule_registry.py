@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 
 from autoshard import jaxpr as jx
 from autoshard.errors import RuleError, nearest
-from autoshard.ir import shardy_mlir, shardy_notation
+from autoshard.ir import shardy_notation
 from autoshard.ir.rule import CollectiveBytes, Local, Rule, RuleFn, RuleTable, parse, replicated_rule
 from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.machine.mesh import LogicalMesh
@@ -172,8 +172,8 @@ def custom_partitioning_rule(eqn: jx.JaxprEqn, mesh: LogicalMesh) -> Rule | None
     operands, results = ([jx.aval(a) for a in side] for side in (eqn.invars, eqn.outvars))
     options: Mapping[str, Any] = {}
     if callable(rule):
-        with shardy_mlir.context():
-            types = [shardy_mlir.tensor_types(side) for side in (operands, results)]
+        with shardy_notation.mlir_context():
+            types = [shardy_notation.tensor_types(side) for side in (operands, results)]
             rule = rule(*static, mesh.abstract_mesh(), *types)
         if isinstance(rule, tuple | list) and not hasattr(rule, "operand_mappings"):
             rule, options = rule

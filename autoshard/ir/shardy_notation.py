@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
 from autoshard.errors import RuleError, nearest
 from autoshard.ir.rule import Dim, Dims, Rule, factor_names
 
@@ -245,3 +248,14 @@ def _canonical(
         sizes=tuple(sorted((new[f], n) for f, n in sizes.items() if new[f] in left and f in inside)),
         reason=reason,
     )
+
+
+def mlir_context() -> Any:
+    """A fresh MLIR context with every dialect of lowered programs, in which a rule given as a function is called."""
+    return mlir.make_ir_context()
+
+
+def tensor_types(avals: Sequence[Any]) -> list[Any]:
+    """The MLIR tensor types of abstract values; for use inside a `mlir_context`."""
+    with ir.Location.unknown():
+        return [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in avals]

@@ -38,14 +38,14 @@ class Traits:
     `ir.build_graph` (tied to what is gathered from)."""
     reduces: bool = False
     """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`, and
-    `passes.losses` (a sum over tokens)."""
+    `transforms.batch_parts` (a sum over chunks)."""
     convolution: bool = False
     """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`."""
     identity: bool = False
     """Its i-th result is its i-th operand. Asked by `ir.build_graph` (each pair on its own)."""
     constrains: bool = False
     """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven`,
-    `passes.losses` and `backend.lower` (the plan's own takes its place)."""
+    `transforms.batch_parts` and `backend.lower` (the plan's own takes its place)."""
     loop: bool = False
     """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
     barrier: bool = False
@@ -69,22 +69,22 @@ class Traits:
     """Of an operand that is one number everywhere, its result is so too. Asked by `transforms.per_part_sums` and
     `passes.attention`."""
     runs_once: bool = False
-    """Run again, it may give other values, or calls the host again. Asked by `passes.losses` and
+    """Run again, it may give other values, or calls the host again. Asked by `transforms.batch_parts` and
     `transforms.remat`, which never recomputes it."""
     ignores_neutral: bool = False
     """It reads nothing of a reduced dimension but its elements, so that neutral ones more change nothing. Asked by
-    `passes.pad_uneven`, which makes padding neutral, and `passes.losses`."""
+    `passes.pad_uneven`, which makes padding neutral, and `transforms.batch_parts`."""
     iterates_to_convergence: bool = False
     """It runs until every element has converged, which an arbitrary one may never do. Asked by `passes.pad_uneven`,
     which does not pad its operands."""
     position_dependent: bool = False
-    """Its elements depend on their positions in the whole array, or are arbitrary. Asked by `passes.losses` and
-    `rules.validation`, which runs it on parts."""
+    """Its elements depend on their positions in the whole array, or are arbitrary. Asked by `transforms.batch_parts`
+    and `rules.validation`, which runs it on parts."""
     unchecked_shapes: bool = False
     """Its kernel writes out of bounds where the shapes of its operands do not match. Asked by `rules.validation`, which
     tries shapes."""
     shape_param: str | None = None
-    """The parameter that states the shape of its result. Asked by `passes.pad_uneven`, `passes.losses` and
+    """The parameter that states the shape of its result. Asked by `passes.pad_uneven`, `transforms.batch_parts` and
     `passes.sum_products`."""
     mispartitioned_by_xla: bool = False
     """XLA (JAX 0.12) gives wrong numbers or fails where it partitions it by itself. Asked by `plan.constraints`, which

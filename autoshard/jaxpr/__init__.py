@@ -46,9 +46,11 @@ from autoshard.jaxpr.hi_primitives import CALL_HI_PRIMITIVE
 from autoshard.jaxpr.nested import (
     Region,
     ScanGroups,
+    bodies_with_operand,
     calls_one_body,
     eqns_with_regions,
     map_bodies,
+    operands_with,
     rebuild_scan,
     regions,
     scan_groups,
@@ -65,6 +67,7 @@ from autoshard.jaxpr.origin import (
     autodiff_phase,
     is_backward,
     is_differentiated,
+    outside_autodiff,
     source,
 )
 from autoshard.jaxpr.padded_array import (
@@ -136,6 +139,7 @@ __all__ = [
     "aval_bytes",
     "bind_equation",
     "bind_on_shards",
+    "bodies_with_operand",
     "calls_one_body",
     "check_jaxpr",
     "clear_dispatcher",
@@ -172,7 +176,9 @@ __all__ = [
     "normalize",
     "op_names",
     "op_params",
+    "operands_with",
     "optimization_barrier",
+    "outside_autodiff",
     "rebuild_scan",
     "regions",
     "replay",

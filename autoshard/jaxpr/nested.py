@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax._src import core as _core
 from jax._src import flattree as _ft
@@ -207,3 +208,25 @@ def rebuild_scan(
         ft_out=_ft.pack((carry, _ft.nones(len(results) - groups[1]))),
     )
     return eqn.replace(invars=list(operands), outvars=list(results), params=params)
+
+
+def bodies_with_operand(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
+    """A loop, branch or `jax.checkpoint` with other bodies, each of which has one more input before the others. Its
+    parameters alone are valid, for operands as `operands_with` gives them."""
+    p = eqn.params
+    if eqn.primitive is _prims.scan_p:
+        consts, carry, xs = (len(group) for group in p["ft_in"].unpack())
+        return rebuild_scan(eqn, bodies[0], (consts + 1, carry, xs), eqn.invars, eqn.outvars)
+    if eqn.primitive is _prims.while_p:
+        p = dict(p, cond_nconsts=p["cond_nconsts"] + 1, body_nconsts=p["body_nconsts"] + 1)
+        eqn = eqn.replace(params=p)
+    return with_bodies(eqn, bodies)
+
+
+def operands_with(eqn: JaxprEqn, operand: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of `bodies_with_operand`, where each body's first input is ``operand``."""
+    if eqn.primitive is _prims.while_p:
+        n = eqn.params["cond_nconsts"]
+        return [operand, *operands[:n], operand, *operands[n:]]
+    first = 1 if eqn.primitive is _prims.cond_p else 0
+    return [*operands[:first], operand, *operands[first:]]

@@ -41,6 +41,11 @@ def autodiff_phase(eqn: JaxprEqn) -> Literal["forward", "backward", ""]:
     return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 
+def outside_autodiff(eqn: JaxprEqn) -> JaxprEqn:
+    """``eqn`` attributed to the same source line, in no phase of automatic differentiation and no scope."""
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=_source.NameStack()))
+
+
 def is_backward(eqn: JaxprEqn) -> bool:
     """Whether the equation was made by transposing a differentiated function."""
     return autodiff_phase(eqn) == "backward"

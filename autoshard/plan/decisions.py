@@ -121,7 +121,7 @@ class DimSplit:
 
 @dataclass(frozen=True)
 class BatchDim:
-    """A dimension of an argument that belongs to the batch (`autoshard.search.batch`)."""
+    """A dimension of an argument that belongs to the batch (`autoshard.ir.batch`)."""
 
     path: str
     dim: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import SpecError, nearest
+from autoshard.ir.batch import classes_with_batch
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import with_pins
 from autoshard.plan.diff import signed_time
@@ -16,7 +17,6 @@ from autoshard.plan.planner import PlanRequest
 from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
 from autoshard.runtime.stages import plan_program
-from autoshard.search.batch import classes_with_batch
 from autoshard.search.solved_layouts import min_marginals
 
 

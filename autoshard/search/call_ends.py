@@ -2,7 +2,7 @@
 
 The search prices the step alone. Two things happen beside it, and are decided once the rest is:
 
-*Loading.* An array of the batch (`autoshard.search.batch`) that is not carried comes from the host at each call. Its
+*Loading.* An array of the batch (`autoshard.ir.batch`) that is not carried comes from the host at each call. Its
 bytes per device take their time over the host's link, and where several hosts share the mesh, each reads what its
 devices hold. A call and its loading take the sum of both, or, with the next call's arrays loaded ahead, the longer of
 the two. So such an array is split over further axes than the step reads it, along its dimensions of the batch, where

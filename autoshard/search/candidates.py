@@ -17,11 +17,11 @@ from typing import Any
 from autoshard.cost.compiler_options import CompilerOptions, should_disable_all_gather_fusion
 from autoshard.cost.cost import Cost, CostModel
 from autoshard.cost.memory import Memory, MemoryModel
+from autoshard.ir.batch import classes_with_batch, frozen_arguments
 from autoshard.ir.dim_classes import ArgumentRoles, DimClass, argument_roles
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout, propagate
 from autoshard.ir.spec import Axes, Spec, replicated
-from autoshard.search.batch import classes_with_batch, frozen_arguments
 from autoshard.search.value_groups import ValueGroups
 
 BOUND_TOLERANCE = 2e-6

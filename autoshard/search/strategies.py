@@ -2,7 +2,7 @@
 
 Data-parallel presets are one choice each. "tp" and "fsdp_tp" fix what the batch is sharded over and leave the rest to
 the layout problem, within `StrategyLimits`; on a mesh with more axes than that is solved for, to coordinate descent.
-What the batch is, `autoshard.search.batch` defines; arguments that are not carried and have none of it are parameters.
+What the batch is, `autoshard.ir.batch` defines; arguments that are not carried and have none of it are parameters.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoshard.errors import SpecError
+from autoshard.ir.batch import batch_dims
 from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.spec import Axes
-from autoshard.search.batch import batch_dims
 from autoshard.search.candidates import Choice, Search
 from autoshard.search.layout_problem import StrategyLimits
 from autoshard.search.solved_layouts import solve_layouts

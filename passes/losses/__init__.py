@@ -22,11 +22,11 @@ from autoshard import jaxpr as jx
 from autoshard.errors import ChunkError, PassError, nearest
 from autoshard.ir.program import Program
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.passes.losses.cut import Cut
-from autoshard.passes.losses.indices import with_batched_indices
 from autoshard.passes.losses.inline import with_loss_calls_inlined
 from autoshard.passes.losses.loop import with_loop
 from autoshard.passes.losses.region import RegionFinder, logits_products
+from autoshard.transforms.batch_parts.batched_indices import with_batched_indices
+from autoshard.transforms.batch_parts.cut import Cut
 from autoshard.transforms.pipeline import Pass
 
 MEMORY_SHARE = 1 / 64

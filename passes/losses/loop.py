@@ -12,8 +12,8 @@ from jax import numpy as jnp
 from autoshard import jaxpr as jx
 from autoshard.errors import ChunkError
 from autoshard.ir.rule_registry import Rules
-from autoshard.passes.losses.cut import REDUCTIONS, Cut
 from autoshard.passes.losses.region import Region
+from autoshard.transforms.batch_parts.cut import REDUCTIONS, Cut
 from autoshard.transforms.per_part_sums import with_per_part_sums
 
 

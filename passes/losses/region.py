@@ -21,7 +21,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import ChunkError
 from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.passes.losses.cut import Cut, CutEquation, cut_equation
+from autoshard.transforms.batch_parts.cut import Cut, CutEquation, cut_equation
 
 Chunk = tuple[jx.Var, Cut | None]
 """A value of which an iteration has a chunk, or the whole (None)."""

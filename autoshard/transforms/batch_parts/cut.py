@@ -119,10 +119,12 @@ class CutEquation:
             params["limit_indices"] = cut.chunk_shape(params["limit_indices"])
         if cut is not None and eqn.primitive is _prims.gather_p and params["slice_sizes"][cut.dim] > 1:
             params["slice_sizes"] = cut.chunk_shape(params["slice_sizes"])
+        if cut is not None and eqn.primitive is _prims.dynamic_slice_p:
+            params["slice_sizes"] = cut.chunk_shape(params["slice_sizes"])
         if self.reduction == "sum" and _is_short(avals[0].dtype):
             if eqn.primitive is _prims.dot_general_p:
                 params["preferred_element_type"] = np.dtype(np.float32)
-            else:
+            elif rules.traits(eqn.primitive).reduces:
                 operands = [lax.convert_element_type(x, np.float32) for x in operands]
         found = jx.bind_equation(eqn, operands, params)
         if [x.shape for x in found] != [tuple(s) for s in shapes]:
@@ -135,11 +137,18 @@ def _is_short(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, np.floating) and jx.dtype_bits(dtype) < 32
 
 
-def cut_equation(eqn: jx.JaxprEqn, known: Mapping[int, Cut], rules: Rules, mesh: LogicalMesh) -> CutEquation:
+def cut_equation(
+    eqn: jx.JaxprEqn,
+    known: Mapping[int, Cut],
+    rules: Rules,
+    mesh: LogicalMesh,
+    is_zero: Callable[[jx.Atom], bool] = lambda atom: False,
+) -> CutEquation:
     """How ``eqn`` is computed in chunks.
 
     Args:
       known: cuts of operands and results, by position: operands first.
+      is_zero: whether an operand is known to be zero: what is added to it is then a sum over the chunks.
 
     Raises:
       ChunkError: it cannot.
@@ -159,20 +168,21 @@ def cut_equation(eqn: jx.JaxprEqn, known: Mapping[int, Cut], rules: Rules, mesh:
     dims = (*rule.operands, *rule.results)
     found = {(dims[i][c.dim], c.outer, c.chunks) for i, c in known.items()}
     if len(found) > 1:
-        raise ChunkError(f"{name} joins two dimensions of the tokens", source)
+        raise ChunkError(f"{name} joins two dimensions of what is cut", source)
     (factors, outer, chunks) = found.pop()
     compound = any(len(d) > 1 and not {*d}.isdisjoint(factors) for ds in dims for d in ds)
     twice = any(sum(d == factors for d in ds) > 1 for ds in dims)
     if len(factors) != 1 or compound or twice:
-        raise ChunkError(f"{name} takes the tokens together", source)
+        raise ChunkError(f"{name} takes all chunks together", source)
     cuts = [next((Cut(d, outer, chunks) for d, f in enumerate(ds) if f == factors), None) for ds in dims]
     kind = rule.kind(factors[0])
     if kind == "parallel" and None not in cuts[count:] and _is_parallel(eqn, cuts):
         return CutEquation(eqn, tuple(cuts[:count]), tuple(cuts[count:]))
-    sums = eqn.primitive is _prims.dot_general_p or (traits.reduces and traits.ignores_neutral)
+    sums = eqn.primitive is _prims.dot_general_p or traits.convolution or (traits.reduces and traits.ignores_neutral)
+    sums = sums or (traits.scatter_adds and kind == "sum" and is_zero(eqn.invars[0]))
     if kind in REDUCTIONS and sums and not any(cuts[count:]):
         return CutEquation(eqn, tuple(cuts[:count]), tuple(cuts[count:]), kind)
-    raise ChunkError(f"{name} takes the tokens together", source)
+    raise ChunkError(f"{name} takes all chunks together", source)
 
 
 def _is_parallel(eqn: jx.JaxprEqn, cuts: Sequence[Cut | None]) -> bool:
@@ -205,9 +215,9 @@ def _through_reshape(eqn: jx.JaxprEqn, known: Mapping[int, Cut]) -> list[Cut | N
             moved = Cut(d, before // max(1, major), cut.chunks)
             if major and before % major == 0 and moved.fits(shapes[there]) and moved.outer and n:
                 if cuts[there] not in (None, moved):
-                    raise ChunkError("reshape joins two dimensions of the tokens", jx.source(eqn))
+                    raise ChunkError("reshape joins two dimensions of what is cut", jx.source(eqn))
                 cuts[there] = moved
                 break
         else:
-            raise ChunkError("reshape takes the tokens together", jx.source(eqn))
+            raise ChunkError("reshape takes all chunks together", jx.source(eqn))
     return cuts

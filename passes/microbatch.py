@@ -1,0 +1,197 @@
+"""Computes a step in micro-batches: what depends on the batch runs in a loop over parts of it, and the rest once.
+
+A step that fits only with a smaller batch then fits as it is, with no change to it. `autoshard.transforms.batch_parts`
+finds what runs in the loop, and that its results are those of the whole batch: values that have the batch are joined,
+sums over it (gradients, metrics) are added up, in float32 at least. What needs the whole batch at once, such as the
+statistics of a batch norm, is refused, with its source line.
+
+A part has examples of every device, so that a sharded batch stays where it is. A gradient is accumulated as one partial
+sum for each device part along ``axes`` (`autoshard.transforms.per_part_sums`) and reduced once, after the loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from jax import lax
+from jax import numpy as jnp
+
+from autoshard import jaxpr as jx
+from autoshard.errors import ChunkError, MicrobatchError, PassError, nearest
+from autoshard.ir.batch import find_batch
+from autoshard.ir.build_graph import build_graph
+from autoshard.ir.dim_classes import label_dims
+from autoshard.ir.program import Program
+from autoshard.ir.rule_registry import Rules
+from autoshard.transforms.batch_parts.batched_indices import with_batched_indices
+from autoshard.transforms.batch_parts.cut import REDUCTIONS, Cut
+from autoshard.transforms.batch_parts.region import BatchRegion, batch_region
+from autoshard.transforms.batch_parts.run import run_part, start_of
+from autoshard.transforms.per_part_sums import with_per_part_sums
+from autoshard.transforms.pipeline import Pass
+
+MAX_PARTS = 64
+"""Most micro-batches that are tried where their number is left open."""
+Batch = tuple[tuple[int, int], ...]
+"""The dimensions of flat arguments that are the batch."""
+
+
+@dataclass(frozen=True)
+class Microbatch(Pass):
+    """Computes what depends on the batch in a loop over so many parts of it."""
+
+    name: ClassVar[str] = "microbatch"
+    saves_memory: ClassVar[bool] = True
+
+    parts: int = 2
+    """The number of micro-batches. It must divide the batch."""
+    axes: str = ""
+    """Mesh axes joined by ``+`` whose devices accumulate gradients each for itself: those that split the batch. Without
+    any, they are reduced in every iteration."""
+    batch: Batch | None = None
+    """The dimensions of the flat arguments that are the batch; None finds them."""
+
+    def __post_init__(self) -> None:
+        if type(self.parts) is not int or self.parts < 1:
+            raise PassError(f"microbatch:{self.parts}: the number of micro-batches must be a whole number, 1 or more")
+
+    @classmethod
+    def from_option(cls, option: str | None) -> Self:
+        """Of ``"4"`` or ``"4:data+model"``: the number of micro-batches and the axes."""
+        parts, _, axes = ("" if option is None else option).partition(":")
+        if not parts.strip().isdecimal():
+            raise PassError(f"the pass 'microbatch' needs a number of micro-batches, as microbatch:4, not {option!r}")
+        return cls(int(parts), axes.strip())
+
+    def __call__(self, program: Program) -> Program:
+        device_parts = self._device_parts(program)
+        if self.parts == 1:
+            return program
+        jaxpr = _with_batched_indices(jx.eliminate_dead_code(program.jaxpr))
+        cuts = self._cuts(program)
+        try:
+            region = batch_region(jaxpr, {jaxpr.invars[i]: c for i, c in cuts.items()}, program.rules, program.mesh)
+            return program.with_jaxpr(
+                jx.eliminate_dead_code(_with_loop(jaxpr, region, self.parts, device_parts, program.rules))
+            )
+        except ChunkError as e:
+            raise MicrobatchError(
+                f"{program.name} is not computed in {self.parts} micro-batches: {e}, at "
+                f"{e.source or 'an unknown line'}; compute it for each example, or leave micro-batches out and pass "
+                "passes=['recompute:full'] to save memory",
+                e.source,
+            ) from None
+
+    def _device_parts(self, program: Program) -> int:
+        """The number of devices along ``axes``."""
+        sizes, names = program.mesh.shape, self.axes.split("+") if self.axes else []
+        for axis in names:
+            if axis not in sizes:
+                raise PassError(f"{self}: the mesh {program.mesh} has no axis {axis!r}{nearest(axis, sizes)}")
+        return math.prod(sizes[a] for a in names)
+
+    def _cuts(self, program: Program) -> dict[int, Cut]:
+        """How the flat arguments that have the batch are cut.
+
+        Raises:
+          MicrobatchError: there are none, or the batch does not divide.
+        """
+        found = _batch(program) if self.batch is None else self.batch
+        if not found:
+            raise MicrobatchError(f"microbatches={self.parts}: {program.name} has no batch: no argument has examples")
+        cuts: dict[int, Cut] = {}
+        for i, d in found:
+            leaf = program.inputs[i]
+            size = leaf.aval.shape[d]
+            if size % self.parts:
+                fits = [n for n in range(1, size + 1) if size % n == 0]
+                close = min(fits, key=lambda n: (abs(n - self.parts), n))
+                raise MicrobatchError(
+                    f"microbatches={self.parts}: dimension {d} of {leaf.path} {list(leaf.aval.shape)} has {size} "
+                    f"examples, which {self.parts} micro-batches do not divide; {close} would"
+                )
+            if i in cuts:
+                raise MicrobatchError(f"microbatches={self.parts}: two dimensions of {leaf.path} are the batch")
+            cuts[i] = Cut(d, math.gcd(size // self.parts, program.mesh.size), self.parts)
+        return cuts
+
+    def change(self, before: Program, after: Program) -> str:
+        if before.jaxpr is after.jaxpr:
+            return "the batch is computed whole"
+        return f"the batch is computed in {self.parts} parts, and sums over it are added up"
+
+    def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
+        """One for each number of parts, doubled again and again; gradients are reduced once after the loop over the
+        axes that split the batch, and in every iteration."""
+        batch = _batch(program) if self.batch is None else self.batch
+        sizes = [program.inputs[i].aval.shape[d] for i, d in batch]
+        counts = [n for n in (2**k for k in range(1, MAX_PARTS.bit_length())) if not any(s % n for s in sizes)]
+        if not batch or not counts:
+            return ()
+        try:
+            replace(self, parts=counts[0], axes="", batch=batch)(program)
+        except MicrobatchError:
+            return ()
+        return tuple(replace(self, parts=n, axes=a, batch=batch) for n in counts for a in _axes(program, batch_axes))
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.parts}" + (f":{self.axes}" if self.axes else "")
+
+
+def _axes(program: Program, batch_axes: Sequence[str] | None) -> list[str]:
+    """The axes over which gradients may stay partial sums."""
+    if batch_axes is not None:
+        return ["+".join(batch_axes)]
+    axes = program.mesh.nontrivial_axes
+    subsets = [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]
+    return ["", *{program.mesh.axes_size(a): "+".join(a) for a in subsets}.values()]
+
+
+def _batch(program: Program) -> Batch:
+    """The dimensions of the flat arguments that are the batch."""
+    graph = build_graph(program)
+    dims = label_dims(graph)
+    position = {v: i for i, v in enumerate(graph.inputs)}
+    pairs = {pair for c in find_batch(graph, dims) for pair in dims.pairs(c.arguments)}
+    return tuple(sorted((position[v], d) for v, d in pairs))
+
+
+def _with_batched_indices(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
+    """``jaxpr`` with what is indexed along the batch by its own positions batched, at every depth."""
+    nests = {e: jx.map_bodies(e, _with_batched_indices) for e in jx.eqns_with_regions(jaxpr)}
+    if any(new is not e for e, new in nests.items()):
+        jaxpr = jx.with_eqns(jaxpr, [nests.get(e, e) for e in jaxpr.eqns])
+    return with_batched_indices(jaxpr)
+
+
+def _with_loop(jaxpr: jx.Jaxpr, region: BatchRegion, parts: int, device_parts: int, rules: Rules) -> jx.Jaxpr:
+    """``jaxpr`` with the region in a loop."""
+
+    def loop(*values: Any) -> list[Any]:
+        given = dict(zip(region.inputs, values, strict=True))
+
+        def body(totals: list[Any], part: Any) -> tuple[list[Any], list[Any]]:
+            found = run_part(region, given, part)
+            added = [
+                REDUCTIONS[kind].combine(total, lax.convert_element_type(found[v], total.dtype))
+                for total, (v, kind) in zip(totals, region.totals, strict=True)
+            ]
+            return added, [found[v] for v, _ in region.rows]
+
+        totals, rows = lax.scan(body, [start_of(v, kind) for v, kind in region.totals], jnp.arange(parts))
+        joined = [cut.join(x) for x, (_, cut) in zip(rows, region.rows, strict=True)]
+        ends = zip(totals, region.totals, strict=True)
+        return [*joined, *(lax.convert_element_type(x, jx.aval(v).dtype) for x, (v, _) in ends)]
+
+    like = jx.outside_autodiff(region.equations[0]).replace(outvars=list(region.results))
+    try:
+        staged = jx.eliminate_dead_code(jx.normalize(jx.stage_out(loop, like, region.inputs)))
+    except (TypeError, ValueError) as e:
+        raise ChunkError(f"its operations do not run on parts: {e}", jx.source(like)) from e
+    if device_parts > 1:
+        staged = with_per_part_sums(staged, device_parts, rules)
+    return jx.with_eqns(jaxpr, [*region.before, *jx.splice(staged, like, region.inputs), *region.after])
