@@ -72,8 +72,17 @@ def train_command(
 
 
 @app.command("plan")
-def plan_command(config: ConfigPath) -> None:
-    """Print the plan of every phase; needs no devices, and a compiler for them only if the configuration has refine."""
+def plan_command(
+    config: ConfigPath,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page of pictures instead; of several phases one each."),
+    ] = None,
+) -> None:
+    """Print the plan of every phase; needs no devices, and a compiler for them only if the configuration has refine.
+
+    With --html each plan is drawn, a page that needs no network: FILE, or, of several phases, FILE-1, FILE-2 and so on.
+    """
     recipe = TrainConfig.load(config)
     if recipe.refine:
         use_platform(recipe, runs=False)
@@ -81,7 +90,11 @@ def plan_command(config: ConfigPath) -> None:
     for number, phase in enumerate(recipe.all_phases, 1):
         plan = plan_phase(recipe, phase).plan
         console.print(f"phase {number}: to step {phase.until} on mesh {plan.mesh}", markup=False, highlight=False)
-        console.print(plan.explain(), markup=False, highlight=False)
+        if html is None:
+            console.print(plan.explain(), markup=False, highlight=False)
+        else:
+            page = html if len(recipe.all_phases) == 1 else html.with_stem(f"{html.stem}-{number}")
+            console.print(f"  {plan.show(page)}", markup=False, highlight=False)
 
 
 @app.command("compile")

@@ -230,6 +230,14 @@ def test_mesh_and_version(inside: Callable[..., Any]):
     assert missing.stderr == "error: no mesh config is named 'cpu-9'; did you mean 'cpu-8'?\n"
 
 
+def test_a_plan_is_written_as_a_page_for_each_phase(inside, tmp_path):
+    done = inside("plan", write(tmp_path), "--html", tmp_path / "pages" / "plan.html")
+    assert done.returncode == 0
+    pages = [tmp_path / "pages" / f"plan-{n}.html" for n in (1, 2)]
+    assert all(str(page) in done.stdout for page in pages)
+    assert all(page.read_text().startswith("<!doctype html>") for page in pages)
+
+
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_a_missing_file_is_one_line(tmp_path: Path, command: str, inside: Callable[..., Any]):
     done = inside(command, tmp_path / "none.yaml")

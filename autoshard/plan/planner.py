@@ -24,6 +24,9 @@ from autoshard.search.solved_layouts import most_common
 from autoshard.search.strategies import preset_remarks
 from autoshard.transforms.pipeline import PassReport
 
+MAX_ALTERNATIVES = 8
+"""Most layouts that a plan names beside its own."""
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -149,7 +152,7 @@ def _alternatives(best: Candidate, s: Search) -> tuple[Alternative, ...]:
     rows: list[Alternative] = []
     for c in [fastest, *order] if fastest.cost.seconds < best.cost.seconds else order:
         key = (c.cost.seconds, c.memory.peak)
-        if key not in seen and len(rows) < 5:
+        if key not in seen and len(rows) < MAX_ALTERNATIVES:
             seen.add(key)
             rows.append(Alternative(describe_choice(c, s), c.cost.seconds, c.memory.peak))
     return tuple(rows)

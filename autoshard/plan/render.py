@@ -1,11 +1,10 @@
-"""Renders a report as plain text, or as HTML for a notebook, with the same content."""
+"""Renders a report as plain text."""
 
 from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator
 
 from autoshard.plan.document import Section, Table
 from autoshard.plan.record import PlanRecord
@@ -35,20 +34,6 @@ def as_text(sections: Iterable[Section]) -> str:
     return "\n".join(lines)
 
 
-def as_html(plan: PlanRecord) -> str:
-    """The review of ``plan`` as an HTML fragment: headings, paragraphs and tables, everything escaped."""
-    parts: list[str] = []
-    for n, section in enumerate(review(plan)):
-        size = "h4" if n else "h3"
-        parts.append(f"<{size}>{escape(section.title)}</{size}>")
-        parts += [f"<p>{escape(sentence)}</p>" for sentence in section.sentences]
-        if section.table:
-            parts.append(_html_table(section.table))
-        if section.remarks:
-            parts.append(f"<ul>{''.join(f'<li>{escape(r)}</li>' for r in section.remarks)}</ul>")
-    return f'<div class="autoshard-plan">{"".join(parts)}</div>'
-
-
 def _wrapped(text: str, first: str, then: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
 
@@ -67,16 +52,3 @@ def _table_lines(table: Table, width: int) -> Iterator[str]:
                 for c, (p, w) in enumerate(zip(parts, wide, strict=True))
             ]
             yield "  ".join(padded).rstrip()
-
-
-def _html_table(table: Table) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        side = ["right" if c in table.numbers else "left" for c in range(len(cells))]
-        return (
-            "<tr>"
-            + "".join(f'<{tag} style="text-align:{s}">{escape(x)}</{tag}>' for x, s in zip(cells, side, strict=True))
-            + "</tr>"
-        )
-
-    body = "".join(row(r, "td") for r in table.rows)
-    return f"<table><thead>{row(table.head, 'th')}</thead><tbody>{body}</tbody></table>"

@@ -1,6 +1,7 @@
 """The report of what a plan decides: how dimensions, state, arguments, results and intermediates are sharded, and why.
 
-`autoshard.plan.review_cost` reports what that costs; `autoshard.plan.render` renders both as text and as HTML.
+`autoshard.plan.review_cost` reports what that costs; `autoshard.plan.render` renders both as text, and
+`autoshard.pages.html` as HTML.
 """
 
 from __future__ import annotations

@@ -77,11 +77,12 @@ def alternatives(plan: PlanRecord) -> Section:
             "No other layout was considered." if plan.considered <= 1 else "No other layout differs in cost or memory."
         )
         return Section("Alternatives", (none,))
-    rows = [(a.text, time_text(a.seconds), size_text(a.peak), _drawback(a, plan)) for a in plan.alternatives]
+    rows = [(a.text, time_text(a.seconds), size_text(a.peak), drawback(a, plan)) for a in plan.alternatives]
     return Section("Alternatives", (), Table(("layout", "seconds", "peak", "why not"), tuple(rows), frozenset({1, 2})))
 
 
-def _drawback(a: Alternative, plan: PlanRecord) -> str:
+def drawback(a: Alternative, plan: PlanRecord) -> str:
+    """Why this layout lost against the chosen one of ``plan``."""
     if plan.memory_budget is not None and a.peak > plan.memory_budget:
         return f"over the budget by {size_text(a.peak - plan.memory_budget)}"
     more = a.seconds - plan.cost.seconds

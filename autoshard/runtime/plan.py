@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -20,6 +21,11 @@ from autoshard.errors import ArgumentError, PlanError, SpecError, nearest
 from autoshard.ir.spec import replicated
 from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import argument_aval
+from autoshard.pages.browser import open_page
+from autoshard.pages.gallery import draw, profile_of
+from autoshard.pages.page import page, short_page
+from autoshard.pages.picture import Picture
+from autoshard.pages.trace_events import trace_events
 from autoshard.plan import render, serialize
 from autoshard.plan.decisions import Place
 from autoshard.plan.diff import compare_plans
@@ -180,6 +186,34 @@ class Plan(PlanRecord):
         """A report in plain text: what is split, what it is predicted to cost, and why other layouts lost."""
         return render.explain(self)
 
+    def show(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Writes one HTML page that needs nothing else, to ``path`` or a new file, and opens it where there is a
+        screen: arrays on the devices, memory and time over the step, the layouts that lost, your lines with what they
+        cost, all values. Returns the path."""
+        return open_page(page(self), path, self.name)
+
+    def plot(self, picture: str = "memory", path: str | os.PathLike[str] | None = None) -> Picture:
+        """A picture of the plan: ``"arrays"``, ``"layouts"``, ``"memory"`` or ``"timeline"``. Printed it is text, in a
+        notebook it is drawn; ``.svg`` is the file that is written to ``path``.
+
+        Raises:
+          ArgumentError: there is no such picture.
+          PlanError: the plan holds no profile of the step.
+        """
+        drawn = draw(self, picture)
+        if path is not None:
+            epath.Path(path).write_text(drawn.svg)
+        return drawn
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the predicted step as trace events (JSON), which ui.perfetto.dev and Chrome's tracing open: compute,
+        collectives by mesh axis, and bytes per device.
+
+        Raises:
+          PlanError: the plan holds no profile of the step.
+        """
+        epath.Path(path).write_text(json.dumps(trace_events(self, profile_of(self))))
+
     def diff(self, other: Plan) -> str:
         """What changes from this plan to ``other`` of the same step: specs, and the cost by source line. Of another
         step, such as evaluation beside training: which arguments that both take have other specs, and so move.
@@ -214,7 +248,7 @@ class Plan(PlanRecord):
         return self.study
 
     def _repr_html_(self) -> str:
-        return render.as_html(self)
+        return short_page(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled plan is its JSON: no step, no device."""

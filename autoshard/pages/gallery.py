@@ -1,0 +1,46 @@
+"""The pictures of a plan, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from autoshard.cost.profile import StepProfile
+from autoshard.errors import ArgumentError, PlanError, nearest
+from autoshard.pages.candidates_drawn import candidates_drawn
+from autoshard.pages.memory_over_time import memory_over_time
+from autoshard.pages.picture import Picture
+from autoshard.pages.shards import all_shards
+from autoshard.pages.timeline import timeline
+from autoshard.plan.record import PlanRecord
+
+_OF_PLANS: Mapping[str, Callable[[PlanRecord], Picture]] = {"arrays": all_shards, "layouts": candidates_drawn}
+_OF_STEPS: Mapping[str, Callable[[PlanRecord, StepProfile], Picture]] = {
+    "memory": memory_over_time,
+    "timeline": timeline,
+}
+PICTURES = tuple(sorted({*_OF_PLANS, *_OF_STEPS}))
+
+
+def draw(plan: PlanRecord, name: str) -> Picture:
+    """The picture ``name`` of ``plan``.
+
+    Raises:
+      ArgumentError: there is no such picture.
+      PlanError: the plan holds no profile of the step, which this picture is drawn from.
+    """
+    if name in _OF_PLANS:
+        return _OF_PLANS[name](plan)
+    if name not in _OF_STEPS:
+        raise ArgumentError(f"no picture is called {name!r}{nearest(name, PICTURES)}; there are {', '.join(PICTURES)}")
+    return _OF_STEPS[name](plan, profile_of(plan))
+
+
+def profile_of(plan: PlanRecord) -> StepProfile:
+    """The profile of the step.
+
+    Raises:
+      PlanError: the plan holds none.
+    """
+    if plan.profile is None:
+        raise PlanError(f"the plan of {plan.name} holds no profile of the step: plan again")
+    return plan.profile

@@ -1,0 +1,297 @@
+"""The page of a plan: what it decides drawn and told, with the user's own lines and a table of all values."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from autoshard.cost.profile import LineCost, StepProfile
+from autoshard.pages import html
+from autoshard.pages.candidates_drawn import candidates_drawn, weighed
+from autoshard.pages.findings import savings, why_moved
+from autoshard.pages.html import Part, bar, figure, paragraph, rows_of, sections_html, told
+from autoshard.pages.memory_over_time import memory_over_time
+from autoshard.pages.shards import MAX_CARDS, largest_groups, shards
+from autoshard.pages.source_lines import line_text, source_files
+from autoshard.pages.timeline import BLOCKING, timeline
+from autoshard.plan.document import plural, short_source
+from autoshard.plan.grouping import bytes_per_device, group_arrays
+from autoshard.plan.reasons import place_reason
+from autoshard.plan.record import PlanRecord
+from autoshard.plan.review import review
+from autoshard.units import size_text, time_text
+
+MAX_ARRAYS = 1500
+"""Most rows of arguments and results in the table of all values."""
+
+
+def page(plan: PlanRecord) -> str:
+    """The page of ``plan`` as HTML; it needs no network."""
+    f = plan.profile
+    parts = [
+        Part("arrays", "How arrays lie on the devices", _arrays(plan)),
+        Part("memory", "Memory over the step", _memory(plan, f)),
+        Part("time", "Time and communication", _time(plan, f)),
+        Part("layouts", "Layouts that were weighed", _layouts(plan)),
+        Part("source", "Your code, line by line", _source(plan, f)),
+        Part("values", "All values", _values(plan, f), open=False),
+        Part("report", "The whole report", sections_html(review(plan)), open=False),
+    ]
+    return html.document(f"autoshard: plan of {plan.name}", _head(plan, f), parts)
+
+
+def short_page(plan: PlanRecord) -> str:
+    """What a notebook shows of a plan: its figures, memory and timeline."""
+    pictures = [memory_over_time(plan, plan.profile), timeline(plan, plan.profile)] if plan.profile else []
+    drawn = "".join(map(figure, pictures))
+    rest = paragraph("plan.show() writes the whole page: arrays, layouts, source lines and values.", "soft")
+    return f'<div class="autoshard autoshard-plan"><style>{html.STYLE}</style>{_figures(plan)}{drawn}{rest}</div>'
+
+
+def _figures(plan: PlanRecord) -> str:
+    share = f"{plan.cost.transfers / plan.cost.seconds:.0%} of it" if plan.cost.seconds else "none"
+    budget = "no budget" if plan.memory_budget is None else f"of {size_text(plan.memory_budget)}"
+    title = f"<h1>{told(plan.name, 120)} <span class=soft>on</span> {told(str(plan.mesh), 160)}</h1>"
+    return title + html.tiles(
+        [
+            (time_text(plan.cost.seconds), "predicted for one call"),
+            (time_text(plan.cost.compute), "compute"),
+            (time_text(plan.cost.transfers), f"communication, {share}"),
+            (size_text(plan.memory.peak), f"at the peak per device, {budget}"),
+            (str(plan.mesh.size), "device" if plan.mesh.size == 1 else "devices"),
+            (plan.strategy if len(plan.strategy) < 24 else "pinned", "strategy"),
+        ]
+    )
+
+
+def _head(plan: PlanRecord, f: StepProfile | None) -> str:
+    if f is None:
+        return _figures(plan)
+    answers: list[tuple[str, str, str]] = []
+    best = max((x for x in f.lines if x.source), key=lambda x: x.compute + x.transfers, default=None)
+    if best is not None and plan.cost.seconds:
+        seconds = best.compute + best.transfers
+        says = (
+            f"{short_source(best.source)} takes {time_text(seconds)}, {seconds / plan.cost.seconds:.0%} of a call: "
+            f"{line_text(best.source)}"
+        )
+        answers.append(("Which line costs most?", says, "source"))
+    gather = next((m for m in f.moves if m.kind == "all-gather"), None)
+    if gather is not None:
+        says = f"The costliest gather takes {time_text(gather.seconds)} a call: {why_moved(gather, plan)}."
+        answers.append(("Why is an array gathered?", says, "moves"))
+    else:
+        answers.append(("Is anything gathered?", "Nothing: operations compute on the parts as they are.", "time"))
+    least = savings(plan)[:2]
+    if least:
+        says = " Or ".join(f"{s.what}, {size_text(s.bytes)} less, for {s.price}." for s in least)
+        answers.append(("What would save memory?", says, "savings"))
+    boxes = "".join(f'<div><b>{told(q)}</b>{told(says, 700)} <a href="#{at}">more</a></div>' for q, says, at in answers)
+    return f'{_figures(plan)}<div class="asked">{boxes}</div>'
+
+
+def _arrays(plan: PlanRecord) -> str:
+    groups, alike = largest_groups(plan)
+    names = [a for a in plan.mesh.axis_names if plan.mesh.shape[a] > 1]
+    keys = "".join(
+        f'<span class="key" style="background:var(--c{plan.mesh.axis_names.index(a) % 8 + 1})"></span>'
+        f"{told(a, 40)} {plan.mesh.shape[a]}"
+        for a in names
+    )
+    text = paragraph(
+        "Left, the devices of the mesh, the first axis downwards; cells that look the same hold the same part. Right, "
+        "the array's dimensions, cut where they are split. Each colour is a mesh axis."
+    )
+    cards = "".join(f"<div>{shards(g, plan.mesh).element}</div>" for g in groups[:MAX_CARDS])
+    rest = len(groups) - MAX_CARDS
+    more = paragraph(f"{plural(rest, 'smaller group')} of arrays: see All values.", "soft") if rest > 0 else ""
+    more += "".join(
+        paragraph(f"{m.path}: {plural(len(m.places), 'array')} that lie as those of {m.reference}.", "soft")
+        for m in alike
+    )
+    return f'{text}<p aria-label="Colours of mesh axes">{keys}</p><div class="cards">{cards}</div>{more}'
+
+
+_NO_PROFILE = paragraph("This plan holds no profile of the step, so that this is not drawn.")
+
+
+def _memory(plan: PlanRecord, f: StepProfile | None) -> str:
+    if f is None:
+        return _NO_PROFILE
+    rows = [
+        (role, size_text(size), bar(size / max(1, plan.memory.peak), "held"))
+        for role, size in (
+            ("parameters", plan.memory.parameters),
+            ("optimizer state", plan.memory.optimizer),
+            ("inputs", plan.memory.inputs),
+        )
+        if size
+    ]
+    whole = [(f"{r}, in all", s, b) for r, s, b in rows]
+    live = [
+        (
+            f"{x.role}: {' or '.join(x.names) or x.op or 'an operation itself'}"
+            + (f" ({x.count} x {x.dtype}{list(x.shape)} as {x.spec})" if x.dtype else "")
+            + (f", {x.op} at {short_source(x.source)}" if x.source else ""),
+            size_text(x.bytes),
+            bar(x.bytes / max(1, plan.memory.peak), "held"),
+        )
+        for x in f.live[:24]
+    ]
+    options = [(size_text(s.bytes), s.what, s.price, s.how) for s in savings(plan)]
+    chip = f" {size_text(f.on_chip)} of these are kept in on-chip memory, and not counted." if f.on_chip else ""
+    rest = f.live[24:]
+    if rest:
+        live.append((f"{plural(len(rest), 'smaller group')}", size_text(sum(x.bytes for x in rest)), ""))
+    return (
+        figure(
+            memory_over_time(plan, f), "Bytes per device over one call. What is returned and not donated counts too."
+        )
+        + f"<h3>What is live at the peak</h3>{paragraph('Per device.' + chip)}"
+        + rows_of(("what", "bytes", ""), [*whole, *live], {0: "wide", 1: "n"}, raw=frozenset({2}))
+        + '<h3 id="savings">What would take less</h3>'
+        + paragraph("By size. Not all of it is live at the peak, and each is priced only when it is planned.")
+        + (rows_of(("saves", "what", "price", "how"), options, {0: "n", 1: "wide", 3: "path"}) if options else "")
+    )
+
+
+def _time(plan: PlanRecord, f: StepProfile | None) -> str:
+    if f is None:
+        return _NO_PROFILE
+    rows = [
+        (
+            time_text(m.seconds),
+            bar(m.seconds / (plan.cost.transfers or 1.0), "sent"),
+            m.kind,
+            "+".join(m.axes) or "none",
+            size_text(m.bytes),
+            str(m.count),
+            m.phase if m.phase != "plain" else "",
+            why_moved(m, plan),
+        )
+        for m in f.moves
+    ]
+    head = ("total", "", "collective", "axes", "bytes", "runs", "phase", "why")
+    table = rows_of(head, rows, {0: "n", 4: "n", 5: "n", 7: "wide"}, raw=frozenset({1})) if rows else ""
+    none = "" if rows else paragraph("There is no communication.")
+    return (
+        figure(timeline(plan, f), f"Point at a block to see what it is. {BLOCKING}")
+        + f'<h3 id="moves">What moves between devices, and why</h3>{none}{table}'
+    )
+
+
+def _layouts(plan: PlanRecord) -> str:
+    rows = [
+        (str(p.number) if p.number else "✓", p.text, time_text(p.seconds), size_text(p.peak), p.why)
+        for p in weighed(plan)
+    ]
+    bound = ""
+    if plan.bound:
+        excess = max(0.0, plan.cost.seconds / plan.bound - 1)
+        bound = (
+            f" No layout can take less than {time_text(plan.bound)} by the cost model: this one is {excess:.1%} above."
+        )
+    text = f"{plural(plan.considered, 'layout')} priced.{bound} Lower and further left is better."
+    table = rows_of(("", "layout", "seconds", "peak", "why"), rows, {1: "wide", 2: "n", 3: "n"}, best=0)
+    return paragraph(text) + figure(candidates_drawn(plan)) + table
+
+
+def _source(plan: PlanRecord, f: StepProfile | None) -> str:
+    if f is None:
+        return _NO_PROFILE
+    sent: dict[str, Counter[str]] = {}
+    for c in plan.cost.collectives:
+        sent.setdefault(c.source, Counter())[f"{c.kind} over {'+'.join(c.axes or ())}"] += c.count
+    costliest = [
+        (
+            time_text(x.compute + x.transfers),
+            _bars(x, plan),
+            short_source(x.source) or "the rest",
+            line_text(x.source),
+            _collectives(sent.get(x.source)),
+            size_text(x.peak_bytes) if x.peak_bytes else "",
+        )
+        for x in sorted(f.lines, key=lambda x: -x.compute - x.transfers)[:10]
+    ]
+    head = ("total", "", "line", "code", "collectives", "at the peak")
+    kinds = {0: "n", 2: "path", 3: "path", 4: "wide", 5: "n"}
+    text = paragraph(
+        "Seconds of one call, all iterations of loops included: blue is compute, orange communication. Backward "
+        "operations count for the line that they are the gradient of. At the peak: bytes of buffers that the line made."
+    )
+    parts = [text, "<h3>The costliest lines</h3>", rows_of(head, costliest, kinds, raw=frozenset({1}))]
+    for file in source_files(f):
+        parts.append(f"<h3>{told(file.path, 200)}</h3>")
+        rows: list[str] = []
+        before = file.lines[0].number - 1
+        for x in file.lines:
+            if x.number != before + 1:
+                rows.append('<tr class="gap"><td colspan=5>⋮</td></tr>')
+            before = x.number
+            cost = x.cost
+            cells = (
+                (
+                    time_text(cost.compute + cost.transfers),
+                    _bars(cost, plan),
+                    told(_collectives(sent.get(cost.source)), 80),
+                )
+                if cost
+                else ("", "", "")
+            )
+            rows.append(
+                f'<tr{" class=hot" if cost else ""}><td class="n soft">{x.number}</td><td class="code">'
+                f'{told(x.text.expandtabs(4), 160)}</td><td class="n">{cells[0]}</td>'
+                f"<td>{cells[1]}</td><td>{cells[2]}</td></tr>"
+            )
+        names = "".join(f'<th scope="col">{n}</th>' for n in ("", "code", "total", "", "collectives"))
+        parts.append(
+            '<div class="scroll" tabindex="0"><table class="source"><thead><tr>'
+            f"{names}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        )
+    return "".join(parts)
+
+
+def _bars(x: LineCost, plan: PlanRecord) -> str:
+    whole = plan.cost.seconds or 1.0
+    return bar(x.compute / whole) + bar(x.transfers / whole, "sent")
+
+
+def _collectives(found: Counter[str] | None) -> str:
+    return ", ".join(f"{n} {what}" for what, n in (found or Counter[str]()).most_common(3))
+
+
+def _values(plan: PlanRecord, f: StepProfile | None) -> str:
+    rows = [*itertools.islice(_places(plan), MAX_ARRAYS)]
+    left_out = 0
+    if f is not None:
+        rows += [
+            (
+                f"{v.op}" + (f" ({v.phase})" if v.phase != "plain" else "") + (f" x {v.count}" if v.count > 1 else ""),
+                f"{v.dtype}[{', '.join(map(str, v.shape))}]",
+                str(v.spec),
+                size_text(v.bytes),
+                "",
+                short_source(v.source),
+            )
+            for v in f.values
+        ]
+        left_out = f.values_left_out
+    head = ("value", "type", "spec", "per device", "why", "line")
+    field = (
+        '<p><label>Search <input type="search" data-table="all-values" data-count="found" '
+        'placeholder="name, type, axis, line"></label> <span id="found" aria-live="polite"></span></p>'
+    )
+    rest = paragraph(f"{plural(left_out, 'smaller value')} of the step left out.", "soft") if left_out else ""
+    text = paragraph("Arguments, results, and what the step computes; what is alike is one row.")
+    kinds = {0: "path", 1: "path", 2: "path", 3: "n", 4: "wide", 5: "path"}
+    return text + field + rows_of(head, rows, kinds, anchor="all-values") + rest
+
+
+def _places(plan: PlanRecord) -> Iterator[tuple[str, ...]]:
+    for what, places in (("", plan.inputs), ("result ", plan.outputs)):
+        for g in group_arrays(places):
+            p, n = g.first, len(g.places)
+            kind = f"{p.dtype}[{', '.join(map(str, p.shape))}]" + (f" x {n}" if n > 1 else "")
+            size = size_text(bytes_per_device(g.places, plan.mesh.shape))
+            yield f"{what if not p.path.startswith('result') else ''}{g.path}", kind, p.where, size, place_reason(p), ""
