@@ -254,7 +254,8 @@ def run(kind: Kind, number: int, seed: int) -> Outcome:
 def kinds(folder: Path) -> Mapping[str, Kind]:
     """Every kind of file, to be written under ``folder``."""
     configs = _configs(folder)
-    found = (*configs, _plan(folder), *_checkpoints(folder), _cache_entry(folder), *_run_files(folder))
+    stored = (*_checkpoints(folder), *_tensors(folder))
+    found = (*configs, _plan(folder), *stored, _cache_entry(folder), *_run_files(folder))
     return {kind.name: kind for kind in found}
 
 
@@ -338,6 +339,32 @@ def _checkpoints(folder: Path) -> Iterator[Kind]:
     yield Kind("manifest", [manifest.read_bytes()], _writes(manifest, as_listed, restore=True), ODD_JSON)
     inventory.write_bytes(sizes)
     yield Kind("inventory", [sizes], _writes(inventory, read, restore=True), ODD_JSON)
+
+
+def _tensors(folder: Path) -> Iterator[Kind]:
+    """The header of a safetensors file, and the index of several."""
+    state = {
+        "a": jnp.ones((4, 2)),
+        "b": jnp.zeros((3,), jnp.bfloat16),
+        "key": jax.random.key(0),
+        "e": jnp.zeros((0, 2)),
+    }
+    root = folder / "tensors"
+    checkpoint.to_safetensors(root, state, max_bytes=32)
+    index, file = root / "model.safetensors.index.json", root / "model-00002-of-00002.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+
+    def read(_: Path) -> object:
+        return checkpoint.from_safetensors(root), checkpoint.from_safetensors(root, like=state)
+
+    def with_length(path: Path) -> object:
+        header = path.read_bytes()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+        return read(path)
+
+    yield Kind("safetensors", [content[8:end]], _writes(file, with_length, restore=True), ODD_JSON)
+    yield Kind("safetensors-index", [index.read_bytes()], _writes(index, read, restore=True), ODD_JSON)
 
 
 def _cache_entry(folder: Path) -> Kind:

@@ -33,7 +33,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "pages": "plan",
     "backend": "plan",
     "runtime": "backend pages",
-    "checkpoint": "errors jaxpr strict_files runtime.nnx",
+    "checkpoint": "errors jaxpr strict_config strict_files runtime.nnx",
     "api": "runtime rules passes",
     "train": "api checkpoint",
     "__init__": "train schedule",

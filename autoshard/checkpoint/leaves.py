@@ -5,7 +5,7 @@ Zero-size arrays and Python scalars are in the manifest alone; typed PRNG keys a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -186,7 +186,7 @@ def array_to_read(leaf: LeafEntry, target: RestoreTarget, pieces: Sequence[Piece
       pieces: what it is made of; of typed keys nothing, their key data are read whole.
     """
     if leaf.kind == "key":
-        words = _key_words(leaf)
+        words = key_words(leaf)
         return ToRead(words.shape, words.dtype, None, (Piece.of(leaf.path, words.shape, words.dtype),))
     sharded = target.leaf.kind == "array" and not target.weak_type
     sharding = target.sharding if sharded else None
@@ -195,20 +195,29 @@ def array_to_read(leaf: LeafEntry, target: RestoreTarget, pieces: Sequence[Piece
 
 def _restore_key(leaf: LeafEntry, words: Any, target: RestoreTarget, *, raw: bool) -> Any:
     if words is None:
-        aval = _key_words(leaf)
+        aval = key_words(leaf)
         words = np.zeros(aval.shape, aval.dtype)
     if raw:
         return words
     return _put(jax.random.wrap_key_data(jnp.asarray(words), impl=cast(Any, leaf.impl)), target.sharding)
 
 
-def _key_words(leaf: LeafEntry) -> Any:
+def key_words(leaf: LeafEntry) -> Any:
     """Shape and dtype of the key data of a leaf of typed keys."""
-    try:
-        one: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=cast(Any, leaf.impl))))
-    except ValueError as error:
-        raise CheckpointError(f"{leaf.path} ({leaf}) cannot be restored: {first_line(error)}") from error
+    one = _one_key(leaf.path, leaf.impl, jax.random.key_data)
     return jax.ShapeDtypeStruct((*leaf.shape, *one.shape), one.dtype)
+
+
+def key_dtype(path: str, impl: str) -> str:
+    """The dtype of keys of the generator ``impl``."""
+    return str(_one_key(path, impl, lambda key: key).dtype)
+
+
+def _one_key(path: str, impl: str | None, of: Callable[[jax.Array], jax.Array]) -> Any:
+    try:
+        return jax.eval_shape(lambda: of(jax.random.key(0, impl=cast(Any, impl))))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be restored: {first_line(error)}") from error
 
 
 def _put(array: Any, sharding: Sharding | None) -> jax.Array:

@@ -106,8 +106,8 @@ def read(store: Store, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
         asked: list[tuple[Piece, list[Part]]] = [(piece, []) for piece in goal.pieces]
         casts: list[tuple[np.ndarray, np.ndarray]] = []
         for region in _regions(goal):
-            overlaps = [_common(region, piece.at) for piece in goal.pieces]
-            read = sum(_size(box) for box in overlaps if box)
+            overlaps = [common_box(region, piece.at) for piece in goal.pieces]
+            read = sum(_size(box) for box in overlaps if box is not None)
             buffer = _aligned_empty([b - a for a, b in region], goal.dtype, zero=read < _size(region))
             blocks[region] = buffer
             for (piece, parts), common in zip(asked, overlaps, strict=True):
@@ -207,7 +207,7 @@ class Window:
         """
         try:
             return operation.result()
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             where = f"{name}[{', '.join(f'{a}:{b}' for a, b in part)}]" if part else name
             reason = str(error).partition(" [")[0].replace("\n", " ")
             raise CheckpointError(f"{where} {self._failed}: {reason}") from error
@@ -243,7 +243,7 @@ def _regions(goal: ToRead) -> set[ArrayRegion]:
     return {region_of(i, shape) for i in goal.sharding.addressable_devices_indices_map(shape).values()}
 
 
-def _common(a: ArrayRegion, b: ArrayRegion) -> ArrayRegion | None:
+def common_box(a: ArrayRegion, b: ArrayRegion) -> ArrayRegion | None:
     """The box that is in both, if any."""
     found = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return found if all(p < q for p, q in found) else None

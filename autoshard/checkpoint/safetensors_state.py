@@ -1,0 +1,248 @@
+"""A state to safetensors files and back: what other programs read and write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from autoshard.checkpoint.array_store import on_host
+from autoshard.checkpoint.leaves import flatten_state, key_dtype, key_words
+from autoshard.checkpoint.manifest import LeafEntry, absolute_path, first_line
+from autoshard.checkpoint.matching import NamedLeaf, Rename, RestoreOptions, leaf_names, renamed_leaves
+from autoshard.checkpoint.pieces import ToRead, read
+from autoshard.checkpoint.report import RestoreReport
+from autoshard.checkpoint.restoring import CheckpointPlan, StoredLeaves, restore_from
+from autoshard.checkpoint.tensor_files import (
+    CODES,
+    INDEX,
+    NewTensor,
+    TensorFiles,
+    TensorSet,
+    create_file,
+    divided,
+    file_names,
+    index_text,
+    open_tensors,
+    write_tensor,
+)
+from autoshard.errors import CheckpointError
+from autoshard.runtime import nnx
+from autoshard.strict_config import parse_bytes
+from autoshard.strict_files import cut
+
+_KEY = "prng "
+"""Before a tensor's name: the entry of a header's text that says of which generator the tensor is the key data."""
+
+
+def to_safetensors(
+    dir: epath.PathLike, state: Any, *, rename: Rename | None = None, max_bytes: int | str = "5GB"
+) -> None:
+    """Writes ``state`` as safetensors files, which appear complete or not at all.
+
+    Tensors have the names of leaves, the keys of their paths joined by ``/``, or what ``rename`` makes of these. Dtypes
+    are kept. An array that stands in the state several times is written once; the header's text says which other names
+    it has, as that of PyTorch's does. A typed key is written as its key data. A Python number becomes a scalar tensor.
+
+    Several processes write their shards at once, into files that all must reach.
+
+    Args:
+      dir: a local folder, created if it does not exist, without such files.
+      state: any pytree of arrays, typed PRNG keys and Python bool, int and float.
+      rename: from names of leaves to names of tensors, as in `restore`; a leaf that becomes None is not written.
+      max_bytes: of tensors in a file, at most; an int, or text such as ``"5GB"``. A larger tensor has one of its own.
+
+    Raises:
+      CheckpointError: a leaf of another type or of a dtype that the format does not have, files that are there already,
+        or a write that failed.
+    """
+    folder = _local(dir)
+    try:
+        limit = parse_bytes(max_bytes)
+    except ValueError as error:
+        raise CheckpointError(f"max_bytes: {error}") from None
+    state = nnx.split((state,)).states[0]
+    leaves, _ = flatten_state(state)
+    renamed, _ = renamed_leaves(leaf_names(leaves), RestoreOptions(rename=rename))
+    values = dict(zip([leaf.path for leaf in leaves], jax.tree.leaves(state), strict=True))
+    kept, metadata = _once({name: leaf.leaf for name, leaf in renamed.items()}, values)
+    groups = divided([tensor for tensor, _ in kept], limit)
+    files = dict(zip(file_names(len(groups)), groups, strict=True))
+    arrays = {tensor.name: value for tensor, value in kept}
+    _first(lambda: _create(folder, files, metadata))
+    _all(lambda: _write(folder, files, arrays))
+    _first(lambda: _finish(folder, files))
+
+
+def from_safetensors(
+    dir: epath.PathLike,
+    *,
+    plan: CheckpointPlan | None = None,
+    like: Any = None,
+    ignore: Iterable[str] = (),
+    rename: Rename | None = None,
+    cast: bool = False,
+    missing: str = "error",
+    extra: str = "error",
+    fallback: Any = None,
+    report: bool = False,
+) -> Any:
+    """Reads safetensors files directly into shards: each device receives its part of a tensor.
+
+    Tensors are matched by their names as saved leaves are in `restore`, which has the options: ``rename`` maps a
+    tensor's name to a leaf's, such as ``{"model.layers.*.w": "params/layers/*/w"}``.
+
+    Args:
+      dir: a file, or a folder with ``model.safetensors`` or with several files and ``model.safetensors.index.json``.
+      plan, like, ignore, rename, cast, missing, extra, fallback, report: as in `restore`.
+
+    Returns:
+      The state; with ``report`` a pair of it and the report, whose ``extra`` is the text of the headers.
+
+    Raises:
+      CheckpointError: no such files, damaged ones, or tensors of another state.
+    """
+    if plan is not None and like is not None:
+        raise CheckpointError("from_safetensors takes a plan or `like`, not both")
+    options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)
+    found = open_tensors(_local(dir))
+    leaves = tensor_leaves(found)
+
+    def load(wanted: Mapping[str, ToRead]) -> dict[str, Any]:
+        with TensorFiles(found) as files:
+            return read(files, wanted)
+
+    state, told, left_out = restore_from(StoredLeaves(str(found.where), leaves, load), plan, like, options, fallback)
+    done = RestoreReport(None, tuple(told), tuple(left_out), dict(found.metadata))
+    return (state, done) if report else state
+
+
+def tensor_leaves(found: TensorSet) -> list[NamedLeaf]:
+    """The tensors as leaves, and under each of its other names those that are written once.
+
+    Raises:
+      CheckpointError: the text of the header says of a tensor that it is a key, and it is not.
+    """
+    leaves: list[NamedLeaf] = []
+    for name, tensor in found.tensors.items():
+        shape, impl = list(tensor.shape), found.metadata.get(_KEY + name)
+        leaf = LeafEntry(path=name, kind="array", dtype=tensor.dtype.name, shape=shape)
+        if impl is not None:
+            words = (tensor.dtype.name, shape[-1:])
+            shape = shape[:-1]
+            leaf = LeafEntry(path=name, kind="key", dtype=key_dtype(name, impl), shape=shape, impl=impl)
+            wanted = key_words(leaf)
+            if (wanted.dtype.name, list(wanted.shape[len(shape) :])) != words:
+                raise CheckpointError(
+                    f"{found.where}: {cut(name)} is {words[0]}{[*shape, *words[1]]}, no key of {impl}"
+                )
+        leaves.append(NamedLeaf(name, leaf))
+    known = {leaf.name: leaf.leaf for leaf in leaves}
+    others = [
+        (other, name)
+        for other, name in found.metadata.items()
+        if name in known and other not in known and other != "format" and not other.startswith(_KEY)
+    ]
+    return [*leaves, *(NamedLeaf(other, known[name]) for other, name in others)]
+
+
+def _once(
+    named: Mapping[str, LeafEntry], values: Mapping[str, Any]
+) -> tuple[list[tuple[NewTensor, Any]], dict[str, str]]:
+    """What to write, each array once; and the header's text."""
+    kept: list[tuple[NewTensor, Any]] = []
+    metadata = {"format": "pt"}  # without which some readers refuse a file
+    first: dict[int, str] = {}
+    for name, leaf in named.items():
+        value = values[leaf.path]
+        if name == "__metadata__":
+            raise CheckpointError(f"{leaf.path} cannot be named {name}, which headers use themselves; rename it")
+        if isinstance(value, jax.Array | np.ndarray) and first.setdefault(id(value), name) != name:
+            metadata[name] = first[id(value)]
+            continue
+        if leaf.kind == "key":
+            metadata[_KEY + name] = str(leaf.impl)
+            value = jax.random.key_data(value)
+        elif leaf.kind != "array":
+            if leaf.kind == "str":
+                raise CheckpointError(f"{name} is text, which no tensor holds; rename it to None to leave it out")
+            value = np.asarray(leaf.scalar)
+        dtype = jnp.dtype(value.dtype)
+        if dtype.name not in CODES:
+            raise CheckpointError(f"{name} is {leaf}, and safetensors has no {dtype}; cast it first")
+        kept.append((NewTensor(name, tuple(value.shape), dtype), value))
+    return kept, metadata
+
+
+def _create(folder: Path, files: Mapping[str, Sequence[NewTensor]], metadata: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if there := next(
+        (p.name for p in sorted(folder.iterdir()) if p.name.endswith(".safetensors") or p.name == INDEX), ""
+    ):
+        raise CheckpointError(f"{folder} has {there} already; choose another folder, or remove it first")
+    for file, tensors in files.items():
+        names = {tensor.name for tensor in tensors}
+        own = {k: v for k, v in metadata.items() if k == "format" or v in names or k.removeprefix(_KEY) in names}
+        create_file(_unfinished(folder, file), tensors, own)
+
+
+def _write(folder: Path, files: Mapping[str, Sequence[NewTensor]], arrays: Mapping[str, Any]) -> None:
+    for file in files:
+        path = _unfinished(folder, file)
+        places = open_tensors(path).tensors
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            for name, place in places.items():
+                blocks = on_host({name: arrays[name]})[name].blocks if 0 not in place.shape else []
+                write_tensor(descriptor, place, blocks)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _finish(folder: Path, files: Mapping[str, Sequence[NewTensor]]) -> None:
+    for file in files:
+        _unfinished(folder, file).rename(folder / file)
+    if len(files) > 1:
+        path = _unfinished(folder, INDEX)
+        path.write_text(index_text(files))
+        path.rename(folder / INDEX)
+
+
+def _unfinished(folder: Path, file: str) -> Path:
+    return folder / f"{file}.unfinished"
+
+
+def _first(call: Any) -> None:
+    """Calls in the first process alone; what fails there fails in all."""
+    _all(call if jax.process_index() == 0 else lambda: None)
+
+
+def _all(call: Any) -> None:
+    """Calls in every process, and waits for all; fails in all where one fails."""
+    failed: Exception | None = None
+    try:
+        call()
+    except Exception as error:  # the others wait below
+        failed = error
+    if jax.process_count() > 1:
+        where = np.flatnonzero(multihost_utils.process_allgather(np.asarray(failed is not None)))
+        if where.size and failed is None:
+            raise CheckpointError(f"the files could not be written by process {where[0]}; its error says why")
+    if isinstance(failed, OSError):
+        raise CheckpointError(f"the files could not be written: {first_line(failed)}") from failed
+    if failed is not None:
+        raise failed
+
+
+def _local(dir: epath.PathLike) -> Path:
+    if "://" in os.fspath(dir):
+        raise CheckpointError(f"{dir} is no local path; safetensors files are read and written in local folders")
+    return Path(absolute_path(dir))
