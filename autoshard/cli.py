@@ -16,7 +16,7 @@ from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.machine.mesh_config import load_mesh_config
-from autoshard.train.config import TrainConfig
+from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.loop import plan_phase, train
 from autoshard.train.stop_signals import StopSignals
 
@@ -51,7 +51,7 @@ def train_command(
 
     Exit status: 0 the run is finished; 2 an error; 130 stopped by SIGINT; 143 stopped by SIGTERM.
     """
-    recipe = TrainConfig.load(config)
+    recipe = named_config(config)
     if distributed:
         connect()
     finished = False
@@ -83,7 +83,7 @@ def plan_command(
 
     With --html each plan is drawn, a page that needs no network: FILE, or, of several phases, FILE-1, FILE-2 and so on.
     """
-    recipe = TrainConfig.load(config)
+    recipe = named_config(config)
     if recipe.refine:
         use_platform(recipe, runs=False)
     console = Console(soft_wrap=True)
@@ -113,7 +113,7 @@ def compile_command(
     Exit status: 0 all phases fit and their audits are clean; 1 a phase does not fit in memory; 2 an error; 3 a phase's
     audit is not clean.
     """
-    recipe = TrainConfig.load(config)
+    recipe = named_config(config)
     use_platform(recipe, runs=False)
     console, compilations = Console(soft_wrap=True), []
     for number, phase in enumerate(recipe.all_phases, 1):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NoReturn, Self, get_args
 
 import yaml
@@ -99,14 +99,19 @@ class Config(BaseModel):
         return load_yaml(path, cls)
 
 
-def load_yaml[Model: BaseModel](path: str | os.PathLike[str], model: type[Model]) -> Model:
+def load_yaml[Model: BaseModel](
+    path: str | os.PathLike[str], model: type[Model], context: Mapping[str, Any] | None = None
+) -> Model:
     """The ``model`` that the YAML file at ``path`` describes.
+
+    Args:
+      context: for the validators of ``model``, beside the file's name.
 
     Raises:
       ConfigError: no such file, YAML that does not parse, or an entry that is unknown, repeated, missing or invalid;
         names every such entry with its line.
     """
-    return parse_yaml(read_text(path), str(epath.Path(path)), model)
+    return parse_yaml(read_text(path), str(epath.Path(path)), model, context)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -125,7 +130,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ConfigError(f"cannot read {cut(str(file))}: {error.strerror}{nearest(file.name, beside)}") from None
 
 
-def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Model:
+def parse_yaml[Model: BaseModel](
+    text: str, file: str, model: type[Model], context: Mapping[str, Any] | None = None
+) -> Model:
     """The ``model`` that ``text``, the content of ``file``, describes; as `load_yaml`."""
     try:
         loader = _Loader(text)
@@ -140,7 +147,7 @@ def parse_yaml[Model: BaseModel](text: str, file: str, model: type[Model]) -> Mo
     if not isinstance(values, dict):
         raise ConfigError(f"{file}:1: expected keys and values, found {type(values).__name__}")
     try:
-        return model.model_validate(values, context={"file": file})
+        return model.model_validate(values, context={**(context or {}), "file": file})
     except ValidationError as error:
         raise ConfigError(
             "\n".join(_error_lines(model, error, values, lambda keys: f"{file}:{_line_of(node, keys)}"))
@@ -274,7 +281,7 @@ def _known_keys(model: type[BaseModel], keys: Keys) -> set[str]:
     for key in keys[:-1]:  # an index or the key of a dict field names no model field: the models stay the same
         fields = [m.model_fields[key] for m in models if isinstance(key, str) and key in m.model_fields]
         models = [inner for field in fields for inner in _nested_models(field.annotation)] if fields else models
-    return {name for m in models for name in m.model_fields}
+    return {field.alias or name for m in models for name, field in m.model_fields.items()}
 
 
 def _nested_models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from etils import epath
-from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StrictInt,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from autoshard.machine.mesh_config import MeshConfig, mesh_config
-from autoshard.strict_config import Config
+from autoshard.strict_config import Config, load_yaml
+from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, ModelCall
 from autoshard.train.data import STDLIB, VOCAB
 from autoshard.train.decoder import MAX_SIZE, MAX_STEPS, ModelConfig, OptimizerConfig
 
@@ -36,7 +47,7 @@ def _read_source(value: str, info: ValidationInfo) -> str:
     return value if value == STDLIB else str(_relative_path(value, info).expanduser().resolve())
 
 
-ModelEntry = Annotated[ModelConfig, BeforeValidator(_read_model)]
+ModelEntry = Annotated[ModelConfig, BeforeValidator(_read_model), Tag("entries")]
 """A model's entries, or the path of its file relative to the configuration file."""
 MeshEntry = Annotated[MeshConfig, BeforeValidator(_read_mesh)]
 """A mesh's entries, the path of its file relative to the configuration file, or the name of a shipped one."""
@@ -58,6 +69,8 @@ class DataConfig(Config):
     exclude: tuple[str, ...] | None = None
     holdout: StrictInt = Field(default=10, ge=2)
     """One file in this many is held out."""
+    seq: StrictInt | None = Field(default=None, ge=2, le=MAX_SIZE)
+    """Bytes in a sequence, for a model of one's own; the decoder has its own ``seq``."""
 
 
 class EvalConfig(Config):
@@ -68,6 +81,9 @@ class EvalConfig(Config):
     every: StrictInt | None = Field(default=None, ge=1)
     batches: StrictInt = Field(default=8, ge=1)
     final_batches: StrictInt | None = Field(default=None, ge=1)
+    data: Call | None = None
+    """What gives the held-out batches of data of one's own: as ``data``, and always the same. Without it the run has no
+    held-out loss, and with it ``final_batches`` are ``batches`` by default."""
 
 
 class CheckpointConfig(Config):
@@ -80,11 +96,26 @@ class CheckpointConfig(Config):
 
 
 class TrainConfig(Config):
-    """A training run. Either ``mesh`` and ``steps``, or ``phases`` if the mesh changes during the run."""
+    """A training run. Either ``mesh`` and ``steps``, or ``phases`` if the mesh changes during the run.
 
-    model: ModelEntry
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    Model, data, optimizer and loss may be one's own, as ``{call: "package.module:name", with: {width: 512}}``:
+
+    - ``model``: a Flax NNX or Linen module, or the functions ``(init, apply)``; see `autoshard.train.own_model`.
+    - ``data``: batches, as `autoshard.train.fit` takes them, or arrays, whose rows are shuffled by ``seed``.
+    - ``optimizer``: an `optax.GradientTransformation`.
+    - ``loss``: called with the model's outputs and the batch, gives a scalar, or a scalar and metrics by name.
+    - ``step``, in place of model, optimizer and loss: ``(init, step)`` or ``(init, step, evaluate)``.
+    """
+
+    model: Annotated[ModelEntry | Annotated[ModelCall, Tag("a call")], ENTRIES_OR_CALL] | None = None
+    data: Annotated[Annotated[DataConfig, Tag("entries")] | Annotated[Call, Tag("a call")], ENTRIES_OR_CALL] = (
+        DataConfig()
+    )
+    optimizer: Annotated[
+        Annotated[OptimizerConfig, Tag("entries")] | Annotated[Call, Tag("a call")], ENTRIES_OR_CALL
+    ] = OptimizerConfig()
+    loss: LossCall | None = None
+    step: Call | None = None
     batch: StrictInt = Field(ge=1, le=MAX_SIZE)
     """Sequences per step, over all devices."""
     mesh: MeshEntry | None = None
@@ -102,12 +133,22 @@ class TrainConfig(Config):
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """The JAX platform to run on; None is JAX's default."""
 
-    @field_validator("model")
-    @classmethod
-    def _bytes(cls, model: ModelConfig) -> ModelConfig:
-        if model.vocab < VOCAB:
-            raise ValueError(f"vocab is {model.vocab}; a token is a byte, so it must be {VOCAB} or more")
-        return model
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        given = [key for key in ("model", "optimizer", "loss") if key in self.model_fields_set]
+        if self.step is not None and given:
+            raise ValueError(f"a whole `step` has its own {', '.join(given)}: leave out one or the other")
+        if self.step is None and self.model is None:
+            raise ValueError("give a `model`, or a whole `step` in its place")
+        text, decoder = isinstance(self.data, DataConfig), isinstance(self.model, ModelConfig)
+        if text and isinstance(self.model, ModelConfig) and self.model.vocab < VOCAB:
+            raise ValueError(f"model: vocab is {self.model.vocab}; a token is a byte, so it must be {VOCAB} or more")
+        if isinstance(self.data, DataConfig) and (self.data.seq is None) != decoder:
+            wrong = "is that of the model, and cannot be set for the data" if decoder else "is needed under `data`"
+            raise ValueError(f"`seq`, the length of a sequence of text, {wrong}")
+        if text and self.eval.data is not None:
+            raise ValueError("`eval.data` is for data of one's own: text has held-out files")
+        return self
 
     @field_validator("phases")
     @classmethod
@@ -144,18 +185,24 @@ class TrainConfig(Config):
 
         Where no end of the learning rate's decay is given, it is that of the run: more steps do not change what was.
         """
-        decay = settings.get("optimizer.decay_steps")
-        if self.optimizer.decay_steps is not None or type(decay) is not int or decay < 1:
+        decay, optimizer = settings.get("optimizer.decay_steps"), self.optimizer
+        if not isinstance(optimizer, OptimizerConfig) or self.step is not None:
             return self
-        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"decay_steps": decay})})
+        if optimizer.decay_steps is not None or type(decay) is not int or decay < 1:
+            return self
+        return self.model_copy(update={"optimizer": optimizer.model_copy(update={"decay_steps": decay})})
 
     def state_settings(self) -> dict[str, Any]:
         """The entries that a saved state depends on, by dotted key; they must be equal in a resumed run."""
-        optimizer = self.optimizer.model_copy(update={"decay_steps": self.optimizer.decay_steps or self.last_step})
+        optimizer = self.optimizer
+        if isinstance(optimizer, OptimizerConfig):
+            optimizer = optimizer.model_copy(update={"decay_steps": optimizer.decay_steps or self.last_step})
+        own = {"loss": self.loss, "step": self.step} if self.step is not None or self.loss is not None else {}
+        parts = {"step": self.step} if self.step is not None else {"model": self.model, "optimizer": optimizer, **own}
+        given = {"data": self.data, **{key: part for key, part in parts.items() if part is not None}}
+        entries = {key: part.model_dump(mode="json", by_alias=True) for key, part in given.items()}
         return {
-            **_dotted("model", self.model.model_dump(mode="json")),
-            **_dotted("data", self.data.model_dump(mode="json")),
-            **_dotted("optimizer", optimizer.model_dump(mode="json")),
+            **{name: value for key, part in entries.items() for name, value in _dotted(key, part).items()},
             "batch": self.batch,
             "seed": self.seed,
         }
@@ -165,3 +212,12 @@ def _dotted(prefix: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix: value}
     return {key: leaf for name, inner in value.items() for key, leaf in _dotted(f"{prefix}.{name}", inner).items()}
+
+
+def named_config(path: str | os.PathLike[str]) -> TrainConfig:
+    """The configuration in the file at ``path``, which a person named: what it calls is imported.
+
+    Raises:
+      ConfigError: as `TrainConfig.load`; or something that it calls is not there, or takes other arguments.
+    """
+    return load_yaml(path, TrainConfig, {IMPORTS: True})

@@ -274,14 +274,16 @@ class Decoder(nnx.Module):
 
 
 class Steps(NamedTuple):
-    """The functions of one training run over a plain-dict state ``{"params", "opt_state", "step"}``."""
+    """The functions of one training run; the decoder's are over a state ``{"params", "opt_state", "step"}``."""
 
     init: Callable[[jax.Array], Tree]
     """Random key -> the initial state."""
     train: Callable[[Tree, Mapping[str, jax.Array]], tuple[Tree, Metrics]]
     """state, batch -> the next state and the scalars ``loss`` (nats per token), ``grad_norm``, ``learning_rate``."""
-    evaluate: Callable[[Tree, Mapping[str, jax.Array]], Metrics]
-    """params, batch -> the scalar ``loss`` (nats per token)."""
+    evaluate: Callable[[Tree, Mapping[str, jax.Array]], Metrics] | None
+    """What `evaluated` gives, batch -> metrics, of the decoder the scalar ``loss`` (nats per token); or None."""
+    evaluated: Callable[[Tree], Tree] = lambda state: state["params"]
+    """The part of a state that is evaluated."""
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -297,7 +299,14 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def _decay_mask(params: Tree) -> Tree:
     """The parameters to which weight decay applies: all but the norms' scales."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1] != jax.tree_util.DictKey("scale"), params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1:] != (jax.tree_util.DictKey("scale"),), params)
+
+
+def make_optimizer(optimizer: OptimizerConfig, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optimizer for a run of ``steps`` steps, and its learning rate by step."""
+    rate = schedule(optimizer, steps)
+    adamw = optax.adamw(rate, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay, mask=_decay_mask)
+    return optax.chain(optax.clip_by_global_norm(optimizer.clip), adamw), rate
 
 
 def make_steps(model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> Steps:
@@ -305,11 +314,7 @@ def make_steps(model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> St
 
     A batch is ``{"inputs": int [B, S], "targets": int [B, S]}``, the targets one token ahead.
     """
-    rate = schedule(optimizer, steps)
-    update = optax.chain(
-        optax.clip_by_global_norm(optimizer.clip),
-        optax.adamw(rate, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay, mask=_decay_mask),
-    )
+    update, rate = make_optimizer(optimizer, steps)
     graph, abstract_state = nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
 
     def init(key: jax.Array) -> Tree:

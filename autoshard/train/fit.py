@@ -16,21 +16,20 @@ from rich.console import Console
 
 from autoshard import checkpoint
 from autoshard.api import jit
-from autoshard.errors import ArgumentError, CheckpointError, ConfigError, PlanError
+from autoshard.errors import ArgumentError, CheckpointError, PlanError
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
-from autoshard.strict_files import cut
-from autoshard.train.processes import BatchPlacer, from_first, in_any, is_first, same_in_all
+from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, is_first
 from autoshard.train.progress import ProgressLine
 from autoshard.train.report import HeldOutEvent, StepEvent
 from autoshard.train.run_folder import RunFolder
 from autoshard.train.sources import ChosenRows, Peeked, Tree, arrays_only, source_of
-from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
+from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
 from autoshard.train.stop_signals import StopSignals
 
 AGREE_EVERY = 10
-"""Steps between two moments at which several processes ask one another whether to stop."""
+"""Steps between two moments at which several processes compare: to compare they wait for one another."""
 KEEP = 2
 """Checkpoints that a folder keeps, the newest."""
 
@@ -117,30 +116,18 @@ def fit(
             if folder is not None:
                 checkpoint.save(folder, number, state, plan=chosen, extra={"batches": position}, keep=KEEP)
 
-        def stops(number: int) -> bool:
-            if jax.process_count() == 1:
-                return stop.requested
-            if number % AGREE_EVERY and number != steps:
-                return False
-            if not same_in_all(place.digest):
-                raise ConfigError(
-                    f"batches: up to step {number} they are not the same in all {jax.process_count()} processes; give "
-                    "each the same, such as by a fixed seed, or the rows of plan.local_rows with a plan"
-                )
-            return in_any(stop.requested)
-
         duties = Duties(
             log=record.step,
             save=save,
             saves=lambda number: every is not None and number % every == 0,
             evaluate=lambda number, state: _evaluate(evaluate, number, state, record),
             evaluates=lambda number: evaluate is not None and (number == steps or number % (every or steps) == 0),
-            stops=stops,
+            stops=lambda number: agree_to_stop(stop.requested, place, number, 1 if number == steps else AGREE_EVERY),
         )
         if done < steps:
             with stop.deferred():
                 numbers = range(done + 1, steps + 1)
-                state, done = take_steps(_uniform(own, state), state, source, place, numbers, duties)
+                state, done = take_steps(uniform(own, state), state, source, place, numbers, duties)
             if folder is not None:
                 checkpoint.finish(folder)
     if done < steps or stop.requested:
@@ -162,39 +149,6 @@ def _batch_size(plan: Plan) -> int | None:
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
-
-
-def _uniform(step: Callable[[Tree, Tree], Any], state: Tree) -> Callable[[Tree, Tree], tuple[Tree, Any]]:
-    """``step`` with the next state and the metrics as its result, whichever of them it returns.
-
-    Raises:
-      ArgumentError: at a call, where it returns neither.
-    """
-    if nnx.has_modules(state):
-
-        def mutating(state: Tree, batch: Tree) -> tuple[Tree, Any]:
-            result = step(state, batch)
-            if nnx.has_modules(result):
-                raise ArgumentError(
-                    "step: its state has NNX modules, which it mutates in place; let it return its metrics alone"
-                )
-            return state, result
-
-        return mutating
-    tree = jax.tree.structure(state)
-
-    def pure(state: Tree, batch: Tree) -> tuple[Tree, Any]:
-        result = step(state, batch)
-        if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == tree:
-            return result
-        if jax.tree.structure(result) == tree:
-            return result, {}
-        raise ArgumentError(
-            "step: it must return the next state, of the structure of the state it takes, and its metrics; it returns "
-            f"{cut(str(jax.tree.structure(result)))}"
-        )
-
-    return pure
 
 
 def _evaluate(evaluate: Callable[[Tree], Any] | None, number: int, state: Tree, record: _Record) -> None:

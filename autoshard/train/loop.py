@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from rich.console import Console
@@ -33,13 +30,14 @@ from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
-from autoshard.train.decoder import Steps, Tree, make_steps
-from autoshard.train.processes import BatchPlacer, from_first, in_any, is_first, same_in_all
+from autoshard.train.decoder import OptimizerConfig, Tree
+from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, in_any, is_first
 from autoshard.train.progress import ProgressLine
 from autoshard.train.report import Event, HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
 from autoshard.train.run_folder import RunFolder, write_json
-from autoshard.train.stepping import Duties, Numbers, take_steps
+from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
 from autoshard.train.stop_signals import StopSignals
+from autoshard.train.work import Work, work_of
 
 
 def train(
@@ -92,7 +90,7 @@ def _train(config: TrainConfig, folder: RunFolder, console: Console, stop: StopS
         )
     if done:
         console.print(f"resuming {folder.root} from its checkpoint at step {done} of {config.last_step}", markup=False)
-    decay = config.optimizer.decay_steps
+    decay = config.optimizer.decay_steps if isinstance(config.optimizer, OptimizerConfig) else None
     if config is not given and decay != config.last_step:
         console.print(f"the learning rate decays until step {decay}, as it did when the run began", markup=False)
     return _run_remaining(config, folder, console, done, stop)
@@ -109,8 +107,10 @@ def _check_devices(config: TrainConfig, done: int) -> None:
 class PlannedPhase:
     """The planned step and eval function of a phase, and the abstract values of their arguments."""
 
+    work: Work
     step: Step
-    evaluate: Step
+    evaluate: Step | None
+    """Of what ``work.steps.evaluated`` gives, and a batch; None where nothing is evaluated."""
     plan: Plan
     state: Tree
     """`jax.ShapeDtypeStruct`s."""
@@ -123,9 +123,10 @@ class PlannedPhase:
         return BatchPlacer(self.plan)
 
 
-def plan_phase(config: TrainConfig, phase: Phase) -> PlannedPhase:
-    """Plans one phase; needs no devices, and creates no array."""
-    steps = make_steps(config.model, config.optimizer, config.last_step)
+def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> PlannedPhase:
+    """Plans one phase; needs no devices, and creates no array, but of a batch of data of one's own."""
+    work = work or work_of(config)
+    steps, batch = work.steps, work.batches.like
     step = jit(
         steps.train,
         mesh=phase.mesh,
@@ -135,12 +136,12 @@ def plan_phase(config: TrainConfig, phase: Phase) -> PlannedPhase:
         donate_argnums=0,
     )
     state = jax.eval_shape(steps.init, jax.eval_shape(lambda: jax.random.key(0)))
-    tokens = jax.ShapeDtypeStruct((config.batch, config.model.seq), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens}
     plan = step.plan(state, batch)
-    params_and_batch = (plan.in_specs[0]["params"], plan.in_specs[1])
-    evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=params_and_batch)
-    return PlannedPhase(step, evaluate, plan, state, batch)
+    evaluate = None
+    if work.is_evaluated:
+        state_and_batch = (steps.evaluated(plan.in_specs[0]), plan.in_specs[1])
+        evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=state_and_batch)
+    return PlannedPhase(work, step, evaluate, plan, state, batch)
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,7 @@ class _RunContext:
     config: TrainConfig
     folder: RunFolder
     console: Console
-    corpus: data.Corpus
-    steps: Steps
+    work: Work
     progress: ProgressLine
     stop: StopSignals
 
@@ -173,11 +173,9 @@ def _run_remaining(
     config: TrainConfig, folder: RunFolder, console: Console, done: int, stop: StopSignals
 ) -> Report | None:
     """Takes the steps after ``done`` and writes the report; None if it was stopped before."""
-    with ProgressLine(
-        console, config.last_step, config.batch * config.model.seq, "tokens", config.log_every
-    ) as progress:
-        steps = make_steps(config.model, config.optimizer, config.last_step)
-        run = _RunContext(config, folder, console, _corpus(config), steps, progress, stop)
+    work = work_of(config)
+    with ProgressLine(console, config.last_step, *work.batches.amount, config.log_every) as progress:
+        run = _RunContext(config, folder, console, work, progress, stop)
         last = None
         for index, phase in enumerate(config.all_phases):
             if phase.until > done:
@@ -185,23 +183,29 @@ def _run_remaining(
                 done = phase.until
                 if run.to_stop():
                     return None
-        last = last or plan_phase(config, config.all_phases[-1])
-        # From the checkpoint even if the run trained just now, so that a resumed run does the same.
-        params = checkpoint.restore(folder.checkpoints, done, plan=last.plan)["params"]
-        held_out, scored = _final_loss(run, last, params)
-    report = from_first(lambda: _write_report(run, last, done, held_out, scored))
+        last = last or plan_phase(config, config.all_phases[-1], work)
+        held_out, batches = None, 0
+        if last.evaluate is not None:
+            # From the checkpoint even if the run trained just now, so that a resumed run does the same.
+            state = checkpoint.restore(folder.checkpoints, done, plan=last.plan)
+            metrics, batches = _mean_metrics(last, state, work.batches.final())
+            held_out = metrics.get("loss")
+    report = from_first(lambda: _write_report(run, last, done, held_out, batches))
     run.say(str(report))
     return report
 
 
-def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: float, scored: int) -> Report:
+def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: float | None, batches: int) -> Report:
+    """Writes the report; ``held_out`` is the final loss over so many ``batches``."""
+    corpus, scored = last.work.batches.corpus, batches * last.work.batches.amount[0]
+    trained = last.state["params"] if isinstance(last.state, dict) and "params" in last.state else last.state
     report = make_report(
         run.folder.events(),
         steps=done,
-        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(last.state["params"])),
+        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)),
         held_out=held_out,
-        bigram_bits=data.bigram_bits_per_byte(run.corpus.train, run.corpus.heldout[: scored + 1]),
-        scored=scored,
+        bigram_bits=None if corpus is None else data.bigram_bits_per_byte(corpus.train, corpus.heldout[: scored + 1]),
+        scored=None if corpus is None else scored,
         checkpoint=str(run.folder.checkpoints / str(done)),
     )
     write_json(run.folder.report, report.model_dump(mode="json"))
@@ -213,20 +217,20 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     is complete on disk.
     """
     config, folder, phase = run.config, run.folder, run.config.all_phases[index]
-    planned = plan_phase(config, phase)
+    planned = plan_phase(config, phase, run.work)
     run.say(f"phase {index + 1} of {len(config.all_phases)}: to step {phase.until} on mesh {planned.plan.mesh}")
     run.say(planned.plan.explain())
     if is_first():
         planned.plan.save(os.fspath(folder.plan(index)))
         _log_phase(run, planned, done)
 
-    batches = data.batches(run.corpus.train, batch=config.batch, seq=config.model.seq, seed=config.seed)
+    batches = run.work.batches.train()
     if done:
         state, report = checkpoint.restore(folder.checkpoints, done, plan=planned.plan, report=True)
         batches.set_state(report.extra.get("batches"))
     else:
-        state = planned.plan.init(run.steps.init, jax.random.key(config.seed))
-    if index and done == config.all_phases[index - 1].until:
+        state = planned.plan.init(run.work.steps.init, jax.random.key(config.seed))
+    if planned.evaluate is not None and index and done == config.all_phases[index - 1].until:
         _log_held_out(run, planned, state, done)
 
     run.progress.restart()
@@ -239,7 +243,7 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
 
 def _duties(run: _RunContext, planned: PlannedPhase, last: int) -> Duties:
     """What is done beside the steps of a phase that ends with step ``last``."""
-    config = run.config
+    config, every = run.config, run.config.eval.every
 
     def save(number: int, state: Tree, position: Any) -> None:
         extra, keep = {"batches": position}, config.checkpoint.keep
@@ -250,9 +254,10 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int) -> Duties:
         save=save,
         saves=lambda number: number % config.checkpoint.every == 0,
         evaluate=lambda number, state: _log_held_out(run, planned, state, number),
-        evaluates=lambda number: number == last or (config.eval.every is not None and number % config.eval.every == 0),
-        # Processes compare at every so many steps: to compare they wait for one another.
-        stops=lambda number: (jax.process_count() == 1 or number % config.log_every == 0) and run.to_stop(),
+        evaluates=lambda number: planned.evaluate is not None and (number == last or number % (every or last) == 0),
+        stops=lambda number: agree_to_stop(
+            run.stop.requested, planned.place, number, 1 if number == last else config.log_every
+        ),
     )
 
 
@@ -271,36 +276,25 @@ def _log_step(run: _RunContext, number: int, metrics: Numbers) -> None:
 
 
 def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: int) -> None:
-    """Logs the loss over the first batches of one fixed shuffle of the held-out files."""
-    config = run.config
-    batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=0)
-    loss = _mean_loss(planned, state["params"], itertools.islice(batches, config.eval.batches))
-    run.log(HeldOutEvent(step=number, loss=loss))
-    run.say(f"step {number}: held-out loss {loss:.4f}, {loss / math.log(2):.3f} bits per byte")
+    """Logs the metrics over the held-out batches, always the same."""
+    metrics, _ = _mean_metrics(planned, state, run.work.batches.held_out(run.config.eval.batches))
+    run.log(HeldOutEvent.of(number, metrics))
+    text = [f"{name} {value:.4f}" for name, value in metrics.items()]
+    if run.work.batches.corpus is not None and "loss" in metrics:
+        text.append(f"{metrics['loss'] / math.log(2):.3f} bits per byte")
+    run.say(f"step {number}: held-out {', '.join(text)}")
     run.progress.restart()
 
 
-def _final_loss(run: _RunContext, planned: PlannedPhase, params: Tree) -> tuple[float, int]:
-    """The loss over the held-out files in order, nats per byte, and the number of bytes scored."""
-    config = run.config
-    batches = data.batches(run.corpus.heldout, batch=config.batch, seq=config.model.seq, seed=None)
-    count = min(batches.per_pass, config.eval.final_batches or batches.per_pass)
-    loss = _mean_loss(planned, params, itertools.islice(batches, count))
-    return loss, count * config.batch * config.model.seq
-
-
-def _mean_loss(planned: PlannedPhase, params: Tree, batches: Iterable[Tree]) -> float:
-    return float(np.mean([float(planned.evaluate(params, planned.place(batch))["loss"]) for batch in batches]))
-
-
-def _corpus(config: TrainConfig) -> data.Corpus:
-    """The text, which every process reads whole.
+def _mean_metrics(planned: PlannedPhase, state: Tree, batches: Iterable[Tree]) -> tuple[dict[str, float], int]:
+    """The means of the metrics over ``batches``, and the number of these.
 
     Raises:
-      ConfigError: processes read different text.
+      ConfigError: there is no batch.
     """
-    source = config.data
-    found = data.corpus(source.source, include=source.include, exclude=source.exclude, holdout=source.holdout)
-    if not same_in_all(zlib.crc32(found.heldout, zlib.crc32(found.train))):
-        raise ConfigError(f"the text in {source.source} is not the same in all {jax.process_count()} processes")
-    return found
+    assert planned.evaluate is not None
+    part = planned.work.steps.evaluated(state)
+    found = [scalars(planned.evaluate(part, planned.place(batch))) for batch in batches]
+    if not found:
+        raise ConfigError("eval: there is no held-out batch")
+    return {name: float(np.mean([each[name] for each in found])) for name in found[0]}, len(found)

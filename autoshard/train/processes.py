@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from autoshard.errors import ArgumentError
+from autoshard.errors import ArgumentError, ConfigError
 from autoshard.jaxpr import dtype_from_name
 from autoshard.plan.decisions import Place
 from autoshard.runtime.plan import Plan
@@ -114,3 +114,21 @@ class BatchPlacer:
             return np.asarray(x[index], dtype)
 
         return jax.make_array_from_callback(place.shape, sharding, block)
+
+
+def agree_to_stop(requested: bool, place: BatchPlacer, number: int, every: int) -> bool:
+    """Whether to stop after step ``number``: asked of all processes at once, after each ``every`` steps.
+
+    Raises:
+      ConfigError: in every process, if the batches that they placed differ.
+    """
+    if jax.process_count() == 1:
+        return requested
+    if number % every:
+        return False
+    if not same_in_all(place.digest):
+        raise ConfigError(
+            f"the batches up to step {number} are not the same in all {jax.process_count()} processes: give each the "
+            "same, such as by a fixed seed, or, with a plan, the rows that plan.local_rows names"
+        )
+    return in_any(requested)

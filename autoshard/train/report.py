@@ -93,11 +93,13 @@ class Report(_Frozen):
     steps: int
     parameters: int
     phases: tuple[PhaseReport, ...]
-    held_out_bits: float
-    """Bits per byte of the model on the first ``scored`` bytes of the held-out files."""
-    bigram_bits: float
-    """Bits per byte on the same bytes of a byte-bigram model fitted on the training bytes."""
-    scored: int
+    held_out: float | None
+    """The final held-out loss, of text in nats per byte; None where no data is held out."""
+    held_out_bits: float | None
+    """Of text: bits per byte of the model on the first ``scored`` bytes of the held-out files."""
+    bigram_bits: float | None
+    """Of text: bits per byte on the same bytes of a byte-bigram model fitted on the training bytes."""
+    scored: int | None
     checkpoint: str
 
     def __str__(self) -> str:
@@ -114,11 +116,14 @@ class Report(_Frozen):
             if before.held_out_last is not None and after.held_out_first is not None:
                 both = f"{before.held_out_last:.6f} before, {after.held_out_first:.6f} after"
                 lines.append(f"    held-out loss of the same state {both}")
-        better = "below" if self.held_out_bits < self.bigram_bits else "NOT below"
-        lines.append(
-            f"  held-out files ({self.scored:,} bytes): {self.held_out_bits:.3f} bits per byte, {better} the "
-            f"{self.bigram_bits:.3f} of a byte-bigram model fitted on the training bytes"
-        )
+        if self.held_out_bits is not None and self.bigram_bits is not None:
+            better = "below" if self.held_out_bits < self.bigram_bits else "NOT below"
+            lines.append(
+                f"  held-out files ({self.scored:,} bytes): {self.held_out_bits:.3f} bits per byte, {better} the "
+                f"{self.bigram_bits:.3f} of a byte-bigram model fitted on the training bytes"
+            )
+        elif self.held_out is not None:
+            lines.append(f"  held-out loss {self.held_out:.4f}")
         for number, phase in enumerate(self.phases, 1):
             lines.append(f"  collectives of one step in phase {number}, mesh {phase.mesh}:")
             lines.extend(f"    {line}" for line in phase.collectives.splitlines())
@@ -138,13 +143,13 @@ def make_report(
     *,
     steps: int,
     parameters: int,
-    held_out: float,
-    bigram_bits: float,
-    scored: int,
+    held_out: float | None,
+    bigram_bits: float | None,
+    scored: int | None,
     checkpoint: str,
 ) -> Report:
-    """The report of the run of ``steps`` steps with these events; ``held_out`` is its final loss over ``scored`` bytes,
-    in nats per byte.
+    """The report of the run of ``steps`` steps with these events; ``held_out`` is its final loss, of text over
+    ``scored`` bytes, in nats per byte.
     """
     starts: list[PhaseEvent] = []
     losses: dict[int, float] = {}
@@ -175,7 +180,8 @@ def make_report(
         steps=steps,
         parameters=parameters,
         phases=tuple(phases),
-        held_out_bits=held_out / math.log(2),
+        held_out=held_out,
+        held_out_bits=None if held_out is None or bigram_bits is None else held_out / math.log(2),
         bigram_bits=bigram_bits,
         scored=scored,
         checkpoint=checkpoint,

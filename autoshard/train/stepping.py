@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError
+from autoshard.runtime import nnx
+from autoshard.strict_files import cut
 from autoshard.train.sources import Source, Tree
 
 type Numbers = Mapping[str, float]
@@ -103,3 +105,36 @@ def scalars(metrics: Any) -> Numbers:
         if np.ndim(leaf) == 0 and np.asarray(leaf).dtype.kind in "biufV":
             found[name] = float(leaf)
     return found
+
+
+def uniform(step: Callable[[Tree, Tree], Any], state: Tree) -> Callable[[Tree, Tree], tuple[Tree, Any]]:
+    """``step`` with the next state and the metrics as its result, whichever of them it returns.
+
+    Raises:
+      ArgumentError: at a call, where it returns neither.
+    """
+    if nnx.has_modules(state):
+
+        def mutating(state: Tree, batch: Tree) -> tuple[Tree, Any]:
+            result = step(state, batch)
+            if nnx.has_modules(result):
+                raise ArgumentError(
+                    "step: its state has NNX modules, which it mutates in place; let it return its metrics alone"
+                )
+            return state, result
+
+        return mutating
+    tree = jax.tree.structure(state)
+
+    def pure(state: Tree, batch: Tree) -> tuple[Tree, Any]:
+        result = step(state, batch)
+        if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == tree:
+            return result
+        if jax.tree.structure(result) == tree:
+            return result, {}
+        raise ArgumentError(
+            "step: it must return the next state, of the structure of the state it takes, and its metrics; it returns "
+            f"{cut(str(jax.tree.structure(result)))}"
+        )
+
+    return pure

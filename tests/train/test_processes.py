@@ -62,7 +62,7 @@ def program(folder: str) -> dict[str, Any]:
     cli.app(["train", str(root / "config.yaml")], standalone_mode=False)  # resumes
     found["again"] = trained(recipe(root, "two"))
     found["refused"] = trained(recipe(root, "two", batch=4))
-    found["other text"] = trained(recipe(root, "text", data={"source": str(root / f"text{me or ''}"), "holdout": 4}))
+    found["other text"] = trained(recipe(root, "other", data={"source": str(root / f"text{me or ''}"), "holdout": 4}))
 
     found["first"] = from_first(lambda: {"process": me})
     found["any"] = [in_any(False), in_any(me == 1)]

@@ -1,0 +1,233 @@
+"""A model of any kind as two pure functions: Flax NNX and Linen modules, and plain functions over any pytree.
+
+What a model is called with is the batch's ``inputs``, where the batch is a dictionary that has them; the first of a
+tuple or list; else the batch itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen, nnx
+
+from autoshard.errors import ConfigError
+from autoshard.runtime.nnx import has_modules
+from autoshard.train.calls import Call
+from autoshard.train.decoder import Decoder, Metrics, ModelConfig, Steps
+from autoshard.train.sources import Tree
+from autoshard.train.stepping import uniform
+
+
+@dataclass(frozen=True)
+class Model:
+    """``init`` makes the trained parameters, and what else the model keeps, such as batch statistics; ``apply`` gives
+    the outputs for a batch, and what it keeps afterwards. Its key is None in evaluation.
+    """
+
+    init: Callable[[jax.Array], tuple[Tree, Tree]]
+    apply: Callable[[Tree, Tree, Tree, jax.Array | None], tuple[Any, Tree]]
+
+
+def inputs_of(batch: Tree) -> Any:
+    """What of ``batch`` a model is called with."""
+    if isinstance(batch, Mapping):
+        return batch.get("inputs", batch)
+    return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def targets_of(batch: Tree) -> Any:
+    """The targets in ``batch``: ``targets``, ``labels`` or the second of a pair; None where there are none."""
+    if isinstance(batch, Mapping):
+        return batch.get("targets", batch.get("labels"))
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+
+
+def own_model(call: Call, batch: Tree) -> Model:
+    """The model that ``call`` makes, for batches of the abstract values ``batch``.
+
+    Raises:
+      ConfigError: it makes no model.
+    """
+    make = call.resolved()
+
+    def made(key: jax.Array) -> Any:
+        return make(rngs=nnx.Rngs(key), key=key)
+
+    found: Any = None
+
+    def look() -> Any:
+        nonlocal found
+        found = made(jax.random.key(0))
+        return 0
+
+    jax.eval_shape(look)
+    if isinstance(found, nnx.Module):
+        return _nnx_model(made)
+    if isinstance(found, linen.Module):
+        return _linen_model(found, batch)
+    if isinstance(found, tuple) and len(found) == 2 and all(map(callable, found)):
+        return _plain_model(*found)
+    raise ConfigError(
+        f"model: {call.call} gives a {type(found).__name__}; a model is a Flax NNX or Linen module, or a pair of "
+        "functions: init(key) -> params, and apply(params, inputs) -> outputs"
+    )
+
+
+def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
+    made = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    graph, params_like, rest_like = nnx.split(made, nnx.Param, ...)
+
+    def init(key: jax.Array) -> tuple[Tree, Tree]:
+        _, params, rest = nnx.split(make(key), nnx.Param, ...)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+
+    def apply(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Tree]:
+        model = nnx.merge(graph, _filled(params_like, params), _filled(rest_like, rest))
+        model.eval() if key is None else model.train()
+        outputs = model(inputs_of(batch))
+        _, _, after = nnx.split(model, nnx.Param, ...)
+        return outputs, nnx.to_pure_dict(after)
+
+    return Model(init, apply)
+
+
+def _filled(like: Any, values: Tree) -> Any:
+    """The NNX state of the structure ``like`` with these values."""
+    state = nnx.clone(like)
+    nnx.replace_by_pure_dict(state, values)
+    return state
+
+
+def decoder_model(config: ModelConfig) -> Model:
+    """The decoder that ships, for an optimizer or a loss of one's own."""
+    return _nnx_model(lambda key: Decoder(config, nnx.Rngs(params=key)))
+
+
+def _linen_model(module: linen.Module, batch: Tree) -> Model:
+    modes = _mode_options(type(module).__call__)
+
+    def init(key: jax.Array) -> tuple[Tree, Tree]:
+        example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_of(batch))
+        keys: dict[str, Any] = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
+        variables = dict(module.init(keys, example, **modes(False)))
+        return variables.pop("params", {}), variables
+
+    def apply(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Tree]:
+        variables = {"params": params, **rest}
+        if key is None:
+            return module.apply(variables, inputs_of(batch), **modes(False)), rest
+        rngs = {"dropout": key}
+        outputs, after = module.apply(variables, inputs_of(batch), rngs=rngs, mutable=list(rest), **modes(True))
+        return outputs, dict(cast("Mapping[str, Any]", after))
+
+    return Model(init, apply)
+
+
+def _mode_options(call: Callable[..., Any]) -> Callable[[bool], dict[str, Any]]:
+    """How ``call`` is told whether it trains: by ``train`` or ``deterministic``, if it has one."""
+    names = inspect.signature(call).parameters
+    negated = {"train": False, "training": False, "deterministic": True}
+    return lambda training: {name: training != no for name, no in negated.items() if name in names}
+
+
+def _plain_model(init: Callable[[jax.Array], Tree], apply: Callable[[Tree, Any], Any]) -> Model:
+    return Model(lambda key: (init(key), {}), lambda params, rest, batch, _: (apply(params, inputs_of(batch)), rest))
+
+
+def cross_entropy(outputs: Any, batch: Tree) -> jax.Array:
+    """The mean cross-entropy of logits [..., classes] and integer targets [...], in nats; the default loss.
+
+    Raises:
+      ConfigError: the batch has no integer targets of that shape.
+    """
+    targets = targets_of(batch)
+    found = "has none" if targets is None else f"has {targets.dtype}{list(targets.shape)}"
+    if targets is None or not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != outputs.shape[:-1]:
+        raise ConfigError(
+            f"without a `loss` the model's outputs, {list(outputs.shape)}, are logits, and the batch has integer "
+            f"`targets` of {list(outputs.shape[:-1])}; it {found}. Name a loss: `loss: {{call: module:name}}`"
+        )
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, targets))
+
+
+def make_own_steps(
+    model: Model,
+    update: optax.GradientTransformation,
+    loss: Callable[[Any, Tree], Any],
+    rate: optax.Schedule | None,
+) -> Steps:
+    """The init, train and eval functions of a model, all pure, over ``{"params", "rest", "opt_state", "step"}``.
+
+    Args:
+      loss: outputs, batch -> a scalar, or a scalar and further metrics by name.
+      rate: the learning rate by step, for the log.
+    """
+
+    def init(key: jax.Array) -> Tree:
+        params, rest = model.init(key)
+        start = {"params": params, "rest": rest, "opt_state": update.init(params), "step": jnp.zeros((), jnp.int32)}
+        return {**start, "key": jax.random.key_data(jax.random.fold_in(key, 1))}
+
+    def loss_of(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Any]:
+        outputs, after = model.apply(params, rest, batch, key)
+        found = loss(outputs, batch)
+        value, metrics = found if isinstance(found, tuple) else (found, {})
+        return value, (dict(metrics), after)
+
+    def train(state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+        gradient = jax.value_and_grad(loss_of, has_aux=True)
+        (value, (metrics, rest)), grads = gradient(state["params"], state["rest"], batch, key)
+        updates, opt_state = update.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        found = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
+        found |= {} if rate is None else {"learning_rate": rate(state["step"])}
+        return state | {"params": params, "rest": rest, "opt_state": opt_state, "step": state["step"] + 1}, found
+
+    def evaluate(variables: Tree, batch: Tree) -> Metrics:
+        value, (metrics, _) = loss_of(variables["params"], variables["rest"], batch, None)
+        return {"loss": value, **metrics}
+
+    return Steps(init, train, evaluate, lambda state: {"params": state["params"], "rest": state["rest"]})
+
+
+def own_steps(call: Call) -> Steps:
+    """The functions that ``call`` gives: ``init(key) -> state`` and ``step(state, batch) -> (state, metrics)``, and, if
+    the state is to be evaluated, ``evaluate(state, batch) -> metrics``. NNX modules in the state are mutated in place,
+    and the step returns its metrics alone.
+
+    Raises:
+      ConfigError: it gives something else.
+    """
+    given = call.resolved()()
+    if not isinstance(given, tuple) or len(given) not in (2, 3) or not all(map(callable, given)):
+        raise ConfigError(
+            f"step: {call.call} gives a {type(given).__name__}; it must give functions, (init, step) or (init, step, "
+            "evaluate): init(key) -> state, step(state, batch) -> (state, metrics), evaluate(state, batch) -> metrics"
+        )
+    init, step = given[:2]
+    evaluate = given[2] if len(given) == 3 else None
+    made = nnx.eval_shape(lambda: init(jax.random.key(0)))
+    if not has_modules(made):
+        return Steps(init, uniform(step, made), evaluate, lambda state: state)
+    graph, like = nnx.split(made)
+
+    def pure_init(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.split(init(key))[1])
+
+    def pure_step(state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
+        modules = nnx.merge(graph, _filled(like, state))
+        _, metrics = uniform(step, modules)(modules, batch)
+        return nnx.to_pure_dict(nnx.split(modules)[1]), metrics
+
+    def pure_evaluate(state: Tree, batch: Tree) -> Metrics:
+        assert evaluate is not None
+        return evaluate(nnx.merge(graph, _filled(like, state)), batch)
+
+    return Steps(pure_init, pure_step, None if evaluate is None else pure_evaluate, lambda state: state)

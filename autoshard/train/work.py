@@ -1,0 +1,206 @@
+"""What a configuration trains: its functions and its batches, those that ship or one's own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from autoshard.errors import ConfigError
+from autoshard.train import data
+from autoshard.train.calls import Call
+from autoshard.train.config import DataConfig, TrainConfig
+from autoshard.train.decoder import ModelConfig, OptimizerConfig, Steps, make_optimizer, make_steps
+from autoshard.train.own_model import Model, cross_entropy, decoder_model, make_own_steps, own_model, own_steps
+from autoshard.train.processes import same_in_all
+from autoshard.train.sources import ChosenRows, Source, Tree, arrays_only, source_of
+
+
+class RunBatches(Protocol):
+    """The batches of a run."""
+
+    @property
+    def like(self) -> Tree:
+        """A batch as `jax.ShapeDtypeStruct`s."""
+        ...
+
+    @property
+    def amount(self) -> tuple[int, str]:
+        """How much a step takes, and of what: for the rate that a person watches."""
+        ...
+
+    @property
+    def corpus(self) -> data.Corpus | None:
+        """The text, which every process reads whole; None where the batches are of something else.
+
+        Raises:
+          ConfigError: processes read different text.
+        """
+        ...
+
+    def train(self) -> Source:
+        """The training batches, from their start."""
+        ...
+
+    def held_out(self, count: int) -> Iterator[Tree]:
+        """``count`` held-out batches, always the same; none where no data is held out."""
+        ...
+
+    def final(self) -> Iterator[Tree]:
+        """The batches of the evaluation at the end of the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run trains."""
+
+    batches: RunBatches
+    steps: Steps
+    is_evaluated: bool
+    """Whether the state is evaluated during the run and at its end."""
+
+
+@dataclass(frozen=True)
+class _TextBatches:
+    """Windows of the text in a directory."""
+
+    config: TrainConfig
+    source: DataConfig
+    seq: int
+
+    @property
+    def like(self) -> Tree:
+        tokens = jax.ShapeDtypeStruct((self.config.batch, self.seq), jnp.int32)
+        return {"inputs": tokens, "targets": tokens}
+
+    @property
+    def amount(self) -> tuple[int, str]:
+        return self.config.batch * self.seq, "tokens"
+
+    @property
+    def corpus(self) -> data.Corpus:
+        return self._read
+
+    @functools.cached_property
+    def _read(self) -> data.Corpus:
+        source = self.source
+        found = data.corpus(source.source, include=source.include, exclude=source.exclude, holdout=source.holdout)
+        if not same_in_all(zlib.crc32(found.heldout, zlib.crc32(found.train))):
+            raise ConfigError(f"the text in {source.source} is not the same in all {jax.process_count()} processes")
+        return found
+
+    def train(self) -> Source:
+        return data.batches(self.corpus.train, batch=self.config.batch, seq=self.seq, seed=self.config.seed)
+
+    def held_out(self, count: int) -> Iterator[Tree]:
+        """The first batches of one fixed shuffle."""
+        text = self.corpus.heldout
+        return itertools.islice(data.batches(text, batch=self.config.batch, seq=self.seq, seed=0), count)
+
+    def final(self) -> Iterator[Tree]:
+        """In the order of the files."""
+        batches = data.batches(self.corpus.heldout, batch=self.config.batch, seq=self.seq, seed=None)
+        return itertools.islice(batches, self.config.eval.final_batches or batches.per_pass)
+
+
+@dataclass(frozen=True)
+class _OwnBatches:
+    """What functions of the configuration give."""
+
+    config: TrainConfig
+    source: Call
+    corpus: data.Corpus | None = None
+
+    @functools.cached_property
+    def like(self) -> Tree:
+        first = next(self.train(), None)
+        if first is None:
+            raise ConfigError(f"data: {self.source.call} gives no batch")
+        like = jax.tree.map(_abstract, arrays_only(first))
+        rows = {x.shape[0] for x in jax.tree.leaves(like) if x.shape}
+        if self.config.batch not in rows:
+            raise ConfigError(
+                f"batch is {self.config.batch}, and the first dimensions of a batch of {self.source.call} are "
+                f"{sorted(rows)}: give the same in both, or arrays, whose rows are taken `batch` at a time"
+            )
+        return like
+
+    @property
+    def amount(self) -> tuple[int, str]:
+        return self.config.batch, "examples"
+
+    def train(self) -> Source:
+        return source_of(self.source.resolved()(), self.config.batch, self.config.seed)
+
+    def held_out(self, count: int) -> Iterator[Tree]:
+        if self.config.eval.data is None:
+            return
+        source = source_of(self.config.eval.data.resolved()(), self.config.batch)
+        for _ in range(count):
+            if (batch := next(source, None)) is None:
+                return
+            yield batch
+
+    def final(self) -> Iterator[Tree]:
+        return self.held_out(self.config.eval.final_batches or self.config.eval.batches)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def batches_of(config: TrainConfig) -> RunBatches:
+    """The batches that ``config`` asks for; nothing is read yet."""
+    if isinstance(config.data, Call):
+        return _OwnBatches(config, config.data)
+    seq = config.data.seq or (config.model.seq if isinstance(config.model, ModelConfig) else None)
+    assert seq is not None  # the configuration was validated
+    return _TextBatches(config, config.data, seq)
+
+
+def work_of(config: TrainConfig) -> Work:
+    """What ``config`` trains.
+
+    Raises:
+      ConfigError: a call gives something else than it should, or data is held out and nothing evaluates it.
+    """
+    batches = batches_of(config)
+    steps = steps_of(config, batches.like)
+    if config.eval.data is not None and steps.evaluate is None:
+        raise ConfigError("eval.data: the `step` gives (init, step) alone; let it give (init, step, evaluate)")
+    held_out = config.eval.data is not None or isinstance(config.data, DataConfig)
+    return Work(batches, steps, held_out and steps.evaluate is not None)
+
+
+def steps_of(config: TrainConfig, batch: Tree) -> Steps:
+    """The init, train and eval functions that ``config`` asks for, for batches of the abstract values ``batch``.
+
+    Raises:
+      ConfigError: a call gives something else than it should.
+    """
+    if config.step is not None:
+        return own_steps(config.step)
+    model, optimizer, loss = config.model, config.optimizer, config.loss
+    if isinstance(model, ModelConfig) and isinstance(optimizer, OptimizerConfig) and loss is None:
+        return make_steps(model, optimizer, config.last_step)
+    assert model is not None  # the configuration was validated
+    applied: Model = decoder_model(model) if isinstance(model, ModelConfig) else own_model(model, batch)
+    if isinstance(optimizer, OptimizerConfig):
+        update, rate = make_optimizer(optimizer, config.last_step)
+    else:
+        update, rate = optimizer.resolved()(), None
+        if not isinstance(update, optax.GradientTransformation):
+            raise ConfigError(
+                f"optimizer: {optimizer.call} gives a {type(update).__name__}, and not an optax.GradientTransformation"
+            )
+    return make_own_steps(applied, update, cross_entropy if loss is None else loss.resolved(), rate)

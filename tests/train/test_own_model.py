@@ -1,0 +1,248 @@
+"""Own models in a configuration's run: of every kind, equal to plain JAX, resumed on another mesh."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import linen, nnx
+from rich.console import Console
+
+from autoshard.errors import AutoshardError, ConfigError
+from autoshard.train.config import named_config
+from autoshard.train.loop import plan_phase, train
+from autoshard.train.own_model import own_model
+from autoshard.train.sources import Rows
+
+chosen = np.random.default_rng(0)
+IMAGES = {
+    "inputs": chosen.normal(size=(64, 8, 8, 1)).astype(np.float32),
+    "labels": chosen.integers(0, 3, 64).astype(np.int32),
+}
+ME = "tests.train.test_own_model"
+
+
+class Cnn(nnx.Module):
+    """A convolution with a norm that keeps statistics, dropout, and a product."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(1, width, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(width, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.drop(nnx.relu(self.norm(self.conv(x)))).mean((1, 2)))
+
+
+class Transformer(linen.Module):
+    """One layer of attention over bytes, with a norm that keeps statistics and dropout."""
+
+    width: int
+
+    @linen.compact
+    def __call__(self, tokens: Any, train: bool) -> Any:
+        x = linen.Embed(256, self.width)(tokens)
+        x = x + linen.MultiHeadDotProductAttention(2)(linen.LayerNorm()(x), mask=linen.make_causal_mask(tokens))
+        x = linen.Dropout(0.1)(linen.BatchNorm(use_running_average=not train)(x), deterministic=not train)
+        return linen.Dense(256)(x)
+
+
+def plain(width: int) -> Any:
+    def init(key: Any) -> Any:
+        return [jax.random.normal(key, (64, width)) * 0.1, jnp.zeros((width, 3))]
+
+    def apply(params: Any, x: Any) -> Any:
+        return jnp.tanh(x.reshape(len(x), -1) @ params[0]) @ params[1]
+
+    return init, apply
+
+
+def squared(outputs: Any, batch: Mapping[str, Any], scale: float = 1.0) -> Any:
+    error = jnp.square(outputs - jax.nn.one_hot(batch["labels"], 3)).mean()
+    return scale * error, {"accuracy": (outputs.argmax(-1) == batch["labels"]).mean()}
+
+
+def images() -> Any:
+    return IMAGES
+
+
+def whole_step(rate: float) -> Any:
+    """A step of its own over NNX modules."""
+
+    def init(key: Any) -> Any:
+        model = Cnn(4, nnx.Rngs(key))
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.sgd(rate), wrt=nnx.Param)}
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"]).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = nnx.value_and_grad(loss_of)(state["model"], batch)
+        state["optimizer"].update(state["model"], grads)
+        return {"loss": loss}
+
+    def evaluate(state: Any, batch: Any) -> Any:
+        return {"loss": loss_of(state["model"], batch)}
+
+    return init, step, evaluate
+
+
+def nothing() -> None:
+    """No model, no optimizer, no step, no data."""
+
+
+def config(folder: Path, run: str = "run", **entries: Any) -> Path:
+    """A configuration of a run of six steps that changes its mesh after the third."""
+    phases = [{"mesh": {"axes": {"data": n}, "hardware": "cpu"}, "until": u} for n, u in ((4, 3), (2, 6))]
+    made = {
+        "data": {"call": f"{ME}:images"},
+        "batch": 16,
+        "phases": phases,
+        "eval": {"every": 3, "batches": 2, "data": {"call": f"{ME}:images"}},
+        "checkpoint": {"dir": str(folder / run), "every": 2},
+    } | entries
+    path = folder / f"{run}.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in made.items() if value is not None}))
+    return path
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"call": f"{ME}:{name}", "with": arguments}
+
+
+def trained(path: Path) -> tuple[Any, list[dict[str, Any]], str]:
+    """The report, the events of the log, and what was printed."""
+    shown, read = io.StringIO(), named_config(path)
+    report = train(read, console=Console(file=shown, soft_wrap=True))
+    log = Path(read.checkpoint.dir) / "log.jsonl"
+    return report, [json.loads(line) for line in log.read_text().splitlines()], shown.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_plain_functions_train_as_by_hand(tmp_path: Path):
+    own = {"model": call("plain", width=8), "loss": call("squared", scale=2.0)}
+    optimizer = {"call": "optax:adam", "with": {"learning_rate": 0.01}}
+    report, events, _ = trained(config(tmp_path, optimizer=optimizer, **own))
+
+    init, apply = plain(8)
+    params, adam = init(jax.random.key(0)), optax.adam(0.01)
+    state, rows, losses = adam.init(params), Rows(IMAGES, 16, seed=0), []
+    for _ in range(6):
+        batch = jax.tree.map(np.asarray, next(rows), is_leaf=lambda x: hasattr(x, "shape"))
+        loss, grads = jax.value_and_grad(lambda p, b=batch: squared(apply(p, b["inputs"]), b, 2.0)[0])(params)
+        updates, state = adam.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    steps = [e for e in events if e["event"] == "step"]
+    np.testing.assert_allclose([e["loss"] for e in steps], losses, rtol=1e-5)
+    held_out = [e for e in events if e["event"] == "held_out"]
+    assert [e["step"] for e in held_out] == [3, 3, 6]  # before and after the change of mesh, and at the end
+    first = {key: value[:32] for key, value in IMAGES.items()}
+    loss, metrics = squared(apply(params, first["inputs"]), first, 2.0)
+    np.testing.assert_allclose([held_out[-1]["loss"], report.held_out], float(loss), rtol=1e-5)
+    np.testing.assert_allclose(held_out[-1]["accuracy"], float(metrics["accuracy"]), rtol=1e-6)
+    assert (report.parameters, report.bigram_bits) == (64 * 8 + 8 * 3, None)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"model": call("Cnn", width=8), "optimizer": {"learning_rate": 0.01}},
+        {"step": call("whole_step", rate=0.1)},
+    ],
+    ids=["module", "step"],
+)
+def test_modules_keep_statistics_and_resume_on_another_mesh(tmp_path: Path, own: Any):
+    report, events, shown = trained(config(tmp_path, **own))
+    one = [{"mesh": {"axes": {"data": 1}, "hardware": "cpu"}, "until": 6}]
+    alone, same, _ = trained(config(tmp_path, "one", **own, phases=one))
+    losses, wanted = ([e["loss"] for e in each if e["event"] == "step"] for each in (events, same))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    np.testing.assert_allclose(report.held_out, alone.held_out, rtol=1e-4)
+    assert "held-out loss" in shown
+    assert "examples/s" in shown
+
+
+@pytest.mark.parametrize("own", [call("Cnn", width=4), call("Transformer", width=8)], ids=["nnx", "linen"])
+def test_training_keeps_statistics_and_evaluation_does_not(tmp_path: Path, own: Any):
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8) if "Transformer" in own["call"] else IMAGES["inputs"][:8]
+    read = named_config(config(tmp_path, model=own))
+    model = own_model(read.model, {"inputs": tokens})
+    params, rest = model.init(jax.random.key(0))
+    outputs, kept = model.apply(params, rest, {"inputs": tokens}, None)
+    again, _ = model.apply(params, rest, {"inputs": tokens}, None)
+    trained_outputs, changed = model.apply(params, rest, {"inputs": tokens}, jax.random.key(1))
+    np.testing.assert_array_equal(outputs, again)
+    assert np.abs(np.asarray(outputs - trained_outputs)).max() > 1e-3
+    means = [
+        next(leaf for path, leaf in jax.tree_util.tree_leaves_with_path(r) if "mean" in str(path))
+        for r in (rest, kept, changed)
+    ]
+    np.testing.assert_array_equal(means[0], means[1])
+    assert np.abs(np.asarray(means[0] - means[2])).max() > 1e-6
+
+
+def test_a_linen_transformer_trains_on_text(tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    for number in range(12):
+        (tmp_path / f"text/{number}.txt").write_text("the mesh has eight devices and every axis has a name " * 4)
+    entries: dict[str, Any] = {"model": call("Transformer", width=16), "eval": {"batches": 1, "final_batches": 1}}
+    entries |= {"phases": [{"mesh": {"axes": {"data": 2}, "hardware": "cpu"}, "until": 6}], "strategy": "dp"}
+    text = {"source": str(tmp_path / "text"), "holdout": 4, "seq": 16}
+    report, events, _ = trained(config(tmp_path, data=text, optimizer={"learning_rate": 0.03}, batch=8, **entries))
+    losses = [e["loss"] for e in events if e["event"] == "step"]
+    assert losses[-1] < losses[0]
+    assert report.scored == 8 * 16
+    assert report.held_out_bits == pytest.approx(report.held_out / np.log(2))
+
+
+def test_a_decoder_takes_an_own_optimizer(tmp_path: Path):
+    decoder = {"layers": 1, "d_model": 16, "heads": 2, "seq": 16}
+    optimizer = {"call": "optax:sgd", "with": {"learning_rate": 0.1}}
+    read = named_config(config(tmp_path, model=decoder, optimizer=optimizer, data=None, eval=None))
+    planned = plan_phase(read, read.all_phases[0])
+    assert planned.batch["inputs"].shape == (16, 16)
+    assert not any("'mu'" in place.path for place in planned.plan.inputs)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model": call("nothing")}, "nothing gives a NoneType; a model is a Flax NNX or Linen module"),
+        ({"model": call("plain", width=4), "optimizer": call("nothing")}, "and not an optax.GradientTransformation"),
+        ({"step": call("nothing")}, r"it must give functions, \(init, step\)"),
+        ({"step": call("plain", width=4)}, r"eval.data: the `step` gives \(init, step\) alone"),
+        ({"model": call("plain", width=4), "data": call("nothing")}, "NoneType is neither arrays, nor an iterable"),
+    ],
+)
+def test_what_gives_something_else_is_refused(tmp_path: Path, entries: Any, message: str):
+    read = named_config(config(tmp_path, **entries))
+    with pytest.raises(AutoshardError, match=message):
+        plan_phase(read, read.all_phases[0])
+
+
+def test_a_loss_needs_targets(tmp_path: Path):
+    read = named_config(
+        config(tmp_path, model={"call": f"{ME}:plain", "with": {"width": 4}}, data=call("inputs_alone"))
+    )
+    with pytest.raises(ConfigError, match=r"integer `targets` of \[16\]; it has none. Name a loss"):
+        plan_phase(read, read.all_phases[0])
+
+
+def inputs_alone() -> Any:
+    return {"inputs": IMAGES["inputs"]}
