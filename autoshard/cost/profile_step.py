@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,9 +28,9 @@ from autoshard.cost.profile import (
     StepProfile,
     ValueRow,
 )
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
-from autoshard.ir.spec import replicated
+from autoshard.ir.spec import Spec, replicated
 
 
 def profile_step(model: MemoryModel, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> StepProfile:
@@ -89,20 +89,25 @@ def _moments(
 
 def _spans(graph: Graph, charges: Iterable[Charge], before: float, after: float) -> tuple[Span, ...]:
     found: list[Span] = []
-    computed: list[Span] = [Span(before, "compute", (), "arguments written to memory", "", 1)] if before else []
+    seconds, count, longest, of = before, int(before > 0), before, ("arguments written to memory", "")
     for c in charges:
         node = graph.nodes[c.node] if c.node < len(graph.nodes) else None
-        op, source = (node.kind.op, node.source) if node else ("result", "")
         if c.compute:
-            computed.append(Span(c.compute, "compute", (), op, source, 1))
-        if c.transfers:
-            found += _joined(computed)
-            computed = []
-        for t in c.transfers:
-            found.append(Span(t.seconds, t.collective.kind, t.collective.axes or (), op, t.collective.source, 1))
+            seconds, count = seconds + c.compute, count + 1
+            if c.compute > longest and node:
+                longest, of = c.compute, (node.kind.op, node.source)
+        if c.transfers and count:
+            found.append(Span(seconds, "compute", (), *of, count))
+            seconds, count, longest, of = 0.0, 0, 0.0, ("", "")
+        op = node.kind.op if node else "result"
+        found += [
+            Span(t.seconds, t.collective.kind, t.collective.axes or (), op, t.collective.source, 1) for t in c.transfers
+        ]
     if after:
-        computed.append(Span(after, "compute", (), "results moved to their memory", "", 1))
-    found += _joined(computed)
+        seconds, count = seconds + after, count + 1
+        of = ("results moved to their memory", "") if after > longest else of
+    if count:
+        found.append(Span(seconds, "compute", (), *of, count))
     if len(found) <= MAX_SPANS:
         return tuple(found)
     kinds = len({(s.kind, s.axes) for s in found})
@@ -192,12 +197,18 @@ def _live(
 
 
 def _values(graph: Graph, layout: Layout) -> tuple[tuple[ValueRow, ...], int]:
-    counts, sizes = dict[ValueRow, int](), graph.program.mesh.shape
+    counts = Counter[tuple[OpKind, int, Spec, str, str]]()
+    first: dict[tuple[OpKind, int, Spec, str, str], int] = {}
     for n in graph.nodes:
-        for v in n.results if not n.tie else ():
-            value, spec = graph.values[v], layout.specs[v]
-            size = -(-value.bytes // spec.num_shards(sizes))
-            row = ValueRow(n.kind.op, n.phase, n.source, value.shape, value.dtype, spec, 0, size)
-            counts[row] = counts.get(row, 0) + 1
-    found = sorted((replace(row, count=n) for row, n in counts.items()), key=lambda r: -r.bytes * r.count)
+        for i, v in enumerate(n.results if not n.tie else ()):
+            key = n.kind, i, layout.specs[v], n.phase, n.source
+            counts[key] += 1
+            first.setdefault(key, v)
+    rows, sizes = Counter[ValueRow](), graph.program.mesh.shape
+    for key, count in counts.items():  # kinds that differ in their parameters alone make one row
+        kind, _, spec, phase, source = key
+        value = graph.values[first[key]]
+        size = -(-value.bytes // spec.num_shards(sizes))
+        rows[ValueRow(kind.op, phase, source, value.shape, value.dtype, spec, 0, size)] += count
+    found = sorted((replace(row, count=n) for row, n in rows.items()), key=lambda r: -r.bytes * r.count)
     return tuple(found[:MAX_ROWS]), sum(r.count for r in found[MAX_ROWS:])

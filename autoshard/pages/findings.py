@@ -50,11 +50,10 @@ def why_moved(move: Move, plan: PlanRecord) -> str:
     if not places:
         return f"{text}, as what made it computes it so"
     saved = sum(bytes_per_device([p], plan.mesh.shape) for p in places) * (plan.mesh.axes_size(move.axes) - 1)
-    reason = place_reason(places[0])
-    return (
-        f"{text}{f' ({reason})' if reason else ''}. Stored as it is read, {plural(len(places), 'array')} "
-        f"would take {size_text(saved)} more on each device"
-    )
+    asked = places[0].reason in ("pinned", "first_plan", "shared", "placed", "loading")
+    reason = f" ({place_reason(places[0])})" if asked else ""
+    what = "it" if len(places) == 1 else f"these {len(places)} arrays"
+    return f"{text}{reason}. Stored as it is read, {what} would take {size_text(saved)} more on each device"
 
 
 def savings(plan: PlanRecord) -> list[Saving]:
@@ -105,13 +104,18 @@ def _ask(path: str) -> str:
 
 
 def _residuals(plan: PlanRecord) -> Iterator[Saving]:
-    for x in plan.profile.live if plan.profile else ():
-        if x.role == "residual":
-            where = f" at {short_source(x.source)}" if x.source else ""
-            what = f"recompute what is saved for the backward pass of {x.op}{where}: {x.dtype}{list(x.shape)}"
-            yield Saving(
-                x.bytes, what, "its part of the forward pass, once more", 'passes=["dead_code", "recompute:full"]'
-            )
+    live = plan.profile.live if plan.profile else ()
+    done = {p.name for p in plan.passes}
+    saved = [x for x in live if x.role == "residual"]
+    if saved and "recompute" not in done:
+        most = f"{saved[0].op}{f' at {short_source(saved[0].source)}' if saved[0].source else ''}"
+        what = f"recompute what is saved for the backward pass, most of it by {most} ({size_text(saved[0].bytes)})"
+        yield Saving(sum(x.bytes for x in saved), what, "a second forward pass", 'passes=["recompute:full", ...]')
+    of_batch = {a for d in plan.dim_splits if d.name == "batch" for a in d.axes}
+    grows = sum(x.bytes for x in live if x.role in ("residual", "temporary") and of_batch & set(x.spec.axes))
+    if grows and "microbatch" not in done:
+        what = "two micro-batches a call: half of what is live at the peak and split as the batch is"
+        yield Saving(grows // 2, what, "weights are read twice", 'passes=["microbatch:2", ...]')
 
 
 def _twice(plan: PlanRecord) -> Iterator[Saving]:

@@ -78,6 +78,11 @@ def rows_of(
     )
 
 
+def folded(title: str, body: str) -> str:
+    """HTML that is shown where its title is clicked."""
+    return f'<details class="more"><summary>{told(title)}</summary>{body}</details>'
+
+
 def bar(share: float, kind: str = "") -> str:
     """A bar as long as ``share``, of 0 to 1."""
     return f'<span class="bar {kind}" style="width:{max(0.0, min(1.0, share)) * 90:.0f}px"></span>'

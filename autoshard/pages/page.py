@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from autoshard.cost.profile import LineCost, StepProfile
+from autoshard.cost.profile import BufferRole, StepProfile
 from autoshard.pages import html
 from autoshard.pages.candidates_drawn import candidates_drawn, weighed
 from autoshard.pages.findings import savings, why_moved
-from autoshard.pages.html import Part, bar, figure, paragraph, rows_of, sections_html, told
+from autoshard.pages.html import Part, bar, figure, folded, paragraph, rows_of, sections_html, told
 from autoshard.pages.memory_over_time import memory_over_time
 from autoshard.pages.shards import MAX_CARDS, largest_groups, shards
-from autoshard.pages.source_lines import line_text, source_files
+from autoshard.pages.source_lines import line_text
+from autoshard.pages.source_part import short_place, source_part
 from autoshard.pages.timeline import BLOCKING, timeline
 from autoshard.plan.document import plural, short_source
 from autoshard.plan.grouping import bytes_per_device, group_arrays
@@ -34,7 +34,7 @@ def page(plan: PlanRecord) -> str:
         Part("memory", "Memory over the step", _memory(plan, f)),
         Part("time", "Time and communication", _time(plan, f)),
         Part("layouts", "Layouts that were weighed", _layouts(plan)),
-        Part("source", "Your code, line by line", _source(plan, f)),
+        Part("source", "Your code, line by line", source_part(plan, f) if f else _NO_PROFILE),
         Part("values", "All values", _values(plan, f), open=False),
         Part("report", "The whole report", sections_html(review(plan)), open=False),
     ]
@@ -50,14 +50,14 @@ def short_page(plan: PlanRecord) -> str:
 
 
 def _figures(plan: PlanRecord) -> str:
-    share = f"{plan.cost.transfers / plan.cost.seconds:.0%} of it" if plan.cost.seconds else "none"
+    share = f" ({plan.cost.transfers / plan.cost.seconds:.0%})" if plan.cost.seconds else ""
     budget = "no budget" if plan.memory_budget is None else f"of {size_text(plan.memory_budget)}"
     title = f"<h1>{told(plan.name, 120)} <span class=soft>on</span> {told(str(plan.mesh), 160)}</h1>"
     return title + html.tiles(
         [
             (time_text(plan.cost.seconds), "predicted for one call"),
             (time_text(plan.cost.compute), "compute"),
-            (time_text(plan.cost.transfers), f"communication, {share}"),
+            (time_text(plan.cost.transfers), f"communication{share}"),
             (size_text(plan.memory.peak), f"at the peak per device, {budget}"),
             (str(plan.mesh.size), "device" if plan.mesh.size == 1 else "devices"),
             (plan.strategy if len(plan.strategy) < 24 else "pinned", "strategy"),
@@ -83,10 +83,10 @@ def _head(plan: PlanRecord, f: StepProfile | None) -> str:
         answers.append(("Why is an array gathered?", says, "moves"))
     else:
         answers.append(("Is anything gathered?", "Nothing: operations compute on the parts as they are.", "time"))
-    least = savings(plan)[:2]
+    least = savings(plan)[:3]
     if least:
-        says = " Or ".join(f"{s.what}, {size_text(s.bytes)} less, for {s.price}." for s in least)
-        answers.append(("What would save memory?", says, "savings"))
+        says = "; ".join(f"{size_text(s.bytes)}: {s.what}" for s in least)
+        answers.append(("What would save memory?", f"Up to {says}.", "savings"))
     boxes = "".join(f'<div><b>{told(q)}</b>{told(says, 700)} <a href="#{at}">more</a></div>' for q, says, at in answers)
     return f'{_figures(plan)}<div class="asked">{boxes}</div>'
 
@@ -113,43 +113,53 @@ def _arrays(plan: PlanRecord) -> str:
     return f'{text}<p aria-label="Colours of mesh axes">{keys}</p><div class="cards">{cards}</div>{more}'
 
 
+_SHOWN = 20
+"""Rows of a table before what folds."""
+_ROLES: Mapping[BufferRole, str] = {
+    "residual": "saved for the backward pass",
+    "temporary": "temporary",
+    "copy": "copy in another spec",
+    "inside": "inside an operation",
+}
 _NO_PROFILE = paragraph("This plan holds no profile of the step, so that this is not drawn.")
 
 
 def _memory(plan: PlanRecord, f: StepProfile | None) -> str:
     if f is None:
         return _NO_PROFILE
-    rows = [
-        (role, size_text(size), bar(size / max(1, plan.memory.peak), "held"))
-        for role, size in (
-            ("parameters", plan.memory.parameters),
-            ("optimizer state", plan.memory.optimizer),
-            ("inputs", plan.memory.inputs),
-        )
-        if size
-    ]
-    whole = [(f"{r}, in all", s, b) for r, s, b in rows]
+    m, peak = plan.memory, max(1, plan.memory.peak)
+    arguments = (("parameters", m.parameters), ("optimizer state", m.optimizer), ("inputs", m.inputs))
     live = [
-        (
-            f"{x.role}: {' or '.join(x.names) or x.op or 'an operation itself'}"
-            + (f" ({x.count} x {x.dtype}{list(x.shape)} as {x.spec})" if x.dtype else "")
-            + (f", {x.op} at {short_source(x.source)}" if x.source else ""),
-            size_text(x.bytes),
-            bar(x.bytes / max(1, plan.memory.peak), "held"),
-        )
-        for x in f.live[:24]
+        (size_text(n), bar(n / peak, "held"), role, "all, through the whole call", "", "") for role, n in arguments if n
     ]
+    live += [
+        (
+            size_text(x.bytes),
+            bar(x.bytes / peak, "held"),
+            _ROLES[x.role],
+            " or ".join(x.names) or x.op,
+            f"{f'{x.count} x ' if x.count > 1 else ''}{x.dtype}{list(x.shape)} as {x.spec}" if x.dtype else "",
+            short_place(x.source),
+        )
+        for x in f.live[:_SHOWN]
+    ]
+    rest = f.live[_SHOWN:]
+    if rest:
+        size = sum(x.bytes for x in rest)
+        live.append((size_text(size), bar(size / peak, "held"), "", plural(len(rest), "smaller group"), "", ""))
     options = [(size_text(s.bytes), s.what, s.price, s.how) for s in savings(plan)]
     chip = f" {size_text(f.on_chip)} of these are kept in on-chip memory, and not counted." if f.on_chip else ""
-    rest = f.live[24:]
-    if rest:
-        live.append((f"{plural(len(rest), 'smaller group')}", size_text(sum(x.bytes for x in rest)), ""))
     return (
         figure(
             memory_over_time(plan, f), "Bytes per device over one call. What is returned and not donated counts too."
         )
         + f"<h3>What is live at the peak</h3>{paragraph('Per device.' + chip)}"
-        + rows_of(("what", "bytes", ""), [*whole, *live], {0: "wide", 1: "n"}, raw=frozenset({2}))
+        + rows_of(
+            ("bytes", "", "role", "what", "type and spec", "line"),
+            live,
+            {0: "n", 2: "key-of", 3: "path", 4: "path", 5: "place"},
+            raw=frozenset({1}),
+        )
         + '<h3 id="savings">What would take less</h3>'
         + paragraph("By size. Not all of it is live at the peak, and each is priced only when it is planned.")
         + (rows_of(("saves", "what", "price", "how"), options, {0: "n", 1: "wide", 3: "path"}) if options else "")
@@ -163,17 +173,17 @@ def _time(plan: PlanRecord, f: StepProfile | None) -> str:
         (
             time_text(m.seconds),
             bar(m.seconds / (plan.cost.transfers or 1.0), "sent"),
-            m.kind,
-            "+".join(m.axes) or "none",
-            size_text(m.bytes),
-            str(m.count),
-            m.phase if m.phase != "plain" else "",
+            f"{m.kind} over {'+'.join(m.axes) or 'no axis'}, {m.count} x {size_text(m.bytes)}"
+            + (f", {m.phase}" if m.phase != "plain" else ""),
             why_moved(m, plan),
         )
         for m in f.moves
     ]
-    head = ("total", "", "collective", "axes", "bytes", "runs", "phase", "why")
-    table = rows_of(head, rows, {0: "n", 4: "n", 5: "n", 7: "wide"}, raw=frozenset({1})) if rows else ""
+    head = ("total", "", "collective", "why")
+    kinds = {0: "n", 2: "what", 3: "wide"}
+    table = rows_of(head, rows[:_SHOWN], kinds, raw=frozenset({1})) if rows else ""
+    if rows[_SHOWN:]:
+        table += folded(f"{len(rows) - _SHOWN} more", rows_of(head, rows[_SHOWN:], kinds, raw=frozenset({1})))
     none = "" if rows else paragraph("There is no communication.")
     return (
         figure(timeline(plan, f), f"Point at a block to see what it is. {BLOCKING}")
@@ -197,70 +207,6 @@ def _layouts(plan: PlanRecord) -> str:
     return paragraph(text) + figure(candidates_drawn(plan)) + table
 
 
-def _source(plan: PlanRecord, f: StepProfile | None) -> str:
-    if f is None:
-        return _NO_PROFILE
-    sent: dict[str, Counter[str]] = {}
-    for c in plan.cost.collectives:
-        sent.setdefault(c.source, Counter())[f"{c.kind} over {'+'.join(c.axes or ())}"] += c.count
-    costliest = [
-        (
-            time_text(x.compute + x.transfers),
-            _bars(x, plan),
-            short_source(x.source) or "the rest",
-            line_text(x.source),
-            _collectives(sent.get(x.source)),
-            size_text(x.peak_bytes) if x.peak_bytes else "",
-        )
-        for x in sorted(f.lines, key=lambda x: -x.compute - x.transfers)[:10]
-    ]
-    head = ("total", "", "line", "code", "collectives", "at the peak")
-    kinds = {0: "n", 2: "path", 3: "path", 4: "wide", 5: "n"}
-    text = paragraph(
-        "Seconds of one call, all iterations of loops included: blue is compute, orange communication. Backward "
-        "operations count for the line that they are the gradient of. At the peak: bytes of buffers that the line made."
-    )
-    parts = [text, "<h3>The costliest lines</h3>", rows_of(head, costliest, kinds, raw=frozenset({1}))]
-    for file in source_files(f):
-        parts.append(f"<h3>{told(file.path, 200)}</h3>")
-        rows: list[str] = []
-        before = file.lines[0].number - 1
-        for x in file.lines:
-            if x.number != before + 1:
-                rows.append('<tr class="gap"><td colspan=5>⋮</td></tr>')
-            before = x.number
-            cost = x.cost
-            cells = (
-                (
-                    time_text(cost.compute + cost.transfers),
-                    _bars(cost, plan),
-                    told(_collectives(sent.get(cost.source)), 80),
-                )
-                if cost
-                else ("", "", "")
-            )
-            rows.append(
-                f'<tr{" class=hot" if cost else ""}><td class="n soft">{x.number}</td><td class="code">'
-                f'{told(x.text.expandtabs(4), 160)}</td><td class="n">{cells[0]}</td>'
-                f"<td>{cells[1]}</td><td>{cells[2]}</td></tr>"
-            )
-        names = "".join(f'<th scope="col">{n}</th>' for n in ("", "code", "total", "", "collectives"))
-        parts.append(
-            '<div class="scroll" tabindex="0"><table class="source"><thead><tr>'
-            f"{names}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        )
-    return "".join(parts)
-
-
-def _bars(x: LineCost, plan: PlanRecord) -> str:
-    whole = plan.cost.seconds or 1.0
-    return bar(x.compute / whole) + bar(x.transfers / whole, "sent")
-
-
-def _collectives(found: Counter[str] | None) -> str:
-    return ", ".join(f"{n} {what}" for what, n in (found or Counter[str]()).most_common(3))
-
-
 def _values(plan: PlanRecord, f: StepProfile | None) -> str:
     rows = [*itertools.islice(_places(plan), MAX_ARRAYS)]
     left_out = 0
@@ -272,7 +218,7 @@ def _values(plan: PlanRecord, f: StepProfile | None) -> str:
                 str(v.spec),
                 size_text(v.bytes),
                 "",
-                short_source(v.source),
+                short_place(v.source),
             )
             for v in f.values
         ]
@@ -284,7 +230,7 @@ def _values(plan: PlanRecord, f: StepProfile | None) -> str:
     )
     rest = paragraph(f"{plural(left_out, 'smaller value')} of the step left out.", "soft") if left_out else ""
     text = paragraph("Arguments, results, and what the step computes; what is alike is one row.")
-    kinds = {0: "path", 1: "path", 2: "path", 3: "n", 4: "wide", 5: "path"}
+    kinds = {0: "path", 1: "path", 2: "path", 3: "n", 4: "wide", 5: "place"}
     return text + field + rows_of(head, rows, kinds, anchor="all-values") + rest
 
 

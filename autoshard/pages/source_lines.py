@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.cost.profile import LineCost, StepProfile
-from autoshard.plan.document import short_source
+from autoshard.plan.document import is_library, short_source
 
 MAX_FILE_BYTES = 2**22
 """A larger file is not read."""
@@ -34,6 +34,8 @@ class SourceFile:
     path: str
     """As a person writes it: `short_source`."""
     lines: tuple[SourceLine, ...]
+    library: bool
+    """Whether it is installed, and so hardly the reader's own."""
 
 
 def source_files(profile: StepProfile) -> list[SourceFile]:
@@ -50,12 +52,13 @@ def source_files(profile: StepProfile) -> list[SourceFile]:
     ):
         text = _text_of(file)
         near = {n + k for n in costs for k in range(-_AROUND, _AROUND + 1) if 0 < n + k <= len(text)}
+        near = {n for n in near if text[n - 1].strip()}
         numbers = sorted(near | set(costs))[:room]
         room -= len(numbers)
         path = short_source(f"{file}:0").removesuffix(":0")
         lines = [SourceLine(n, text[n - 1] if n <= len(text) else "", costs.get(n)) for n in numbers]
         if lines:
-            files.append(SourceFile(path, tuple(lines)))
+            files.append(SourceFile(path, tuple(lines), is_library(file)))
     return files
 
 

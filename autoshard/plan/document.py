@@ -36,6 +36,11 @@ def short_source(source: str) -> str:
     return f"{_short_file(file)}:{line}" if file else source
 
 
+def is_library(file: str) -> bool:
+    """Whether the file lies in site-packages."""
+    return _LIBRARY.match(file) is not None
+
+
 def plural(n: int, noun: str) -> str:
     """``n`` and the noun, in the plural unless ``n`` is 1."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
