@@ -30,6 +30,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import yaml
 from etils import epath
 
@@ -254,7 +255,7 @@ def run(kind: Kind, number: int, seed: int) -> Outcome:
 def kinds(folder: Path) -> Mapping[str, Kind]:
     """Every kind of file, to be written under ``folder``."""
     configs = _configs(folder)
-    stored = (*_checkpoints(folder), *_tensors(folder))
+    stored = (*_checkpoints(folder), *_tensors(folder), _orbax(folder))
     found = (*configs, _plan(folder), *stored, _cache_entry(folder), *_run_files(folder))
     return {kind.name: kind for kind in found}
 
@@ -365,6 +366,20 @@ def _tensors(folder: Path) -> Iterator[Kind]:
 
     yield Kind("safetensors", [content[8:end]], _writes(file, with_length, restore=True), ODD_JSON)
     yield Kind("safetensors-index", [index.read_bytes()], _writes(index, read, restore=True), ODD_JSON)
+
+
+def _orbax(folder: Path) -> Kind:
+    """The metadata of a folder that Orbax wrote by itself."""
+    root = folder / "orbax"
+    state = {"w": jnp.ones((4, 2)), "n": 3, "key": jax.random.key(0), "text": "abc"}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(root, state)
+    path = root / "_METADATA"
+
+    def read(_: Path) -> object:
+        return checkpoint.restore(root), checkpoint.restore(root, like=state, missing="keep", extra="ignore")
+
+    return Kind("orbax", [path.read_bytes()], _writes(path, read, restore=True), ODD_JSON)
 
 
 def _cache_entry(folder: Path) -> Kind:

@@ -13,7 +13,7 @@ FORGIVEN = ("cache", "log", "report")
 """What is damaged there is made again, or dropped."""
 EXACT = ("inventory", "safetensors", "safetensors-index")
 """Of which almost any change is an error."""
-KINDS = (*FORGIVEN, *EXACT, "hardware", "manifest", "mesh", "model", "plan", "run", "train")
+KINDS = (*FORGIVEN, *EXACT, "hardware", "manifest", "mesh", "model", "orbax", "plan", "run", "train")
 LARGE = 10**7
 """Bytes of an odd file that takes longer to write than to refuse: for `make fuzz`."""
 

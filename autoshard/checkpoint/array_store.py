@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,20 +117,28 @@ def merge(directory: epath.Path) -> None:
 
 
 class StoredArrays:
-    """The arrays of a store, for `autoshard.checkpoint.pieces`.
+    """Arrays that TensorStore reads, for `autoshard.checkpoint.pieces`.
 
     Args:
-      directory: the store.
+      spec: TensorStore's spec of an array, by name.
       counts: how many leaves each array is read for.
     """
 
-    def __init__(self, directory: epath.Path, counts: Mapping[str, int]) -> None:
-        self._directory, self._context, self._counts = directory, _context(), counts
+    def __init__(self, spec: Callable[[str], dict[str, Any]], counts: Mapping[str, int]) -> None:
+        self._spec, self._context, self._counts = spec, _context(), counts
         # All at once: opening waits for the file system.
         self._opening = {name: self._open(name, kept=count > 1) for name, count in counts.items()}
 
     def _open(self, name: str, *, kept: bool) -> Any:
-        return ts.open(_stored_spec(self._directory, name, kept=kept), context=self._context, open=True)
+        """Opens an array; with ``kept`` some of its chunks are kept in memory."""
+        cache = {"cache_pool": {"total_bytes_limit": 4 * CHUNK_BYTES}} if kept else {}
+        return ts.open(self._spec(name) | cache, context=self._context, open=True)
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of every array."""
+        window = Window("cannot be read")
+        found = {name: window.result(opening, name, ()) for name, opening in self._opening.items()}
+        return {name: (array.shape, array.dtype.numpy_dtype) for name, array in found.items()}
 
     def fill(self, piece: Piece, parts: Sequence[Part], window: Window) -> None:
         """Begins to read ``parts`` of the array that ``piece`` is of.
@@ -141,7 +149,7 @@ class StoredArrays:
         name = piece.name
         source = window.result(self._opening[name], name, ())
         dtype = source.dtype.numpy_dtype
-        if source.shape != piece.shape or dtype != stored_dtype(piece.dtype):
+        if source.shape != piece.shape or dtype not in (stored_dtype(piece.dtype), piece.dtype):
             raise CheckpointError(
                 f"{name} is {piece.dtype}{list(piece.shape)} in the manifest and {dtype}{list(source.shape)} in the "
                 "store"
@@ -193,18 +201,21 @@ def _context() -> ts.Context:
     return ts.Context({"file_io_concurrency": {"limit": 32}})
 
 
-def _store_spec(directory: epath.Path, name: str | None = None) -> dict[str, Any]:
+def folder_spec(directory: epath.Path) -> Any:
+    """TensorStore's spec of a folder."""
     path = directory.as_posix().rstrip("/") + "/"
-    base = {"driver": "file", "path": path} if path.startswith("/") else path
+    return {"driver": "file", "path": path} if path.startswith("/") else path
+
+
+def _store_spec(directory: epath.Path, name: str | None = None) -> dict[str, Any]:
     config = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
-    spec: dict[str, Any] = {"driver": "ocdbt", "base": base, "config": config}
+    spec: dict[str, Any] = {"driver": "ocdbt", "base": folder_spec(directory), "config": config}
     return spec if name is None else {**spec, "path": f"{name}/"}
 
 
-def _stored_spec(directory: epath.Path, name: str, *, kept: bool) -> dict[str, Any]:
-    """To read an array; with ``kept`` some of its chunks are kept in memory."""
-    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": _store_spec(directory, name)}
-    return {**spec, "cache_pool": {"total_bytes_limit": 4 * CHUNK_BYTES}} if kept else spec
+def stored_spec(directory: epath.Path, name: str) -> dict[str, Any]:
+    """TensorStore's spec of an array of a store."""
+    return {"driver": "zarr3", "kvstore": _store_spec(directory, name)}
 
 
 def _array_spec(directory: epath.Path, name: str, array: ToWrite) -> dict[str, Any]:

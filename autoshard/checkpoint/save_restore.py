@@ -15,12 +15,13 @@ import functools
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
-from autoshard.checkpoint.array_store import StoredArrays
+from autoshard.checkpoint.array_store import StoredArrays, stored_spec
 from autoshard.checkpoint.async_write import ArraySave, begin_save, move_damaged_aside
 from autoshard.checkpoint.async_write import Saving as Saving
 from autoshard.checkpoint.async_write import finish as finish
@@ -37,6 +38,7 @@ from autoshard.checkpoint.manifest import (
     step_directories,
 )
 from autoshard.checkpoint.matching import Rename, RestoreOptions, leaf_names, match_leaves, misfit_text
+from autoshard.checkpoint.orbax_folders import find_orbax
 from autoshard.checkpoint.pieces import ToRead, read, uses
 from autoshard.checkpoint.report import RestoreReport
 from autoshard.checkpoint.restoring import CheckpointPlan, StoredLeaves, planned_state, restore_from
@@ -155,7 +157,8 @@ def restore(
     from one another; ``layers_0`` is such a layer too.
 
     Args:
-      dir: the directory that `save` wrote to.
+      dir: the directory that `save` wrote to; or one that Orbax wrote by itself, of a `StandardCheckpointer`, a
+        `PyTreeCheckpointer` or a `CheckpointManager`, whose shardings are ignored.
       step: which step; None restores the newest complete one, and warns of newer incomplete ones.
       plan: gives structure, shapes and shardings of the state: its argument 0. Of an NNX module this is the module's
         state, for ``nnx.update(module, state)``. A loaded plan has stand-ins for container classes (`Plan.load`), with
@@ -188,15 +191,38 @@ def restore(
     if plan is not None and like is not None:
         raise CheckpointError("restore takes a plan or `like`, not both: each gives a structure and shardings")
     options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)  # type: ignore[arg-type]
+    found = open_checkpoint(dir, step)
+    state, leaves, left_out = restore_from(found.stored, plan, like, options, fallback)
+    done = RestoreReport(found.step, tuple(leaves), tuple(left_out), found.extra, found.fingerprint)
+    return (state, done) if report else state
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A step that can be read."""
+
+    stored: StoredLeaves
+    step: int | None
+    """None of a folder of Orbax's that has no steps."""
+    extra: dict[str, Any]
+    fingerprint: str | None = None
+
+
+def open_checkpoint(dir: epath.PathLike, step: int | None) -> OpenCheckpoint:
+    """A step that `save` wrote, by default the newest complete one, or one that Orbax wrote by itself.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged.
+    """
     root = absolute_path(dir)
     finish(root)
-    step, manifest = choose_step(root, step if step is None else _step_number(step))
-    stored = StoredLeaves(
-        str(root / str(step)), leaf_names(manifest.leaves), functools.partial(_read_arrays, root, step)
-    )
-    state, leaves, left_out = restore_from(stored, plan, like, options, fallback)
-    done = RestoreReport(step, tuple(leaves), tuple(left_out), manifest.extra, manifest.fingerprint)
-    return (state, done) if report else state
+    number = step if step is None else _step_number(step)
+    if (theirs := find_orbax(root, number)) is not None:
+        return OpenCheckpoint(theirs.leaves(), theirs.step, theirs.extra())
+    number, manifest = choose_step(root, number)
+    reading = functools.partial(_read_arrays, root, number)
+    stored = StoredLeaves(str(root / str(number)), leaf_names(manifest.leaves), reading)
+    return OpenCheckpoint(stored, number, manifest.extra, manifest.fingerprint)
 
 
 def _step_number(step: Any) -> int:
@@ -218,7 +244,7 @@ def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: CheckpointPlan) ->
 
 def _read_arrays(root: epath.Path, step: int, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
     try:
-        return read(StoredArrays(root / str(step) / "arrays", uses(wanted)), wanted)
+        return read(StoredArrays(functools.partial(stored_spec, root / str(step) / "arrays"), uses(wanted)), wanted)
     except CheckpointError as error:
         others = [n for n in steps(root) if n != step]
         hint = f"; restore that with step={max(others)}" if others else ""

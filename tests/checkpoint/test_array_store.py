@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import checkpoint
 from autoshard.checkpoint import array_store, pieces
-from autoshard.checkpoint.array_store import StoredArrays, chunk_shape, on_host, write
+from autoshard.checkpoint.array_store import StoredArrays, chunk_shape, on_host, stored_spec, write
 from autoshard.checkpoint.pieces import Piece, ToRead, Window, uses
 from autoshard.errors import CheckpointError
 
@@ -44,7 +45,7 @@ def to_read(name: str, shape: Any, dtype: np.dtype, sharding: Any = None) -> ToR
 
 
 def read(directory: epath.Path, wanted: dict[str, ToRead]) -> dict[str, Any]:
-    return pieces.read(StoredArrays(directory, uses(wanted)), wanted)
+    return pieces.read(StoredArrays(functools.partial(stored_spec, directory), uses(wanted)), wanted)
 
 
 def state() -> dict[str, Any]:
