@@ -17,7 +17,7 @@ from autoshard.ir import rule_registry
 from autoshard.ir.rule import Local, RuleFn
 from autoshard.ir.rule_check import check_rule
 from autoshard.ir.rule_registry import AnyRule
-from autoshard.machine.mesh_config import MeshLike, mesh_config
+from autoshard.machine.mesh_config import MeshConfig, MeshLike, mesh_config
 from autoshard.passes import PASSES
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
@@ -25,6 +25,7 @@ from autoshard.rules import SHIPPED, STRUCTURAL
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
+from autoshard.schedule.schedule import Schedule
 from autoshard.search.strategies import PRESETS
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms.pipeline import Pass, parse_passes
@@ -60,6 +61,8 @@ def jit(
     donate_argnums: Nums = None,
     donate_argnames: Names = None,
     memory_budget: int | str | None = None,
+    microbatches: int | None = None,
+    schedule: str | Schedule | None = None,
     pad_state: bool = False,
     passes: Sequence[str | Pass] | None = None,
     rules: Mapping[Primitive | str, AnyRule] | None = None,
@@ -89,6 +92,10 @@ def jit(
         argument is in the memory that it comes in, and a result in that which the step moves it to.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
+      microbatches: the number of parts of the batch that the step is computed in, one after the other; of a pipeline,
+        those that its stages pass on. None leaves it to the planner.
+      schedule: of a pipeline, for which the mesh config names an axis (``pipeline:``): ``"gpipe"``, ``"1f1b"``,
+        ``"interleaved:N"``, or a `Schedule`. None leaves it to the planner.
       pad_state: whether state that the mesh does not divide is stored with padding: 50,257 rows as 50,264 over 8
         devices, where they would be whole on each else. Such an argument comes back as a `PaddedArray`: a `jax.Array`
         with its true shape and values, whose `stored` has the padding. Nothing that the step computes changes.
@@ -128,6 +135,8 @@ def jit(
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             memory_budget=memory_budget,
+            microbatches=microbatches,
+            schedule=schedule,
             pad_state=pad_state,
             passes=passes,
             rules=rules,
@@ -146,6 +155,7 @@ def jit(
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(str(strategy), PRESETS)}")
     if type(pad_state) is not bool:
         raise ArgumentError(f"pad_state={pad_state!r}: must be True or False")
+    _check_pipeline(config, microbatches, schedule, strategy, like, refine, pad_state)
     if refine is not None and (type(refine) is not int or refine < 0):
         raise ArgumentError(f"refine={refine!r}: must be the number of layouts to compile and choose from, 0 or more")
     if refine and isinstance(strategy, Plan):
@@ -157,6 +167,9 @@ def jit(
         compiler_options=tuple(sorted((compiler_options or {}).items())),
     )
     static_nums, static_names = _positions_and_names(fun, static_argnums, static_argnames)
+    pipelined = config is not None and config.pipeline is not None
+    parts = parse_passes(None if microbatches is None else f"microbatch:{microbatches}", PASSES)
+    saving_parts = parts if passes is None else ()
     donate_nums, donate_names = _positions_and_names(fun, donate_argnums, donate_argnames)
     return Step(
         fun,
@@ -166,20 +179,57 @@ def jit(
             like=_like(like, strategy),
             request=request,
             rules=_rules(rules),
-            passes=parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES),
-            memory_saving_passes=parse_passes(MEMORY_SAVING_PASSES if passes is None else None, PASSES),
-            optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, PASSES),
+            passes=(*parts, *parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES)),
+            memory_saving_passes=(
+                *saving_parts,
+                *parse_passes(MEMORY_SAVING_PASSES if passes is None else None, PASSES),
+            ),
+            optional_passes=parse_passes(OPTIONAL_PASSES if passes is None and not pipelined else None, PASSES),
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             static_nums=static_nums,
             static_names=static_names,
             donate_nums=donate_nums,
             donate_names=donate_names,
+            microbatches=microbatches,
+            schedule=schedule,
             pad_state=pad_state,
             refine=refine or 0,
             cache=cache,
         ),
     )
+
+
+def _check_pipeline(
+    config: MeshConfig | None,
+    microbatches: Any,
+    schedule: Any,
+    strategy: Any,
+    like: Any,
+    refine: Any,
+    pad_state: Any,
+) -> None:
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        raise ArgumentError(f"microbatches={microbatches!r}: must be a number of parts of the batch, 1 or more")
+    if isinstance(schedule, Schedule):
+        schedule.check()
+    elif isinstance(schedule, str):
+        Schedule.named(schedule, stages=1, microbatches=1)
+    elif schedule is not None:
+        raise ArgumentError(f"schedule={schedule!r}: must be the name of a schedule, or a Schedule")
+    if config is None or config.pipeline is None:
+        if schedule is not None:
+            raise ArgumentError(
+                f"schedule={schedule!r} is of a pipeline, and the mesh has none: name an axis, as in "
+                'MeshConfig(axes={"stage": 4, "data": 2}, pipeline="stage")'
+            )
+        return
+    given = {"strategy=": isinstance(strategy, Plan), "like=": like, "refine=": refine, "pad_state=": pad_state}
+    for name, value in given.items():
+        if value:
+            raise ArgumentError(
+                f"{name}: not with a pipeline yet (pipeline={config.pipeline!r}); leave one of them out"
+            )
 
 
 def _like(like: Any, strategy: str | Plan) -> Callable[[], PlanRecord] | None:

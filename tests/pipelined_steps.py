@@ -70,9 +70,9 @@ def accumulated(loss: Callable[..., jax.Array], microbatches: int) -> Callable[[
     return step
 
 
-def trained(loss: Callable[..., jax.Array], microbatches: int) -> Callable[[Any, Any], Any]:
-    """An AdamW step with gradients clipped by their global norm, accumulated over micro-batches."""
-    gradients = accumulated(loss, microbatches)
+def trained(loss: Callable[..., jax.Array], microbatches: int | None = None) -> Callable[[Any, Any], Any]:
+    """An AdamW step with gradients clipped by their global norm; accumulated over micro-batches where there are any."""
+    gradients = jax.value_and_grad(loss) if microbatches is None else accumulated(loss, microbatches)
 
     def train(state: Any, batch: Any) -> Any:
         value, grads = gradients(state["params"], batch)

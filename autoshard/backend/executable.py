@@ -23,6 +23,9 @@ from autoshard.errors import MeshError, PlacementWarning, PlanError
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
 from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval, in_host_memory
+from autoshard.pipelining.chain import find_chain
+from autoshard.pipelining.executor import pipelined_jaxpr
+from autoshard.pipelining.stages import Stages
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.serialize import plan_to_json
 
@@ -61,7 +64,12 @@ class Executable[P: PlanRecord]:
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:
         """The program with the plan's sharding constraints, over this machine's devices."""
-        return constrain(self.graph, self.plan, self.plan.jax_mesh)
+        jaxpr, pipeline = constrain(self.graph, self.plan, self.plan.jax_mesh), self.plan.pipeline
+        if pipeline is None:
+            return jaxpr
+        chain = find_chain(jaxpr, self.program.name, self.program.rules)
+        stages = Stages(pipeline.axis, pipeline.schedule, pipeline.layers)
+        return pipelined_jaxpr(jaxpr, chain, stages, self.plan.jax_mesh)
 
     @functools.cached_property
     def spans_processes(self) -> bool:

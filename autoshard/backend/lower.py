@@ -8,7 +8,7 @@ becomes an island: a `jax.shard_map` of that form.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -122,7 +122,7 @@ class _Lowering:
         if left_to_xla == set(sizes):
             return [eqn.replace(invars=invars)]
         in_specs, out_specs = (
-            tuple(_drop_axes(s, left_to_xla).partition_spec() for s in side)
+            tuple(s.without(left_to_xla).partition_spec() for s in side)
             for side in (island.in_specs, island.reduced_specs)
         )
         same_op = jx.bind_on_shards(
@@ -234,11 +234,6 @@ def _extend_with_halos(
             rows = halo.window.halo_rows(math.prod(sizes[a] for a in axes))
             found[halo.operand] = with_halo(found[halo.operand], axes, halo.dim, *rows)
     return tuple(found)
-
-
-def _drop_axes(spec: Spec, axes: Collection[str]) -> Spec:
-    """``spec`` without ``axes``."""
-    return Spec(tuple(tuple(a for a in d if a not in axes) for d in spec.dims), spec.partial)
 
 
 def _reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autoshard import jaxpr as jx
-from autoshard.errors import RuleError, SpecError
+from autoshard.errors import PipelineError, RuleError, SpecError
 from autoshard.ir.annotate import annotate_p
 from autoshard.ir.combined_reductions import combined_reduction_counts
 from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, FactoredDim, Graph, Node, OpKind, Value
@@ -117,7 +117,14 @@ class _Builder:
     def pin(self, value: int, entries: PartitionSpec, source: str, free: frozenset[int] = frozenset()) -> None:
         shape = self.values[value].shape
         self.unconstrained_dims[value] = free | unconstrained_dims(entries)
-        self.pins[value] = checked_spec(entries, shape, self.program.mesh.shape, f"the value pinned at {source}")
+        what, pipeline = f"the value pinned at {source}", self.program.pipeline
+        spec = checked_spec(entries, shape, self.program.whole_mesh.shape, what)
+        if pipeline is not None and pipeline.axis in spec.axes:
+            raise PipelineError(
+                f"{what}: its spec {spec} splits it over {pipeline.axis!r}, the axis of a pipeline's stages, each of "
+                "which has layers of its own: leave that axis out"
+            )
+        self.pins[value] = spec
 
     def value(self, aval: Any) -> int:
         found = self.value_types_by_id.get(id(aval))

@@ -16,6 +16,7 @@ from autoshard.ir.rule_registry import Rules
 from autoshard.ir.spec import Spec, checked_spec
 from autoshard.jaxpr import Jaxpr, dtype_bits
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.schedule.schedule import Schedule
 
 TreeDef = jax.tree_util.PyTreeDef
 MemoryKind = Literal["pinned_host", "unpinned_host"] | None
@@ -32,6 +33,8 @@ class Leaf:
     donated: bool = False
     pin: Spec | None = None
     """The spec that the user demands; never overruled."""
+    whole_pin: Spec | None = None
+    """Of a pipeline, ``pin`` over the whole mesh; ``pin`` is then without the axis of the stages."""
     memory_kind: MemoryKind = None
     """The memory that it is in: as the user demands, else as its type says."""
     memory_pinned: bool = False
@@ -63,6 +66,28 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class PipelineRequest:
+    """A pipeline that the user asks for."""
+
+    mesh: LogicalMesh
+    """The whole mesh."""
+    axis: str
+    """The mesh axis of the stages."""
+    schedule: str | Schedule | None = None
+    """None leaves it to the planner."""
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.shape[self.axis]
+
+    @property
+    def stage_mesh(self) -> LogicalMesh:
+        """The mesh of one stage: one device along the axis of the stages."""
+        sizes = tuple(1 if a == self.axis else n for a, n in self.mesh.shape.items())
+        return replace(self.mesh, axis_sizes=sizes)
+
+
+@dataclass(frozen=True)
 class Program:
     """A step to plan. `jaxpr` is normalized: each variable is defined once."""
 
@@ -80,8 +105,15 @@ class Program:
     """Carried state: (argument, result) pairs of flat positions, where the result replaces the argument in the next
     call."""
     source: str = ""
+    pipeline: PipelineRequest | None = None
+    """The pipeline that its chain of layers is to run as; ``mesh`` is then that of one stage."""
     unpadded_jaxpr: Jaxpr | None = None
     """`jaxpr` before dimensions were padded, where some were (`autoshard.passes.pad_uneven`)."""
+
+    @property
+    def whole_mesh(self) -> LogicalMesh:
+        """The mesh that it runs on."""
+        return self.mesh if self.pipeline is None else self.pipeline.mesh
 
     def with_jaxpr(self, jaxpr: Jaxpr) -> Program:
         """The same step with another jaxpr."""
@@ -97,6 +129,13 @@ class Program:
                 notes.append(f"-> {self.outputs[outs[i]].path}")
             rows.append(f"  {leaf.path}: {aval_text(leaf.aval)}{'  ' if notes else ''}{', '.join(notes)}")
         return "\n".join(rows)
+
+
+def pinned(leaf: Leaf, spec: Spec | None, pipeline: PipelineRequest | None) -> Leaf:
+    """``leaf`` pinned to ``spec``, over the mesh that the step runs on."""
+    if spec is None or pipeline is None:
+        return replace(leaf, pin=spec, whole_pin=spec)
+    return replace(leaf, pin=spec.without((pipeline.axis,)), whole_pin=spec)
 
 
 def aval_text(aval: Any) -> str:
@@ -122,6 +161,6 @@ def with_pins(program: Program, pins: Mapping[str, PartitionSpec], what: str, *,
         for i in hits:
             leaf = inputs[i]
             if overwrite or leaf.pin is None:
-                pin = checked_spec(spec, leaf.aval.shape, program.mesh.shape, leaf.path)
-                inputs[i] = replace(leaf, pin=pin, placed=False)
+                pin = checked_spec(spec, leaf.aval.shape, program.whole_mesh.shape, leaf.path)
+                inputs[i] = replace(pinned(leaf, pin, program.pipeline), placed=False)
     return replace(program, inputs=tuple(inputs))

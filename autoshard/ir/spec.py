@@ -8,7 +8,7 @@ A spec has, for each dimension, the mesh axes that split it (major to minor), an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -43,6 +43,10 @@ class Spec:
     def with_dim(self, dim: int, axes: Axes) -> Spec:
         """This spec with dimension ``dim`` split over ``axes``."""
         return Spec(self.dims[:dim] + (axes,) + self.dims[dim + 1 :], self.partial)
+
+    def without(self, axes: Collection[str]) -> Spec:
+        """This spec with no dimension split over ``axes``."""
+        return Spec(tuple(tuple(a for a in d if a not in axes) for d in self.dims), self.partial)
 
     def reduced(self) -> Spec:
         """The spec after an all-reduce over the partial axes."""

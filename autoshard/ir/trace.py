@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard.errors import ArgumentError, MeshError, SpecError
-from autoshard.ir.program import Leaf, MemoryKind, Program
+from autoshard.ir.program import Leaf, MemoryKind, PipelineRequest, Program, pinned
 from autoshard.ir.rule_registry import Rules
 from autoshard.ir.spec import Spec, checked_spec
 from autoshard.jaxpr.arguments import in_host_memory
@@ -42,6 +42,7 @@ def trace(
     in_shardings: Any = None,
     out_shardings: Any = None,
     donated: Collection[int | str] | None = None,
+    pipeline: PipelineRequest | None = None,
 ) -> Program:
     """Traces ``jitted`` (the result of `jax.jit`) for these arguments: arrays or `jax.ShapeDtypeStruct`s. Of their
     shardings only the memory is read.
@@ -53,14 +54,16 @@ def trace(
     Args:
       donated: positions, among the arguments that are not static, and names of those that are donated; None: those that
         ``jitted`` donates, which under `jax_debug_nans` are none.
+      pipeline: of which ``mesh`` is one stage's.
 
     Raises:
       SpecError: a sharding that does not fit its value or the mesh.
       ArgumentError: a prefix with another structure than the arguments or the result.
       MeshError: the function uses Explicit mesh axes, or is called under a mesh of another size.
     """
-    mesh.require_same_size_around(getattr(jitted, "__name__", "step"))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh()), jax.disable_jit(False):
+    whole = mesh if pipeline is None else pipeline.mesh
+    whole.require_same_size_around(getattr(jitted, "__name__", "step"))
+    with jax.sharding.use_abstract_mesh(whole.abstract_mesh()), jax.disable_jit(False):
         try:
             traced = jitted.trace(*args, **kwargs)
         except ValueError as e:
@@ -77,12 +80,19 @@ def trace(
     out_paths = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
     out_names = ["result" + jax.tree_util.keystr(p) for p, _ in out_paths]
     jaxpr = jx.traced_jaxpr(traced)
+
+    def leaf(path: str, of: Any, pin: Any, aval: Any, *, donated: bool) -> Leaf:
+        kind, demanded = _memory(pin, aval)
+        shape = jax.ShapeDtypeStruct(of.shape, of.dtype)
+        unpinned = Leaf(path, shape, donated, memory_kind=kind, memory_pinned=demanded)
+        return pinned(unpinned, _check(pin, of.shape, whole, path), pipeline)
+
     inputs = tuple(
-        Leaf(n, jax.ShapeDtypeStruct(i.shape, i.dtype), i.donated, _check(p, i.shape, mesh, n), *_memory(p, a))
+        leaf(n, i, p, a, donated=i.donated)
         for n, i, p, a in zip(names, flat_info, in_pins, jaxpr.in_avals, strict=True)
     )
     outputs = tuple(
-        Leaf(n, jax.ShapeDtypeStruct(o.shape, o.dtype), False, _check(p, o.shape, mesh, n), *_memory(p, a))
+        leaf(n, o, p, a, donated=False)
         for n, o, p, a in zip(out_names, flat_out, out_pins, jaxpr.out_avals, strict=True)
     )
     carries = match_carries([*info[0], *(info[1][k] for k in sorted(info[1]))], traced.out_info)
@@ -100,6 +110,7 @@ def trace(
         out_tree=out_tree,
         carries=carries,
         source=next((s for s in map(jx.source, traced.jaxpr.eqns) if s), ""),
+        pipeline=pipeline,
     )
 
 

@@ -80,7 +80,7 @@ from autoshard.jaxpr.padded_array import (
     true_sharding,
     with_true_shapes,
 )
-from autoshard.jaxpr.replay import is_constraint, replay, replay_equation
+from autoshard.jaxpr.replay import is_constraint, is_shard_map, replay, replay_equation
 from autoshard.jaxpr.rewrite import (
     as_fun,
     bind_equation,
@@ -167,6 +167,7 @@ __all__ = [
     "is_narrow_float",
     "is_opaque",
     "is_shaped",
+    "is_shard_map",
     "is_tracer",
     "is_tracing",
     "make_dispatcher",

@@ -23,6 +23,11 @@ def is_constraint(eqn: JaxprEqn) -> bool:
     return eqn.primitive is _CONSTRAINT
 
 
+def is_shard_map(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` is a `jax.shard_map`."""
+    return eqn.primitive is _shard_map_p
+
+
 def replay(jaxpr: Jaxpr, operands: Sequence[Any], apart: str) -> list[Any]:
     """The results of ``jaxpr`` on ``operands``, evaluated over the mesh of the context and not that of its trace.
 

@@ -51,6 +51,9 @@ class MeshConfig(Config):
     """Hardware table: a name in `configs/hardware/` or a path; None: the one for this process's chip."""
     links: dict[str, str] = Field(default_factory=dict)
     """Interconnect by axis, a name in the hardware table; other axes use the table's first."""
+    pipeline: str | None = None
+    """The axis whose devices are the stages of a pipeline, on which the chain of layers of a step runs in
+    micro-batches; None: none."""
     memory_budget: Bytes | None = None
     """Bytes per device that a plan may use; None: the chip's memory."""
     pins: Pins = Field(default_factory=dict)
@@ -133,6 +136,15 @@ class MeshConfig(Config):
         if info.data.get("hardware"):
             _check_links(links.values(), load_hardware(info.data["hardware"]))
         return links
+
+    @field_validator("pipeline")
+    @classmethod
+    def _staged(cls, pipeline: str | None, info: ValidationInfo) -> str | None:
+        if pipeline is not None and info.data.get("axes") == "auto":
+            raise ValueError(f"pipeline: {pipeline!r} needs axes with sizes, not axes: auto")
+        if pipeline is not None:
+            _check_axes([pipeline], info)
+        return pipeline
 
     @field_validator("pins")
     @classmethod

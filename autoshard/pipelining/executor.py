@@ -27,6 +27,13 @@ type Values = list[Any]
 type Known = dict[jx.Var, Any]
 
 
+def pipelined_jaxpr(jaxpr: jx.Jaxpr, chain: Chain, stages: Stages, mesh: Mesh) -> jx.Jaxpr:
+    """``jaxpr`` with its loop over micro-batches as a pipeline over ``mesh``; ``chain``: of ``jaxpr``."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in map(jx.aval, jaxpr.invars)]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.make_jaxpr(lambda *xs: run_pipelined(jaxpr, chain, stages, mesh, xs))(*shapes)
+
+
 def run_pipelined(jaxpr: jx.Jaxpr, chain: Chain, stages: Stages, mesh: Mesh, operands: Sequence[Any]) -> Values:
     """The results of ``jaxpr`` on flat ``operands``, with its loop over micro-batches as a pipeline over ``mesh``.
 

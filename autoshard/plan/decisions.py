@@ -7,6 +7,7 @@ from typing import Literal
 
 from autoshard.ir.program import MemoryKind
 from autoshard.ir.spec import Axes, Spec
+from autoshard.schedule.schedule import Schedule
 
 PlaceReason = Literal[
     "pinned",
@@ -163,3 +164,23 @@ class Trial:
     def fits(self) -> bool:
         """Whether the devices have the memory that it needs."""
         return not self.refusal and self.needed_bytes <= self.available_bytes
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How the chain of layers of a step runs as a pipeline."""
+
+    axis: str
+    """The mesh axis of the stages."""
+    stages: int
+    microbatches: int
+    schedule: Schedule
+    layers: tuple[int, ...]
+    """Number of layers of each part of the model, counted from its input; a stage has as many parts as the schedule has
+    chunks."""
+    bubble: float
+    """The share of the step, from 0 to 1, in which a stage is idle, on average."""
+    seconds: tuple[float, ...]
+    """In which each stage computes its operations, in one call."""
+    bytes: tuple[int, ...]
+    """Per device of each stage, at the peak."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.cost.compiler_options import effective_options
@@ -16,8 +16,9 @@ from autoshard.ir.program import Leaf, Program, aval_text
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, replicated
 from autoshard.jaxpr import dtype_name
+from autoshard.pipelining.price import price_pipeline
 from autoshard.plan.constraints import islands, sharding_constraints
-from autoshard.plan.decisions import Alternative, BatchDim, DimSplit, Place, PlaceReason
+from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, PipelinePlan, Place, PlaceReason
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.solved_layouts import most_common
@@ -86,6 +87,58 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
     )
 
 
+def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search) -> PlanRecord:
+    """``record``, the plan of candidate ``best`` over one stage's devices, as that of a pipeline over the whole mesh.
+
+    What has a row for each layer (stacked weights, their gradients and optimizer state) is split over the stages too;
+    all else is whole on every stage.
+
+    Raises:
+      PipelineError, ScheduleError: as `price_pipeline`.
+    """
+    program = graph.program
+    priced = price_pipeline(graph, best.layout, s, best.cost)
+    split, stages = priced.split, priced.stages
+
+    def staged_place(place: Place, leaf: Leaf, value: int) -> Place:
+        return place if leaf.pin is not None else replace(place, spec=split.spec(place.spec, value))
+
+    inputs = tuple(map(staged_place, record.inputs, program.inputs, graph.inputs))
+    outputs = [*map(staged_place, record.outputs, program.outputs, graph.outputs)]
+    for i, o in program.carries:
+        if program.outputs[o].pin is None:
+            outputs[o] = replace(outputs[o], spec=inputs[i].spec)
+
+    def staged(c: Constraint) -> Constraint:
+        before = None if c.resharded_from is None else split.spec(c.resharded_from, c.value)
+        through = tuple(split.spec(spec, c.value) for spec in c.waypoints)
+        return replace(c, spec=split.spec(c.spec, c.value), waypoints=through, resharded_from=before)
+
+    peak, count = record.memory.peak + priced.more_bytes, stages.schedule.stages
+    return replace(
+        record,
+        mesh=split.mesh,
+        inputs=inputs,
+        outputs=tuple(outputs),
+        intermediates=tuple(map(staged, record.intermediates)),
+        cost=priced.cost,
+        memory=replace(record.memory, peak=peak),
+        bound=0.0,
+        profile=None,
+        alternatives=(),
+        pipeline=PipelinePlan(
+            stages.axis,
+            count,
+            stages.schedule.microbatches,
+            stages.schedule,
+            stages.layers,
+            priced.bubble,
+            priced.seconds,
+            (peak,) * count,
+        ),
+    )
+
+
 def fingerprint(graph: Graph) -> str:
     """A digest of the program's operations, shapes, argument paths and mesh axes; not of its source lines."""
     digest = hashlib.sha256()
@@ -109,7 +162,7 @@ def _place(leaf: Leaf, v: int, graph: Graph, layout: Layout, replaced: Place | N
     rank = len(leaf.aval.shape)
     spec, (reason, sources) = layout.specs[v] if v else replicated(rank), _reason(v, rank, graph, layout)
     if leaf.pin is not None:
-        spec, reason, sources = leaf.pin, "placed" if leaf.placed else "pinned", ()
+        spec, reason, sources = leaf.whole_pin or leaf.pin, "placed" if leaf.placed else "pinned", ()
     elif replaced is not None:
         spec, reason, sources = replaced.spec, "replaces", ()
     path = replaced.path if replaced is not None else None

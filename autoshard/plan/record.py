@@ -20,7 +20,7 @@ from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import Axes
 from autoshard.jaxpr import as_stored, dtype_from_name, true_sharding
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, Island, Place, Trial
+from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, Island, PipelinePlan, Place, Trial
 from autoshard.plan.grouping import bytes_per_device
 from autoshard.plan.treedef import treedef_to_json
 from autoshard.transforms.pipeline import PassReport
@@ -69,6 +69,8 @@ class PlanRecord:
     """The layouts that were compiled to choose from, the predicted best first; empty without ``refine``."""
     profile: StepProfile | None = field(default=None, compare=False, repr=False)
     """The predicted step as it is drawn: what runs when, what is in memory then, and for which line."""
+    pipeline: PipelinePlan | None = None
+    """How the chain of layers runs as a pipeline; None without one."""
     in_tree: TreeDef | None = field(default=None, compare=False, repr=False)
     out_tree: TreeDef | None = field(default=None, compare=False, repr=False)
 

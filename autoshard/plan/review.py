@@ -18,7 +18,7 @@ from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.grouping import ArrayGroup, bytes_per_device, note_of, report_rows
 from autoshard.plan.reasons import constraint_group, constraint_reason
 from autoshard.plan.record import PlanRecord
-from autoshard.plan.review_cost import alternatives, compiled_layouts, cost, memory
+from autoshard.plan.review_cost import alternatives, compiled_layouts, cost, memory, pipeline
 from autoshard.units import size_text, time_text
 
 MAX_CONSTRAINTS = 12
@@ -29,6 +29,8 @@ def review(plan: PlanRecord) -> Iterator[Section]:
     """The report of ``plan``; the first section is the heading."""
     yield _heading(plan)
     yield _dimensions(plan)
+    if plan.pipeline is not None:
+        yield pipeline(plan.pipeline)
     yield _state(plan)
     yield _arguments(plan)
     yield _results(plan)

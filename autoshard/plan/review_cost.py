@@ -1,4 +1,4 @@
-"""The report of what a plan costs: memory by class, seconds by collective, and the layouts that it was chosen from."""
+"""The report of what a plan costs: memory, seconds by collective, the ticks of a pipeline, and layouts that lost."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autoshard.machine.collective import CollectiveKind, collective_seconds
-from autoshard.plan.decisions import Alternative, Trial
+from autoshard.plan.decisions import Alternative, PipelinePlan, Trial
 from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.grouping import bytes_per_device
 from autoshard.plan.record import PlanRecord
+from autoshard.schedule.slots import label
 from autoshard.units import size_text, time_text
 
 MAX_COLLECTIVES = 24
 """Most rows of the table of collectives; what is left out is summed up beneath it."""
+
+
+MAX_TICKS = 48
+"""Most ticks of a stage that its row has."""
 
 
 def memory(plan: PlanRecord) -> Section:
@@ -124,3 +129,24 @@ def _outcome(t: Trial, best: Trial) -> str:
     if t.overlapped > best.overlapped:
         return f"as fast, slower by {t.overlapped / best.overlapped - 1:.1%} when overlapped"
     return "as fast"
+
+
+def pipeline(plan: PipelinePlan) -> Section:
+    """What the stages do, when, and for how long."""
+    schedule = plan.schedule
+    chunks = f", {schedule.chunks} chunks of layers on each" if schedule.chunks > 1 else ""
+    sentences = (
+        f"The layers run on {plural(plan.stages, 'stage')} along {plan.axis}{chunks}, in "
+        f"{plan.microbatches} micro-batches and {plural(len(schedule.table), 'tick')}.",
+        f"A stage is idle for {plan.bubble:.0%} of the step, on average.",
+        "What comes before the layers runs on the first stage, what comes after them on the last.",
+    )
+    rows: list[tuple[str, ...]] = []
+    for stage in range(plan.stages):
+        layers = "+".join(str(plan.layers[row[stage]]) for row in schedule.placement)
+        ticks = [label(row[stage], schedule.chunks) for row in schedule.table]
+        text = " ".join(ticks[:MAX_TICKS]) + (" ..." if len(ticks) > MAX_TICKS else "")
+        rows.append((str(stage), layers, time_text(plan.seconds[stage]), size_text(plan.bytes[stage]), text))
+    head = ("stage", "layers", "busy", "per device", "F forward, B backward, of which micro-batch; a dot is idle")
+    remarks = ("print(plan.pipeline.schedule) has all ticks.",) if len(schedule.table) > MAX_TICKS else ()
+    return Section("Pipeline", sentences, Table(head, tuple(rows), frozenset({0, 1, 2, 3})), remarks)

@@ -12,19 +12,19 @@ from typing import Any, get_type_hints
 import jax
 import pydantic
 
-from autoshard.errors import MeshError, PlanError
+from autoshard.errors import MeshError, PlanError, ScheduleError
 from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import REDUCTION_KINDS, Spec
 from autoshard.jaxpr import dtype_from_name
 from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.tpu_slice import TpuSlice
-from autoshard.plan.decisions import Place
+from autoshard.plan.decisions import PipelinePlan, Place
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import leaf_paths, treedef_from_json, treedef_to_json
 from autoshard.strict_files import cut, shortened
 
-VERSION = 8
+VERSION = 9
 _TREES = ("in_tree", "out_tree")
 
 
@@ -122,11 +122,31 @@ def _tree(stored: Any, places: Sequence[Place], what: str) -> TreeDef | None:
     return tree
 
 
+def _check_pipeline(pipeline: PipelinePlan, mesh: LogicalMesh) -> None:
+    """Raises `PlanError` for a schedule that is wrong, or one that does not fit the mesh or the numbers beside it."""
+    schedule, p = pipeline.schedule, pipeline
+    try:
+        schedule.check()
+    except ScheduleError as e:
+        raise PlanError(f"pipeline: schedule: {e}") from None
+    facts = (mesh.shape.get(p.axis), p.microbatches, len(p.layers), len(p.seconds), len(p.bytes))
+    parts = schedule.stages * schedule.chunks
+    if facts != (p.stages, schedule.microbatches, parts, p.stages, p.stages) or schedule.stages != p.stages:
+        raise PlanError(
+            f"pipeline: {p.stages} stages along {p.axis!r} and {p.microbatches} micro-batches, with layers "
+            f"{list(p.layers)}, do not fit the mesh {mesh} and {schedule!r}"
+        )
+    if min(p.layers) < 1 or schedule.splits_backward:
+        raise PlanError("pipeline: a part of the model has no layer, or the schedule has backwards of two operations")
+
+
 def _check(plan: PlanRecord) -> None:
     """Raises `PlanError` for a spec that does not fit its value or the mesh, and for what is no dtype or argument."""
     mesh = plan.mesh
     if not (mesh.hardware.links and mesh.hardware.flops):
         raise PlanError(f"mesh: the hardware {mesh.hardware.name} has no links or no peak FLOP/s")
+    if plan.pipeline is not None:
+        _check_pipeline(plan.pipeline, mesh)
     for what, spec, shape in _specs(plan):
         missing = sorted(set(spec.axes) - set(mesh.axis_names))
         if missing:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autoshard import jaxpr as jx
 from autoshard.backend.executable import Executable
 from autoshard.ir.graph import Diagnostic
-from autoshard.ir.program import Program
+from autoshard.ir.program import Program, pinned
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.record import PlanRecord
@@ -57,7 +57,8 @@ def pin_carried(program: Program, first: CarriedSpecs) -> tuple[Program, frozens
     """
     keys = [(leaf.path, leaf.shape, jx.dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
     pins = {i: first.specs[k] for i, k in enumerate(keys) if k in first.specs and program.inputs[i].pin is None}
-    leaves = [replace(leaf, pin=pins.get(i, leaf.pin)) for i, leaf in enumerate(program.inputs)]
+    pipeline = program.pipeline
+    leaves = [pinned(x, pins[i], pipeline) if i in pins else x for i, x in enumerate(program.inputs)]
     return replace(program, inputs=tuple(leaves)), frozenset(pins)
 
 

@@ -12,6 +12,7 @@ from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh_config import MeshLike
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
+from autoshard.schedule.schedule import Schedule
 from autoshard.transforms.pipeline import Pass
 
 
@@ -46,6 +47,10 @@ class Options:
     donate_nums: tuple[int, ...]
     donate_names: tuple[str, ...]
 
+    microbatches: int | None = None
+    """The number of micro-batches; None leaves it to the planner."""
+    schedule: str | Schedule | None = None
+    """Of a pipeline; None leaves it to the planner."""
     pad_state: bool = False
     """Whether state that the mesh does not divide is stored with padding."""
     refine: int = 0

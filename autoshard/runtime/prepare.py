@@ -15,7 +15,7 @@ import jax
 from autoshard.backend.executable import Executable
 from autoshard.backend.stage_log import stage
 from autoshard.errors import AutoshardError, MemoryBudgetError
-from autoshard.ir.program import Program, with_pins
+from autoshard.ir.program import PipelineRequest, Program, with_pins
 from autoshard.ir.trace import trace
 from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import ArgumentAval
@@ -129,9 +129,13 @@ def _trace(
     pins = {"in_shardings": options.in_shardings, "out_shardings": options.out_shardings}
     dynamic = [i for i in range(len(args)) if i not in options.static_nums]
     donated = {*options.donate_names, *(n for n, i in enumerate(dynamic) if i in options.donate_nums)}
-    with stage("trace", getattr(jitted, "__name__", "step")):
-        program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, **pins)
     config = mesh_config(options.mesh)
+    pipeline = None
+    if config is not None and config.pipeline is not None:
+        pipeline = PipelineRequest(mesh, config.pipeline, options.schedule)
+        mesh = pipeline.stage_mesh
+    with stage("trace", getattr(jitted, "__name__", "step")):
+        program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, pipeline=pipeline, **pins)
     program = pad_state(program, _stored_shapes(program, options))
     program = with_pins(program, config.specs() if config else {}, "the mesh's pin")
     program = program if options.like is None else pin_shared(program, options.like())

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
 from autoshard.backend.stage_log import stage
+from autoshard.errors import MemoryBudgetError
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.plan.planner import PlanRequest, budget_of, plan_from_candidate
+from autoshard.plan.planner import PlanRequest, budget_of, pipelined_plan, plan_from_candidate
 from autoshard.plan.record import PlanRecord
 from autoshard.search.search import search
 from autoshard.transforms.pipeline import Pass, Pipeline
+from autoshard.units import size_text
+
+MAX_BUDGETS = 4
+"""Budgets that are tried, each less than the one before, for a pipeline to fit in memory."""
 
 
 class Planned(NamedTuple):
@@ -36,11 +42,53 @@ def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest
     program, request = run_passes(traced, passes, request)
     with stage("graph", traced.name):
         graph = build_graph(program, strict=request.strict)
-    with stage("search", traced.name):
-        best, found = search(graph, request.strategy, budget_of(request, program), request.compiler_options)
-    with stage("plan", traced.name):
-        plan = plan_from_candidate(graph, best, found, request)
+    plan = _search(graph, request) if program.pipeline is None else _search_pipelined(graph, request)
     return Planned(traced, graph, plan)
+
+
+def _search(graph: Graph, request: PlanRequest) -> PlanRecord:
+    name = graph.program.name
+    with stage("search", name):
+        best, found = search(graph, request.strategy, budget_of(request, graph.program), request.compiler_options)
+    with stage("plan", name):
+        return plan_from_candidate(graph, best, found, request)
+
+
+def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
+    """The plan of the best layout on one stage's devices as a pipeline, within the budget.
+
+    What all layers on one stage would need is more than what a stage needs of its own: the budget of the search is what
+    leaves the pipeline within that of ``request``.
+
+    Raises:
+      MemoryBudgetError: nothing fits.
+    """
+    program, budget = graph.program, budget_of(request, graph.program)
+    assert program.pipeline is not None
+    allowed, least, lowest = budget * program.pipeline.stages, math.inf, False
+    for _ in range(MAX_BUDGETS):
+        try:
+            with stage("search", program.name):
+                best, found = search(graph, request.strategy, allowed, request.compiler_options)
+        except MemoryBudgetError as e:
+            if lowest:
+                break
+            allowed, lowest = e.least, True
+            continue
+        with stage("plan", program.name):
+            plan = pipelined_plan(plan_from_candidate(graph, best, found, request), graph, best, found)
+        if plan.memory.peak <= budget:
+            return replace(plan, memory_budget=budget if math.isfinite(budget) else None)
+        least = min(least, plan.memory.peak)
+        if lowest:
+            break
+        allowed = best.memory.peak - (plan.memory.peak - budget)
+    raise MemoryBudgetError(
+        f"no layout of {program.name} as a pipeline over {program.pipeline.axis!r} fits the memory budget of "
+        f"{size_text(budget, 2)} per device: the smallest needs {size_text(least, 2)}; raise memory_budget, add "
+        "devices, or take more micro-batches",
+        least,
+    )
 
 
 def run_passes(traced: Program, passes: tuple[Pass, ...], request: PlanRequest) -> tuple[Program, PlanRequest]:

@@ -1,0 +1,142 @@
+"""Steps whose layers run as a pipeline, against `jax.jit` on one device; and pipelines that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard import MeshConfig, Schedule
+from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
+from tests.models import tokens
+from tests.pipelined_steps import decoder_loss, decoder_params, train_state, trained
+
+STAGES = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
+
+
+def assert_trains_as_on_one_device(step: Any, planned: Any, state: Any, steps: int) -> None:
+    """Losses of each step and the state after the last, in float32."""
+    expected, found, alone = state, jax.tree.map(jnp.copy, state), jax.jit(step)
+    for i in range(steps):
+        expected, wanted = alone(expected, tokens(i))
+        found, metrics = planned(found, tokens(i))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), wanted, metrics)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
+
+
+def test_ten_steps_of_a_step_that_says_nothing_of_stages_or_micro_batches(tmp_path: Path) -> None:
+    step, state = trained(decoder_loss), train_state(decoder_params(4))
+    planned = autoshard.jit(step, mesh=STAGES, microbatches=8, schedule="1f1b", donate_argnums=0)
+    plan = planned.plan(state, tokens(0))
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    assert (pipeline.stages, pipeline.microbatches, pipeline.layers) == (4, 8, (1, 1, 1, 1))
+    assert str(pipeline.schedule) == str(Schedule.named("1f1b", stages=4, microbatches=8))
+    assert 0 < pipeline.bubble < 1
+    assert len(pipeline.seconds) == len(pipeline.bytes) == 4
+    assert plan.in_specs[0]["params"]["layers"]["up"][0] == "stage"
+    assert "stage" not in str(plan.in_specs[0]["params"]["embed"])
+    assert "Pipeline" in plan.explain()
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.Plan.load(tmp_path / "plan.json") == plan
+    assert_trains_as_on_one_device(step, planned, state, 10)
+
+
+@pytest.mark.parametrize(
+    ("axes", "layers", "tied", "schedule", "microbatches"),
+    [
+        ({"stage": 2, "data": 2, "model": 2}, 5, True, "gpipe", 4),
+        ({"stage": 2, "data": 4}, 4, False, "interleaved:2", 2),
+    ],
+)
+def test_other_axes_layers_that_do_not_divide_and_tied_embeddings(
+    axes: dict[str, int], layers: int, tied: bool, schedule: str, microbatches: int
+) -> None:
+    step, state = trained(decoder_loss), train_state(decoder_params(layers, tied=tied))
+    mesh = MeshConfig(axes=axes, pipeline="stage")
+    planned = autoshard.jit(step, mesh=mesh, microbatches=microbatches, schedule=schedule)
+    assert_trains_as_on_one_device(step, planned, state, 2)
+
+
+def test_a_loop_over_micro_batches_that_the_user_wrote_runs_as_a_pipeline() -> None:
+    step, state = trained(decoder_loss, microbatches=2), train_state(decoder_params(8))
+    planned = autoshard.jit(step, mesh=MeshConfig(axes={"stage": 8}, pipeline="stage"))
+    assert_trains_as_on_one_device(step, planned, state, 2)
+
+
+def plan(mesh: Any = STAGES, layers: int = 4, **options: Any) -> Any:
+    return autoshard.jit(trained(decoder_loss), mesh=mesh, **options).plan(
+        train_state(decoder_params(layers)), tokens(0)
+    )
+
+
+def no_chain(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - jax.grad(lambda w: jnp.tanh(x @ w).mean())(w)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"layers": 3, "microbatches": 4}, PipelineError, r"4 stages .* need 4 layers, and the chain .* has 3"),
+        ({"microbatches": 3}, PassError, "16 examples, which 3 micro-batches do not divide"),
+        ({"microbatches": 0}, ArgumentError, "microbatches=0"),
+        ({"microbatches": 4, "schedule": "1f2b"}, ScheduleError, "1f2b"),
+        ({"microbatches": 4, "schedule": "zb-h1"}, PipelineError, "splits backwards in two"),
+        ({"microbatches": 4, "schedule": 3}, ArgumentError, "schedule=3"),
+        ({"schedule": "1f1b", "mesh": {"stage": 4, "model": 2}}, ArgumentError, "the mesh has none: name an axis"),
+        (
+            {"microbatches": 4, "schedule": Schedule.named("1f1b", stages=4, microbatches=8)},
+            PipelineError,
+            "4 stages and 8 micro-batches, the mesh axis 'stage' has 4 and the step 4",
+        ),
+        (
+            {"microbatches": 1, "schedule": Schedule(((("B", 0, 0),), (("F", 0, 0),)))},
+            ScheduleError,
+            "needs F0 of stage 0 at an earlier tick",
+        ),
+        ({"microbatches": 4, "memory_budget": "20KiB"}, MemoryBudgetError, "as a pipeline over 'stage' .* 20.00 KiB"),
+        ({"microbatches": 4, "strategy": "dp", "refine": 2}, ArgumentError, "refine="),
+    ],
+)
+def test_what_is_no_pipeline_is_one_clear_error(options: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        plan(**options)
+
+
+def test_a_step_without_a_chain_of_layers_says_so() -> None:
+    step = autoshard.jit(no_chain, mesh=STAGES)
+    with pytest.raises(PipelineError, match="no_chain has no chain of layers"):
+        step.plan(jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+
+def test_a_pin_over_the_stages_is_kept_for_arguments_and_refused_inside() -> None:
+    state = train_state(decoder_params(4))
+    pins = jax.tree.map(lambda _: None, state)
+    pins["params"]["embed"], pins["params"]["layers"]["up"] = P("stage"), P(None, "model")
+    step = autoshard.jit(trained(decoder_loss), mesh=STAGES, microbatches=4, in_shardings=(pins, None))
+    specs = step.plan(state, tokens(0)).in_specs[0]["params"]
+    assert (specs["embed"], specs["layers"]["up"]) == (P("stage"), P(None, "model"))
+
+    def pinned(params: Any, batch: Any) -> jax.Array:
+        return decoder_loss({**params, "embed": autoshard.annotate(params["embed"], P("stage"))}, batch)
+
+    with pytest.raises(PipelineError, match=r"test_pipelines\.py:\d+: its spec .* over 'stage'"):
+        autoshard.jit(trained(pinned), mesh=STAGES, microbatches=4).plan(state, tokens(0))
+
+
+def test_a_mesh_config_names_its_stages(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("axes: {stage: 4, model: 2}\npipeline: stage\n")
+    assert MeshConfig.load(path) == STAGES
+    for axes, pipeline, says in (
+        ({"data": 8}, "stage", "'stage' is no axis of this mesh"),
+        ("auto", "data", "needs axes with sizes"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            MeshConfig(axes=axes, pipeline=pipeline)  # pyright: ignore[reportArgumentType]
