@@ -128,6 +128,10 @@ class Audit:
     def __str__(self) -> str:
         return "\n".join(line for line, _ in self.lines())
 
+    def __repr__(self) -> str:
+        what = "clean" if self.clean else f"{len(self.differences)} of {len(self.rows)} rows differ"
+        return f"<Audit of planned and emitted collectives: {what}; print it>"
+
 
 def audit(compiled: Compiled, plan: AuditedPlan) -> Audit:
     """Compares the collectives that ``compiled`` runs with those that ``plan`` predicts.

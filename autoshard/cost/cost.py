@@ -30,6 +30,7 @@ from autoshard.ir.propagate import Layout, factor_axes
 from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
 from autoshard.machine.collective import ALL_REDUCE, Collective, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.units import time_text
 
 OperandPositions = tuple[int, ...]
 
@@ -58,7 +59,7 @@ class NodeCost:
     """As of the strategy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cost:
     """Predicted seconds of one call of the step, and its collectives."""
 
@@ -73,6 +74,10 @@ class Cost:
     def transfers(self) -> float:
         """Seconds spent in collectives."""
         return self.seconds - self.compute
+
+    def __repr__(self) -> str:
+        many = sum(c.count for c in self.collectives)
+        return f"<Cost of a call: {time_text(self.compute)} compute, {time_text(self.transfers)} in {many} collectives>"
 
 
 class Transfer(NamedTuple):

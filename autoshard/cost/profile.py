@@ -126,7 +126,7 @@ class ValueRow:
     """Per device, of one of them, whether or not it is ever a buffer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepProfile:
     """One predicted call of a step: time, memory, lines, moves, values."""
 
@@ -148,3 +148,6 @@ class StepProfile:
     """Those that take most bytes first."""
     values_left_out: int
     """How many values are in no row."""
+
+    def __repr__(self) -> str:
+        return f"<StepProfile of {len(self.moments)} moments, {len(self.spans)} spans, {len(self.lines)} lines>"

@@ -59,6 +59,12 @@ class MeshConfig(Config):
     pins: Pins = Field(default_factory=dict)
     """PartitionSpec entries by argument-path glob: shardings that planning never overrules."""
 
+    def __repr__(self) -> str:
+        given = ", ".join(
+            f"{name}={getattr(self, name)!r}" for name in type(self).model_fields if name in self.model_fields_set
+        )
+        return f"MeshConfig({given})"
+
     @field_validator("axes")
     @classmethod
     def _sizes(cls, axes: dict[str, int] | Literal["auto"]) -> dict[str, int] | Literal["auto"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from autoshard.cost.profile import BufferRole, StepProfile
 from autoshard.pages import html
@@ -19,6 +20,7 @@ from autoshard.plan.document import plural, short_source
 from autoshard.plan.grouping import bytes_per_device, group_arrays
 from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
+from autoshard.plan.render import as_text
 from autoshard.plan.review import review
 from autoshard.units import size_text, time_text
 
@@ -47,6 +49,13 @@ def short_page(plan: PlanRecord) -> str:
     drawn = "".join(map(figure, pictures))
     rest = paragraph("plan.show() writes the whole page: arrays, layouts, source lines and values.", "soft")
     return f'<div class="autoshard autoshard-plan"><style>{html.STYLE}</style>{_figures(plan)}{drawn}{rest}</div>'
+
+
+def brief(plan: PlanRecord) -> str:
+    """A plan in a few lines of text: what it decides, and what one call does over time."""
+    first = next(review(plan))
+    heading = as_text([replace(first, sentences=first.sentences[:1])])
+    return f"{heading}\n{timeline(plan, plan.profile).text}" if plan.profile else heading
 
 
 def _figures(plan: PlanRecord) -> str:

@@ -44,8 +44,8 @@ def timeline(plan: PlanRecord, profile: StepProfile) -> Picture:
             more = f' data-kind="{s.kind}" data-seconds="{s.seconds!r}"'
             parts.append(box(x, _TOP + _LANE * lanes.index(lane) + 4, width, _LANE - 8, color, span_text(s), more))
             first, last = int(_COLUMNS * start / end), int(_COLUMNS * (start + s.seconds) / end)
-            for c in range(first, min(_COLUMNS, max(last, first + (s.seconds > 0.2 * end / _COLUMNS)))):
-                letters[lane][c] = "#"
+            for c in range(first, min(_COLUMNS, max(last, first + 1))):
+                letters[lane][c] = "#" if last > first or letters[lane][c] == "#" else "."
         start += s.seconds
     for i, lane in enumerate(lanes):
         y = _TOP + _LANE * i

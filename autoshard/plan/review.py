@@ -49,13 +49,13 @@ def _diagnostic(d: Diagnostic) -> str:
 
 
 def _heading(plan: PlanRecord) -> Section:
-    rank = f"the best of {plan.considered} layouts" if plan.considered > 1 else "the only layout considered"
+    rank = f", the best of {plan.considered} layouts" if plan.considered > 1 else ""
     if plan.bound:
         excess = plan.cost.seconds / plan.bound - 1
-        near = f"within {excess:.1%} of" if excess >= 0.0005 else "at"
-        rank += f", {near} the cost model's lower bound"
+        rank += f", within {excess:.1%} of the least possible" if excess >= 0.0005 else ", none can take less"
+        rank += " by the cost model"
     if plan.refined:
-        rank = f"the best of {plural(len(plan.refined), 'compiled layout')} by the compiler's estimate"
+        rank = f", the best of {plural(len(plan.refined), 'compiled layout')} by the compiler's estimate"
     where = f"each of {plan.mesh.size} devices" if plan.mesh.size > 1 else "one device"
     sentences = [
         f"One call is predicted to take {time_text(plan.cost.seconds)}, and {size_text(plan.memory.peak)} on {where}."
@@ -65,7 +65,7 @@ def _heading(plan: PlanRecord) -> Section:
     if plan.compiler_options:
         sentences.append(f"Compiler options: {', '.join(f'{k}={v!r}' for k, v in plan.compiler_options)}.")
     sentences.append(f"Fingerprint {plan.fingerprint}.")
-    title = f"Plan of {plan.name} on the mesh {plan.mesh}: strategy {plan.strategy}, {rank}"
+    title = f"Plan of {plan.name} on the mesh {plan.mesh}: strategy {plan.strategy}{rank}"
     return Section(title, tuple(sentences))
 
 

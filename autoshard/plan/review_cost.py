@@ -78,9 +78,9 @@ def _loading(plan: PlanRecord) -> tuple[str, ...]:
 def alternatives(plan: PlanRecord) -> Section:
     """The best layouts that were priced and not chosen."""
     if not plan.alternatives:
-        none = (
-            "No other layout was considered." if plan.considered <= 1 else "No other layout differs in cost or memory."
-        )
+        none = "No other layout differs in cost or memory."
+        if plan.considered <= 1:
+            none = "No layout takes less by the cost model." if plan.bound else "The strategy leaves no other."
         return Section("Alternatives", (none,))
     rows = [(a.text, time_text(a.seconds), size_text(a.peak), drawback(a, plan)) for a in plan.alternatives]
     return Section("Alternatives", (), Table(("layout", "seconds", "peak", "why not"), tuple(rows), frozenset({1, 2})))

@@ -22,13 +22,13 @@ from autoshard.ir.spec import replicated
 from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import argument_aval
 from autoshard.pages.browser import open_page
+from autoshard.pages.comparison import Comparison
 from autoshard.pages.gallery import draw, profile_of
 from autoshard.pages.page import page, short_page
 from autoshard.pages.picture import Picture
 from autoshard.pages.trace_events import trace_events
 from autoshard.plan import render, serialize
 from autoshard.plan.decisions import Place
-from autoshard.plan.diff import compare_plans
 from autoshard.plan.document import plural
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import difference
@@ -214,14 +214,15 @@ class Plan(PlanRecord):
         """
         epath.Path(path).write_text(json.dumps(trace_events(self, profile_of(self))))
 
-    def diff(self, other: Plan) -> str:
+    def diff(self, other: Plan) -> Comparison:
         """What changes from this plan to ``other`` of the same step: specs, and the cost by source line. Of another
-        step, such as evaluation beside training: which arguments that both take have other specs, and so move.
+        step, such as evaluation beside training: which arguments that both take have other specs, and so move. It is
+        text; its ``show(path=None)`` draws both.
 
         Raises:
           PlanError: they are of different steps that share no argument.
         """
-        return render.as_text(compare_plans(self, other))
+        return Comparison(self, other)
 
     def what_if(self, pins: Mapping[str, PartitionSpec]) -> Plan:
         """The plan that would be made with further pins, by argument path or glob; `diff` compares the two.

@@ -57,6 +57,11 @@ class Step:
         self._bound_steps: dict[int, Step] = {}
         functools.update_wrapper(self, fun)
 
+    def __repr__(self) -> str:
+        made = sum(map(len, self._executables.values())) + sum(len(s._executables) for s in self._pure_steps)
+        strategy = "a given plan" if self._options.plan is not None else self._options.request.strategy
+        return f"<Step of {self._signature.name}, strategy {strategy}: planned for {made} kinds of arguments>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step: the results of ``jax.jit(fun)``."""
         if kwargs:

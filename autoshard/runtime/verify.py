@@ -37,7 +37,7 @@ class Difference:
         return f"{self.path}: error {self.absolute:.3g}, {self.relative:.3g} of its largest entry"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """The comparison of every result, largest difference first."""
 
@@ -50,6 +50,9 @@ class Verification:
             return "no results to compare"
         text = f"{len(self.results)} results equal; the largest difference is {self.results[0]}"
         return "; ".join([text, *(f"across the pass {name}, {d}" for name, d in self.passes)])
+
+    def __repr__(self) -> str:
+        return f"<Verification: {self}>"
 
 
 def verify(step: Any, *args: Any, rtol: float = 1e-4, passes: bool = False, **kwargs: Any) -> Verification:

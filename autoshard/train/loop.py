@@ -26,6 +26,7 @@ from autoshard import checkpoint
 from autoshard.api import jit
 from autoshard.backend.audit import audit
 from autoshard.errors import ConfigError
+from autoshard.pages.page import brief, page
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.train import data
@@ -219,9 +220,11 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     config, folder, phase = run.config, run.folder, run.config.all_phases[index]
     planned = plan_phase(config, phase, run.work)
     run.say(f"phase {index + 1} of {len(config.all_phases)}: to step {phase.until} on mesh {planned.plan.mesh}")
-    run.say(planned.plan.explain())
+    run.say(brief(planned.plan))
     if is_first():
         planned.plan.save(os.fspath(folder.plan(index)))
+        folder.page(index).write_text(page(planned.plan))
+        run.say(f"the plan drawn: {folder.page(index)}; as text: autoshard plan")
         _log_phase(run, planned, done)
 
     batches = run.work.batches.train()

@@ -5,6 +5,7 @@
     RUN/log.jsonl        phases, steps and evaluations, in order
     RUN/metrics.csv      the metrics of steps, and of evaluations under names that begin with ``eval_``
     RUN/plan-0.json      the plan of each phase
+    RUN/plan-0.html      the same drawn
     RUN/checkpoints/     see `autoshard.checkpoint`
     RUN/report.json      the report, once the run is finished
 
@@ -35,7 +36,9 @@ from autoshard.strict_files import cut, parse_json, read_text, shortened
 from autoshard.train.report import EVENTS, Event, HeldOutEvent, PhaseEvent, Report
 
 _LOCK = "lock"
-_RUN_FILES = re.compile(r"run\.json|log\.jsonl|metrics\.csv|plan-\d+\.json|report\.json|checkpoints|[^/]*\.partial")
+_RUN_FILES = re.compile(
+    r"run\.json|log\.jsonl|metrics\.csv|plan-\d+\.(json|html)|report\.json|checkpoints|[^/]*\.partial"
+)
 _MAX_BYTES = 2**22
 """Of run.json, of report.json, and of a line of the log."""
 
@@ -69,6 +72,10 @@ class RunFolder:
     def plan(self, phase: int) -> epath.Path:
         """The file of the plan of a phase, counted from 0."""
         return self.root / f"plan-{phase}.json"
+
+    def page(self, phase: int) -> epath.Path:
+        """The page that draws the plan of a phase, counted from 0."""
+        return self.root / f"plan-{phase}.html"
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:

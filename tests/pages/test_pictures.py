@@ -57,7 +57,7 @@ class Tags(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.found, self.scripts, self.inside = [], [], ""
+        self.found, self.scripts, self.inside, self.text = [], [], "", ""
         self.feed(text)
         self.close()
 
@@ -66,6 +66,7 @@ class Tags(HTMLParser):
         self.inside = tag
 
     def handle_data(self, data):
+        self.text += data
         if self.inside == "script" and data.strip():
             self.scripts.append(data)
 
@@ -274,6 +275,22 @@ def test_the_trace_is_the_step(plan, tmp_path):
 def test_a_loaded_plan_shows_the_same(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     assert page(Plan.load(tmp_path / "plan.json")) == page(plan)
+
+
+def test_a_comparison_is_text_and_a_page(plan, tmp_path):
+    step, args = make_step()
+    other = autoshard.jit(step, mesh={"data": 4, "model": 2}, strategy="dp", donate_argnums=0).plan(*args)
+    compared = plan.diff(other)
+    assert compared.startswith("From fsdp on ")
+    assert "print it" in repr(compared)
+    text = compared.show(tmp_path / "both.html").read_text()
+    assert text.count('data-area="residuals"') == 2
+    blocks = [float(a["data-seconds"]) for _, a in Tags(text).found if a.get("data-kind") == "compute"]
+    assert sum(blocks) == pytest.approx(plan.cost.compute + other.cost.compute)
+    assert "Each twice" in text
+    assert "state['m'|'w']['w']" in Tags(text).text
+    same = plan.diff(plan)._repr_html_()
+    assert "All have the same specs." in same
 
 
 def test_ticks_are_round():
