@@ -55,5 +55,7 @@ def timeline(plan: PlanRecord, profile: StepProfile) -> Picture:
     title = f"the predicted step of {plan.name} over time"
     each = ", ".join(f"{lane} {time_text(sums[lane])}" for lane in lanes)
     rows = [f"{shown(lane, 14):>14} |{''.join(letters[lane])}| {time_text(sums[lane])}" for lane in lanes]
-    text = "\n".join([f"One call over time: {time_text(plan.cost.seconds)}.", *rows, BLOCKING])
+    text = "\n".join(
+        [f"One call over time: {time_text(plan.cost.seconds)}; # is busy, . is busy for less.", *rows, BLOCKING]
+    )
     return Picture(title, WIDTH, bottom + 28, "".join(parts), text, f"{title}: {each}.")
