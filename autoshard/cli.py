@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,14 +15,19 @@ from rich.console import Console
 from autoshard import __version__, checkpoint
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
-from autoshard.errors import AutoshardError, ConfigError
+from autoshard.errors import AutoshardError, CheckpointError, ConfigError
 from autoshard.machine.mesh_config import load_mesh_config
 from autoshard.train.config import TrainConfig, named_config
+from autoshard.train.launch import launch
 from autoshard.train.loop import plan_phase, train
+from autoshard.train.processes import LOST_CODE, connect, lost_peer
 from autoshard.train.stop_signals import StopSignals
 
 MAX_VIRTUAL_DEVICES = 1024
 """CPU devices that a process is divided into at most."""
+
+HEARTBEAT_SECONDS = 60
+"""After which a process that is not heard of counts as lost, where nothing else is asked for."""
 
 app = typer.Typer(
     name="autoshard",
@@ -41,34 +47,87 @@ def train_command(
     distributed: Annotated[
         bool, typer.Option("--distributed", help="Connect to the other processes of the cluster that started this one.")
     ] = False,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Connect to other processes: where process 0 is reached.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Their number, with --coordinator.")] = None,
+    process_id: Annotated[int | None, typer.Option("--id", min=0, help="Which of them this is, from 0.")] = None,
+    wait: Annotated[int, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
+    heartbeat: Annotated[
+        int, typer.Option(min=1, help="Seconds after which a process that is not heard of counts as lost.")
+    ] = HEARTBEAT_SECONDS,
 ) -> None:
     """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint.
 
-    With --distributed, started once on each host by Slurm, Open MPI, Kubernetes or on a TPU slice, the processes train
-    together; the folder must be one that all share.
+    With --distributed, started once on each host by Slurm, Open MPI, Kubernetes or on a TPU slice, or with
+    --coordinator, --processes and --id, the processes train together; the folder must be one that all share.
+    `autoshard launch` starts several on this machine.
 
     The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, the second stops at once.
 
-    Exit status: 0 the run is finished; 2 an error; 130 stopped by SIGINT; 143 stopped by SIGTERM.
+    Exit status: 0 the run is finished; 2 an error; 75 another process was lost, start again; 130 stopped by SIGINT; 143
+    stopped by SIGTERM, in all processes after the same step: what schedulers take for a reason to start it again.
     """
+    cluster = (coordinator, processes, process_id)
+    if distributed or any(given is not None for given in cluster):
+        if not distributed and None in cluster:
+            raise ConfigError("--coordinator, --processes and --id belong together: give all three")
+        connect(*cluster, wait, heartbeat)
     recipe = named_config(config)
-    if distributed:
-        connect()
     finished = False
     with StopSignals() as stop:
         try:
-            use_platform(recipe)
+            use_platform(recipe, processes=processes or 1)
             finished = train(recipe, fresh=fresh, stop=stop) is not None
         except KeyboardInterrupt:
             if not stop.requested:
                 raise
+        except (jax.errors.JaxRuntimeError, CheckpointError) as error:
+            if (lost := lost_peer(error)) is None:
+                raise
+            typer.echo(f"error: {lost}; {_next_start(recipe)}", err=True)
+            os._exit(LOST_CODE)  # at its end JAX would wait for the other one
         if stop.requested or not finished:
-            saved = checkpoint.latest(Path(recipe.checkpoint.dir) / "checkpoints")
-            resumes = "stopped before the first checkpoint; the same command starts over"
-            if saved is not None:
-                resumes = f"stopped; step {saved} is saved, and the same command resumes from there"
-            typer.echo(resumes, err=True)
+            typer.echo(f"stopped; {_next_start(recipe)}", err=True)
             raise typer.Exit(stop.exit_code)
+
+
+def _next_start(recipe: TrainConfig) -> str:
+    """From where the next start of a run goes on."""
+    saved = checkpoint.latest(Path(recipe.checkpoint.dir) / "checkpoints")
+    if saved is None:
+        return "nothing is saved yet; the same command starts over"
+    return f"step {saved} is saved, and the same command resumes from there"
+
+
+@app.command("launch", context_settings={"ignore_unknown_options": True})
+def launch_command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="-- train CONFIG", help="The command that each process runs.")
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="How many to start.")],
+) -> None:
+    """Train in several processes on this machine, as `autoshard launch --processes 4 -- train CONFIG`.
+
+    They start and end together: SIGINT and SIGTERM are passed on to all, which save the same step; where one fails, the
+    others are ended, and one line says which and from where the next start goes on.
+
+    Exit status: as that of `train`; of a process that was ended by a signal, 128 and its number.
+    """
+    config = next((each for each in arguments[1:] if not each.startswith("-")), None)
+    if arguments[0] != "train" or config is None:
+        raise ConfigError("launch runs `train CONFIG`: autoshard launch --processes 4 -- train CONFIG")
+    recipe = TrainConfig.load(config)
+    ended = launch(arguments, processes, HEARTBEAT_SECONDS)
+    if ended.by is not None:
+        typer.echo(
+            f"process {ended.process} of {processes} was ended by {ended.by.name}, and the others with it; "
+            f"{_next_start(recipe)}",
+            err=True,
+        )
+    elif ended.errors:
+        typer.echo(f"process {ended.process} of {processes}: {ended.errors.strip()}", err=True)
+    raise typer.Exit(ended.code)
 
 
 @app.command("plan")
@@ -148,19 +207,7 @@ def version_command() -> None:
     typer.echo(f"autoshard {__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}")
 
 
-def connect() -> None:
-    """Connects this process to the others of its cluster.
-
-    Raises:
-      ConfigError: JAX finds no cluster.
-    """
-    try:
-        jax.distributed.initialize()
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"--distributed: JAX finds no cluster that started this process: {error}") from None
-
-
-def use_platform(config: TrainConfig, *, runs: bool = True) -> None:
+def use_platform(config: TrainConfig, *, runs: bool = True, processes: int = 1) -> None:
     """Sets the JAX platform, and the number of virtual CPU devices that the run's meshes need.
 
     Must be called before JAX initializes its backends. A number of CPU devices set by the environment is kept.
@@ -168,6 +215,7 @@ def use_platform(config: TrainConfig, *, runs: bool = True) -> None:
     Args:
       runs: False if the steps are only planned or compiled. If every mesh then has a target, accelerators of this
         machine are not initialized.
+      processes: among which the devices are divided.
 
     Raises:
       ConfigError: this machine does not have the platform that the steps are to run on.
@@ -177,7 +225,7 @@ def use_platform(config: TrainConfig, *, runs: bool = True) -> None:
     elif config.platform is not None:
         jax.config.update("jax_platforms", config.platform)
     if jax.config.jax_num_cpu_devices < 1:  # has no effect on other platforms
-        jax.config.update("jax_num_cpu_devices", min(config.min_devices, MAX_VIRTUAL_DEVICES))
+        jax.config.update("jax_num_cpu_devices", min(-(-config.min_devices // processes), MAX_VIRTUAL_DEVICES))
     if runs:
         try:
             jax.devices()

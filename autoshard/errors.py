@@ -63,6 +63,10 @@ class CheckpointError(AutoshardError):
     """A checkpoint that is missing, incomplete, or of another state."""
 
 
+class PeerError(AutoshardError):
+    """Another process of a run was lost, or did not come."""
+
+
 class VerificationError(AutoshardError):
     """Sharded and unsharded results differ; the message names the first equation that differs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def uniform(step: Callable[[Tree, Tree], Any], state: Tree) -> Callable[[Tree, T
     """
     if nnx.has_modules(state):
 
+        @functools.wraps(step)
         def mutating(state: Tree, batch: Tree) -> tuple[Tree, Any]:
             result = step(state, batch)
             if nnx.has_modules(result):
@@ -126,6 +128,7 @@ def uniform(step: Callable[[Tree, Tree], Any], state: Tree) -> Callable[[Tree, T
         return mutating
     tree = jax.tree.structure(state)
 
+    @functools.wraps(step)
     def pure(state: Tree, batch: Tree) -> tuple[Tree, Any]:
         result = step(state, batch)
         if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == tree:

@@ -1,0 +1,135 @@
+"""launch: several processes of one run on one machine, started together and ended together.
+
+Each is the same command, with the address of the first one, their number, and its own. The first one prints. What the
+others write is kept, and shown where one of them is the first to fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoshard.train.stop_signals import SIGNALS
+
+POLL_SECONDS = 0.02
+STOPPED = tuple(128 + each for each in SIGNALS)
+"""Exit codes of a process that saved its state because a signal asked it to stop."""
+GRACE_SECONDS = 2.0
+"""In which the others may end by themselves where one ended with an error, that all of them may have found."""
+HELD_SECONDS = 0.1
+"""For which what the first process writes to standard error is held back: it may only be that another is gone."""
+SHOWN = 20_000
+"""Characters of what a failed process wrote, the last."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes ended."""
+
+    code: int
+    """Exit code of the first to fail, as shells give it; 0 where all are finished."""
+    process: int | None = None
+    """Which failed first."""
+    by: signal.Signals | None = None
+    """The signal that ended it from outside."""
+    errors: str = ""
+    """What it wrote, where that has not been shown."""
+
+
+def launch(arguments: Sequence[str], processes: int, wait: float) -> Ended:
+    """Runs ``python -m autoshard ARGUMENTS`` in so many processes until all have ended.
+
+    SIGINT and SIGTERM are passed on to all. Where a process fails, the others are ended: they would wait for it.
+
+    Args:
+      wait: seconds that the others have to save their state once one has stopped at a signal.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "autoshard", *arguments, "--coordinator", address, "--processes", str(processes)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        errors = [Path(folder) / str(n) for n in range(processes)]
+        started: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, started)
+        stack.enter_context(_passed_on(started))
+        for n, path in enumerate(errors):
+            kept: Any = stack.enter_context(path.open("wb")) if n else None
+            # A group of its own: Ctrl-C reaches it from here alone, once.
+            each = [*command, "--id", str(n)]
+            started.append(subprocess.Popen(each, stdout=kept, stderr=kept or subprocess.PIPE, process_group=0))
+        shown = threading.Thread(target=_show_errors, args=(started,))
+        shown.start()
+        ended = _watched(started, errors, wait)
+        _end(started)
+        shown.join()
+        return ended
+
+
+def _show_errors(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Shows what the first process writes to standard error, until another one is ended by a signal."""
+    first, *others = started
+    assert first.stderr is not None
+    while written := os.read(first.stderr.fileno(), 1 << 16):
+        time.sleep(HELD_SECONDS)
+        if not any((process.poll() or 0) < 0 for process in others):
+            sys.stderr.write(written.decode(errors="replace"))
+            sys.stderr.flush()
+
+
+def _watched(started: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path], wait: float) -> Ended:
+    """How the processes end."""
+    while not (failed := [n for n, process in enumerate(started) if process.poll()]):
+        if all(process.poll() == 0 for process in started):
+            return Ended(0)
+        time.sleep(POLL_SECONDS)
+    first = failed[0]
+    code: int = started[first].returncode
+    if code < 0:
+        return Ended(128 - code, first, signal.Signals(-code))
+    _wait(started, wait if code in STOPPED else GRACE_SECONDS)
+    if code in STOPPED:
+        return Ended(code, first)
+    shown = first == 0 or started[0].poll() == code  # the first process found the same, and said so
+    return Ended(code, first, errors="" if shown else errors[first].read_text(errors="replace")[-SHOWN:])
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Waits until all have ended, for so long at most."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(process.poll() is None for process in started):
+        time.sleep(POLL_SECONDS)
+
+
+def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _passed_on(started: Sequence[subprocess.Popen[bytes]]) -> Generator[None]:
+    """Passes the signals that ask to stop on to the processes."""
+
+    def passed(number: int, _: Any) -> None:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    before = {each: signal.signal(each, passed) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
