@@ -92,8 +92,9 @@ types: $(READY) ## check types
 types-planted: $(READY) ## plant a wrong type in a copy of every package: does the checker see each?
 	$(BIN)/python -m tests.planted_types
 
-picture: $(READY) ## draw the packages and their imports anew: docs/packages.svg
+picture: $(READY) ## draw anew the packages and their imports, docs/packages.svg, and the README's plan, docs/plan-memory.svg
 	$(BIN)/python -m docs.packages
+	$(BIN)/python -m docs.plan_picture
 
 notebook: $(READY) ## execute the notebooks in place
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb

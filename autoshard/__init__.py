@@ -1,4 +1,15 @@
-"""autoshard: automatic sharding for JAX."""
+"""autoshard: automatic sharding for JAX.
+
+    step = autoshard.jit(train_step, mesh={"data": 4, "model": 2}, donate_argnums=0)
+    plan = step.plan(state, batch)  # a Plan: explain(), show(), why(), what_if(), diff(), save()
+    state = plan.init(make_state, key)
+    state, metrics = step(state, batch)
+
+`jit` makes a `Step`, whose `plan` is a `Plan`. `MeshConfig` says which machine it is for. `annotate` pins a value
+inside a step. `register_rule` teaches a `Rule` for a primitive or a kernel of one's own, perhaps with a `Local` form.
+`audit` compares planned collectives with those of a compiled step, `verify` the results with one device's.
+`checkpoint` saves and restores on any mesh, `train` runs a step to its end, `errors` has what is raised on purpose.
+"""
 
 from autoshard import checkpoint, errors, train
 from autoshard.api import jit, register_rule, unregister_rule

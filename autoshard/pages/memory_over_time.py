@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autoshard.cost.profile import Moment, StepProfile
 from autoshard.pages.picture import WIDTH, Picture, box, line, tick_values, words
@@ -47,11 +47,8 @@ def memory_over_time(plan: PlanRecord, profile: StepProfile) -> Picture:
     for i, (name, color) in enumerate(_AREAS):
         upper = [y(sum(s[: i + 1])) for s in stacks]
         lower = [y(sum(s[:i])) for s in stacks]
-        there = " ".join(f"H{a:.1f}V{h:.1f}H{b:.1f}" for a, b, h in zip(starts, ends, upper, strict=True))
-        back = " ".join(
-            f"H{b:.1f}V{h:.1f}H{a:.1f}"
-            for a, b, h in zip(reversed(starts), reversed(ends), reversed(lower), strict=True)
-        )
+        there = _steps(zip(starts, ends, upper, strict=True))
+        back = _steps((b, a, h) for a, b, h in reversed([*zip(starts, ends, lower, strict=True)]))
         sizes = " ".join(str(s[i]) for s in stacks)
         parts.append(
             f'<path d="M{LEFT} {bottom}{there}{back}Z" class="{color}" data-area="{name}" data-bytes="{sizes}"/>'
@@ -74,6 +71,21 @@ def memory_over_time(plan: PlanRecord, profile: StepProfile) -> Picture:
         f"{title}: {size_text(plan.memory.peak)} at the peak, {time_text(profile.moments[profile.peak].seconds)} in."
     )
     return Picture(title, WIDTH, bottom + 28, "".join(parts), _as_text(plan, profile, stacks, end), label)
+
+
+def _steps(pieces: Iterable[tuple[float, float, float]]) -> str:
+    """The path through level pieces, (from, to, height); neighbours of one height are one piece."""
+    parts: list[str] = []
+    height = ""
+    for _, end, h in pieces:
+        level = f"{h:.1f}"
+        if level == height:
+            parts.pop()
+        else:
+            parts.append(f"V{level}")
+        height = level
+        parts.append(f"H{end:.1f}")
+    return "".join(parts)
 
 
 def time_axis(end: float, y: float) -> list[str]:
