@@ -1,4 +1,4 @@
-"""The command line: ``autoshard train``, ``plan``, ``compile``, ``mesh`` and ``version``."""
+"""The command line: ``autoshard train``, ``plan``, ``checkpoint``, ``compile``, ``mesh`` and ``version``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from autoshard import __version__, checkpoint
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
+from autoshard.checkpoint.commands import checkpoint_app
 from autoshard.errors import AutoshardError, CheckpointError, ConfigError
 from autoshard.machine.mesh_config import load_mesh_config
 from autoshard.train.config import TrainConfig, named_config
@@ -36,6 +37,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(checkpoint_app, name="checkpoint")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training configuration in YAML.")]
 

@@ -278,7 +278,12 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _any(globs: Sequence[str], name: str) -> bool:
-    return any(name == glob or fnmatchcase(name, glob) for glob in globs)
+    return any(name_matches(glob, name) for glob in globs)
+
+
+def name_matches(glob: str, name: str) -> bool:
+    """Whether ``name`` is ``glob``, or is matched by it."""
+    return name == glob or fnmatchcase(name, glob)
 
 
 def _whole_or_grown(saved: NamedLeaf, wanted: NamedLeaf, options: RestoreOptions) -> Source | Misfit:

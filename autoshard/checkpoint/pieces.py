@@ -140,7 +140,7 @@ def _finish(
     casts: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> None:
     for raw, view in casts:
-        view[...] = _converted(raw, goal.dtype, name)
+        view[...] = converted(raw, goal.dtype, name)
     if goal.sharding is None:
         found[name] = blocks[whole(goal.shape)]
     else:
@@ -152,7 +152,7 @@ def _finish(
         )
 
 
-def _converted(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def converted(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """``x`` in another dtype of its family.
 
     Raises:

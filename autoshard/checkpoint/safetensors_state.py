@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,21 +65,58 @@ def to_safetensors(
       CheckpointError: a leaf of another type or of a dtype that the format does not have, files that are there already,
         or a write that failed.
     """
-    folder = _local(dir)
-    try:
-        limit = parse_bytes(max_bytes)
-    except ValueError as error:
-        raise CheckpointError(f"max_bytes: {error}") from None
     state = nnx.split((state,)).states[0]
     leaves, _ = flatten_state(state)
     renamed, _ = renamed_leaves(leaf_names(leaves), RestoreOptions(rename=rename))
     values = dict(zip([leaf.path for leaf in leaves], jax.tree.leaves(state), strict=True))
-    kept, metadata = _once({name: leaf.leaf for name, leaf in renamed.items()}, values)
-    groups = divided([tensor for tensor, _ in kept], limit)
+    tensors = _once({name: (leaf.leaf, values[leaf.leaf.path]) for name, leaf in renamed.items()})
+    write_tensors(dir, tensors, max_bytes)
+
+
+@dataclass(frozen=True)
+class TensorsToWrite:
+    """Tensors, and what makes the value of each: an array of any kind, asked for once."""
+
+    tensors: dict[str, tuple[NewTensor, Callable[[], Any]]]
+    metadata: dict[str, str]
+    """The header's text."""
+
+    @classmethod
+    def of(cls, leaves: Iterable[tuple[str, LeafEntry, Callable[[], Any]]]) -> Self:
+        """Leaves by name: of typed keys the value is the key data.
+
+        Raises:
+          CheckpointError: a leaf that no tensor holds.
+        """
+        made = cls({}, {"format": "pt"})  # without which some readers refuse a file
+        for name, leaf, value in leaves:
+            if name == "__metadata__":
+                raise CheckpointError(f"{leaf.path} cannot be named {name}, which headers use themselves; rename it")
+            if leaf.kind == "str":
+                raise CheckpointError(f"{name} is text, which no tensor holds; rename it to None, or ignore it")
+            shape, dtype = tuple(leaf.shape), leaf.dtype
+            if leaf.kind == "key":
+                made.metadata[_KEY + name] = str(leaf.impl)
+                words = key_words(leaf)
+                shape, dtype = words.shape, words.dtype
+            elif leaf.kind != "array":
+                dtype = np.asarray(leaf.scalar).dtype
+            if jnp.dtype(dtype).name not in CODES:
+                raise CheckpointError(f"{name} is {leaf}, and safetensors has no {dtype}; cast it first")
+            made.tensors[name] = NewTensor(name, tuple(shape), jnp.dtype(dtype)), value
+        return made
+
+
+def write_tensors(dir: epath.PathLike, given: TensorsToWrite, max_bytes: int | str) -> None:
+    """Writes tensors to files of at most ``max_bytes``; see `to_safetensors`."""
+    folder = _local(dir)
+    try:
+        groups = divided([tensor for tensor, _ in given.tensors.values()], parse_bytes(max_bytes))
+    except ValueError as error:
+        raise CheckpointError(f"max_bytes: {error}") from None
     files = dict(zip(file_names(len(groups)), groups, strict=True))
-    arrays = {tensor.name: value for tensor, value in kept}
-    _first(lambda: _create(folder, files, metadata))
-    _all(lambda: _write(folder, files, arrays))
+    _first(lambda: _create(folder, files, given.metadata))
+    _all(lambda: _write(folder, files, {name: value for name, (_, value) in given.tensors.items()}))
     _first(lambda: _finish(folder, files))
 
 
@@ -112,16 +151,24 @@ def from_safetensors(
     if plan is not None and like is not None:
         raise CheckpointError("from_safetensors takes a plan or `like`, not both")
     options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)
+    stored, metadata = open_safetensors(dir)
+    state, told, left_out = restore_from(stored, plan, like, options, fallback)
+    done = RestoreReport(None, tuple(told), tuple(left_out), dict(metadata))
+    return (state, done) if report else state
+
+
+def open_safetensors(dir: epath.PathLike) -> tuple[StoredLeaves, dict[str, str]]:
+    """The tensors of a file or a folder as leaves, and the text of the headers that is not about single tensors."""
     found = open_tensors(_local(dir))
-    leaves = tensor_leaves(found)
+    text = {
+        k: v for k, v in found.metadata.items() if k != "format" and not k.startswith(_KEY) and v not in found.tensors
+    }
 
     def load(wanted: Mapping[str, ToRead]) -> dict[str, Any]:
         with TensorFiles(found) as files:
             return read(files, wanted)
 
-    state, told, left_out = restore_from(StoredLeaves(str(found.where), leaves, load), plan, like, options, fallback)
-    done = RestoreReport(None, tuple(told), tuple(left_out), dict(found.metadata))
-    return (state, done) if report else state
+    return StoredLeaves(str(found.where), tensor_leaves(found), load), text
 
 
 def tensor_leaves(found: TensorSet) -> list[NamedLeaf]:
@@ -153,32 +200,24 @@ def tensor_leaves(found: TensorSet) -> list[NamedLeaf]:
     return [*leaves, *(NamedLeaf(other, known[name]) for other, name in others)]
 
 
-def _once(
-    named: Mapping[str, LeafEntry], values: Mapping[str, Any]
-) -> tuple[list[tuple[NewTensor, Any]], dict[str, str]]:
-    """What to write, each array once; and the header's text."""
-    kept: list[tuple[NewTensor, Any]] = []
-    metadata = {"format": "pt"}  # without which some readers refuse a file
+def _once(named: Mapping[str, tuple[LeafEntry, Any]]) -> TensorsToWrite:
+    """What to write of a state in memory, each array once."""
     first: dict[int, str] = {}
-    for name, leaf in named.items():
-        value = values[leaf.path]
-        if name == "__metadata__":
-            raise CheckpointError(f"{leaf.path} cannot be named {name}, which headers use themselves; rename it")
+    tied: dict[str, str] = {}
+    leaves: list[tuple[str, LeafEntry, Callable[[], Any]]] = []
+    for name, (leaf, value) in named.items():
         if isinstance(value, jax.Array | np.ndarray) and first.setdefault(id(value), name) != name:
-            metadata[name] = first[id(value)]
-            continue
-        if leaf.kind == "key":
-            metadata[_KEY + name] = str(leaf.impl)
-            value = jax.random.key_data(value)
-        elif leaf.kind != "array":
-            if leaf.kind == "str":
-                raise CheckpointError(f"{name} is text, which no tensor holds; rename it to None to leave it out")
-            value = np.asarray(leaf.scalar)
-        dtype = jnp.dtype(value.dtype)
-        if dtype.name not in CODES:
-            raise CheckpointError(f"{name} is {leaf}, and safetensors has no {dtype}; cast it first")
-        kept.append((NewTensor(name, tuple(value.shape), dtype), value))
-    return kept, metadata
+            tied[name] = first[id(value)]
+        else:
+            leaves.append((name, leaf, functools.partial(_as_array, leaf, value)))
+    made = TensorsToWrite.of(leaves)
+    return TensorsToWrite(made.tensors, made.metadata | tied)
+
+
+def _as_array(leaf: LeafEntry, value: Any) -> Any:
+    if leaf.kind == "key":
+        return jax.random.key_data(value)
+    return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
 def _create(folder: Path, files: Mapping[str, Sequence[NewTensor]], metadata: Mapping[str, str]) -> None:
@@ -193,14 +232,14 @@ def _create(folder: Path, files: Mapping[str, Sequence[NewTensor]], metadata: Ma
         create_file(_unfinished(folder, file), tensors, own)
 
 
-def _write(folder: Path, files: Mapping[str, Sequence[NewTensor]], arrays: Mapping[str, Any]) -> None:
+def _write(folder: Path, files: Mapping[str, Sequence[NewTensor]], arrays: Mapping[str, Callable[[], Any]]) -> None:
     for file in files:
         path = _unfinished(folder, file)
         places = open_tensors(path).tensors
         descriptor = os.open(path, os.O_WRONLY)
         try:
             for name, place in places.items():
-                blocks = on_host({name: arrays[name]})[name].blocks if 0 not in place.shape else []
+                blocks = on_host({name: arrays[name]()})[name].blocks if 0 not in place.shape else []
                 write_tensor(descriptor, place, blocks)
             os.fsync(descriptor)
         finally:

@@ -16,7 +16,7 @@ import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -205,6 +205,8 @@ class OpenCheckpoint:
     step: int | None
     """None of a folder of Orbax's that has no steps."""
     extra: dict[str, Any]
+    format: Literal["autoshard", "orbax"]
+    """What wrote it."""
     fingerprint: str | None = None
 
 
@@ -218,11 +220,11 @@ def open_checkpoint(dir: epath.PathLike, step: int | None) -> OpenCheckpoint:
     finish(root)
     number = step if step is None else _step_number(step)
     if (theirs := find_orbax(root, number)) is not None:
-        return OpenCheckpoint(theirs.leaves(), theirs.step, theirs.extra())
+        return OpenCheckpoint(theirs.leaves(), theirs.step, theirs.extra(), "orbax")
     number, manifest = choose_step(root, number)
     reading = functools.partial(_read_arrays, root, number)
     stored = StoredLeaves(str(root / str(number)), leaf_names(manifest.leaves), reading)
-    return OpenCheckpoint(stored, number, manifest.extra, manifest.fingerprint)
+    return OpenCheckpoint(stored, number, manifest.extra, "autoshard", manifest.fingerprint)
 
 
 def _step_number(step: Any) -> int:
