@@ -20,14 +20,8 @@ from etils import epath
 
 from autoshard.checkpoint.leaves import RestoreTarget, array_to_read, restore_leaf
 from autoshard.checkpoint.manifest import LeafEntry, absolute_path, incompleteness, step_directories
-from autoshard.checkpoint.matching import (
-    LeftOut,
-    RestoreOptions,
-    dtype_family,
-    interchangeable,
-    name_matches,
-    renamed_leaves,
-)
+from autoshard.checkpoint.matching import dtype_family, interchangeable
+from autoshard.checkpoint.names import LeftOut, RestoreOptions, name_matches, renamed_leaves
 from autoshard.checkpoint.pieces import Piece
 from autoshard.checkpoint.restoring import StoredLeaves
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from autoshard.checkpoint.array_store import StoredArrays, folder_spec
 from autoshard.checkpoint.leaves import key_dtype
 from autoshard.checkpoint.manifest import MAX_BYTES, SCALAR_CODECS, LeafEntry, first_line, step_directories
-from autoshard.checkpoint.matching import NamedLeaf
+from autoshard.checkpoint.names import NamedLeaf
 from autoshard.checkpoint.pieces import Piece, ToRead, read, uses
 from autoshard.checkpoint.restoring import StoredLeaves
 from autoshard.errors import CheckpointError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard.checkpoint.matching import LeftOut, Origin
+from autoshard.checkpoint.matching import Origin
+from autoshard.checkpoint.names import LeftOut
 
 
 @dataclass(frozen=True)

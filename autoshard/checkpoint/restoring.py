@@ -12,17 +12,8 @@ import numpy as np
 
 from autoshard.checkpoint.leaves import RestoreTarget, array_to_read, place_leaf, restore_leaf, restore_targets
 from autoshard.checkpoint.manifest import LeafEntry
-from autoshard.checkpoint.matching import (
-    LeftOut,
-    NamedLeaf,
-    RestoreOptions,
-    Source,
-    leaf_names,
-    match_leaves,
-    misfit_text,
-    remedy,
-    renamed_leaves,
-)
+from autoshard.checkpoint.matching import Source, match_leaves, misfit_text, remedy
+from autoshard.checkpoint.names import LeftOut, NamedLeaf, RestoreOptions, leaf_names, renamed_leaves
 from autoshard.checkpoint.pieces import Piece, ToRead
 from autoshard.checkpoint.report import LeafReport
 from autoshard.errors import CheckpointError, nearest

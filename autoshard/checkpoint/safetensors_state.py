@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from autoshard.checkpoint.array_store import on_host
 from autoshard.checkpoint.leaves import flatten_state, key_dtype, key_words
 from autoshard.checkpoint.manifest import LeafEntry, absolute_path, first_line
-from autoshard.checkpoint.matching import NamedLeaf, Rename, RestoreOptions, leaf_names, renamed_leaves
+from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names, renamed_leaves
 from autoshard.checkpoint.pieces import ToRead, read
 from autoshard.checkpoint.report import RestoreReport
 from autoshard.checkpoint.restoring import CheckpointPlan, StoredLeaves, restore_from

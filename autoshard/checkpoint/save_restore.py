@@ -37,7 +37,8 @@ from autoshard.checkpoint.manifest import (
     newest_complete_text,
     step_directories,
 )
-from autoshard.checkpoint.matching import Rename, RestoreOptions, leaf_names, match_leaves, misfit_text
+from autoshard.checkpoint.matching import match_leaves, misfit_text
+from autoshard.checkpoint.names import Rename, RestoreOptions, leaf_names
 from autoshard.checkpoint.orbax_folders import find_orbax
 from autoshard.checkpoint.pieces import ToRead, read, uses
 from autoshard.checkpoint.report import RestoreReport

@@ -74,9 +74,16 @@ def test_every_format_to_every_other(tmp_path: Path, source: str, to: str) -> No
     assert_equal(back(tmp_path / "to", state()), state())
     assert run("diff", path, tmp_path / "to") == "0 leaves differ of 5 and 5\n"
     assert run("verify", tmp_path / "to").endswith(": whole\n")
-    if to == "orbax":
-        plain = ocp.PyTreeCheckpointer().restore(tmp_path / "to")
-        assert plain["params"]["layers"]["1"]["w"].tolist() == np.ones((2, 4)).tolist()
+
+
+def test_plain_orbax_restores_what_is_written_for_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "autoshard", state())
+    run("convert", path, tmp_path / "to", "--to", "orbax", "--ignore", "key", "--rename", "params/layers/*/w=h/*")
+    goal = {"h": {"0": jnp.zeros((2, 4)), "1": jnp.zeros((2, 4))}, "params": {"b": jnp.zeros(3, jnp.int8)}, "step": 0}
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "to", goal)
+    assert found["h"]["0"].tolist() == state()["params"]["layers"][0]["w"].tolist()
+    assert (found["params"]["b"].tolist(), found["step"]) == ([1, 1, 1], 7)
 
 
 def test_names_dtypes_and_what_is_left_out(tmp_path: Path) -> None:
