@@ -91,6 +91,8 @@ class Transfer(NamedTuple):
     before: Spec | None = None
     after: Spec | None = None
     """Specs of the value before and after its whole reshard, of which this collective may be one step."""
+    of_result: bool = False
+    """Whether the node makes the value, rather than reads it."""
 
 
 class Charge(NamedTuple):
@@ -183,19 +185,18 @@ class CostModel:
                 yield Charge(number, compute)
                 continue
             moves = [
-                (v, specs[v], required)
+                (v, specs[v], required, False)
                 for v, required in zip(node.operands, run.in_specs, strict=True)
                 if required != specs[v] and (v, required) not in charged and v not in self.free_to_reshard
             ]
-            charged.update((v, required) for v, _, required in moves)
-            moves += [
-                (v, made, specs[v]) for v, made in zip(node.results, run.out_specs, strict=True) if made != specs[v]
-            ]
+            charged.update((v, required) for v, _, required, _ in moves)
+            made_as = zip(node.results, run.out_specs, strict=True)
+            moves += [(v, made, specs[v], True) for v, made in made_as if made != specs[v]]
             issued = [Transfer(c, 0.0, 0) for c in run.collectives]
-            for v, src, dst in moves:
+            for v, src, dst, made in moves:
                 for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
                     key = self.view_of.get(v, v), c
-                    issued.append(Transfer(replace(c, redundant=True) if key in sent else c, 0.0, v, src, dst))
+                    issued.append(Transfer(replace(c, redundant=True) if key in sent else c, 0.0, v, src, dst, made))
                     sent.add(key)
             priced: list[Transfer] = []
             for t in issued:

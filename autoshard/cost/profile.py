@@ -84,11 +84,14 @@ class Move:
     phase: str
     source: str
     names: tuple[str, ...]
-    """The arguments, at most `MAX_NAMES`, that the moved arrays are, or are parts or casts of."""
+    """The arguments, at most `MAX_NAMES`, that the moved arrays are, or are parts or casts of; ``new`` before a name:
+    what replaces the argument."""
     shape: tuple[int, ...]
     before: Spec | None
     """The spec that the value has; None of a halo exchange, and of a collective inside a local form."""
     after: Spec | None
+    of_result: bool
+    """Whether the operation makes the array as ``before``; else it reads it as ``after``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ def profile_step(model: MemoryModel, layout: Layout, *, all_gather_fusion_disabl
 
 
 def argument_of(graph: Graph) -> dict[int, str]:
-    """For each value that is an argument, or a view, slice or cast of one, the path of that argument."""
+    """For each value that is an argument, or a view, slice or cast of one, the path of that argument; for what replaces
+    an argument, that after ``new``."""
     found = {v: leaf.path for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if v}
     for n in graph.nodes:
         traits = n.kind.traits
@@ -66,6 +67,8 @@ def argument_of(graph: Graph) -> dict[int, str]:
             path = found.get(n.operands[0])
             if path is not None and not any(found.get(v, path) != path for v in n.operands):
                 found.setdefault(n.results[0], path)
+    for i, o in graph.program.carries:
+        found.setdefault(graph.outputs[o], f"new {graph.program.inputs[i].path}")
     return found
 
 
@@ -173,7 +176,9 @@ def _moves(graph: Graph, charges: Iterable[Charge], names: dict[int, str]) -> tu
         op, phase = (node.kind.op, node.phase) if node else ("", "plain")
         for t in charge.transfers:
             c, shape = t.collective, graph.values[t.value].shape
-            like = Move(c.kind, c.axes or (), c.bytes, 0, 0.0, op, phase, c.source, (), shape, t.before, t.after)
+            like = Move(
+                c.kind, c.axes or (), c.bytes, 0, 0.0, op, phase, c.source, (), shape, t.before, t.after, t.of_result
+            )
             groups[like].add(names.get(t.value), c.count, t.seconds)
     found = [replace(m, count=g.count, seconds=g.seconds, names=tuple(g.names)) for m, g in groups.items()]
     return tuple(sorted(found, key=lambda m: -m.seconds)[:MAX_MOVES])

@@ -39,6 +39,8 @@ def why_moved(move: Move, plan: PlanRecord) -> str:
     if move.kind in (ALL_REDUCE, REDUCE_SCATTER):
         kept = "each keeps its part" if move.kind == REDUCE_SCATTER else "all need the whole"
         return f"{reader} leaves a term on each device along {axes}, as what it sums over is split; {kept} of the sum"
+    if move.of_result:
+        return f"{reader} computes {what} as {move.before}, and it is kept as {move.after}"
     if move.kind == ALL_TO_ALL:
         return (
             f"{what} is split as {move.before}, and {reader} works on it as {move.after}: the split changes dimension"

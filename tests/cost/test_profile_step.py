@@ -30,6 +30,12 @@ def deep_step(ws, x):
     return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
 
 
+def strategy_step(state, x):
+    w, m = state
+    m = 0.9 * m + jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) @ w.T - x) ** 2))(w)
+    return w - m, m
+
+
 def check_sums(best, profile):
     seconds = pytest.approx(best.cost.seconds, rel=1e-9)
     assert sum(s.seconds for s in profile.spans) == seconds
@@ -70,6 +76,12 @@ def test_a_gather_names_the_argument_its_specs_and_the_operation():
     assert {name for m in gathers for name in m.names} == {"params['w1']", "params['w2']"}
     assert all(m.before != m.after and m.op == "dot_general" for m in gathers)
     assert all("programs.py:" in m.source for m in gathers)
+
+
+def test_what_replaces_an_argument_is_named_where_it_is_gathered():
+    _, profile = profiled("zero1", strategy_step, (((16, 32), (16, 32)), (64, 16)))
+    gathers = [m for m in profile.moves if m.kind == "all-gather"]
+    assert {(m.names, m.of_result) for m in gathers} == {(("new state[0]",), True)}
 
 
 def test_what_a_loop_reads_of_an_argument_has_its_name():
