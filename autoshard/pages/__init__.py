@@ -1,7 +1,7 @@
 """pages: plans drawn, as SVG, as text, and as one HTML page that needs nothing else.
 
-A `PlanRecord` comes in; pictures, a page and a trace of the predicted step go out, as text. All numbers are the
-record's. Whatever a plan names is escaped: names, paths and source lines are data of others.
+A `PlanRecord` comes in, and for some a compiled step; pictures, a page and a trace of the predicted step go out, as
+text. All numbers are the record's. Whatever a plan names is escaped: names, paths and source lines are data of others.
 
-May import: plan, and what it may.
+May import: backend, and what it may.
 """

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from jax.stages import Compiled
+
 from autoshard.cost.profile import BufferRole, StepProfile
 from autoshard.pages import html
 from autoshard.pages.candidates_drawn import candidates_drawn, weighed
+from autoshard.pages.emitted import emitted_part
 from autoshard.pages.findings import savings, why_moved
 from autoshard.pages.html import Part, bar, figure, folded, paragraph, rows_of, sections_html, told
 from autoshard.pages.memory_over_time import memory_over_time
@@ -28,10 +31,11 @@ MAX_ARRAYS = 1500
 """Most rows of arguments and results in the table of all values."""
 
 
-def page(plan: PlanRecord) -> str:
-    """The page of ``plan`` as HTML; it needs no network."""
+def page(plan: PlanRecord, compiled: Compiled | None = None) -> str:
+    """The page of ``plan`` as HTML, which needs no network; with a compiled step, it beside the plan."""
     f = plan.profile
     parts = [
+        *([] if compiled is None else [emitted_part(plan, compiled)]),
         Part("arrays", "How arrays lie on the devices", _arrays(plan)),
         Part("memory", "Memory over the step", _memory(plan, f)),
         Part("time", "Time and communication", _time(plan, f)),

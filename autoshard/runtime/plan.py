@@ -186,11 +186,12 @@ class Plan(PlanRecord):
         """A report in plain text: what is split, what it is predicted to cost, and why other layouts lost."""
         return render.explain(self)
 
-    def show(self, path: str | os.PathLike[str] | None = None) -> Path:
+    def show(self, path: str | os.PathLike[str] | None = None, compiled: jax.stages.Compiled | None = None) -> Path:
         """Writes one HTML page that needs nothing else, to ``path`` or a new file, and opens it where there is a
         screen: arrays on the devices, memory and time over the step, the layouts that lost, your lines with what they
-        cost, all values. Returns the path."""
-        return open_page(page(self), path, self.name)
+        cost, all values. With ``compiled``, which is ``step.lower(...).compile()``, also its time, memory and
+        collectives beside the planned ones. Returns the path."""
+        return open_page(page(self, compiled), path, self.name)
 
     def plot(self, picture: str = "memory", path: str | os.PathLike[str] | None = None) -> Picture:
         """A picture of the plan: ``"arrays"``, ``"layouts"``, ``"memory"`` or ``"timeline"``. Printed it is text, in a

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.backend.compilation import memory_usage
 from autoshard.errors import ArgumentError, PlanError
 from autoshard.pages import browser
+from autoshard.pages.emitted import figures_beside
 from autoshard.pages.findings import savings, why_moved
 from autoshard.pages.gallery import PICTURES
 from autoshard.pages.page import page
@@ -275,6 +277,24 @@ def test_the_trace_is_the_step(plan, tmp_path):
 def test_a_loaded_plan_shows_the_same(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     assert page(Plan.load(tmp_path / "plan.json")) == page(plan)
+
+
+def test_a_compiled_step_is_laid_beside_its_plan(tmp_path):
+    step, args = make_step()
+    planned = autoshard.jit(step, mesh={"data": 4, "model": 2}, strategy="fsdp", donate_argnums=0)
+    plan, compiled = planned.plan(*args), planned.lower(*args).compile()
+    found = {x.what: x for x in figures_beside(plan, compiled)}
+    assert (found["compute"].planned, found["memory"].planned) == (plan.cost.compute, plan.memory.peak)
+    assert found["memory"].emitted == memory_usage(compiled, plan.mesh).peak
+    audited = autoshard.audit(compiled, plan)
+    kinds = {f"{r.kind} over {'+'.join(r.axes)}": r for r in audited.rows}
+    assert kinds.keys() == found.keys() - {"compute", "communication", "memory"}
+    assert all(found[k].emitted == sum(c.total_bytes for c in r.emitted) for k, r in kinds.items())
+    assert all(found[k].verdict == r.verdict for k, r in kinds.items())
+    text = plan.show(tmp_path / "plan.html", compiled).read_text()
+    assert size_text(found["memory"].emitted) in text
+    assert "Planned and emitted" in text
+    assert "Planned and emitted" not in page(plan)
 
 
 def test_a_comparison_is_text_and_a_page(plan, tmp_path):
