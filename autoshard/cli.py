@@ -6,18 +6,21 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import typer
+from etils import epath
 from rich.console import Console
 
 from autoshard import __version__, checkpoint
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
 from autoshard.checkpoint.commands import checkpoint_app
-from autoshard.errors import AutoshardError, CheckpointError, ConfigError
-from autoshard.machine.mesh_config import load_mesh_config
+from autoshard.errors import AutoshardError, CheckpointError, ConfigError, nearest
+from autoshard.machine.hardware import HardwareConfig
+from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
+from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
 from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.launch import launch
 from autoshard.train.loop import plan_phase, train
@@ -40,6 +43,10 @@ app = typer.Typer(
 
 app.add_typer(checkpoint_app, name="checkpoint")
 
+runs_app = typer.Typer(invoke_without_command=True)
+app.add_typer(runs_app, name="runs")
+
+SchemaName = Literal["train", "mesh", "hardware"]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training configuration in YAML.")]
 
 
@@ -202,6 +209,42 @@ def mesh_command(
     """Print the mesh of a configuration, or the candidate meshes if it leaves the axes open."""
     for mesh in load_mesh_config(config).meshes():
         typer.echo(str(mesh))
+
+
+@app.command("schema")
+def schema_command(
+    of: Annotated[SchemaName, typer.Argument(metavar="NAME", help="What a file configures: train, mesh, hardware.")],
+) -> None:
+    """Print the JSON schema of a kind of configuration, with which editors complete and check YAML files."""
+    model = {"train": TrainConfig, "mesh": MeshConfig, "hardware": HardwareConfig}[of]
+    typer.echo(json.dumps(model.model_json_schema(), indent=1))
+
+
+@runs_app.callback()
+def runs_command(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Option("--in", help="The folder in which runs are looked for.")] = Path("runs"),
+) -> None:
+    """List the runs of a folder, the last changed first; `autoshard runs show RUN` draws one."""
+    context.obj = epath.Path(folder)
+    if context.invoked_subcommand is None:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a directory; name that of your runs with --in")
+        Console().print(run_table(runs_in(epath.Path(folder))))
+
+
+@runs_app.command("show")
+def show_command(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(help="The run's folder, or its name in the list.")],
+    only: Annotated[list[str] | None, typer.Option("--only", help="A metric; may be repeated.")] = None,
+) -> None:
+    """Draw the curves of a run's metrics."""
+    curves = curves_of(find_run(run, context.obj))
+    for name in only or curves:
+        if name not in curves:
+            raise ConfigError(f"{run} has no metric {name!r}{nearest(name, curves)}")
+        typer.echo(drawn(name, curves[name]))
 
 
 @app.command("version")

@@ -70,7 +70,7 @@ def parse_bytes(value: object) -> int:
     return int(size)
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | float | str)]
 """A pydantic field in bytes: an int or text such as ``"14GiB"``."""
 
 

@@ -41,10 +41,10 @@ from autoshard.checkpoint.manifest import inventory_text
 from autoshard.errors import AutoshardError
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh_config import load_mesh_config
+from autoshard.runs.report import Event, HeldOutEvent, PhaseEvent, StepEvent, make_report
+from autoshard.runs.run_folder import RunFolder, write_json
 from autoshard.train.config import TrainConfig
 from autoshard.train.decoder import ModelConfig
-from autoshard.train.report import Event, HeldOutEvent, PhaseEvent, StepEvent, make_report
-from autoshard.train.run_folder import RunFolder, write_json
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 2.0

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from autoshard import checkpoint
+from autoshard import checkpoint, strict_config
 from autoshard.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -243,3 +244,31 @@ def test_a_missing_file_is_one_line(tmp_path: Path, command: str, inside: Callab
     done = inside(command, tmp_path / "none.yaml")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["train", "mesh", "hardware"])
+def test_the_schema_takes_what_ships_and_no_misspelt_key(kind: str, inside: Callable[..., Any]):
+    schema = json.loads(inside("schema", kind).stdout)
+    files = sorted((ROOT / "configs" / kind).glob("*.yaml"))
+    assert len(files) > 1
+    for file in files:
+        entries = strict_config._Loader(file.read_text()).get_single_data()
+        jsonschema.validate(entries, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(entries | {"devcies": 8}, schema)
+    if kind == "train":
+        own = {"call": "models:make", "with": {"width": 4}}
+        jsonschema.validate(entries | {"model": own, "data": own, "optimizer": own, "loss": own}, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(entries | {"model": own | {"wiht": {}}}, schema)
+
+
+def test_runs_are_listed_and_drawn(tmp_path: Path, inside: Callable[..., Any]):
+    (tmp_path / "demo").mkdir()
+    lines = [json.dumps({"event": "step", "step": n, "loss": 1 / n}) for n in range(1, 9)]
+    (tmp_path / "demo/log.jsonl").write_text("\n".join(lines) + "\n")
+    assert re.search(r"demo +stopped +8 +0.1250", inside("runs", "--in", tmp_path).stdout)
+    assert inside("runs", "--in", tmp_path, "show", "demo").stdout.startswith("loss\n")
+    refused = inside("runs", "--in", tmp_path, "show", "demo", "--only", "los")
+    assert (refused.returncode, refused.stderr) == (2, "error: demo has no metric 'los'; did you mean 'loss'?\n")
+    assert "is not a directory" in inside("runs", "--in", tmp_path / "none").stderr

@@ -4,7 +4,7 @@ Input: a step of one's own and batches, or a training configuration in YAML. Out
 checkpoints, a log of events, a table of metrics and a report. It uses the library as any program would: a step under
 `autoshard.jit`, `autoshard.checkpoint`, and the audit.
 
-May import: api, checkpoint, backend, and what they may.
+May import: api, checkpoint, runs, backend, and what they may.
 """
 
 from autoshard.train.fit import fit as fit

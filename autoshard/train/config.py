@@ -47,9 +47,11 @@ def _read_source(value: str, info: ValidationInfo) -> str:
     return value if value == STDLIB else str(_relative_path(value, info).expanduser().resolve())
 
 
-ModelEntry = Annotated[ModelConfig, BeforeValidator(_read_model), Tag("entries")]
+ModelEntry = Annotated[
+    ModelConfig, BeforeValidator(_read_model, json_schema_input_type=ModelConfig | str), Tag("entries")
+]
 """A model's entries, or the path of its file relative to the configuration file."""
-MeshEntry = Annotated[MeshConfig, BeforeValidator(_read_mesh)]
+MeshEntry = Annotated[MeshConfig, BeforeValidator(_read_mesh, json_schema_input_type=MeshConfig | str)]
 """A mesh's entries, the path of its file relative to the configuration file, or the name of a shipped one."""
 
 

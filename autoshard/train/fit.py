@@ -17,13 +17,13 @@ from rich.console import Console
 from autoshard import checkpoint
 from autoshard.api import jit
 from autoshard.errors import ArgumentError, CheckpointError, PlanError
+from autoshard.runs.progress import ProgressLine
+from autoshard.runs.report import HeldOutEvent, StepEvent
+from autoshard.runs.run_folder import RunFolder
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
 from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, is_first
-from autoshard.train.progress import ProgressLine
-from autoshard.train.report import HeldOutEvent, StepEvent
-from autoshard.train.run_folder import RunFolder
 from autoshard.train.sources import ChosenRows, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
 from autoshard.train.stop_signals import StopSignals

@@ -27,15 +27,15 @@ from autoshard.api import jit
 from autoshard.backend.audit import audit
 from autoshard.errors import ConfigError
 from autoshard.pages.page import brief, page
+from autoshard.runs.progress import ProgressLine
+from autoshard.runs.report import Event, HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
+from autoshard.runs.run_folder import RunFolder, write_json
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import OptimizerConfig, Tree
 from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, in_any, is_first
-from autoshard.train.progress import ProgressLine
-from autoshard.train.report import Event, HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
-from autoshard.train.run_folder import RunFolder, write_json
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of

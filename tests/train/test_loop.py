@@ -15,10 +15,10 @@ from rich.console import Console
 
 from autoshard import checkpoint
 from autoshard.errors import CheckpointError, ConfigError, MeshError
+from autoshard.runs.report import Report, StepEvent
+from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig
 from autoshard.train.loop import plan_phase, train
-from autoshard.train.report import Report, StepEvent
-from autoshard.train.run_folder import RunFolder
 from autoshard.train.stop_signals import StopSignals
 
 WORDS = b"the mesh has eight devices and every axis of the mesh has a name ".split()

@@ -10,8 +10,8 @@ import pytest
 from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
-from autoshard.train.report import HeldOutEvent, PhaseEvent, StepEvent, make_report
-from autoshard.train.run_folder import RunFolder, write_json
+from autoshard.runs.report import HeldOutEvent, PhaseEvent, StepEvent, make_report
+from autoshard.runs.run_folder import RunFolder, write_json
 
 
 @pytest.fixture

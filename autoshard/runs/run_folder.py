@@ -3,6 +3,7 @@
     RUN/lock             held by the process that writes to the folder; says which that is
     RUN/run.json         the entries of the configuration that the state depends on
     RUN/log.jsonl        phases, steps and evaluations, in order
+    RUN/events.out.tfevents.*  the same metrics for TensorBoard; one file a start
     RUN/metrics.csv      the metrics of steps, and of evaluations under names that begin with ``eval_``
     RUN/plan-0.json      the plan of each phase
     RUN/plan-0.html      the same drawn
@@ -23,6 +24,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,12 +34,13 @@ from typing import Any
 from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
+from autoshard.runs.event_file import first_events, scalar_event
+from autoshard.runs.report import EVENTS, Event, HeldOutEvent, PhaseEvent, Report
 from autoshard.strict_files import cut, parse_json, read_text, shortened
-from autoshard.train.report import EVENTS, Event, HeldOutEvent, PhaseEvent, Report
 
 _LOCK = "lock"
 _RUN_FILES = re.compile(
-    r"run\.json|log\.jsonl|metrics\.csv|plan-\d+\.(json|html)|report\.json|checkpoints|[^/]*\.partial"
+    r"run\.json|log\.jsonl|metrics\.csv|events\.out\.tfevents\.[^/]*|plan-\d+\.(json|html)|report\.json|checkpoints|[^/]*\.partial"
 )
 _MAX_BYTES = 2**22
 """Of run.json, of report.json, and of a line of the log."""
@@ -107,6 +110,17 @@ class RunFolder:
             file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
             file.flush()
             yield
+
+    def is_held(self) -> bool:
+        """Whether a process has the folder: a run is going on."""
+        if "://" in os.fspath(self.root) or not (self.root / _LOCK).exists():
+            return False
+        with Path(self.root / _LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return isinstance(error, BlockingIOError)
+        return False
 
     def clear(self) -> list[str]:
         """Deletes the run's files and returns their names.
@@ -196,19 +210,26 @@ class RunFolder:
         return events, damaged
 
     def drop_events_after(self, step: int) -> int:
-        """Drops the events after ``step``, and damaged lines, whose number it returns."""
+        """Drops the events after ``step``, and damaged lines, whose number it returns; begins a new event file."""
         events, damaged = self._read_log()
         partial = self.root / "log.jsonl.partial"
         partial.write_text("".join(_line(event) for event in events if event.step <= step))
         partial.replace(self.log)
         self._write_table()
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}"
+        (self.root / name).write_bytes(first_events(time.time(), step + 1))
         return damaged
 
     def append(self, events: Sequence[Event]) -> None:
-        """Adds events to the log, and their metrics to the table."""
+        """Adds events to the log, and their metrics to the table and to the newest event file."""
         with self.log.open("a") as file:
             file.write("".join(map(_line, events)))
         rows = [row for event in events if (row := _row(event))]
+        if files := sorted(self.root.glob("events.out.tfevents.*")):
+            with files[-1].open("ab") as file:
+                for row in rows:
+                    metrics = {name: value for name, value in row.items() if name != "step"}
+                    file.write(scalar_event(time.time(), int(row["step"]), metrics))
         with self.table.open() if self.table.exists() else io.StringIO() as file:
             columns = next(csv.reader(file), [])
         if all(row.keys() <= set(columns) for row in rows):

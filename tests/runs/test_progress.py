@@ -7,7 +7,7 @@ import re
 
 from rich.console import Console
 
-from autoshard.train.progress import ProgressLine
+from autoshard.runs.progress import ProgressLine
 
 
 def test_lines_come_at_intervals_without_a_terminal():
