@@ -12,8 +12,8 @@ _PLACES: Mapping[PlaceReason, str] = {
     "placed": "as it is placed already",
     "loading": "split further than it is read, so that less is loaded",
     "returned": "one spec for the argument and the result that may come back as it",
-    "solved": "solved for",
-    "chosen": "chosen by the search",
+    "solved": "cheapest by the cost model",
+    "chosen": "as in the best layout weighed",
 }
 _CONSTRAINTS: Mapping[ConstraintReason, str] = {
     "pinned": "pinned in the step",

@@ -40,7 +40,7 @@ def test_why_prices_every_other_spec_as_the_plan_with_it() -> None:
     text = first.why("a")
     lines = [line.split() for line in text.splitlines() if line.strip().startswith("[")]
     assert lines[0][:2] == ["[_,", "m]"]
-    assert text.startswith("a of chain\nfloat32[1024, 2048] has spec [_, m]: solved for.")
+    assert text.startswith("a of chain\nfloat32[1024, 2048] has spec [_, m]: cheapest by the cost model.")
     others = {"[m, _]": P("m", None), "[_, _]": P()}
     for line in lines[1:]:
         spec, more = " ".join(line[:2]), float(line[-1].rstrip("%")) / 100
