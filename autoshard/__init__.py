@@ -8,12 +8,14 @@
 `jit` makes a `Step`, whose `plan` is a `Plan`. `MeshConfig` says which machine it is for. `annotate` pins a value
 inside a step. `register_rule` teaches a `Rule` for a primitive or a kernel of one's own, perhaps with a `Local` form.
 `audit` compares planned collectives with those of a compiled step, `verify` the results with one device's.
+`Step.export` makes bytes of a step and `load_exported` an `ExportedStep` of them.
 `checkpoint` saves and restores on any mesh, `train` runs a step to its end, `errors` has what is raised on purpose.
 """
 
 from autoshard import checkpoint, errors, train
 from autoshard.api import jit, register_rule, unregister_rule
 from autoshard.backend.audit import audit
+from autoshard.export.exported_step import ExportedStep, load_exported
 from autoshard.ir.annotate import annotate
 from autoshard.ir.rule import Local, Rule
 from autoshard.jaxpr.padded_array import PaddedArray
@@ -25,6 +27,7 @@ from autoshard.schedule.schedule import Schedule
 from autoshard.transforms.pipeline import Pass
 
 __all__ = [
+    "ExportedStep",
     "Local",
     "MeshConfig",
     "PaddedArray",
@@ -39,6 +42,7 @@ __all__ = [
     "checkpoint",
     "errors",
     "jit",
+    "load_exported",
     "register_rule",
     "train",
     "unregister_rule",

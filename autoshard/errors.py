@@ -67,6 +67,10 @@ class PeerError(AutoshardError):
     """Another process of a run was lost, or did not come."""
 
 
+class ExportError(AutoshardError):
+    """A step that cannot be exported, or bytes that are no exported step, a damaged one, or one of another JAX."""
+
+
 class VerificationError(AutoshardError):
     """Sharded and unsharded results differ; the message names the first equation that differs."""
 

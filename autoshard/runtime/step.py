@@ -7,13 +7,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from autoshard import jaxpr as jx
 from autoshard.backend.executable import Executable
 from autoshard.errors import PlanError
+from autoshard.export.artifact import export_step
 from autoshard.ir.trace import pinned_memory
 from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval
 from autoshard.runtime import nnx
@@ -105,6 +106,25 @@ class Step:
         step, call = self._pure_call(args, kwargs)
         order = step._signature.leaf_order(*((args, kwargs) if step is self else call))
         return step._executable(*call).lower_for_call(*order)
+
+    def export(self, *args: Any, **kwargs: Any) -> bytes:
+        """The planned step for these arguments as bytes, for `autoshard.load_exported` or for JAX alone.
+
+        The artifact has the program, the shardings of arguments and results, and the plan. It runs on as many devices
+        of the same platform. ``jax.export.deserialize(bytearray(...))`` reads it in a process without autoshard: there
+        containers are tuples, lists and dicts, and of any other class (a named tuple, a dataclass) a tuple of the
+        children. Static arguments are part of the program; NNX modules are exported as their states.
+
+        Raises:
+          ExportError: an argument that `jax.export` cannot store, or the library ``flatbuffers`` is missing.
+          PlanError: state is stored with padding.
+        """
+        step, call = self._pure_call(args, kwargs)
+        given = (args, kwargs) if step is self else call
+        executable = step._executable(*call)
+        _, order = step._signature.leaf_order(*given)
+        donated = [at for at, leaf in zip(order, executable.program.inputs, strict=True) if leaf.donated]
+        return export_step(jax.export.export(cast(Any, step))(*given[0], **given[1]), executable.plan, donated)
 
     def clear_cache(self) -> None:
         """Forgets every plan, trace and executable, as the method of a `jax.jit` function does: the next call plans as
@@ -273,6 +293,9 @@ class BoundStep:
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         return self._step.reference(self._instance, *args, **kwargs)
+
+    def export(self, *args: Any, **kwargs: Any) -> bytes:
+        return self._step.export(self._instance, *args, **kwargs)
 
     def clear_cache(self) -> None:
         self._step.clear_cache()
