@@ -78,7 +78,7 @@ def export_step(exported: jax.export.Exported, plan: PlanRecord, donated: Sequen
         program = bytes(plain.serialize())
     except ImportError as error:
         raise ExportError(f"{plan.name} cannot be exported: jax.export needs flatbuffers ({error})") from error
-    except (KeyError, NotImplementedError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError) as error:
         raise ExportError(f"{plan.name} cannot be exported: {type(error).__name__}: {error}") from error
     contents = Contents(
         name=plan.name,
@@ -119,7 +119,7 @@ def read_artifact(content: bytes) -> Artifact:
         exported = jax.export.deserialize(bytearray(content[: end - size]))
     except ImportError as error:
         raise ExportError(f"{contents.name} cannot be loaded: jax.export needs flatbuffers ({error})") from error
-    except (KeyError, NotImplementedError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError) as error:
         raise ExportError(f"JAX {jax.__version__} cannot load {contents.name}: {error}") from error
     counts = [tree.num_leaves for tree in (exported.in_tree, exported.out_tree)]
     if counts != [tree.num_leaves for tree in trees] or any(at >= counts[0] for at in contents.donated):
