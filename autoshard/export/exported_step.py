@@ -64,7 +64,10 @@ class ExportedStep:
             )
         leaves = [leaf for _, leaf in found]
         for path, leaf, aval in zip(paths, leaves, self.exported.in_avals, strict=True):
-            shape, dtype = argument_aval(leaf)[:2]
+            try:
+                shape, dtype = argument_aval(leaf)[:2]
+            except TypeError:
+                raise ArgumentError(f"{self.name}: {path} of (args, kwargs) is a {type(leaf).__name__}") from None
             if (tuple(shape), dtype) != (tuple(aval.shape), aval.dtype):
                 raise ArgumentError(
                     f"{self.name}: {path} of (args, kwargs) is {dtype}{list(shape)}, and {aval.dtype}"

@@ -170,6 +170,7 @@ def test_other_arguments_are_named() -> None:
     for args, why in (
         ((params, x[:4]), r"loss_of: \[0\]\[1\] of \(args, kwargs\) is float32\[4, 16\], and float32\[8, 16\] was"),
         ((params, x.astype(jnp.bfloat16)), "is bfloat16"),
+        ((params, "x"), r"\[0\]\[1\] of \(args, kwargs\) is a str"),
         (({"w": params["w"]}, x), r"for 3 arrays and is given 2: of \(args, kwargs\) \[0\]\[0\]\['v'\] is missing"),
         (({**params, "u": x}, x), r"\[0\]\[0\]\['u'\] is new"),
     ):
