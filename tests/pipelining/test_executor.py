@@ -73,8 +73,8 @@ def test_losses_and_gradients_are_those_of_one_device(
 
 
 def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> None:
-    """A weight that every layer reads, an auxiliary loss of each layer, a cast of stacked weights, keys that each layer
-    has, a loop that carries a key and a number, and stacks what the micro-batches' losses are."""
+    """A weight that every layer reads, an auxiliary loss of each layer, a term of the loss that reads no layer, a cast of
+    stacked weights, keys that each layer has, a loop that carries a key and a number, and stacks losses."""
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
@@ -86,7 +86,7 @@ def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> N
         low = {**params["layers"], "w": params["layers"]["w"].astype(jnp.bfloat16)}
         keys = jax.random.split(key, 4)
         x, squares = jax.lax.scan(layer, params["embed"][batch["x"]], (low, keys))
-        return cross_entropy(x @ params["embed"].T, batch["y"]) + 0.01 * squares.mean()
+        return cross_entropy(x @ params["embed"].T, batch["y"]) + 0.01 * squares.mean() + batch["x"].mean()
 
     def step(params: Any, batch: Any, key: Any) -> Any:
         parts = jax.tree.map(lambda x: x.reshape(4, BATCH // 4, SEQ), batch)
