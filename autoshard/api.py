@@ -95,7 +95,7 @@ def jit(
       microbatches: the number of parts of the batch that the step is computed in, one after the other; of a pipeline,
         those that its stages pass on. None leaves it to the planner.
       schedule: of a pipeline, for which the mesh config names an axis (``pipeline:``): ``"gpipe"``, ``"1f1b"``,
-        ``"interleaved:N"``, or a `Schedule`. None leaves it to the planner.
+        ``"interleaved:N"``, ``"zb-h1"``, ``"zb-v"``, or a `Schedule`. None leaves it to the planner.
       pad_state: whether state that the mesh does not divide is stored with padding: 50,257 rows as 50,264 over 8
         devices, where they would be whole on each else. Such an argument comes back as a `PaddedArray`: a `jax.Array`
         with its true shape and values, whose `stored` has the padding. Nothing that the step computes changes.

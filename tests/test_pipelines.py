@@ -49,18 +49,18 @@ def test_ten_steps_of_a_step_that_says_nothing_of_stages_or_micro_batches(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("axes", "layers", "tied", "schedule", "microbatches"),
+    ("axes", "strategy", "layers", "tied", "schedule", "microbatches"),
     [
-        ({"stage": 2, "data": 2, "model": 2}, 5, True, "gpipe", 4),
-        ({"stage": 2, "data": 4}, 4, False, "interleaved:2", 2),
+        ({"stage": 2, "data": 2, "model": 2}, "fsdp_tp", 5, True, "gpipe", 4),
+        ({"stage": 2, "data": 4}, "fsdp", 4, False, "zb-v", 2),
     ],
 )
 def test_other_axes_layers_that_do_not_divide_and_tied_embeddings(
-    axes: dict[str, int], layers: int, tied: bool, schedule: str, microbatches: int
+    axes: dict[str, int], strategy: str, layers: int, tied: bool, schedule: str, microbatches: int
 ) -> None:
     step, state = trained(decoder_loss), train_state(decoder_params(layers, tied=tied))
     mesh = MeshConfig(axes=axes, pipeline="stage")
-    planned = autoshard.jit(step, mesh=mesh, microbatches=microbatches, schedule=schedule)
+    planned = autoshard.jit(step, mesh=mesh, strategy=strategy, microbatches=microbatches, schedule=schedule)
     assert_trains_as_on_one_device(step, planned, state, 2)
 
 
@@ -87,7 +87,7 @@ def no_chain(w: jax.Array, x: jax.Array) -> jax.Array:
         ({"microbatches": 3}, PassError, "16 examples, which 3 micro-batches do not divide"),
         ({"microbatches": 0}, ArgumentError, "microbatches=0"),
         ({"microbatches": 4, "schedule": "1f2b"}, ScheduleError, "1f2b"),
-        ({"microbatches": 4, "schedule": "zb-h1"}, PipelineError, "splits backwards in two"),
+        ({"microbatches": 4, "schedule": "zb-v"}, PipelineError, "2 chunks need 8 layers, and the chain .* has 4"),
         ({"microbatches": 4, "schedule": 3}, ArgumentError, "schedule=3"),
         ({"schedule": "1f1b", "mesh": {"stage": 4, "model": 2}}, ArgumentError, "the mesh has none: name an axis"),
         (

@@ -16,6 +16,7 @@ from autoshard.jaxpr.rewrite import bind_equation
 from autoshard.jaxpr.value import aval
 
 _CONSTRAINT = _prims.sharding_constraint_p
+_SCATTERS = frozenset({_prims.scatter_p, _prims.scatter_add_p, _prims.scatter_max_p, _prims.scatter_min_p})
 
 
 def is_constraint(eqn: JaxprEqn) -> bool:
@@ -59,10 +60,18 @@ def replay_equation(eqn: JaxprEqn, operands: Sequence[Any], mesh: AbstractMesh, 
             check_vma=p["check_vma"],
         )
         return list(part(*operands))
+    whole = eqn.primitive in _SCATTERS and mesh.manual_axes and sum(mesh.shape[a] > 1 for a in mesh.auto_axes) > 1
+    if whole:  # XLA (JAX 0.12) aborts where it splits one over some of the axes that are not manual
+        operands = [_replicated(x, mesh) for x in operands]
     if bodies := [_retraced(r.body, apart) for r in regions(eqn)]:
         eqn = with_bodies(eqn, bodies)
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
-        return bind_equation(eqn, operands, eqn.params)
+        results = bind_equation(eqn, operands, eqn.params)
+    return [_replicated(x, mesh) for x in results] if whole else results
+
+
+def _replicated(x: Any, mesh: AbstractMesh) -> Any:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _retraced(body: Jaxpr, apart: str) -> Jaxpr:

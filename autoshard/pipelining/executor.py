@@ -19,7 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, scan_groups
+from autoshard.pipelining.rings import cast_as, choose, pick, put, summed, without_specs, zeros
 from autoshard.pipelining.segment import evaluate
+from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.tick_tables import Route, TickTables, tick_tables
 
@@ -82,6 +84,7 @@ class _Pipeline:
         self.residuals = list(dict.fromkeys(a for a in xs if chain.where(a)))
         stacked = [a for a in (*self._xs(self.f, self.f_groups), *xs) if self._is_invariant(a)]
         self.weights = list(dict.fromkeys(stacked))
+        self.split = split_backward(self.b) if stages.schedule.splits_backward else None
 
     def _xs(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[Any]:
         return eqn.invars[groups.consts + groups.carry :]
@@ -180,25 +183,26 @@ class _Pipeline:
         columns = {
             name: jnp.asarray(getattr(tables, name))[:, stage]
             for name in (
-                "operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "final",
+                "operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final",
             )
         }  # fmt: skip
         for name, routes in (("a", tables.activations), ("g", tables.gradients)):
             columns |= {f"{name}{n}": jnp.asarray(r.slot)[:, stage] for n, r in enumerate(routes)}
 
         def tick(state: dict[str, Values], row: dict[str, Any]) -> tuple[Any, None]:
-            branches = [self._idle, self._forward, self._backward]
+            branches = [self._idle, self._forward, self._backward, *([self._weights_backward] if self.split else [])]
             runs = [functools.partial(b, weights=weights, whole=known, batch=batch) for b in branches]
-            state, activation, gradient = lax.switch(row["operation"], runs, state, row)
+            opened = [lambda *xs, run=run: without_specs(run(*xs)) for run in runs]
+            state, activation, gradient = lax.switch(row["operation"], opened, state, row)
             for name, routes, sent in (("a", tables.activations, activation), ("g", tables.gradients, gradient)):
                 for n, route in enumerate(routes):
                     got = [self._send(x, route) for x in sent]
                     kept = zip(state[name], got, strict=True)
-                    state = {**state, name: [_put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
+                    state = {**state, name: [put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
             return state, None
 
         state, _ = lax.scan(tick, self._empty(), columns)
-        totals = [[_summed(x, self.axis) for x in state[name]] for name in ("sums", "outs")]
+        totals = [[summed(x, self.axis) for x in state[name]] for name in ("sums", "outs")]
         return state["layer_sums"], totals[0], totals[1]
 
     def _send(self, x: Any, route: Route) -> Any:
@@ -210,7 +214,7 @@ class _Pipeline:
         slots = self.tables.slots
 
         def ring(count: int, variables: Sequence[Any], *leading: int) -> Values:
-            return [_zeros((count, *leading, *jx.aval(v).shape[len(leading) :]), v) for v in variables]
+            return [zeros((count, *leading, *jx.aval(v).shape[len(leading) :]), v) for v in variables]
 
         f_carry, b_carry = (self._carry(e, g) for e, g in ((self.f, self.f_groups), (self.b, self.b_groups)))
         length = chain.groups.length
@@ -218,13 +222,14 @@ class _Pipeline:
             "a": ring(slots[0], f_carry),
             "g": ring(slots[1], b_carry),
             "residuals": ring(slots[2], self.residuals, rows),
-            "final": ring(slots[3], f_carry),
+            "kept": ring(slots[3], [jx.stacked_var(v, rows) for v in self.split.kept]) if self.split else [],
+            "final": ring(slots[4], f_carry),
             "layer_sums": [
-                _zeros((chunks, rows, *jx.aval(self.carries[i]).shape[1:]), self.carries[i]) for i in self.layer_sums
+                zeros((chunks, rows, *jx.aval(self.carries[i]).shape[1:]), self.carries[i]) for i in self.layer_sums
             ],
-            "sums": [_zeros(jx.aval(self.carries[i]).shape, self.carries[i]) for i in self.sums],
+            "sums": [zeros(jx.aval(self.carries[i]).shape, self.carries[i]) for i in self.sums],
             "outs": [
-                _zeros((length, *jx.aval(v).shape), v)
+                zeros((length, *jx.aval(v).shape), v)
                 for v in (chain.body.outvars[len(self.carries) + n] for n in self.outs)
             ],
         }
@@ -238,89 +243,116 @@ class _Pipeline:
 
     def _nothing(self) -> tuple[Values, Values]:
         sent = (self._carry(self.f, self.f_groups), self._carry(self.b, self.b_groups))
-        return tuple([_zeros(jx.aval(v).shape, v) for v in side] for side in sent)  # pyright: ignore[reportReturnType]
+        return tuple([zeros(jx.aval(v).shape, v) for v in side] for side in sent)  # pyright: ignore[reportReturnType]
 
     def _forward(self, state: Any, row: Any, weights: Values, whole: Known, batch: Known) -> tuple[Any, Values, Values]:
-        known = {**whole, **{v: _pick(x, row["microbatch"]) for v, x in batch.items()}}
+        known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
         groups, eqn = self.f_groups, self.f
         init = eqn.invars[groups.consts : groups.consts + groups.carry]
         carry = self._first_or_received(
             row["part"] == 0,
-            lambda: _as(self._evaluate(None, known, init), self._carry(eqn, groups)),
+            lambda: cast_as(self._evaluate(None, known, init), self._carry(eqn, groups)),
             state["a"],
             row["activation"],
         )
-        outs = self._layers(eqn, groups, known, carry, weights, row, {})
+        consts, xs = (
+            self._evaluate(None, known, eqn.invars[: groups.consts]),
+            self._own_rows(eqn, groups, known, state, weights, row),
+        )
+        outs = self._over_layers(eqn, jx.regions(eqn)[0].body, groups.carry, consts, carry, xs, row)
         made = dict(zip(eqn.outvars, outs, strict=True))
         kept = self._evaluate("forward", {**known, **made}, self.residuals)
         rings = zip(state["residuals"], kept, strict=True)
-        state = {**state, "residuals": [_put(ring, x, row["residual"]) for ring, x in rings]}
+        state = {**state, "residuals": [put(ring, x, row["residual"]) for ring, x in rings]}
         out = outs[: groups.carry]
-        state = {**state, "final": [_put(r, x, row["final"]) for r, x in zip(state["final"], out, strict=True)]}
+        state = {**state, "final": [put(r, x, row["final"]) for r, x in zip(state["final"], out, strict=True)]}
         return self._add("forward", state, {**known, **made}, row), out, self._nothing()[1]
 
     def _backward(
         self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
     ) -> tuple[Any, Values, Values]:
-        known = {**whole, **{v: _pick(x, row["microbatch"]) for v, x in batch.items()}}
+        known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
         groups, eqn = self.b_groups, self.b
         init, carries = eqn.invars[groups.consts : groups.consts + groups.carry], self._carry(self.f, self.f_groups)
 
         def on_last(state: Any) -> tuple[Any, Values]:
-            final = {v: _pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
+            final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
             there = {**known, **final}
-            begin = _as(self._evaluate("last", there, init), self._carry(eqn, groups))
+            begin = cast_as(self._evaluate("last", there, init), self._carry(eqn, groups))
             return self._add("last", state, there, row), begin
 
         def elsewhere(state: Any) -> tuple[Any, Values]:
-            return state, [_pick(ring, row["gradient"]) for ring in state["g"]]
+            return state, [pick(ring, row["gradient"]) for ring in state["g"]]
 
-        state, carry = lax.cond(row["part"] == self.parts - 1, on_last, elsewhere, state)
-        residuals = {v: _pick(r, row["residual"]) for v, r in zip(self.residuals, state["residuals"], strict=True)}
-        outs = self._layers(eqn, groups, known, carry, weights, row, residuals)
-        made = {**known, **dict(zip(eqn.outvars, outs, strict=True))}
-        state = self._add("backward", state, made, row)
-        state = lax.cond(row["part"] == 0, lambda s: self._add("first", s, made, row), lambda s: s, state)
-        return state, self._nothing()[0], outs[: groups.carry]
+        state, carry = choose(row["part"] == self.parts - 1, on_last, elsewhere, state)
+        xs = self._own_rows(eqn, groups, known, state, weights, row)
+        consts, count = self._evaluate(None, known, eqn.invars[: groups.consts]), groups.carry
+        if self.split is None:
+            outs = self._over_layers(eqn, jx.regions(eqn)[0].body, count, consts, carry, xs, row)
+            made = {**known, **dict(zip(eqn.outvars, outs, strict=True))}
+            state = self._add("backward", state, made, row)
+        else:
+            outs = self._over_layers(eqn, self.split.of_input, count, consts, carry, xs, row)
+            made = {**known, **dict(zip(eqn.outvars[:count], outs[:count], strict=True))}
+            rings = zip(state["kept"], outs[count:], strict=True)
+            state = {**state, "kept": [put(ring, x, row["kept"]) for ring, x in rings]}
+        state = choose(row["part"] == 0, lambda s: self._add("first", s, made, row), lambda s: s, state)
+        return state, self._nothing()[0], outs[:count]
+
+    def _weights_backward(
+        self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
+    ) -> tuple[Any, Values, Values]:
+        assert self.split is not None
+        known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
+        groups, eqn = self.b_groups, self.b
+        kept = [pick(ring, row["kept"]) for ring in state["kept"]]
+        xs = [*self._own_rows(eqn, groups, known, state, weights, row), *kept]
+        consts = self._evaluate(None, known, eqn.invars[: groups.consts])
+        outs = self._over_layers(eqn, self.split.of_weights, 0, consts, [], xs, row)
+        made = {**known, **dict(zip(eqn.outvars[groups.carry :], outs, strict=True))}
+        return self._add("backward", state, made, row), *self._nothing()
 
     def _first_or_received(self, is_first: Any, make: Callable[[], Values], ring: Values, slot: Any) -> Values:
-        return lax.cond(is_first, make, lambda: [_pick(r, slot) for r in ring])
+        return choose(is_first, make, lambda: [pick(r, slot) for r in ring])
 
-    def _layers(
-        self,
-        eqn: jx.JaxprEqn,
-        groups: jx.ScanGroups,
-        known: Known,
-        carry: Values,
-        weights: Values,
-        row: Any,
-        residuals: Known,
+    def _own_rows(
+        self, eqn: jx.JaxprEqn, groups: jx.ScanGroups, known: Known, state: Any, weights: Values, row: Any
     ) -> Values:
-        """The results of a scan over layers on those of this stage."""
-        operands = eqn.invars[: groups.consts]
-        consts = self._evaluate(None, known, operands)
-        mine = {v: _pick(w, row["chunk"]) for v, w in zip(self.weights, weights, strict=True)}
+        """What a scan over layers reads of each of those of this stage."""
+        mine = {v: pick(w, row["chunk"]) for v, w in zip(self.weights, weights, strict=True)}
+        if eqn is self.b:
+            mine |= {v: pick(r, row["residual"]) for v, r in zip(self.residuals, state["residuals"], strict=True)}
         own = jnp.asarray(self.stages.rows)[row["part"]]
+
+        def rows_of(a: jx.Atom) -> Any:
+            if isinstance(a, jx.Var) and a in mine:
+                return mine[a]
+            return jnp.take(self._evaluate(None, known, [a])[0], own, axis=0)
+
+        return [rows_of(a) for a in self._xs(eqn, groups)]
+
+    def _over_layers(
+        self, eqn: jx.JaxprEqn, body: jx.Jaxpr, carries: int, consts: Values, carry: Values, xs: Values, row: Any
+    ) -> Values:
+        """The results of ``body`` on the layers of this stage, in the order of the scan ``eqn``.
+
+        Args:
+          carries: how many results of ``body`` are its carry.
+        """
         count = jnp.asarray(self.stages.layers)[row["part"]]
-        xs: Values = []
-        for a in self._xs(eqn, groups):
-            if isinstance(a, jx.Var) and (a in residuals or a in mine):
-                xs.append(residuals[a] if a in residuals else mine[a])
-            else:
-                xs.append(jnp.take(self._evaluate(None, known, [a])[0], own, axis=0))
-        body, even = jx.regions(eqn)[0].body, len(set(self.stages.layers)) == 1
+        even = len(set(self.stages.layers)) == 1
 
         def layer(carry: Values, row: Any) -> tuple[Values, Values]:
             index, xs = row
 
             def run(carry: Values) -> tuple[Values, Values]:
                 outs = jx.replay(body, [*consts, *carry, *xs], self.axis)
-                return outs[: groups.carry], outs[groups.carry :]
+                return outs[:carries], outs[carries:]
 
             def leave(carry: Values) -> tuple[Values, Values]:
-                return carry, [_zeros(jx.aval(v).shape, v) for v in body.outvars[groups.carry :]]
+                return carry, [zeros(jx.aval(v).shape, v) for v in body.outvars[carries:]]
 
-            return run(carry) if even else lax.cond(index < count, run, leave, carry)
+            return run(carry) if even else choose(index < count, run, leave, carry)
 
         length = self.stages.rows.shape[1]
         out, ys = lax.scan(layer, carry, (jnp.arange(length), xs), length, reverse=eqn.params["reverse"])
@@ -350,28 +382,3 @@ class _Pipeline:
         ours = [a for a, w in zip(results, where, strict=True) if place in w or (not w and place == "last")]
         found = iter(self._evaluate(place, known, ours))
         return [next(found) if place in w or (not w and place == "last") else None for w in where]
-
-
-def _as(values: Values, like: Sequence[jx.Var]) -> Values:
-    """``values`` as arrays of the dtypes of ``like``: literals among them have weak types."""
-    return [jnp.asarray(x, jx.aval(v).dtype) for x, v in zip(values, like, strict=True)]
-
-
-def _zeros(shape: tuple[int, ...], like: jx.Atom) -> Any:
-    return jnp.zeros(shape, jx.aval(like).dtype)
-
-
-def _pick(ring: Any, slot: Any) -> Any:
-    return lax.dynamic_index_in_dim(ring, jnp.maximum(slot, 0), 0, keepdims=False)
-
-
-def _put(ring: Any, x: Any, slot: Any) -> Any:
-    """``ring`` with ``x`` in a slot; unchanged where that is -1."""
-    at = jnp.maximum(slot, 0)
-    kept = jnp.where(slot >= 0, x, lax.dynamic_index_in_dim(ring, at, 0, keepdims=False))
-    return lax.dynamic_update_index_in_dim(ring, kept, at, 0)
-
-
-def _summed(x: Any, axis: str) -> Any:
-    """The sum over the stages; of booleans, whether any has one."""
-    return lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)

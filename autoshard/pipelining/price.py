@@ -18,6 +18,7 @@ from autoshard.ir.program import PipelineRequest
 from autoshard.ir.propagate import Layout
 from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, Collective, collective_seconds
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
+from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stage_dims import StageDims
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.tick_tables import TickTables, tick_tables
@@ -59,7 +60,7 @@ def price_pipeline(graph: Graph, layout: Layout, models: Search, cost: Cost) -> 
     schedule = _schedule(request, chain, program.name)
     split = StageDims(graph, chain, request)
     _check_maps(graph)
-    seconds = _Seconds.of(graph, layout, models, chain, split)
+    seconds = _Seconds.of(graph, layout, models, chain, split, schedule)
     stages = Stages(request.axis, schedule, _balanced(chain.layers, schedule, seconds))
     tables = tick_tables(schedule)
     ticks = [[seconds.of_slot(stages, s, slot) for s, slot in enumerate(row)] for row in schedule.table]
@@ -97,11 +98,6 @@ def _schedule(request: PipelineRequest, chain: Chain, name: str) -> Schedule:
             f"{name}: the schedule is of {schedule.stages} stages and {schedule.microbatches} micro-batches, the mesh "
             f"axis {request.axis!r} has {stages} and the step {microbatches}"
         )
-    if schedule.splits_backward:
-        raise PipelineError(
-            f"{name}: schedule={str(request.schedule)[:80]!r} splits backwards in two, which pipelines do not do yet: "
-            "take gpipe, 1f1b or interleaved:N"
-        )
     parts = stages * schedule.chunks
     if parts > chain.layers:
         raise PipelineError(
@@ -125,6 +121,9 @@ class _Seconds:
 
     forward: float
     backward: float
+    """Where it is split, of its first part."""
+    weights: float
+    """Of its second part."""
     before: float
     last: float
     first: float
@@ -133,8 +132,14 @@ class _Seconds:
     compute_share: float
 
     @classmethod
-    def of(cls, graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims) -> _Seconds:
+    def of(
+        cls, graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims, schedule: Schedule
+    ) -> _Seconds:
         region = dict(_regions(graph, chain))
+        if schedule.splits_backward:
+            late = split_backward(chain.backward).of_weights.eqns
+            made = (v for e in late for v in (*e.outvars, *(u for r in jx.regions(e) for u in _defined(r.body))))
+            region |= {graph.ids[v]: "weights" for v in made if v in graph.ids}
         found, compute, everything = defaultdict[str, float](float), 0.0, 0.0
         for charge in models.cost_model.charges(layout):
             seconds = charge.compute + sum(t.seconds for t in charge.transfers)
@@ -148,6 +153,7 @@ class _Seconds:
         return cls(
             found["forward"] / count / chain.layers,
             found["backward"] / count / chain.layers,
+            found["weights"] / count / chain.layers,
             found["before"] / count,
             found["last"] / count,
             found["first"] / count,
@@ -159,6 +165,8 @@ class _Seconds:
         """Of one operation of a part of the model, for a micro-batch."""
         if operation is Operation.FORWARD:
             return layers * self.forward + self.before * (part == 0)
+        if operation is Operation.WEIGHT_GRADIENT:
+            return layers * self.weights
         return layers * self.backward + self.last * (part == parts - 1) + self.first * (part == 0)
 
     def of_slot(self, stages: Stages, stage: int, slot: object) -> float:
@@ -256,8 +264,12 @@ def _more_bytes(
     rows = max(stages.layers) * tables.slots[2] / chain.layers
     carries = [
         (e.outvars[: scan_groups(e).carry], count)
-        for e, counts in ((chain.forward, (tables.slots[0], tables.slots[3])), (chain.backward, (tables.slots[1],)))
+        for e, counts in ((chain.forward, (tables.slots[0], tables.slots[4])), (chain.backward, (tables.slots[1],)))
         for count in counts
     ]
     rings = sum(bytes_of(graph.ids[v]) * count for variables, count in carries for v in variables)
-    return round(residuals * (rows - 1) + rings - saved)
+    between = 0.0
+    if stages.schedule.splits_backward:
+        inner = split_backward(chain.backward).kept
+        between = sum(bytes_of(graph.ids[v]) for v in inner) * max(stages.layers) * tables.slots[3]
+    return round(residuals * (rows - 1) + rings + between - saved)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.slots import Operation
 
-IDLE, FORWARD, BACKWARD = range(3)
-"""What a stage does at a tick."""
+IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
+"""What a stage does at a tick: nothing, a forward, a backward (where it is split, its first part), the second part."""
 type Table = npt.NDArray[np.int32]
 
 
@@ -41,16 +41,18 @@ class TickTables:
     """Slot of a backward's input, among the gradients received."""
     residual: Table
     """Slot of what a forward leaves for its backward."""
+    kept: Table
+    """Slot of what the first part of a backward leaves for the second."""
     final: Table
     """Slot of the last part's activation, from its forward to its backward."""
     activations: tuple[Route, ...]
     gradients: tuple[Route, ...]
-    slots: tuple[int, int, int, int]
-    """Number of slots on a stage, the most of any: of activations, gradients, residuals and finals."""
+    slots: tuple[int, ...]
+    """Number of slots on a stage, the most of any: of activations, gradients, residuals, kept values and finals."""
 
 
 def tick_tables(schedule: Schedule) -> TickTables:
-    """The tables of a schedule whose backwards are whole."""
+    """The tables of a schedule."""
     ticks, stages = len(schedule.table), schedule.stages
     last = stages * schedule.chunks - 1
     stage_of = {part: stage for row in schedule.placement for stage, part in enumerate(row)}
@@ -58,14 +60,17 @@ def tick_tables(schedule: Schedule) -> TickTables:
         (slot.operation, schedule.placement[slot.chunk][stage], slot.microbatch): tick
         for tick, stage, slot in schedule.slots()
     }
-    f, b = Operation.FORWARD, Operation.BACKWARD
+    f, b, w = Operation.FORWARD, Operation.BACKWARD, Operation.BACKWARD
+    if schedule.splits_backward:
+        b, w = Operation.INPUT_GRADIENT, Operation.WEIGHT_GRADIENT
+    codes = {f: FORWARD, w: WEIGHTS, b: BACKWARD}
     columns = {
         name: np.full((ticks, stages), -1, np.int32)
-        for name in ("chunk", "microbatch", "part", "activation", "gradient", "residual", "final")
+        for name in ("chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final")
     }
     operation = np.full((ticks, stages), IDLE, np.int32)
     for tick, stage, slot in schedule.slots():
-        operation[tick, stage] = FORWARD if slot.operation is f else BACKWARD
+        operation[tick, stage] = codes[slot.operation]
         columns["chunk"][tick, stage], columns["microbatch"][tick, stage] = slot.chunk, slot.microbatch
         columns["part"][tick, stage] = schedule.placement[slot.chunk][stage]
 
@@ -103,10 +108,10 @@ def tick_tables(schedule: Schedule) -> TickTables:
         "gradient",
         [(stage_of[p], stage_of[p - 1], at[b, p, m], at[b, p - 1, m]) for p in parts[1:] for m in microbatches],
     )
-    kept = [(stage_of[p], at[f, p, m], at[b, p, m], (at[f, p, m], at[b, p, m])) for p in parts for m in microbatches]
-    _, n_residuals = allocate("residual", kept)
-    _, n_finals = allocate(
-        "final", [k for k, p in zip(kept, (p for p in parts for _ in microbatches), strict=True) if p == last]
-    )
-    slots = n_activations, n_gradients, n_residuals, n_finals
+    places = [(p, stage_of[p], m) for p in parts for m in microbatches]
+    whole = [(s, at[f, p, m], at[w, p, m], (at[f, p, m], at[b, p, m], at[w, p, m])) for p, s, m in places]
+    between = [(s, at[b, p, m], at[w, p, m], (at[b, p, m], at[w, p, m])) for p, s, m in places if b is not w]
+    ends = [(s, at[f, p, m], at[b, p, m], (at[f, p, m], at[b, p, m])) for p, s, m in places if p == last]
+    spans = {"residual": whole, "kept": between, "final": ends}
+    slots = n_activations, n_gradients, *(allocate(name, found)[1] for name, found in spans.items())
     return TickTables(operation, **columns, activations=activations, gradients=gradients, slots=slots)

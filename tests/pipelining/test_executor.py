@@ -61,7 +61,8 @@ def assert_equal_to_one_device(
         ("1f1b", 4, 1, (2, 1, 1, 1)),
         ("gpipe", 2, 4, (3, 2)),
         ("interleaved:2", 2, 4, (1, 2, 1, 1)),
-        ("1f1b", 8, 2, (1,) * 8),
+        ("zb-h1", 4, 2, (1, 1, 1, 1)),
+        ("zb-v", 2, 4, (2, 1, 1, 1)),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(
@@ -73,7 +74,7 @@ def test_losses_and_gradients_are_those_of_one_device(
 
 
 def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> None:
-    """A weight that every layer reads, an auxiliary loss of each layer, a term of the loss that reads no layer, a cast of
+    """A weight that every layer reads, an auxiliary loss of each layer, a term that reads no layer, a cast of
     stacked weights, keys that each layer has, a loop that carries a key and a number, and stacks losses."""
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:

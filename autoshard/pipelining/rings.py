@@ -1,0 +1,63 @@
+"""Slots of values on a stage, and values that conditionals return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard import jaxpr as jx
+
+
+def cast_as(values: list[Any], like: Sequence[jx.Var]) -> list[Any]:
+    """``values`` as arrays of the dtypes of ``like``: literals among them have weak types."""
+    return [jnp.asarray(x, jx.aval(v).dtype) for x, v in zip(values, like, strict=True)]
+
+
+def zeros(shape: tuple[int, ...], like: jx.Atom) -> Any:
+    """Zeros of the dtype of ``like``."""
+    return jnp.zeros(shape, jx.aval(like).dtype)
+
+
+def pick(ring: Any, slot: Any) -> Any:
+    """What ``ring`` has in a slot; of -1, that of the first, which nothing reads."""
+    return lax.dynamic_index_in_dim(ring, jnp.maximum(slot, 0), 0, keepdims=False)
+
+
+def put(ring: Any, x: Any, slot: Any) -> Any:
+    """``ring`` with ``x`` in a slot; unchanged where that is -1."""
+    at = jnp.maximum(slot, 0)
+    kept = jnp.where(slot >= 0, x, lax.dynamic_index_in_dim(ring, at, 0, keepdims=False))
+    return lax.dynamic_update_index_in_dim(ring, kept, at, 0)
+
+
+def summed(x: Any, axis: str) -> Any:
+    """The sum over the stages; of booleans, whether any has one."""
+    return lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)
+
+
+def without_specs(results: Any) -> Any:
+    """``results`` of a branch, as a tree, with their specs left open.
+
+    XLA (JAX 0.12) refuses a conditional of which two branches end in constraints to different specs.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.auto_axes:
+        return results
+    return jax.tree.map(
+        lambda x: lax.with_sharding_constraint(
+            x, NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim))
+        ),
+        results,
+    )
+
+
+def choose(condition: Any, if_true: Any, if_false: Any, *operands: Any) -> Any:
+    """`jax.lax.cond`, whose branches may constrain what they return."""
+    return lax.cond(
+        condition, lambda *xs: without_specs(if_true(*xs)), lambda *xs: without_specs(if_false(*xs)), *operands
+    )
