@@ -19,12 +19,14 @@ from autoshard.pages.shards import MAX_CARDS, largest_groups, shards
 from autoshard.pages.source_lines import line_text
 from autoshard.pages.source_part import short_place, source_part
 from autoshard.pages.timeline import BLOCKING, timeline
+from autoshard.plan.decisions import PipelinePlan
 from autoshard.plan.document import plural, short_source
 from autoshard.plan.grouping import bytes_per_device, group_arrays
 from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.render import as_text
 from autoshard.plan.review import review
+from autoshard.schedule.picture import svg
 from autoshard.units import size_text, time_text
 
 MAX_ARRAYS = 1500
@@ -37,6 +39,7 @@ def page(plan: PlanRecord, compiled: Compiled | None = None) -> str:
     parts = [
         *([] if compiled is None else [emitted_part(plan, compiled)]),
         Part("arrays", "How arrays lie on the devices", _arrays(plan)),
+        *([] if plan.pipeline is None else [Part("pipeline", "The pipeline", _pipeline(plan.pipeline))]),
         Part("memory", "Memory over the step", _memory(plan, f)),
         Part("time", "Time and communication", _time(plan, f)),
         Part("layouts", "Layouts that were weighed", _layouts(plan)),
@@ -126,6 +129,36 @@ def _arrays(plan: PlanRecord) -> str:
     return f'{text}<p aria-label="Colours of mesh axes">{keys}</p><div class="cards">{cards}</div>{more}'
 
 
+MAX_TICKS_DRAWN = 128
+"""Ticks of a pipeline's schedule that are drawn."""
+
+
+def _pipeline(plan: PipelinePlan) -> str:
+    """The schedule, a row for each stage, and what each stage does and holds."""
+    most = max(plan.seconds, default=0.0) or 1.0
+    rows = [
+        (
+            str(stage),
+            "+".join(str(plan.layers[chunk[stage]]) for chunk in plan.schedule.placement),
+            time_text(plan.seconds[stage]),
+            bar(plan.seconds[stage] / most),
+            size_text(plan.bytes[stage]),
+        )
+        for stage in range(plan.stages)
+    ]
+    ticks = plan.schedule.table
+    first = f", the first {MAX_TICKS_DRAWN} drawn" if len(ticks) > MAX_TICKS_DRAWN else ""
+    text = (
+        f"{plural(plan.stages, 'stage')} along {plan.axis}, {plan.microbatches} micro-batches, "
+        f"{len(ticks)} ticks{first}. "
+        f"A stage is idle for {plan.bubble:.0%} of the step, on average. Blue is forward, other colours are backward, "
+        "the number is the micro-batch; point at a block to see what it is."
+    )
+    drawn = svg(ticks[:MAX_TICKS_DRAWN], plan.schedule.chunks)
+    table = rows_of(("stage", "layers", "busy", "", "per device"), rows, {0: "n", 2: "n", 4: "n"}, raw=frozenset({3}))
+    return f'{paragraph(text)}<div class="scroll schedule" tabindex="0">{drawn}</div>{table}'
+
+
 _SHOWN = 20
 """Rows of a table before what folds."""
 _ROLES: Mapping[BufferRole, str] = {
@@ -134,7 +167,9 @@ _ROLES: Mapping[BufferRole, str] = {
     "copy": "copy in another spec",
     "inside": "inside an operation",
 }
-_NO_PROFILE = paragraph("This plan holds no profile of the step, so that this is not drawn.")
+_NO_PROFILE = paragraph(
+    "This plan holds no profile of the step, as that of a pipeline does not: its figures are in the whole report."
+)
 
 
 def _memory(plan: PlanRecord, f: StepProfile | None) -> str:

@@ -17,6 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.export.artifact import export_step
 from autoshard.ir.trace import pinned_memory
 from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval
+from autoshard.plan.document import plural
 from autoshard.runtime import nnx
 from autoshard.runtime.carried_state import FirstPlan
 from autoshard.runtime.options import Options
@@ -61,7 +62,7 @@ class Step:
     def __repr__(self) -> str:
         made = sum(map(len, self._executables.values())) + sum(len(s._executables) for s in self._pure_steps)
         strategy = "a given plan" if self._options.plan is not None else self._options.request.strategy
-        return f"<Step of {self._signature.name}, strategy {strategy}: planned for {made} kinds of arguments>"
+        return f"<Step of {self._signature.name}, strategy {strategy}: planned for {plural(made, 'kind')} of arguments>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step: the results of ``jax.jit(fun)``."""

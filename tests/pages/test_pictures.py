@@ -26,6 +26,7 @@ from autoshard.pages.page import page
 from autoshard.pages.picture import shown, tick_values
 from autoshard.pages.shards import part_numbers, shards
 from autoshard.pages.source_lines import line_text, source_files
+from autoshard.plan.decisions import PipelinePlan
 from autoshard.plan.grouping import bytes_per_device, group_arrays
 from autoshard.runtime.plan import Plan
 from autoshard.units import size_text
@@ -295,6 +296,18 @@ def test_a_compiled_step_is_laid_beside_its_plan(tmp_path):
     assert size_text(found["memory"].emitted) in text
     assert "Planned and emitted" in text
     assert "Planned and emitted" not in page(plan)
+
+
+def test_a_pipeline_s_schedule_is_drawn(plan):
+    schedule = autoshard.Schedule.named("1f1b", stages=4, microbatches=6)
+    stages = PipelinePlan("data", 4, 6, schedule, (2, 2, 2, 2), 0.25, (1e-3, 2e-3, 2e-3, 1e-3), (100, 90, 80, 70))
+    text = page(replace(plan, profile=None, pipeline=stages))
+    drawn = ET.fromstring(
+        text[text.index("<svg", text.index('class="scroll schedule"')) :].partition("</svg>")[0] + "</svg>"
+    )
+    assert len(list(drawn.iter(f"{SVG}rect"))) == sum(slot is not None for tick in schedule.table for slot in tick)
+    assert "idle for 25%" in text
+    assert "2.00 ms" in text
 
 
 def test_a_comparison_is_text_and_a_page(plan, tmp_path):
