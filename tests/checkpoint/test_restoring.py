@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -351,3 +352,44 @@ def test_a_layer_of_a_stack_reads_no_other(tmp_path: Path, monkeypatch: pytest.M
     np.testing.assert_array_equal(np.stack(jax.tree.leaves(back)), stack["h"])
     assert set(made) == {64 * 64 * 4 // 8}
     assert len(made) == 4 * 8
+
+
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 1)]
+
+
+def over(shape: tuple[int, int]) -> dict[str, NamedSharding]:
+    devices = np.asarray(jax.devices()[: shape[0] * shape[1]], dtype=object).reshape(shape)
+    mesh = Mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    return {
+        "w": NamedSharding(mesh, P("x", "y")),
+        "b": NamedSharding(mesh, P(("y", "x"))),
+        "n": NamedSharding(mesh, P()),
+    }
+
+
+def save_safetensors(path: Path, state: Any) -> None:
+    checkpoint.to_safetensors(path, state, max_bytes=300)
+
+
+def save_orbax(path: Path, state: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
+def save_ours(path: Path, state: Any) -> None:
+    checkpoint.save(path, 1, state, wait=True)
+
+
+@pytest.mark.parametrize("write", [save_ours, save_orbax, save_safetensors])
+@pytest.mark.parametrize("first", MESHES)
+def test_every_mesh_to_every_other_bit_for_bit(tmp_path: Path, write: Any, first: tuple[int, int]) -> None:
+    random = np.random.default_rng(0)
+    state = {"w": random.random((16, 8), np.float32), "b": random.random(16).astype(jnp.bfloat16), "n": np.int32(5)}
+    write(tmp_path / "saved", jax.device_put(state, over(first)))
+    read = checkpoint.from_safetensors if write is save_safetensors else checkpoint.restore
+    for second in MESHES:
+        goal = over(second)
+        like = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=goal[k]) for k, x in state.items()}
+        back = read(tmp_path / "saved", like=like)
+        assert {k: x.sharding for k, x in back.items()} == goal
+        assert {k: np.asarray(x).tobytes() for k, x in back.items()} == {k: x.tobytes() for k, x in state.items()}
