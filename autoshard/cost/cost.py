@@ -3,14 +3,15 @@
 For each node the model takes the cheapest strategy: an assignment of mesh axes to the factors of the node's rule, which
 fixes the specs it reads its operands in and the (perhaps partial) specs it produces its results in. Per execution,
 
-    compute   = max(FLOPs / (peak * parts), bytes read and written per device / bandwidth, kernel overhead)
+    compute   = max(FLOPs / (rate * parts), bytes read and written per device / memory rate, kernel overhead)
                 + copies of operands with their halos
     transfers = reshards of operands from the layout's specs to ``in_specs``, and of results from ``out_specs`` to the
                 layout's specs, halo exchanges, and the collectives of a local form
 
 Both are summed over nodes, weighted by trip count. FLOPs of a convolution are those on whole tiles
-(`autoshard.cost.convolution`). Only operations whose FLOPs matter (products) are charged so: views are free, and any
-other operation is taken to be fused with its producers and is charged for writing its results. What moves between the
+(`autoshard.cost.convolution`). Only operations whose FLOPs matter (products) are charged so; elementwise operations and
+reductions are charged for the buffers that their fusions read and write (`autoshard.cost.fusions`), views for nothing,
+and any other operation for writing its results. Rates are those that XLA reaches (`Hardware`). What moves between the
 memories of the host and of the device takes its bytes over that bandwidth, and counts as compute. A reshard of one
 value to one spec is charged once, however many nodes read it; all-reduces that XLA combines share one latency
 (`autoshard.ir.combined_reductions`). Compute and transfers are added, with no overlap.
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from autoshard.cost.fusions import with_memory_traffic
 from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
 from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
 from autoshard.ir.dim_classes import argument_roles
@@ -109,10 +111,10 @@ class CostModel:
     """Prices layouts of one graph. Nodes of one kind under the same specs are priced once."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.mesh = graph, graph.program.mesh
+        self.graph, self.mesh = with_memory_traffic(graph), graph.program.mesh
         self._cache: dict[
             tuple[OpKind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, OperandPositions], NodeCost
-        ] = graph.node_cost_cache
+        ] = self.graph.node_cost_cache
         self.free_to_reshard = {
             v
             for n in graph.nodes
@@ -133,7 +135,7 @@ class CostModel:
         """Seconds to write what is not carried from call to call (the batch) to device memory."""
         values = self.graph.values
         local = sum(values[v].bytes / layout.specs[v].num_shards(self.mesh.shape) for v in self.per_call_inputs)
-        return local / self.mesh.hardware.bandwidth
+        return local / self.mesh.hardware.memory_rate
 
     def output_transfer_seconds(self, layout: Layout) -> float:
         """Seconds to move the results that leave for another memory than they are computed in."""

@@ -88,6 +88,8 @@ class Liveness:
         self.fused_with_reduction: set[int] = set()
         """The largest source (of equals the last) of each reduction that has several: XLA computes it and the reduction
         in one multi-output fusion."""
+        self.fused_into_product: set[int] = set()
+        """Results of products into which an elementwise operation is fused, and of such operations."""
         self.computed_at: dict[int, int] = {}
         """Fused value -> the node that defines it."""
         self._loop_carried: set[int] = set()
@@ -139,7 +141,11 @@ class Liveness:
         if buffer != v:
             self._alias[v] = buffer
 
-    def _buffers_of(self, v: int) -> tuple[int, ...]:
+    def is_fused(self, v: int) -> bool:
+        """Whether ``v`` is recomputed where it is read."""
+        return self.root(v) in self._sources
+
+    def buffers_of(self, v: int) -> tuple[int, ...]:
         """The materialized values that a use of ``v`` reads."""
         v = self.root(v)
         return self._sources.get(v, (v,))
@@ -152,7 +158,7 @@ class Liveness:
         if not product:
             self.read_outside_products.add(self.root(v))
         product = product and self._is_view(v)
-        for r in self._buffers_of(v):
+        for r in self.buffers_of(v):
             if not product:
                 self.read_outside_products.add(r)
             self.read_through[r].add(self.root(v))
@@ -215,7 +221,7 @@ class Liveness:
                 (node.kind.flops and self.fuses_products) or reduces or (traits.gathers and _one_element_per_row(node))
             )
             if reduces and self.fuses_products:
-                sizes = {r: math.prod(values[r].shape) for v in node.operands for r in self._buffers_of(v)}
+                sizes = {r: math.prod(values[r].shape) for v in node.operands for r in self.buffers_of(v)}
                 several = [r for r, n in sizes.items() if n > 1]
                 if len(several) > 1:
                     self.fused_with_reduction.add(max(several, key=lambda r: (sizes[r], self.allocated_at.get(r, -1))))
@@ -238,7 +244,7 @@ class Liveness:
         found: list[int] = []
         written: list[int] = []  # the product that this operation is fused into, if any
         for v in filter(None, node.operands):
-            for r in self._buffers_of(v):
+            for r in self.buffers_of(v):
                 self._mark_phase(r, node.phase)
                 if r in self.open_fusions and not written and self._reader_count[v] == 1:
                     written.append(r)
@@ -267,13 +273,14 @@ class Liveness:
 
     def _first_step_ready(self, n: int, node: Node, starts: Sequence[Sequence[int]]) -> int:
         """The node at which the first step of node ``n`` can execute: the operands that it takes are computed."""
-        ready = [max([self.allocated_at.get(r, -1) for r in self._buffers_of(v)], default=-1) for v in node.operands]
+        ready = [max([self.allocated_at.get(r, -1) for r in self.buffers_of(v)], default=-1) for v in node.operands]
         first = min(max(ready[i] for i in reads) for reads in starts)
         return max([first, *(a for a, _ in self.enclosing_loops.get(n, ()))])
 
     def _extend_fusion(self, v: int, n: int, product: int, others: list[int]) -> None:
         """Fuses node ``n`` into ``product``: its result ``v`` is the buffer, and it also reads ``others``."""
         self.allocated_at[v] = self.allocated_at.pop(product)
+        self.fused_into_product.update((product, v))
         self.elementwise_from[v] = n, tuple(others)
         self.open_fusions.discard(product)
         for r in others:
@@ -320,7 +327,7 @@ class Liveness:
         elif stacked:
             self._materialize(a, loop[0][0])
             self._use(a, n)
-            self._sources[b] = self._buffers_of(a)
+            self._sources[b] = self.buffers_of(a)
             self._sliced_from[b] = self.root(a)
         elif (
             b in self.allocated_at or b in self._alias or b in self._sources

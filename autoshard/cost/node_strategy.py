@@ -175,7 +175,7 @@ def _halo_copy_seconds(
         if sent:
             bits = min(1.0, hardware.operand_bits / kind.bits[operand])
             local = kind.bytes[operand] / in_specs[operand].num_shards(mesh.shape)
-            seconds += 2 * local * bits / hardware.bandwidth + sent * hardware.overhead
+            seconds += 2 * local * bits / hardware.memory_rate + sent * hardware.overhead
     return seconds
 
 
@@ -190,7 +190,7 @@ def compute_seconds(
     """Compute seconds of one execution of a node on one device.
 
     Args:
-      local: bytes per device of each operand and then of each result.
+      local: bytes per device of each operand, of each result, and then of what the operation stores between its steps.
       parts: product of the sizes of all axes that split the node's factors.
       minimum: reduces a sequence of numbers; elementwise where ``local`` and ``parts`` are arrays.
       maximum: the same for the maximum.
@@ -202,13 +202,13 @@ def compute_seconds(
         if kind.host_transfer:
             return minimum(local) / hardware.host_bandwidth if hardware.host_bandwidth else 0.0
         ranks = {len(n) for n in kind.shapes}
-        return minimum(local) / hardware.bandwidth if len(ranks) > 1 else 0.0
-    if not kind.flops:  # fused with its producers, which were charged for what it reads
-        return sum(local[len(kind.rule.operands) :]) / hardware.bandwidth
-    return maximum(
-        [
-            kind.flops / parts / hardware.peak_flops(kind.product_dtype),
-            sum(local) / hardware.bandwidth,
-            hardware.overhead,
-        ]
-    )
+        return minimum(local) / hardware.memory_rate if len(ranks) > 1 else 0.0
+    operands = len(kind.rule.operands)
+    traffic = kind.traffic or (float(bool(kind.flops)),) * operands + (1.0,) * len(kind.rule.results)
+    steps = sum(local[len(traffic) :])  # what one step of an operation writes and another reads
+    memory = sum([size * share for size, share in zip(local, traffic, strict=False) if share], steps)
+    memory = memory / hardware.memory_rate
+    if not kind.flops:
+        return memory
+    rate = hardware.product_rate(kind.product_dtype, convolution=kind.convolution is not None)
+    return maximum([kind.flops / parts / rate, memory, hardware.overhead])

@@ -85,6 +85,9 @@ class OpKind:
     """Whether it copies its operand from the device's memory to the host's, or back."""
     combined_count: int = 1
     """How many all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
+    traffic: tuple[float, ...] | None = None
+    """Bytes of device memory that its fusion reads by each byte of its operands, then writes by each of its results
+    (`autoshard.cost.fusions`); None where it is in none."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
     """Of the operands, then the results, unsharded."""
 

@@ -62,6 +62,9 @@ class HardwareConfig(Config):
     all_gather_as_all_reduce_from: int | None = Field(default=None, ge=2)
     """Left out where XLA does not do so."""
     combined_all_reduces: bool = False
+    product_efficiency: float = Field(default=1.0, gt=0, le=1)
+    convolution_efficiency: float = Field(default=1.0, gt=0, le=1)
+    memory_efficiency: float = Field(default=1.0, gt=0, le=1)
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -84,6 +87,9 @@ class HardwareConfig(Config):
             self.host_bandwidth,
             self.all_gather_as_all_reduce_from or math.inf,
             self.combined_all_reduces,
+            self.product_efficiency,
+            self.convolution_efficiency,
+            self.memory_efficiency,
         )
 
 

@@ -79,6 +79,23 @@ class Hardware:
     combined_all_reduces: bool = False
     """Whether XLA combines all-reduces that do not depend on each other into one, which has one latency."""
 
+    product_efficiency: float = 1.0
+    """Share of the peak FLOP/s that XLA's matrix products reach."""
+    convolution_efficiency: float = 1.0
+    """The same of convolutions, of the FLOPs on whole tiles."""
+    memory_efficiency: float = 1.0
+    """Share of ``bandwidth`` that XLA's fusions reach."""
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s of device memory that XLA's fusions reach."""
+        return self.bandwidth * self.memory_efficiency
+
+    def product_rate(self, dtype: str, *, convolution: bool = False) -> float:
+        """FLOP/s that XLA's matrix products of ``dtype``, or its convolutions, reach."""
+        share = self.convolution_efficiency if convolution else self.product_efficiency
+        return self.peak_flops(dtype) * share
+
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of a matrix product of ``dtype``; that of the slowest listed dtype where ``dtype`` is not."""
         return self.flops.get(dtype) or min(self.flops.values())

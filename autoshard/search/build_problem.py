@@ -199,7 +199,7 @@ class _LayoutProblemBuilder:
         """Adds what arguments cost: a little for each byte per device, so that of layouts that are equal otherwise the
         smallest wins; the seconds to write the inputs of each call (its batch); and those in which results leave for
         another memory. Returns the most that the first can come to."""
-        values, bandwidth, host = self.graph.values, self.mesh.hardware.bandwidth, self.mesh.hardware.host_bandwidth
+        values, bandwidth, host = self.graph.values, self.mesh.hardware.memory_rate, self.mesh.hardware.host_bandwidth
         weight = ARGUMENT_BYTE_WEIGHT / bandwidth
         per_call = {v: float(values[v].bytes) for v in find_per_call_inputs(self.graph) if v in self.bindings}
         arguments = {v: float(values[v].bytes) for v in self.graph.inputs if v in self.bindings}

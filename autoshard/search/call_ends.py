@@ -196,7 +196,7 @@ class _Revision:
         parts = [1 / each.num_shards(self.mesh.shape) for each in (spec, before)]
         added = self.values[v].bytes * (parts[0] - parts[1])
         step = self._seconds_around(v, spec) - self._seconds_around(v, before)
-        step += added / hardware.bandwidth if v in self.s.cost_model.per_call_inputs else 0.0
+        step += added / hardware.memory_rate if v in self.s.cost_model.per_call_inputs else 0.0
         loading = added / hardware.host_bandwidth if v in self.loaded and hardware.host_bandwidth else 0.0
         return _Change(v, spec, origin, step, loading)
 

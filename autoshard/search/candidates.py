@@ -85,6 +85,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.cost_model = CostModel(self.graph)
+        self.graph = self.cost_model.graph
         self.memory_model = MemoryModel(self.graph, self.cost_model)
         classes = classes_with_batch(self.graph)
         self.classes = tuple(c for k, c in enumerate(classes) if k < MAX_CLASSES or c.is_batch)

@@ -19,7 +19,7 @@ from autoshard.cost.reshard import MAX_BLOCKS
 from autoshard.errors import ArgumentError, MemoryBudgetError, nearest
 from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
-from autoshard.search.call_ends import revise_ends
+from autoshard.search.call_ends import EQUALLY_FAST, revise_ends
 from autoshard.search.candidates import Candidate, Choice, Search
 from autoshard.search.solved_layouts import solve_layouts
 from autoshard.search.spec_tables import all_splits
@@ -67,7 +67,14 @@ def explore(
     found = s.best(_auto_choices(s) if strategy == "auto" else preset_choices(s, strategy))
     if strategy == "auto" and not s.meets_bound(found):
         found = s.best(_argument_choices(s, found))
-    return revise_ends(s, found) if strategy == "auto" else found, s
+    return revise_ends(s, _plainest(s, found)) if strategy == "auto" else found, s
+
+
+def _plainest(s: Search, best: Candidate) -> Candidate:
+    """Of the layouts that are as fast as ``best`` to `EQUALLY_FAST`, the one with the fewest collectives."""
+    limit, budget = best.cost.seconds * (1 + EQUALLY_FAST), max(s.budget, best.memory.peak)
+    equal = [c for c in s.tried.values() if c.cost.seconds <= limit and c.memory.peak <= budget]
+    return min(equal, key=lambda c: (sum(x.count for x in c.cost.collectives), c.cost.seconds, c is not best))
 
 
 def _auto_choices(s: Search) -> Iterator[Choice]:

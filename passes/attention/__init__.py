@@ -138,13 +138,14 @@ class _Selection:
             return False
 
     def flops(self, config: AttentionConfig, operands: Sequence[jx.Var], backward: bool = False) -> float:
-        """FLOPs of the products; of a kernel, its time in FLOPs at the chip's peak."""
+        """FLOPs of the products; of a kernel, its time in FLOPs at the rate that XLA's products reach."""
         rates = self.hardware.attention
         if not config.kernel or rates is None:
             return config.flops(*map(jx.aval, operands), backward=backward)
         query, key, value = map(jx.aval, operands)
         share = rates.backward if backward else rates.forward
-        return kernel_flops_at_peak(config, query, key, value, share, backward=backward)
+        at_peak = kernel_flops_at_peak(config, query, key, value, share, backward=backward)
+        return at_peak * self.hardware.product_efficiency
 
 
 def _rejected(jaxpr: jx.Jaxpr, selection: _Selection, outer: OuterValues | None = None) -> Iterator[AttentionCandidate]:

@@ -1,0 +1,70 @@
+"""Memory traffic of fusions: what each product, elementwise operation and reduction reads and writes in device memory.
+
+An elementwise operation whose result `autoshard.cost.liveness` finds fused into what reads it moves nothing. All others
+write their results and read each buffer that their operands are computed from, once; what is fused into a product reads
+its other operands alone. Elementwise operations between which no other sort stands share a fusion of several results,
+in which no buffer is read twice, nor what it writes: an optimizer's update reads each array of its state once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoshard.cost.liveness import Liveness, is_fusible
+from autoshard.ir.graph import Graph, Node, OpKind
+
+
+def with_memory_traffic(graph: Graph) -> Graph:
+    """``graph`` with `OpKind.traffic` of its products, elementwise operations and reductions."""
+    liveness, nodes = Liveness(graph), list(graph.nodes)
+    fusions: dict[OpKind, bool | None] = {}
+    kinds: dict[tuple[OpKind, tuple[float, ...]], OpKind] = {}
+    at_hand = set[int]()
+    """Buffers that the elementwise operations before read or write, since the last operation of another sort."""
+    for n, node in enumerate(nodes):
+        kind = node.kind
+        if kind.traits.fused_into_consumer:
+            continue
+        if kind not in fusions:
+            fusions[kind] = _is_elementwise(node, liveness.fuses_products)
+        elementwise = fusions[kind]
+        at_hand = at_hand if elementwise else set()
+        if elementwise is not None:
+            traffic = _traffic(liveness, node, at_hand)
+            nodes[n] = node._replace(kind=kinds.setdefault((kind, traffic), replace(kind, traffic=traffic)))
+        at_hand = at_hand if elementwise else set()
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _is_elementwise(node: Node, fuses_products: bool) -> bool | None:
+    """True of elementwise operations, false of what they are fused into, products and reductions; else None."""
+    if node.kind.tie or not node.results:
+        return None
+    if (node.kind.flops and fuses_products) or node.kind.traits.reduces:
+        return False
+    return True if not node.kind.flops and is_fusible(node, fuses_products) else None
+
+
+def _traffic(liveness: Liveness, node: Node, at_hand: set[int]) -> tuple[float, ...]:
+    """`OpKind.traffic` of a node; adds the buffers that it reads and writes to ``at_hand``."""
+    kind, product = node.kind, bool(node.kind.flops)
+    if not product and all(map(liveness.is_fused, node.results)):
+        return (0.0,) * len(kind.shapes)
+    read = _bytes_read(liveness, node, at_hand)
+    shares = [size / own if own else 0.0 for size, own in zip(read, kind.bytes, strict=False)]
+    written = [v for v in node.results if product or not (v in liveness.fused_into_product or liveness.is_fused(v))]
+    at_hand.update(written)
+    return (*shares, *(float(v in written) for v in node.results))
+
+
+def _bytes_read(liveness: Liveness, node: Node, at_hand: set[int]) -> Iterator[float]:
+    """For each operand, the bytes of the buffers that it is computed from and that are not ``at_hand``; of a buffer of
+    which the operand has a part, the part."""
+    values = liveness.graph.values
+    for v, shape in zip(node.operands, node.kind.shapes, strict=False):
+        buffers = set(liveness.buffers_of(v)) - at_hand if v else set[int]()
+        buffers -= liveness.fused_into_product - liveness.allocated_at.keys()  # never in memory
+        at_hand |= buffers
+        yield sum(min(values[r].bytes, math.prod(shape) * values[r].bits / 8) for r in buffers)
