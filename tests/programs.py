@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autoshard.cost.fusions import with_memory_traffic
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
@@ -43,8 +44,8 @@ def program(fun: Callable[..., Any], args: Sequence[Any], on: LogicalMesh, **opt
 
 
 def graph(fun: Callable[..., Any], args: Sequence[Any], on: LogicalMesh, **options: Any) -> Graph:
-    """``fun`` traced and flattened."""
-    return build_graph(program(fun, args, on, **options))
+    """``fun`` traced and flattened, with what its fusions move."""
+    return with_memory_traffic(build_graph(program(fun, args, on, **options)))
 
 
 def mlp_step(params: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[Any, Any]:

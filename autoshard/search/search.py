@@ -71,10 +71,12 @@ def explore(
 
 
 def _plainest(s: Search, best: Candidate) -> Candidate:
-    """Of the layouts that are as fast as ``best`` to `EQUALLY_FAST`, the one with the fewest collectives."""
+    """Of the layouts that are as fast as ``best`` to `EQUALLY_FAST` and transfer for no longer, the one with the fewest
+    collectives."""
     limit, budget = best.cost.seconds * (1 + EQUALLY_FAST), max(s.budget, best.memory.peak)
-    equal = [c for c in s.tried.values() if c.cost.seconds <= limit and c.memory.peak <= budget]
-    return min(equal, key=lambda c: (sum(x.count for x in c.cost.collectives), c.cost.seconds, c is not best))
+    equal = [c for c in s.tried.values() if c.cost.seconds <= limit and c.cost.transfers <= best.cost.transfers]
+    fitting = [c for c in equal if c.memory.peak <= budget]
+    return min(fitting, key=lambda c: (sum(x.count for x in c.cost.collectives), s.key(c)))
 
 
 def _auto_choices(s: Search) -> Iterator[Choice]:

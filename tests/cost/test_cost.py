@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,6 +53,30 @@ def test_a_product_runs_at_the_peak_of_its_wider_operand(left: str, right: str, 
 def test_a_thin_product_is_memory_bound() -> None:
     cost = price(lambda x, w: x @ w, ((1, 8192), (8192, 8192)), WHOLE, WHOLE)
     assert cost.compute == pytest.approx(4 * (8192 + 8192**2 + 8192) / CHIP.bandwidth)
+
+
+def test_rates_are_those_that_xla_reaches() -> None:
+    n = 4096
+    slow = replace(CHIP, product_efficiency=0.5, convolution_efficiency=0.25, memory_efficiency=0.2)
+
+    def seconds(fun, *shapes) -> float:
+        return [
+            CostModel(g).cost(propagate(g, [])).compute
+            for on in (CHIP, slow)
+            for g in [graph(fun, shapes, replace(MESH, hardware=on))]
+        ]
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    cases = {
+        2: (lambda x, w: x @ w, (n, n), (n, n)),
+        4: (conv, (64, 32, 32, 512), (3, 3, 512, 512)),
+        5: (jnp.tanh, (n, n)),
+    }
+    for slower, (fun, *shapes) in cases.items():
+        peak, reached = seconds(fun, *shapes)
+        assert reached == pytest.approx(slower * peak)
 
 
 def test_contracting_a_split_dimension_costs_one_all_reduce() -> None:

@@ -121,7 +121,7 @@ def test_refining_near_coarse_layouts_finds_what_solving_finer_meshes_does(
     refined = solved()
     assert refined <= min(solve(build_problem(v.graph).problem).cost for v in merged_meshes(g, 3)) * (1 + MIN_GAIN)
     monkeypatch.setattr(solved_layouts, "REFINEMENT_ROUNDS", 0)
-    assert (solved() > refined * 1.04) == (case == "gradients")  # two axes are enough for the others
+    assert (solved() > refined * 1.03) == (case == "gradients")  # two axes are enough for the others
 
 
 def deep(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -160,19 +160,20 @@ def test_the_largest_array_may_stack_a_number_that_a_loop_carries_round():
 
 
 def test_a_large_program_is_not_priced_for_every_combination_of_choices() -> None:
-    """Less work than in proportion to that of a small one, of which every combination is priced."""
+    """Fewer are tried than of a small one, of which every combination is priced."""
 
     def step(params: list[jax.Array], x: jax.Array) -> list[jax.Array]:
         grads = jax.grad(lambda p: sum(jnp.sum(jnp.tanh(x * w)) for w in p))(params)
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
         return [w - g / norm for w, g in zip(params, grads, strict=True)]
 
-    work = {}
+    tried = {}
     for n in (2, 300):
         g = graph(step, ([(8, 8)] * n, (8, 8)), mesh(x=4, y=2), donate_argnums=0)
         _, s = search(g)
-        work[n] = len(s.tried) * len(g.nodes)
-    assert work[300] <= MAX_EXHAUSTIVE_WORK < 300 / 2 * work[2]
+        tried[n] = len(s.tried)
+        assert tried[n] * len(g.nodes) <= MAX_EXHAUSTIVE_WORK
+    assert tried[300] < tried[2]
 
 
 @pytest.mark.parametrize("axes", [5, 6, 8])
@@ -181,3 +182,13 @@ def test_meshes_of_many_axes_are_planned(axes: int) -> None:
     whole = s.price(Choice(((),) * len(s.classes)))
     assert found.cost.seconds < whole.cost.seconds
     assert found.memory.peak < whole.memory.peak
+
+
+def test_of_equally_fast_layouts_that_with_the_fewest_collectives_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharding the state of this step would save 0.04 % of its time, by two collectives more."""
+    monkeypatch.setattr("autoshard.search.search.revise_ends", lambda s, found: found)
+    found, s = search(graph(mlp_step, mlp_args(16384, 128, 256), mesh(x=4, y=2), donate_argnums=0))
+    fastest = min(s.tried.values(), key=s.key)
+    assert fastest.cost.seconds < found.cost.seconds < fastest.cost.seconds * 1.001
+    assert found.cost.transfers <= fastest.cost.transfers
+    assert len(found.cost.collectives) < len(fastest.cost.collectives)

@@ -1,0 +1,58 @@
+"""What fusions move, held against counting by hand: in arrays of 64 x 64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.cost.fusions import with_memory_traffic
+from autoshard.ir.graph import Graph
+from tests.programs import CHIP, graph, mesh
+
+ARRAY = 64 * 64 * 4
+X = (64, 64)
+
+
+def arrays_moved(g: Graph) -> float:
+    """Bytes that all nodes read and write, in arrays."""
+    traffic = [(n.kind.traffic, n.kind.bytes) for n in g.nodes if n.kind.traffic]
+    return sum(share * size for shares, sizes in traffic for share, size in zip(shares, sizes, strict=True)) / ARRAY
+
+
+def momentum(w: jax.Array, m: jax.Array, g: jax.Array) -> Any:
+    m = 0.9 * m + g
+    return w - 0.1 * m, m
+
+
+CASES: dict[str, tuple[Callable[..., Any], int, float]] = {
+    "a chain is one fusion": (lambda x: jnp.exp(jnp.tanh(x) * 2), 1, 2),
+    "an update reads each array once": (momentum, 3, 5),
+    "a product reads what its operands are computed from": (lambda a, b, w: (jnp.tanh(a) * b) @ w, 3, 4),
+    "what is fused into a product reads its other operand": (lambda x, w, y: jnp.tanh(x @ w + y), 3, 4),
+    "between reductions an array is read again": (lambda x: (x - x.sum()) * 2, 1, 3),
+    "between products too": (lambda x, w: jnp.sin(x) * (jnp.cos(x) @ w), 2, 4),
+    "of a slice the part is read": (lambda x: lax.slice(jnp.tanh(x), (0, 0), (16, 64)) * 2, 1, 0.5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arrays_moved(case: str) -> None:
+    fun, arguments, moved = CASES[case]
+    assert arrays_moved(graph(fun, (X,) * arguments, mesh(a=2))) == pytest.approx(moved, rel=1e-3)  # and scalars
+
+
+def test_nothing_is_fused_into_the_products_of_a_library() -> None:
+    on = replace(mesh(a=2), hardware=replace(CHIP, fused_products=False))
+    g = graph(lambda x, w, y: jnp.tanh(x @ w + y), (X, X, X), on)
+    assert arrays_moved(g) == pytest.approx(3)  # the product's result, y, and the result; the product is priced alone
+
+
+def test_a_graph_is_priced_once() -> None:
+    g = graph(momentum, (X, X, X), mesh(a=2))
+    assert with_memory_traffic(g) is g
