@@ -17,7 +17,7 @@ from autoshard.ir.graph import Graph, Node, OpKind
 
 
 def with_memory_traffic(graph: Graph) -> Graph:
-    """``graph`` with `OpKind.traffic` of its products, elementwise operations and reductions; itself where it has it."""
+    """``graph`` with `OpKind.traffic` of its products, elementwise operations and reductions; itself if it has that."""
     if any(node.kind.traffic is not None for node in graph.nodes):
         return graph
     liveness, nodes = Liveness(graph), list(graph.nodes)
