@@ -87,7 +87,7 @@ CASES = (
     _decoder("ZeRO-1/2, only matmul results saved", EIGHT, 64, "6GiB", **WIDE),
     _decoder("ZeRO-1/2, fewer matmul results saved", EIGHT, 64, "4.5GiB", **WIDE),
     _decoder("ZeRO-3, all rematerialized", EIGHT, 64, "2.5GiB", **WIDE),
-    _decoder("Megatron with sequence parallelism, batch 1", EIGHT, 1, **LARGE),
+    _decoder("Megatron with sequence parallelism, batch 2", EIGHT, 2, **LARGE),
     _decoder("Megatron with sequence parallelism, batch 4", EIGHT, 4, **LARGE),
     _decoder("FSDP (ZeRO-3), large batch", EIGHT, 64, **LARGE),
     _decoder("batch on one axis, Megatron on the other", {"data": 4, "model": 8}, 16, **LARGE),

@@ -34,6 +34,8 @@ MAX_PRESET_WORK = 16_000
 """Nodes times presets above which presets are not priced beside solved layouts: in no larger program was one better."""
 MAX_ARGUMENT_WORK = 40_000
 """Nodes times specs of arguments above which arguments are not varied one by one."""
+EQUALLY_LARGE = 1e-2
+"""Share of the predicted peak memory within which layouts count as equally large."""
 
 
 def search(
@@ -71,11 +73,11 @@ def explore(
 
 
 def _plainest(s: Search, best: Candidate) -> Candidate:
-    """Of the layouts that are as fast as ``best`` to `EQUALLY_FAST` and transfer for no longer, the one with the fewest
-    collectives."""
-    limit, budget = best.cost.seconds * (1 + EQUALLY_FAST), max(s.budget, best.memory.peak)
-    equal = [c for c in s.tried.values() if c.cost.seconds <= limit and c.cost.transfers <= best.cost.transfers]
-    fitting = [c for c in equal if c.memory.peak <= budget]
+    """Of the layouts that are as fast as ``best`` to `EQUALLY_FAST`, as large to `EQUALLY_LARGE`, and transfer for no
+    longer, the one with the fewest collectives."""
+    seconds, peak = best.cost.seconds * (1 + EQUALLY_FAST), best.memory.peak * (1 + EQUALLY_LARGE)
+    equal = [c for c in s.tried.values() if c.cost.seconds <= seconds and c.cost.transfers <= best.cost.transfers]
+    fitting = [c for c in equal if c.memory.peak <= min(peak, max(s.budget, best.memory.peak))]
     return min(fitting, key=lambda c: (sum(x.count for x in c.cost.collectives), s.key(c)))
 
 

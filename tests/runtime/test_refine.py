@@ -26,9 +26,9 @@ from autoshard.search.strategies import PRESETS
 from autoshard.train.config import TrainConfig
 
 MESH = {"data": 4, "model": 2}
-SQUARE = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+SQUARE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 W = dict.fromkeys("abc", SQUARE)
-X = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+X = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 
 
 def step(w, x):
