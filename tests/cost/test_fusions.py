@@ -36,6 +36,8 @@ CASES: dict[str, tuple[Callable[..., Any], int, float]] = {
     "a product reads what its operands are computed from": (lambda a, b, w: (jnp.tanh(a) * b) @ w, 3, 4),
     "what is fused into a product reads its other operand": (lambda x, w, y: jnp.tanh(x @ w + y), 3, 4),
     "between reductions an array is read again": (lambda x: (x - x.sum()) * 2, 1, 3),
+    "a product reads for itself": (lambda x, w: (jnp.tanh(x), x @ w), 2, 5),
+    "a sum of many is not read again where it goes on": (lambda *xs: sum(xs), 10, 12),
     "between products too": (lambda x, w: jnp.sin(x) * (jnp.cos(x) @ w), 2, 4),
     "of a slice the part is read": (lambda x: lax.slice(jnp.tanh(x), (0, 0), (16, 64)) * 2, 1, 0.5),
 }
