@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import primitives as _prims
 
 from autoshard.jaxpr import hi_primitives
-from autoshard.jaxpr.value import Atom
+from autoshard.jaxpr.equation import contraction_flops
+from autoshard.jaxpr.value import Atom, aval
 
 INLINED = frozenset({_prims.jit_p, _prims.closed_call_p, _prims.call_p})
 """Calls that `normalize` inlines."""
@@ -173,6 +174,35 @@ def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Every jaxpr among the equation's parameters, of primitives without regions too."""
     traced = hi_primitives.traced_body(eqn)
     return [traced] if traced is not None else list(_core.jaxprs_in_params(eqn.params)) if eqn.params else []
+
+
+def product_flops(jaxpr: Jaxpr) -> dict[str, float]:
+    """FLOPs of all matrix products and convolutions, by the wider dtype of their operands.
+
+    Loops count as often as they turn, once where that is unknown; of a branch the one with the most.
+    """
+    found: dict[str, float] = {}
+    for eqn in jaxpr.eqns:
+        if flops := contraction_flops(eqn):
+            operands = [aval(x) for x in eqn.invars[:2]]
+            parts = {str(max(operands, key=lambda a: a.dtype.itemsize).dtype): flops}
+        elif eqn.primitive in INLINED:
+            parts = _total(product_flops(body) for body in subjaxprs(eqn))
+        else:
+            bodies = [(region.trip_count, product_flops(region.body)) for region in regions(eqn)]
+            each = [{dtype: count * flops for dtype, flops in body.items()} for count, body in bodies]
+            branch = eqn.primitive is _prims.cond_p
+            parts = max(each, key=lambda part: sum(part.values()), default={}) if branch else _total(each)
+        found = _total((found, parts))
+    return found
+
+
+def _total(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for dtype, flops in part.items():
+            total[dtype] = total.get(dtype, 0.0) + flops
+    return total
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import OptimizerConfig, Tree
-from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, in_any, is_first
+from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, in_any, is_first, peak_seconds
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
@@ -237,6 +237,7 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
         _log_held_out(run, planned, state, done)
 
     run.progress.restart()
+    run.progress.measure_against(peak_seconds(run.work.steps.train, planned.plan))
     with run.stop.deferred():
         duties, numbers = _duties(run, planned, phase.until), range(done + 1, phase.until + 1)
         take_steps(planned.step, state, batches, planned.place, numbers, duties)

@@ -5,6 +5,7 @@ Where there is one process nothing is exchanged. Otherwise every process must ca
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
@@ -19,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from autoshard.errors import ArgumentError, ConfigError, PeerError
-from autoshard.jaxpr import dtype_from_name
+from autoshard.jaxpr import dtype_from_name, product_flops
 from autoshard.plan.decisions import Place
 from autoshard.runtime.plan import Plan
 from autoshard.strict_files import shortened
@@ -172,6 +173,17 @@ class BatchPlacer:
             return np.asarray(x[index], dtype)
 
         return jax.make_array_from_callback(place.shape, sharding, block)
+
+
+def peak_seconds(step: Callable[[Any, Any], Any], plan: Plan) -> float | None:
+    """Seconds that the products of ``step`` would take at the peak of the plan's chips: those that it is written with,
+    without what a plan recomputes. None on CPUs, which have no peak of their own.
+    """
+    if plan.jax_mesh.devices.flat[0].platform == "cpu":
+        return None
+    hardware, traced = plan.mesh.hardware, jax.make_jaxpr(step)(*plan.in_avals)
+    seconds = [flops / hardware.peak_flops(dtype) for dtype, flops in product_flops(traced.jaxpr).items()]
+    return math.fsum(seconds) / plan.mesh.size
 
 
 def agree_to_stop(requested: bool, place: BatchPlacer, number: int, every: int) -> bool:

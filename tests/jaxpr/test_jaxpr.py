@@ -251,3 +251,17 @@ def test_new_equations_have_the_settings_and_the_source_of_their_own_step() -> N
     assert [e.ctx.xla_metadata for e in made()] == [None] * 2
     assert [jx.source(e).partition(":")[0] for e in made()] == ["", __file__]
     assert "first" not in "".join(str(e.source_info.name_stack) for e in made())
+
+
+def test_the_flops_of_products_count_loops_as_often_as_they_turn():
+    def program(x: Any, w: Any) -> Any:
+        y = jax.jit(jnp.matmul)(x, w)
+        y = jax.lax.scan(lambda c, _: (jax.checkpoint(jnp.matmul)(c, w), None), y, None, length=5)[0]
+        y = jax.lax.cond(y[0, 0] > 0, lambda a: a @ w @ w, lambda a: a @ w, y)
+        y = jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c @ w, y)
+        return y.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    one = 2.0 * 8 * 4 * 4
+    assert jx.product_flops(traced(program, (8, 4), (4, 4))) == {"float32": one * (1 + 5 + 2 + 1), "bfloat16": one}
+    gradient = traced(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()), (4, 4), (8, 4))
+    assert jx.product_flops(gradient) == {"float32": 2 * one}

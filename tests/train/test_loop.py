@@ -201,7 +201,8 @@ def test_fresh_starts_over_and_ends_the_same(text: Path, tmp_path: Path, finishe
     shutil.copytree(folder, tmp_path / "run")
     again, shown = run(recipe(text, tmp_path / "run"), fresh=True)
     plans = "plan-0.html, plan-0.json, plan-1.html, plan-1.json"
-    assert f"deleted checkpoints, log.jsonl, metrics.csv, {plans}, report.json, run.json" in shown
+    assert "deleted checkpoints, events.out.tfevents." in shown
+    assert f"log.jsonl, metrics.csv, {plans}, report.json, run.json" in shown
     assert shown.count("the plan drawn: ") == 2
     assert (tmp_path / "run/plan-1.html").read_text().startswith("<!doctype html>")
     assert again.model_copy(update={"checkpoint": report.checkpoint}) == report

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -15,9 +17,10 @@ from rich.console import Console
 
 from autoshard import checkpoint, cli
 from autoshard.errors import AutoshardError
+from autoshard.machine.hardware import load_hardware
 from autoshard.train.config import TrainConfig
 from autoshard.train.loop import train
-from autoshard.train.processes import from_first, in_any, same_in_all
+from autoshard.train.processes import from_first, in_any, peak_seconds, same_in_all
 from autoshard.train.stop_signals import StopSignals
 from tests.two_processes import run
 
@@ -132,3 +135,15 @@ def test_what_the_first_process_refuses_is_refused_in_both(found: list[dict[str,
 
 def test_other_text_in_one_process_is_refused_in_both(found: list[dict[str, Any]]):
     assert all("is not the same in all 2 processes" in one["other text"] for one in found)
+
+
+def test_the_seconds_at_the_peak_are_those_of_the_products_alone():
+    def step(w: Any, x: Any) -> Any:
+        return jnp.sin(jax.checkpoint(lambda a: jnp.tanh(a @ w))(x))
+
+    avals = (jax.ShapeDtypeStruct((4, 16), jnp.bfloat16), jax.ShapeDtypeStruct((8, 4), jnp.bfloat16))
+    hardware = load_hardware("tpu-v5e")
+    for platform, wanted in (("tpu", 2 * 8 * 4 * 16 / hardware.flops["bfloat16"] / 2), ("cpu", None)):
+        devices = np.array([SimpleNamespace(platform=platform)])
+        meshes = {"mesh": SimpleNamespace(hardware=hardware, size=2), "jax_mesh": SimpleNamespace(devices=devices)}
+        assert peak_seconds(step, SimpleNamespace(in_avals=avals, **meshes)) == wanted
