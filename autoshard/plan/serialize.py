@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -12,6 +13,7 @@ from typing import Any, get_type_hints
 import jax
 import pydantic
 
+from autoshard.cost.profile import StepProfile
 from autoshard.errors import MeshError, PlanError, ScheduleError
 from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import REDUCTION_KINDS, Spec
@@ -140,6 +142,18 @@ def _check_pipeline(pipeline: PipelinePlan, mesh: LogicalMesh) -> None:
         raise PlanError("pipeline: a part of the model has no layer")
 
 
+def _check_profile(profile: StepProfile, total: float) -> None:
+    """Raises `PlanError` for what no step can take or hold, and where the peak is at no moment."""
+    parts = (profile.moments, profile.spans, profile.lines, profile.moves, profile.live, profile.values)
+    names = ("seconds", "compute", "transfers", "residuals", "temporaries", "bytes", "peak_bytes", "count")
+    found = [getattr(x, name) for part in parts for x in part for name in names if hasattr(x, name)]
+    wrong = [x for x in (total, profile.on_chip, profile.values_left_out, *found) if not 0 <= x < math.inf]
+    if wrong:
+        raise PlanError(f"profile: {wrong[0]} is no time, size or count")
+    if not 0 <= profile.peak < len(profile.moments):
+        raise PlanError(f"profile: the peak is moment {profile.peak}, and there are {len(profile.moments)}")
+
+
 def _check(plan: PlanRecord) -> None:
     """Raises `PlanError` for a spec that does not fit its value or the mesh, and for what is no dtype or argument."""
     mesh = plan.mesh
@@ -147,6 +161,8 @@ def _check(plan: PlanRecord) -> None:
         raise PlanError(f"mesh: the hardware {mesh.hardware.name} has no links or no peak FLOP/s")
     if plan.pipeline is not None:
         _check_pipeline(plan.pipeline, mesh)
+    if plan.profile is not None:
+        _check_profile(plan.profile, plan.cost.seconds)
     for what, spec, shape in _specs(plan):
         missing = sorted(set(spec.axes) - set(mesh.axis_names))
         if missing:
@@ -197,6 +213,16 @@ def _specs(plan: PlanRecord) -> Iterator[tuple[str, Spec, tuple[int, ...] | None
     for collective in plan.cost.collectives:
         yield f"the {collective.kind} at {collective.source}", Spec((collective.axes or (),)), None
     yield "the sharding of stored state", Spec((plan.storage_axes,)), None
+    if plan.profile is None:
+        return
+    for span in plan.profile.spans:
+        yield f"profile: the {span.kind} for {span.op}", Spec((span.axes,)), None
+    for move in plan.profile.moves:
+        yield f"profile: the {move.kind} for {move.op}", Spec((move.axes,)), None
+        for spec in (s for s in (move.before, move.after) if s is not None):
+            yield f"profile: the {move.kind} for {move.op}", spec, move.shape
+    for row in (*plan.profile.live, *plan.profile.values):
+        yield f"profile: {row.op} at {row.source}", row.spec, row.shape
 
 
 def _difference(a: Any, b: Any, at: str) -> str:

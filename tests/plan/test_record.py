@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import re
 from collections import OrderedDict
@@ -194,6 +195,12 @@ WRONG = {
     "no reduction": (put, ["inputs", 0, "spec", "partial"], [["data", "mean"]], "twice|'mean' is no reduction"),
     "diagnostic as text": (put, ["diagnostics"], ["train.py:3: sort is kept whole"], "diagnostics.0"),
     "diagnostic without its source": (put, ["diagnostics"], [{"text": "sort is kept whole"}], "diagnostics.*source"),
+    "peak at no moment": (put, ["profile", "peak"], 10**6, "profile: the peak is moment 1000000"),
+    "time that is none": (put, ["profile", "spans", 0, "seconds"], math.inf, "profile: inf is no time"),
+    "size below nothing": (put, ["profile", "moments", 0, "residuals"], -1, "profile: -1 is no time, size or count"),
+    "axis of a span that the mesh lacks": (put, ["profile", "spans", 0, "axes"], ["modle"], "profile: .*'modle'"),
+    "axis of a move that the mesh lacks": (put, ["profile", "moves", 0, "axes"], ["modle"], "profile: .*'modle'"),
+    "value of another rank": (put, ["profile", "values", 0, "shape"], [], r"profile: .*the shape is \[\]"),
     "replaces no argument": (put, ["outputs", 0, "replaces"], "states", "replaces states, which is not an argument"),
     "batch of no argument": (
         put,
