@@ -18,7 +18,7 @@ from autoshard.ir.rule import Local, RuleFn
 from autoshard.ir.rule_check import check_rule
 from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import MeshConfig, MeshLike, mesh_config
-from autoshard.passes import PASSES
+from autoshard.passes import PASSES, Microbatch
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
 from autoshard.rules import SHIPPED, STRUCTURAL
@@ -93,7 +93,10 @@ def jit(
       static_argnums, static_argnames, donate_argnums, donate_argnames: as `jax.jit`.
       memory_budget: bytes per device, or text such as ``"14GiB"``; None takes the mesh config's, then the chip's.
       microbatches: the number of parts of the batch that the step is computed in, one after the other; of a pipeline,
-        those that its stages pass on. None leaves it to the planner.
+        those that its stages pass on. Gradients and other sums over the batch are added up, the optimizer runs once,
+        and results are those of the whole batch. The number must divide the batch; a step that needs all of it at once,
+        as for batch norm, is refused. None leaves it to the planner, which takes several where memory rules out the
+        fastest layout and that is faster than to recompute more, unless ``passes`` are given.
       schedule: of a pipeline, for which the mesh config names an axis (``pipeline:``): ``"gpipe"``, ``"1f1b"``,
         ``"interleaved:N"``, ``"zb-h1"``, ``"zb-v"``, or a `Schedule`. None leaves it to the planner.
       pad_state: whether state that the mesh does not divide is stored with padding: 50,257 rows as 50,264 over 8
@@ -168,8 +171,7 @@ def jit(
     )
     static_nums, static_names = _positions_and_names(fun, static_argnums, static_argnames)
     pipelined = config is not None and config.pipeline is not None
-    parts = parse_passes(None if microbatches is None else f"microbatch:{microbatches}", PASSES)
-    saving_parts = parts if passes is None else ()
+    whole = microbatches == 1 or (microbatches is None and (passes is not None or pipelined))
     donate_nums, donate_names = _positions_and_names(fun, donate_argnums, donate_argnames)
     return Step(
         fun,
@@ -179,12 +181,10 @@ def jit(
             like=_like(like, strategy),
             request=request,
             rules=_rules(rules),
-            passes=(*parts, *parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES)),
-            memory_saving_passes=(
-                *saving_parts,
-                *parse_passes(MEMORY_SAVING_PASSES if passes is None else None, PASSES),
-            ),
+            passes=parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES),
+            memory_saving_passes=parse_passes(MEMORY_SAVING_PASSES if passes is None else None, PASSES),
             optional_passes=parse_passes(OPTIONAL_PASSES if passes is None and not pipelined else None, PASSES),
+            microbatch=None if whole else Microbatch(microbatches or 0),
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             static_nums=static_nums,

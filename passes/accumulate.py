@@ -49,11 +49,16 @@ class Accumulate(Pass):
         return "loops accumulate partial sums per device part, added after the loop"
 
     def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
-        """One for each number of devices that some of the mesh's axes have together."""
+        """One over the axes that split the batch; without a plan, one for each number of devices that some of the
+        mesh's axes have together."""
         if with_per_part_sums(program.jaxpr, 1, program.rules) is program.jaxpr:
             return ()
         axes = program.mesh.nontrivial_axes
-        subsets = [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]
+        subsets = (
+            [tuple(batch_axes)]
+            if batch_axes
+            else [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]
+        )
         passes = [Accumulate("+".join(a)) for a in {program.mesh.axes_size(a): a for a in subsets}.values()]
         return tuple(p for p in passes if p(program) is not program)
 

@@ -5,13 +5,12 @@ finds what runs in the loop, and that its results are those of the whole batch: 
 sums over it (gradients, metrics) are added up, in float32 at least. What needs the whole batch at once, such as the
 statistics of a batch norm, is refused, with its source line.
 
-A part has examples of every device, so that a sharded batch stays where it is. A gradient is accumulated as one partial
-sum for each device part along ``axes`` (`autoshard.transforms.per_part_sums`) and reduced once, after the loop.
+A part has examples of every device, so that a sharded batch stays where it is. That gradients are reduced once, after
+the loop, the pass ``accumulate`` sees to, as in loops that users write.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +20,15 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
-from autoshard.errors import ChunkError, MicrobatchError, PassError, nearest
+from autoshard.errors import ChunkError, MicrobatchError, PassError
 from autoshard.ir.batch import find_batch
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.dim_classes import label_dims
 from autoshard.ir.program import Program
-from autoshard.ir.rule_registry import Rules
 from autoshard.transforms.batch_parts.batched_indices import with_batched_indices
 from autoshard.transforms.batch_parts.cut import REDUCTIONS, Cut
 from autoshard.transforms.batch_parts.region import BatchRegion, batch_region
 from autoshard.transforms.batch_parts.run import run_part, start_of
-from autoshard.transforms.per_part_sums import with_per_part_sums
 from autoshard.transforms.pipeline import Pass
 
 MAX_PARTS = 64
@@ -47,37 +44,30 @@ class Microbatch(Pass):
     name: ClassVar[str] = "microbatch"
     saves_memory: ClassVar[bool] = True
 
-    parts: int = 2
-    """The number of micro-batches. It must divide the batch."""
-    axes: str = ""
-    """Mesh axes joined by ``+`` whose devices accumulate gradients each for itself: those that split the batch. Without
-    any, they are reduced in every iteration."""
+    parts: int = 0
+    """The number of micro-batches, which must divide the batch; 0 leaves it open, for `variants` to choose from."""
     batch: Batch | None = None
     """The dimensions of the flat arguments that are the batch; None finds them."""
 
     def __post_init__(self) -> None:
-        if type(self.parts) is not int or self.parts < 1:
+        if type(self.parts) is not int or self.parts < 0:
             raise PassError(f"microbatch:{self.parts}: the number of micro-batches must be a whole number, 1 or more")
 
     @classmethod
     def from_option(cls, option: str | None) -> Self:
-        """Of ``"4"`` or ``"4:data+model"``: the number of micro-batches and the axes."""
-        parts, _, axes = ("" if option is None else option).partition(":")
-        if not parts.strip().isdecimal():
+        """Of ``"4"``: the number of micro-batches."""
+        if option is None or not option.isdecimal() or not int(option):
             raise PassError(f"the pass 'microbatch' needs a number of micro-batches, as microbatch:4, not {option!r}")
-        return cls(int(parts), axes.strip())
+        return cls(int(option))
 
     def __call__(self, program: Program) -> Program:
-        device_parts = self._device_parts(program)
-        if self.parts == 1:
+        if self.parts < 2:
             return program
         jaxpr = _with_batched_indices(jx.eliminate_dead_code(program.jaxpr))
         cuts = self._cuts(program)
         try:
             region = batch_region(jaxpr, {jaxpr.invars[i]: c for i, c in cuts.items()}, program.rules, program.mesh)
-            return program.with_jaxpr(
-                jx.eliminate_dead_code(_with_loop(jaxpr, region, self.parts, device_parts, program.rules))
-            )
+            return program.with_jaxpr(jx.eliminate_dead_code(_with_loop(jaxpr, region, self.parts)))
         except ChunkError as e:
             raise MicrobatchError(
                 f"{program.name} is not computed in {self.parts} micro-batches: {e}, at "
@@ -85,14 +75,6 @@ class Microbatch(Pass):
                 "passes=['recompute:full'] to save memory",
                 e.source,
             ) from None
-
-    def _device_parts(self, program: Program) -> int:
-        """The number of devices along ``axes``."""
-        sizes, names = program.mesh.shape, self.axes.split("+") if self.axes else []
-        for axis in names:
-            if axis not in sizes:
-                raise PassError(f"{self}: the mesh {program.mesh} has no axis {axis!r}{nearest(axis, sizes)}")
-        return math.prod(sizes[a] for a in names)
 
     def _cuts(self, program: Program) -> dict[int, Cut]:
         """How the flat arguments that have the batch are cut.
@@ -125,30 +107,18 @@ class Microbatch(Pass):
         return f"the batch is computed in {self.parts} parts, and sums over it are added up"
 
     def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
-        """One for each number of parts, doubled again and again; gradients are reduced once after the loop over the
-        axes that split the batch, and in every iteration."""
+        """One for each number of parts, doubled again and again; none where the step cannot be computed in parts."""
         batch = _batch(program) if self.batch is None else self.batch
         sizes = [program.inputs[i].aval.shape[d] for i, d in batch]
-        counts = [n for n in (2**k for k in range(1, MAX_PARTS.bit_length())) if not any(s % n for s in sizes)]
-        if not batch or not counts:
-            return ()
+        counts = [n for n in (2**k for k in range(1, MAX_PARTS.bit_length())) if not any(size % n for size in sizes)]
+        passes = [replace(self, parts=n, batch=batch) for n in counts]
         try:
-            replace(self, parts=counts[0], axes="", batch=batch)(program)
+            return tuple(passes) if batch and passes and passes[0](program) is not program else ()
         except MicrobatchError:
             return ()
-        return tuple(replace(self, parts=n, axes=a, batch=batch) for n in counts for a in _axes(program, batch_axes))
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.parts}" + (f":{self.axes}" if self.axes else "")
-
-
-def _axes(program: Program, batch_axes: Sequence[str] | None) -> list[str]:
-    """The axes over which gradients may stay partial sums."""
-    if batch_axes is not None:
-        return ["+".join(batch_axes)]
-    axes = program.mesh.nontrivial_axes
-    subsets = [a for n in range(len(axes), 0, -1) for a in itertools.combinations(axes, n)]
-    return ["", *{program.mesh.axes_size(a): "+".join(a) for a in subsets}.values()]
+        return f"{self.name}:{self.parts}"
 
 
 def _batch(program: Program) -> Batch:
@@ -168,7 +138,7 @@ def _with_batched_indices(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     return with_batched_indices(jaxpr)
 
 
-def _with_loop(jaxpr: jx.Jaxpr, region: BatchRegion, parts: int, device_parts: int, rules: Rules) -> jx.Jaxpr:
+def _with_loop(jaxpr: jx.Jaxpr, region: BatchRegion, parts: int) -> jx.Jaxpr:
     """``jaxpr`` with the region in a loop."""
 
     def loop(*values: Any) -> list[Any]:
@@ -192,6 +162,4 @@ def _with_loop(jaxpr: jx.Jaxpr, region: BatchRegion, parts: int, device_parts: i
         staged = jx.eliminate_dead_code(jx.normalize(jx.stage_out(loop, like, region.inputs)))
     except (TypeError, ValueError) as e:
         raise ChunkError(f"its operations do not run on parts: {e}", jx.source(like)) from e
-    if device_parts > 1:
-        staged = with_per_part_sums(staged, device_parts, rules)
     return jx.with_eqns(jaxpr, [*region.before, *jx.splice(staged, like, region.inputs), *region.after])

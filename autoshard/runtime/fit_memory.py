@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autoshard.errors import AutoshardError, MemoryBudgetError
+from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import Program
@@ -24,6 +25,8 @@ from autoshard.units import size_text, time_text
 
 MIN_SAVING = 0.01
 """Least share of the peak memory that dropping a demand must save to be proposed."""
+MIN_GAIN = 0.02
+"""Least share of the step's time that memory must cost for micro-batches to be tried."""
 
 
 def plan_within_memory(traced: Program, options: Options) -> Planned:
@@ -37,13 +40,98 @@ def plan_within_memory(traced: Program, options: Options) -> Planned:
     threshold = traced.mesh.hardware.remat_threshold
     if threshold < budget_of(options.request, traced):
         with contextlib.suppress(MemoryBudgetError):
-            return _plan_within_budget(traced, options, replace(options.request, memory_budget=threshold))
-    return _plan_within_budget(traced, options, options.request)
+            return _plan_in_parts(traced, options, replace(options.request, memory_budget=threshold))
+    return _plan_in_parts(traced, options, options.request)
 
 
-def _plan_within_budget(traced: Program, options: Options, request: PlanRequest) -> Planned:
+def _plan_in_parts(traced: Program, options: Options, request: PlanRequest) -> Planned:
+    """Plans ``traced`` within the budget of ``request``, in as many micro-batches as the user asked for. Where that is
+    open and memory makes the step slower, or nothing fits, the fewest with which nothing is recomputed are tried; where
+    nothing fits, the fewest with passes that save memory too. The fastest plan is returned.
+
+    Raises:
+      MicrobatchError: the step is not computable in the number of micro-batches that the user gave.
+      SpecError: a preset does not split parts as small.
+      MemoryBudgetError: nothing fits.
+    """
+    if options.microbatch is None:
+        return _plan_within_budget(traced, options, request)[0]
+    if options.microbatches is not None:
+        program, asked = run_passes(traced, (options.microbatch,), request)
+        try:
+            return _plan_within_budget(program, options, asked)[0]._replace(traced=traced)
+        except SpecError as e:
+            raise SpecError(f"for each of {options.microbatches} micro-batches: {e}") from None
+    try:
+        whole, is_short = _plan_within_budget(traced, options, request)
+        if not is_short or not _is_slowed(whole, options, request):
+            return whole
+        fitting, why = [whole], f"the fastest plan takes {time_text(whole.plan.cost.seconds)}"
+    except MemoryBudgetError as e:
+        fitting, why = list[Planned](), e
+    variants = options.microbatch.variants(traced)
+
+    def in_parts(parts: Pass, *, saving: bool) -> Planned | None:
+        """The plan in ``parts``, if one fits: with the passes that save most memory, or with none of them, and then
+        only if no faster layout was too large."""
+        program, asked = run_passes(traced, (parts,), request)
+        *_, passes = options.passes, *(memory_saving_sequences(program, options) if saving else ())
+        with contextlib.suppress(MemoryBudgetError):
+            planned = plan_program(program, passes, asked)
+            return planned if saving or not _memory_bound(planned.plan) else None
+        return None
+
+    def enough(parts: Pass, *, saving: bool) -> bool:
+        try:
+            return in_parts(parts, saving=saving) is not None
+        except SpecError:  # a preset cannot split so small a part
+            return True
+
+    def fewest(saving: bool) -> tuple[Pass, ...]:
+        n = bisect.bisect_left(variants, True, key=lambda parts: enough(parts, saving=saving))
+        return variants[n : n + 1]
+
+    note = functools.partial(_with_note, traced)
+    with contextlib.suppress(SpecError):
+        for parts in fewest(saving=False):
+            if (planned := in_parts(parts, saving=False)) is not None:
+                fitting += [note(p, parts, why) for p in (planned, *_with_faster_passes(planned, options, request))]
+    with contextlib.suppress(SpecError, MemoryBudgetError):
+        for parts in () if isinstance(why, str) else fewest(saving=True):
+            program, asked = run_passes(traced, (parts,), request)
+            fitting.append(note(_plan_within_budget(program, options, asked)[0], parts, why))
+    if not fitting:
+        assert isinstance(why, MemoryBudgetError)
+        raise why
+    return min(fitting, key=lambda p: _preference(p.plan))
+
+
+def _with_note(traced: Program, planned: Planned, parts: Pass, why: MemoryBudgetError | str) -> Planned:
+    """The plan of ``traced`` in ``parts``, with the reason for them."""
+    note = Diagnostic(f"{parts} was added: without it, {why}")
+    plan = replace(planned.plan, diagnostics=(*planned.plan.diagnostics, note))
+    return planned._replace(traced=traced, plan=plan)
+
+
+def _with_faster_passes(planned: Planned, options: Options, request: PlanRequest) -> Iterator[Planned]:
+    """Plans with each optional pass that makes steps faster, such as reductions once after the loop over micro-batches
+    along the axes that split the batch in ``planned``."""
+    asked = replace(request, passes=planned.plan.passes[:1])
+    axes = _batch_axes(planned.plan)
+    for passes in _with_optional(planned.traced, options.passes, options, saving=False, batch_axes=axes):
+        with contextlib.suppress(MemoryBudgetError):
+            yield plan_program(planned.traced, passes, asked)
+
+
+def _is_slowed(planned: Planned, options: Options, request: PlanRequest) -> bool:
+    """Whether memory makes a plan slower than that of the same step without a budget."""
+    free = plan_program(planned.traced, options.passes, replace(request, memory_budget=math.inf))
+    return planned.plan.cost.seconds > (1 + MIN_GAIN) * free.plan.cost.seconds
+
+
+def _plan_within_budget(traced: Program, options: Options, request: PlanRequest) -> tuple[Planned, bool]:
     """Plans ``traced`` within the budget of ``request``. Where memory rules out the fastest layout and the user named
-    no passes, tries passes that save memory too, and returns the fastest plan that fits.
+    no passes, tries passes that save memory too, and returns the fastest plan that fits, and whether memory did so.
 
     Raises:
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
@@ -70,7 +158,8 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
     def fastest() -> tuple[Planned, tuple[Pass, ...]]:
         return min(fitting, key=lambda f: _preference(f[0].plan))
 
-    if not try_passes(options.passes):
+    is_short = not try_passes(options.passes)
+    if is_short:
         sequences = [options.passes, *memory_saving_sequences(traced, options)]
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
         enough = bisect.bisect_left(sequences, True, lo=1, key=try_passes)
@@ -82,7 +171,7 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         _, passes = fastest()
         for with_optional in _with_optional(traced, passes, options, saving=False):
             try_passes(passes, with_optional)
-        return fastest()[0]
+        return fastest()[0], is_short
     hint = "; or pass passes=['recompute:full']"
     if options.memory_saving_passes:
         hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"

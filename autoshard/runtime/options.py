@@ -13,7 +13,7 @@ from autoshard.machine.mesh_config import MeshLike
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
 from autoshard.schedule.schedule import Schedule
-from autoshard.transforms.pipeline import Pass
+from autoshard.transforms.pipeline import Pass, Pipeline
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Options:
     optional_passes: tuple[Pass, ...]
     """Passes of which each variant is tried, in the place of the pass of its name or before all others, and kept if it
     makes the step faster. Empty where the user named the passes."""
+
+    microbatch: Pass | None
+    """The pass that computes the step in micro-batches, before all others: where the user gave their number, with it;
+    else with the number open, tried where memory is short. None: the batch is computed whole."""
 
     in_shardings: Any
     out_shardings: Any
@@ -87,8 +91,18 @@ def pass_sequences(program: Program, options: Options, max_saving: int | None = 
 
 def passes_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pass, ...]:
     """The candidate sequence of passes that ``plan`` was made with; ``options.passes`` where none is."""
-    ran = [p.written for p in plan.passes]
-    return next((s for s in pass_sequences(program, options) if [*map(str, s)] == ran), options.passes)
+    first = parts_of(plan, program, options)
+    program, _ = Pipeline(first).run(program)
+    ran = [p.written for p in plan.passes[len(first) :]]
+    return *first, *next((s for s in pass_sequences(program, options) if [*map(str, s)] == ran), options.passes)
+
+
+def parts_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pass, ...]:
+    """The pass by which ``plan`` computes ``program`` in micro-batches, if it does."""
+    if options.microbatch is None or options.microbatches is not None:
+        return () if options.microbatch is None else (options.microbatch,)
+    names = [p.written.partition(":") for p in plan.passes[:1]]
+    return tuple(options.microbatch.from_option(option) for name, _, option in names if name == options.microbatch.name)
 
 
 def with_optional_passes(

@@ -28,7 +28,7 @@ from autoshard.runtime.carried_state import CarriedSpecs, note_carried, pin_carr
 from autoshard.runtime.choose_mesh import candidate_meshes, fastest, plan_each_mesh
 from autoshard.runtime.dump import dump_stages
 from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
-from autoshard.runtime.options import Options, pass_sequences, passes_of
+from autoshard.runtime.options import Options, parts_of, pass_sequences, passes_of
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine
 from autoshard.runtime.shared_layout import Placements, note_moved, note_shared, pin_placed, pin_shared
@@ -232,10 +232,13 @@ def _refine(
     planned: Planned, candidates: Sequence[Planned], avals: tuple[ArgumentAval, ...], options: Options
 ) -> tuple[Planned, jax.stages.Lowered | None]:
     """The best of ``planned`` and other layouts on the meshes of ``candidates``, as the compiler estimates them."""
+    in_parts = [
+        (c.traced, *run_passes(c.traced, parts_of(c.plan, c.traced, options), options.request)) for c in candidates
+    ]
     programs = (
-        (c.traced, *run_passes(c.traced, passes, options.request))
-        for c in candidates
-        for passes in pass_sequences(c.traced, options, REFINED_SEQUENCES)
+        (traced, *run_passes(program, passes, request))
+        for traced, program, request in in_parts
+        for passes in pass_sequences(program, options, REFINED_SEQUENCES)
     )
     return refine(planned, programs, avals, options.refine, options.cache)
 

@@ -126,6 +126,8 @@ class TrainConfig(Config):
     strategy: Strategy = "auto"
     refine: StrictInt = Field(default=0, ge=0)
     """Number of layouts of the step to compile and choose from; see `autoshard.jit`."""
+    microbatches: StrictInt | None = Field(default=None, ge=1)
+    """Parts in which a step computes its batch; see `autoshard.jit`."""
     passes: tuple[str, ...] | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig

@@ -132,6 +132,7 @@ def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> P
         steps.train,
         mesh=phase.mesh,
         strategy=config.strategy,
+        microbatches=config.microbatches,
         refine=config.refine,
         passes=config.passes,
         donate_argnums=0,

@@ -223,3 +223,11 @@ def test_a_plan_needs_no_devices(text: Path, tmp_path: Path):
     plan = plan_phase(config, config.all_phases[0]).plan
     assert plan.mesh.size == 512
     assert not (tmp_path / "run").exists()
+
+
+def test_a_config_may_ask_for_micro_batches(text: Path, tmp_path: Path):
+    mesh = {"axes": {"data": 4}, "hardware": "cpu"}
+    config = recipe(text, tmp_path / "run", phases=(), mesh=mesh, steps=2, microbatches=2)
+    assert plan_phase(config, config.all_phases[0]).plan.passes[0].written == "microbatch:2"
+    with pytest.raises(ConfigError, match="microbatches"):
+        recipe(text, tmp_path / "run", microbatches=0)

@@ -177,7 +177,7 @@ class _Finder:
                 needed.update(a for a in outside[e].invars if isinstance(a, jx.Var))
         read, run = needed & given, list[jx.JaxprEqn]()
         for e in reversed(eqns):
-            if e in inside and not read.isdisjoint(e.outvars):
+            if (e in inside or self._is_constant(e)) and not read.isdisjoint(e.outvars):
                 run.append(e)
                 read.update(a for a in e.invars if isinstance(a, jx.Var))
         computed = {v for e in run for v in e.outvars}
@@ -201,6 +201,12 @@ class _Finder:
             tuple(e for old, e in reversed(outside.items()) if old not in {*before}),
             self.shares,
         )
+
+    def _is_constant(self, eqn: jx.JaxprEqn) -> bool:
+        """Whether ``eqn`` makes a constant, such as the zeros that a gradient is added to: it is made where it is read,
+        and not held."""
+        literal = all(isinstance(a, jx.Literal) for a in eqn.invars)
+        return literal and self.rules.traits(eqn.primitive).broadcasts
 
     def _check_order(self, before: Sequence[jx.JaxprEqn]) -> None:
         """Raises `ChunkError` where ``before`` has an effect that others come before."""

@@ -146,10 +146,16 @@ class Shares:
                 self._take(eqn, found)
                 return
         except ChunkError:
-            pass
+            if not self._repeats(eqn):
+                return
         cuts = tuple(wanted.get(len(eqn.invars) + k) for k in range(len(eqn.outvars)))
         self.plans[eqn] = Sliced(cuts)
         self.of.update((v, c) for v, c in zip(eqn.outvars, cuts, strict=True) if c is not None)
+
+    def _repeats(self, eqn: jx.JaxprEqn) -> bool:
+        """Whether ``eqn`` may run once for each part: it has no effect and gives the same again."""
+        inner = [e for r in jx.regions(eqn) for e in r.body.eqns]
+        return not eqn.effects and not self.rules.traits(eqn.primitive).runs_once and all(map(self._repeats, inner))
 
     def want(self, atom: jx.Atom, cut: Cut) -> None:
         """A part reads this chunk of ``atom``: it is computed so where that is known of it, else sliced where it is
@@ -218,7 +224,7 @@ class Shares:
     def _read_nested(self, eqn: jx.JaxprEqn, shares: Sequence[Share | None]) -> None:
         """Of a loop, branch or call: its bodies, until what loops carry has the same share in all iterations."""
         known = jx.takes_other_sizes(eqn) or jx.calls_one_body(eqn)
-        if not known or eqn.effects or not all(map(jx.is_shaped, eqn.outvars)):
+        if not known or not self._repeats(eqn) or not all(map(jx.is_shaped, eqn.outvars)):
             raise ChunkError(f"{eqn.primitive.name} is not computed in parts", jx.source(eqn))
         operands, regions = list(shares), jx.regions(eqn)
         looping = {w.outside for r in regions for w in r.inputs if any(w.inside == start for _, start in r.carries)}
