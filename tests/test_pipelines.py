@@ -46,6 +46,7 @@ def test_ten_steps_of_a_step_that_says_nothing_of_stages_or_micro_batches(tmp_pa
     plan.save(tmp_path / "plan.json")
     assert autoshard.Plan.load(tmp_path / "plan.json") == plan
     assert_trains_as_on_one_device(step, planned, state, 10)
+    assert autoshard.audit(planned.lower(state, tokens(0)).compile(), plan).clean  # no weight leaves its stage
 
 
 @pytest.mark.parametrize(

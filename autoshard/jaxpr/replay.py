@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax._src import source_info_util as _source
 from jax._src.shard_map import shard_map_p as _shard_map_p
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core import primitives as _prims
@@ -48,7 +49,8 @@ def replay_equation(eqn: JaxprEqn, operands: Sequence[Any], mesh: AbstractMesh, 
     """The results of ``eqn`` on ``operands`` over ``mesh``, that of the context; ``apart`` as in `replay`."""
     if eqn.primitive is _CONSTRAINT:
         spec = PartitionSpec(*(_without(entry, mesh.manual_axes) for entry in eqn.params["sharding"].spec))
-        return [jax.lax.with_sharding_constraint(operands[0], NamedSharding(mesh, spec))]
+        with _source.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+            return [jax.lax.with_sharding_constraint(operands[0], NamedSharding(mesh, spec))]
     if eqn.primitive is _shard_map_p:
         p = eqn.params
         part = jax.shard_map(

@@ -42,5 +42,5 @@ def profile_of(plan: PlanRecord) -> StepProfile:
       PlanError: the plan holds none.
     """
     if plan.profile is None:
-        raise PlanError(f"the plan of {plan.name} holds no profile of the step: plan again")
+        raise PlanError(f"the plan of {plan.name} holds no profile of the step: plan again (a pipeline has none yet)")
     return plan.profile

@@ -86,8 +86,8 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
     if not found:
         raise PipelineError(
             f"{name} has no chain of layers to make stages of: no loop over micro-batches in which one lax.scan over "
-            "stacked layers is followed by its transpose. Stack the layers and scan over them, and accumulate "
-            "gradients over micro-batches"
+            "stacked layers is followed by its transpose. Stack the layers and scan over them; give microbatches=N, 2 "
+            "or more, where the step has no loop over micro-batches of its own"
         )
     return _Analysis(*max(found, key=lambda f: _stacked_bytes(f[1])), rules).chain()
 

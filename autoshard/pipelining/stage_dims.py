@@ -22,6 +22,7 @@ class StageDims:
         }
         for e in jx.walk(body):
             self.inside |= {graph.ids[v] for r in jx.regions(e) for v in r.body.invars if v in graph.ids}
+        self.inside -= {graph.ids[v] for v in chain.invariant if v in graph.ids}  # computed before the pipeline
         dims = label_dims(graph)
         stacked = [graph.ids[v] for v in _stacked(chain)]
         classes = {int(dims.label[dims.start[v]]) for v in stacked}
