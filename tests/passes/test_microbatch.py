@@ -249,6 +249,17 @@ def test_so_is_what_compares_examples_or_is_not_linear_in_their_sum(loss):
         in_parts_of(4, loss)
 
 
+def test_a_layer_that_reads_the_mean_of_the_batch_is_refused():
+    def forward(params: Any, batch: Any) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ w) * jnp.mean(h), None
+
+        return jax.lax.scan(layer, batch["x"], params["layers"])[0]
+
+    with pytest.raises(MicrobatchError, match=r"mul reads the sum over the whole batch, at .*test_microbatch.py:\d+"):
+        in_parts(4, forward, PARAMS, DATA)
+
+
 def test_what_does_not_divide_or_is_no_number_is_one_clear_error():
     state = {"params": PARAMS, "momentum": PARAMS}
     program = traced(step_of(mean), state, DATA)
