@@ -131,7 +131,7 @@ CELLS = (
     _convolutions("U-Net", "8xH100", unet, 8192, 64, (256, 512, 1024), 1),
     _convolutions("CNN, batch 256", "v5e:4x4", cnn, 256, 32, (64, 128, 256)),
     _convolutions("CNN, batch 1024", "v5e:4x4", cnn, 1024, 32, (64, 128, 256)),
-    _convolutions("ResNet", "v5e:4x4", wide_resnet, 2048, 224, 64, (1, 1, 1, 1)),
+    _convolutions("ResNet-50", "v5e:4x4", wide_resnet, 2048, 224, 64, (3, 4, 6, 3)),
     _convolutions("Segmenter", "v5e:4x4", segmenter, 256, 128, (64, 128)),
     _convolutions("ConvNeXt", "v5e:4x4", convnext, 1024, 224, (96, 192), (1, 1)),
 )  # fmt: skip
