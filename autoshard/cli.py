@@ -106,7 +106,7 @@ def _next_start(recipe: TrainConfig) -> str:
     """From where the next start of a run goes on."""
     saved = checkpoint.latest(Path(recipe.checkpoint.dir) / "checkpoints")
     if saved is None:
-        return "nothing is saved yet; the same command starts over"
+        return "nothing is saved yet, and the same command starts over"
     return f"step {saved} is saved, and the same command resumes from there"
 
 

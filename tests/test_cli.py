@@ -163,7 +163,7 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
     early = start("train", path, **cache)
     wait_until(early, (tmp_path / "run/run.json").exists)
     early.send_signal(signal.SIGINT)
-    assert early.communicate()[1] == "stopped before the first checkpoint; the same command starts over\n"
+    assert early.communicate()[1] == "stopped; nothing is saved yet, and the same command starts over\n"
     assert early.returncode == 130
 
     first = start("train", path, **cache)
