@@ -27,7 +27,7 @@ CAP = (ScoreOp("scale", 1 / 50), ScoreOp("tanh"), ScoreOp("scale", 50.0))
 CONFIG = AttentionConfig(
     "bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), (), *["float32"] * 2, *["bfloat16"] * 2
 )
-SIZES = {"b": 2, "q": 256, "k": 256, "h": 4, "d": 64, "e": 64}
+SIZES = {"b": 2, "q": 512, "k": 512, "h": 4, "d": 64, "e": 64}
 
 
 def sides(config, dtype="bfloat16", sizes=()):
@@ -45,7 +45,7 @@ EITHER = {
     "(mask)": replace(CONFIG, score_ops=(ScoreOp("mask", -1e9, 0),), extra_dims=("b..k",)),
     "(bias)": replace(CONFIG, score_ops=(ScoreOp("bias", extra=0),), extra_dims=(".hqk",)),
     "these have one by their score of -3": replace(CONFIG, score_ops=(replace(BAND, constant=-10.0), SCALE)),
-    "as many queries as keys, not 256 and 512": (CONFIG, "bfloat16", {"k": 512}),
+    "as many queries as keys, not 512 and 1024": (CONFIG, "bfloat16", {"k": 1024}),
     "keys and values of the same heads": replace(CONFIG, value_dims="bke"),
     "no key head without a query head": replace(CONFIG, query_dims="bqd"),
 }
@@ -61,7 +61,8 @@ CUDNN = {
 SPLASH = {
     "takes queries, keys and values of bfloat16 or float32, not float16": (CONFIG, "float16"),
     "multiple of 8 and at most 256, not 68": (CONFIG, "bfloat16", {"d": 68, "e": 68}),
-    "sequences that are a multiple of 128, not 200": (CONFIG, "bfloat16", {"q": 200, "k": 200}),
+    "sequences that are a multiple of 128, not 600": (CONFIG, "bfloat16", {"q": 600, "k": 600}),
+    "from 512 queries and keys on, and these are 256 and 256": (CONFIG, "bfloat16", {"q": 256, "k": 256}),
     "masks that leave each query its own key": replace(CONFIG, score_ops=(replace(BAND, high=-1),)),
     "one soft cap of the scores, before their mask": replace(CONFIG, score_ops=(BAND, *CAP)),
     "computes products at the default precision": (
