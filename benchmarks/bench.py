@@ -20,6 +20,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -84,7 +85,8 @@ def by_autoshard(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) 
         differences = None
         if not found.refusal:
             differences = tuple(text for text, row in audit(found, plan).lines() if row and row.unexplained)
-        kept.lines[key] = _line(f"autoshard{again}", True, found, mesh, seconds, plan.memory.peak, differences)
+        line = _line(f"autoshard{again}", True, found, mesh, seconds, plan.memory.peak, differences)
+        kept.lines[key] = replace(line, predicted_seconds=plan.cost.seconds)
     yield key
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ class Line:
     plan_seconds: float | None = None
     predicted: int | None = None
     """Peak bytes that autoshard predicted."""
+    predicted_seconds: float | None = None
+    """What autoshard predicted of ``sum``."""
     differences: tuple[str, ...] | None = None
     """What of the audit is not explained; None where none was made."""
     date: str = ""
@@ -91,9 +94,10 @@ def _line(said: Mapping[str, object]) -> Line:
 
 def summary(every: Sequence[Kept]) -> Iterator[str]:
     """A line a cell, then the geometric mean."""
-    yield "| cell | floor, ms | autoshard, ms | best by hand, ms | ratio | audit |"
-    yield "|---|--:|--:|--:|--:|---|"
+    yield "| cell | floor, ms | predicted, ms | autoshard, ms | best by hand, ms | ratio | audit |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
     ratios: list[float] = []
+    errors: list[float] = []
     for kept, cell in itertools.product(every, CELLS):
         lines = kept.of(cell)
         ours = next((line for line in lines if line.ours), None)
@@ -103,9 +107,10 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
         if ours is None:
             continue
         found = ours.sum / rest.sum if ours.fits and ours.sum and rest and rest.sum else None
-        words = [str(cell), f"{kept.floors[str(cell)] * 1e3:,.0f}"]
-        words.append((f"{ours.sum * 1e3:,.0f}" if ours.sum else "-") + ("" if ours.fits else ", does not fit"))
-        words.append(f"{rest.sum * 1e3:,.0f} ({rest.plan})" if rest and rest.sum else "none fits")
+        words = [str(cell), *map(_milliseconds, (kept.floors[str(cell)], ours.predicted_seconds))]
+        words.append(_milliseconds(ours.sum) + ("" if ours.fits else ", does not fit"))
+        words.append(f"{_milliseconds(rest.sum)} ({rest.plan})" if rest else "none fits")
+        errors += [abs(ours.predicted_seconds / ours.sum - 1)] if ours.predicted_seconds and ours.sum else []
         words.append(f"{found:.2f}" if found else "-")
         words.append("-" if ours.differences is None else "not clean" if ours.differences else "clean")
         ratios += [found] if found else []
@@ -113,7 +118,13 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         over = f"Over {len(ratios)} of {len(CELLS)} cells"
-        yield f"\n{over}: geometric mean {mean:.2f} of the best by hand, worst {max(ratios):.2f}."
+        yield f"\n{over}: geometric mean {mean:.2f} of the best by hand, worst {max(ratios):.3f}."
+    if errors:
+        yield f"\nPredicted seconds are off by {statistics.median(errors):.0%} (median), at most {max(errors):.0%}."
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.{0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3}f}"
 
 
 def details(kept: Kept, cell: Cell) -> Iterator[str]:
@@ -125,7 +136,7 @@ def details(kept: Kept, cell: Cell) -> Iterator[str]:
         yield f"| {line} |"
     for line in kept.of(cell):
         if line.predicted is not None:
-            yield f"\nPredicted: {line.predicted / GIB:,.2f} GiB."
+            yield f"\nPredicted: {_milliseconds(line.predicted_seconds)} ms, {line.predicted / GIB:,.2f} GiB."
         if line.differences:
             yield "\nNot explained by the audit:\n"
             yield from (f"- {text}" for text in line.differences)

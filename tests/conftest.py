@@ -34,6 +34,10 @@ COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 MAX_BYTES = 1 << 30
 """Of what one worker compiled."""
 
+MAX_MAPPED = 30_000
+"""Mapped regions of memory above which a worker drops what it has compiled: each executable has some, and at 65,530
+Linux gives no more, which XLA does not survive."""
+
 settings.register_profile("autoshard", derandomize=True, deadline=None)
 settings.load_profile("autoshard")
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on: looking for cycles took a tenth of the time
@@ -75,3 +79,13 @@ def compiled_once() -> Iterator[None]:
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     unfinished.unlink()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def mapped_memory() -> Iterator[None]:
+    """Drops what was compiled, where there is much of it."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPPED:
+        jax.clear_caches()
+        gc.collect()

@@ -15,16 +15,19 @@ class Traits:
 
     fused_into_consumer: bool = False
     """XLA computes it where it is read, for nothing: broadcasts, casts, reshapes, transposes. Asked by
-    `cost.node_strategy` (no compute time), `cost.liveness` (no buffer) and `passes.sum_products` (rounds nothing)."""
+    `cost.node_strategy` (no compute time), `cost.liveness` (no buffer), `cost.fusions` (moves nothing) and
+    `passes.sum_products` (rounds nothing)."""
     view: bool = False
     """Its result is its first operand in another order, shape or dtype, so that XLA finds a reshard of one to be the
-    reshard of the other. Asked by `cost.cost` (one reshard serves both)."""
+    reshard of the other. Asked by `cost.cost` and `cost.profile_step` (one reshard serves both)."""
     broadcasts: bool = False
     """It broadcasts its operand, or positions, to its result, whose size can be chosen. Asked by `cost.cost` (that of
-    a scalar is recomputed at each use) and `passes.pad_uneven` (it is computed at the padded size)."""
+    a scalar is recomputed at each use), `passes.pad_uneven` (it is computed at the padded size) and
+    `transforms.batch_parts` (it is computed for a part)."""
     moves_data: bool = False
     """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
-    by `cost.liveness` (no buffer) and `passes.sum_products` (rounds nothing)."""
+    by `cost.liveness` (no buffer), `cost.profile_step` (part of what reads it) and `passes.sum_products` (rounds
+    nothing)."""
     in_place_operand: int | None = None
     """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`."""
     gathers: bool = False
@@ -35,39 +38,40 @@ class Traits:
     each row is written, XLA compares positions and fuses it)."""
     scatter_adds: bool = False
     """It adds operand 2 to operand 0 at the positions in operand 1, as the gradient of a gather does. Asked by
-    `ir.build_graph` (tied to what is gathered from)."""
+    `ir.build_graph` (tied to what is gathered from) and `transforms.batch_parts` (its result is a sum over parts)."""
     reduces: bool = False
-    """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`, and
-    `transforms.batch_parts` (a sum over chunks)."""
+    """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`,
+    `cost.fusions` (it reads buffers anew) and `transforms.batch_parts` (a sum over chunks)."""
     convolution: bool = False
-    """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`."""
+    """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`, and
+    `transforms.batch_parts` (the gradient of a kernel is a sum over the batch)."""
     identity: bool = False
     """Its i-th result is its i-th operand. Asked by `ir.build_graph` (each pair on its own)."""
     constrains: bool = False
     """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven`,
-    `transforms.batch_parts` and `backend.lower` (the plan's own takes its place)."""
+    `transforms.batch_parts` and `backend.lower` (the plan's own takes its place), and `pipelining.chain`."""
     loop: bool = False
     """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
     barrier: bool = False
     """XLA computes its operands before it and fuses nothing across it. Asked by `cost.liveness`."""
     adds: bool = False
-    """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `transforms.per_part_sums` and
-    `passes.sum_products`."""
+    """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
+    `transforms.batch_parts`, `pipelining.chain` and `passes.sum_products`."""
     casts: bool = False
-    """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums` and
-    `passes.attention`."""
+    """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
+    `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain` and `passes.attention`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums` and
-    `passes.sum_products`, which carry sums over parts through it; what no gradient goes through on its way to a sum
-    need not say so."""
+    `passes.sum_products`, which carry sums over parts through it, and by `pipelining`, sums over stages; what no
+    gradient goes through on its way to a sum need not say so."""
     linear_in_inexact: bool = False
     """`linear` is true of floating-point and complex numbers alone: integers are truncated or wrap. Asked by
-    `transforms.per_part_sums`."""
+    `transforms.per_part_sums` and `pipelining.chain`."""
     folds_scalars: bool = False
     """Of scalars that are known while a program is read, it is evaluated then. Asked by `passes.attention`."""
     keeps_constant: bool = False
-    """Of an operand that is one number everywhere, its result is so too. Asked by `transforms.per_part_sums` and
-    `passes.attention`."""
+    """Of an operand that is one number everywhere, its result is so too. Asked by `transforms.per_part_sums`,
+    `transforms.batch_parts` and `passes.attention`."""
     runs_once: bool = False
     """Run again, it may give other values, or calls the host again. Asked by `transforms.batch_parts` and
     `transforms.remat`, which never recomputes it."""

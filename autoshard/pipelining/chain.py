@@ -32,7 +32,6 @@ type Places = frozenset[Place]
 _ENDS = frozenset[Place]({"first", "last"})
 _FORWARD = frozenset[Place]({"forward"})
 _SCALING = frozenset({prims.mul_p, prims.div_p})
-_ONE_OPERAND = frozenset({prims.neg_p, prims.convert_element_type_p, prims.sharding_constraint_p, prims.copy_p})
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,9 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
     Raises:
       PipelineError: there is none, or something in the loop stands against it; names its source line.
     """
-    found = [(loop, *pair) for loop in jaxpr.eqns if jx.scan_groups(loop) for pair in _pairs(jx.regions(loop)[0].body)]
+    found = [
+        (loop, *pair) for loop in jaxpr.eqns if jx.scan_groups(loop) for pair in _pairs(jx.regions(loop)[0].body, rules)
+    ]
     if not found:
         raise PipelineError(
             f"{name} has no chain of layers to make stages of: no loop over micro-batches in which one lax.scan over "
@@ -92,10 +93,10 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
     return _Analysis(*max(found, key=lambda f: _stacked_bytes(f[1])), rules).chain()
 
 
-def _pairs(body: jx.Jaxpr) -> list[tuple[jx.JaxprEqn, jx.JaxprEqn]]:
+def _pairs(body: jx.Jaxpr, rules: Rules) -> list[tuple[jx.JaxprEqn, jx.JaxprEqn]]:
     """The scans of ``body`` of which one reads, in reverse order, what the other stacks."""
     scans = [e for e in body.eqns if jx.scan_groups(e)]
-    reached = {e: _derived(body, e) for e in scans}
+    reached = {e: _derived(body, e, rules) for e in scans}
 
     def is_pair(one: jx.JaxprEqn, other: jx.JaxprEqn) -> bool:
         a, b = scan_groups(one), scan_groups(other)
@@ -106,13 +107,19 @@ def _pairs(body: jx.Jaxpr) -> list[tuple[jx.JaxprEqn, jx.JaxprEqn]]:
     return [(f, b) for n, f in enumerate(scans) for b in scans[n + 1 :] if is_pair(f, b)]
 
 
-def _derived(body: jx.Jaxpr, eqn: jx.JaxprEqn) -> set[jx.Var]:
+def _derived(body: jx.Jaxpr, eqn: jx.JaxprEqn, rules: Rules) -> set[jx.Var]:
     """What ``eqn`` stacks, also where it is constrained or cast."""
     found = set(eqn.outvars[scan_groups(eqn).carry :])
     for e in body.eqns:
-        if e.primitive in _ONE_OPERAND and isinstance(e.invars[0], jx.Var) and e.invars[0] in found:
+        if _keeps_elements(e, rules) and isinstance(e.invars[0], jx.Var) and e.invars[0] in found:
             found.update(e.outvars)
     return found
+
+
+def _keeps_elements(eqn: jx.JaxprEqn, rules: Rules) -> bool:
+    """Whether the result is the operand, constrained, cast, copied or negated."""
+    traits, p = rules.traits(eqn.primitive), eqn.primitive
+    return traits.constrains or traits.casts or p is prims.copy_p or p is prims.neg_p
 
 
 def scan_groups(eqn: jx.JaxprEqn) -> jx.ScanGroups:
@@ -272,7 +279,7 @@ class _Analysis:
     def _place_per_layer(self, eqn: jx.JaxprEqn, places: Places, layered: list[bool]) -> tuple[Places, bool]:
         p, scalars = eqn.primitive, [not jx.aval(a).shape for a in eqn.invars]
         if len(places) == 1:
-            if p in _ONE_OPERAND or (self._adds(eqn) and all(layered)):
+            if _keeps_elements(eqn, self.rules) or (self._adds(eqn) and all(layered)):
                 return places, True
             if p in _SCALING and layered[0] and scalars[1] and not self._of(eqn.invars[1]):
                 return places, True

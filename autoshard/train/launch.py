@@ -94,7 +94,7 @@ def _watched(started: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path],
         if all(process.poll() == 0 for process in started):
             return Ended(0)
         time.sleep(POLL_SECONDS)
-    first = failed[0]
+    first = min(failed, key=lambda n: started[n].returncode > 0)  # the others may have ended for that it was killed
     code: int = started[first].returncode
     if code < 0:
         return Ended(128 - code, first, signal.Signals(-code))

@@ -90,5 +90,5 @@ def test_an_unknown_trip_count_is_a_diagnostic() -> None:
 
 
 def test_equal_nodes_share_their_kind() -> None:
-    g = graph(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), ((4, 4),), MESH)
+    g = build_graph(program(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), ((4, 4),), MESH))
     assert len({id(n.kind) for n in g.nodes}) == 1
