@@ -33,11 +33,11 @@ class Line:
     plan_seconds: float | None = None
     predicted: int | None = None
     """Peak bytes that autoshard predicted."""
-    predicted_seconds: float | None = None
-    """What autoshard predicted of ``sum``."""
     differences: tuple[str, ...] | None = None
     """What of the audit is not explained; None where none was made."""
     date: str = ""
+    predicted_seconds: float | None = None
+    """What autoshard predicted of ``sum``."""
 
     @property
     def fits(self) -> bool:
