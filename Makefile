@@ -42,7 +42,7 @@ $(TARGETS)/ready $(GPUS)/ready: pyproject.toml constraints.txt
 	"$$python" -m venv --clear $(@D) && \
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools && \
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation -e '.[$(EXTRA)]' pytest hypothesis && \
+		--no-build-isolation -e '.[test,$(EXTRA)]' && \
 	touch $@
 
 test-targets: test-tpu test-gpu ## compile for TPUs and GPUs, which need not be here, and read what comes of it
