@@ -67,6 +67,10 @@ class PeerError(AutoshardError):
     """Another process of a run was lost, or did not come."""
 
 
+class NonFiniteError(AutoshardError):
+    """A step of a run whose metrics or next state are NaN or infinite, where that is to end it."""
+
+
 class ExportError(AutoshardError):
     """A step that cannot be exported, or bytes that are no exported step, a damaged one, or one of another JAX."""
 

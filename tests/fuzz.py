@@ -41,7 +41,7 @@ from autoshard.checkpoint.manifest import inventory_text
 from autoshard.errors import AutoshardError
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh_config import load_mesh_config
-from autoshard.runs.report import Event, HeldOutEvent, PhaseEvent, StepEvent, make_report
+from autoshard.runs.report import Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, StepEvent, make_report
 from autoshard.runs.run_folder import RunFolder, write_json
 from autoshard.train.config import TrainConfig
 from autoshard.train.decoder import ModelConfig
@@ -407,7 +407,8 @@ def _run_files(folder: Path) -> Iterator[Kind]:
         taken = (first + 1, first + 2)
         log += [StepEvent(step=n, loss=1.0 / n, grad_norm=0.5, learning_rate=1e-3) for n in taken]
         log.append(HeldOutEvent(step=first + 2, loss=1.5))
-    run_folder.append(log)
+    found: dict[str, Any] = {"metrics": ("loss",), "state": (), "batch": (), "processes": (), "did": "skip"}
+    run_folder.append([*log, NonFiniteEvent(step=4, **found)])
     report = make_report(log, steps=4, **given)
     write_json(run_folder.report, report.model_dump(mode="json"))
 

@@ -66,7 +66,34 @@ class HeldOutEvent(_Measured):
     event: Literal["held_out"] = "held_out"
 
 
-Event = PhaseEvent | StepEvent | HeldOutEvent
+class NonFiniteEvent(_Frozen):
+    """Step ``step`` gave numbers that are NaN or infinite."""
+
+    event: Literal["non_finite"] = "non_finite"
+    step: NonNegativeInt
+    metrics: tuple[str, ...]
+    """Which of its metrics."""
+    state: tuple[str, ...]
+    """Paths of arrays in the next state, the first of them."""
+    batch: tuple[str, ...]
+    """Paths of arrays in its batch."""
+    processes: tuple[NonNegativeInt, ...]
+    """Whose rows of the batch these are."""
+    did: Literal["stop", "skip", "rewind"]
+    restored: NonNegativeInt | None = None
+    """The step whose saved state was taken instead."""
+
+    def text(self, processes: int) -> str:
+        """One line for a person, of a run in so many processes."""
+        names = [*self.metrics, *self.state[:3], *(["..."] if len(self.state) > 3 else [])]
+        line = f"step {self.step}: not finite: {', '.join(names)}"
+        if self.batch:
+            of = f" of process {', '.join(map(str, self.processes))}" if processes > 1 else ""
+            return f"{line}; nor is its batch{of}: {', '.join(self.batch)}"
+        return f"{line}; its batch is finite"
+
+
+Event = PhaseEvent | StepEvent | HeldOutEvent | NonFiniteEvent
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads an event of any kind."""
 
@@ -160,6 +187,8 @@ def make_report(
                 starts.append(event)
             case StepEvent():
                 losses[event.step] = math.nan if event.loss is None else event.loss
+            case NonFiniteEvent():
+                losses.pop(event.step, None)  # the step came to nothing
             case HeldOutEvent():
                 held[len(starts) - 1, event.step] = math.nan if event.loss is None else event.loss
     phases = [

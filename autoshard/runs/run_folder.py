@@ -35,7 +35,7 @@ from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.runs.event_file import first_events, scalar_event
-from autoshard.runs.report import EVENTS, Event, HeldOutEvent, PhaseEvent, Report
+from autoshard.runs.report import EVENTS, Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, Report
 from autoshard.strict_files import cut, parse_json, read_text, shortened
 
 _LOCK = "lock"
@@ -264,7 +264,7 @@ def _line(event: Event) -> str:
 
 def _row(event: Event) -> dict[str, float]:
     """The columns of an event in the table; none of one without metrics."""
-    if isinstance(event, PhaseEvent):
+    if isinstance(event, PhaseEvent | NonFiniteEvent):
         return {}
     prefix = "eval_" if isinstance(event, HeldOutEvent) else ""
     return {"step": event.step, **{f"{prefix}{name}": value for name, value in event.metrics.items()}}

@@ -127,6 +127,10 @@ class Step:
         donated = [at for at, leaf in zip(order, executable.program.inputs, strict=True) if leaf.donated]
         return export_step(jax.export.export(cast(Any, step))(*given[0], **given[1]), executable.plan, donated)
 
+    def around(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Step:
+        """The step of ``wrap(fun)``, which takes what ``fun`` takes, with the same options; planned anew."""
+        return Step(wrap(self._fun), self._options)
+
     def clear_cache(self) -> None:
         """Forgets every plan, trace and executable, as the method of a `jax.jit` function does: the next call plans as
         the first one did.
@@ -297,6 +301,10 @@ class BoundStep:
 
     def export(self, *args: Any, **kwargs: Any) -> bytes:
         return self._step.export(self._instance, *args, **kwargs)
+
+    def around(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Step:
+        step, instance = self._step, self._instance
+        return Step(wrap(functools.partial(step._fun, instance)), step._options.without_first())
 
     def clear_cache(self) -> None:
         self._step.clear_cache()

@@ -23,6 +23,7 @@ from autoshard.strict_config import Config, load_yaml
 from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, ModelCall
 from autoshard.train.data import STDLIB, VOCAB
 from autoshard.train.decoder import MAX_SIZE, MAX_STEPS, ModelConfig, OptimizerConfig
+from autoshard.train.non_finite import PATTERN
 
 Strategy = Literal["auto", "dp", "fsdp", "tp", "fsdp_tp", "zero1", "zero2", "zero3", "replicated"]
 
@@ -131,6 +132,8 @@ class TrainConfig(Config):
     passes: tuple[str, ...] | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig
+    nan: str | None = Field(default=None, pattern=rf"^({PATTERN})$")
+    """After a step that is NaN or infinite: ``stop``, ``skip``, or ``rewind 20``; see `autoshard.train.fit`."""
     seed: StrictInt = Field(default=0, ge=0)
     log_every: StrictInt = Field(default=10, ge=1)
     """Steps between two progress lines if the output is not a terminal."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,12 @@ from autoshard import checkpoint
 from autoshard.api import jit
 from autoshard.errors import ArgumentError, CheckpointError, PlanError
 from autoshard.runs.progress import ProgressLine
-from autoshard.runs.report import HeldOutEvent, StepEvent
+from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, StepEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
+from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, is_first
 from autoshard.train.sources import ChosenRows, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
@@ -47,6 +49,7 @@ def fit(
     every: int | None = None,
     evaluate: Callable[[Tree], Any] | None = None,
     log: Log | epath.PathLike | None = None,
+    nan: str | None = None,
 ) -> Tree:
     """Takes ``step`` until step ``steps``, from the newest checkpoint if there is one, and returns the last state.
 
@@ -74,6 +77,12 @@ def fit(
       log: called with the number of a step and its metrics by name, and with those of an evaluation, whose names begin
         with ``eval_``, in the first process; or a folder, which gets ``log.jsonl`` and ``metrics.csv``, and a line of
         progress is printed.
+      nan: what is done after a step of which a scalar metric, or a number in the next state that was finite before, is
+        NaN or infinite: ``"stop"`` raises; ``"skip"`` keeps the state of before, as if the step had not been, at most
+        ten times in a row; ``"rewind 20"`` goes on from the newest checkpoint that is 20 steps or more before it, with
+        the batches that follow. Each is logged, with what was not finite, also of the batch, and of which process that
+        was. By default nothing is looked for. The step is planned with the check in it; of ``plan`` it has the
+        shardings.
 
     Returns:
       The state after step ``steps``. A finished run is restored, and no step is taken.
@@ -83,15 +92,20 @@ def fit(
         state is saved then); a step that does not return what is said above.
       ConfigError: the position in the checkpoint is none of these batches, or several processes have other batches.
       CheckpointError: a checkpoint of another state, or one beyond ``steps``.
+      NonFiniteError: a step that is not finite, and ``nan`` says stop, or nothing else can be done.
     """
     for name, value in (("steps", steps), ("every", every)):
         if value is not None and (type(value) is not int or value < 1):
             raise ArgumentError(f"{name}={value!r}: must be a whole number, 1 or more")
+    policy = None if nan is None else NonFinitePolicy.of(nan)
+    if policy is not None and policy.action == "rewind" and (checkpoints is None or every is None):
+        raise ArgumentError(f"nan={nan!r} goes back to checkpoints: give `checkpoints`, and `every`, for some")
     source = Peeked(source_of(batches, None if plan is None else _batch_size(plan)))
     if source.first is None:
         raise ArgumentError("batches: there is none")
-    own: Any = step if isinstance(step, Step | BoundStep) else _decorated(step, plan)
-    chosen: Plan = plan or own.plan(state, jax.tree.map(_abstract, arrays_only(source.first)))
+    own = _planned_step(step, plan, policy, state)
+    first = jax.tree.map(_abstract, arrays_only(source.first))
+    chosen: Plan = own.plan(state, first) if plan is None or policy is not None else plan
     if len(chosen.in_avals) != 2:
         raise PlanError(
             f"fit takes a step(state, batch); {chosen.name} was planned with {len(chosen.in_avals)} arguments"
@@ -114,8 +128,17 @@ def fit(
 
         def save(number: int, state: Tree, position: Any) -> None:
             if folder is not None:
-                checkpoint.save(folder, number, state, plan=chosen, extra={"batches": position}, keep=KEEP)
+                checkpoint.save(folder, number, state, plan=chosen, extra={"batches": position}, keep=keep)
 
+        def restore(number: int) -> Tree:
+            assert folder is not None
+            return nnx.updated(state, checkpoint.restore(folder, number, plan=chosen))
+
+        def saved() -> Sequence[int]:
+            return from_first(lambda: () if folder is None else checkpoint.steps(folder))
+
+        watch = None if policy is None else NonFiniteWatch(policy, saved, restore, record.not_finite)
+        keep = KEEP if policy is None else policy.kept(KEEP, every or steps)
         duties = Duties(
             log=record.step,
             save=save,
@@ -123,6 +146,7 @@ def fit(
             evaluate=lambda number, state: _evaluate(evaluate, number, state, record),
             evaluates=lambda number: evaluate is not None and (number == steps or number % (every or steps) == 0),
             stops=lambda number: agree_to_stop(stop.requested, place, number, 1 if number == steps else AGREE_EVERY),
+            failed=None if watch is None else watch.answer,
         )
         if done < steps:
             with stop.deferred():
@@ -135,9 +159,23 @@ def fit(
     return state
 
 
-def _decorated(step: Callable[[Tree, Tree], Any], plan: Plan | None) -> Step:
+def _planned_step(
+    step: Callable[[Tree, Tree], Any], plan: Plan | None, policy: NonFinitePolicy | None, state: Tree
+) -> Any:
+    """``step`` decorated, and checked where there is a policy."""
+
+    def check(fun: Callable[[Tree, Tree], Any]) -> Callable[[Tree, Tree], Any]:
+        return checked(uniform(fun, state), keeps=policy is not None and policy.action == "skip")
+
     donates = plan is None or any(place.donated for place in plan.inputs)
-    return jit(step, strategy=plan or "auto", donate_argnums=0 if donates else None)
+    donated = 0 if donates else None
+    if isinstance(step, Step | BoundStep):
+        if policy is not None and plan is not None:
+            raise ArgumentError("nan= adds a check to the step, which its plan has not: give the plan and the function")
+        return step if policy is None else step.around(check)
+    if policy is not None and plan is not None:
+        return jit(check(step), mesh=plan.jax_mesh, in_shardings=plan.in_shardings, donate_argnums=donated)
+    return jit(step if policy is None else check(step), strategy=plan or "auto", donate_argnums=donated)
 
 
 def _batch_size(plan: Plan) -> int | None:
@@ -192,6 +230,13 @@ class _Record:
             self.folder.append([HeldOutEvent.of(number, metrics)])
         if self.progress is not None:
             self.progress.restart()
+
+    def not_finite(self, event: NonFiniteEvent) -> None:
+        """A step was not finite."""
+        if self.folder is not None:
+            self.folder.append([event])
+        if is_first() and event.did != "stop":  # else an error says the same
+            warnings.warn(event.text(jax.process_count()), stacklevel=2)
 
 
 @contextlib.contextmanager

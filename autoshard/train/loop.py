@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,14 @@ from autoshard.backend.audit import audit
 from autoshard.errors import ConfigError
 from autoshard.pages.page import brief, page
 from autoshard.runs.progress import ProgressLine
-from autoshard.runs.report import Event, HeldOutEvent, PhaseEvent, Report, StepEvent, make_report
+from autoshard.runs.report import Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, Report, StepEvent, make_report
 from autoshard.runs.run_folder import RunFolder, write_json
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import OptimizerConfig, Tree
+from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, in_any, is_first, peak_seconds
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
 from autoshard.train.stop_signals import StopSignals
@@ -129,7 +130,7 @@ def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> P
     work = work or work_of(config)
     steps, batch = work.steps, work.batches.like
     step = jit(
-        steps.train,
+        steps.train if config.nan is None else checked(steps.train, keeps=config.nan == "skip"),
         mesh=phase.mesh,
         strategy=config.strategy,
         microbatches=config.microbatches,
@@ -250,9 +251,23 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int) -> Duties:
     """What is done beside the steps of a phase that ends with step ``last``."""
     config, every = run.config, run.config.eval.every
 
+    policy = None if config.nan is None else NonFinitePolicy.of(config.nan)
+    keep = config.checkpoint.keep if policy is None else policy.kept(config.checkpoint.keep, config.checkpoint.every)
+
     def save(number: int, state: Tree, position: Any) -> None:
-        extra, keep = {"batches": position}, config.checkpoint.keep
+        extra = {"batches": position}
         checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
+
+    def restore(number: int) -> Tree:
+        return checkpoint.restore(run.folder.checkpoints, number, plan=planned.plan)
+
+    def tell(event: NonFiniteEvent) -> None:
+        run.log(event)
+        done = f"; going back to step {event.restored}" if event.restored is not None else "; the step is skipped"
+        run.say(event.text(jax.process_count()) + ("" if event.did == "stop" else done))
+
+    def saved() -> Sequence[int]:
+        return from_first(lambda: checkpoint.steps(run.folder.checkpoints))
 
     return Duties(
         log=lambda number, metrics: _log_step(run, number, metrics),
@@ -263,6 +278,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int) -> Duties:
         stops=lambda number: agree_to_stop(
             run.stop.requested, planned.place, number, 1 if number == last else config.log_every
         ),
+        failed=None if policy is None else NonFiniteWatch(policy, saved, restore, tell).answer,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from autoshard.errors import ArgumentError
 from autoshard.runtime import nnx
 from autoshard.strict_files import cut
+from autoshard.train.non_finite import Checked
 from autoshard.train.sources import Source, Tree
 
 type Numbers = Mapping[str, float]
@@ -36,6 +37,9 @@ class Duties:
     """Whether the state after a step is evaluated."""
     stops: Callable[[int], bool]
     """Whether the run is to stop after a step; all processes say the same."""
+    failed: Callable[[int, Checked, Tree, Tree], Tree | None] | None = None
+    """Of a checked step whose numbers are not all finite: the step, what it found, the newest state, and its batch;
+    gives the state to go on with, or None for the newest."""
 
 
 def take_steps(
@@ -58,23 +62,26 @@ def take_steps(
     Raises:
       ArgumentError: the batches ended before the last step; the state after the last batch is saved.
     """
-    pending: deque[tuple[int, Any]] = deque()
+    pending: deque[tuple[int, Any, Tree]] = deque()
     for number in numbers:
         try:
             batch = next(batches)
         except StopIteration:
-            _finish_early(number - 1, numbers, state, batches, pending, duties)
+            while pending:
+                state = _settled(duties, pending, state)
+            _finish_early(number - 1, numbers, state, batches, duties)
             raise ArgumentError(
                 f"the batches ended after step {number - 1} of {numbers[-1]}, whose state is saved where the run has a "
                 "folder; give batches that do not end, such as a data set that repeats, or fewer steps"
             ) from None
-        state, metrics = step(state, place(batch))
-        pending.append((number, metrics))
+        placed = place(batch)
+        state, metrics = step(state, placed)
+        pending.append((number, metrics, placed if isinstance(metrics, Checked) else None))
         stopping = duties.stops(number)
         saves = stopping or number == numbers[-1] or duties.saves(number)
         evaluates = duties.evaluates(number)
         while len(pending) > (0 if saves or evaluates else 1):  # stays one step behind, so as not to wait for results
-            _log(duties, *pending.popleft())
+            state = _settled(duties, pending, state)
         if evaluates:
             duties.evaluate(number, state)
         if saves:
@@ -84,18 +91,31 @@ def take_steps(
     return state, numbers[-1] if numbers else numbers.start - 1
 
 
-def _finish_early(
-    done: int, numbers: range, state: Tree, batches: Source, pending: deque[tuple[int, Any]], duties: Duties
-) -> None:
-    """Logs and saves what is not yet after step ``done``, the last that had a batch."""
-    for each in pending:
-        _log(duties, *each)
+def _finish_early(done: int, numbers: range, state: Tree, batches: Source, duties: Duties) -> None:
+    """Saves what is not yet after step ``done``, the last that had a batch."""
     if done >= numbers.start and not duties.saves(done):
         duties.save(done, state, batches.get_state())
 
 
-def _log(duties: Duties, number: int, metrics: Any) -> None:
-    duties.log(number, scalars(metrics))
+def _settled(duties: Duties, pending: deque[tuple[int, Any, Tree]], state: Tree) -> Tree:
+    """Logs the first of the steps whose results are ``pending``; the state to go on with.
+
+    Where another one takes the place of ``state``, the steps after it came to nothing: they are logged and not judged.
+    """
+    number, metrics, batch = pending.popleft()
+    if not isinstance(metrics, Checked):
+        duties.log(number, scalars(metrics))
+        return state
+    duties.log(number, scalars(metrics.metrics))
+    if np.asarray(metrics.finite).all():
+        return state
+    assert duties.failed is not None  # who checks a step says what to do
+    if (instead := duties.failed(number, metrics, state, batch)) is None:
+        return state
+    for later, found, _ in pending:
+        duties.log(later, scalars(found.metrics))
+    pending.clear()
+    return instead
 
 
 def scalars(metrics: Any) -> Numbers:

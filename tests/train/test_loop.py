@@ -14,7 +14,7 @@ from etils import epath
 from rich.console import Console
 
 from autoshard import checkpoint
-from autoshard.errors import CheckpointError, ConfigError, MeshError
+from autoshard.errors import CheckpointError, ConfigError, MeshError, NonFiniteError
 from autoshard.runs.report import Report, StepEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig
@@ -223,6 +223,19 @@ def test_a_plan_needs_no_devices(text: Path, tmp_path: Path):
     plan = plan_phase(config, config.all_phases[0]).plan
     assert plan.mesh.size == 512
     assert not (tmp_path / "run").exists()
+
+
+def test_a_config_may_ask_what_is_done_of_steps_that_are_not_finite(text: Path, tmp_path: Path):
+    mesh = {"axes": {"data": 2}, "hardware": "cpu"}
+    endless = {"learning_rate": 1e30, "warmup": 0}  # the second step sees what the first one made of the parameters
+    entries: dict[str, object] = {"phases": (), "mesh": mesh, "steps": 3, "optimizer": endless}
+    with pytest.raises(NonFiniteError, match=r"step 2: not finite: grad_norm, state.*; its batch is finite; the run ends, and nothing"):
+        run(recipe(text, tmp_path / "run", nan="stop", **entries))
+    _, shown = run(recipe(text, tmp_path / "run", nan="skip", **entries))
+    assert "step 2: not finite: grad_norm" in shown
+    assert shown.count("the step is skipped") == 2
+    with pytest.raises(ConfigError, match="nan"):
+        recipe(text, tmp_path / "run", nan="halt")
 
 
 def test_a_config_may_ask_for_micro_batches(text: Path, tmp_path: Path):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.errors import ArgumentError
+from autoshard.train.non_finite import Checked
 from autoshard.train.sources import source_of
 from autoshard.train.stepping import Duties, scalars, take_steps
 
@@ -65,3 +66,30 @@ def test_batches_that_end_too_early_lose_nothing():
 def test_the_numbers_among_metrics_have_names():
     assert scalars(np.float32(2)) == {"loss": 2.0}
     assert scalars({"a": {"b": 1}, "c": np.zeros(3), "d": [True]}) == {"a.b": 1.0, "d.0": 1.0}
+
+
+def test_what_follows_a_step_that_was_undone_is_logged_and_not_judged():
+    done: list[Any] = []
+    duties = Duties(
+        log=lambda n, metrics: done.append(("log", n, metrics["loss"])),
+        save=lambda n, state, position: done.append(("save", n, state, position)),
+        saves=lambda n: False,
+        evaluate=lambda n, state: None,
+        evaluates=lambda n: False,
+        stops=lambda n: False,
+        failed=lambda n, found, state, batch: done.append(("failed", n, state, batch)) or 100,
+    )
+
+    def step(state: int, batch: int) -> Any:
+        return state + batch, Checked(np.float32(batch), np.array([batch < 5]))
+
+    result = take_steps(step, 0, source_of(iter([1, 7, 9, 2])), lambda batch: batch, range(1, 5), duties)
+    assert done == [
+        ("log", 1, 1.0),
+        ("log", 2, 7.0),
+        ("failed", 2, 17, 7),
+        ("log", 3, 9.0),
+        ("log", 4, 2.0),
+        ("save", 4, 102, {"taken": 4}),
+    ]
+    assert result == (102, 4)
