@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jax import lax
@@ -16,6 +17,7 @@ from jax import numpy as jnp
 from autoshard.ir.halo import Halo, HaloWindow
 from autoshard.ir.rule import Aval, Local, Rule, RuleFn
 from autoshard.rules.builders import Label, build, is_integer, per_shard, rounded_kinds, table
+from autoshard.rules.local_forms.ragged_dot import sharded_ragged_dot
 from autoshard.rules.window import contracted_spatial_dim, output_size, sliding_dim
 
 EITHER_OPERAND = "sum: 0 1"
@@ -75,33 +77,45 @@ def ragged_dot_general(
     *,
     ragged_dot_dimension_numbers: Any,
     preferred_element_type: Any = None,
-    **_: Any,
+    **params: Any,
 ) -> Rule:
-    """As `dot_general`; the ragged dimension and the groups are kept whole, since shards have other group sizes."""
+    """As `dot_general`. Groups that a contracted dimension is made of are parallel; else the matrix of each group is
+    multiplied with its rows alone, so that devices with some of the groups have zeros for the other rows."""
     numbers = ragged_dot_dimension_numbers.dot_dimension_numbers
     (ragged,) = ragged_dot_dimension_numbers.lhs_ragged_dimensions
-    (contracted, _), (batch, _) = numbers
+    contracted = numbers[0][0]
     left, right, out = _dot_labels(len(lhs.shape), len(rhs.shape), numbers)
-    groups: list[Label] = ["g"]
+    rows = left[ragged]
     for d in ragged_dot_dimension_numbers.rhs_group_dimensions:
         out.remove(right[d])
         right[d] = "g"
     if ragged in contracted:
         out.insert(0, "g")
+    operands: list[list[Label]] = [[*left], [*right], [None] * len(group_sizes.shape)]
     if len(group_sizes.shape) > 1:
-        groups = [None] * len(group_sizes.shape)
-        if len(lhs.shape) > 2 or batch:
-            kept = {f: "whole" for f in (*left, *right, *out) if f != left[ragged]}
-            return build(
-                [left, right, groups],
-                [out],
-                kept | {left[ragged]: "whole"},
-                reason="its group sizes differ along further dimensions",
-            )
-    kinds = {left[d]: "sum" for d in contracted} | {left[ragged]: "whole", "g": "whole"}
+        kept = dict.fromkeys((*left, *right, *out), "whole")
+        return build(operands, [out], kept, reason="its group sizes differ along further dimensions")
+    kinds = {left[d]: "sum" for d in contracted}
+    if ragged not in contracted:
+        kinds["g"] = "sum"
     kinds = _partial_kinds(kinds, lhs, rhs, _result_dtype(lhs, preferred_element_type))
+    params |= {
+        "ragged_dot_dimension_numbers": ragged_dot_dimension_numbers,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": None,
+    }
+    sides = (left, right, (), out)
+    places = [(i, d) for i, dims in enumerate(sides) for d, f in enumerate(dims) if f == rows]
+    groups = next(((i, d) for i, dims in enumerate(sides) for d, f in enumerate(dims) if f == "g"), None)
+    local = None
+    if groups is not None:
+        local = sharded_ragged_dot(partial(lax.ragged_dot_general, **params), places, groups)
     return build(
-        [left, right, groups], [out], kinds, _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type)
+        operands,
+        [out],
+        kinds,
+        _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type),
+        local=local,
     )
 
 

@@ -125,6 +125,7 @@ class _Lowering:
             tuple(s.without(left_to_xla).partition_spec() for s in side)
             for side in (island.in_specs, island.reduced_specs)
         )
+        placed = (*island.in_specs, *island.out_specs) if local.takes_specs else island.axes
         same_op = jx.bind_on_shards(
             eqn,
             [
@@ -135,7 +136,7 @@ class _Lowering:
 
         def on_shards(*operands: Any) -> tuple[Any, ...]:
             operands = _extend_with_halos(operands, rule, island, sizes)
-            out = same_op(*operands) if local.fun is None else local.fun(island.axes, *operands)
+            out = same_op(*operands) if local.fun is None else local.fun(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             specs = zip(results, island.out_specs, island.reduced_specs, strict=True)
             return tuple(_reduce_partials(x, spec, reduced, self.logical_mesh) for x, spec, reduced in specs)

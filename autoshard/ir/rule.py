@@ -85,6 +85,9 @@ class Local:
     several steps; None: its FLOPs are divided by all parts, and it stores nothing but its results."""
     starts: tuple[tuple[int, ...], ...] = ()
     """Sets of operands, each of which suffices for a first step; () where it takes all of them."""
+    takes_specs: bool = False
+    """Whether ``fun`` takes, in place of ``axes``, the specs of the operands and then of the results: it asks where in
+    the whole its shards are, along any factor."""
     parallel: frozenset[str] = frozenset()
     """Reduced factors that no product among the steps contracts: products compute independent elements along them,
     which a later step sums."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lax.lax import ragged_dot_general_p as _ragged_dot_general_p
 from jax._src.shard_map import shard_map_p as _shard_map_p
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _prims
@@ -108,7 +109,8 @@ def eqn_key(eqn: JaxprEqn) -> Any:
 
 
 def contraction_flops(eqn: JaxprEqn) -> float:
-    """FLOPs of a matrix product or convolution (a multiply-add is two), or the equation's parameter ``flops``, or 0.
+    """FLOPs of a matrix product, ragged or not, or convolution (a multiply-add is two), or the equation's parameter
+    ``flops``, or 0.
 
     A convolution reads no holes of a dilated operand, as in the gradient of a strided one; padding counts as read.
     """
@@ -116,6 +118,8 @@ def contraction_flops(eqn: JaxprEqn) -> float:
         (lhs, _), _ = eqn.params["dimension_numbers"]
         out, left = aval(eqn.outvars[0]).shape, aval(eqn.invars[0]).shape
         return 2.0 * math.prod(out) * math.prod(left[d] for d in lhs)
+    if eqn.primitive is _ragged_dot_general_p:
+        return _ragged_flops(eqn)
     if eqn.primitive is _prims.conv_general_dilated_p:
         p = eqn.params
         rhs, result = p["dimension_numbers"].rhs_spec, p["dimension_numbers"].out_spec
@@ -125,6 +129,15 @@ def contraction_flops(eqn: JaxprEqn) -> float:
         reads = [window_reads(out[o], kernel[k], *w) for o, k, w in zip(result[2:], rhs[2:], windows, strict=True)]
         return 2.0 * out[result[0]] * out[result[1]] * kernel[rhs[1]] * math.prod(reads)
     return float(eqn.params.get("flops", 0.0))
+
+
+def _ragged_flops(eqn: JaxprEqn) -> float:
+    """FLOPs of a product of ragged groups: each row is multiplied with one group's matrix."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    rest = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    rhs = aval(eqn.invars[1]).shape
+    return 2.0 * math.prod(aval(eqn.invars[0]).shape) * math.prod(n for d, n in enumerate(rhs) if d not in rest)
 
 
 class Convolution(NamedTuple):

@@ -175,10 +175,35 @@ def _dynamic_update_slice(run: Run, params: Params, operands: Sequence[Any], sha
     return [jnp.where(mine, run(x, update, *starts)[0], x)]
 
 
+def _ragged_dot(run: Run, params: Params, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """A shard of the rows has some rows of each group; one of the groups has zeros for the matrices of the others."""
+    lhs, rhs, sizes = operands
+    numbers = params["ragged_dot_dimension_numbers"]
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if shard.splits(0, ragged):
+        n = lhs.shape[ragged]
+        group_of = np.repeat(np.arange(len(sizes)), sizes)[shard.index * n :][:n]
+        return run(lhs, rhs, np.bincount(group_of, minlength=len(sizes)).astype(sizes.dtype))
+    for d in numbers.rhs_group_dimensions:
+        if shard.splits(1, d):
+            whole = np.zeros(shard.shapes[1], rhs.dtype)
+            own = [slice(None)] * whole.ndim
+            own[d] = slice(shard.index * rhs.shape[d], (shard.index + 1) * rhs.shape[d])
+            whole[tuple(own)] = rhs
+            return run(lhs, whole, sizes)
+    out = run(lhs, rhs, sizes)[0]
+    own = [slice(None)] * out.ndim
+    if shard.factor in shard.rule.results[0][0] and not any(shard.split_dims(i) for i in (0, 1)):
+        n = shard.results[0][0]
+        own[0] = slice(shard.index * n, (shard.index + 1) * n)
+    return [out[tuple(own)]]
+
+
 POSITION_AWARE: dict[str, Callable[[Run, Params, Sequence[Any], Shard], list[Any]]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "iota": _iota,
+    "ragged_dot_general": _ragged_dot,
     "scatter": _scatter(None),
     "scatter-add": _scatter(0),
     "scatter-max": _scatter(None),

@@ -55,7 +55,7 @@ CASES = {
         "ragged_dot_general",
         partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=ragged),
         [(6, 4), (3, 4, 2), ("int32", 3)],
-        "ab, cbd, c -> ad {a: whole, b: sum, c: whole}",
+        "ab, cbd, . -> ad {b: sum, c: sum}",
     ),
     "conv": (
         "conv_general_dilated",
