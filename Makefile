@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu harness random kernels combinations mutants fuzz kills lint format types types-planted picture notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu harness random kernels combinations mutants fuzz kills lint format types types-planted picture docs notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -30,14 +30,16 @@ demo: $(READY) ## train a small language model on a sharded mesh, stop, resume o
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The plugins for TPUs and for GPUs share no process: each in an environment of its own.
+# The plugins for TPUs and for GPUs share no process: each in an environment of its own. So is what builds the pages.
 TARGETS := .venv-targets
 GPUS := .venv-gpus
+DOCS := .venv-docs
 HERE := call_overhead emergence plan_time real_time recompute
 
 $(TARGETS)/ready: EXTRA := tpu
 $(GPUS)/ready: EXTRA := gpu
-$(TARGETS)/ready $(GPUS)/ready: pyproject.toml constraints.txt
+$(DOCS)/ready: EXTRA := docs
+$(TARGETS)/ready $(GPUS)/ready $(DOCS)/ready: pyproject.toml constraints.txt
 	@python=$$(.ci/find-python) && \
 	"$$python" -m venv --clear $(@D) && \
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools && \
@@ -96,6 +98,12 @@ picture: $(READY) ## draw anew the packages and their imports, docs/packages.svg
 	$(BIN)/python -m docs.packages
 	$(BIN)/python -m docs.plan_picture
 
+# Needs no network once its environment is there. What pages show is what their code printed while they were built.
+docs: $(DOCS)/ready ## build the documentation, build/docs/index.html: every example runs, a warning is an error
+	$(DOCS)/bin/python -m docs.made_pages
+	$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -b html docs build/docs
+	$(DOCS)/bin/python -m pytest tests/docs
+
 notebook: $(READY) ## execute the notebooks in place
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
 
@@ -112,5 +120,5 @@ bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TP
 	$(TARGETS)/bin/python -m benchmarks.fits --cache .targets-cache
 
 clean: ## remove .venv and everything that was built
-	rm -rf $(VENV) $(TARGETS) $(GPUS) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov
+	rm -rf $(VENV) $(TARGETS) $(GPUS) $(DOCS) build dist docs/reference/made *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Every exception class of autoshard.
 
 Each message names the argument path or the equation's source line, the sizes involved, and the nearest thing that
-works.
+works; each class has a remedy.
 """
 
 from __future__ import annotations
@@ -11,40 +11,74 @@ from collections.abc import Iterable
 
 
 class AutoshardError(Exception):
-    """Base class of every error that autoshard raises on purpose."""
+    """Base class of every error that autoshard raises on purpose.
+
+    Remedy: catch it to tell what autoshard refuses from a fault of JAX or of the step itself.
+    """
 
 
 class MeshError(AutoshardError):
-    """An impossible mesh: axes, sizes and devices do not agree, or the devices are not available."""
+    """An impossible mesh: axes, sizes and devices do not agree, or the devices are not available.
+
+    Remedy: make the product of the axis sizes the number of devices, or leave one size open with -1. To plan or compile
+    for devices that are not here, name them in a mesh config (``tpu``, ``gpu``, or ``devices`` with ``hardware``); only
+    calls need them.
+    """
 
 
 class SpecError(AutoshardError):
-    """A sharding that does not fit its value: unknown axis, repeated axis, rank, or division."""
+    """A sharding that does not fit its value: unknown axis, repeated axis, rank, or division.
+
+    Remedy: write the spec with the mesh's axes, each once, and no more entries than dimensions; leave it out where the
+    planner may decide. State that no axis divides can be stored with padding: ``pad_state=True``.
+    """
 
 
 class ArgumentError(AutoshardError):
-    """An invalid option of `jit`, or arguments whose structure, shape or dtype does not fit the step or its plan."""
+    """An invalid option of `jit`, or arguments whose structure, shape or dtype does not fit the step or its plan.
+
+    Remedy: correct the option or the argument that the message names by its path. A step makes a plan for each set of
+    shapes by itself; a given plan holds for the shapes that it was made for.
+    """
 
 
 class RuleError(AutoshardError):
-    """A malformed rule, or, under ``strict=True``, an operation that has none."""
+    """A malformed rule, or, under ``strict=True``, an operation that has none.
+
+    Remedy: give the operation a rule with `register_rule` or ``jit(..., rules=...)``; without ``strict`` it is kept
+    whole, and the plan says so. An ``example=`` shows at once whether a rule fits.
+    """
 
 
 class PlanError(AutoshardError):
-    """A malformed plan, or one that was made for another program, other shapes or another mesh."""
+    """A malformed plan, or one that was made for another program, other shapes or another mesh.
+
+    Remedy: plan again: ``step.plan(...)``. A stored plan holds for one program, its shapes and its mesh.
+    """
 
 
 class ScheduleError(AutoshardError):
-    """A pipeline schedule that is unknown, or whose table lacks or repeats an operation, or runs one too early."""
+    """A pipeline schedule that is unknown, or whose table lacks or repeats an operation, or runs one too early.
+
+    Remedy: take a schedule by its name; of one's own, move the operation that the message names to a later tick.
+    """
 
 
 class PipelineError(AutoshardError):
     """A step that cannot run as the pipeline that is asked for: no chain of layers, or layers, micro-batches and stages
-    that do not fit each other."""
+    that do not fit each other.
+
+    Remedy: stack the layers and scan over them with `jax.lax.scan`, inside the loss whose gradient is taken; or plan
+    without a pipeline.
+    """
 
 
 class MemoryBudgetError(PlanError):
     """No layout fits the memory budget; the message is about the smallest.
+
+    Remedy: more devices, a smaller batch, or ``memory_budget=`` if the chip has more. Leave ``passes`` and
+    ``microbatches`` open, so that the planner may recompute and cut the batch; donate the state; drop pins that stand
+    in the way, which the message names.
 
     Attributes:
       least: its peak memory in bytes per device.
@@ -56,36 +90,64 @@ class MemoryBudgetError(PlanError):
 
 
 class ConfigError(AutoshardError):
-    """A configuration file with a missing, unknown or invalid entry."""
+    """A configuration file with a missing, unknown or invalid entry.
+
+    Remedy: correct the line that the message names. ``autoshard schema train`` (or ``mesh``, ``hardware``) prints what
+    a file may have, for editors too.
+    """
 
 
 class CheckpointError(AutoshardError):
-    """A checkpoint that is missing, incomplete, or of another state."""
+    """A checkpoint that is missing, incomplete, or of another state.
+
+    Remedy: ``autoshard checkpoint inspect`` lists what is in it and ``verify`` reads all of it. A changed state is
+    restored with ``rename=``, ``ignore=``, ``cast=`` or ``missing=``.
+    """
 
 
 class PeerError(AutoshardError):
-    """Another process of a run was lost, or did not come."""
+    """Another process of a run was lost, or did not come.
+
+    Remedy: look at the other process's output and start all again: a run resumes from its last checkpoint. Where they
+    never meet, check ``--coordinator``, ``--processes`` and ``--id``.
+    """
 
 
 class NonFiniteError(AutoshardError):
-    """A step of a run whose metrics or next state are NaN or infinite, where that is to end it."""
+    """A step of a run whose metrics or next state are NaN or infinite, where that is to end it.
+
+    Remedy: the checkpoint before is good: look at the batch that the message names, lower the learning rate, or let the
+    run go on by itself with ``nan="skip"`` or ``nan="rewind 20"``.
+    """
 
 
 class ExportError(AutoshardError):
-    """A step that cannot be exported, or bytes that are no exported step, a damaged one, or one of another JAX."""
+    """A step that cannot be exported, or bytes that are no exported step, a damaged one, or one of another JAX.
+
+    Remedy: export again with the JAX that loads it, or take out of the step what the message names.
+    """
 
 
 class VerificationError(AutoshardError):
-    """Sharded and unsharded results differ; the message names the first equation that differs."""
+    """Sharded and unsharded results differ; the message names the first equation that differs.
+
+    Remedy: where the equation has a rule or a kernel of one's own, correct that. Where the difference is rounding, give
+    a larger ``rtol``. Else it is a fault of autoshard, and the message is what a report needs.
+    """
 
 
 class PassError(AutoshardError):
-    """A pass that is unknown, has an invalid option, or produced an invalid program."""
+    """A pass that is unknown, has an invalid option, or produced an invalid program.
+
+    Remedy: take the name that the message proposes; a pass of one's own must keep arguments, results and effects.
+    """
 
 
 class ChunkError(PassError):
     """What cannot be computed in chunks: a loss in chunks of its tokens, which the pass ``losses`` then leaves as it
     is, and reports this; or a batch in parts.
+
+    Remedy: look at the operation that the message names: it takes all tokens, or all rows, at once.
 
     Attributes:
       source: source line of the operation that stands against it; "" if unknown.
@@ -100,6 +162,9 @@ class MicrobatchError(PassError):
     """A step that cannot be computed in micro-batches: its batch does not divide, it has none, or an operation takes
     all of it together.
 
+    Remedy: a number that divides the batch, or ``microbatches=1``; of batch norm or a contrastive loss the parts would
+    give other results.
+
     Attributes:
       source: source line of that operation; "" if there is none.
     """
@@ -110,15 +175,25 @@ class MicrobatchError(PassError):
 
 
 class CompileError(AutoshardError):
-    """The compiler refuses every layout that was compiled; the message has its reasons."""
+    """The compiler refuses every layout that was compiled; the message has its reasons.
+
+    Remedy: read the reasons. Out of memory: a lower ``memory_budget`` makes the planner choose smaller layouts.
+    """
 
 
 class CacheWarning(UserWarning):
-    """A cache entry that cannot be read or written; its result is computed again."""
+    """A cache entry that cannot be read or written; its result is computed again.
+
+    Remedy: none is needed; ``cache=`` or ``$AUTOSHARD_CACHE`` names a folder that can be written.
+    """
 
 
 class PlacementWarning(UserWarning):
-    """An argument was committed to another sharding than planned and had to be resharded."""
+    """An argument was committed to another sharding than planned and had to be resharded.
+
+    Remedy: place it once with ``plan.put`` or make it with ``plan.init``; a step under ``like=`` takes it where another
+    step leaves it.
+    """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

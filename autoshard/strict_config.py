@@ -77,7 +77,8 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int |
 class Config(BaseModel):
     """Base of every configuration: frozen, refuses unknown keys, and raises `ConfigError`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    """The text below a field is its description in the schema."""
 
     @model_validator(mode="wrap")
     @classmethod

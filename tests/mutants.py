@@ -27,7 +27,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "tests" / "mutants.yaml"
 REPORT = ROOT / "benchmarks" / "results" / "mutants.md"
-COPIED = ("autoshard", "benchmarks", "configs", "passes", "rules", "tests", "pyproject.toml")
+COPIED = ("autoshard", "benchmarks", "configs", "docs", "passes", "rules", "tests", "pyproject.toml")
 SHARE = 0.95
 """Of the faults that have to be caught."""
 LIMIT = 900

@@ -16,10 +16,12 @@ Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "f
 
 
 class LinkConfig(Config):
-    """One kind of interconnect: ``bandwidth`` in bytes/s per device and direction, ``latency`` in seconds."""
+    """One kind of interconnect."""
 
     bandwidth: float = Field(gt=0)
+    """Bytes/s per device and direction."""
     latency: float = Field(ge=0)
+    """Seconds until the first byte arrives."""
 
 
 class AttentionKernelConfig(Config):
@@ -34,37 +36,47 @@ class AttentionKernelConfig(Config):
 
 
 class HardwareConfig(Config):
-    """The keys of `configs/hardware/NAME.yaml`; `Hardware` documents those that are not documented here."""
+    """One chip, and how XLA compiles for it: a file in `configs/hardware/`."""
 
     device_kinds: tuple[str, ...] = ()
     """Values of `jax.Device.device_kind` on this chip; an exact match selects the table."""
     flops: dict[Dtype, Annotated[float, Field(gt=0)]] = Field(min_length=1)
     """Peak FLOP/s of a matrix product, by the dtype of its operands."""
     memory: Bytes
+    """Bytes of device memory that a program may use."""
     bandwidth: float = Field(gt=0)
     """Bytes/s of device memory."""
     links: dict[str, LinkConfig] = Field(min_length=1)
     """Interconnects by name; the first is the default of a mesh axis."""
     overhead: float = Field(default=0.0, ge=0)
+    """Seconds that any kernel takes, however small."""
     operand_bits: int = Field(default=64, ge=1)
+    """Bits of an operand that a matrix product uses, at most, at JAX's default precision."""
     tile: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (1, 1)
+    """Tile of the two minor dimensions that arrays are padded to in memory."""
     on_chip: Bytes | None = None
-    """Left out where XLA plans no on-chip memory."""
+    """Bytes of on-chip memory in which XLA places arrays; left out where it plans none."""
     clock: float = Field(default=0.0, ge=0)
-    """Left out where XLA reports no estimated cycles."""
+    """Cycles/s, which make seconds of the cycles that XLA estimates; left out where it estimates none."""
     fused_products: bool = True
+    """Whether XLA fuses producers and consumers into a matrix product."""
     remat_threshold: Bytes | None = None
-    """Left out where XLA does not rematerialize."""
+    """Bytes above which XLA starts its own rematerialization; left out where it does not."""
     attention: AttentionKernelConfig | None = None
-    """Left out where XLA calls no library for attention."""
+    """The library's kernel for attention; left out where there is none."""
     host_bandwidth: float = Field(default=0.0, ge=0)
-    """Left out where the host's memory is the device's."""
+    """Bytes/s between the memories of host and device, in each direction; left out where they are one."""
     all_gather_as_all_reduce_from: int | None = Field(default=None, ge=2)
-    """Left out where XLA does not do so."""
+    """Number of devices from which XLA implements an all-gather over all of them as an all-reduce of zero-padded
+    shards; left out where it does not."""
     combined_all_reduces: bool = False
+    """Whether XLA combines all-reduces that do not depend on each other into one, which has one latency."""
     product_efficiency: float = Field(default=1.0, gt=0, le=1)
+    """Share of the peak FLOP/s that XLA's matrix products reach."""
     convolution_efficiency: float = Field(default=1.0, gt=0, le=1)
+    """The same of convolutions, of the FLOPs on whole tiles."""
     memory_efficiency: float = Field(default=1.0, gt=0, le=1)
+    """Share of ``bandwidth`` that XLA's fusions reach."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""

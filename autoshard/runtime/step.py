@@ -78,7 +78,7 @@ class Step:
         return self if instance is None else _bind(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Needs only the mesh's description."""
+        """The plan for these arguments: arrays, or their shapes. Needs only the mesh's description."""
         return self.executable(*args, **kwargs).plan
 
     def first_plan(self) -> Plan:

@@ -34,6 +34,7 @@ class Call(Config):
     call: str = Field(max_length=500)
     """``package.module:name``, of a module in the working directory, beside the configuration, or installed."""
     arguments: dict[str, Any] = Field(default={}, alias="with", validate_default=True)
+    """What it is called with, by name."""
 
     supplied: ClassVar[frozenset[str]] = frozenset()
     """Arguments that the run gives by name, to what takes them."""

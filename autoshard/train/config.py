@@ -60,7 +60,9 @@ class Phase(Config):
     """The part of the run on one mesh: from the end of the phase before it to step ``until``."""
 
     mesh: MeshEntry
+    """A mesh's entries, the path of its file, or the name of a shipped one."""
     until: StrictInt = Field(ge=1, le=MAX_STEPS)
+    """Number of the phase's last step, counted from the start of the run."""
 
 
 class DataConfig(Config):
@@ -69,7 +71,9 @@ class DataConfig(Config):
     source: Annotated[str, AfterValidator(_read_source)] = STDLIB
     """``stdlib``, the sources of the Python standard library, or a directory relative to the configuration file."""
     include: tuple[str, ...] | None = None
+    """Globs on a file's name relative to ``source``; left out, all, and of ``stdlib`` its ``*.py``."""
     exclude: tuple[str, ...] | None = None
+    """Globs on the name of a file, or of a directory on its path; left out, of ``stdlib`` its tests."""
     holdout: StrictInt = Field(default=10, ge=2)
     """One file in this many is held out."""
     seq: StrictInt | None = Field(default=None, ge=2, le=MAX_SIZE)
@@ -82,8 +86,11 @@ class EvalConfig(Config):
     """
 
     every: StrictInt | None = Field(default=None, ge=1)
+    """Steps between two evaluations; left out, only at the end of a phase."""
     batches: StrictInt = Field(default=8, ge=1)
+    """Held-out batches of an evaluation."""
     final_batches: StrictInt | None = Field(default=None, ge=1)
+    """The same at the end of the run; left out, all."""
     data: Call | None = None
     """What gives the held-out batches of data of one's own: as ``data``, and always the same. Without it the run has no
     held-out loss, and with it ``final_batches`` are ``batches`` by default."""
@@ -93,7 +100,9 @@ class CheckpointConfig(Config):
     """The run's folder, relative to the working directory, and how often its state is saved."""
 
     dir: str = Field(min_length=1)
+    """The run's folder, relative to the working directory: log, metrics, plans, report and checkpoints."""
     every: StrictInt = Field(default=100, ge=1)
+    """Steps between two checkpoints."""
     keep: StrictInt | None = Field(default=2, ge=1)
     """Number of checkpoints to keep, the newest; None keeps all."""
 
@@ -111,30 +120,43 @@ class TrainConfig(Config):
     """
 
     model: Annotated[ModelEntry | Annotated[ModelCall, Tag("a call")], ENTRIES_OR_CALL] | None = None
+    """A decoder's entries, the path of their file, or a call."""
     data: Annotated[Annotated[DataConfig, Tag("entries")] | Annotated[Call, Tag("a call")], ENTRIES_OR_CALL] = (
         DataConfig()
     )
+    """Text, or a call."""
     optimizer: Annotated[
         Annotated[OptimizerConfig, Tag("entries")] | Annotated[Call, Tag("a call")], ENTRIES_OR_CALL
     ] = OptimizerConfig()
+    """Entries of AdamW, or a call."""
     loss: LossCall | None = None
+    """A call; left out, cross-entropy of integer ``targets``."""
     step: Call | None = None
+    """A call, in place of model, optimizer and loss."""
     batch: StrictInt = Field(ge=1, le=MAX_SIZE)
     """Sequences per step, over all devices."""
     mesh: MeshEntry | None = None
+    """A mesh's entries, the path of its file, or the name of a shipped one."""
     steps: StrictInt | None = Field(default=None, ge=1, le=MAX_STEPS)
+    """Number of the last step."""
     phases: Annotated[tuple[Phase, ...], Field(validate_default=True)] = ()
+    """In place of mesh and steps: meshes that the run is on in turn."""
     strategy: Strategy = "auto"
+    """How layouts are chosen: solved for, or a preset; see `autoshard.jit`."""
     refine: StrictInt = Field(default=0, ge=0)
     """Number of layouts of the step to compile and choose from; see `autoshard.jit`."""
     microbatches: StrictInt | None = Field(default=None, ge=1)
     """Parts in which a step computes its batch; see `autoshard.jit`."""
     passes: tuple[str, ...] | None = None
+    """Rewrites of the step before it is planned; left out, those of `autoshard.jit`."""
     eval: EvalConfig = EvalConfig()
+    """When the held-out loss is taken, and of how many batches."""
     checkpoint: CheckpointConfig
+    """Where the run is kept, and how often."""
     nan: str | None = Field(default=None, pattern=rf"^({PATTERN})$")
     """After a step that is NaN or infinite: ``stop``, ``skip``, or ``rewind 20``; see `autoshard.train.fit`."""
     seed: StrictInt = Field(default=0, ge=0)
+    """Of the parameters and of the order of the data."""
     log_every: StrictInt = Field(default=10, ge=1)
     """Steps between two progress lines if the output is not a terminal."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None

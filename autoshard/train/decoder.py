@@ -38,13 +38,21 @@ class ModelConfig(Config):
     """Sizes of a decoder. ``kv_heads`` defaults to ``heads``, ``d_ff`` to four (gelu) or 8/3 (swiglu) widths."""
 
     layers: int = Field(ge=1, le=MAX_SIZE)
+    """Number of blocks."""
     d_model: int = Field(ge=2, le=MAX_SIZE)
+    """Width of a token between blocks."""
     heads: int = Field(ge=1, le=MAX_SIZE)
+    """Number of query heads; ``d_model`` is a multiple of twice as many."""
     kv_heads: int | None = Field(default=None, ge=1, le=MAX_SIZE)
+    """Number of key and value heads, which divides ``heads``; left out, as many."""
     d_ff: int | None = Field(default=None, ge=1, le=MAX_SIZE)
+    """Width of the MLP; left out, four times ``d_model`` (gelu) or 8/3 of it (swiglu), up to a multiple of 32."""
     vocab: int = Field(default=256, ge=2, le=MAX_SIZE)
+    """Number of tokens; of text, whose tokens are bytes, 256 or more."""
     seq: int = Field(ge=2, le=MAX_SIZE)
+    """Tokens in a sequence."""
     mlp: Literal["gelu", "swiglu"] = "swiglu"
+    """The MLP of a block: two matrices, or three with a gate."""
     experts: int = Field(default=0, ge=0, le=MAX_SIZE)
     """Number of routed experts, gated MLPs of width ``d_ff``; 0 is one MLP for all tokens."""
     experts_per_token: int = Field(default=2, ge=1, validate_default=True, le=MAX_SIZE)
@@ -58,7 +66,9 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of matrix products; parameters, norms, softmax and loss are float32."""
     rope_base: float = Field(default=10_000.0, gt=1)
+    """Base of the wavelengths of rotary positions."""
     scan: bool = True
+    """Whether blocks are stacked and scanned over, or unrolled."""
 
     @field_validator("heads")
     @classmethod
@@ -104,6 +114,7 @@ class OptimizerConfig(Config):
     """AdamW with linear warm-up, cosine decay and gradient clipping by global norm."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
+    """The largest, after the warm-up."""
     warmup: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps in which the learning rate rises from zero to ``learning_rate``."""
     decay_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
@@ -111,9 +122,13 @@ class OptimizerConfig(Config):
     final: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a fraction of ``learning_rate``."""
     b1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
     b2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of their squares."""
     weight_decay: float = Field(default=0.1, ge=0)
+    """Share of a parameter that is taken off, times the learning rate, in a step."""
     clip: float = Field(default=1.0, gt=0)
+    """Global norm to which gradients are cut."""
 
 
 def rotary(x: jax.Array, base: float) -> jax.Array:

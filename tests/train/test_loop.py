@@ -229,7 +229,9 @@ def test_a_config_may_ask_what_is_done_of_steps_that_are_not_finite(text: Path, 
     mesh = {"axes": {"data": 2}, "hardware": "cpu"}
     endless = {"learning_rate": 1e30, "warmup": 0}  # the second step sees what the first one made of the parameters
     entries: dict[str, object] = {"phases": (), "mesh": mesh, "steps": 3, "optimizer": endless}
-    with pytest.raises(NonFiniteError, match=r"step 2: not finite: grad_norm, state.*; its batch is finite; the run ends, and nothing"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 2: not finite: grad_norm, state.*; its batch is finite; the run ends, and nothing"
+    ):
         run(recipe(text, tmp_path / "run", nan="stop", **entries))
     _, shown = run(recipe(text, tmp_path / "run", nan="skip", **entries))
     assert "step 2: not finite: grad_norm" in shown
