@@ -19,11 +19,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, scan_groups
+from autoshard.pipelining.exchange import exchanged
 from autoshard.pipelining.rings import cast_as, choose, pick, put, summed, without_specs, zeros
 from autoshard.pipelining.segment import evaluate
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
-from autoshard.pipelining.tick_tables import Route, TickTables, tick_tables
+from autoshard.pipelining.tick_tables import TickTables, tick_tables
 
 type Values = list[Any]
 type Known = dict[jx.Var, Any]
@@ -186,6 +187,7 @@ class _Pipeline:
                 "operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final",
             )
         }  # fmt: skip
+        columns["exchange"] = jnp.asarray(tables.exchange)
         for name, routes in (("a", tables.activations), ("g", tables.gradients)):
             columns |= {f"{name}{n}": jnp.asarray(r.slot)[:, stage] for n, r in enumerate(routes)}
 
@@ -194,19 +196,16 @@ class _Pipeline:
             runs = [functools.partial(b, weights=weights, whole=known, batch=batch) for b in branches]
             opened = [lambda *xs, run=run: without_specs(run(*xs)) for run in runs]
             state, activation, gradient = lax.switch(row["operation"], opened, state, row)
-            for name, routes, sent in (("a", tables.activations, activation), ("g", tables.gradients, gradient)):
-                for n, route in enumerate(routes):
-                    got = [self._send(x, route) for x in sent]
-                    kept = zip(state[name], got, strict=True)
+            arrived = exchanged(tables, self.axis, activation, gradient, row["exchange"])
+            for name, routes in zip("ag", arrived, strict=True):
+                for n, values in enumerate(routes):
+                    kept = zip(state[name], values, strict=True)
                     state = {**state, name: [put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
             return state, None
 
         state, _ = lax.scan(tick, self._empty(), columns)
         totals = [[summed(x, self.axis) for x in state[name]] for name in ("sums", "outs")]
         return state["layer_sums"], totals[0], totals[1]
-
-    def _send(self, x: Any, route: Route) -> Any:
-        return lax.ppermute(x, self.axis, route.pairs) if route.pairs else x
 
     def _empty(self) -> dict[str, Values]:
         """Empty slots, and sums of nothing."""

@@ -1,7 +1,7 @@
 """The price of a step as a pipeline, from that of its loop on one stage's devices.
 
-The loop takes as long as its ticks: each that of the busiest stage's operation and of the transfers after it. A device
-has the state and the gradients of its own layers, and residuals of several micro-batches.
+Each stage runs its ticks one after the other; those between which something goes wait for each other. A device has the
+state and the gradients of its own layers, and residuals of several micro-batches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from autoshard.ir.program import PipelineRequest
 from autoshard.ir.propagate import Layout
 from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, Collective, collective_seconds
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
+from autoshard.pipelining.exchange import seconds_of_ticks
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stage_dims import StageDims
 from autoshard.pipelining.stages import Stages
@@ -65,16 +66,20 @@ def price_pipeline(graph: Graph, layout: Layout, models: Search, cost: Cost) -> 
     tables = tick_tables(schedule)
     ticks = [[seconds.of_slot(stages, s, slot) for s, slot in enumerate(row)] for row in schedule.table]
     busy = tuple(map(sum, zip(*ticks, strict=True)))
-    transfers = _transfers(graph, layout, models, chain, tables, request, len(ticks))
-    sent = sum(collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) * c.count for c in transfers)
-    loop = sum(map(max, ticks))
-    total = seconds.outside + loop + sent
+    sending = _sending(graph, layout, models, chain, tables)
+    each = [collective_seconds(COLLECTIVE_PERMUTE, (request.axis,), size, request.mesh) for size in sending]
+    alone, loop = (seconds_of_ticks(tables, ticks, t) for t in ([0.0] * len(each), each))
+    transfers = _transfers(graph, layout, models, chain, tables, request, sending)
+    summed = sum(
+        collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) for c in transfers if c.kind == ALL_REDUCE
+    )
+    total = seconds.outside + loop + summed
     inside = tuple(_rescaled(cost.collectives, chain, max(stages.layers) * schedule.chunks))
     return PipelinePrice(
         stages,
         split,
-        Cost(total, seconds.compute_share * (seconds.outside + loop), (*inside, *transfers)),
-        sum(loop - b for b in busy) / (schedule.stages * total) if total else 0.0,
+        Cost(total, seconds.compute_share * (seconds.outside + alone), (*inside, *transfers)),
+        sum(alone - b for b in busy) / (schedule.stages * total) if total else 0.0,
         busy,
         _more_bytes(layout, models, graph, chain, split, stages, tables),
     )
@@ -211,24 +216,43 @@ def _balanced(layers: int, schedule: Schedule, seconds: _Seconds) -> tuple[int, 
     return tuple(found)
 
 
+def _sending(graph: Graph, layout: Layout, models: Search, chain: Chain, tables: TickTables) -> list[int]:
+    """Of each route, activations before gradients, the bytes that a device sends."""
+    sides = (chain.forward, tables.activations), (chain.backward, tables.gradients)
+    return [
+        _bytes_of(graph, layout, models, eqn.outvars[: scan_groups(eqn).carry]) for eqn, routes in sides for _ in routes
+    ]
+
+
 def _transfers(
-    graph: Graph, layout: Layout, models: Search, chain: Chain, tables: TickTables, request: PipelineRequest, ticks: int
+    graph: Graph,
+    layout: Layout,
+    models: Search,
+    chain: Chain,
+    tables: TickTables,
+    request: PipelineRequest,
+    sending: Sequence[int],
 ) -> tuple[Collective, ...]:
-    """What stages send: at each tick the activations and gradients, after the loop the sums that only one stage has."""
-    axes, size, line = (request.axis,), models.memory_model.size, jx.source(chain.forward)
-
-    def bytes_of(variables: Sequence[jx.Var]) -> int:
-        return sum(size(graph.ids[v], layout.specs[graph.ids[v]]) for v in variables if v in graph.ids)
-
-    found: list[Collective] = []
-    for eqn, routes in ((chain.forward, tables.activations), (chain.backward, tables.gradients)):
-        sent = bytes_of(eqn.outvars[: scan_groups(eqn).carry])
-        found += [Collective(COLLECTIVE_PERMUTE, axes, sent, ticks, line) for r in routes if r.pairs and sent]
+    """What stages send: after ticks the activations and gradients, after the loop the sums that only one stage has."""
+    axes, line, found = (request.axis,), jx.source(chain.forward), list[Collective]()
+    for number, exchange in enumerate(tables.exchanges):
+        taken = float((tables.exchange == number).mean())
+        found += [
+            Collective(COLLECTIVE_PERMUTE, axes, size, len(tables.ticks), line, taken=taken)
+            for size, pairs in zip(sending, exchange, strict=True)
+            if pairs and size
+        ]
     plain = [i for i, a in chain.sums.items() if not (isinstance(a, jx.Var) and a in chain.per_layer)]
-    summed = bytes_of([chain.loop.outvars[i] for i in plain])
+    summed = _bytes_of(graph, layout, models, [chain.loop.outvars[i] for i in plain])
     if summed and request.mesh.shape[request.axis] > 1:
         found.append(Collective(ALL_REDUCE, axes, summed, 1, line))
     return tuple(found)
+
+
+def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var]) -> int:
+    """Bytes per device."""
+    values = [graph.ids[v] for v in variables if v in graph.ids]
+    return sum(models.memory_model.size(v, layout.specs[v]) for v in values)
 
 
 def _rescaled(collectives: Sequence[Collective], chain: Chain, rows: int) -> Iterator[Collective]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,16 +15,21 @@ from autoshard.schedule.slots import Operation
 IDLE, FORWARD, BACKWARD, WEIGHTS = range(4)
 """What a stage does at a tick: nothing, a forward, a backward (where it is split, its first part), the second part."""
 type Table = npt.NDArray[np.int32]
+type Pairs = tuple[tuple[int, int], ...]
+type Exchange = tuple[Pairs, ...]
+"""Of each route, activations before gradients, the stages that take part: from, to."""
 
 
 @dataclass(frozen=True)
 class Route:
     """Values that go from a stage to another at the end of a tick."""
 
-    pairs: tuple[tuple[int, int], ...]
+    pairs: Pairs
     """The stages: from, to; empty where a stage keeps its own."""
     slot: Table
     """[tick, stage]: the slot in which the receiving stage keeps it; -1 where nothing arrives."""
+    sent: tuple[Pairs, ...]
+    """By tick, those of ``pairs`` that send something then."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,33 @@ class TickTables:
     gradients: tuple[Route, ...]
     slots: tuple[int, ...]
     """Number of slots on a stage, the most of any: of activations, gradients, residuals, kept values and finals."""
+
+    @functools.cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What goes from stage to stage after a tick, of all ticks that differ in it.
+
+        Who sends and who receives wait for each other. If all did at each tick, it would take as long as its busiest
+        stage: of ``1f1b``, in which neighbours run forwards and backwards by turns, as long as a backward.
+        """
+        return tuple(dict.fromkeys(self._exchanges))
+
+    @functools.cached_property
+    def exchange(self) -> Table:
+        """[tick]: which of `exchanges`."""
+        return np.array([self.exchanges.index(found) for found in self._exchanges], np.int32)
+
+    @functools.cached_property
+    def _exchanges(self) -> list[Exchange]:
+        """By tick. One that sends a part of what another sends is as that, and sends nothing in the others' place."""
+        routes = (*self.activations, *self.gradients)
+        sent = [frozenset((r, *pair) for r, route in enumerate(routes) for pair in route.sent[t]) for t in self.ticks]
+        largest = [s for s in dict.fromkeys(sent) if not any(s < other for other in sent)]
+        whole = [s and min((l for l in largest if s <= l), key=lambda l: (len(l), sorted(l))) for s in sent]
+        return [tuple(tuple(sorted((a, b) for q, a, b in s if q == r)) for r in range(len(routes))) for s in whole]
+
+    @property
+    def ticks(self) -> range:
+        return range(len(self.operation))
 
 
 def tick_tables(schedule: Schedule) -> TickTables:
@@ -90,14 +123,19 @@ def tick_tables(schedule: Schedule) -> TickTables:
     def routes(name: str, sent: list[tuple[int, int, int, int]]) -> tuple[tuple[Route, ...], int]:
         """Routes of (from stage, to stage, tick of sending, tick of use)."""
         slots, most = allocate(name, [(to, tick, use, (use,)) for _, to, tick, use in sent])
-        found: dict[int, tuple[set[tuple[int, int]], Table]] = {}
+        found: dict[int, tuple[list[set[tuple[int, int]]], Table]] = {}
         for (source, to, tick, _), slot in zip(sent, slots, strict=True):
-            empty = set[tuple[int, int]](), np.full((ticks, stages), -1, np.int32)
-            pairs, table = found.setdefault((to - source) % stages, empty)
+            if (to - source) % stages not in found:
+                found[(to - source) % stages] = [set() for _ in range(ticks)], np.full((ticks, stages), -1, np.int32)
+            at_tick, table = found[(to - source) % stages]
             if to != source:
-                pairs.add((source, to))
+                at_tick[tick].add((source, to))
             table[tick, to] = slot
-        return tuple(Route(tuple(sorted(pairs)), table) for pairs, table in found.values()), most
+        made = [
+            Route(tuple(sorted(set().union(*at_tick))), table, tuple(tuple(sorted(pairs)) for pairs in at_tick))
+            for at_tick, table in found.values()
+        ]
+        return tuple(made), most
 
     parts, microbatches = range(last + 1), range(schedule.microbatches)
     activations, n_activations = routes(

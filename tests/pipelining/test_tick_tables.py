@@ -50,9 +50,10 @@ def test_each_operation_finds_what_it_reads(name: str, stages: int, microbatches
             if schedule.splits_backward:
                 held[stage][at("kept")] = ("kept", part, m)
             sent["g", stage] = ("g", part - 1, m)
+        exchange = iter(tables.exchanges[tables.exchange[tick]])
         for kind, name_of, routes in (("a", "activation", tables.activations), ("g", "gradient", tables.gradients)):
             for route in routes:
-                sources = {to: source for source, to in route.pairs}
+                sources = {to: source for source, to in next(exchange)}
                 for stage in range(stages):
                     if (slot_at := int(route.slot[tick, stage])) >= 0:
                         held[stage][name_of, slot_at] = sent[kind, sources.get(stage, stage)]
