@@ -163,11 +163,15 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
     early = start("train", path, **cache)
     wait_until(early, (tmp_path / "run/run.json").exists)
     early.send_signal(signal.SIGINT)
-    assert early.communicate()[1] == "stopped; nothing is saved yet, and the same command starts over\n"
+    shown, saved = early.communicate()[1], checkpoint.latest(tmp_path / "run/checkpoints")
+    if saved is None:
+        assert shown == "stopped; nothing is saved yet, and the same command starts over\n"
+    else:  # on a busy machine a step is over before the signal arrives
+        assert shown == f"stopped; step {saved} is saved, and the same command resumes from there\n"
     assert early.returncode == 130
 
     first = start("train", path, **cache)
-    wait_until(first, lambda: len(steps_taken(tmp_path)) >= 2)
+    wait_until(first, lambda: len(steps_taken(tmp_path)) >= (saved or 0) + 2)
     second = inside("train", path)
     assert second.returncode == 2
     assert re.search(rf"run is in use by process {first.pid} on \S+, since .*one process at a time", second.stderr)
@@ -175,11 +179,11 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
     first.send_signal(signal.SIGTERM)
     shown = first.communicate()[1]
     assert first.returncode == 143
-    (saved,) = re.findall(r"stopped; step (\d+) is saved, and the same command resumes from there\n$", shown)
-    assert [len(steps_taken(tmp_path)), checkpoint.latest(tmp_path / "run/checkpoints")] == [int(saved)] * 2
+    (said,) = re.findall(r"stopped; step (\d+) is saved, and the same command resumes from there\n$", shown)
+    assert [len(steps_taken(tmp_path)), checkpoint.latest(tmp_path / "run/checkpoints")] == [int(said)] * 2
 
     again = start("train", path, **cache)
-    wait_until(again, lambda: len(steps_taken(tmp_path)) >= int(saved) + 2)
+    wait_until(again, lambda: len(steps_taken(tmp_path)) >= int(said) + 2)
     again.send_signal(signal.SIGINT)
     again.send_signal(signal.SIGINT)
     shown = again.communicate()[1]
