@@ -44,7 +44,8 @@ COMMANDS = [
 
 def python(cells: list[str]) -> str:
     """Of cells, without what is for the shell."""
-    return "\n".join(line for cell in cells for line in cell.splitlines() if not line.startswith((":tags:", "!", "%")))
+    own = [cell for cell in cells if not cell.startswith("%%bash")]
+    return "\n".join(line for cell in own for line in cell.splitlines() if not line.startswith((":tags:", "!", "%")))
 
 
 def test_the_first_page_runs():
