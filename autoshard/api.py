@@ -17,7 +17,7 @@ from autoshard.ir import rule_registry
 from autoshard.ir.rule import Local, RuleFn
 from autoshard.ir.rule_check import check_rule
 from autoshard.ir.rule_registry import AnyRule
-from autoshard.machine.mesh_config import MeshConfig, MeshLike, mesh_config
+from autoshard.machine.mesh_config import AUTO, MeshConfig, MeshLike, mesh_config
 from autoshard.passes import PASSES, Microbatch
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
@@ -98,7 +98,8 @@ def jit(
         as for batch norm, is refused. None leaves it to the planner, which takes several where memory rules out the
         fastest layout and that is faster than to recompute more, unless ``passes`` are given.
       schedule: of a pipeline, for which the mesh config names an axis (``pipeline:``): ``"gpipe"``, ``"1f1b"``,
-        ``"interleaved:N"``, ``"zb-h1"``, ``"zb-v"``, or a `Schedule`. None leaves it to the planner.
+        ``"interleaved:N"``, ``"zb-h1"``, ``"zb-v"``, or a `Schedule`. None leaves it to the planner. With
+        ``pipeline: auto`` the planner takes an axis for the stages only where that makes the step faster.
       pad_state: whether state that the mesh does not divide is stored with padding: 50,257 rows as 50,264 over 8
         devices, where they would be whole on each else. Such an argument comes back as a `PaddedArray`: a `jax.Array`
         with its true shape and values, whose `stored` has the padding. Nothing that the step computes changes.
@@ -170,8 +171,8 @@ def jit(
         compiler_options=tuple(sorted((compiler_options or {}).items())),
     )
     static_nums, static_names = _positions_and_names(fun, static_argnums, static_argnames)
-    pipelined = config is not None and config.pipeline is not None
-    whole = microbatches == 1 or (microbatches is None and (passes is not None or pipelined))
+    pipelined = config is not None and config.pipeline not in (None, AUTO)
+    whole = microbatches == 1 or (microbatches is None and passes is not None and not pipelined)
     donate_nums, donate_names = _positions_and_names(fun, donate_argnums, donate_argnames)
     return Step(
         fun,
@@ -183,7 +184,7 @@ def jit(
             rules=_rules(rules),
             passes=parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES),
             memory_saving_passes=parse_passes(MEMORY_SAVING_PASSES if passes is None else None, PASSES),
-            optional_passes=parse_passes(OPTIONAL_PASSES if passes is None and not pipelined else None, PASSES),
+            optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, PASSES),
             microbatch=None if whole else Microbatch(microbatches or 0),
             in_shardings=in_shardings,
             out_shardings=out_shardings,

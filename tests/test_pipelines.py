@@ -14,10 +14,13 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import MeshConfig, Schedule
 from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
+from autoshard.schedule.slots import Operation, Slot
+from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
 from tests.models import tokens
 from tests.pipelined_steps import decoder_loss, decoder_params, train_state, trained
 
 STAGES = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
+BACKWARD_FIRST = Schedule(((Slot(Operation.BACKWARD, 0, 0),), (Slot(Operation.FORWARD, 0, 0),)))
 
 
 def assert_trains_as_on_one_device(step: Any, planned: Any, state: Any, steps: int) -> None:
@@ -65,6 +68,54 @@ def test_other_axes_layers_that_do_not_divide_and_tied_embeddings(
     assert_trains_as_on_one_device(step, planned, state, 2)
 
 
+def test_the_planner_decides_micro_batches_and_schedule() -> None:
+    step, state = trained(decoder_loss), train_state(decoder_params(8))
+    planned = autoshard.jit(step, mesh=STAGES)
+    plan = planned.plan(state, tokens(0))
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    assert (pipeline.stages, sum(pipeline.layers), pipeline.schedule.microbatches) == (4, 8, pipeline.microbatches)
+    assert all(a.seconds >= plan.cost.seconds for a in plan.alternatives if a.peak <= plan.memory_budget)
+    twice_the_stages = autoshard.jit(step, mesh=STAGES, microbatches=8).plan(state, tokens(0))
+    assert plan.cost.seconds < twice_the_stages.cost.seconds
+    assert f"{pipeline.bubble:.0%} of the step" in plan.explain()
+    assert f"it would be {pipeline.ideal_bubble:.0%}" in plan.explain()
+    assert f"by {pipeline.order}" in plan.explain()
+    assert_trains_as_on_one_device(step, planned, state, 2)
+
+
+def decoder_plan(axes: dict[str, int], *, batch: int, link: str, **options: Any) -> autoshard.Plan:
+    """Of a decoder of 2,048 features and 8 layers on H100s, whose first axis has the given link."""
+    model = ModelConfig(d_model=2048, heads=16, d_ff=8192, vocab=8192, seq=1024, layers=8, dtype="bfloat16")
+    steps = make_steps(model, OptimizerConfig(), 100)
+    state = jax.eval_shape(steps.init, jax.random.key(0))
+    rows = {k: jax.ShapeDtypeStruct((batch, model.seq), jnp.int32) for k in ("inputs", "targets")}
+    mesh = MeshConfig(axes=axes, hardware="h100", links={next(iter(axes)): link}, pipeline="auto")
+    return autoshard.jit(steps.train, mesh=mesh, donate_argnums=0, **options).plan(state, rows)
+
+
+def test_a_pipeline_is_taken_where_it_pays() -> None:
+    """Over InfiniBand gradients take longer than a bubble; within a node they do not."""
+    slow = decoder_plan({"pod": 4, "data": 8}, batch=16, link="infiniband")
+    assert slow.pipeline is not None
+    assert slow.pipeline.axis == "pod"
+    without = [a for a in slow.alternatives if a.text.startswith("the mesh") and "pipeline" not in a.text]
+    assert [a.seconds > slow.cost.seconds for a in without] == [True]
+    fast = decoder_plan({"pod": 4, "data": 8}, batch=16, link="nvlink")
+    assert fast.pipeline is None
+    assert any("with a pipeline over pod" in a.text for a in fast.alternatives)
+
+
+def test_a_plan_without_a_pipeline_says_why_none_was_considered() -> None:
+    mesh = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="auto")
+    step = autoshard.jit(no_chain, mesh=mesh)
+    w, x = jnp.eye(8), jnp.ones((16, 8))
+    plan = step.plan(w, x)
+    assert plan.pipeline is None
+    assert any("no pipeline was considered: no_chain has no chain of layers" in str(d) for d in plan.diagnostics)
+    np.testing.assert_allclose(step(w, x), no_chain(w, x), rtol=1e-6)
+
+
 def test_a_loop_over_micro_batches_that_the_user_wrote_runs_as_a_pipeline() -> None:
     step, state = trained(decoder_loss, microbatches=2), train_state(decoder_params(8))
     planned = autoshard.jit(step, mesh=MeshConfig(axes={"stage": 8}, pipeline="stage"))
@@ -97,7 +148,10 @@ def no_chain(w: jax.Array, x: jax.Array) -> jax.Array:
             "4 stages and 8 micro-batches, the mesh axis 'stage' has 4 and the step 4",
         ),
         (
-            {"microbatches": 1, "schedule": Schedule(((("B", 0, 0),), (("F", 0, 0),)))},
+            {
+                "microbatches": 1,
+                "schedule": Schedule(((Slot(Operation.BACKWARD, 0, 0),), (Slot(Operation.FORWARD, 0, 0),))),
+            },
             ScheduleError,
             "needs F0 of stage 0 at an earlier tick",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -22,6 +22,8 @@ from autoshard.strict_config import Bytes, Config, find_config
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None
 
+AUTO: Final = "auto"
+"""In place of axes, or of one: left to planning."""
 MAX_DEVICES = 2**20
 """Of a mesh, and so of each of its axes."""
 
@@ -53,7 +55,7 @@ class MeshConfig(Config):
     """Interconnect by axis, a name in the hardware table; other axes use the table's first."""
     pipeline: str | None = None
     """The axis whose devices are the stages of a pipeline, on which the chain of layers of a step runs in
-    micro-batches; None: none."""
+    micro-batches; ``auto``: planning takes the one with which the step is fastest, or none; None: none."""
     memory_budget: Bytes | None = None
     """Bytes per device that a plan may use; None: the chip's memory."""
     pins: Pins = Field(default_factory=dict)
@@ -146,9 +148,9 @@ class MeshConfig(Config):
     @field_validator("pipeline")
     @classmethod
     def _staged(cls, pipeline: str | None, info: ValidationInfo) -> str | None:
-        if pipeline is not None and info.data.get("axes") == "auto":
+        if pipeline not in (None, AUTO) and info.data.get("axes") == AUTO:
             raise ValueError(f"pipeline: {pipeline!r} needs axes with sizes, not axes: auto")
-        if pipeline is not None:
+        if pipeline not in (None, AUTO):
             _check_axes([pipeline], info)
         return pipeline
 
@@ -198,6 +200,10 @@ class MeshConfig(Config):
         chip_grid = self.target.chip_grid if self.target else None
         groups = self.target.num_groups if self.target else 1
         return [self._over(shape) for shape in mesh_shapes(self._num_devices(ask_jax=True) or 1, groups, chip_grid)]
+
+    def stage_axes(self, mesh: LogicalMesh) -> tuple[str | None, ...]:
+        """The axes of ``mesh`` that may be the stages of a pipeline; None: without one."""
+        return (None, *mesh.nontrivial_axes) if self.pipeline == AUTO else (self.pipeline,)
 
     @property
     def target(self) -> Target | None:

@@ -81,9 +81,7 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
     Raises:
       PipelineError: there is none, or something in the loop stands against it; names its source line.
     """
-    found = [
-        (loop, *pair) for loop in jaxpr.eqns if jx.scan_groups(loop) for pair in _pairs(jx.regions(loop)[0].body, rules)
-    ]
+    found = _candidates(jaxpr, rules)
     if not found:
         raise PipelineError(
             f"{name} has no chain of layers to make stages of: no loop over micro-batches in which one lax.scan over "
@@ -91,6 +89,18 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
             "or more, where the step has no loop over micro-batches of its own"
         )
     return _Analysis(*max(found, key=lambda f: _stacked_bytes(f[1])), rules).chain()
+
+
+def has_chain(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
+    """Whether ``jaxpr`` has a loop over micro-batches with a chain of layers in it, whether a pipeline can run it or
+    not."""
+    return bool(_candidates(jaxpr, rules))
+
+
+def _candidates(jaxpr: jx.Jaxpr, rules: Rules) -> list[tuple[jx.JaxprEqn, jx.JaxprEqn, jx.JaxprEqn]]:
+    """Loops with the forward and the backward of a chain."""
+    loops = [eqn for eqn in jaxpr.eqns if jx.scan_groups(eqn)]
+    return [(loop, *pair) for loop in loops for pair in _pairs(jx.regions(loop)[0].body, rules)]
 
 
 def _pairs(body: jx.Jaxpr, rules: Rules) -> list[tuple[jx.JaxprEqn, jx.JaxprEqn]]:

@@ -107,20 +107,20 @@ class _Pipeline:
         read_inside = self._read_inside()
         known.update(zip(read_inside, self._evaluate(None, known, read_inside), strict=True))
         ends, recurrent, easy = self._recurrences(known, init, batch)
-        weights = [self.stages.by_part(known[v]) for v in self.weights]
+        weights = [known[v] for v in self.weights]
         whole = {v: known[v] for v in read_inside if v not in self.weights or self._read_whole(v)}
         of_batch = {**batch, **recurrent}
         split, rest = PartitionSpec(self.axis), PartitionSpec()
         run = jax.shard_map(
             functools.partial(self._on_stage, [*whole], [*of_batch]),
             mesh=self.mesh,
-            in_specs=(split, rest, rest),
-            out_specs=(split, rest, rest),
+            in_specs=(split if self.stages.splits_layers else rest, rest, rest),
+            out_specs=(split if self.stages.in_order else rest, rest, rest),
             axis_names={self.axis},
             check_vma=False,
         )
         layer_sums, sums, outs = run(weights, [*whole.values()], [*of_batch.values()])
-        found = dict(zip(self.layer_sums, map(self.stages.by_layer, layer_sums), strict=True))
+        found = dict(zip(self.layer_sums, layer_sums, strict=True))
         found |= dict(zip(self.sums, sums, strict=True))
         carries = [ends[i] if i in ends else init[i] + found[i] for i in range(groups.carry)]
         stacked = dict(zip(self.outs, outs, strict=True))
@@ -180,6 +180,7 @@ class _Pipeline:
     ) -> tuple[Values, Values, Values]:
         """This stage's sums for each of its layers; the other sums; and stacked results."""
         known, batch = dict(zip(whole_names, whole, strict=True)), dict(zip(batch_names, of_batch, strict=True))
+        weights = [self.stages.own_rows(w) for w in weights]
         stage, tables = lax.axis_index(self.axis), self.tables
         columns = {
             name: jnp.asarray(getattr(tables, name))[:, stage]
@@ -205,7 +206,7 @@ class _Pipeline:
 
         state, _ = lax.scan(tick, self._empty(), columns)
         totals = [[summed(x, self.axis) for x in state[name]] for name in ("sums", "outs")]
-        return state["layer_sums"], totals[0], totals[1]
+        return [self.stages.by_layer(x) for x in state["layer_sums"]], totals[0], totals[1]
 
     def _empty(self) -> dict[str, Values]:
         """Empty slots, and sums of nothing."""

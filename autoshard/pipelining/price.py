@@ -6,7 +6,7 @@ state and the gradients of its own layers, and residuals of several micro-batche
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,16 +16,27 @@ from autoshard.errors import PipelineError
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import PipelineRequest
 from autoshard.ir.propagate import Layout
-from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, Collective, collective_seconds
+from autoshard.machine.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVE_PERMUTE,
+    Collective,
+    CollectiveKind,
+    collective_seconds,
+)
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
 from autoshard.pipelining.exchange import seconds_of_ticks
 from autoshard.pipelining.split_backward import split_backward
-from autoshard.pipelining.stage_dims import StageDims
+from autoshard.pipelining.stage_dims import StageDims, stacked_weights
+from autoshard.pipelining.stage_seconds import StageSeconds
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.tick_tables import TickTables, tick_tables
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.slots import Operation
 from autoshard.search.candidates import Search
+
+NAMED = ("gpipe", "1f1b", "interleaved:2", "interleaved:4", "zb-h1", "zb-v")
+"""The schedules that are compared where the user names none."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +48,21 @@ class PipelinePrice:
     cost: Cost
     bubble: float
     """The share of the step in which a stage is idle, on average."""
+    ideal_bubble: float
+    """The same of the schedule alone: stages of equal parts that send in no time, and nothing outside of the loop."""
     seconds: tuple[float, ...]
     """Of each stage's operations, in one call."""
     more_bytes: int
     """Bytes that a device needs more than for all layers on one stage, one micro-batch at a time."""
+    name: str
+    """Of the schedule; empty of the user's own."""
 
 
-def price_pipeline(graph: Graph, layout: Layout, models: Search, cost: Cost) -> PipelinePrice:
-    """The price of ``graph`` as the pipeline that its program asks for, where each stage runs by ``layout``.
+def price_pipeline(
+    graph: Graph, layout: Layout, models: Search, cost: Cost, spare: float = math.inf
+) -> tuple[PipelinePrice, ...]:
+    """The prices of ``graph`` as the pipeline that its program asks for, where each stage runs by ``layout``: the
+    fastest schedule whose `PipelinePrice.more_bytes` are ``spare`` at most first, or else the smallest.
 
     Args:
       models: that price layouts of ``graph``.
@@ -58,59 +76,87 @@ def price_pipeline(graph: Graph, layout: Layout, models: Search, cost: Cost) -> 
     program, request = graph.program, graph.program.pipeline
     assert request is not None
     chain = find_chain(program.jaxpr, program.name, program.rules)
-    schedule = _schedule(request, chain, program.name)
+    schedules = _schedules(request, chain, program.name)
     split = StageDims(graph, chain, request)
     _check_maps(graph)
-    seconds = _Seconds.of(graph, layout, models, chain, split, schedule)
-    stages = Stages(request.axis, schedule, _balanced(chain.layers, schedule, seconds))
+    seconds = {
+        splits: StageSeconds.of(graph, layout, models, chain, split, splits=splits)
+        for splits in {schedule.splits_backward for schedule in schedules.values()}
+    }
+    priced = [
+        _price(graph, layout, models, cost, chain, split, own, name, Stages(request.axis, schedule, layers))
+        for name, schedule in schedules.items()
+        for own in (seconds[schedule.splits_backward],)
+        for layers in _cuts(chain.layers, schedule, own)
+    ]
+    return tuple(sorted(priced, key=lambda p: (max(p.more_bytes - spare, 0), p.cost.seconds, p.more_bytes)))
+
+
+def _price(
+    graph: Graph,
+    layout: Layout,
+    models: Search,
+    cost: Cost,
+    chain: Chain,
+    split: StageDims,
+    seconds: StageSeconds,
+    name: str,
+    stages: Stages,
+) -> PipelinePrice:
+    request, schedule = graph.program.pipeline, stages.schedule
+    assert request is not None
     tables = tick_tables(schedule)
     ticks = [[seconds.of_slot(stages, s, slot) for s, slot in enumerate(row)] for row in schedule.table]
     busy = tuple(map(sum, zip(*ticks, strict=True)))
     sending = _sending(graph, layout, models, chain, tables)
     each = [collective_seconds(COLLECTIVE_PERMUTE, (request.axis,), size, request.mesh) for size in sending]
     alone, loop = (seconds_of_ticks(tables, ticks, t) for t in ([0.0] * len(each), each))
-    transfers = _transfers(graph, layout, models, chain, tables, request, sending)
-    summed = sum(
-        collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) for c in transfers if c.kind == ALL_REDUCE
-    )
-    total = seconds.outside + loop + summed
+    around = _around(graph, layout, models, chain, split, stages)
+    total = seconds.outside + loop
+    total += sum(collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) * c.count for c in around)
     inside = tuple(_rescaled(cost.collectives, chain, max(stages.layers) * schedule.chunks))
+    sent = tuple(_sent(tables, sending, request.axis, jx.source(chain.forward)))
     return PipelinePrice(
         stages,
         split,
-        Cost(total, seconds.compute_share * (seconds.outside + alone), (*inside, *transfers)),
+        Cost(total, seconds.compute_share * (seconds.outside + alone), (*inside, *sent, *around)),
         sum(alone - b for b in busy) / (schedule.stages * total) if total else 0.0,
+        schedule.bubble(seconds.of_layers()),
         busy,
         _more_bytes(layout, models, graph, chain, split, stages, tables),
+        name,
     )
 
 
-def _schedule(request: PipelineRequest, chain: Chain, name: str) -> Schedule:
-    """The schedule by which the chain of the step ``name`` runs.
+def _schedules(request: PipelineRequest, chain: Chain, name: str) -> dict[str, Schedule]:
+    """The schedules by which the chain of the step ``name`` can run: the one that the user gives, or those published
+    that have no more parts than there are layers.
 
     Raises:
       PipelineError: it does not fit the stages, the layers or the micro-batches.
       ScheduleError: the user's own is wrong.
     """
-    stages, microbatches = request.stages, chain.groups.length
-    if isinstance(request.schedule, Schedule):
-        schedule = request.schedule
-        schedule.check()
+    stages, microbatches, given = request.stages, chain.groups.length, request.schedule
+    if isinstance(given, Schedule):
+        given.check()
+        found = {"": given}
     else:
-        schedule = Schedule.named(request.schedule or "1f1b", stages=stages, microbatches=microbatches)
-    if (schedule.stages, schedule.microbatches) != (stages, microbatches):
+        names = NAMED if given is None else (given,)
+        found = {n: Schedule.named(n, stages=stages, microbatches=microbatches) for n in names}
+    first = next(iter(found.values()))
+    if (first.stages, first.microbatches) != (stages, microbatches):
         raise PipelineError(
-            f"{name}: the schedule is of {schedule.stages} stages and {schedule.microbatches} micro-batches, the mesh "
+            f"{name}: the schedule is of {first.stages} stages and {first.microbatches} micro-batches, the mesh "
             f"axis {request.axis!r} has {stages} and the step {microbatches}"
         )
-    parts = stages * schedule.chunks
-    if parts > chain.layers:
+    fitting = {n: s for n, s in found.items() if stages * s.chunks <= chain.layers}
+    if not fitting:
         raise PipelineError(
-            f"{name}: {stages} stages of {schedule.chunks} chunks need {parts} layers, and the chain at "
+            f"{name}: {stages} stages of {first.chunks} chunks need {stages * first.chunks} layers, and the chain at "
             f"{jx.source(chain.forward)} has {chain.layers}: give the axis {request.axis!r} {chain.layers} devices or "
             "fewer, or take a schedule with fewer chunks"
         )
-    return schedule
+    return fitting
 
 
 def _check_maps(graph: Graph) -> None:
@@ -120,100 +166,22 @@ def _check_maps(graph: Graph) -> None:
             raise PipelineError(f"{jx.source(e)}: a step with a jax.shard_map of its own does not run as a pipeline")
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """Seconds on one stage's devices: of a layer and of what is around the layers, for one micro-batch."""
-
-    forward: float
-    backward: float
-    """Where it is split, of its first part."""
-    weights: float
-    """Of its second part."""
-    before: float
-    last: float
-    first: float
-    outside: float
-    """Of a call, outside of the loop."""
-    compute_share: float
-
-    @classmethod
-    def of(
-        cls, graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims, schedule: Schedule
-    ) -> _Seconds:
-        region = dict(_regions(graph, chain))
-        if schedule.splits_backward:
-            late = split_backward(chain.backward).of_weights.eqns
-            made = (v for e in late for v in (*e.outvars, *(u for r in jx.regions(e) for u in _defined(r.body))))
-            region |= {graph.ids[v]: "weights" for v in made if v in graph.ids}
-        found, compute, everything = defaultdict[str, float](float), 0.0, 0.0
-        for charge in models.cost_model.charges(layout):
-            seconds = charge.compute + sum(t.seconds for t in charge.transfers)
-            node = graph.nodes[charge.node] if charge.node < len(graph.nodes) else None
-            results = () if node is None else node.results
-            where = next((region[v] for v in results if v in region), "outside")
-            share = min((split.share(v) for v in results), default=1.0) if where == "outside" else 1.0
-            found[where] += seconds * share
-            compute, everything = compute + charge.compute, everything + seconds
-        count = chain.groups.length
-        return cls(
-            found["forward"] / count / chain.layers,
-            found["backward"] / count / chain.layers,
-            found["weights"] / count / chain.layers,
-            found["before"] / count,
-            found["last"] / count,
-            found["first"] / count,
-            found["outside"],
-            compute / everything if everything else 1.0,
-        )
-
-    def of_part(self, operation: Operation, part: int, layers: int, parts: int) -> float:
-        """Of one operation of a part of the model, for a micro-batch."""
-        if operation is Operation.FORWARD:
-            return layers * self.forward + self.before * (part == 0)
-        if operation is Operation.WEIGHT_GRADIENT:
-            return layers * self.weights
-        return layers * self.backward + self.last * (part == parts - 1) + self.first * (part == 0)
-
-    def of_slot(self, stages: Stages, stage: int, slot: object) -> float:
-        """Of what a stage runs at a tick; 0 where it is idle."""
-        if slot is None:
-            return 0.0
-        operation, chunk, _ = slot  # pyright: ignore[reportGeneralTypeIssues]
-        part = stages.schedule.placement[chunk][stage]
-        return self.of_part(operation, part, stages.layers[part], len(stages.layers))
-
-
-def _regions(graph: Graph, chain: Chain) -> Iterator[tuple[int, str]]:
-    """The values made in the loop, each with where it is: in the chain's scans, or around them at which stage."""
-    for eqn in chain.body.eqns:
-        where = "forward" if eqn is chain.forward else "backward" if eqn is chain.backward else ""
-        if not where:
-            places = chain.where(eqn.outvars[0]) if eqn.outvars and eqn.outvars[0] in chain.places else frozenset()
-            where = next(iter(sorted(places)), "outside" if chain.invariant.issuperset(eqn.outvars) else "before")
-        made = [*eqn.outvars, *(v for r in jx.regions(eqn) for v in _defined(r.body))]
-        yield from ((graph.ids[v], where) for v in made if v in graph.ids)
-
-
-def _defined(jaxpr: jx.Jaxpr) -> Iterator[jx.Var]:
-    yield from jaxpr.invars
-    for eqn in jaxpr.eqns:
-        yield from eqn.outvars
-        for r in jx.regions(eqn):
-            yield from _defined(r.body)
-
-
-def _balanced(layers: int, schedule: Schedule, seconds: _Seconds) -> tuple[int, ...]:
-    """Layers of each part: as many of each where they divide; else those left over go to the parts that have least to
-    do beside them."""
-    parts = schedule.stages * schedule.chunks
-    found = [layers // parts] * parts
-    extra = [
-        sum(seconds.of_part(operation, p, 0, parts) for operation in (Operation.FORWARD, Operation.BACKWARD))
-        for p in range(parts)
-    ]
-    for p in sorted(range(parts), key=lambda p: (extra[p], p))[: layers % parts]:
-        found[p] += 1
-    return tuple(found)
+def _cuts(layers: int, schedule: Schedule, seconds: StageSeconds) -> set[tuple[int, ...]]:
+    """Layers of each part: as many of each, where they divide, so that weights stay where they are kept; and so many
+    that stages take as long as others, with what some run beside layers."""
+    stages, parts = schedule.stages, schedule.stages * schedule.chunks
+    operations = [Operation.FORWARD, Operation.BACKWARD] + [Operation.WEIGHT_GRADIENT] * schedule.splits_backward
+    each = sum(seconds.of_layers()[operation] for operation in operations)
+    found, loads = [1] * parts, [0.0] * stages
+    for row in schedule.placement:
+        for stage, part in enumerate(row):
+            loads[stage] += each + sum(seconds.of_part(operation, part, 0, parts) for operation in operations)
+    for _ in range(layers - parts):
+        stage = min(range(stages), key=lambda s: (loads[s], s))
+        found[min((row[stage] for row in schedule.placement), key=lambda part: (found[part], part))] += 1
+        loads[stage] += each
+    even = {(layers // parts,) * parts} if layers % parts == 0 else set[tuple[int, ...]]()
+    return {tuple(found), *even}
 
 
 def _sending(graph: Graph, layout: Layout, models: Search, chain: Chain, tables: TickTables) -> list[int]:
@@ -224,29 +192,30 @@ def _sending(graph: Graph, layout: Layout, models: Search, chain: Chain, tables:
     ]
 
 
-def _transfers(
-    graph: Graph,
-    layout: Layout,
-    models: Search,
-    chain: Chain,
-    tables: TickTables,
-    request: PipelineRequest,
-    sending: Sequence[int],
-) -> tuple[Collective, ...]:
-    """What stages send: after ticks the activations and gradients, after the loop the sums that only one stage has."""
-    axes, line, found = (request.axis,), jx.source(chain.forward), list[Collective]()
+def _sent(tables: TickTables, sending: Sequence[int], axis: str, line: str) -> Iterator[Collective]:
+    """What stages send after ticks."""
     for number, exchange in enumerate(tables.exchanges):
         taken = float((tables.exchange == number).mean())
-        found += [
-            Collective(COLLECTIVE_PERMUTE, axes, size, len(tables.ticks), line, taken=taken)
-            for size, pairs in zip(sending, exchange, strict=True)
-            if pairs and size
-        ]
-    plain = [i for i, a in chain.sums.items() if not (isinstance(a, jx.Var) and a in chain.per_layer)]
-    summed = _bytes_of(graph, layout, models, [chain.loop.outvars[i] for i in plain])
-    if summed and request.mesh.shape[request.axis] > 1:
-        found.append(Collective(ALL_REDUCE, axes, summed, 1, line))
-    return tuple(found)
+        for size, pairs in zip(sending, exchange, strict=True):
+            if pairs and size:
+                yield Collective(COLLECTIVE_PERMUTE, (axis,), size, len(tables.ticks), line, taken=taken)
+
+
+def _around(
+    graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims, stages: Stages
+) -> tuple[Collective, ...]:
+    """What stages send before and after the loop: weights to the stages that run them, where those are not the ones
+    that keep them; sums that only one stage has."""
+    line, count = jx.source(chain.forward), stages.schedule.stages
+    layered = {i for i, a in chain.sums.items() if isinstance(a, jx.Var) and a in chain.per_layer}
+    plain = [chain.loop.outvars[i] for i in chain.sums if i not in layered]
+    sums = [v for i in layered if isinstance(v := chain.body.outvars[i], jx.Var)]
+    found: list[tuple[CollectiveKind, int]] = [(ALL_REDUCE, _bytes_of(graph, layout, models, plain))]
+    if not stages.in_order:
+        weights = [v for v in stacked_weights(chain) if split.share(graph.ids[v]) < 1]
+        for moved in (weights, sums):
+            found.append((ALL_GATHER, _bytes_of(graph, layout, models, moved)))
+    return tuple(Collective(kind, (stages.axis,), size, 1, line) for kind, size in found if size and count > 1)
 
 
 def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var]) -> int:
@@ -296,4 +265,7 @@ def _more_bytes(
     if stages.schedule.splits_backward:
         inner = split_backward(chain.backward).kept
         between = sum(bytes_of(graph.ids[v]) for v in inner) * max(stages.layers) * tables.slots[3]
+    if not stages.in_order:  # all rows are gathered, to give each stage its own
+        moved = (*stacked_weights(chain), *(chain.loop.outvars[i] for i in chain.sums))
+        between += sum(bytes_of(graph.ids[v]) * (1 - split.share(graph.ids[v])) for v in moved if v in graph.ids)
     return round(residuals * (rows - 1) + rings + between - saved)

@@ -24,7 +24,7 @@ class StageDims:
             self.inside |= {graph.ids[v] for r in jx.regions(e) for v in r.body.invars if v in graph.ids}
         self.inside -= {graph.ids[v] for v in chain.invariant if v in graph.ids}  # computed before the pipeline
         dims = label_dims(graph)
-        stacked = [graph.ids[v] for v in _stacked(chain)]
+        stacked = [graph.ids[v] for v in stacked_weights(chain)]
         classes = {int(dims.label[dims.start[v]]) for v in stacked}
         self.layers = chain.layers
         self.dims: dict[int, tuple[int, ...]] = defaultdict(tuple)
@@ -50,7 +50,7 @@ class StageDims:
         return 1 / self.mesh.shape[self.axis] if dims and self.layers % self.mesh.shape[self.axis] == 0 else 1.0
 
 
-def _stacked(chain: Chain) -> list[jx.Var]:
+def stacked_weights(chain: Chain) -> list[jx.Var]:
     """The values with a row for each layer that the chain reads and that are the same in every iteration."""
     found: list[jx.Var] = []
     for eqn in (chain.forward, chain.backward):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 
 from autoshard.schedule.schedule import Schedule
@@ -33,16 +34,30 @@ class Stages:
         """[stage, chunk]: the part of the model."""
         return np.array(self.schedule.placement).T
 
-    def by_part(self, x: Any) -> Any:
-        """[layer, ...] -> [stage and chunk, row, ...]."""
-        rows = self.rows[self.places].reshape(-1, self.rows.shape[1])
-        if rows.size == x.shape[0] and (rows.ravel() == np.arange(rows.size)).all():
-            return x.reshape(*rows.shape, *x.shape[1:])
-        return jnp.take(x, rows.ravel(), axis=0).reshape(*rows.shape, *x.shape[1:])
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether each stage has as many layers as others, and they are those next to each other."""
+        rows = self.rows[self.places].ravel()
+        return rows.size == sum(self.layers) and bool((rows == np.arange(rows.size)).all())
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether values with a row for each layer are split over the stages outside of the loop."""
+        return sum(self.layers) % self.schedule.stages == 0
+
+    def own_rows(self, x: Any) -> Any:
+        """On a stage: [layer, ...], those that it keeps or all, -> [chunk, row, ...], those that it runs."""
+        if self.in_order:
+            return x.reshape(self.schedule.chunks, -1, *x.shape[1:])
+        whole = lax.all_gather(x, self.axis, tiled=True) if self.splits_layers else x
+        return jnp.take(whole, jnp.asarray(self.rows[self.places])[lax.axis_index(self.axis)], axis=0)
 
     def by_layer(self, x: Any) -> Any:
-        """[stage and chunk, row, ...] -> [layer, ...]."""
+        """On a stage: [chunk, row, ...], those that it runs, -> [layer, ...], those that it keeps where `in_order`, or
+        else all."""
+        if self.in_order:
+            return x.reshape(-1, *x.shape[2:])
+        whole = lax.all_gather(x, self.axis).reshape(-1, *x.shape[2:])
         places = self.places.ravel()
-        flat, width = x.reshape(-1, *x.shape[2:]), x.shape[1]
-        at = [int(np.argmax(places == p)) * width + row for p, n in enumerate(self.layers) for row in range(n)]
-        return flat if at == [*range(len(flat))] else jnp.take(flat, np.array(at), axis=0)
+        at = [int(np.argmax(places == p)) * x.shape[1] + row for p, n in enumerate(self.layers) for row in range(n)]
+        return jnp.take(whole, np.array(at), axis=0)

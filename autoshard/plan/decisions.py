@@ -174,12 +174,16 @@ class PipelinePlan:
     """The mesh axis of the stages."""
     stages: int
     microbatches: int
+    order: str
+    """Name of the schedule; empty of the user's own."""
     schedule: Schedule
     layers: tuple[int, ...]
     """Number of layers of each part of the model, counted from its input; a stage has as many parts as the schedule has
     chunks."""
     bubble: float
     """The share of the step, from 0 to 1, in which a stage is idle, on average."""
+    ideal_bubble: float
+    """The same as it is published for the schedule: of stages with equal parts, which send in no time."""
     seconds: tuple[float, ...]
     """In which each stage computes its operations, in one call."""
     bytes: tuple[int, ...]

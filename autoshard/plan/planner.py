@@ -16,7 +16,7 @@ from autoshard.ir.program import Leaf, Program, aval_text
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, replicated
 from autoshard.jaxpr import dtype_name
-from autoshard.pipelining.price import price_pipeline
+from autoshard.pipelining.price import PipelinePrice, price_pipeline
 from autoshard.plan.constraints import islands, sharding_constraints
 from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, PipelinePlan, Place, PlaceReason
 from autoshard.plan.record import PlanRecord
@@ -87,17 +87,18 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
     )
 
 
-def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search) -> PlanRecord:
+def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search, budget: float) -> PlanRecord:
     """``record``, the plan of candidate ``best`` over one stage's devices, as that of a pipeline over the whole mesh.
 
     What has a row for each layer (stacked weights, their gradients and optimizer state) is split over the stages too;
-    all else is whole on every stage.
+    all else is whole on every stage. Where the schedule is open it is the fastest within ``budget``, in bytes per
+    device.
 
     Raises:
       PipelineError, ScheduleError: as `price_pipeline`.
     """
     program = graph.program
-    priced = price_pipeline(graph, best.layout, s, best.cost)
+    priced, *others = price_pipeline(graph, best.layout, s, best.cost, budget - best.memory.peak)
     split, stages = priced.split, priced.stages
 
     def staged_place(place: Place, leaf: Leaf, value: int) -> Place:
@@ -125,18 +126,29 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search)
         memory=replace(record.memory, peak=peak),
         bound=0.0,
         profile=None,
-        alternatives=(),
+        alternatives=tuple(
+            Alternative(_described(p), p.cost.seconds, record.memory.peak + p.more_bytes)
+            for p in others[:MAX_ALTERNATIVES]
+        ),
         pipeline=PipelinePlan(
             stages.axis,
             count,
             stages.schedule.microbatches,
+            priced.name,
             stages.schedule,
             stages.layers,
             priced.bubble,
+            priced.ideal_bubble,
             priced.seconds,
             (peak,) * count,
         ),
     )
+
+
+def _described(priced: PipelinePrice) -> str:
+    layers = priced.stages.layers
+    cut = f"{layers[0]} layers" if len(set(layers)) == 1 else f"{'+'.join(map(str, layers))} layers"
+    return f"the schedule {priced.name or 'given'} of parts of {cut}"
 
 
 def fingerprint(graph: Graph) -> str:

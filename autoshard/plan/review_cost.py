@@ -137,8 +137,10 @@ def pipeline(plan: PipelinePlan) -> Section:
     chunks = f", {schedule.chunks} chunks of layers on each" if schedule.chunks > 1 else ""
     sentences = (
         f"The layers run on {plural(plan.stages, 'stage')} along {plan.axis}{chunks}, in "
-        f"{plan.microbatches} micro-batches and {plural(len(schedule.table), 'tick')}.",
-        f"A stage is idle for {plan.bubble:.0%} of the step, on average.",
+        f"{plan.microbatches} micro-batches and {plural(len(schedule.table), 'tick')}"
+        + (f", by {plan.order}." if plan.order else ", by the schedule given."),
+        f"A stage is idle for {plan.bubble:.0%} of the step, on average; of stages with equal parts that send in no "
+        f"time it would be {plan.ideal_bubble:.0%}.",
         "What comes before the layers runs on the first stage, what comes after them on the last.",
     )
     rows: list[tuple[str, ...]] = []

@@ -26,6 +26,8 @@ class CarriedSpecs:
     mesh: LogicalMesh
     specs: Mapping[tuple[str, tuple[int, ...], str], Spec]
     """By argument path, shape and dtype."""
+    stages: str | None = None
+    """The mesh axis of the pipeline's stages, if the plan has one."""
 
 
 @dataclass
@@ -43,7 +45,8 @@ class FirstPlan:
         carried = [executable.plan.inputs[i] for i, _ in executable.program.carries]
         if self.carried is None and carried:
             specs = {(p.path, p.shape, p.dtype): p.spec for p in carried}
-            self.carried = CarriedSpecs(executable.plan.mesh, specs)
+            pipeline = executable.plan.pipeline
+            self.carried = CarriedSpecs(executable.plan.mesh, specs, pipeline.axis if pipeline else None)
 
     def forget(self) -> None:
         """As before the first plan."""

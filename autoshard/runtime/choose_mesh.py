@@ -1,18 +1,22 @@
-"""Chooses the mesh where the user leaves it open: plans the step on each candidate and takes the fastest plan."""
+"""Chooses the mesh, and the axis of a pipeline, where the user leaves them open: plans the step on each candidate and
+takes the fastest plan."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard.errors import AutoshardError, SpecError
+from autoshard.errors import AutoshardError, PipelineError, SpecError
+from autoshard.ir.graph import Diagnostic
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
 from autoshard.plan.decisions import Alternative
+from autoshard.plan.record import PlanRecord
 from autoshard.runtime.stages import Planned
 
 
@@ -35,27 +39,41 @@ def candidate_meshes(pins: Any) -> list[LogicalMesh]:
     return MeshConfig(axes="auto").meshes()
 
 
-def plan_each_mesh(
-    plan_on: Callable[[LogicalMesh], Planned], meshes: Sequence[LogicalMesh], name: str
-) -> list[Planned]:
-    """The plan on each mesh that has one.
+@dataclass(frozen=True)
+class Ground:
+    """What a step is planned on: a mesh, and which of its axes is the stages of a pipeline, if one is."""
+
+    mesh: LogicalMesh
+    stages: str | None = None
+
+    def __str__(self) -> str:
+        return f"the mesh {self.mesh}" + (f" with a pipeline over {self.stages}" if self.stages else "")
+
+
+def plan_each(plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Ground], name: str) -> list[Planned]:
+    """The plan on each of ``grounds`` that has one.
+
+    Args:
+      plan_on: takes also the seconds of the best plan on those before.
 
     Raises:
-      AutoshardError: no mesh has a plan. Of the class of the first mesh's error; that error itself where all are equal.
+      AutoshardError: none has. Of the class of the first one's error; that error itself where all are equal.
     """
     planned: list[Planned] = []
     errors: dict[str, Exception] = {}
-    for mesh in meshes:
+    for ground in grounds:
         try:
-            planned.append(plan_on(mesh))
+            planned.append(plan_on(ground, min((p.plan.cost.seconds for p in planned), default=math.inf)))
         except (AutoshardError, ValueError) as e:  # JAX raises ValueError for a spec that names no axis of the mesh
-            errors[str(mesh)] = e
+            errors[str(ground)] = e
+    no_pipeline = dict.fromkeys(str(e) for e in errors.values() if isinstance(e, PipelineError))
     if planned:
-        return planned
+        notes = tuple(Diagnostic(f"no pipeline was considered: {why}") for why in no_pipeline)
+        return [p._replace(plan=replace(p.plan, diagnostics=(*p.plan.diagnostics, *notes))) for p in planned]
     first = next(iter(errors.values()))
     if len({(type(e), str(e)) for e in errors.values()}) == 1 or not isinstance(first, AutoshardError):
         raise first
-    reasons = "; ".join(f"{mesh}: {e}" for mesh, e in errors.items())
+    reasons = "; ".join(f"{ground}: {e}" for ground, e in errors.items())
     raise type(first)(f"{name}: none of the candidate meshes has a plan; give one as mesh=. {reasons}")
 
 
@@ -63,8 +81,10 @@ def fastest(candidates: Sequence[Planned]) -> Planned:
     """The plan with the least predicted time, with the others' meshes among its alternatives."""
     best = min(candidates, key=lambda c: c.plan.cost.seconds)
     others = [
-        Alternative(f"the mesh {c.plan.mesh}", c.plan.cost.seconds, c.plan.memory.peak)
-        for c in candidates
-        if c is not best
+        Alternative(str(_ground(c.plan)), c.plan.cost.seconds, c.plan.memory.peak) for c in candidates if c is not best
     ]
     return best._replace(plan=replace(best.plan, alternatives=(*best.plan.alternatives, *others)))
+
+
+def _ground(plan: PlanRecord) -> Ground:
+    return Ground(plan.mesh, plan.pipeline.axis if plan.pipeline else None)

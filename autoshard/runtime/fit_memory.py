@@ -14,6 +14,7 @@ from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import Program
+from autoshard.pipelining.chain import has_chain
 from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.relax import best_relaxation
@@ -29,22 +30,28 @@ MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for micro-batches to be tried."""
 
 
-def plan_within_memory(traced: Program, options: Options) -> Planned:
+def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
     """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
+
+    Args:
+      to_beat: seconds of the best plan so far. A pipeline whose busiest stage alone takes longer is not tried in other
+        numbers of micro-batches.
 
     Below the threshold XLA compiles the plan as it is; above it, XLA recomputes values of its own choice.
 
     Raises:
       MemoryBudgetError: nothing fits.
     """
+    if traced.pipeline is not None:
+        options = replace(options, optional_passes=())  # its loop is as it is
     threshold = traced.mesh.hardware.remat_threshold
     if threshold < budget_of(options.request, traced):
         with contextlib.suppress(MemoryBudgetError):
-            return _plan_in_parts(traced, options, replace(options.request, memory_budget=threshold))
-    return _plan_in_parts(traced, options, options.request)
+            return _plan_in_parts(traced, options, replace(options.request, memory_budget=threshold), to_beat)
+    return _plan_in_parts(traced, options, options.request, to_beat)
 
 
-def _plan_in_parts(traced: Program, options: Options, request: PlanRequest) -> Planned:
+def _plan_in_parts(traced: Program, options: Options, request: PlanRequest, to_beat: float) -> Planned:
     """Plans ``traced`` within the budget of ``request``, in as many micro-batches as the user asked for. Where that is
     open and memory makes the step slower, or nothing fits, the fewest with which nothing is recomputed are tried; where
     nothing fits, the fewest with passes that save memory too. The fastest plan is returned.
@@ -62,6 +69,8 @@ def _plan_in_parts(traced: Program, options: Options, request: PlanRequest) -> P
             return _plan_within_budget(program, options, asked)[0]._replace(traced=traced)
         except SpecError as e:
             raise SpecError(f"for each of {options.microbatches} micro-batches: {e}") from None
+    if traced.pipeline is not None:
+        return _plan_staged(traced, options, request, to_beat)
     try:
         whole, is_short = _plan_within_budget(traced, options, request)
         if not is_short or not _is_slowed(whole, options, request):
@@ -104,6 +113,48 @@ def _plan_in_parts(traced: Program, options: Options, request: PlanRequest) -> P
         assert isinstance(why, MemoryBudgetError)
         raise why
     return min(fitting, key=lambda p: _preference(p.plan))
+
+
+def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_beat: float) -> Planned:
+    """The pipeline with the number of micro-batches with which it is fastest: that of the loop over micro-batches that
+    the step has, or else, of numbers doubled again and again, the best next to which both neighbours are slower.
+
+    Raises:
+      PipelineError: no pipeline runs the step.
+      MemoryBudgetError, SpecError: with no number of micro-batches it fits, or a preset splits them.
+    """
+    assert options.microbatch is not None
+    assert traced.pipeline is not None
+    if has_chain(traced.jaxpr, traced.rules):
+        return _plan_within_budget(traced, options, request)[0]
+    variants, stages = options.microbatch.variants(traced), traced.pipeline.stages
+    if not variants:
+        return _plan_within_budget(traced, options, request)[0]  # says why there is no chain
+    errors: list[MemoryBudgetError | SpecError] = []
+
+    @functools.cache
+    def in_parts(n: int) -> Planned | None:
+        try:
+            program, asked = run_passes(traced, (variants[n],), request)
+            return _plan_within_budget(program, options, asked)[0]._replace(traced=traced)
+        except (MemoryBudgetError, SpecError) as e:
+            errors.append(e)
+            return None
+
+    def seconds(n: int) -> float:
+        planned = in_parts(n)
+        return math.inf if planned is None else planned.plan.cost.seconds
+
+    best = min((2 * stages).bit_length() - 2, len(variants) - 1)  # as many as twice the stages
+    start = in_parts(best)
+    hopeless = start is not None and start.plan.pipeline is not None and max(start.plan.pipeline.seconds) > to_beat
+    for step in () if hopeless else (1, -1):
+        while 0 <= best + step < len(variants) and seconds(best + step) <= seconds(best):
+            best += step
+    planned = in_parts(best)
+    if planned is None:
+        raise errors[0]
+    return planned
 
 
 def _with_note(traced: Program, planned: Planned, parts: Pass, why: MemoryBudgetError | str) -> Planned:

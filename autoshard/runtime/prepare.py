@@ -19,13 +19,12 @@ from autoshard.ir.program import PipelineRequest, Program, with_pins
 from autoshard.ir.trace import trace
 from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import ArgumentAval
-from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import mesh_config, resolve_mesh
 from autoshard.plan.adopt import adopt
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.shared_arguments import shared_arguments
 from autoshard.runtime.carried_state import CarriedSpecs, note_carried, pin_carried
-from autoshard.runtime.choose_mesh import candidate_meshes, fastest, plan_each_mesh
+from autoshard.runtime.choose_mesh import Ground, candidate_meshes, fastest, plan_each
 from autoshard.runtime.dump import dump_stages
 from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
 from autoshard.runtime.options import Options, parts_of, pass_sequences, passes_of
@@ -42,7 +41,7 @@ GC_FROZEN_BY_PYTHON = 1000
 REFINED_SEQUENCES = 3
 """Memory-saving sequences of passes whose layouts `refine` may compile."""
 
-type TraceOn = Callable[[LogicalMesh], Program]
+type TraceOn = Callable[[Ground], Program]
 
 
 @contextlib.contextmanager
@@ -113,7 +112,8 @@ def rewrites(
     jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, plan: PlanRecord
 ) -> Iterator[AppliedPass]:
     """The program before and after each pass that ``plan``, which `prepare` made for these arguments, was made with."""
-    traced = _trace(jitted, args, kwargs, options, plan.mesh)
+    ground = Ground(plan.mesh, plan.pipeline.axis if plan.pipeline else None)
+    traced = _trace(jitted, args, kwargs, options, ground)
     return Pipeline(passes_of(plan, traced, options)).rewrites(traced)
 
 
@@ -122,17 +122,18 @@ def _trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Options,
-    mesh: LogicalMesh,
+    ground: Ground,
     placed: Placements = (),
 ) -> Program:
-    """The function traced over ``mesh``, with the user's pins, and what stays where it is ``placed`` pinned there."""
+    """The function traced over the mesh of ``ground``, with the user's pins, and what stays where it is ``placed``
+    pinned there."""
     pins = {"in_shardings": options.in_shardings, "out_shardings": options.out_shardings}
     dynamic = [i for i in range(len(args)) if i not in options.static_nums]
     donated = {*options.donate_names, *(n for n, i in enumerate(dynamic) if i in options.donate_nums)}
     config = mesh_config(options.mesh)
-    pipeline = None
-    if config is not None and config.pipeline is not None:
-        pipeline = PipelineRequest(mesh, config.pipeline, options.schedule)
+    mesh, pipeline = ground.mesh, None
+    if ground.stages is not None:
+        pipeline = PipelineRequest(mesh, ground.stages, options.schedule)
         mesh = pipeline.stage_mesh
     with stage("trace", getattr(jitted, "__name__", "step")):
         program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, pipeline=pipeline, **pins)
@@ -187,7 +188,11 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str, placed: Pla
     fixed = options.mesh is not None and (config is None or config.axes != "auto")
     like = None if fixed or options.like is None else options.like()
     if fixed or like is not None:
-        program = trace_on(resolve_mesh(options.mesh) if like is None else like.mesh)
+        mesh = resolve_mesh(options.mesh) if like is None else like.mesh
+        grounds = [Ground(mesh, axis) for axis in (config.stage_axes(mesh) if config else (None,))]
+        if len(grounds) > 1:
+            return plan_each(functools.partial(_plan_on, trace_on, options), grounds, name)
+        program = trace_on(*grounds)
         try:
             return [plan_within_memory(program, options)]
         except MemoryBudgetError as e:
@@ -195,12 +200,17 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str, placed: Pla
     for over in dict.fromkeys(s.mesh for s in placed if s is not None) if options.mesh is None else ():
         if over.size < jax.device_count():  # not to leave devices idle because an array was made on one
             continue
-        program = trace_on(resolve_mesh(over))
+        program = trace_on(Ground(resolve_mesh(over)))
         if any(leaf.placed for leaf in program.inputs):
             return [plan_within_memory(program, options)]
     pins = options.in_shardings, options.out_shardings
     meshes = config.meshes() if config is not None else candidate_meshes(pins)
-    return plan_each_mesh(lambda mesh: plan_within_memory(trace_on(mesh), options), meshes, name)
+    grounds = [Ground(mesh, axis) for mesh in meshes for axis in (config.stage_axes(mesh) if config else (None,))]
+    return plan_each(functools.partial(_plan_on, trace_on, options), grounds, name)
+
+
+def _plan_on(trace_on: TraceOn, options: Options, ground: Ground, to_beat: float) -> Planned:
+    return plan_within_memory(trace_on(ground), options, to_beat)
 
 
 def _plan_as_first(
@@ -212,7 +222,7 @@ def _plan_as_first(
       The candidates, the flat arguments that have the specs ``first``, and why none of them could.
     """
     try:
-        program, pinned = pin_carried(trace_on(first.mesh), first)
+        program, pinned = pin_carried(trace_on(Ground(first.mesh, first.stages)), first)
         return [plan_within_memory(program, options)], pinned, ""
     except (AutoshardError, ValueError) as e:  # JAX raises ValueError for a spec that names no axis of the mesh
         return _plan_candidates(trace_on, options, name), frozenset(), str(e)
@@ -222,7 +232,7 @@ def _adopt(plan: PlanRecord, trace_on: TraceOn, options: Options) -> Planned:
     """The plan that the user gave, checked against the program after the passes that it was made with."""
     config = mesh_config(options.mesh)
     fixed = options.mesh is not None and (config is None or config.axes != "auto")
-    traced = trace_on(resolve_mesh(options.mesh) if fixed else plan.mesh)
+    traced = trace_on(Ground(resolve_mesh(options.mesh) if fixed else plan.mesh))
     program, request = run_passes(traced, passes_of(plan, traced, options), options.request)
     adopted, graph = adopt(plan, program, request)
     return Planned(traced, graph, adopted)

@@ -76,7 +76,7 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
             allowed, lowest = e.least, True
             continue
         with stage("plan", program.name):
-            plan = pipelined_plan(plan_from_candidate(graph, best, found, request), graph, best, found)
+            plan = pipelined_plan(plan_from_candidate(graph, best, found, request), graph, best, found, budget)
         if plan.memory.peak <= budget:
             return replace(plan, memory_budget=budget if math.isfinite(budget) else None)
         least = min(least, plan.memory.peak)
