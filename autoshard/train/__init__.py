@@ -4,9 +4,11 @@ Input: a step of one's own and batches, or a training configuration in YAML. Out
 checkpoints, a log of events, a table of metrics and a report. It uses the library as any program would: a step under
 `autoshard.jit`, `autoshard.checkpoint`, and the audit.
 
-May import: api, checkpoint, runs, backend, and what they may.
+May import: api, batches, checkpoint, runs, backend, and what they may.
 """
 
+from autoshard.batches.padding import Padding as Padding
+from autoshard.batches.padding import even_buckets as even_buckets
 from autoshard.train.fit import fit as fit
 from autoshard.train.loop import train as train
 from autoshard.train.sources import Rows as Rows

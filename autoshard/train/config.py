@@ -18,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from autoshard.batches.padding import Padding
+from autoshard.errors import ArgumentError
 from autoshard.machine.mesh_config import MeshConfig, mesh_config
 from autoshard.strict_config import Config, load_yaml
 from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, ModelCall
@@ -96,6 +98,30 @@ class EvalConfig(Config):
     held-out loss, and with it ``final_batches`` are ``batches`` by default."""
 
 
+class PadConfig(Config):
+    """The sizes to which batches of one's own are padded; see `autoshard.train.Padding`."""
+
+    buckets: tuple[dict[str, StrictInt], ...] = Field(max_length=64)
+    """Sizes by the names of dimensions: a batch goes into the first that holds it."""
+    dims: dict[str, tuple[str | None, ...]]
+    """The names of the dimensions of each array; null where one is never padded."""
+    fill: dict[str, float] = Field(default={})
+    """The padding of an array, where it is not 0."""
+
+    @property
+    def padding(self) -> Padding:
+        """What pads a batch."""
+        return Padding(self.buckets, self.dims, self.fill)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        try:
+            _ = self.padding
+        except ArgumentError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
 class CheckpointConfig(Config):
     """The run's folder, relative to the working directory, and how often its state is saved."""
 
@@ -129,6 +155,8 @@ class TrainConfig(Config):
         Annotated[OptimizerConfig, Tag("entries")] | Annotated[Call, Tag("a call")], ENTRIES_OR_CALL
     ] = OptimizerConfig()
     """Entries of AdamW, or a call."""
+    pad: PadConfig | None = None
+    """Sizes to which batches of one's own are padded."""
     loss: LossCall | None = None
     """A call; left out, cross-entropy of integer ``targets``."""
     step: Call | None = None
@@ -175,6 +203,8 @@ class TrainConfig(Config):
         if isinstance(self.data, DataConfig) and (self.data.seq is None) != decoder:
             wrong = "is that of the model, and cannot be set for the data" if decoder else "is needed under `data`"
             raise ValueError(f"`seq`, the length of a sequence of text, {wrong}")
+        if text and self.pad is not None:
+            raise ValueError("`pad` is for data of one's own: text is cut into windows of one length")
         if text and self.eval.data is not None:
             raise ValueError("`eval.data` is for data of one's own: text has held-out files")
         return self
@@ -228,7 +258,8 @@ class TrainConfig(Config):
             optimizer = optimizer.model_copy(update={"decay_steps": optimizer.decay_steps or self.last_step})
         own = {"loss": self.loss, "step": self.step} if self.step is not None or self.loss is not None else {}
         parts = {"step": self.step} if self.step is not None else {"model": self.model, "optimizer": optimizer, **own}
-        given = {"data": self.data, **{key: part for key, part in parts.items() if part is not None}}
+        padded = {} if self.pad is None else {"pad": self.pad}
+        given = {"data": self.data, **padded, **{key: part for key, part in parts.items() if part is not None}}
         entries = {key: part.model_dump(mode="json", by_alias=True) for key, part in given.items()}
         return {
             **{name: value for key, part in entries.items() for name, value in _dotted(key, part).items()},

@@ -172,7 +172,7 @@ class Attention(nnx.Module):
         self.wv = _weights(rngs, width, key_heads, head, fan_in=width)
         self.wo = _weights(rngs, heads, head, width, fan_in=width, gain=(2 * config.layers) ** -0.5)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         config, dtype = self.config, x.dtype
         batch, seq, _ = x.shape
         query = rotary(jnp.einsum("bsd,dhe->bshe", x, self.wq[...].astype(dtype)), config.rope_base)
@@ -180,8 +180,10 @@ class Attention(nnx.Module):
         value = jnp.einsum("bsd,dke->bske", x, self.wv[...].astype(dtype))
         grouped = query.reshape(batch, seq, config.key_heads, -1, config.head_width)
         scores = jnp.einsum("bqkge,btke->bkgqt", grouped, key, preferred_element_type=jnp.float32)
-        causal = jnp.arange(seq)[:, None] >= jnp.arange(seq)[None, :]
-        scores = jnp.where(causal, scores * config.head_width**-0.5, jnp.finfo(jnp.float32).min)
+        seen = jnp.arange(seq)[:, None] >= jnp.arange(seq)[None, :]
+        if segment_ids is not None:  # [B, 1, 1, S, S]; positions are relative, so that each segment may begin anywhere
+            seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None, None]
+        scores = jnp.where(seen, scores * config.head_width**-0.5, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
         mixed = jnp.einsum("bkgqt,btke->bqkge", weights, value).reshape(query.shape)
         return jnp.einsum("bshe,hed->bsd", mixed, self.wo[...].astype(dtype))
@@ -247,19 +249,22 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model)
         self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), segment_ids)
         return x + self.mlp(self.mlp_norm(x))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _apply_layer(graph: Any, weights: Tree, x: jax.Array) -> jax.Array:
+def _apply_layer(graph: Any, weights: Tree, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """A layer of ``x``, jitted so that JAX traces and differentiates the first and reuses that for all others."""
-    return nnx.merge(graph, weights)(x)
+    return nnx.merge(graph, weights)(x, segment_ids)
 
 
 class Decoder(nnx.Module):
-    """Token identifiers to next-token logits. tokens: int [B, S] -> float32 [B, S, V]."""
+    """Token identifiers to next-token logits. tokens: int [B, S] -> float32 [B, S, V].
+
+    With ``segment_ids``, int [B, S], rows are several texts, packed: a token sees those of its own segment alone.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -272,15 +277,15 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(config.d_model)
         self.head = None if config.tied else _weights(rngs, config.d_model, config.vocab, fan_in=config.d_model)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         dtype = jnp.dtype(self.config.dtype)
         x = self.embed[...].astype(dtype)[tokens] * self.config.d_model**0.5
         if self.config.scan:
             graph, stacked = nnx.split(self.layers)
-            x, _ = jax.lax.scan(lambda h, weights: (nnx.merge(graph, weights)(h), None), x, stacked)
+            x, _ = jax.lax.scan(lambda h, weights: (nnx.merge(graph, weights)(h, segment_ids), None), x, stacked)
         else:
             for layer in self.layers:
-                x = _apply_layer(*nnx.split(layer), x)
+                x = _apply_layer(*nnx.split(layer), x, segment_ids)
         x = self.norm(x)
         if self.head is None:
             x = x * self.config.d_model**-0.5  # else the initial model predicts each token to repeat, with certainty

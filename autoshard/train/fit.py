@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from rich.console import Console
 
 from autoshard import checkpoint
 from autoshard.api import jit
+from autoshard.batches.padding import Padding
+from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, CheckpointError, PlanError
 from autoshard.runs.progress import ProgressLine
 from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, StepEvent
@@ -25,8 +26,8 @@ from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
-from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, is_first
-from autoshard.train.sources import ChosenRows, Peeked, Tree, arrays_only, source_of
+from autoshard.train.processes import SizedPlacer, abstract, agree_to_stop, from_first, is_first
+from autoshard.train.sources import Mapped, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
 from autoshard.train.stop_signals import StopSignals
 
@@ -50,6 +51,7 @@ def fit(
     evaluate: Callable[[Tree], Any] | None = None,
     log: Log | epath.PathLike | None = None,
     nan: str | None = None,
+    pad: Padding | None = None,
 ) -> Tree:
     """Takes ``step`` until step ``steps``, from the newest checkpoint if there is one, and returns the last state.
 
@@ -83,6 +85,8 @@ def fit(
         the batches that follow. Each is logged, with what was not finite, also of the batch, and of which process that
         was. By default nothing is looked for. The step is planned with the check in it; of ``plan`` it has the
         shardings.
+      pad: batches of any sizes are padded to one of a few, for each of which the step is planned; the state stays where
+        the first plan has it. Not with ``plan``, which is for one size.
 
     Returns:
       The state after step ``steps``. A finished run is restored, and no step is taken.
@@ -100,11 +104,14 @@ def fit(
     policy = None if nan is None else NonFinitePolicy.of(nan)
     if policy is not None and policy.action == "rewind" and (checkpoints is None or every is None):
         raise ArgumentError(f"nan={nan!r} goes back to checkpoints: give `checkpoints`, and `every`, for some")
-    source = Peeked(source_of(batches, None if plan is None else _batch_size(plan)))
+    if pad is not None and plan is not None:
+        raise ArgumentError("pad= makes batches of several sizes, and plan= is for one: give one of them")
+    source = source_of(batches, None if plan is None else _batch_size(plan))
+    source = Peeked(source if pad is None else Mapped(source, pad))
     if source.first is None:
         raise ArgumentError("batches: there is none")
     own = _planned_step(step, plan, policy, state)
-    first = jax.tree.map(_abstract, arrays_only(source.first))
+    first = jax.tree.map(abstract, arrays_only(source.first))
     chosen: Plan = own.plan(state, first) if plan is None or policy is not None else plan
     if len(chosen.in_avals) != 2:
         raise PlanError(
@@ -121,7 +128,8 @@ def fit(
     else:
         state = nnx.updated(state, nnx.split((chosen.put(state),)).states[0])
 
-    place = BatchPlacer(chosen)
+    like = state if nnx.has_modules(state) else chosen.in_avals[0]
+    place = SizedPlacer(chosen, None if pad is None else lambda batch: own.plan(like, batch))
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_signals(handled=folder is not None))
         record = stack.enter_context(_recording(log, done, steps, _batch_size(chosen)))
@@ -139,19 +147,21 @@ def fit(
 
         watch = None if policy is None else NonFiniteWatch(policy, saved, restore, record.not_finite)
         keep = KEEP if policy is None else policy.kept(KEEP, every or steps)
+        ready = Prefetched(source, place, steps - done)
         duties = Duties(
             log=record.step,
             save=save,
             saves=lambda number: every is not None and number % every == 0,
             evaluate=lambda number, state: _evaluate(evaluate, number, state, record),
             evaluates=lambda number: evaluate is not None and (number == steps or number % (every or steps) == 0),
-            stops=lambda number: agree_to_stop(stop.requested, place, number, 1 if number == steps else AGREE_EVERY),
+            stops=lambda number: agree_to_stop(
+                stop.requested, ready.digest, number, 1 if number == steps else AGREE_EVERY
+            ),
             failed=None if watch is None else watch.answer,
         )
         if done < steps:
-            with stop.deferred():
-                numbers = range(done + 1, steps + 1)
-                state, done = take_steps(uniform(own, state), state, source, place, numbers, duties)
+            with stop.deferred(), ready:
+                state, done = take_steps(uniform(own, state), state, ready, range(done + 1, steps + 1), duties)
             if folder is not None:
                 checkpoint.finish(folder)
     if done < steps or stop.requested:
@@ -182,11 +192,6 @@ def _batch_size(plan: Plan) -> int | None:
     """The rows of a batch that ``plan`` is for; None where its arrays differ in that."""
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in jax.tree.leaves(plan.in_avals[1:])}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _evaluate(evaluate: Callable[[Tree], Any] | None, number: int, state: Tree, record: _Record) -> None:

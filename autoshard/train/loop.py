@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from rich.console import Console
 from autoshard import checkpoint
 from autoshard.api import jit
 from autoshard.backend.audit import audit
+from autoshard.batches.padding import WEIGHTS
+from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ConfigError
 from autoshard.pages.page import brief, page
 from autoshard.runs.progress import ProgressLine
@@ -36,7 +38,7 @@ from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import OptimizerConfig, Tree
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
-from autoshard.train.processes import BatchPlacer, agree_to_stop, from_first, in_any, is_first, peak_seconds
+from autoshard.train.processes import SizedPlacer, agree_to_stop, from_first, in_any, is_first, peak_seconds
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
@@ -119,10 +121,21 @@ class PlannedPhase:
     batch: Tree
     """`jax.ShapeDtypeStruct`s."""
 
+    padded: bool = False
+    """Whether there are batches of several sizes, of which ``batch`` is one."""
+
+    def placer(self) -> SizedPlacer:
+        """Puts training batches on the mesh."""
+        return SizedPlacer(
+            self.plan, (lambda batch: self.step.plan(self.plan.in_avals[0], batch)) if self.padded else None
+        )
+
     @functools.cached_property
-    def place(self) -> BatchPlacer:
-        """Puts a batch on the mesh."""
-        return BatchPlacer(self.plan)
+    def place_held_out(self) -> SizedPlacer:
+        """Puts held-out batches on the mesh."""
+        evaluate, part = self.evaluate, self.work.steps.evaluated(self.plan.in_avals[0])
+        assert evaluate is not None
+        return SizedPlacer(self.plan, (lambda batch: evaluate.plan(part, batch)) if self.padded else None)
 
 
 def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> PlannedPhase:
@@ -144,7 +157,7 @@ def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> P
     if work.is_evaluated:
         state_and_batch = (steps.evaluated(plan.in_specs[0]), plan.in_specs[1])
         evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=state_and_batch)
-    return PlannedPhase(work, step, evaluate, plan, state, batch)
+    return PlannedPhase(work, step, evaluate, plan, state, batch, padded=config.pad is not None)
 
 
 @dataclass(frozen=True)
@@ -240,14 +253,15 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
 
     run.progress.restart()
     run.progress.measure_against(peak_seconds(run.work.steps.train, planned.plan))
-    with run.stop.deferred():
-        duties, numbers = _duties(run, planned, phase.until), range(done + 1, phase.until + 1)
-        take_steps(planned.step, state, batches, planned.place, numbers, duties)
+    ready = Prefetched(batches, planned.placer(), phase.until - done)
+    with run.stop.deferred(), ready:
+        duties = _duties(run, planned, phase.until, ready)
+        take_steps(planned.step, state, ready, range(done + 1, phase.until + 1), duties)
     checkpoint.finish(folder.checkpoints)
     return planned
 
 
-def _duties(run: _RunContext, planned: PlannedPhase, last: int) -> Duties:
+def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetched) -> Duties:
     """What is done beside the steps of a phase that ends with step ``last``."""
     config, every = run.config, run.config.eval.every
 
@@ -276,7 +290,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int) -> Duties:
         evaluate=lambda number, state: _log_held_out(run, planned, state, number),
         evaluates=lambda number: planned.evaluate is not None and (number == last or number % (every or last) == 0),
         stops=lambda number: agree_to_stop(
-            run.stop.requested, planned.place, number, 1 if number == last else config.log_every
+            run.stop.requested, ready.digest, number, 1 if number == last else config.log_every
         ),
         failed=None if policy is None else NonFiniteWatch(policy, saved, restore, tell).answer,
     )
@@ -308,14 +322,20 @@ def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: 
 
 
 def _mean_metrics(planned: PlannedPhase, state: Tree, batches: Iterable[Tree]) -> tuple[dict[str, float], int]:
-    """The means of the metrics over ``batches``, and the number of these.
+    """The means of the metrics over ``batches``, by their ``weights`` where they have some, and the number of these.
 
     Raises:
       ConfigError: there is no batch.
     """
     assert planned.evaluate is not None
     part = planned.work.steps.evaluated(state)
-    found = [scalars(planned.evaluate(part, planned.place(batch))) for batch in batches]
+    found: list[Numbers] = []
+    amounts: list[float] = []
+    for batch in batches:
+        found.append(scalars(planned.evaluate(part, planned.place_held_out(batch))))
+        weights = batch.get(WEIGHTS) if isinstance(batch, Mapping) else None
+        amounts.append(1.0 if weights is None else float(np.sum(np.asarray(weights))))
     if not found:
         raise ConfigError("eval: there is no held-out batch")
-    return {name: float(np.mean([each[name] for each in found])) for name in found[0]}, len(found)
+    means = {name: float(np.average([each[name] for each in found], weights=amounts)) for name in found[0]}
+    return means, len(found)

@@ -1,7 +1,7 @@
 """A model of any kind as two pure functions: Flax NNX and Linen modules, and plain functions over any pytree.
 
-What a model is called with is the batch's ``inputs``, where the batch is a dictionary that has them; the first of a
-tuple or list; else the batch itself.
+What a model is called with is the batch's ``inputs``, where the batch is a dictionary that has them, and by name what
+else of it the module has parameters for, such as ``segment_ids``; the first of a tuple or list; else the batch itself.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ def inputs_of(batch: Tree) -> Any:
     if isinstance(batch, Mapping):
         return batch.get("inputs", batch)
     return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def _named(call: Callable[..., Any], batch: Tree) -> dict[str, Any]:
+    """What of ``batch`` beside its inputs ``call`` has parameters for."""
+    if not isinstance(batch, Mapping) or "inputs" not in batch:
+        return {}
+    names = list(inspect.signature(call).parameters)[2:]  # after self and the inputs
+    return {name: x for name, x in batch.items() if name in names}
 
 
 def targets_of(batch: Tree) -> Any:
@@ -90,7 +98,7 @@ def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
     def apply(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Tree]:
         model = nnx.merge(graph, _filled(params_like, params), _filled(rest_like, rest))
         model.eval() if key is None else model.train()
-        outputs = model(inputs_of(batch))
+        outputs = model(inputs_of(batch), **_named(type(model).__call__, batch))
         _, _, after = nnx.split(model, nnx.Param, ...)
         return outputs, nnx.to_pure_dict(after)
 
@@ -110,20 +118,22 @@ def decoder_model(config: ModelConfig) -> Model:
 
 
 def _linen_model(module: linen.Module, batch: Tree) -> Model:
-    modes = _mode_options(type(module).__call__)
+    takes = type(module).__call__
+    modes = _mode_options(takes)
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_of(batch))
+        named = {name: jnp.zeros(x.shape, x.dtype) for name, x in _named(takes, batch).items()}
         keys: dict[str, Any] = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
-        variables = dict(module.init(keys, example, **modes(False)))
+        variables = dict(module.init(keys, example, **named, **modes(False)))
         return variables.pop("params", {}), variables
 
     def apply(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Tree]:
         variables = {"params": params, **rest}
         if key is None:
-            return module.apply(variables, inputs_of(batch), **modes(False)), rest
-        rngs = {"dropout": key}
-        outputs, after = module.apply(variables, inputs_of(batch), rngs=rngs, mutable=list(rest), **modes(True))
+            return module.apply(variables, inputs_of(batch), **_named(takes, batch), **modes(False)), rest
+        given: dict[str, Any] = {"rngs": {"dropout": key}, "mutable": list(rest)}
+        outputs, after = module.apply(variables, inputs_of(batch), **_named(takes, batch), **modes(True), **given)
         return outputs, dict(cast("Mapping[str, Any]", after))
 
     return Model(init, apply)
@@ -141,7 +151,8 @@ def _plain_model(init: Callable[[jax.Array], Tree], apply: Callable[[Tree, Any],
 
 
 def cross_entropy(outputs: Any, batch: Tree) -> jax.Array:
-    """The mean cross-entropy of logits [..., classes] and integer targets [...], in nats; the default loss.
+    """The mean cross-entropy of logits [..., classes] and integer targets [...], in nats; the default loss. Where the
+    batch has ``weights``, which broadcast to the targets, it is their weighted mean: of what is true, not of padding.
 
     Raises:
       ConfigError: the batch has no integer targets of that shape.
@@ -153,7 +164,15 @@ def cross_entropy(outputs: Any, batch: Tree) -> jax.Array:
             f"without a `loss` the model's outputs, {list(outputs.shape)}, are logits, and the batch has integer "
             f"`targets` of {list(outputs.shape[:-1])}; it {found}. Name a loss: `loss: {{call: module:name}}`"
         )
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, targets))
+    losses = optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
+    weights = batch.get("weights") if isinstance(batch, Mapping) else None
+    if weights is None:
+        return jnp.mean(losses)
+    weights = jnp.broadcast_to(
+        jnp.reshape(weights, (*weights.shape, *(1,) * (losses.ndim - weights.ndim))), losses.shape
+    )
+    total = jnp.sum(weights)
+    return jnp.sum(losses * weights) / jnp.where(total > 0, total, 1)
 
 
 def make_own_steps(

@@ -175,6 +175,49 @@ class BatchPlacer:
         return jax.make_array_from_callback(place.shape, sharding, block)
 
 
+class SizedPlacer:
+    """Puts batches of one size, or of a few, on the mesh, each by the plan for its size.
+
+    Args:
+      plan: for the first size.
+      plan_for: plans for batches of another size, `jax.ShapeDtypeStruct`s; None where there is no other.
+    """
+
+    def __init__(self, plan: Plan, plan_for: Callable[[Any], Plan] | None = None) -> None:
+        self._first, self._plan_for = BatchPlacer(plan), plan_for
+        self._placers = {_shapes(plan.in_avals[1]): self._first}
+        self.digest = 0
+        """As `BatchPlacer.digest`, of batches of all sizes."""
+
+    def knows(self, batch: Any) -> bool:
+        """Whether there is a plan for the size of ``batch``."""
+        return self._plan_for is None or _shapes(arrays_only(batch)) in self._placers
+
+    def __call__(self, batch: Any) -> Any:
+        """``batch`` on the mesh; as `BatchPlacer`."""
+        placer = self._first
+        if self._plan_for is not None:
+            arrays = arrays_only(batch)
+            shapes = _shapes(arrays)
+            if shapes not in self._placers:
+                self._placers[shapes] = BatchPlacer(self._plan_for(jax.tree.map(abstract, arrays)))
+            placer = self._placers[shapes]
+        placer.digest = self.digest
+        placed = placer(batch)
+        self.digest = placer.digest
+        return placed
+
+
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(np.shape(x)) for x in jax.tree.leaves(batch))
+
+
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """An array of a batch as `jax.ShapeDtypeStruct`, without reading it."""
+    x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
 def peak_seconds(step: Callable[[Any, Any], Any], plan: Plan) -> float | None:
     """Seconds that the products of ``step`` would take at the peak of the plan's chips: those that it is written with,
     without what a plan recomputes. None on CPUs, which have no peak of their own.
@@ -186,8 +229,9 @@ def peak_seconds(step: Callable[[Any, Any], Any], plan: Plan) -> float | None:
     return math.fsum(seconds) / plan.mesh.size
 
 
-def agree_to_stop(requested: bool, place: BatchPlacer, number: int, every: int) -> bool:
-    """Whether to stop after step ``number``: asked of all processes at once, after each ``every`` steps.
+def agree_to_stop(requested: bool, digest: int, number: int, every: int) -> bool:
+    """Whether to stop after step ``number``: asked of all processes at once, after each ``every`` steps; ``digest`` is
+    that of the batches up to it.
 
     Raises:
       ConfigError: in every process, if the batches that they placed differ.
@@ -196,7 +240,7 @@ def agree_to_stop(requested: bool, place: BatchPlacer, number: int, every: int) 
         return requested
     if number % every:
         return False
-    if not same_in_all(place.digest):
+    if not same_in_all(digest):
         raise ConfigError(
             f"the batches up to step {number} are not the same in all {jax.process_count()} processes: give each the "
             "same, such as by a fixed seed, or, with a plan, the rows that plan.local_rows names"

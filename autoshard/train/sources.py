@@ -11,7 +11,7 @@ import base64
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import jax
@@ -195,6 +195,22 @@ class _Counted:
         while self._taken < taken:
             if next(self, None) is None:
                 raise ConfigError(f"the batches end after {self._taken}, and the saved position is after {taken}")
+
+
+class Mapped:
+    """A source whose batches each go through a function."""
+
+    def __init__(self, source: Source, function: Callable[[Tree], Tree]) -> None:
+        self._source, self._function = source, function
+
+    def __next__(self) -> Tree:
+        return self._function(next(self._source))
+
+    def get_state(self) -> Any:
+        return self._source.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._source.set_state(state)
 
 
 class Peeked:

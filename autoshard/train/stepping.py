@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -15,10 +15,20 @@ from autoshard.errors import ArgumentError
 from autoshard.runtime import nnx
 from autoshard.strict_files import cut
 from autoshard.train.non_finite import Checked
-from autoshard.train.sources import Source, Tree
+from autoshard.train.sources import Tree
 
 type Numbers = Mapping[str, float]
 """Metrics of a step on the host."""
+
+
+class Batches(Protocol):
+    """Batches on the mesh, in order, with a position that can be saved."""
+
+    def __next__(self) -> Tree: ...
+
+    def get_state(self) -> Any:
+        """The position after the batches taken so far, as strict JSON."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,7 @@ class Duties:
 def take_steps(
     step: Callable[[Tree, Tree], tuple[Tree, Any]],
     state: Tree,
-    batches: Source,
-    place: Callable[[Tree], Tree],
+    batches: Batches,
     numbers: range,
     duties: Duties,
 ) -> tuple[Tree, int]:
@@ -54,7 +63,7 @@ def take_steps(
 
     Args:
       step: state, batch -> the next state and its metrics, a pytree of numbers.
-      place: puts a batch of ``batches`` on the mesh.
+      batches: on the mesh, with their position.
 
     Returns:
       The state, and the number of the last step taken.
@@ -74,9 +83,8 @@ def take_steps(
                 f"the batches ended after step {number - 1} of {numbers[-1]}, whose state is saved where the run has a "
                 "folder; give batches that do not end, such as a data set that repeats, or fewer steps"
             ) from None
-        placed = place(batch)
-        state, metrics = step(state, placed)
-        pending.append((number, metrics, placed if isinstance(metrics, Checked) else None))
+        state, metrics = step(state, batch)
+        pending.append((number, metrics, batch if isinstance(metrics, Checked) else None))
         stopping = duties.stops(number)
         saves = stopping or number == numbers[-1] or duties.saves(number)
         evaluates = duties.evaluates(number)
@@ -91,7 +99,7 @@ def take_steps(
     return state, numbers[-1] if numbers else numbers.start - 1
 
 
-def _finish_early(done: int, numbers: range, state: Tree, batches: Source, duties: Duties) -> None:
+def _finish_early(done: int, numbers: range, state: Tree, batches: Batches, duties: Duties) -> None:
     """Saves what is not yet after step ``done``, the last that had a batch."""
     if done >= numbers.start and not duties.saves(done):
         duties.save(done, state, batches.get_state())

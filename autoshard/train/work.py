@@ -7,11 +7,10 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from autoshard.errors import ConfigError
@@ -20,8 +19,8 @@ from autoshard.train.calls import Call
 from autoshard.train.config import DataConfig, TrainConfig
 from autoshard.train.decoder import ModelConfig, OptimizerConfig, Steps, make_optimizer, make_steps
 from autoshard.train.own_model import Model, cross_entropy, decoder_model, make_own_steps, own_model, own_steps
-from autoshard.train.processes import same_in_all
-from autoshard.train.sources import ChosenRows, Source, Tree, arrays_only, source_of
+from autoshard.train.processes import abstract, same_in_all
+from autoshard.train.sources import Mapped, Source, Tree, arrays_only, source_of
 
 
 class RunBatches(Protocol):
@@ -125,7 +124,7 @@ class _OwnBatches:
         first = next(self.train(), None)
         if first is None:
             raise ConfigError(f"data: {self.source.call} gives no batch")
-        like = jax.tree.map(_abstract, arrays_only(first))
+        like = jax.tree.map(abstract, arrays_only(first))
         rows = {x.shape[0] for x in jax.tree.leaves(like) if x.shape}
         if self.config.batch not in rows:
             raise ConfigError(
@@ -139,12 +138,16 @@ class _OwnBatches:
         return self.config.batch, "examples"
 
     def train(self) -> Source:
-        return source_of(self.source.resolved()(), self.config.batch, self.config.seed)
+        return self._padded(source_of(self.source.resolved()(), self.config.batch, self.config.seed))
+
+    def _padded(self, source: Source) -> Source:
+        pad = self.config.pad
+        return source if pad is None else Mapped(source, pad.padding)
 
     def held_out(self, count: int) -> Iterator[Tree]:
         if self.config.eval.data is None:
             return
-        source = source_of(self.config.eval.data.resolved()(), self.config.batch)
+        source = self._padded(source_of(self.config.eval.data.resolved()(), self.config.batch))
         for _ in range(count):
             if (batch := next(source, None)) is None:
                 return
@@ -152,11 +155,6 @@ class _OwnBatches:
 
     def final(self) -> Iterator[Tree]:
         return self.held_out(self.config.eval.final_batches or self.config.eval.batches)
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def batches_of(config: TrainConfig) -> RunBatches:
@@ -191,7 +189,8 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
     if config.step is not None:
         return own_steps(config.step)
     model, optimizer, loss = config.model, config.optimizer, config.loss
-    if isinstance(model, ModelConfig) and isinstance(optimizer, OptimizerConfig) and loss is None:
+    of_text = isinstance(batch, dict) and batch.keys() <= {"inputs", "targets"}  # no weights, no segments
+    if of_text and isinstance(model, ModelConfig) and isinstance(optimizer, OptimizerConfig) and loss is None:
         return make_steps(model, optimizer, config.last_step)
     assert model is not None  # the configuration was validated
     applied: Model = decoder_model(model) if isinstance(model, ModelConfig) else own_model(model, batch)

@@ -21,7 +21,7 @@ from flax import linen, nnx
 import autoshard
 from autoshard import checkpoint
 from autoshard.errors import ArgumentError, CheckpointError, ConfigError
-from autoshard.train import Rows, fit
+from autoshard.train import Padding, Rows, even_buckets, fit
 
 chosen = np.random.default_rng(0)
 DATA = {"x": chosen.normal(size=(50, 8)).astype(np.float32), "y": chosen.integers(0, 4, 50).astype(np.int32)}
@@ -230,3 +230,69 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path):
         fit(count, jnp.zeros(24, jnp.int32), Rows(rows, 4), steps=1, checkpoints=tmp_path)
     with pytest.raises(ConfigError, match="batch=4, and these have batch=6"):
         fit(count, jnp.zeros(24, jnp.int32), Rows(rows, 6), steps=3, checkpoints=tmp_path)
+
+
+def sentences(lengths: list[list[int]]) -> list[Any]:
+    """Batches of rows of tokens, of these lengths."""
+    drawn = np.random.default_rng(0)
+    rows = [[drawn.integers(1, 16, n).astype(np.int32) for n in each] for each in lengths]
+    return [{"tokens": each, "labels": [(row * 7) % 16 for row in each], "source": "a"} for each in rows]
+
+
+def weighted_step(state: Any, batch: Mapping[str, Any]) -> Any:
+    """A table of logits by token, trained on the true tokens; counts them."""
+
+    def loss_of(table: Any) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(table[batch["tokens"]], batch["labels"])
+        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+    loss, gradient = jax.value_and_grad(loss_of)(state["table"])
+    tokens = state["tokens"] + batch["weights"].sum().astype(jnp.int32)
+    return {"table": state["table"] - gradient, "tokens": tokens}, loss
+
+
+def test_batches_of_any_lengths_train_as_unpadded_ones_with_a_plan_for_each_bucket(tmp_path: Path):
+    lengths = [[3, 4, 2, 4], [7, 5, 8, 1], [2, 2, 1, 1], [12, 1, 3, 4], [6, 6], [1, 4, 4]]  # the last ones are small
+    dims = dict.fromkeys(("tokens", "labels", "weights"), ("rows", "length"))
+    pad = even_buckets(3, of="length", rows=4, length=12)
+    step = autoshard.jit(weighted_step, mesh={"data": 4}, donate_argnums=0)
+
+    def start() -> Any:
+        return {"table": jnp.zeros((16, 16)), "tokens": jnp.zeros((), jnp.int32)}
+
+    losses: list[float] = []
+    for steps in (4, 6):  # the position is that of the batches, whatever they are padded to
+        options: dict[str, Any] = {"checkpoints": tmp_path, "log": lambda _, metrics: losses.append(metrics["loss"])}
+        found = fit(step, start(), sentences(lengths), steps=steps, pad=Padding(pad, dims), **options)
+    assert "planned for 3 kinds of arguments" in repr(step)
+
+    state = start()
+    for batch, loss in zip(sentences(lengths), losses, strict=True):
+        whole = {name: np.concatenate(batch[name])[None] for name in ("tokens", "labels")}
+        state, wanted = jax.jit(weighted_step)(state, {**whole, "weights": np.ones(whole["tokens"].shape, np.float32)})
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(found["table"], state["table"], rtol=1e-5, atol=1e-7)
+    assert int(found["tokens"]) == sum(map(sum, lengths))
+
+
+def test_padding_keeps_the_state_where_the_first_plan_has_it():
+    dims = dict.fromkeys(("tokens", "labels", "weights"), ("rows", "length"))
+    step = autoshard.jit(weighted_step, mesh={"data": 2, "model": 2}, donate_argnums=0, strategy="fsdp")
+    lengths = [[3, 4], [8, 8], [2, 1], [5, 6]]
+    pad = Padding(even_buckets(2, of="length", rows=2, length=8), dims)
+    first = step.plan(
+        start := {"table": jnp.zeros((16, 16)), "tokens": jnp.zeros((), jnp.int32)},
+        pad(sentences(lengths)[0]) | {"source": None},
+    )
+    found = fit(step, start, sentences(lengths), steps=4, pad=pad)
+    assert found["table"].sharding.is_equivalent_to(first.in_shardings[0]["table"], 2)
+    with pytest.raises(ArgumentError, match="length 9, and no bucket is as large"):
+        fit(step, found, sentences([[3, 4], [9, 1]]), steps=2, pad=pad)
+
+
+def test_no_more_batches_are_taken_than_there_are_steps():
+    batches = iter([{"row": np.arange(4) + 4 * n} for n in range(6)])
+    for _ in range(2):
+        state = fit(count, jnp.zeros(24, jnp.int32), batches, steps=2)
+    np.testing.assert_array_equal(state, [0] * 8 + [1] * 8 + [0] * 8)
+    assert next(batches)["row"].tolist() == [16, 17, 18, 19]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +22,9 @@ from rich.console import Console
 
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config import named_config
+from autoshard.train.decoder import Decoder, ModelConfig
 from autoshard.train.loop import plan_phase, train
-from autoshard.train.own_model import own_model
+from autoshard.train.own_model import cross_entropy, own_model
 from autoshard.train.sources import Rows
 
 chosen = np.random.default_rng(0)
@@ -98,6 +101,32 @@ def whole_step(rate: float) -> Any:
     return init, step, evaluate
 
 
+SENTENCES = [chosen.integers(1, 16, n).astype(np.int32) for n in chosen.choice([3, 4, 9], 40)]
+
+
+def ragged() -> Any:
+    """Batches of four sentences of different lengths; the last has two."""
+    for n in range(0, 14, 4):
+        rows = SENTENCES[n : min(n + 4, 14)]
+        yield {"inputs": [row[:-1] for row in rows], "targets": [row[1:] for row in rows], "origin": "a book"}
+
+
+def packed() -> Any:
+    """The same sentences, several to a row of 12, by grain."""
+    texts = grain.MapDataset.source(SENTENCES).map(lambda row: {"inputs": row[:-1], "targets": row[1:]})
+    rows = grain.experimental.FirstFitPackIterDataset(
+        texts.to_iter_dataset(), length_struct={"inputs": 12, "targets": 12}, num_packing_bins=4
+    )
+    names = {"inputs": "inputs", "targets": "targets", "inputs_segment_ids": "segment_ids"}
+    rows = rows.map(lambda row: {new: np.asarray(row[old], np.int32) for old, new in names.items()})
+    return rows.map(lambda row: row | {"weights": (row["segment_ids"] > 0).astype(np.float32)}).batch(2)
+
+
+def bigram() -> Any:
+    """A table of logits."""
+    return lambda key: jax.random.normal(key, (16, 16)), lambda table, tokens: table[tokens]
+
+
 def nothing() -> None:
     """No model, no optimizer, no step, no data."""
 
@@ -157,6 +186,66 @@ def test_plain_functions_train_as_by_hand(tmp_path: Path):
     np.testing.assert_allclose([held_out[-1]["loss"], report.held_out], float(loss), rtol=1e-5)
     np.testing.assert_allclose(held_out[-1]["accuracy"], float(metrics["accuracy"]), rtol=1e-6)
     assert (report.parameters, report.bigram_bits) == (64 * 8 + 8 * 3, None)
+
+
+def by_sentence(batch: Mapping[str, Any]) -> list[np.ndarray]:
+    """The inputs and the targets of the sentences that a packed batch has, each by itself."""
+    rows = zip(batch["inputs"], batch["targets"], batch["segment_ids"], strict=True)
+    return [np.stack([x[s == n], y[s == n]]) for x, y, s in rows for n in range(1, s.max() + 1)]
+
+
+def mean_by_token(of_row: Any, params: Any, rows: list[np.ndarray]) -> Any:
+    """The loss and the gradient of sentences, each computed by itself."""
+    tokens = sum(row.shape[1] for row in rows)
+    each = [jax.value_and_grad(lambda p, x=row: of_row(p, x) * x.shape[1])(params) for row in rows]
+    return jax.tree.map(lambda *x: sum(x) / tokens, *each)
+
+
+def test_sentences_padded_to_two_lengths_train_as_each_by_itself(tmp_path: Path):
+    dims = {name: ["rows", "length"] for name in ("inputs", "targets", "weights")}
+    entries: dict[str, Any] = {
+        "data": call("ragged"),
+        "batch": 4,
+        "pad": {"buckets": [{"rows": 4, "length": n} for n in (4, 8)], "dims": dims},
+        "model": call("bigram"),
+        "optimizer": {"call": "optax:sgd", "with": {"learning_rate": 0.5}},
+        "phases": [{"mesh": {"axes": {"data": 2}, "hardware": "cpu"}, "until": 4}],
+        "eval": {"data": call("ragged"), "batches": 4},
+    }
+    _, events, _ = trained(config(tmp_path, **entries))
+
+    batches = [[np.stack(pair) for pair in zip(each["inputs"], each["targets"], strict=True)] for each in ragged()]
+    params, losses = bigram()[0](jax.random.key(0)), []
+
+    def of_row(params: Any, row: Any) -> Any:
+        return cross_entropy(params[row[0]], {"targets": row[1]})
+
+    for rows in batches:
+        loss, gradient = mean_by_token(of_row, params, rows)
+        params = params - 0.5 * gradient
+        losses.append(float(loss))
+    np.testing.assert_allclose([e["loss"] for e in events if e["event"] == "step"], losses, rtol=1e-5)
+    loss, _ = mean_by_token(of_row, params, [row for rows in batches for row in rows])  # by token, not by batch
+    np.testing.assert_allclose([e["loss"] for e in events if e["event"] == "held_out"], float(loss), rtol=1e-5)
+
+
+def test_packed_sentences_train_as_each_by_itself(tmp_path: Path):
+    sizes: dict[str, Any] = {"layers": 1, "d_model": 16, "heads": 2, "seq": 12, "vocab": 256}
+    phases = [{"mesh": {"axes": {"data": 2}, "hardware": "cpu"}, "until": 2}]
+    optimizer = {"call": "optax:sgd", "with": {"learning_rate": 0.5}}
+    given = {"data": call("packed"), "batch": 2, "model": sizes, "optimizer": optimizer, "phases": phases, "eval": {}}
+    _, events, _ = trained(config(tmp_path, **given))
+
+    graph, state = nnx.split(Decoder(ModelConfig.model_validate(sizes), nnx.Rngs(params=jax.random.key(0))))
+    of_row = jax.jit(lambda s, row: cross_entropy(nnx.merge(graph, s)(row[:1]), {"targets": row[1:]}))
+    losses = []
+    for batch in itertools.islice(packed(), 2):
+        rows = by_sentence(batch)
+        assert len(rows) > 2  # several to a row
+        loss, gradient = mean_by_token(of_row, state, rows)
+        state = jax.tree.map(lambda x, g: x - 0.5 * g, state, gradient)
+        losses.append(float(loss))
+    np.testing.assert_allclose([e["loss"] for e in events if e["event"] == "step"], losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

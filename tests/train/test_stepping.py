@@ -24,9 +24,7 @@ def taken(numbers: range, batches: Any, *, every: int = 100, evals: int = 100, s
         stops=lambda n: n == stop,
     )
     try:
-        result = take_steps(
-            lambda s, b: (s + b, np.float32(b)), 0, source_of(batches), lambda batch: batch, numbers, duties
-        )
+        result = take_steps(lambda s, b: (s + b, np.float32(b)), 0, source_of(batches), numbers, duties)
     except ArgumentError as error:
         return done, str(error)
     return done, result
@@ -83,7 +81,7 @@ def test_what_follows_a_step_that_was_undone_is_logged_and_not_judged():
     def step(state: int, batch: int) -> Any:
         return state + batch, Checked(np.float32(batch), np.array([batch < 5]))
 
-    result = take_steps(step, 0, source_of(iter([1, 7, 9, 2])), lambda batch: batch, range(1, 5), duties)
+    result = take_steps(step, 0, source_of(iter([1, 7, 9, 2])), range(1, 5), duties)
     assert done == [
         ("log", 1, 1.0),
         ("log", 2, 7.0),

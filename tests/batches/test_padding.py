@@ -1,0 +1,93 @@
+"""Batches padded to a few sizes: what is true stays, what is not weighs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.batches.padding import Padding, even_buckets
+from autoshard.errors import ArgumentError
+
+DIMS = {"tokens": ("rows", "length"), "weights": ("rows", "length"), "patches": ("patches", None), "label": ("rows",)}
+BUCKETS = (
+    {"rows": 4, "length": 4, "patches": 8},
+    {"rows": 4, "length": 8, "patches": 8},
+    {"rows": 4, "length": 8, "patches": 16},
+)
+
+
+def batch(rows: int, length: int, patches: int) -> dict[str, Any]:
+    tokens = np.arange(1, rows * length + 1).reshape(rows, length)
+    return {"tokens": tokens, "patches": np.ones((patches, 3)), "label": np.arange(rows), "name": ["a"] * rows}
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 16))
+def test_a_batch_goes_into_the_first_bucket_that_holds_it(rows: int, length: int, patches: int):
+    found = Padding(BUCKETS, DIMS, {"label": -1})(given := batch(rows, length, patches))
+    number = 2 if patches > 8 else 1 if length > 4 else 0
+    bucket = BUCKETS[number]
+    assert found["tokens"].shape == found["weights"].shape == (4, bucket["length"])
+    assert found["patches"].shape == (bucket["patches"], 3)
+    np.testing.assert_array_equal(found["tokens"][:rows, :length], given["tokens"])
+    assert found["tokens"].dtype == given["tokens"].dtype
+    assert found["tokens"].sum() == given["tokens"].sum()
+    np.testing.assert_array_equal(found["weights"] == 1, found["tokens"] > 0)
+    assert found["label"].tolist() == [*range(rows), *[-1] * (4 - rows)]
+    assert found["name"] is given["name"]
+
+
+def test_rows_of_different_lengths_are_one_array():
+    rows = [np.arange(1, n + 1) for n in (3, 1)]
+    found = Padding(BUCKETS[:2], {name: DIMS[name] for name in ("tokens", "weights")} | {"x": ("patches",)})(
+        {"tokens": rows, "x": np.ones(5)}
+    )
+    assert found["tokens"].tolist() == [[1, 2, 3, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]
+    np.testing.assert_array_equal(found["weights"] == 1, found["tokens"] > 0)
+    assert found["weights"].dtype == np.float32
+
+
+def test_weights_that_a_batch_has_are_padded_with_nothing():
+    padding = Padding([{"rows": 3}], {"label": ("rows",), "weights": ("rows",)}, {"label": 7})
+    found = padding({"label": np.zeros(2, int), "weights": np.full(2, 0.5)})
+    assert found["weights"].tolist() == [0.5, 0.5, 0]
+    assert found["label"].tolist() == [0, 0, 7]
+
+
+def test_buckets_grow_in_equal_steps():
+    assert even_buckets(3, of="length", rows=2, length=10) == [{"rows": 2, "length": n} for n in (4, 7, 10)]
+    with pytest.raises(ArgumentError, match="the largest size of 'width'"):
+        even_buckets(3, of="width", rows=2)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "dims", "fill", "message"),
+    [
+        ([], DIMS, {}, "has a bucket or more"),
+        ([{"rows": 4}], {"x": (None,)}, {}, "names a dimension"),
+        ([{"rows": 4}], {"x": ("rows", "length")}, {}, "must have a size, 1 or more, for each of length, rows"),
+        ([{"rows": 0}], {"x": ("rows",)}, {}, "must have a size, 1 or more"),
+        ([{"rows": 4}], {"x": ("rows",)}, {"y": 1}, "must be arrays that are padded"),
+    ],
+)
+def test_what_is_no_padding_is_refused(buckets: Any, dims: Any, fill: Any, message: str):
+    with pytest.raises(ArgumentError, match=message):
+        Padding(buckets, dims, fill)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (np.ones(3), "is a dictionary of arrays, and this is a ndarray"),
+        ({"tokens": np.ones((2, 2))}, "lacks 'patches'"),
+        (batch(5, 9, 3), r"rows 5, length 9, and no bucket is as large: .*'length': 4"),
+        (batch(2, 3, 3) | {"label": np.arange(3)}, "'rows' has 2 in 'tokens' and 3 in 'label'"),
+        (batch(2, 3, 3) | {"tokens": np.arange(2)}, r"'tokens' has the dimensions .*, and a batch has one of \[2\]"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(given: Any, message: str):
+    with pytest.raises(ArgumentError, match=message):
+        Padding(BUCKETS, DIMS)(given)
