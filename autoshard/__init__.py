@@ -5,11 +5,13 @@
     state = plan.init(make_state, key)
     state, metrics = step(state, batch)
 
-`jit` makes a `Step`, whose `plan` is a `Plan`. `MeshConfig` says which machine it is for. `annotate` pins a value
-inside a step. `register_rule` teaches a `Rule` for a primitive or a kernel of one's own, perhaps with a `Local` form.
-`audit` compares planned collectives with those of a compiled step, `verify` the results with one device's.
-`Step.export` makes bytes of a step and `load_exported` an `ExportedStep` of them.
-`checkpoint` saves and restores on any mesh, `train` runs a step to its end, `errors` has what is raised on purpose.
+`jit` makes a `Step`, whose `plan` is a `Plan`. `MeshConfig` says which machine it is for, a `Schedule` how the stages
+of a pipeline take turns. `annotate` pins a value inside a step. State that the mesh does not divide may come back as a
+`PaddedArray`. `register_rule` teaches a `Rule` for a primitive or a kernel of one's own, perhaps with a `Local` form,
+and `unregister_rule` takes it back; a `Pass` rewrites a step before it is planned. `audit` compares planned collectives
+with those of a compiled step; `verify` the results with one device's, which gives a `Verification`. `Step.export` makes
+bytes of a step and `load_exported` an `ExportedStep` of them. `checkpoint` saves and restores on any mesh, `train` runs
+a step to its end, `errors` has what is raised on purpose.
 """
 
 from autoshard import checkpoint, errors, train
@@ -49,3 +51,8 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion: no package that they come from."""
+    return sorted([*__all__, "__version__"])

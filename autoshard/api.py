@@ -125,6 +125,16 @@ def jit(
     Raises:
       ArgumentError, ConfigError, PassError, RuleError: an invalid option. Errors that depend on the arguments are
         raised when the step is planned for them.
+
+    Example:
+      >>> def train_step(w, x):
+      ...     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+      >>> step = autoshard.jit(train_step, mesh={"data": 8}, strategy="fsdp", donate_argnums=0)
+      >>> w, x = jnp.ones((16, 16)), jnp.ones((64, 16))
+      >>> step.plan(w, x).in_specs
+      (P(None, 'data'), P('data',))
+      >>> step(w, x).shape
+      (16, 16)
     """
     if fun is None:
         return functools.partial(
@@ -298,6 +308,16 @@ def register_rule(
 
     Raises:
       RuleError: an unknown kind of operation, text that is not a rule, or a rule that does not fit the operation.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> negate = Primitive("negate")
+      >>> shape = negate.def_abstract_eval(lambda x: x)
+      >>> autoshard.register_rule("negate", "ij -> ij | sum: 0")
+      >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+      >>> autoshard.jit(negate.bind, mesh={"data": 8}, strategy="dp", strict=True).plan(x).out_specs
+      P('data',)
+      >>> autoshard.unregister_rule("negate")
     """
     _registered.update(_rule_entry(op, rule, local, example))
 
@@ -307,6 +327,14 @@ def unregister_rule(op: Primitive | Callable[..., Any] | str) -> None:
 
     Raises:
       RuleError: nothing is registered for it.
+
+    Example:
+      >>> autoshard.register_rule("my_kernel", "ij -> ij")
+      >>> autoshard.unregister_rule("my_kernel")
+      >>> autoshard.unregister_rule("my_kernel")
+      Traceback (most recent call last):
+          ...
+      autoshard.errors.RuleError: no rule is registered for 'my_kernel'
     """
     name = rule_registry.display_name(op)  # under which it is registered if the primitive was not defined by then
     removed = [_registered.pop(key, None) for key in (rule_registry.table_key(op), name)]

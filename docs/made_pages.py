@@ -189,8 +189,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _prose(text: str) -> str:
-    """A docstring's text as Markdown: literals and names in backquotes."""
-    return inspect.cleandoc(text).replace("``", "`")
+    """A docstring's text as Markdown, without its example: literals and names in backquotes."""
+    return inspect.cleandoc(text).partition("\n\nExample:")[0].replace("``", "`")
 
 
 def _cell(text: str) -> str:

@@ -139,6 +139,12 @@ def audit(compiled: Compiled, plan: AuditedPlan) -> Audit:
     Args:
       compiled: from ``step.lower(...).compile()`` on the plan's mesh.
       plan: its ``mesh`` maps device groups to axes; its ``cost.collectives`` are those predicted.
+
+    Example:
+      >>> step = autoshard.jit(lambda x: jnp.sum(x @ x.T), mesh={"data": 8}, strategy="dp")
+      >>> x = jnp.ones((64, 16))
+      >>> autoshard.audit(step.lower(x).compile(), step.plan(x)).clean
+      True
     """
     return audit_collectives(plan.cost.collectives, collectives(compiled.as_text() or "", plan.mesh), plan.mesh)
 

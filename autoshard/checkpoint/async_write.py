@@ -29,7 +29,14 @@ _DELETED = ".deleted"
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
+
+    Example:
+      >>> saving = autoshard.checkpoint.save(tempfile.mkdtemp(), 1, {"w": np.ones(8)})
+      >>> saving.wait()
+      >>> saving.done, saving.step
+      (True, 1)
+    """
 
     step: int
     path: epath.Path
@@ -130,6 +137,12 @@ def finish(dir: epath.PathLike | None = None) -> None:
 
     Raises:
       CheckpointError: a checkpoint could not be written. Raised once; all writes have ended by then.
+
+    Example:
+      >>> saving = autoshard.checkpoint.save(tempfile.mkdtemp(), 1, {"w": np.ones(8)})
+      >>> autoshard.checkpoint.finish()
+      >>> saving.done
+      True
     """
     roots = list(_in_flight) if dir is None else [str(absolute_path(dir))]
     ended = [saving for root in roots if (saving := _in_flight.pop(root, None))]

@@ -11,7 +11,12 @@ from autoshard.checkpoint.names import LeftOut
 
 @dataclass(frozen=True)
 class LeafReport:
-    """Where one leaf of the restored state comes from."""
+    """Where one leaf of the restored state comes from.
+
+    Example:
+      >>> print(autoshard.checkpoint.LeafReport("w", "bfloat16[8]", "same", ("w",), cast_from="float32"))
+      w bfloat16[8], cast from float32
+    """
 
     name: str
     """The keys of its path, joined by ``/``."""
@@ -49,6 +54,13 @@ class RestoreReport:
     """What a restore did.
 
     ``extra`` and ``fingerprint`` are what `save` was given: its ``extra``, and the fingerprint of its plan.
+
+    Example:
+      >>> folder = tempfile.mkdtemp()
+      >>> saving = autoshard.checkpoint.save(folder, 3, {"w": np.ones(8)}, extra={"epoch": 1}, wait=True)
+      >>> state, report = autoshard.checkpoint.restore(folder, report=True)
+      >>> report.step, report.extra
+      (3, {'epoch': 1})
     """
 
     step: int | None

@@ -64,6 +64,12 @@ def to_safetensors(
     Raises:
       CheckpointError: a leaf of another type or of a dtype that the format does not have, files that are there already,
         or a write that failed.
+
+    Example:
+      >>> folder = tempfile.mkdtemp()
+      >>> autoshard.checkpoint.to_safetensors(folder, {"w": jnp.ones((2, 4))}, rename={"w": "model.weight"})
+      >>> os.listdir(folder)
+      ['model.safetensors']
     """
     state = nnx.split((state,)).states[0]
     leaves, _ = flatten_state(state)
@@ -147,6 +153,13 @@ def from_safetensors(
 
     Raises:
       CheckpointError: no such files, damaged ones, or tensors of another state.
+
+    Example:
+      >>> folder = tempfile.mkdtemp()
+      >>> autoshard.checkpoint.to_safetensors(folder, {"w": jnp.ones((2, 4))}, rename={"w": "model.weight"})
+      >>> like = {"w": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
+      >>> autoshard.checkpoint.from_safetensors(folder, like=like, rename={"model.weight": "w"})["w"].shape
+      (2, 4)
     """
     if plan is not None and like is not None:
         raise CheckpointError("from_safetensors takes a plan or `like`, not both")

@@ -76,6 +76,13 @@ def save(
     Raises:
       CheckpointError: a leaf of another type, a state that is not the plan's, ``extra`` that is not JSON, a step that
         exists already, or an earlier save to this directory that failed. Nothing has been written then.
+
+    Example:
+      >>> folder = tempfile.mkdtemp()
+      >>> autoshard.checkpoint.save(folder, 10, {"w": jnp.ones(8)}, extra={"epoch": 1}, wait=True).done
+      True
+      >>> autoshard.checkpoint.steps(folder)
+      (10,)
     """
     root, step = absolute_path(dir), _step_number(step)
     if step < 0:
@@ -124,14 +131,24 @@ def _check_json(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def steps(dir: epath.PathLike) -> tuple[int, ...]:
-    """The complete checkpoints in ``dir``, oldest first; waits for a save of this process."""
+    """The complete checkpoints in ``dir``, oldest first; waits for a save of this process.
+
+    Example:
+      >>> autoshard.checkpoint.steps(tempfile.mkdtemp())
+      ()
+    """
     root = absolute_path(dir)
     finish(root)
     return tuple(n for n in step_directories(root) if incompleteness(root / str(n)) is None)
 
 
 def latest(dir: epath.PathLike) -> int | None:
-    """The newest complete checkpoint in ``dir``, or None."""
+    """The newest complete checkpoint in ``dir``, or None.
+
+    Example:
+      >>> print(autoshard.checkpoint.latest(tempfile.mkdtemp()))
+      None
+    """
     return max(steps(dir), default=None)
 
 
@@ -188,6 +205,14 @@ def restore(
     Raises:
       CheckpointError: no checkpoint, no such step, a damaged step, or a checkpoint of another state: names the leaf,
         both shapes, and the option that would help. Nothing on disk is changed.
+
+    Example:
+      >>> folder = tempfile.mkdtemp()
+      >>> saving = autoshard.checkpoint.save(folder, 1, {"layers": np.ones((2, 4), np.float32)}, wait=True)
+      >>> like = {"blocks": [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2}
+      >>> state, report = autoshard.checkpoint.restore(folder, like=like, rename={"layers": "blocks"}, report=True)
+      >>> state["blocks"][1].shape, str(report.leaves[0])
+      ((4,), 'blocks/0 float32[4]: a layer of layers')
     """
     if plan is not None and like is not None:
         raise CheckpointError("restore takes a plan or `like`, not both: each gives a structure and shardings")

@@ -32,6 +32,13 @@ def annotate[T](x: T, spec: PartitionSpec | NamedSharding) -> T:
     Raises:
       ArgumentError: ``spec`` is neither.
       SpecError: ``spec`` has more entries than an array has dimensions, or is over another mesh than the step's.
+
+    Example:
+      >>> def step(x):
+      ...     return autoshard.annotate(x * 2, P("data", None)) + 1
+      >>> x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+      >>> autoshard.jit(step, mesh={"data": 8}).plan(x).out_specs
+      P('data',)
     """
     entries = _entries(spec)
 

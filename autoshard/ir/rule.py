@@ -66,6 +66,14 @@ class Local:
     It runs inside a `jax.shard_map`. By default it is used where the rule's `local` factor is split; with a `halo`
     factor, where that is split, with its axes left to XLA, which exchanges the halos; with neither, always. All other
     factors may be split at the same time; the lowering reduces the partial results that they leave.
+
+    Example:
+      >>> def centred(axes, x):  # each device has some of the columns, and needs the mean of all
+      ...     mean = jnp.mean(x, 1, keepdims=True)
+      ...     return x - (jax.lax.pmean(mean, axes) if axes else mean)
+      >>> local = autoshard.Local(centred, lambda parts, sizes: (("all-reduce", sizes[0] // 16),))
+      >>> local.collectives(8, [4096])
+      (('all-reduce', 256),)
     """
 
     fun: Callable[..., Any] | None
@@ -95,7 +103,15 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The factors of every dimension of the operands and results, their kinds, and partial passthrough."""
+    """The factors of every dimension of the operands and results, their kinds, and partial passthrough.
+
+    Example:
+      >>> product = autoshard.Rule(((("m",), ("k",)), (("k",), ("n",))), ((("m",), ("n",)),), (("k", "sum"),))
+      >>> print(product)
+      mk, kn -> mn {k: sum}
+      >>> product.kind("k"), product.kind("m"), product.factor_sizes([(8, 4), (4, 2), (8, 2)])
+      ('sum', 'parallel', {'m': 8, 'k': 4, 'n': 2})
+    """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]

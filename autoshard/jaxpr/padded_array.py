@@ -35,6 +35,12 @@ class PaddedArray(jax.Array):
     Args:
       stored: what is on the devices: an array that its sharding divides.
       shape: the true shape; the rest of ``stored`` is padding.
+
+    Example:
+      >>> step = autoshard.jit(lambda w: w + 1, mesh={"data": 8}, strategy="fsdp", pad_state=True, donate_argnums=0)
+      >>> w = step(jnp.zeros((13, 3)))
+      >>> type(w).__name__, w.shape, w.stored.shape, float(w.sum())
+      ('PaddedArray', (13, 3), (16, 3), 39.0)
     """
 
     __slots__ = ("_true_shape", "stored")

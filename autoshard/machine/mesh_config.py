@@ -32,7 +32,15 @@ type Pins = dict[str, tuple[str | tuple[str, ...] | None, ...]]
 
 
 class MeshConfig(Config):
-    """A mesh as YAML or keyword arguments: its axes, what machine they are on, and limits that a plan must respect."""
+    """A mesh as YAML or keyword arguments: its axes, what machine they are on, and limits that a plan must respect.
+
+    Example:
+      >>> config = autoshard.MeshConfig(axes={"data": -1, "model": 2}, devices=8, hardware="tpu-v5e")
+      >>> print(config.mesh())
+      (data=4, model=2) of tpu-v5e
+      >>> print(autoshard.MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4").mesh())
+      (data=4, model=4) of TPU v5e:4x4
+    """
 
     axes: dict[str, StrictInt] | Literal["auto"]
     """Size of each axis, in order; one may be -1, which takes the remaining devices. ``auto``: planning chooses among

@@ -42,7 +42,32 @@ MAX_PLAN_BYTES = 2**26
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanRecord):
-    """The specs of a step's arguments, results and constrained intermediates, their predicted cost, and methods."""
+    """The specs of a step's arguments, results and constrained intermediates, their predicted cost, and methods.
+
+    Example:
+      >>> def train_step(w, x):
+      ...     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+      >>> w, x = jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
+      >>> plan = autoshard.jit(train_step, mesh={"data": 8}, strategy="fsdp", donate_argnums=0).plan(w, x)
+      >>> plan.init(lambda key: jax.random.normal(key, (16, 16)), jax.random.key(0)).sharding.spec
+      P(None, 'data')
+      >>> plan.put(np.ones((16, 16)), np.ones((64, 16)))[1].addressable_shards[0].data.shape
+      (8, 16)
+      >>> plan.local_rows("x").size
+      64
+      >>> folder = tempfile.mkdtemp()
+      >>> plan.save(folder + "/plan.json")
+      >>> autoshard.Plan.load(folder + "/plan.json") == plan == autoshard.Plan.from_json(plan.to_json())
+      True
+      >>> report, page = plan.explain(), plan.show(folder + "/plan.html")
+      >>> picture = plan.plot("memory", folder + "/memory.svg")
+      >>> plan.trace(folder + "/step.json")
+      >>> other = plan.what_if({"w": P()})
+      >>> other.in_specs[0], "float32[16, 16] has spec" in plan.why("w")
+      (P(), True)
+      >>> "Arguments" in str(plan.diff(other))
+      True
+    """
 
     study: Study | None = field(default=None, compare=False, repr=False)
     """The step that the plan was made for, for `what_if` and `why`; None for a loaded plan."""

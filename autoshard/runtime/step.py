@@ -35,6 +35,19 @@ class Step:
     A call goes to JAX's C++ dispatch, which caches by the arguments' structure, shapes and shardings, by the values of
     static arguments and by JAX's settings. A cache miss comes back to `_miss`. NNX modules are split into structure and
     state before the call and updated after it; a step of its own is planned for the states.
+
+    Example:
+      >>> step = autoshard.jit(lambda w, x: w * jnp.mean(x @ w), mesh={"data": 8}, strategy="dp")
+      >>> w, x = jnp.ones((16, 16)), jnp.ones((64, 16))
+      >>> bool(jnp.allclose(step(w, x), step.reference(w, x)))
+      True
+      >>> step.plan(w, x) is step.first_plan()
+      True
+      >>> compiled = step.lower(w, x).compile()
+      >>> served = autoshard.load_exported(step.export(w, x))
+      >>> step.trace(w, x).jaxpr.jaxpr.eqns[0].primitive.name
+      'sum_of_products'
+      >>> step.clear_cache()
     """
 
     def __init__(self, fun: Callable[..., Any], options: Options, first_plan: FirstPlan | None = None) -> None:

@@ -39,7 +39,12 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The comparison of every result, largest difference first."""
+    """The comparison of every result, largest difference first.
+
+    Example:
+      >>> autoshard.verify(autoshard.jit(lambda x: x + 1, mesh={"data": 8}), jnp.ones(8))
+      <Verification: 1 results equal; the largest difference is result: error 0, 0 of its largest entry>
+    """
 
     results: tuple[Difference, ...]
     passes: tuple[tuple[str, Difference], ...] = ()
@@ -66,6 +71,7 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, passes: bool = False, **kw
 
     Args:
       step: a `Step`, as from `autoshard.jit`.
+      args, kwargs: its arguments.
       passes: whether to compare, before that, the program as traced with the program after each pass, on one device. By
         itself the sharded program is compared with what the passes made of the step.
 
@@ -73,6 +79,12 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, passes: bool = False, **kw
       VerificationError: a result differs. The message names it, and the first equation whose value differs, with its
         source line; or the pass across which it differs.
       ArgumentError and others: as calling the step would.
+
+    Example:
+      >>> step = autoshard.jit(lambda x: jnp.tanh(x) @ x.T, mesh={"data": 4, "model": 2}, strategy="dp")
+      >>> found = autoshard.verify(step, jnp.ones((64, 16)))
+      >>> len(found.results), found.results[0].equal
+      (1, True)
     """
     if not isinstance(step, Step):
         raise VerificationError(f"verify takes a step made by autoshard.jit, not a {type(step).__name__}")

@@ -97,6 +97,18 @@ def fit(
       ConfigError: the position in the checkpoint is none of these batches, or several processes have other batches.
       CheckpointError: a checkpoint of another state, or one beyond ``steps``.
       NonFiniteError: a step that is not finite, and ``nan`` says stop, or nothing else can be done.
+
+    Example:
+      >>> def step(w, batch):
+      ...     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w - 1) ** 2))(w)
+      ...     return w - 0.1 * gradient, loss
+      >>> losses = []
+      >>> w = autoshard.train.fit(
+      ...     autoshard.jit(step, mesh={"data": 8}, donate_argnums=0), jnp.zeros(4), [np.ones((16, 4), np.float32)],
+      ...     steps=3, log=lambda number, metrics: losses.append(metrics["loss"]),
+      ... )
+      >>> len(losses), losses[2] < losses[0]
+      (3, True)
     """
     for name, value in (("steps", steps), ("every", every)):
         if value is not None and (type(value) is not int or value < 1):

@@ -61,6 +61,22 @@ def train(
       ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed.
       CheckpointError: the folder is in use, or has files that are no run's, or checkpoints of another state.
       MeshError: a phase's mesh needs more devices than are available.
+
+    Example:
+      >>> from autoshard.train.config import TrainConfig
+      >>> model = {"layers": 1, "d_model": 8, "heads": 1, "seq": 8, "d_ff": 16}
+      >>> run = TrainConfig(
+      ...     model=model,
+      ...     data={"source": os.path.dirname(autoshard.train.__file__)},
+      ...     eval={"batches": 1, "final_batches": 1},
+      ...     checkpoint={"dir": tempfile.mkdtemp() + "/run"},
+      ...     batch=8,
+      ...     mesh={"axes": {"data": 8}},
+      ...     steps=1,
+      ...     strategy="replicated",
+      ... )
+      >>> autoshard.train.train(run, console=Console(quiet=True)).steps
+      1
     """
     console = console or Console(soft_wrap=True, quiet=not is_first())
     folder = RunFolder(epath.Path(config.checkpoint.dir))

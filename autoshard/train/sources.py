@@ -73,6 +73,11 @@ class Rows(Iterator[Tree]):
 
     Raises:
       ArgumentError: no array, arrays of different numbers of rows, or a batch below one row.
+
+    Example:
+      >>> rows = autoshard.train.Rows({"x": np.arange(6)}, batch=4)
+      >>> np.asarray(next(rows)["x"]), np.asarray(next(rows)["x"])
+      (array([0, 1, 2, 3]), array([4, 5, 0, 1]))
     """
 
     def __init__(self, arrays: Tree, batch: int, seed: int | None = None) -> None:
