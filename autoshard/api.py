@@ -18,7 +18,7 @@ from autoshard.ir.rule import Local, RuleFn
 from autoshard.ir.rule_check import check_rule
 from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import AUTO, MeshConfig, MeshLike, mesh_config
-from autoshard.passes import PASSES, Microbatch
+from autoshard.passes import PASSES, Microbatch, Offload
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
 from autoshard.rules import SHIPPED, STRUCTURAL
@@ -78,8 +78,10 @@ def jit(
       mesh: a `jax.sharding.Mesh`, an `AbstractMesh`, axis sizes by name (one may be -1), the path of a mesh config,
         a `MeshConfig`, or None: all devices, in the axes that make the step fastest.
       strategy: ``"auto"``, a preset (``"dp"``, ``"fsdp"``, ``"tp"``, ``"fsdp_tp"``, ``"zero1"``, ``"zero2"``,
-        ``"zero3"``, ``"replicated"``), or a `Plan` made earlier. Of such a plan's compiler options, those that may do
-        more than change how the step is compiled must be in ``compiler_options`` too.
+        ``"zero3"``, ``"replicated"``), either of them with the optimizer's state kept in the host's memory
+        (``"fsdp+offload:optimizer"``, ``"offload:optimizer"`` for "auto"), or a `Plan` made earlier. Of such a
+        plan's compiler options, those that may do more than change how the step is compiled must be in
+        ``compiler_options`` too.
         Presets split the batch, as `autoshard.ir.batch` finds it and `Plan.batch` says, over the axes that divide
         it; arguments that are not carried and have none of it are parameters. Under "auto", arguments that are on the
         mesh already when the step is planned, and that no result replaces, keep the specs that they have there.
@@ -108,7 +110,8 @@ def jit(
         "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is fastest, or
         ``"sum_products:through"`` in place of ``"sum_products"`` where it is faster so; and where memory rules out the
         fastest layout, ``"recompute:products:N"`` or ``"recompute:full"`` among them, or ``"losses"`` before them so
-        that less is recomputed, if that is faster than other layouts.
+        that less is recomputed, if that is faster than other layouts; and ``"offload:optimizer"`` after them where
+        nothing else fits, or only what is slower.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.
@@ -165,8 +168,7 @@ def jit(
         budget = parse_bytes(memory_budget) if memory_budget is not None else config.memory_budget if config else None
     except ValueError as e:
         raise ArgumentError(f"memory_budget: {e}") from None
-    if not isinstance(strategy, Plan) and strategy not in PRESETS:
-        raise ArgumentError(f"strategy {strategy!r} is not known{nearest(str(strategy), PRESETS)}")
+    preset, offload = (strategy.strategy, ()) if isinstance(strategy, Plan) else _parse_strategy(strategy)
     if type(pad_state) is not bool:
         raise ArgumentError(f"pad_state={pad_state!r}: must be True or False")
     _check_pipeline(config, microbatches, schedule, strategy, like, refine, pad_state)
@@ -175,7 +177,7 @@ def jit(
     if refine and isinstance(strategy, Plan):
         raise ArgumentError(f"refine={refine}: a plan given as the strategy is not refined; leave one of them out")
     request = PlanRequest(
-        strategy if isinstance(strategy, str) else strategy.strategy,
+        preset,
         budget,
         strict,
         compiler_options=tuple(sorted((compiler_options or {}).items())),
@@ -192,10 +194,11 @@ def jit(
             like=_like(like, strategy),
             request=request,
             rules=_rules(rules),
-            passes=parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES),
-            memory_saving_passes=parse_passes(MEMORY_SAVING_PASSES if passes is None else None, PASSES),
+            passes=(*parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES), *offload),
+            memory_saving_passes=(*parse_passes(MEMORY_SAVING_PASSES, PASSES), *offload) if passes is None else (),
             optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, PASSES),
             microbatch=None if whole else Microbatch(microbatches or 0),
+            offload=None if offload or passes is not None else Offload(),
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             static_nums=static_nums,
@@ -209,6 +212,21 @@ def jit(
             cache=cache,
         ),
     )
+
+
+def _parse_strategy(strategy: Any) -> tuple[str, tuple[Pass, ...]]:
+    """The preset that ``strategy`` names, and what it says should be offloaded: ``"fsdp+offload:optimizer"``.
+
+    Raises:
+      ArgumentError: it names no preset.
+      PassError: what it names cannot be offloaded.
+    """
+    names = strategy.split("+") if isinstance(strategy, str) else [strategy]
+    offload = [n for n in names if isinstance(n, str) and n.partition(":")[0] == Offload.name]
+    preset = "+".join(n for n in names if n not in offload) or "auto" if isinstance(strategy, str) else strategy
+    if preset not in PRESETS:
+        raise ArgumentError(f"strategy {strategy!r} is not known{nearest(str(preset), PRESETS)}")
+    return preset, parse_passes(dict.fromkeys(offload), PASSES)
 
 
 def _check_pipeline(

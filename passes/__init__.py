@@ -16,6 +16,7 @@ from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.losses import Losses
 from autoshard.passes.microbatch import Microbatch
+from autoshard.passes.offload import Offload
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.pad_uneven import PadUneven
 from autoshard.passes.recompute import Recompute
@@ -31,6 +32,7 @@ PASSES: Mapping[str, type[Pass]] = {
         DeadCode,
         Losses,
         Microbatch,
+        Offload,
         OneHot,
         PadUneven,
         Recompute,
@@ -47,6 +49,7 @@ __all__ = [
     "DeadCode",
     "Losses",
     "Microbatch",
+    "Offload",
     "OneHot",
     "PadUneven",
     "Recompute",

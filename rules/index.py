@@ -20,6 +20,7 @@ from jax.lax import GatherScatterMode
 
 from autoshard.ir.rule import Aval, Rule, RuleFn
 from autoshard.jaxpr import represents
+from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.rules.builders import (
     ANY_PARTIAL,
     Label,
@@ -118,20 +119,23 @@ def scatter_set(*avals: Aval, update_jaxpr: Any = None, **params: Any) -> Rule:
 
 
 def dynamic_slice(x: Aval, *starts: Aval, slice_sizes: Sequence[int], **_: Any) -> Rule:
-    """Full dimensions are parallel; a single other one has a local form, in which each shard sends what it has."""
+    """Full dimensions are parallel; a single other one has a local form, in which each shard sends what it has,
+    except in the host's memory."""
     names = dim_labels(x.shape)
     labels: list[Label] = [f if n == size else None for f, n, size in zip(names, x.shape, slice_sizes, strict=True)]
     rest: list[list[Label]] = [[] for _ in starts]
     if labels.count(None) != 1 or 0 in slice_sizes or is_key(x.dtype):
         return build([labels, *rest], [labels], passthrough=ANY_PARTIAL)
     axis = labels.index(None)
+    if in_host_memory(x):
+        return build([names, *rest], [labels], {names[axis]: "whole"})
     local = sharded_dynamic_slice(x.shape, slice_sizes, axis)
     return build([names, *rest], [labels], {names[axis]: "local"}, ANY_PARTIAL, local=local)
 
 
 def dynamic_update_slice(x: Aval, update: Aval, *starts: Aval, **_: Any) -> Rule:
-    """Dimensions replaced whole are parallel; the largest other one has a local form: a shard takes what falls into
-    it."""
+    """Dimensions replaced whole are parallel; the largest other one has a local form, in which a shard takes what
+    falls into it, except in the host's memory."""
     labels = dim_labels(x.shape)
     full = [n == m for n, m in zip(x.shape, update.shape, strict=True)]
     passing = [f if a else None for f, a in zip(labels, full, strict=True)]
@@ -140,6 +144,8 @@ def dynamic_update_slice(x: Aval, update: Aval, *starts: Aval, **_: Any) -> Rule
         return build([passing, passing, *rest], [passing], passthrough=selection_passthrough(0, 1))
     axis = max((d for d, a in enumerate(full) if not a), key=lambda d: x.shape[d])
     sharded = [f if d == axis else passing[d] for d, f in enumerate(labels)]
+    if in_host_memory(x):
+        return build([sharded, passing, *rest], [sharded], {labels[axis]: "whole"})
     return build(
         [sharded, passing, *rest],
         [sharded],

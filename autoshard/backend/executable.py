@@ -48,8 +48,8 @@ class Executable[P: PlanRecord]:
     graph: Graph
     plan: P
     avals: tuple[ArgumentAval, ...]
-    """Of each flat argument as the program takes it: in the memory that is pinned, if one is, and with the padding
-    that it is stored with, if any."""
+    """Of each flat argument as the program takes it: in the memory that is pinned, if one is, or that the plan put it
+    in, and with the padding that it is stored with, if any."""
     unpadded: Callable[[], Executable[PlanRecord]] | None = None
     """Makes the executable of the program without padding, planned with the same argument and result specs. Used when
     the step is traced by an outer transform (grad): gradients through padding would give 0 * inf = NaN. None where the
@@ -59,7 +59,7 @@ class Executable[P: PlanRecord]:
 
     def __post_init__(self) -> None:
         pairs = zip(self.program.inputs, self.avals, strict=True)
-        self.avals = tuple((tuple(leaf.aval.shape), *aval[1:]) for leaf, aval in pairs)
+        self.avals = tuple((tuple(x.aval.shape), *aval[1:3], x.memory_kind == "pinned_host") for x, aval in pairs)
 
     @functools.cached_property
     def jaxpr(self) -> jx.Jaxpr:

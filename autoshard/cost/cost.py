@@ -71,6 +71,8 @@ class Cost:
     """Seconds of compute."""
     collectives: tuple[Collective, ...]
     """Every collective of the call, with its trip count and source line."""
+    host: float = 0.0
+    """Seconds of ``compute`` in which arrays go between the memories of the host and of the device."""
 
     @property
     def transfers(self) -> float:
@@ -165,14 +167,16 @@ class CostModel:
 
     def cost(self, layout: Layout) -> Cost:
         """Predicted cost of one call under ``layout``."""
-        compute, transfers = self.input_write_seconds(layout) + self.output_transfer_seconds(layout), 0.0
+        host, transfers, nodes = self.output_transfer_seconds(layout), 0.0, self.graph.nodes
+        compute = self.input_write_seconds(layout) + host
         collectives: list[Collective] = []
         for charge in self.charges(layout):
             compute += charge.compute
+            host += charge.compute if charge.node < len(nodes) and nodes[charge.node].kind.host_transfer else 0.0
             for t in charge.transfers:
                 transfers += t.seconds
                 collectives.append(t.collective)
-        return Cost(compute + transfers, compute, tuple(collectives))
+        return Cost(compute + transfers, compute, tuple(collectives), host)
 
     def charges(self, layout: Layout) -> Iterator[Charge]:
         """What each node that executes adds to the cost under ``layout``, in order of execution."""

@@ -2,8 +2,9 @@
 
 An elementwise operation whose result `autoshard.cost.liveness` finds fused into what reads it moves nothing. All others
 write their results and read each buffer that their operands are computed from, once; what is fused into a product reads
-its other operands alone. Elementwise operations between which no other sort stands share a fusion of several results,
-in which no buffer is read twice, nor what it writes: an optimizer's update reads each array of its state once.
+its other operands alone, and a slice no more than it takes. Elementwise operations between which no other sort stands
+share a fusion of several results, in which no buffer is read twice, nor what it writes: an optimizer's update reads
+each array of its state once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def with_memory_traffic(graph: Graph) -> Graph:
             continue
         if kind not in fusions:
             fusions[kind] = _is_elementwise(node, liveness.fuses_products)
+        if (written := _written_in_place(liveness, node)) is not None:
+            nodes[n] = node._replace(kind=kinds.setdefault((kind, written), replace(kind, traffic=written)))
         elementwise = fusions[kind]
         at_hand = at_hand if elementwise else set()
         if elementwise is not None:
@@ -38,6 +41,20 @@ def with_memory_traffic(graph: Graph) -> Graph:
             nodes[n] = node._replace(kind=kinds.setdefault((kind, traffic), replace(kind, traffic=traffic)))
         at_hand = at_hand if elementwise else set()
     return replace(graph, nodes=tuple(nodes))
+
+
+def _written_in_place(liveness: Liveness, node: Node) -> tuple[float, ...] | None:
+    """`OpKind.traffic` of a node that writes into an argument of the step, as into the state that a loop updates layer
+    by layer: as many bytes as its other operands have, and none in the host's memory. None of any other node."""
+    kind, at = node.kind, node.kind.traits.in_place_operand
+    if at is None or (root := liveness.root(node.results[0])) != liveness.root(node.operands[at]):
+        return None
+    if root not in liveness.graph.inputs:
+        return None
+    values = liveness.graph.values
+    share = sum(size for i, size in enumerate(kind.bytes[: len(node.operands)]) if i != at) / max(1, kind.bytes[at])
+    read = (float(i != at and not values[v].host) for i, v in enumerate(node.operands))
+    return *read, *(0.0 if values[v].host else min(1.0, share) for v in node.results)
 
 
 def _is_elementwise(node: Node, fuses_products: bool) -> bool | None:
@@ -54,11 +71,13 @@ def _traffic(liveness: Liveness, node: Node, at_hand: set[int]) -> tuple[float, 
     kind, product = node.kind, bool(node.kind.flops)
     if not product and all(map(liveness.is_fused, node.results)):
         return (0.0,) * len(kind.shapes)
-    read = _bytes_read(liveness, node, at_hand)
+    moved = sum(kind.bytes[len(node.operands) :]) if kind.traits.moves_data else math.inf
+    read = (min(size, moved) for size in _bytes_read(liveness, node, at_hand))
     shares = [size / own if own else 0.0 for size, own in zip(read, kind.bytes, strict=False)]
     written = [v for v in node.results if product or not (v in liveness.fused_into_product or liveness.is_fused(v))]
     at_hand.update(written)
-    return (*shares, *(float(v in written) for v in node.results))
+    values = liveness.graph.values
+    return (*shares, *(float(v in written and not values[v].host) for v in node.results))
 
 
 def _bytes_read(liveness: Liveness, node: Node, at_hand: set[int]) -> Iterator[float]:
@@ -69,4 +88,4 @@ def _bytes_read(liveness: Liveness, node: Node, at_hand: set[int]) -> Iterator[f
         buffers = set(liveness.buffers_of(v)) - at_hand if v else set[int]()
         buffers -= liveness.fused_into_product - liveness.allocated_at.keys()  # never in memory
         at_hand |= buffers
-        yield sum(min(values[r].bytes, math.prod(shape) * values[r].bits / 8) for r in buffers)
+        yield sum(min(values[r].bytes, math.prod(shape) * values[r].bits / 8) for r in buffers if not values[r].host)

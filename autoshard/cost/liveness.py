@@ -96,6 +96,9 @@ class Liveness:
         """Loop-carried values."""
         self._reader_count: dict[int, int] = defaultdict(int)
         """Value -> how many times it is read."""
+        self._reads: dict[int, int] = defaultdict(int)
+        """Value -> how many of these the walk has met."""
+        self._donated = {v for v, leaf in zip(graph.inputs, graph.program.inputs, strict=True) if leaf.donated}
         self._fusible: dict[OpKind, bool] = {}
         """`is_fusible` by kind of node."""
         entered: set[int] = set()
@@ -116,6 +119,8 @@ class Liveness:
         graph = self.graph
         self.allocated_at.update(dict.fromkeys(graph.inputs, -1))
         for n, node in enumerate(graph.nodes):
+            for v in node.operands if node.trip_count or not node.tie else ():
+                self._reads[v] += 1
             if not node.tie:
                 self._visit_operation(n, node)
             elif node.trip_count:
@@ -231,7 +236,7 @@ class Liveness:
                 self._use(v, n)
             if traits.in_place_operand is not None:
                 target = node.operands[traits.in_place_operand]
-                if self._reader_count[target] == 1 and self.allocated_at.get(self.root(target), -1) >= 0:
+                if self._reads[target] == self._reader_count[target] and self._may_overwrite(self.root(target)):
                     self._share_buffer(node.results[0], target)
                     return
             if node.kind.rule.local is not None and (starts := node.kind.rule.local.starts):
@@ -270,6 +275,10 @@ class Liveness:
                 self._sources[v], self.computed_at[v] = tuple(dict.fromkeys((*found, *written))), n
                 if len(self._sources[v]) > MAX_FUSED_SOURCES:
                     self._materialize(v, n)
+
+    def _may_overwrite(self, buffer: int) -> bool:
+        """Whether nothing needs what is in ``buffer`` once all that reads it has: an intermediate, or donated."""
+        return buffer in self._donated or self.allocated_at.get(buffer, -1) >= 0
 
     def _first_step_ready(self, n: int, node: Node, starts: Sequence[Sequence[int]]) -> int:
         """The node at which the first step of node ``n`` can execute: the operands that it takes are computed."""

@@ -329,7 +329,7 @@ def _unmoved(builder: _Builder, outputs: tuple[int, ...]) -> Iterator[Diagnostic
     """What the step moves to the host's memory and XLA leaves where it is: all that does not leave the step."""
     leaving = set(outputs)
     for n in reversed(builder.nodes):
-        if n.tie and not leaving.isdisjoint(n.results):
+        if (n.tie or n.kind.traits.in_place_operand is not None) and not leaving.isdisjoint(n.results):
             leaving.update(n.operands)
     for n in builder.nodes:
         if n.kind.host_transfer and builder.values[n.results[0]].host and leaving.isdisjoint(n.results):

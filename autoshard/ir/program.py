@@ -39,6 +39,8 @@ class Leaf:
     """The memory that it is in: as the user demands, else as its type says."""
     memory_pinned: bool = False
     """Whether the user demands it: a `NamedSharding` says so, a `PartitionSpec` does not."""
+    offloaded: bool = False
+    """Whether the plan keeps it in the host's memory, and the step's function takes and returns it on the device."""
     placed: bool = False
     """Whether ``pin`` is no demand of the user but where the argument is already."""
     padded_from: tuple[int, ...] | None = None

@@ -17,6 +17,7 @@ from jax.extend.core import primitives as _prims
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.jaxpr import hi_primitives
+from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.jaxpr.value import aval, is_shaped
 
 NAMED_CALLS = {
@@ -99,7 +100,9 @@ def sharding_rule(eqn: JaxprEqn) -> tuple[Any, tuple[Any, ...]] | None:
 
 def eqn_key(eqn: JaxprEqn) -> Any:
     """Hashable key of an equation, equal for equal primitives, operand types and parameters; None if not hashable."""
-    operands = tuple((aval(a).shape, aval(a).dtype) if is_shaped(a) else a.aval for a in eqn.invars)
+    operands = tuple(
+        (aval(a).shape, aval(a).dtype, in_host_memory(a.aval)) if is_shaped(a) else a.aval for a in eqn.invars
+    )
     key = (eqn.primitive, operands, tuple(sorted(eqn.params.items())))
     try:
         hash(key)

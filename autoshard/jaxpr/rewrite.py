@@ -16,6 +16,7 @@ from jax._src.lax import lax as _lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
+from autoshard.jaxpr.arguments import IN_HOST_MEMORY, in_host_memory
 from autoshard.jaxpr.nested import regions, with_bodies
 from autoshard.jaxpr.normalization import normalize
 from autoshard.jaxpr.value import Atom, aval
@@ -43,7 +44,12 @@ def _constraint(sharding: NamedSharding, rank: int, settings: Any) -> JaxprEqn:
 def stage_out(fun: Callable[..., Any], eqn: JaxprEqn, invars: Sequence[Atom]) -> Jaxpr:
     """The jaxpr of ``fun`` for operands of the types of ``invars``, with the source of ``eqn``, for `splice`."""
     with _source.user_context(eqn.source_info.traceback):
-        return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in invars))
+        return jax.make_jaxpr(fun)(*(_operand(aval(a)) for a in invars))
+
+
+def _operand(of: Any) -> jax.ShapeDtypeStruct:
+    """An abstract operand of this shape and dtype, in the memory of ``of``."""
+    return jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=IN_HOST_MEMORY if in_host_memory(of) else None)
 
 
 def splice(fun: Callable[..., Any] | Jaxpr, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[JaxprEqn]:

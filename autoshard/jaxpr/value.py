@@ -57,6 +57,11 @@ def resized_var(var: Var, shape: tuple[int, ...]) -> Var:
     return Var(aval(var).update(shape=shape))
 
 
+def host_var(var: Var) -> Var:
+    """A new variable of the type of ``var``, in the host's memory."""
+    return Var(aval(var).update(memory_space=jax.memory.Space.Host))
+
+
 def stacked_var(var: Var, length: int) -> Var:
     """A new variable for ``length`` values of the type of ``var``, stacked along a new leading dimension."""
     return Var(_core.unmapped_aval(length, 0, var.aval))

@@ -133,5 +133,8 @@ def _host(plan: PlanRecord) -> Iterator[Saving]:
     if plan.memory.optimizer and bandwidth:
         price = f"{time_text(2 * plan.memory.optimizer / bandwidth)} a call, there and back"
         yield Saving(
-            plan.memory.optimizer, "keep the optimizer's state in the host's memory", price, 'memory_kind="pinned_host"'
+            plan.memory.optimizer,
+            "keep the optimizer's state in the host's memory",
+            price,
+            'strategy="offload:optimizer"',
         )

@@ -60,6 +60,8 @@ class Place:
     """Of a result: the path of the argument that it replaces at the next call."""
     memory_kind: MemoryKind = None
     """The memory that it is in; None: the device's."""
+    offloaded: bool = False
+    """Whether the plan put it there, and the step's function has it on the device."""
     stored: tuple[int, ...] | None = None
     """Its shape with the padding that it is stored with, which ``spec`` divides; None where it has none."""
 

@@ -180,7 +180,7 @@ def _place(leaf: Leaf, v: int, graph: Graph, layout: Layout, replaced: Place | N
     path = replaced.path if replaced is not None else None
     dtype = dtype_name(leaf.aval.dtype)
     stored, kind = leaf.stored_shape, leaf.memory_kind
-    return Place(leaf.path, leaf.shape, dtype, spec, reason, sources, leaf.donated, path, kind, stored)
+    return Place(leaf.path, leaf.shape, dtype, spec, reason, sources, leaf.donated, path, kind, leaf.offloaded, stored)
 
 
 def _reason(v: int, rank: int, graph: Graph, layout: Layout) -> tuple[PlaceReason, tuple[str, ...]]:

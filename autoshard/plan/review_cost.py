@@ -36,7 +36,7 @@ def memory(plan: PlanRecord) -> Section:
 
 def cost(plan: PlanRecord) -> Section:
     """Predicted seconds of compute and of each collective, the most expensive first."""
-    seconds, loading = plan.cost.seconds, _loading(plan)
+    seconds, loading = plan.cost.seconds, (*_host_transfers(plan), *_loading(plan))
     if not plan.cost.collectives:
         alone = f"{time_text(seconds)} a call, all of it compute: there is no communication."
         return Section("Cost", (alone, *loading))
@@ -61,6 +61,16 @@ def cost(plan: PlanRecord) -> Section:
     head = ("total", "collective", "axes", "bytes", "runs", "for")
     table = Table(head, tuple(rows), frozenset({0, 3, 4}))
     return Section("Cost", (sentence, *loading), table, (remark,) if rest else ())
+
+
+def _host_transfers(plan: PlanRecord) -> tuple[str, ...]:
+    """What goes between the memories of the host and of the device within a call, and what stays on the host."""
+    if not plan.cost.host:
+        return ()
+    kept = [p for p in plan.inputs if p.offloaded]
+    size = size_text(bytes_per_device(kept, plan.mesh.shape))
+    whose = f", where {plural(len(kept), 'array')}, {size} per device, lie between calls" if kept else ""
+    return (f"{time_text(plan.cost.host)} of the compute are transfers from and to the host's memory{whose}.",)
 
 
 def _loading(plan: PlanRecord) -> tuple[str, ...]:

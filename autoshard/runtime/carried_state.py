@@ -28,6 +28,8 @@ class CarriedSpecs:
     """By argument path, shape and dtype."""
     stages: str | None = None
     """The mesh axis of the pipeline's stages, if the plan has one."""
+    offloaded: bool = False
+    """Whether some of it lies in the host's memory by that plan's choice."""
 
 
 @dataclass
@@ -46,7 +48,8 @@ class FirstPlan:
         if self.carried is None and carried:
             specs = {(p.path, p.shape, p.dtype): p.spec for p in carried}
             pipeline = executable.plan.pipeline
-            self.carried = CarriedSpecs(executable.plan.mesh, specs, pipeline.axis if pipeline else None)
+            on_host = any(p.offloaded for p in carried)
+            self.carried = CarriedSpecs(executable.plan.mesh, specs, pipeline.axis if pipeline else None, on_host)
 
     def forget(self) -> None:
         """As before the first plan."""

@@ -31,11 +31,63 @@ MIN_GAIN = 0.02
 
 
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
-    """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
+    """Plans ``traced`` within the memory budget. Where nothing fits, or memory costs more time than the optimizer's
+    state would take to come from the host and go back, that state is kept on the host if the step is faster so.
 
     Args:
       to_beat: seconds of the best plan so far. A pipeline whose busiest stage alone takes longer is not tried in other
         numbers of micro-batches.
+
+    Raises:
+      MemoryBudgetError: nothing fits.
+    """
+    try:
+        planned = _plan_on_device(traced, options, to_beat)
+    except MemoryBudgetError as e:
+        planned, why = None, e
+    else:
+        if not _may_be_faster_offloaded(traced, planned, options):
+            return planned
+        why = f"the fastest plan takes {time_text(planned.plan.cost.seconds)}"
+    with contextlib.suppress(MemoryBudgetError):
+        if options.offload is not None and _offloaded_bytes(traced, options):
+            found = _plan_on_device(traced, options.with_offload(), to_beat)
+            if planned is None or _preference(found.plan) < _preference(planned.plan):
+                return _with_note(traced, found, options.offload, why, _host_text(found.plan))
+    if planned is None:
+        assert isinstance(why, MemoryBudgetError)
+        raise why
+    return planned
+
+
+def _may_be_faster_offloaded(traced: Program, planned: Planned, options: Options) -> bool:
+    """Whether memory makes ``planned`` slower by more than the optimizer's state takes over the host's link."""
+    bandwidth, short = traced.mesh.hardware.host_bandwidth, _memory_bound(planned.plan)
+    changed = [p.written for p in planned.plan.passes] != [str(p) for p in options.passes]
+    if not (bandwidth and (short or changed)):
+        return False
+    transfers = 2 * _offloaded_bytes(traced, options) / traced.mesh.size / bandwidth
+    if not 0 < transfers < planned.plan.cost.seconds:
+        return False
+    free = plan_program(traced, options.passes, replace(options.request, memory_budget=math.inf))
+    return free.plan.cost.seconds + transfers < planned.plan.cost.seconds
+
+
+def _offloaded_bytes(traced: Program, options: Options) -> int:
+    """Of all devices together, the bytes that the host may take; 0 where it has no memory of its own."""
+    if options.offload is None or traced.pipeline is not None or not traced.mesh.hardware.host_bandwidth:
+        return 0
+    program, _ = run_passes(traced, (options.offload,), options.request)
+    return sum(leaf.bytes for leaf in program.inputs if leaf.offloaded)
+
+
+def _host_text(plan: PlanRecord) -> str:
+    size, seconds = size_text(plan.memory.host, 2), time_text(plan.cost.host)
+    return f"; {size} per device lie on the host, and take {seconds} a call to come and go"
+
+
+def _plan_on_device(traced: Program, options: Options, to_beat: float) -> Planned:
+    """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
 
     Below the threshold XLA compiles the plan as it is; above it, XLA recomputes values of its own choice.
 
@@ -157,9 +209,11 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
     return planned
 
 
-def _with_note(traced: Program, planned: Planned, parts: Pass, why: MemoryBudgetError | str) -> Planned:
-    """The plan of ``traced`` in ``parts``, with the reason for them."""
-    note = Diagnostic(f"{parts} was added: without it, {why}")
+def _with_note(
+    traced: Program, planned: Planned, added: Pass, why: MemoryBudgetError | str, price: str = ""
+) -> Planned:
+    """The plan of ``traced`` with the pass ``added``, the reason for it, and what it costs."""
+    note = Diagnostic(f"{added} was added: without it, {why}{price}")
     plan = replace(planned.plan, diagnostics=(*planned.plan.diagnostics, note))
     return planned._replace(traced=traced, plan=plan)
 

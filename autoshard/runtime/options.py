@@ -43,6 +43,10 @@ class Options:
     """The pass that computes the step in micro-batches, before all others: where the user gave their number, with it;
     else with the number open, tried where memory is short. None: the batch is computed whole."""
 
+    offload: Pass | None
+    """The pass that keeps the optimizer's state on the host, tried after all others where memory is short; None where
+    the user asked for it, or named the passes."""
+
     in_shardings: Any
     out_shardings: Any
     static_nums: tuple[int, ...]
@@ -66,6 +70,18 @@ class Options:
     def takes_placed(self) -> bool:
         """Whether plans depend on where arguments are: those of a preset, and one that is given, do not."""
         return self.plan is None and self.request.strategy == "auto"
+
+    def with_offload(self) -> Options:
+        """These options, with the optimizer's state on the host in any case."""
+        if self.offload is None:
+            return self
+        saving = (*self.memory_saving_passes, self.offload) if self.memory_saving_passes else ()
+        return replace(self, passes=(*self.passes, self.offload), memory_saving_passes=saving, offload=None)
+
+    def as_for(self, plan: PlanRecord) -> Options:
+        """These options, with the optimizer's state on the host if ``plan`` has it there by the planner's choice."""
+        chosen = self.offload is not None and str(self.offload) in {p.written for p in plan.passes}
+        return self.with_offload() if chosen else self
 
     def without_first(self) -> Options:
         """The options for the same function with its first argument bound."""
@@ -91,7 +107,7 @@ def pass_sequences(program: Program, options: Options, max_saving: int | None = 
 
 def passes_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pass, ...]:
     """The candidate sequence of passes that ``plan`` was made with; ``options.passes`` where none is."""
-    first = parts_of(plan, program, options)
+    options, first = options.as_for(plan), parts_of(plan, program, options)
     program, _ = Pipeline(first).run(program)
     ran = [p.written for p in plan.passes[len(first) :]]
     return *first, *next((s for s in pass_sequences(program, options) if [*map(str, s)] == ran), options.passes)

@@ -221,6 +221,7 @@ def _plan_as_first(
     Returns:
       The candidates, the flat arguments that have the specs ``first``, and why none of them could.
     """
+    options = options.with_offload() if first.offloaded else options
     try:
         program, pinned = pin_carried(trace_on(Ground(first.mesh, first.stages)), first)
         return [plan_within_memory(program, options)], pinned, ""
@@ -243,12 +244,13 @@ def _refine(
 ) -> tuple[Planned, jax.stages.Lowered | None]:
     """The best of ``planned`` and other layouts on the meshes of ``candidates``, as the compiler estimates them."""
     in_parts = [
-        (c.traced, *run_passes(c.traced, parts_of(c.plan, c.traced, options), options.request)) for c in candidates
+        (c.traced, *run_passes(c.traced, parts_of(c.plan, c.traced, options), options.request), options.as_for(c.plan))
+        for c in candidates
     ]
     programs = (
         (traced, *run_passes(program, passes, request))
-        for traced, program, request in in_parts
-        for passes in pass_sequences(program, options, REFINED_SEQUENCES)
+        for traced, program, request, own in in_parts
+        for passes in pass_sequences(program, own, REFINED_SEQUENCES)
     )
     return refine(planned, programs, avals, options.refine, options.cache)
 

@@ -11,7 +11,7 @@ import jax
 
 from autoshard import jaxpr as jx
 from autoshard.errors import ArgumentError
-from autoshard.jaxpr.arguments import argument_aval
+from autoshard.jaxpr.arguments import ArgumentAval, argument_aval
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments by position and by name."""
@@ -60,8 +60,13 @@ class Signature:
         numbered = self.with_leaves(args, kwargs, range(tree.num_leaves))
         return tree, tuple(jax.tree.leaves(self.dynamic(*self.by_position(*numbered))))
 
-    def cache_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def cache_key(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], offloaded: Mapping[int, tuple[int, ...]]
+    ) -> Any:
         """Equal for calls that share one plan: shapes, static values, and the settings that JAX's tracing depends on.
+
+        Args:
+          offloaded: as `as_the_function_has_them`.
 
         Raises:
           ArgumentError: an argument is not an array, or a static one is not hashable.
@@ -70,7 +75,7 @@ class Signature:
         static = tuple((i, type(a), a) for i, a in enumerate(args) if i in self.static_nums)
         named = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self.static_names)
         try:
-            avals = tuple(map(argument_aval, leaves))
+            avals = as_the_function_has_them(map(argument_aval, leaves), offloaded)
             key = tree, avals, static, named, jx.trace_context()
             hash(key)
         except TypeError:
@@ -110,6 +115,17 @@ class Signature:
                         "static_argnums or static_argnames if it is a setting, or take it out of the pytree"
                     )
         return f"{self.name}: the tree structure of an argument is not hashable"
+
+
+def as_the_function_has_them(
+    avals: Iterable[ArgumentAval], offloaded: Mapping[int, tuple[int, ...]]
+) -> tuple[ArgumentAval, ...]:
+    """``avals`` of flat arguments, those that a plan keeps in the host's memory on the device.
+
+    Args:
+      offloaded: shapes of the arguments that a plan of the step keeps in the host's memory, by flat position.
+    """
+    return tuple((*a[:3], a[3] and offloaded.get(i) != a[0]) for i, a in enumerate(avals))
 
 
 def signature(fun: Callable[..., Any], static_nums: Sequence[int], static_names: Sequence[str]) -> Signature:

@@ -5,7 +5,7 @@ executable.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.prepare import prepare, rewrites
 from autoshard.runtime.shared_layout import Placements, placements, serves
-from autoshard.runtime.signature import Call, signature
+from autoshard.runtime.signature import Call, as_the_function_has_them, signature
 from autoshard.runtime.traced import Traced, traced
 from autoshard.transforms.pipeline import AppliedPass
 
@@ -234,7 +234,7 @@ class Step:
     def _executable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable[Plan]:
         """The planned step for these arguments: of several for such arrays, the first that takes them where they are,
         or that was made for those."""
-        key = self._signature.cache_key(args, kwargs)
+        key = self._signature.cache_key(args, kwargs, self._offloaded)
         placed = placements(jax.tree.leaves(self._signature.dynamic(args, kwargs)))
         for executable, where in self._executables.get(key, ()):
             if not self._options.takes_placed or serves(executable.program, executable.plan, placed, where):
@@ -246,6 +246,12 @@ class Step:
             self._first_plan.record(found)
         return found
 
+    @property
+    def _offloaded(self) -> Mapping[int, tuple[int, ...]]:
+        """The flat arguments that a given plan, or the first one, keeps in the host's memory, with their shapes."""
+        plan = self._options.plan or self._first_plan.plan
+        return {} if plan is None else {i: p.shape for i, p in enumerate(plan.inputs) if p.offloaded}
+
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments as `jax.ShapeDtypeStruct`s, in the memory that is pinned; static ones as they are."""
         return self._signature.with_leaves(args, kwargs, map(abstract_argument, self._avals(args, kwargs)))
@@ -255,10 +261,11 @@ class Step:
         them in, else that they are in.
         """
         dynamic, named = self._signature.dynamic(args, kwargs)
-        avals = list(map(argument_aval, jax.tree.leaves((dynamic, named))))
-        plan = self._options.plan
+        given, plan = map(argument_aval, jax.tree.leaves((dynamic, named))), self._options.plan
+        avals = list(as_the_function_has_them(given, self._offloaded))
         if plan is not None and len(plan.inputs) == len(avals):
-            avals = [(*a[:3], p.memory_kind == "pinned_host") for a, p in zip(avals, plan.inputs, strict=True)]
+            host = [p.memory_kind == "pinned_host" and not p.offloaded for p in plan.inputs]
+            avals = [(*a[:3], at) for a, at in zip(avals, host, strict=True)]
         for i, (kind, pinned) in enumerate(pinned_memory(self._options.in_shardings, dynamic)):
             if pinned:
                 avals[i] = (*avals[i][:3], kind == "pinned_host")

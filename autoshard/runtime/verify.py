@@ -135,8 +135,14 @@ def _compare_passes(
 
 
 def _evaluate(jaxpr: jx.Jaxpr, leaves: Sequence[Any]) -> list[Any]:
+    """The results of ``jaxpr``, whose arguments may be in other memories than ``leaves``."""
     fun: Callable[..., list[Any]] = jx.as_fun(jaxpr)
-    return [_host_copy(x) for x in jax.jit(fun)(*leaves)]
+    spaces = [getattr(aval, "memory_space", None) for aval in jaxpr.in_avals]
+
+    def evaluated(*given: Any) -> list[Any]:
+        return fun(*(x if s is None else jax.device_put(x, s) for x, s in zip(given, spaces, strict=True)))
+
+    return [_host_copy(x) for x in jax.jit(evaluated)(*leaves)]
 
 
 def _compare_all(paths: Sequence[str], expected: Sequence[Any], got: Sequence[Any], rtol: float) -> list[Difference]:

@@ -27,7 +27,26 @@ from autoshard.train.data import STDLIB, VOCAB
 from autoshard.train.decoder import MAX_SIZE, MAX_STEPS, ModelConfig, OptimizerConfig
 from autoshard.train.non_finite import PATTERN
 
-Strategy = Literal["auto", "dp", "fsdp", "tp", "fsdp_tp", "zero1", "zero2", "zero3", "replicated"]
+Strategy = Literal[
+    "auto",
+    "dp",
+    "dp+offload:optimizer",
+    "fsdp",
+    "fsdp+offload:optimizer",
+    "fsdp_tp",
+    "fsdp_tp+offload:optimizer",
+    "offload:optimizer",
+    "replicated",
+    "replicated+offload:optimizer",
+    "tp",
+    "tp+offload:optimizer",
+    "zero1",
+    "zero1+offload:optimizer",
+    "zero2",
+    "zero2+offload:optimizer",
+    "zero3",
+    "zero3+offload:optimizer",
+]
 
 
 def _relative_path(value: str, info: ValidationInfo) -> epath.Path:

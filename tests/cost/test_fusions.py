@@ -55,6 +55,20 @@ def test_nothing_is_fused_into_the_products_of_a_library() -> None:
     assert arrays_moved(g) == pytest.approx(3)  # the product's result, y, and the result; the product is priced alone
 
 
+def test_a_loop_that_updates_its_state_in_place_writes_what_it_changes() -> None:
+    def squashed(x: jax.Array) -> jax.Array:
+        def body(i: Any, x: jax.Array) -> jax.Array:
+            row = jnp.tanh(lax.dynamic_slice_in_dim(x, i, 1))
+            return lax.dynamic_update_slice_in_dim(x, row, i, 0)
+
+        return lax.fori_loop(0, 8, body, x)
+
+    for donated, traffic in (((0,), (0.0, 1.0, 1.0, 1.0, 1.0, 1 / 8)), ((), None)):
+        g = graph(squashed, ((8, *X),), mesh(a=2), donate_argnums=donated)
+        (update,) = (n for n in g.nodes if n.kind.op == "dynamic_update_slice")
+        assert update.kind.traffic == (traffic and pytest.approx(traffic, rel=1e-2)), donated
+
+
 def test_a_graph_is_priced_once() -> None:
     g = graph(momentum, (X, X, X), mesh(a=2))
     assert with_memory_traffic(g) is g

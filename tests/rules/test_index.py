@@ -73,6 +73,12 @@ CASES = {
         [(8, 64), ("int32", 8, 3), (8, 3)],
         "ab, ac., ac -> ab {c: sum}",
     ),
+    "dynamic_slice in the host's memory": (
+        "dynamic_slice",
+        lambda x, i: lax.dynamic_slice_in_dim(jax.device_put(x, jax.memory.Space.Host), i, 2),
+        [(8, 64), ("int32",)],
+        "ab, ,  -> .b {a: whole}",
+    ),
     "dynamic_slice": (
         "dynamic_slice",
         lambda x, i: lax.dynamic_slice_in_dim(x, i, 2),
@@ -84,6 +90,12 @@ CASES = {
         lambda x, i: lax.dynamic_slice(x, (i, i), (2, 2)),
         [(64, 32), ("int32",)],
         ".., ,  -> ..",
+    ),
+    "a row in the host's memory": (
+        "dynamic_update_slice",
+        lambda x, u, i: lax.dynamic_update_slice_in_dim(*jax.device_put((x, u), jax.memory.Space.Host), i, 0),
+        [(8, 64), (1, 64), ("int32",)],
+        "ab, .b, ,  -> ab {a: whole}",
     ),
     "one cache entry": (
         "dynamic_update_slice",
