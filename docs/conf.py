@@ -25,6 +25,7 @@ html_css_files = ["site.css"]
 html_theme_options = {"show_navbar_depth": 1, "show_toc_level": 2, "use_download_button": False}
 html_show_sphinx = False
 html_copy_source = False
+html_context = {"default_mode": "auto"}
 
 # What is in docstrings: Google's sections, and names in backquotes.
 default_role = "py:obj"

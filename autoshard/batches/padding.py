@@ -32,6 +32,11 @@ class Padding:
         dimension is never padded. ``weights`` may be among them without being in the batches. What is not named here
         stays as it is.
       fill: the padding of an array, 0 by default; of ``weights`` it is 0.
+
+    Example:
+      >>> padding = autoshard.train.Padding([{"rows": 4}, {"rows": 8}], {"x": ["rows"]})
+      >>> [bucket["rows"] for bucket in padding.buckets]
+      [4, 8]
     """
 
     buckets: Sequence[Mapping[str, int]]
@@ -141,8 +146,14 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
 
 
 def even_buckets(count: int, *, of: str, **sizes: int) -> list[dict[str, int]]:
-    """``count`` buckets whose dimension ``of`` grows in equal steps to the size given, all others as given:
-    ``even_buckets(4, of="length", rows=8, length=512)``.
+    """``count`` buckets whose dimension ``of`` grows in equal steps to the size given in ``sizes``; others as given.
+
+    Raises:
+      ArgumentError: no bucket, or no size of ``of``.
+
+    Example:
+      >>> autoshard.train.even_buckets(2, of="length", rows=8, length=512)
+      [{'rows': 8, 'length': 256}, {'rows': 8, 'length': 512}]
     """
     if count < 1 or of not in sizes:
         raise ArgumentError(
