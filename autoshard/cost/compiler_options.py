@@ -1,10 +1,14 @@
-"""Compiler options of a plan: the one that it sets for its target, and those that it may pass on from a file.
+"""Compiler options of a plan: the two that it sets for its target, and those that it may pass on from a file.
 
-The one that a plan sets trades hidden all-gathers for memory.
+Both are for TPU, where memory is tight. Measured in benchmarks/results/options.md.
 
-XLA for TPU fuses the asynchronous all-gather of a weight into the convolution before it. That hides the all-gather, but
-such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its own. Where the
-memory budget is tight the plan disables the fusion. Measured in benchmarks/results/options.md.
+*Fused all-gathers.* XLA fuses the asynchronous all-gather of a weight into the convolution before it. That hides the
+all-gather, but such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its
+own: the plan disables the fusion.
+
+*Rematerialization.* Before it assigns buffers, XLA recomputes what it can until its estimate of the peak is at most a
+share of the memory, and it takes what is near: products of the layers. A plan has decided already what is recomputed,
+so that it fits: it raises that share.
 """
 
 from __future__ import annotations
@@ -12,13 +16,18 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.ir.graph import Graph
+from autoshard.machine.mesh import LogicalMesh
 
 CompilerOptions = tuple[tuple[str, Any], ...]
 
 NO_ALL_GATHER_FUSION = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
 """The option that disables the fusion."""
+LATE_REMATERIALIZATION = {"xla_jf_rematerialization_percent_shared_memory_limit": 99}
+"""The option that raises the share of memory, in percent, above which XLA recomputes."""
+OWN_OPTIONS = NO_ALL_GATHER_FUSION | LATE_REMATERIALIZATION
 PEAK_MARGIN = 1.15
-"""Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers."""
+"""Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
+its inverse of the memory is predicted to be used, XLA may come to recompute."""
 HARMLESS = frozenset(
     {
         "memory_fitting_level",
@@ -49,6 +58,7 @@ HARMLESS = frozenset(
         "xla_gpu_exclude_nondeterministic_ops",
         "xla_gpu_memory_limit_slop_factor",
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_jf_rematerialization_percent_shared_memory_limit",
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
         "xla_llvm_disable_expensive_passes",
         "xla_tpu_data_parallel_opt_different_sized_ops",
@@ -85,18 +95,29 @@ def should_disable_all_gather_fusion(graph: Graph, peak: float, budget: float, g
 
 
 def conflicting_options(given: CompilerOptions) -> dict[str, Any]:
-    """The options in ``given`` that contradict the one that a plan sets."""
+    """The options in ``given`` that contradict the one that the prediction of memory depends on."""
     return {name: x for name, x in given if NO_ALL_GATHER_FUSION.get(name, x) != x}
 
 
-def effective_options(disable_fusion: bool, given: CompilerOptions = ()) -> CompilerOptions:
-    """The options that the program is compiled with, sorted: ``given`` override the plan's own."""
-    return tuple(sorted({**(NO_ALL_GATHER_FUSION if disable_fusion else {}), **dict(given)}.items()))
+def effective_options(
+    mesh: LogicalMesh, peak: float, disable_fusion: bool, given: CompilerOptions = ()
+) -> CompilerOptions:
+    """The options that the program is compiled with, sorted: ``given`` override the plan's own.
+
+    Args:
+      mesh: the target.
+      peak: predicted peak, in bytes per device.
+      disable_fusion: what `should_disable_all_gather_fusion` says.
+      given: the user's compiler options.
+    """
+    tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
+    own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (LATE_REMATERIALIZATION if tight else {})
+    return tuple(sorted({**own, **dict(given)}.items()))
 
 
 def user_options(options: CompilerOptions) -> CompilerOptions:
     """``options`` of a plan without those that `effective_options` added."""
-    return tuple((name, x) for name, x in options if NO_ALL_GATHER_FUSION.get(name) != x)
+    return tuple((name, x) for name, x in options if OWN_OPTIONS.get(name) != x)
 
 
 def other_options(options: CompilerOptions, given: CompilerOptions) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.cost.compiler_options import (
+    NO_ALL_GATHER_FUSION,
     conflicting_options,
     effective_options,
     other_options,
@@ -69,16 +70,16 @@ def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[Pla
             f"{reprlib.repr(other)}; if that is what you want, give them yourself (compiler_options=), else plan again"
         )
     planned = user_options(plan.compiler_options)
-    has_own = len(planned) < len(plan.compiler_options)
+    has_own = NO_ALL_GATHER_FUSION.items() <= dict(plan.compiler_options).items()
     given = (*planned, *request.compiler_options)
     if has_own and (other := conflicting_options(given)):
         raise PlanError(
             f"the plan's memory is predicted with compiler options that these override: {other}; drop them, or plan "
             "again"
         )
-    peak = math.inf if has_own else plan.memory.peak  # a plan with autoshard's own options needs them again
+    peak = math.inf if has_own else plan.memory.peak  # a plan that disables the fusion needs that again
     disable = should_disable_all_gather_fusion(graph, peak, budget_of(request, program), given)
-    options = effective_options(disable, given)
+    options = effective_options(program.mesh, plan.memory.peak, disable, given)
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph
 
 

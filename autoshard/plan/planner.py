@@ -80,7 +80,9 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),
         bound=s.bound,
-        compiler_options=effective_options(best.all_gather_fusion_disabled, request.compiler_options),
+        compiler_options=effective_options(
+            program.mesh, best.memory.peak, best.all_gather_fusion_disabled, request.compiler_options
+        ),
         profile=profile_step(s.memory_model, layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled),
         in_tree=program.in_tree,
         out_tree=program.out_tree,

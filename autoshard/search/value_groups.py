@@ -2,8 +2,9 @@
 
 **Groups.** Two values are in one group when a node passes one on as the other with its dimensions kept (elementwise
 nodes, views, converts, loop carries) and both have the same phase: parameters (and what is computed from one alone),
-forward, backward, the rest. Pinned values are groups of their own. So a parameter can be stored otherwise than it is
-used, and a gradient be resharded to its optimizer state.
+casts and views of one, forward, backward, the rest. Pinned values are groups of their own. So a parameter can be stored
+otherwise than it is used, gathered once in the precision that it is used in, and a gradient be resharded to its
+optimizer state.
 
 **Colors.** In a large program, groups with equal values in equal surroundings, as those of a model's repeated layers,
 get one color by color refinement (Weisfeiler and Leman, 1968), in alternation of two: a chain of products wants its
@@ -34,6 +35,7 @@ SharedDims = dict[int, dict[int, list[tuple[int, int]]]]
 """By two positions among a node's operands and results, the later first: pairs (dimension of the earlier, of the
 later) that have one factor."""
 PARAMETER = "parameter"
+PARAMETER_COPY = "parameter copy"
 COLOR_REFINEMENTS = 2
 """How many nodes away from a group its surroundings reach."""
 SMALL_PROGRAM = 64
@@ -125,7 +127,8 @@ class ValueGroups:
         return found
 
     def _value_phases(self) -> list[str]:
-        """For each value `PARAMETER`, or the phase of the node that computes it; "" for all else."""
+        """For each value `PARAMETER`, `PARAMETER_COPY` (a cast or view of one), or the phase of its node; "" for all
+        else."""
         graph, inputs = self.graph, self.graph.inputs
         roles = argument_roles(graph)
         parameters = {inputs[i] for i in roles.parameters}
@@ -136,13 +139,14 @@ class ValueGroups:
         for v in parameters:
             phases[v] = PARAMETER
         for node in graph.nodes:
-            operands = [v for v in node.operands if self.non_scalar[v]]
-            of_parameter = (
-                bool(operands) and all(phases[v] == PARAMETER for v in operands) and self.coverage(node.kind).covering
-            )
+            read = {phases[v] for v in node.operands if self.non_scalar[v]}
+            if read and read <= {PARAMETER, PARAMETER_COPY} and self.coverage(node.kind).covering:
+                copies = node.kind.traits.casts or node.kind.traits.view or PARAMETER_COPY in read
+                phase = PARAMETER_COPY if copies else PARAMETER
+            else:
+                phase = node.phase if node.phase in (FORWARD, BACKWARD) else ""
             for v in node.results:
-                if not phases[v]:
-                    phases[v] = PARAMETER if of_parameter else node.phase if node.phase in (FORWARD, BACKWARD) else ""
+                phases[v] = phases[v] or phase
         return phases
 
     def _unite_equally_sharded(self, node: Node, shared: SharedDims) -> None:

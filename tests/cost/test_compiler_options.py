@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import MeshConfig, Plan, jit
-from autoshard.cost.compiler_options import HARMLESS, NO_ALL_GATHER_FUSION, user_options
+from autoshard.cost.compiler_options import (
+    HARMLESS,
+    LATE_REMATERIALIZATION,
+    NO_ALL_GATHER_FUSION,
+    OWN_OPTIONS,
+    user_options,
+)
 from autoshard.errors import MemoryBudgetError, PlanError
 from benchmarks.target_cases import PROGRAMS
 
@@ -50,6 +56,28 @@ def test_memory_is_predicted_with_the_option_that_the_plan_sets():
     assert wide.memory.peak - narrow.memory.peak == pytest.approx(result, rel=1e-3)
     assert narrow.memory.peak < 500 * 2**20 < wide.memory.peak
     assert [p.spec for p in wide.inputs] == [p.spec for p in narrow.inputs]
+
+
+FILLING = 14 * 2**30 // 4 * 16
+"""Elements of float32 that fill 14 of a v5e's 15.75 GiB when split over 16."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "elements", "expected"),
+    [
+        (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING, LATE_REMATERIALIZATION),
+        (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING // 2, {}),
+        (MeshConfig(axes={"data": 8}, hardware="tpu-v5e"), FILLING // 2, {}),
+    ],
+)
+def test_rematerialization_is_late_where_a_plan_fills_tpu_memory(mesh, elements, expected):
+    step = jit(lambda x: x * 2, mesh=mesh, donate_argnums=0)
+    plan = step.plan(jax.ShapeDtypeStruct((elements,), jnp.float32))
+    assert dict(plan.compiler_options) == expected
+    assert not user_options(plan.compiler_options)
+    (name,) = LATE_REMATERIALIZATION
+    given = jit(lambda x: x * 2, mesh=mesh, donate_argnums=0, compiler_options={name: 50})
+    assert dict(given.plan(jax.ShapeDtypeStruct((elements,), jnp.float32)).compiler_options) == {name: 50}
 
 
 def test_the_user_s_option_overrides_it():
@@ -118,7 +146,7 @@ def test_an_option_that_is_not_harmless_is_not_taken_from_a_plan(name, value, tm
 
 
 def test_what_a_plan_sets_itself_is_harmless():
-    assert NO_ALL_GATHER_FUSION.keys() <= HARMLESS
+    assert OWN_OPTIONS.keys() <= HARMLESS
 
 
 @pytest.mark.parametrize("value", [["a"], {"a": 1}, None])
