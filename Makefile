@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu harness random kernels combinations mutants fuzz kills lint format types types-planted picture docs notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu test-interop harness random kernels combinations mutants fuzz kills lint format types types-planted picture docs notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -33,6 +33,8 @@ test: $(READY) ## run the tests
 # The plugins for TPUs and for GPUs share no process: each in an environment of its own. So is what builds the pages.
 TARGETS := .venv-targets
 GPUS := .venv-gpus
+# PyTorch and what is made of it, which nothing else here needs.
+INTEROP := .venv-interop
 DOCS := .venv-docs
 HERE := call_overhead emergence plan_time real_time recompute
 
@@ -47,6 +49,15 @@ $(TARGETS)/ready $(GPUS)/ready $(DOCS)/ready: pyproject.toml constraints.txt
 		--no-build-isolation -e '.[test,$(EXTRA)]' && \
 	touch $@
 
+# PyTorch asks for a cuDNN of its own, which is not what compiles for GPUs here.
+$(INTEROP)/ready: pyproject.toml constraints.txt
+	@python=$$(.ci/find-python) && \
+	"$$python" -m venv --clear $(@D) && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c <(grep -v ^nvidia- constraints.txt) \
+		--no-build-isolation -e '.[test,interop]' && \
+	touch $@
+
 test-targets: test-tpu test-gpu ## compile for TPUs and GPUs, which need not be here, and read what comes of it
 
 test-tpu: $(TARGETS)/ready ## the same for TPUs alone
@@ -54,6 +65,9 @@ test-tpu: $(TARGETS)/ready ## the same for TPUs alone
 
 test-gpu: $(GPUS)/ready ## the same for GPUs alone
 	$(GPUS)/bin/python -m pytest tests/targets/test_gpu.py tests/machine/test_gpu_cluster.py
+
+test-interop: $(INTEROP)/ready ## read and write models and adapters of transformers and PEFT: the same logits in both
+	$(INTEROP)/bin/python -m pytest tests/interop -W 'ignore:.torch.distributed.reduce_op:FutureWarning'
 
 harness: $(READY) ## run the programs that JAX ships for its own tests sharded, and print a table by group
 	$(BIN)/python -m tests.harness --workers 2

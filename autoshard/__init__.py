@@ -11,10 +11,10 @@ of a pipeline take turns. `annotate` pins a value inside a step. State that the 
 and `unregister_rule` takes it back; a `Pass` rewrites a step before it is planned. `audit` compares planned collectives
 with those of a compiled step; `verify` the results with one device's, which gives a `Verification`. `Step.export` makes
 bytes of a step and `load_exported` an `ExportedStep` of them. `checkpoint` saves and restores on any mesh, `train` runs
-a step to its end, `errors` has what is raised on purpose.
+a step to its end, `weights` reads and writes published models, `errors` has what is raised on purpose.
 """
 
-from autoshard import checkpoint, errors, train
+from autoshard import checkpoint, errors, train, weights
 from autoshard.api import jit, register_rule, unregister_rule
 from autoshard.backend.audit import audit
 from autoshard.export.exported_step import ExportedStep, load_exported
@@ -49,6 +49,7 @@ __all__ = [
     "train",
     "unregister_rule",
     "verify",
+    "weights",
 ]
 __version__ = "0.1.0"
 

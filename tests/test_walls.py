@@ -35,11 +35,12 @@ MAY_IMPORT: Mapping[str, str] = {
     "export": "plan strict_files",
     "runtime": "export pages",
     "checkpoint": "errors jaxpr strict_config strict_files runtime.nnx",
+    "weights": "checkpoint",
     "api": "runtime rules passes",
     "runs": "errors units strict_files",
     "batches": "errors strict_files",
     "train": "api batches checkpoint runs",
-    "__init__": "train schedule",
+    "__init__": "train schedule weights",
     "cli": "train __init__",
     "__main__": "cli",
 }
@@ -256,4 +257,4 @@ def test_pins_carry_no_address():
 
 def test_the_front_door_names_what_it_gives():
     given = [n for n, v in vars(autoshard).items() if not n.startswith("_") and not isinstance(v, ModuleType)]
-    assert autoshard.__all__ == sorted([*given, "checkpoint", "errors", "train"])
+    assert autoshard.__all__ == sorted([*given, "checkpoint", "errors", "train", "weights"])

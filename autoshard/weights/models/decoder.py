@@ -1,0 +1,117 @@
+"""Decoders of published families, from token identifiers to logits: GPT-2, Llama, Qwen 3, Mixtral, Gemma.
+
+What a layer has, its weights say: biases, norms of queries and keys, experts. Layers are stacked and scanned.
+
+Letters in shapes: B batch, S sequence, D width, H query heads, K key-value heads, G = H / K, E head width, F MLP width,
+X experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field
+
+from autoshard.strict_config import Config
+
+type Tree = Any
+"""A pytree."""
+
+
+class DecoderSettings(Config):
+    """What the weights do not say."""
+
+    activation: Literal["silu", "gelu"] = "silu"
+    """``gelu`` is its approximation by a hyperbolic tangent."""
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    """``rms_plus_one`` scales by one more than its weight."""
+    eps: float = Field(default=1e-6, gt=0)
+    rope_base: float | None = Field(default=None, gt=1)
+    """None: positions are learned."""
+    tied: bool = False
+    """Whether the output projection is the embedding."""
+    scaled_embedding: bool = False
+    """Whether the embedding is multiplied by the root of the width."""
+    experts_per_token: int = Field(default=2, ge=1)
+
+
+def logits(settings: DecoderSettings, params: Tree, tokens: jax.Array) -> jax.Array:
+    """Next-token logits. tokens: int [B, S] -> float32 [B, S, V]."""
+    x = params["embed"][tokens]
+    if settings.scaled_embedding:
+        x = x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)
+    if "positions" in params:
+        x = x + params["positions"][: tokens.shape[1]]
+
+    def layer(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
+        x = x + attention(settings, p["attention"], normed(settings, p["attention_norm"], x))
+        y = normed(settings, p["mlp_norm"], x)
+        return x + (experts if "router" in p["mlp"] else mlp)(settings, p["mlp"], y), None
+
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    x = normed(settings, params["norm"], x)
+    head = params["embed"].T if settings.tied else params["head"]
+    return jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
+
+
+def normed(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
+    """A layer norm or a norm by the root mean square, over the last dimension and in float32. x: [..., D]."""
+    wide = x.astype(jnp.float32)
+    if settings.norm == "layer":
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + settings.eps)
+    scale = p["scale"].astype(jnp.float32) + (settings.norm == "rms_plus_one")
+    return (wide * scale + p.get("bias", 0.0)).astype(x.dtype)
+
+
+def attention(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
+    """Causal grouped-query self-attention. x: [B, S, D] -> the same."""
+    if "wqkv" in p:
+        query, key, value = jnp.einsum("bsd,zdhe->zbshe", x, p["wqkv"]) + p["bqkv"][:, None, None]
+    else:
+        query, key, value = (jnp.einsum("bsd,dhe->bshe", x, p[name]) for name in ("wq", "wk", "wv"))
+    if "q_norm" in p:
+        query, key = normed(settings, {"scale": p["q_norm"]}, query), normed(settings, {"scale": p["k_norm"]}, key)
+    if settings.rope_base is not None:
+        query, key = rotated(query, settings.rope_base), rotated(key, settings.rope_base)
+    grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+    scores = jnp.einsum("bqkge,btke->bkgqt", grouped, key, preferred_element_type=jnp.float32)
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    scores = jnp.where(causal, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("bkgqt,btke->bqkge", weights, value).reshape(query.shape)
+    return jnp.einsum("bshe,hed->bsd", mixed, p["wo"]) + p.get("bo", 0)
+
+
+def rotated(x: jax.Array, base: float) -> jax.Array:
+    """Rotary positions (RoFormer, eq. 34) over the halves of the last dimension. x: [B, S, H, E] -> the same."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def activated(settings: DecoderSettings, x: jax.Array) -> jax.Array:
+    """What the MLP's inner values pass. x: of any shape."""
+    return jax.nn.silu(x) if settings.activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def mlp(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
+    """A gated MLP of three products, or one of two with biases. x: [B, S, D] -> the same."""
+    if "gate" in p:
+        return (activated(settings, x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+    return activated(settings, x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
+
+
+def experts(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
+    """Gated MLPs, of which each token takes the best few and none is full: all compute, and a token weighs most of
+    them with 0. x: [B, S, D] -> the same."""
+    probabilities = jax.nn.softmax((x @ p["router"]).astype(jnp.float32))
+    best, which = jax.lax.top_k(probabilities, settings.experts_per_token)
+    best = best / best.sum(-1, keepdims=True)
+    weights = jnp.einsum("bsk,bskx->bsx", best, jax.nn.one_hot(which, probabilities.shape[-1]))
+    inner = activated(settings, jnp.einsum("bsd,xdf->bsxf", x, p["gate"])) * jnp.einsum("bsd,xdf->bsxf", x, p["up"])
+    return jnp.einsum("bsxf,xfd,bsx->bsd", inner, p["down"], weights.astype(x.dtype))
