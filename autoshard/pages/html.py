@@ -12,6 +12,8 @@ from autoshard.plan.document import Section
 
 MAX_CELL = 2000
 """Most characters of a cell; the middle of a longer text is left out."""
+FIGURES_STYLE = STYLE + (files("autoshard.pages") / "figures.css").read_text(encoding="utf-8")
+"""The style sheet of pictures under a heading and figures, as notebooks show them."""
 _PAGE_STYLE = (files("autoshard.pages") / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (files("autoshard.pages") / "page.js").read_text(encoding="utf-8")
 
@@ -126,7 +128,8 @@ def document(title: str, head: str, parts: Sequence[Part]) -> str:
         '<meta name="color-scheme" content="light dark">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; img-src data:\">"
-        f'<link rel="icon" href="data:,"><title>{told(title, 120)}</title><style>{STYLE}{_PAGE_STYLE}</style></head>'
+        f'<link rel="icon" href="data:,"><title>{told(title, 120)}</title><style>{FIGURES_STYLE}{_PAGE_STYLE}</style>'
+        "</head>"
         f'<body class="autoshard"><a class="skip" href="#{parts[0].anchor if parts else "top"}">to the content</a>'
         f'<main id="top">{head}<nav aria-label="Parts of this page">{links}</nav>{body}</main>'
         f"<script>{_SCRIPT}</script></body></html>\n"

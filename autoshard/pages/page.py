@@ -55,7 +55,9 @@ def short_page(plan: PlanRecord) -> str:
     pictures = [memory_over_time(plan, plan.profile), timeline(plan, plan.profile)] if plan.profile else []
     drawn = "".join(map(figure, pictures))
     rest = paragraph("plan.show() writes the whole page: arrays, layouts, source lines and values.", "soft")
-    return f'<div class="autoshard autoshard-plan"><style>{html.STYLE}</style>{_figures(plan)}{drawn}{rest}</div>'
+    return (
+        f'<div class="autoshard autoshard-plan"><style>{html.FIGURES_STYLE}</style>{_figures(plan)}{drawn}{rest}</div>'
+    )
 
 
 def brief(plan: PlanRecord) -> str:

@@ -45,7 +45,7 @@ class Picture:
         """An SVG file."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="autoshard-picture" viewBox="0 0 {self.width} '
-            f'{self.height}" width="{self.width}" height="{self.height}" role="img">'
+            f'{self.height}" width="{self.width}" height="{self.height}" style="color-scheme: light dark" role="img">'
             f"<title>{escaped(self.title, 600)}</title><style>{escape(STYLE, quote=False)}</style>{self.shapes}</svg>\n"
         )
 

@@ -261,6 +261,17 @@ def test_a_notebook_shows_the_short_form(plan):
     assert text.count("<svg") == 2
     assert "<script" not in text
     assert len(text) < 200_000
+    styled = {name for name in re.findall(r'class="?([\w-]+)', text) if f".{name}" in text}
+    assert {"tiles", "tile", "soft"} <= styled, "its figures have their style with them"
+
+
+def test_colours_are_those_of_the_page_around(plan):
+    """Which need not be the machine's: a notebook, or a site, in light where all else is dark."""
+    inside, file = plan._repr_html_(), plan.plot("memory").svg
+    assert "prefers-color-scheme" not in inside + file
+    assert "color-scheme: light dark" in file
+    assert "color-scheme: light dark" not in inside
+    assert re.findall(r"--ink: ([\w-]+)", file) == ["light-dark"]
 
 
 def test_the_trace_is_the_step(plan, tmp_path):
