@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard import weights
-from autoshard.weights.models import decoder
+from autoshard.weights.models import decoder, encoder_decoder, mla, vision
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed; `make test-interop` does it", allow_module_level=True)
@@ -63,3 +63,69 @@ def test_logits_of_a_decoder_are_theirs_after_import_and_theirs_are_the_same_aft
     jax.block_until_ready(params)
     weights.write_pretrained(tmp_path / "out", params, found.family, found.settings)
     np.testing.assert_array_equal(theirs(auto.from_pretrained(tmp_path / "out").eval(), tokens), wanted)
+
+
+@pytest.mark.parametrize(("dense", "groups"), [(1, 1), (2, 2)])
+def test_deepseek_v3(dense, groups, tmp_path):
+    auto = transformers.AutoModelForCausalLM
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "n_shared_experts": 2, "n_group": groups, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 8,
+        "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6, "qk_nope_head_dim": 8,
+        "first_k_dense_replace": dense, **SPECIAL,
+    }  # fmt: skip
+    model = random_model(auto, "deepseek_v3", **sizes)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 12))
+    wanted = theirs(model, tokens)
+    model.save_pretrained(tmp_path / "in")
+    found = weights.open_pretrained(tmp_path / "in")
+    params = found.read()
+    close(mla.logits(mla.MLASettings(**found.settings), params, jnp.asarray(tokens)), wanted)
+    weights.write_pretrained(tmp_path / "out", params, found.family, found.settings)
+    np.testing.assert_array_equal(theirs(auto.from_pretrained(tmp_path / "out").eval(), tokens), wanted)
+
+
+@pytest.mark.parametrize("projection", ["relu", "gated-gelu"])
+def test_t5(projection, tmp_path):
+    auto = transformers.AutoModelForSeq2SeqLM
+    model = random_model(
+        auto, "t5", vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4,
+        relative_attention_num_buckets=8, relative_attention_max_distance=12, feed_forward_proj=projection,
+        tie_word_embeddings=projection == "relu", decoder_start_token_id=0,
+    )  # fmt: skip
+    source, target = (np.random.default_rng(n).integers(0, 96, (2, 20)) for n in range(2))
+
+    def logits(model):
+        with torch.no_grad():
+            return model(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target)).logits.numpy()
+
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "in")
+    found = weights.open_pretrained(tmp_path / "in")
+    params = found.read()
+    settings = encoder_decoder.EncoderDecoderSettings(**found.settings)
+    close(encoder_decoder.logits(settings, params, jnp.asarray(source), jnp.asarray(target)), wanted)
+    weights.write_pretrained(tmp_path / "out", params, found.family, found.settings)
+    np.testing.assert_array_equal(logits(auto.from_pretrained(tmp_path / "out").eval()), wanted)
+
+
+def test_vit(tmp_path):
+    auto = transformers.AutoModelForImageClassification
+    model = random_model(
+        auto, "vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16,
+        patch_size=8, num_labels=5,
+    )  # fmt: skip
+    images = np.random.default_rng(0).normal(size=(2, 16, 16, 3)).astype(np.float32)
+    pixels = images.transpose(0, 3, 1, 2).copy()
+    wanted = theirs(model, pixels)
+    model.save_pretrained(tmp_path / "in")
+    found = weights.open_pretrained(tmp_path / "in")
+    params = found.read()
+    close(vision.logits(vision.VisionSettings(**found.settings), params, jnp.asarray(images)), wanted)
+    weights.write_pretrained(tmp_path / "out", params, found.family, found.settings, config={"num_labels": 5})
+    np.testing.assert_array_equal(theirs(auto.from_pretrained(tmp_path / "out").eval(), pixels), wanted)
