@@ -41,7 +41,7 @@ MEMORY_SAVING_PASSES = (
     "pad_uneven",
 )
 """Tried too where memory rules out the fastest layout: the default passes with variants of ``recompute`` among them."""
-OPTIONAL_PASSES = ("accumulate", "sum_products:through", "losses")
+OPTIONAL_PASSES = ("accumulate", "experts", "sum_products:through", "losses")
 """Tried before the others, or in the place of the one of the same name: ``losses`` where memory rules out the fastest
 layout, the others in any case. Kept where the step is faster with it."""
 Names = str | Sequence[str] | None
@@ -108,10 +108,10 @@ def jit(
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
         no others run. None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
         "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is fastest, or
-        ``"sum_products:through"`` in place of ``"sum_products"`` where it is faster so; and where memory rules out the
-        fastest layout, ``"recompute:products:N"`` or ``"recompute:full"`` among them, or ``"losses"`` before them so
-        that less is recomputed, if that is faster than other layouts; and ``"offload:optimizer"`` after them where
-        nothing else fits, or only what is slower.
+        ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of ``"sum_products"``, where it
+        is faster so; and where memory rules out the fastest layout, ``"recompute:products:N"`` or ``"recompute:full"``
+        among them, or ``"losses"`` before them so that less is recomputed, if that is faster than other layouts; and
+        ``"offload:optimizer"`` after them where nothing else fits, or only what is slower.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from autoshard.passes.accumulate import Accumulate
 from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
+from autoshard.passes.experts import Experts
 from autoshard.passes.losses import Losses
 from autoshard.passes.microbatch import Microbatch
 from autoshard.passes.offload import Offload
@@ -30,6 +31,7 @@ PASSES: Mapping[str, type[Pass]] = {
         Accumulate,
         Attention,
         DeadCode,
+        Experts,
         Losses,
         Microbatch,
         Offload,
@@ -47,6 +49,7 @@ __all__ = [
     "Accumulate",
     "Attention",
     "DeadCode",
+    "Experts",
     "Losses",
     "Microbatch",
     "Offload",

@@ -17,6 +17,7 @@ from autoshard.ir.rule import RuleFn
 from autoshard.ir.rule_registry import Rules
 from autoshard.rules import (
     attention,
+    composed,
     contract,
     index,
     linalg,
@@ -26,7 +27,6 @@ from autoshard.rules import (
     reduce,
     shape,
     sort,
-    sum_of_products,
     window,
 )
 from autoshard.rules.kept_whole import KEPT_WHOLE as KEPT_WHOLE
@@ -52,7 +52,7 @@ def join(*tables: dict[Primitive, RuleFn]) -> dict[Primitive, RuleFn]:
 
 
 TABLE = join(*(family.TABLE for family in FAMILIES))
-OWN = join(attention.TABLE, sum_of_products.TABLE)
+OWN = join(attention.TABLE, composed.TABLE)
 """The rules of what passes put in a program: primitives of autoshard's own."""
 SHIPPED = Rules({}, (TABLE, OWN), TRAITS)
 """All of them, without any that a user gave."""

@@ -16,6 +16,7 @@ from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.rules.builders import table
 from autoshard.rules.kept_whole import KEPT_WHOLE
 from autoshard.transforms.attention_op import attention_backward_p, attention_p
+from autoshard.transforms.grouped_rows import grouped_rows_p
 from autoshard.transforms.sum_of_products import sum_of_products_p
 
 VIEW = Traits(fused_into_consumer=True, view=True)
@@ -131,5 +132,6 @@ TRAITS: Mapping[Primitive, Traits] = {
     annotate_p: PINNED,
     attention_backward_p: UNKNOWN,
     attention_p: UNKNOWN,
+    grouped_rows_p: UNKNOWN,
     sum_of_products_p: UNKNOWN,
 }

@@ -7,6 +7,7 @@ becomes an island: a `jax.shard_map` of that form.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
 from autoshard.ir.rule_registry import Rules
-from autoshard.ir.spec import Spec
+from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
@@ -238,12 +239,15 @@ def _extend_with_halos(
 
 
 def _reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:
-    """``x``, a shard of a result with ``spec``, all-reduced or reduce-scattered over its partial axes to
+    """``x``, a shard of a result with ``spec``, sliced and all-reduced or reduce-scattered over its partial axes to
     ``reduced``.
     """
     partial = dict(spec.partial)
     for d, split in enumerate(reduced.dims):
-        x = _reduce_scatter(x, d, [a for a in split if partial.pop(a, None)], mesh)
+        for scattered, axes in itertools.groupby(split[len(spec.dims[d]) :], partial.__contains__):
+            group = tuple(axes)
+            x = _reduce_scatter(x, d, group, mesh) if scattered else _own_part(x, d, group)
+            partial = {a: kind for a, kind in partial.items() if a not in group}
     for kind in dict.fromkeys(partial.values()):
         axes = tuple(a for a, k in partial.items() if k == kind)
         if kind in _REDUCERS:
@@ -252,6 +256,12 @@ def _reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> An
             shards = jax.lax.all_gather(x, axes)
             x = jnp.prod(shards, axis=0, dtype=x.dtype) if kind == "prod" else _BITWISE[kind].reduce(shards, axis=0)
     return x
+
+
+def _own_part(x: Any, dim: int, axes: Axes) -> Any:
+    """This device's part of ``x``, which is the same along ``axes``, in dimension ``dim``."""
+    n = x.shape[dim] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * n, n, dim)
 
 
 def _reduce_scatter(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) -> Any:

@@ -34,7 +34,7 @@ class NodeStrategy:
     """Compute seconds of one execution on one device."""
     collectives: tuple[Collective, ...] | None = ()
     """Halo exchanges and the collectives inside the local form; None where the local form does not support this many
-    parts."""
+    parts, or would leave a result partial."""
     local_axes: Axes = ()
     """Mesh axes that split the rule's `local` factor."""
     stored_bytes: int = 0
@@ -42,8 +42,8 @@ class NodeStrategy:
 
     @property
     def feasible(self) -> bool:
-        """Whether the node can run so: the local form supports the number of parts, and leaves no result partial."""
-        return self.collectives is not None and not (self.local_axes and any(s.partial for s in self.out_specs))
+        """Whether the node can run so."""
+        return self.collectives is not None
 
     def seconds(self, mesh: LogicalMesh) -> float:
         """Seconds of one execution: compute and ``collectives``, without reshards of operands and results."""
@@ -72,13 +72,12 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
     """The strategy of a node whose factors are split as ``assignment`` says: factor -> mesh axes."""
     sizes, kinds, shape = dict(kind.factor_sizes), dict(kind.rule.kinds), mesh.shape
 
+    split = _with_axes_alongside(kind, assignment)
+
     def spec(dims: Sequence[Sequence[str]]) -> Spec:
         return Spec(
             tuple(
-                [
-                    axes_of_dim(d, assignment, sizes, shape) if len(d) > 1 else assignment.get(d[0], ()) if d else ()
-                    for d in dims
-                ]
+                [axes_of_dim(d, split, sizes, shape) if len(d) > 1 else split.get(d[0], ()) if d else () for d in dims]
             )
         )
 
@@ -90,6 +89,10 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
     if partial:  # a result that has the reduced factor as a dimension is not partial over it
         out_specs = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in out_specs])
     collectives = _strategy_collectives(kind, in_specs, out_specs, assignment, mesh)
+    if (local := _local_axes(kind, assignment)) and kind.rule.local is not None:
+        other = kind.rule.local.alongside
+        if sizes[other] % mesh.axes_size(split[other]) if other else any(s.partial for s in out_specs):
+            collectives = None
     work = kind.rule.local.work if kind.rule.local is not None else None
     own = work({f: mesh.axes_size(axes) for f, axes in assignment.items()}) if work is not None else None
     return NodeStrategy(
@@ -97,7 +100,7 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
         out_specs,
         _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh, own),
         collectives,
-        _local_axes(kind, assignment),
+        local,
         own.bytes if own is not None else 0,
     )
 
@@ -128,6 +131,14 @@ def _strategy_collectives(
 def _local_axes(kind: OpKind, assignment: Mapping[str, Axes]) -> Axes:
     """The mesh axes that split the rule's `local` factor."""
     return next((axes for f, axes in assignment.items() if kind.rule.kind(f) == "local"), ())
+
+
+def _with_axes_alongside(kind: OpKind, assignment: Mapping[str, Axes]) -> Mapping[str, Axes]:
+    """``assignment`` with the axes of the local factor on the factor that is split alongside it too."""
+    other = kind.rule.local.alongside if kind.rule.local is not None else None
+    if other is None:
+        return assignment
+    return {**assignment, other: assignment.get(other, ()) + _local_axes(kind, assignment)}
 
 
 def _in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:

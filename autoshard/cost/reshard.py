@@ -106,16 +106,18 @@ def reshard_path(
     return () if src == dst else _path(src, dst, shape, itemsize_bits, mesh)[1]
 
 
-def spec_after_reduction(src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh) -> Spec:
+def spec_after_reduction(
+    src: Spec, dst: Spec, shape: tuple[int, ...], itemsize_bits: int, mesh: LogicalMesh, *, sliced: bool = False
+) -> Spec:
     """The spec of a partial value after the reductions that its path to ``dst`` begins with; never partial.
 
     Sums may be reduce-scattered; other kinds are all-reduced. Partial axes that the path does not reduce at first count
-    as all-reduced.
+    as all-reduced. With ``sliced``, it takes the slices among these reductions too: what they leave is less to reduce.
     """
     kinds, found = dict(src.partial), src
     for move in reshard_path(src, dst, shape, itemsize_bits, mesh) if src.partial else ():
         sums = move.kind == REDUCE_SCATTER and all(kinds[a] == "sum" for a in move.axes)
-        if not sums and move.kind != ALL_REDUCE:
+        if not sums and move.kind != ALL_REDUCE and not (sliced and move.kind == "slice"):
             break
         found = move.spec
     return found.reduced()

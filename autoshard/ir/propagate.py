@@ -11,6 +11,7 @@ A dimension only ever gains axes, minor to those it has. Hence propagation termi
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ def factor_axes(
                 parts *= mesh[rest[take]]
                 take += 1
             axes = rest[:take]
+            if kind.rule.local is not None and kind.rule.local.alongside == f:  # the local factor has the minor ones
+                axes = tuple(itertools.takewhile(lambda a, f=f: owner.get(a, f) == f, axes))
             old = chosen.get(f, ())
             if len(axes) > len(old) and axes[: len(old)] == old and all(owner.get(a, f) == f for a in axes):
                 chosen[f] = axes

@@ -96,6 +96,9 @@ class Local:
     takes_specs: bool = False
     """Whether ``fun`` takes, in place of ``axes``, the specs of the operands and then of the results: it asks where in
     the whole its shards are, along any factor."""
+    alongside: str | None = None
+    """A factor whose dimensions the axes of the local factor split too, minor to its own: what they hold is exchanged
+    among the devices of these axes, so that no result is partial over them."""
     parallel: frozenset[str] = frozenset()
     """Reduced factors that no product among the steps contracts: products compute independent elements along them,
     which a later step sums."""

@@ -47,7 +47,7 @@ def sharding_constraints(
                 key, Constraint(value, spec, node.kind.op, node.source, v.shape, reason, key[1], before, waypoints)
             )
 
-    begins, entries = dict[int, int](), set[int]()
+    begins, entries, mesh = dict[int, int](), set[int](), graph.program.mesh
     computed = {v for n in graph.nodes if any(graph.values[u].shape for u in n.operands) for v in n.results}
     for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
         if node.tie and not node.trip_count:
@@ -71,7 +71,7 @@ def sharding_constraints(
         for v, out_spec in zip(node.results, run.out_specs, strict=True):
             spec, value = layout.specs[v], graph.values[v]
             if run.uses_local_form:
-                out_spec = spec_after_reduction(out_spec, spec, value.shape, value.bits, graph.program.mesh)
+                out_spec = spec_after_reduction(out_spec, spec, value.shape, value.bits, mesh, sliced=True)
             before = out_spec
             if node.tie and node.operands:  # a loop's results have the specs of its initial values
                 (inside,) = node.operands
@@ -156,6 +156,6 @@ def _reduced_specs(out_specs: Sequence[Spec], results: Sequence[int], graph: Gra
     """The specs that an island's results have once it reduced their partial values."""
     values, mesh = [graph.values[v] for v in results], graph.program.mesh
     return tuple(
-        spec_after_reduction(spec, layout.specs[v], x.shape, x.bits, mesh)
+        spec_after_reduction(spec, layout.specs[v], x.shape, x.bits, mesh, sliced=True)
         for spec, v, x in zip(out_specs, results, values, strict=True)
     )

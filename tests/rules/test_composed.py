@@ -18,7 +18,7 @@ from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import SumProducts
 from autoshard.rules import SHIPPED
-from autoshard.rules.sum_of_products import TABLE
+from autoshard.rules.composed import TABLE
 from autoshard.rules.validation.audit import audit_factors
 from autoshard.rules.validation.case import Case, load
 from autoshard.rules.validation.samples import RandomArrays, Sample

@@ -1,0 +1,99 @@
+"""The rules of operations that passes compose of several steps, which they carry with them.
+
+- `autoshard.transforms.sum_of_products`: partial sums of its results are reduced.
+- `autoshard.transforms.grouped_rows`: rows are parallel, since each device sorts its own. Where the groups are split,
+  rows are split over the same devices too, which exchange them (`autoshard.rules.local_forms.exchange_rows`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Primitive
+
+from autoshard.ir.rule import Aval, CollectiveBytes, Local, LocalWork, Rule, RuleFn
+from autoshard.jaxpr import dtype_bits, dtype_from_name
+from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL
+from autoshard.rules.local_forms.exchange_rows import capacity, exchange_rows
+from autoshard.transforms.grouped_rows import group_factor, grouped_rows_p, is_row_result, row_factor
+from autoshard.transforms.grouped_rows import grouped_rows as compute_grouped_rows
+from autoshard.transforms.sum_of_products import Step, factor_sizes, sum_of_products_p
+
+
+def sum_of_products(*operands: Aval, steps: tuple[Step, ...], rule: Rule, **_: Any) -> Rule:
+    """What its steps read of one another is no operand or result; partial sums of the results are reduced."""
+    sizes, stored = factor_sizes(rule, [x.shape for x in operands]), _stored(steps, len(operands))
+
+    def work(parts: Mapping[str, int]) -> LocalWork:
+        local = {f: n // parts.get(f, 1) for f, n in sizes.items()}
+        flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
+        bits = sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in stored)
+        return LocalWork(flops, bits // 8)
+
+    reads = [[x for x in s.operands if isinstance(x, int)] for s in steps if s.flops]
+    starts = tuple(tuple(r) for r in reads if max(r) < len(operands))
+    contracted = {f for s in steps for f in s.factors if not any(f in dim for dim in s.dims)}
+    computed = {f for s in steps for f in s.factors} - contracted
+    parallel = frozenset(f for f, kind in rule.kinds if kind == "sum" and f in computed)
+    local = Local(None, lambda *_: (), used_when="partial", work=work, starts=starts, parallel=parallel)
+    return replace(rule, local=local)
+
+
+def _stored(steps: Sequence[Step], operands: int) -> list[Step]:
+    """The steps whose results are stored because products read them, perhaps through a view or a scaling."""
+    found: dict[int, Step] = {}
+    for step in steps if len(steps) > 1 else ():
+        for x in step.operands if step.flops else ():
+            at = x - operands if isinstance(x, int) else -1
+            while at >= 0 and not (found.get(at) or steps[at].flops):
+                inner = [y - operands for y in steps[at].operands if isinstance(y, int) and y >= operands]
+                if len(inner) != 1:
+                    break
+                (at,) = inner
+            if at >= 0:
+                found[at] = steps[at]
+    return list(found.values())
+
+
+def grouped_rows(*operands: Aval, steps: tuple[Step, ...], rows: int, rule: Rule, groups: int, **params: Any) -> Rule:
+    """The groups are the local factor; the rows are split over their axes too."""
+    sizes = factor_sizes(rule, [x.shape for x in operands]) | {group_factor(rule): groups}
+    of_rows = list(range(rows + 1))
+    of_rows += [len(operands) + i for i, is_row in enumerate(is_row_result(rule)) if is_row]
+    compute = functools.partial(compute_grouped_rows, steps=steps, rows=rows, rule=rule, **params)
+
+    def fun(axes: tuple[str, ...], group_of: Any, *xs: Any) -> Any:
+        if not axes:
+            return compute(group_of, *xs, groups=groups)
+        own = groups // lax.axis_size(axes)
+
+        def on_own_groups(group_of: Any, *received: Any) -> Any:
+            return compute(group_of, *received, *xs[rows:], groups=own)
+
+        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row_result(rule))
+
+    def collectives(parts: int, shard_bytes: Sequence[int]) -> CollectiveBytes | None:
+        n = shard_bytes[0] // operands[0].dtype.itemsize
+        if n == 0:
+            return None
+        blocks = [shard_bytes[i] // n * parts * capacity(n, parts) for i in of_rows]
+        return (ALL_REDUCE, 4), *((ALL_TO_ALL, block) for block in blocks)
+
+    def work(parts: Mapping[str, int]) -> LocalWork:
+        local = {f: n // parts.get(f, 1) for f, n in sizes.items()}
+        local[row_factor(rule)] //= parts.get(group_factor(rule), 1)
+        flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
+        products = (s for s in steps if s.flops)
+        bits = sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in products)
+        return LocalWork(flops, bits // 8)
+
+    local = Local(fun, collectives, used_when="always", work=work, alongside=row_factor(rule))
+    return replace(rule, local=local)
+
+
+TABLE: dict[Primitive, RuleFn] = {grouped_rows_p: grouped_rows, sum_of_products_p: sum_of_products}

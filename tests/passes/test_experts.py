@@ -1,0 +1,130 @@
+"""Which programs the pass finds, and that what it makes of them computes the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard import jaxpr as jx
+from autoshard.backend.audit import audit
+from autoshard.errors import PassError
+from autoshard.passes import Experts
+from tests.experts import SPELLED, Params, added_up, arrays, gradient, products, scattered_back, sorted_back
+from tests.forms import HASTY, same
+from tests.programs import mesh, program
+
+EXCHANGING = ("dead_code", "one_hot", "transposed_products", "experts:recompute")
+
+
+def rewritten(fun: Callable[..., Any], *args: Any, option: str = "") -> tuple[Counter[str], Callable[..., Any]]:
+    """How often each primitive occurs after the pass, and what it computes."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    after = Experts(option)(program(fun, shapes, mesh(x=8))).jaxpr
+    run = jx.as_fun(after)
+    return Counter(e.primitive.name for e in jx.walk(after)), lambda *xs: run(*jax.tree.leaves(xs))
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("option", ["", "recompute"])
+@pytest.mark.parametrize("spelled", SPELLED.values(), ids=SPELLED)
+def test_forward_and_backward_become_one_operation_each(spelled: Any, option: str, k: int):
+    p, x = arrays(40, 8, 16, 10, bias=k == 2)
+    fun = gradient(spelled, k)
+    found, run = rewritten(fun, p, x, option=option)
+    assert (found["grouped_rows"], found["ragged_dot_general"], found["sort"]) == (2, 0, 0)
+    same(run(p, x), jax.tree.leaves(jax.jit(fun)(p, x)))
+
+
+def test_layers_that_are_scanned_and_recomputed():
+    p, x = arrays(40, 8, 16, 10)
+    stacked = jax.tree.map(lambda w: np.stack([w, w[::-1]]), p)
+
+    def loss(p: Params, x: Any) -> Any:
+        def layer(x: Any, p: Params) -> tuple[Any, None]:
+            return x + sorted_back(p, x, 2), None
+
+        return jnp.sum(lax.scan(jax.checkpoint(layer), x, p)[0] ** 2)
+
+    found, run = rewritten(jax.grad(loss), stacked, x)
+    assert (found["grouped_rows"], found["ragged_dot_general"], found["sort"]) == (2, 0, 0)
+    same(run(stacked, x), jax.tree.leaves(jax.jit(jax.grad(loss))(stacked, x)))
+
+
+def test_rows_that_are_read_in_sorted_order_are_sorted_for_that():
+    p, x = arrays(40, 8, 16, 10)
+    group = np.sort(np.random.default_rng(0).integers(-1, 12, 40)).astype("int32")[::-1]
+
+    def fun(p: Params, x: Any, group: Any) -> Any:
+        order = jnp.argsort(group)
+        rows = products(p, x[order], jnp.bincount(group, length=10))
+        return rows, jnp.cumsum(rows, 0), rows[jnp.argsort(order)]
+
+    found, run = rewritten(fun, p, x, group)
+    assert found["grouped_rows"] == 1
+    same(run(p, x, group), list(jax.jit(fun)(p, x, group)))
+
+
+def test_groups_that_may_be_out_of_bounds_are_left_where_they_would_count_elsewhere():
+    p, x = arrays(40, 8, 16, 10)
+
+    def fun(p: Params, x: Any, group: Any) -> Any:
+        order = jnp.argsort(group)
+        sizes = jnp.zeros(10, jnp.int32).at[group].add(1)  # -1 counts with the last, but is sorted first
+        return products(p, x[order], sizes)[jnp.argsort(order)]
+
+    assert rewritten(fun, p, x, np.zeros(40, np.int32))[0]["grouped_rows"] == 0
+
+
+def test_an_unknown_option_is_refused():
+    p, x = arrays(40, 8, 16, 10)
+    with pytest.raises(PassError, match="the only option of this pass is 'recompute'"):
+        rewritten(gradient(added_up, 2), p, x, option="twice")
+
+
+WAYS = {
+    "rows": ({}, P(("x", "y"))),
+    "experts": ({"up": P("y"), "gated": P("y"), "down": P("y")}, P(("x", "y"))),
+    "experts over both axes": (dict.fromkeys(("up", "gated", "down"), P(("x", "y"))), P(("x", "y"))),
+    "features": ({"up": P(None, None, "y"), "gated": P(None, None, "y"), "down": P(None, "y")}, P("x")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("spelled", "groups", "k"), [(sorted_back, 8, 2), (added_up, 64, 8), (scattered_back, 16, 1)])
+def test_equal_to_one_device_and_nothing_sent_that_was_not_planned(spelled: Any, groups: int, k: int, way: str):
+    p, x = arrays(64, 16, 64, groups)
+    pins, tokens = WAYS[way]
+    specs = (dict.fromkeys(p, P()) | pins, tokens)
+    fun = gradient(spelled, k)
+    step = autoshard.jit(
+        fun, mesh=HASTY, passes=EXCHANGING, in_shardings=specs, out_shardings=(specs, tokens), strategy="replicated"
+    )
+    same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)
+    found = audit(step.lower(p, x).compile(), step.plan(p, x))
+    assert found.clean, str(found)
+
+
+def test_experts_send_tokens_and_no_weights():
+    p, x = arrays(64, 64, 256, 8)
+    fun = gradient(added_up, 2)
+    shard = dict.fromkeys(("up", "gated", "down"), P("x"))
+    specs = ({**shard, "gate": P()}, P("x"))
+    step = autoshard.jit(fun, mesh=mesh(x=8), in_shardings=specs, out_shardings=(specs, P("x")))
+    plan = step.plan(p, x)
+    sent = {c.kind: max(d.bytes for d in plan.cost.collectives if d.kind == c.kind) for c in plan.cost.collectives}
+    assert sent.keys() == {"all-to-all", "all-reduce"}, plan.cost.collectives
+    assert sent["all-reduce"] == p["gate"].nbytes
+    assert sent["all-to-all"] <= 1.25 * x.nbytes * 2 / 8 + 8 * 64 * 4
+    assert "experts:recompute" in str(plan.explain())
+    found = audit(step.lower(p, x).compile(), plan)
+    assert found.clean, str(found)
+    same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)

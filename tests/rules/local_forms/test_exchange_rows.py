@@ -1,0 +1,51 @@
+"""Rows that are exchanged: whatever the load, none is dropped, and what fits goes in one round."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from autoshard.rules.local_forms.exchange_rows import capacity, exchange_rows
+
+ROWS = 64
+RNG = np.random.default_rng(0)
+LOADS = {
+    "even": lambda groups: np.arange(ROWS) % groups,
+    "uneven": lambda groups: np.minimum(RNG.geometric(0.3, ROWS), groups) - 1,
+    "one group has all": lambda groups: np.full(ROWS, groups - 1),
+    "out of bounds": lambda groups: RNG.integers(-3, groups + 3, ROWS),
+}
+
+
+def computed(groups: int, group_of: Any, rows: Any) -> tuple[Any, Any]:
+    """Of each row its product with its group's number, and of each group the sum; zeros of rows without a group."""
+    group = jnp.maximum(group_of, 0)
+    valid = (group < groups)[:, None]
+    return jnp.where(valid, rows * 3, 0), jax.ops.segment_sum(jnp.where(valid, rows, 0), group, groups)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("parts", "groups"), [(2, 8), (4, 64), (8, 16)])
+def test_every_row_comes_back_and_is_counted_once(parts: int, groups: int, load: str):
+    group_of, rows = LOADS[load](groups).astype("int32"), RNG.normal(size=(ROWS, 4)).astype("float32")
+    mesh = Mesh(np.asarray(jax.devices()[:parts]), ("x",))
+    own = groups // parts
+
+    def on_shard(group_of: Any, rows: Any) -> Any:
+        return exchange_rows(("x",), partial(computed, own), group_of, [rows], own, [True, False])
+
+    sharded = jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    for got, want in zip(sharded(group_of, rows), computed(groups, group_of, rows), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_has_room_for_a_quarter_more_than_an_even_load_and_never_for_more_than_all():
+    assert [capacity(n, 8) for n in (1024, 8, 7, 1)] == [160, 2, 1, 1]
+    assert capacity(6, 1) == 6
