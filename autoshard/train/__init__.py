@@ -11,4 +11,5 @@ from autoshard.batches.padding import Padding as Padding
 from autoshard.batches.padding import even_buckets as even_buckets
 from autoshard.train.fit import fit as fit
 from autoshard.train.loop import train as train
+from autoshard.train.precision import Precision as Precision
 from autoshard.train.sources import Rows as Rows

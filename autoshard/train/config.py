@@ -26,6 +26,7 @@ from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, Mode
 from autoshard.train.data import STDLIB, VOCAB
 from autoshard.train.decoder import MAX_SIZE, MAX_STEPS, ModelConfig, OptimizerConfig
 from autoshard.train.non_finite import PATTERN
+from autoshard.train.precision import Float, Precision
 
 Strategy = Literal[
     "auto",
@@ -141,6 +142,32 @@ class PadConfig(Config):
         return self
 
 
+class PrecisionConfig(Config):
+    """The dtypes of a model's parameters and of what it computes; see `autoshard.train.Precision`."""
+
+    params: Float = "float32"
+    """Of the parameters in the state."""
+    compute: Float | None = None
+    """To which parameters and inputs are cast where they are used; that of ``params`` if absent."""
+    master: Float | None = None
+    """Of a copy of the parameters that the optimizer updates."""
+    loss_scale: Literal["dynamic"] | float | None = None
+    """By which the loss is multiplied while gradients are computed; ``dynamic`` follows what they can hold."""
+
+    @property
+    def precision(self) -> Precision:
+        """What a step is made with."""
+        return Precision(self.params, self.compute, self.master, self.loss_scale)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        try:
+            _ = self.precision
+        except ArgumentError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
 class CheckpointConfig(Config):
     """The run's folder, relative to the working directory, and how often its state is saved."""
 
@@ -180,6 +207,8 @@ class TrainConfig(Config):
     """A call; left out, cross-entropy of integer ``targets``."""
     step: Call | None = None
     """A call, in place of model, optimizer and loss."""
+    precision: PrecisionConfig | None = None
+    """The dtypes of parameters, of what is computed, and of a master copy; the loss's scale."""
     batch: StrictInt = Field(ge=1, le=MAX_SIZE)
     """Sequences per step, over all devices."""
     mesh: MeshEntry | None = None
@@ -216,6 +245,16 @@ class TrainConfig(Config):
             raise ValueError(f"a whole `step` has its own {', '.join(given)}: leave out one or the other")
         if self.step is None and self.model is None:
             raise ValueError("give a `model`, or a whole `step` in its place")
+        if self.step is not None and self.precision is not None:
+            raise ValueError("a whole `step` has its own precision: wrap it with autoshard.train.Precision")
+        if (
+            isinstance(self.model, ModelConfig)
+            and self.precision is not None
+            and "dtype" in self.model.model_fields_set
+        ):
+            raise ValueError(
+                "the model has a `dtype`, and `precision` says what is computed with: leave out one of them"
+            )
         text, decoder = isinstance(self.data, DataConfig), isinstance(self.model, ModelConfig)
         if text and isinstance(self.model, ModelConfig) and self.model.vocab < VOCAB:
             raise ValueError(f"model: vocab is {self.model.vocab}; a token is a byte, so it must be {VOCAB} or more")
@@ -277,7 +316,8 @@ class TrainConfig(Config):
             optimizer = optimizer.model_copy(update={"decay_steps": optimizer.decay_steps or self.last_step})
         own = {"loss": self.loss, "step": self.step} if self.step is not None or self.loss is not None else {}
         parts = {"step": self.step} if self.step is not None else {"model": self.model, "optimizer": optimizer, **own}
-        padded = {} if self.pad is None else {"pad": self.pad}
+        padded: dict[str, Config] = {} if self.pad is None else {"pad": self.pad}
+        padded |= {} if self.precision is None else {"precision": self.precision}
         given = {"data": self.data, **padded, **{key: part for key, part in parts.items() if part is not None}}
         entries = {key: part.model_dump(mode="json", by_alias=True) for key, part in given.items()}
         return {

@@ -129,6 +129,8 @@ class OptimizerConfig(Config):
     """Share of a parameter that is taken off, times the learning rate, in a step."""
     clip: float = Field(default=1.0, gt=0)
     """Global norm to which gradients are cut."""
+    mu_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the running mean of gradients; that of the parameters if absent, as the mean of their squares always is."""
 
 
 def rotary(x: jax.Array, base: float) -> jax.Array:
@@ -325,7 +327,14 @@ def _decay_mask(params: Tree) -> Tree:
 def make_optimizer(optimizer: OptimizerConfig, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """The optimizer for a run of ``steps`` steps, and its learning rate by step."""
     rate = schedule(optimizer, steps)
-    adamw = optax.adamw(rate, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay, mask=_decay_mask)
+    adamw = optax.adamw(
+        rate,
+        b1=optimizer.b1,
+        b2=optimizer.b2,
+        mu_dtype=optimizer.mu_dtype,
+        weight_decay=optimizer.weight_decay,
+        mask=_decay_mask,
+    )
     return optax.chain(optax.clip_by_global_norm(optimizer.clip), adamw), rate
 
 

@@ -20,6 +20,7 @@ from autoshard.errors import ConfigError
 from autoshard.runtime.nnx import has_modules
 from autoshard.train.calls import Call
 from autoshard.train.decoder import Decoder, Metrics, ModelConfig, Steps
+from autoshard.train.precision import Precision
 from autoshard.train.sources import Tree
 from autoshard.train.stepping import uniform
 
@@ -177,43 +178,63 @@ def cross_entropy(outputs: Any, batch: Tree) -> jax.Array:
 
 def make_own_steps(
     model: Model,
-    update: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation,
     loss: Callable[[Any, Tree], Any],
     rate: optax.Schedule | None,
+    precision: Precision | None = None,
 ) -> Steps:
-    """The init, train and eval functions of a model, all pure, over ``{"params", "rest", "opt_state", "step"}``.
+    """The init, train and eval functions of a model, all pure, over ``{"params", "rest", "opt_state", "step", "key"}``
+    and what ``precision`` adds to these.
 
     Args:
       loss: outputs, batch -> a scalar, or a scalar and further metrics by name.
       rate: the learning rate by step, for the log.
+      precision: with one, floats among the inputs are computed with as it says, and the loss gets outputs in float32;
+        None computes with parameters and inputs as they come.
     """
+    kept = precision or Precision(params=None)
 
     def init(key: jax.Array) -> Tree:
         params, rest = model.init(key)
-        start = {"params": params, "rest": rest, "opt_state": update.init(params), "step": jnp.zeros((), jnp.int32)}
+        start = {**kept.init(params, optimizer), "rest": rest, "step": jnp.zeros((), jnp.int32)}
         return {**start, "key": jax.random.key_data(jax.random.fold_in(key, 1))}
 
     def loss_of(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Any]:
-        outputs, after = model.apply(params, rest, batch, key)
+        outputs, after = model.apply(params, rest, _with_inputs(batch, kept.cast(inputs_of(batch))), key)
+        if precision is not None:
+            outputs = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), outputs)
         found = loss(outputs, batch)
         value, metrics = found if isinstance(found, tuple) else (found, {})
         return value, (dict(metrics), after)
 
     def train(state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
-        gradient = jax.value_and_grad(loss_of, has_aux=True)
-        (value, (metrics, rest)), grads = gradient(state["params"], state["rest"], batch, key)
-        updates, opt_state = update.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        found = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
+        gradient = kept.value_and_grad(loss_of, has_aux=True)
+        (value, (metrics, rest)), grads = gradient(state, state["rest"], batch, key)
+        after, scaling = kept.update(optimizer, state, grads)
+        after |= {"rest": rest, "step": state["step"] + 1}
+        norm = optax.tree.norm(grads)
+        if "skipped" in scaling:  # then nothing moves but the scale
+            same = scaling["skipped"] > 0
+            olds = {name: state[name] for name in ("rest", "step")}
+            after |= jax.tree.map(lambda old, new: jnp.where(same, old, new), olds, {n: after[n] for n in olds})
+            norm = jnp.where(same, 0, norm)
+        found = {"loss": value, "grad_norm": norm, **metrics, **scaling}
         found |= {} if rate is None else {"learning_rate": rate(state["step"])}
-        return state | {"params": params, "rest": rest, "opt_state": opt_state, "step": state["step"] + 1}, found
+        return after, found
 
     def evaluate(variables: Tree, batch: Tree) -> Metrics:
-        value, (metrics, _) = loss_of(variables["params"], variables["rest"], batch, None)
+        value, (metrics, _) = loss_of(kept.cast(variables["params"]), variables["rest"], batch, None)
         return {"loss": value, **metrics}
 
     return Steps(init, train, evaluate, lambda state: {"params": state["params"], "rest": state["rest"]})
+
+
+def _with_inputs(batch: Tree, inputs: Any) -> Tree:
+    """``batch`` with others in the place of what `inputs_of` takes."""
+    if isinstance(batch, Mapping):
+        return {**batch, "inputs": inputs} if "inputs" in batch else inputs
+    return type(batch)([inputs, *batch[1:]]) if isinstance(batch, tuple | list) else inputs
 
 
 def own_steps(call: Call) -> Steps:

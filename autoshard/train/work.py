@@ -189,8 +189,11 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
     if config.step is not None:
         return own_steps(config.step)
     model, optimizer, loss = config.model, config.optimizer, config.loss
+    precision = None if config.precision is None else config.precision.precision
     of_text = isinstance(batch, dict) and batch.keys() <= {"inputs", "targets"}  # no weights, no segments
-    if of_text and isinstance(model, ModelConfig) and isinstance(optimizer, OptimizerConfig) and loss is None:
+    if isinstance(model, ModelConfig) and precision is not None:
+        model = model.model_copy(update={"dtype": precision.compute or precision.params})
+    elif of_text and isinstance(model, ModelConfig) and isinstance(optimizer, OptimizerConfig) and loss is None:
         return make_steps(model, optimizer, config.last_step)
     assert model is not None  # the configuration was validated
     applied: Model = decoder_model(model) if isinstance(model, ModelConfig) else own_model(model, batch)
@@ -202,4 +205,4 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
             raise ConfigError(
                 f"optimizer: {optimizer.call} gives a {type(update).__name__}, and not an optax.GradientTransformation"
             )
-    return make_own_steps(applied, update, cross_entropy if loss is None else loss.resolved(), rate)
+    return make_own_steps(applied, update, cross_entropy if loss is None else loss.resolved(), rate, precision)

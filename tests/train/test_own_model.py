@@ -20,6 +20,7 @@ import yaml
 from flax import linen, nnx
 from rich.console import Console
 
+from autoshard import checkpoint
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config import named_config
 from autoshard.train.decoder import Decoder, ModelConfig
@@ -246,6 +247,37 @@ def test_packed_sentences_train_as_each_by_itself(tmp_path: Path):
         state = jax.tree.map(lambda x, g: x - 0.5 * g, state, gradient)
         losses.append(float(loss))
     np.testing.assert_allclose([e["loss"] for e in events if e["event"] == "step"], losses, rtol=1e-5)
+
+
+def test_precision_is_that_of_the_configuration(tmp_path: Path):
+    """The decoder with bfloat16 parameters, a master copy, a scale that follows, and a momentum in bfloat16."""
+    given: dict[str, Any] = {
+        "model": {"layers": 1, "d_model": 16, "heads": 2, "seq": 12, "vocab": 256},
+        "data": call("packed"),
+        "batch": 2,
+        "optimizer": {"learning_rate": 0.01, "mu_dtype": "bfloat16"},
+        "precision": {"params": "bfloat16", "master": "float32", "loss_scale": "dynamic"},
+        "phases": [{"mesh": {"axes": {"data": 2}, "hardware": "cpu"}, "until": 2}],
+        "eval": {},
+    }
+    path = config(tmp_path, **given)
+    _, events, _ = trained(path)
+    metrics = [e for e in events if e["event"] == "step"]
+    assert [(e["loss_scale"], e["skipped"]) for e in metrics] == [(2.0**15, 0)] * 2
+    assert metrics[1]["loss"] < metrics[0]["loss"]
+    saved = checkpoint.restore(tmp_path / "run/checkpoints")
+    params = {name.removeprefix("params"): x for name, x in saved.items() if name.startswith("params/")}
+    assert {x.dtype for x in params.values()} == {jnp.bfloat16.dtype}
+    for name, x in params.items():
+        np.testing.assert_array_equal(x, saved[f"master{name}"].astype(jnp.bfloat16))
+    assert {x.dtype.name for name, x in saved.items() if "mu" in name.split("/")} == {"bfloat16"}
+    assert {x.dtype.name for name, x in saved.items() if "nu" in name.split("/")} == {"float32"}
+    planned = plan_phase(named_config(path), named_config(path).all_phases[0])
+    assert "bf16" in str(jax.make_jaxpr(planned.work.steps.train)(planned.state, planned.batch))
+    with pytest.raises(ConfigError, match="the model has a `dtype`"):
+        named_config(config(tmp_path, **given | {"model": {**given["model"], "dtype": "bfloat16"}}))
+    with pytest.raises(ConfigError, match="has all bits of the parameters"):
+        named_config(config(tmp_path, **given | {"precision": {"master": "float16"}}))
 
 
 @pytest.mark.parametrize(

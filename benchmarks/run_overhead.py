@@ -1,0 +1,136 @@
+"""What a run costs beside its steps: logging, batches, checkpoints. Interleaved with bare steps, in one run.
+
+    python -m benchmarks.run_overhead [--rounds 6] [--steps 100]
+
+`autoshard.train.fit` trains with everything on: shuffled rows of a memory map that a thread reads and places, a log
+with its table and event file, a checkpoint each block of steps. Between two blocks, as many bare steps of the same
+program are taken on one batch that stays where it is. A step waits as long as a device would compute, without using
+this machine's cores: what is measured is what a run adds to that. The second row has no log and no checkpoints: the
+input alone, at a step a fifth as long. The table is `benchmarks/results/run_overhead.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autoshard
+from autoshard.train import Rows, fit
+
+RESULT = Path(__file__).parent / "results" / "run_overhead.md"
+ROWS, BATCH, WIDTH = 4096, 64, 4096
+"""Of the data set and of a batch, float32 [rows, WIDTH]: a megabyte a step."""
+ALLOWED = {"everything": 0.03, "input": 0.02}
+
+
+def make_step(seconds: float) -> Any:
+    """A step that takes so long, over a state of 32 MiB."""
+
+    def wait(loss: Any) -> Any:
+        time.sleep(seconds)
+        return np.zeros_like(loss)
+
+    def step(state: Any, batch: Any) -> Any:
+        loss = jnp.mean(batch["x"])
+        loss = loss + jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), loss)
+        return {**state, "w0": state["w0"].at[0].add(loss)}, {"loss": loss, "norm": 2 * loss}
+
+    return autoshard.jit(step, mesh={"data": 1}, donate_argnums=0)
+
+
+def make_state() -> Any:
+    return {f"w{n}": jnp.zeros((1024, 1024)) for n in range(8)}
+
+
+@dataclass
+class Blocks:
+    """Takes bare steps wherever the run evaluates, and times these and what the run did in between."""
+
+    step: Any
+    batch: Any
+    steps: int
+    state: Any = None
+    since: float = 0.0
+    bare: list[float] = field(default_factory=list[float])
+    run: list[float] = field(default_factory=list[float])
+
+    def __call__(self, _: Any) -> Any:
+        if self.since:
+            self.run.append((time.perf_counter() - self.since) / self.steps)
+        self.state = make_state() if self.state is None else self.state
+        start, before = time.perf_counter(), None
+        for _ in range(self.steps):
+            self.state, metrics = self.step(self.state, self.batch)
+            if before is not None:
+                float(before["loss"])  # one behind, as the run
+            before = metrics
+        jax.block_until_ready((self.state, before))
+        self.bare.append((time.perf_counter() - start) / self.steps)
+        self.since = time.perf_counter()
+        return {}
+
+    def ratio(self) -> float:
+        """Of what a step of the run takes to what a bare one does, the median over the rounds."""
+        return statistics.median(run / bare for run, bare in zip(self.run, self.bare[1:], strict=True))
+
+
+def measure(folder: Path, seconds: float, steps: int, rounds: int, everything: bool) -> Blocks:
+    """One run of so many rounds of blocks of steps."""
+    table = np.memmap(folder / "rows", np.float32, "r", shape=(ROWS, WIDTH))
+    step = make_step(seconds)
+    plan = step.plan(make_state(), {"x": jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)})
+    blocks = Blocks(step, plan.put(make_state(), {"x": np.asarray(table[:BATCH])})[1], steps)
+    where = {"checkpoints": folder / "run/checkpoints", "log": folder / "run"} if everything else {}
+    options: dict[str, Any] = {"steps": (rounds + 1) * steps, "every": steps, "evaluate": blocks, **where}
+    fit(step, make_state(), Rows({"x": table}, BATCH, seed=0), **options)
+    return blocks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--result", type=Path, default=RESULT)
+    given = parser.parse_args()
+    cases = (("everything", 0.1, given.steps), ("input", 0.02, 2 * given.steps))
+    lines, kept = [], True
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32).tofile(folder / "rows")
+        for name, seconds, steps in cases:
+            found = measure(folder, seconds, steps, given.rounds, name == "everything")
+            more, bare = found.ratio() - 1, statistics.median(found.bare)
+            kept = kept and more <= ALLOWED[name]
+            spread = sorted(run / bare - 1 for run, bare in zip(found.run, found.bare[1:], strict=True))
+            lines.append(
+                f"| {name} | {bare * 1e3:.2f} | {more:+.2%} | {spread[0]:+.2%} to {spread[-1]:+.2%} | "
+                f"{ALLOWED[name]:.0%} |"
+            )
+    command = f"python -m benchmarks.run_overhead --rounds {given.rounds} --steps {given.steps}"
+    ran = f"`{command}`, {date.today()}, jax {jax.__version__}, {os.cpu_count()} cores with other work on them."
+    text = (
+        "Median over the rounds of what a step of a run takes beyond a bare step, in blocks that alternate within one\n"
+        "process. A megabyte of shuffled rows a step, 32 MiB of state saved each block of steps, each step logged."
+    )
+    head = ["| | bare step (ms) | more | least and most | allowed |", "|---|--:|--:|--:|--:|"]
+    given.result.write_text(
+        "\n".join(["# What a run costs beside its steps", "", ran, "", text, "", *head, *lines, ""])
+    )
+    print(given.result.read_text())
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
