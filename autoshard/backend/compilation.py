@@ -37,6 +37,8 @@ class MemoryUsage:
     code: int
     peak: int
     """The maximum over time."""
+    host: int = 0
+    """In the host's memory; in none of the above."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
 def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsage | None:
     """Memory per device that ``compiled`` uses; None where its compiler does not report it.
 
-    On TPU the peak is the compiler's own. Other compilers' peak leaves temporaries out, so there it is arguments,
-    results that alias none of them, and temporaries.
+    On TPU the peak is the compiler's own, which counts the host's memory as the device's: that is taken off. Other
+    compilers' peak leaves temporaries out, so there it is arguments, results that alias none of them, and temporaries.
     """
     found = compiled.memory_analysis()
     if found is None:
@@ -160,7 +162,9 @@ def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsag
     )
     total = arguments + results - aliased + temporaries
     peak = int(getattr(found, "peak_memory_in_bytes", 0)) if mesh.hardware.clock else 0
-    return MemoryUsage(arguments, results, aliased, temporaries, code, peak or total)
+    held = [int(getattr(found, f"host_{name}_size_in_bytes", 0)) for name in ("argument", "output", "temp", "alias")]
+    host = sum(held[:3]) - held[3]
+    return MemoryUsage(arguments, results, aliased, temporaries, code, peak - host if peak else total, host)
 
 
 def parse_out_of_memory(message: str) -> OutOfMemory | None:

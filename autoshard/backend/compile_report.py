@@ -63,9 +63,12 @@ def _memory(c: Compilation) -> Section:
         ("code", None, u.code),
         ("peak", m.peak, u.peak),
     ]
+    both += [("host", m.host, u.host)] if m.host or u.host else []
     compared = [(n, "-" if a is None else size_text(a), size_text(b)) for n, a, b in both]
     table = Table(("per device", "predicted", "compiled"), tuple(compared), frozenset({1, 2}))
-    return Section("Memory", (f"Predicted: {', '.join(f'{name} {size}' for name, size in rows[:-1])}.",), table)
+    return Section(
+        "Memory", (f"Predicted: {', '.join(f'{name} {size}' for name, size in rows if name != 'peak')}.",), table
+    )
 
 
 def _time(c: Compilation, e: Estimate) -> Section:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import autoshard
-from autoshard.backend.compilation import OutOfMemory, compile_plan, parse_out_of_memory
+from autoshard.backend.compilation import OutOfMemory, compile_plan, memory_usage, parse_out_of_memory
 from autoshard.backend.compile_report import print_compilation
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -59,7 +61,7 @@ def test_it_fits_and_is_audited(made):
     assert made.estimate.transfers == pytest.approx(sum(map(made.collective_seconds, made.audit.emitted)))
     text = shown(made)
     assert text.startswith("Fits on (data=4, model=2) of cpu")
-    assert "tests/backend/test_compilation.py:22" in text
+    assert "tests/backend/test_compilation.py:24" in text
     assert "\x1b" not in text
 
 
@@ -118,6 +120,18 @@ def test_out_of_memory_messages_are_parsed(made, message, needs, has):
     assert not c.fits
     assert c.as_json()["audit"] is None
     assert f"{needs - has:.2f} GiB too much" in " ".join(shown(c).split())
+
+
+def test_the_host_s_memory_is_no_part_of_the_peak(made):
+    """Figures of a step on v5e whose optimizer state is 64 MiB a chip, as libtpu 0.0.50 gives them."""
+    sizes = {"argument": 64, "output": 64, "alias": 64, "temp": 128, "generated_code": 1}
+    host = {"host_argument": 64, "host_output": 64, "host_alias": 64, "host_temp": 0}
+    reported = SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in (sizes | host).items()}, peak_memory_in_bytes=256)
+    chips = replace(made.plan.mesh, hardware=replace(made.plan.mesh.hardware, clock=1e9))
+    used = memory_usage(SimpleNamespace(memory_analysis=lambda: reported), chips)
+    assert (used.peak, used.host) == (192, 64)
+    text = shown(replace(made, usage=replace(made.usage, host=3 * 2**20)))
+    assert re.search(r"host +0 B +3.0 MiB", text)
 
 
 def test_any_other_compiler_error_is_raised(made):

@@ -10,11 +10,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.backend.compilation import compile_plan
+from autoshard.backend.compilation import compile_plan, memory_usage
 from autoshard.backend.estimate import estimate
 from autoshard.errors import MeshError
 from autoshard.machine.mesh_config import MeshConfig
@@ -159,6 +160,41 @@ def test_momentum_in_the_host_s_memory():
     plan, memory = step.plan(w, w, x), step.lower(w, w, x).compile().memory_analysis()
     assert memory.host_argument_size_in_bytes == memory.host_output_size_in_bytes == plan.memory.host == 2**20
     assert memory.argument_size_in_bytes == plan.memory.parameters + plan.memory.inputs
+
+
+def test_what_fits_with_its_optimizer_on_the_host_alone():
+    """Unasked; memory of device and host is as the compiler has it, and loops read and write the host's."""
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    def train(state, x):
+        def loss(layers):
+            h, _ = jax.lax.scan(layer, x, layers)
+            return (h**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        updates, opt = adamw.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    params = {
+        k: jax.ShapeDtypeStruct((16, *s), "float32") for k, s in {"up": (1024, 4096), "down": (4096, 1024)}.items()
+    }
+    state = jax.eval_shape(lambda p: {"params": p, "opt": adamw.init(p)}, params)
+    mesh = MeshConfig(axes={"data": 4}, tpu="v5e:2x2", memory_budget="480MiB")
+    step = autoshard.jit(train, mesh=mesh, donate_argnums=0)
+    x = jax.ShapeDtypeStruct((4096, 1024), "float32")
+    plan = step.plan(state, x)
+    assert plan.passes[-1].written == "offload:optimizer"
+    executable = step.lower(state, x).compile()
+    used = memory_usage(executable, plan.mesh)
+    assert plan.memory.peak <= 480 * 2**20
+    assert used.peak == pytest.approx(plan.memory.peak, rel=0.1)
+    assert used.host == plan.memory.host == 4 * 64 * 2**20
+    text = executable.as_text()
+    assert len(re.findall(r"%dynamic-update-slice-start[\w.]* = \S*\(\(f32\[16,\S*S\(5\)\}", text)) >= 4
+    assert "host-call" not in text, "nothing is copied within the host's memory"
 
 
 def test_large_attention_is_splash_and_no_scores_are_in_memory():
