@@ -28,11 +28,6 @@ GROWS_AFTER = 2000
 class Precision:
     """Mixed precision around a loss and an optimizer, as a state of arrays: sharded, saved and restored as any other.
 
-        precision = Precision(params="bfloat16", master="float32")
-        state = precision.init(params, optimizer)
-        loss, gradients = precision.value_and_grad(loss_of)(state, batch)
-        state, metrics = precision.update(optimizer, state, gradients)
-
     Args:
       params: of the parameters in the state; None: as they come.
       compute: to which the parameters are cast where they are used; by default that of ``params``.
@@ -43,6 +38,15 @@ class Precision:
 
     Raises:
       ArgumentError: another dtype or scale, or a master of fewer bits than the parameters.
+
+    Example:
+      >>> import optax
+      >>> precision, optimizer = autoshard.train.Precision(params="bfloat16", master="float32"), optax.sgd(2.0**-12)
+      >>> state = precision.init({"w": jnp.ones(2)}, optimizer)
+      >>> loss, gradients = precision.value_and_grad(lambda params, x: (params["w"] * x).sum())(state, 1.0)
+      >>> state, metrics = precision.update(optimizer, state, gradients)
+      >>> print(state["params"]["w"], state["master"]["w"])
+      [1 1] [0.99975586 0.99975586]
     """
 
     params: Float | None = "float32"
