@@ -91,7 +91,7 @@ def test_unplanned_collectives_are_red_with_their_source(made):
     coloured = shown(c, force_terminal=True, color_system="standard")
     red = [line for line in coloured.splitlines() if line.startswith("\x1b[31m")]
     assert any("unplanned" in line for line in red)
-    assert any("from tests/backend/test_compilation.py:22: jit(step)" in line for line in red)
+    assert any("from tests/backend/test_compilation.py:24: jit(step)" in line for line in red)
     assert "\x1b" not in shown(c)
 
 
