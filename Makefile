@@ -67,7 +67,7 @@ test-gpu: $(GPUS)/ready ## the same for GPUs alone
 	$(GPUS)/bin/python -m pytest tests/targets/test_gpu.py tests/machine/test_gpu_cluster.py
 
 test-interop: $(INTEROP)/ready ## read and write models and adapters of transformers and PEFT: the same logits in both
-	$(INTEROP)/bin/python -m pytest tests/interop -W 'ignore:.torch.distributed.reduce_op:FutureWarning'
+	$(INTEROP)/bin/python -m pytest tests/interop -W ignore::FutureWarning
 
 harness: $(READY) ## run the programs that JAX ships for its own tests sharded, and print a table by group
 	$(BIN)/python -m tests.harness --workers 2

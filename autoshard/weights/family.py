@@ -85,6 +85,8 @@ class Family(Config):
     """Settings of the model where ``config.json`` does not say them, or cannot."""
     requires: dict[str, Any] = Field(default_factory=dict)
     """Keys of ``config.json`` that, where they are there, must have this value."""
+    inputs_first: bool = False
+    """Whether the matrices of products are of inputs by outputs, and not of outputs by inputs."""
     drops: tuple[str, ...] = ()
     """Regular expressions of tensors' names that carry no weights."""
     leaves: dict[str, tuple[str, str]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,11 +106,15 @@ def open_pretrained(dir: str | Path, *, family: Family | None = None) -> Pretrai
     config = read_config(Path(dir) / CONFIG)
     chosen = family or family_of(config)
     tensors, _ = open_safetensors(dir)
-    return Pretrained(chosen, config, _in_our_layout(tensors, chosen, config))
+    return Pretrained(chosen, config, in_our_layout(tensors, chosen, config))
 
 
-def _in_our_layout(tensors: StoredLeaves, family: Family, config: Settings) -> StoredLeaves:
-    """The tensors as our leaves."""
+def in_our_layout(tensors: StoredLeaves, family: Family, config: Settings) -> StoredLeaves:
+    """The tensors as our leaves.
+
+    Raises:
+      CheckpointError: tensors that are not laid out as the family says.
+    """
     entries = {named.name: named.leaf for named in tensors.leaves}
     names = family.without_prefix(list(entries), config)
     known = family.known_sizes(config)
@@ -205,6 +210,21 @@ def write_pretrained(
     Raises:
       CheckpointError: a leaf that the family does not have, or not of its rank; files that are there already.
     """
+    sizes, tensors = tensors_of(params, family, config or {}, settings)
+    made = dict(config or {}) | family.config_of(settings, sizes)
+    write_tensors(dir, tensors, max_bytes)
+    if jax.process_index() == 0:
+        (Path(dir) / CONFIG).write_text(json.dumps(made, indent=2, sort_keys=True) + "\n")
+
+
+def tensors_of(
+    params: Any, family: Family, config: Settings, settings: Settings
+) -> tuple[dict[str, int], TensorsToWrite]:
+    """The size of each letter in a tree of our leaves, and its tensors; see `write_pretrained`.
+
+    Raises:
+      CheckpointError: a leaf that the family does not have, or not of its rank.
+    """
     flat, _ = flatten_state(params)
     values = dict(zip((leaf.path for leaf in flat), jax.tree.leaves(params), strict=True))
     named = {leaf.name: (leaf.leaf, values[leaf.leaf.path]) for leaf in leaf_names(flat)}
@@ -215,21 +235,19 @@ def write_pretrained(
         if len(leaf.shape) != len(rows[name].layout.leaf):
             raise CheckpointError(f"{name} is {leaf}, and a leaf of {' '.join(rows[name].layout.leaf)} is expected")
     sizes = _leaf_sizes(rows, {name: leaf for name, (leaf, _) in named.items()}, family)
-    made = dict(config or {}) | family.config_of(settings, sizes)
+    made = dict(config) | family.config_of(settings, sizes)
     tensors: list[tuple[str, LeafEntry, Any]] = []
     for name, row in rows.items():
         if name not in named:
             continue
         leaf, value = named[name]
         own = dict(zip(row.layout.leaf, leaf.shape, strict=True))
-        shape = [functools.reduce(int.__mul__, (own[n] for n in group)) for group in row.layout.tensor]
+        shape = [math.prod(own[letter] for letter in group) for group in row.layout.tensor]
         for numbers in itertools.product(*(range(own[letter]) for letter in row.layout.counted)):
             tensor = family.prefix[0] + row.name(dict(zip(row.layout.counted, numbers, strict=True)), made)
             entry = leaf.model_copy(update={"path": tensor, "shape": shape})
             tensors.append((tensor, entry, functools.partial(row.layout.tensor_of, value, numbers)))
-    write_tensors(dir, TensorsToWrite.of(tensors), max_bytes)
-    if jax.process_index() == 0:
-        (Path(dir) / CONFIG).write_text(json.dumps(made, indent=2, sort_keys=True) + "\n")
+    return sizes, TensorsToWrite.of(tensors)
 
 
 def _leaf_sizes(rows: Mapping[str, TensorRow], leaves: Mapping[str, LeafEntry], family: Family) -> dict[str, int]:

@@ -15,6 +15,7 @@ from autoshard.weights.models import decoder, encoder_decoder, mla, vision
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed; `make test-interop` does it", allow_module_level=True)
 
+import peft
 import torch
 import transformers
 
@@ -129,3 +130,52 @@ def test_vit(tmp_path):
     close(vision.logits(vision.VisionSettings(**found.settings), params, jnp.asarray(images)), wanted)
     weights.write_pretrained(tmp_path / "out", params, found.family, found.settings, config={"num_labels": 5})
     np.testing.assert_array_equal(theirs(auto.from_pretrained(tmp_path / "out").eval(), pixels), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("llama", ["q_proj", "v_proj", "o_proj", "down_proj"]), ("gpt2", ["c_attn", "attn.c_proj", "c_fc"])],
+)
+def test_adapters_of_peft_in_and_out_merged_and_not(kind, targets, tmp_path):
+    auto = transformers.AutoModelForCausalLM
+    base = random_model(auto, kind, **DECODERS[kind])
+    base.save_pretrained(tmp_path / "base")
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 12))
+    plain = theirs(base, tokens)
+    found = weights.open_pretrained(tmp_path / "base")
+    params, settings = found.read(), decoder.DecoderSettings(**found.settings)
+    wanted, adapters = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(
+            r=3, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2",
+            use_rslora=seed == 1,
+        )  # fmt: skip
+        model = peft.get_peft_model(auto.from_pretrained(tmp_path / "base"), config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.2 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / f"adapter-{seed}")
+        wanted.append(theirs(model, tokens))
+        adapters.append(weights.read_adapter(tmp_path / f"adapter-{seed}", found))
+
+    @jax.jit
+    def logits(params, *adapters):
+        return decoder.logits(settings, weights.adapted(params, found.family, *adapters), jnp.asarray(tokens))
+
+    for seed, adapter in enumerate(adapters):
+        assert np.abs(wanted[seed] - plain).max() > 0.01
+        close(logits(params, adapter), wanted[seed])
+        weights.write_adapter(tmp_path / f"out-{seed}", adapter, found)
+        model = peft.PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / f"out-{seed}").eval()
+        np.testing.assert_allclose(theirs(model, tokens), wanted[seed], rtol=1e-6, atol=1e-6)
+    close(logits(params), plain)
+    # Both at once, merged: what PEFT makes of them one after another.
+    first = peft.PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter-0")
+    both = peft.PeftModel.from_pretrained(first.merge_and_unload(), tmp_path / "adapter-1").merge_and_unload().eval()
+    merged = weights.adapted(params, found.family, *adapters)
+    close(decoder.logits(settings, merged, jnp.asarray(tokens)), theirs(both, tokens))
+    weights.write_pretrained(tmp_path / "merged", merged, found.family, found.settings)
+    again = auto.from_pretrained(tmp_path / "merged").eval()
+    np.testing.assert_allclose(theirs(again, tokens), theirs(both, tokens), rtol=1e-4, atol=1e-4)
