@@ -34,12 +34,19 @@ def decoder_params(layers: int, *, tied: bool = False) -> Params:
     return {"embed": normal(VOCAB, WIDTH, scale=0.5), "layers": stacked, "scale": jnp.ones(WIDTH), **head}
 
 
+def apart(params: Params) -> Params:
+    """``params`` with the weights of each layer apart."""
+    layers = len(params["layers"]["norm"])
+    return {**params, "layers": [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(layers)]}  # noqa: B023
+
+
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
 
 
 def decoder_loss(params: Params, batch: Any) -> jax.Array:
-    """Mean cross-entropy of a decoder with causal attention; its layers run in one scan."""
+    """Mean cross-entropy of a decoder with causal attention; its layers run in one scan, or where the weights of each
+    are apart, one after the other."""
     mask = jnp.tril(jnp.ones((SEQ, SEQ), bool))
 
     def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
@@ -49,7 +56,12 @@ def decoder_loss(params: Params, batch: Any) -> jax.Array:
         x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, w["out"])
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
-    x, _ = jax.lax.scan(layer, params["embed"][batch["x"]], params["layers"])
+    x = params["embed"][batch["x"]]
+    if isinstance(params["layers"], list):
+        for w in params["layers"]:
+            x, _ = layer(x, w)
+    else:
+        x, _ = jax.lax.scan(layer, x, params["layers"])
     head = params["head"] if "head" in params else params["embed"].T
     return cross_entropy(rms_norm(x, params["scale"]) @ head, batch["y"])
 

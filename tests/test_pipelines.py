@@ -17,7 +17,7 @@ from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, Pass
 from autoshard.schedule.slots import Operation, Slot
 from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
 from tests.models import tokens
-from tests.pipelined_steps import decoder_loss, decoder_params, train_state, trained
+from tests.pipelined_steps import apart, decoder_loss, decoder_params, train_state, trained
 
 STAGES = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
 BACKWARD_FIRST = Schedule(((Slot(Operation.BACKWARD, 0, 0),), (Slot(Operation.FORWARD, 0, 0),)))
@@ -116,6 +116,19 @@ def test_a_plan_without_a_pipeline_says_why_none_was_considered() -> None:
     np.testing.assert_allclose(step(w, x), no_chain(w, x), rtol=1e-6)
 
 
+def test_layers_one_after_the_other_run_as_if_they_were_scanned() -> None:
+    """The state keeps its form: weights of each layer apart, whole on every stage. Embedding and head are one."""
+    step, state = trained(decoder_loss), train_state(apart(decoder_params(4, tied=True)))
+    mesh = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
+    planned = autoshard.jit(step, mesh=mesh, microbatches=4, schedule="1f1b")
+    plan = planned.plan(state, tokens(0))
+    assert plan.pipeline is not None
+    assert (plan.pipeline.layers, plan.pipeline.stored) == ((1, 1, 1, 1), False)
+    assert "stage" not in str(plan.in_specs)
+    assert "Each layer has arguments of its own" in plan.explain()
+    assert_trains_as_on_one_device(step, planned, state, 2)
+
+
 def test_a_loop_over_micro_batches_that_the_user_wrote_runs_as_a_pipeline() -> None:
     step, state = trained(decoder_loss, microbatches=2), train_state(decoder_params(8))
     planned = autoshard.jit(step, mesh=MeshConfig(axes={"stage": 8}, pipeline="stage"))
@@ -166,7 +179,9 @@ def test_what_is_no_pipeline_is_one_clear_error(options: Any, error: Any, says: 
 
 def test_a_step_without_a_chain_of_layers_says_so() -> None:
     step = autoshard.jit(no_chain, mesh=STAGES)
-    with pytest.raises(PipelineError, match="no_chain has no chain of layers"):
+    with pytest.raises(
+        PipelineError, match=r"no_chain has no chain of layers .* FLOPs are at .*test_pipelines\.py:\d+"
+    ):
         step.plan(jnp.ones((8, 8)), jnp.ones((16, 8)))
 
 

@@ -68,7 +68,7 @@ class Executable[P: PlanRecord]:
         if pipeline is None:
             return jaxpr
         chain = find_chain(jaxpr, self.program.name, self.program.rules)
-        stages = Stages(pipeline.axis, pipeline.schedule, pipeline.layers)
+        stages = Stages(pipeline.axis, pipeline.schedule, pipeline.layers, pipeline.stored)
         return pipelined_jaxpr(jaxpr, chain, stages, self.plan.jax_mesh)
 
     @functools.cached_property

@@ -84,17 +84,30 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
     found = _candidates(jaxpr, rules)
     if not found:
         raise PipelineError(
-            f"{name} has no chain of layers to make stages of: no loop over micro-batches in which one lax.scan over "
-            "stacked layers is followed by its transpose. Stack the layers and scan over them; give microbatches=N, 2 "
-            "or more, where the step has no loop over micro-batches of its own"
+            f"{name} has no chain of layers to make stages of{_heaviest(jaxpr)}: there is no loop over micro-batches "
+            "in which layers that are equal but for their arrays, scanned over or one after the other, are followed by "
+            "their backward. Give layers the same shapes and operations; give microbatches=N, 2 or more, where the "
+            "step has no loop over micro-batches of its own"
         )
     return _Analysis(*max(found, key=lambda f: _stacked_bytes(f[1])), rules).chain()
+
+
+def _heaviest(jaxpr: jx.Jaxpr) -> str:
+    """Where most FLOPs are, as the middle of a sentence."""
+    eqn = max(jx.walk(jaxpr), key=jx.contraction_flops, default=None)
+    line = jx.source(eqn) if eqn is not None and jx.contraction_flops(eqn) else ""
+    return f", and most of its FLOPs are at {line}" if line else ""
 
 
 def has_chain(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
     """Whether ``jaxpr`` has a loop over micro-batches with a chain of layers in it, whether a pipeline can run it or
     not."""
     return bool(_candidates(jaxpr, rules))
+
+
+def has_scanned_layers(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
+    """Whether ``jaxpr``, or a loop over micro-batches in it, has a scan over layers and its transpose."""
+    return bool(_pairs(jaxpr, rules)) or has_chain(jaxpr, rules)
 
 
 def _candidates(jaxpr: jx.Jaxpr, rules: Rules) -> list[tuple[jx.JaxprEqn, jx.JaxprEqn, jx.JaxprEqn]]:

@@ -84,7 +84,9 @@ def price_pipeline(
         for splits in {schedule.splits_backward for schedule in schedules.values()}
     }
     priced = [
-        _price(graph, layout, models, cost, chain, split, own, name, Stages(request.axis, schedule, layers))
+        _price(
+            graph, layout, models, cost, chain, split, own, name, Stages(request.axis, schedule, layers, split.stored)
+        )
         for name, schedule in schedules.items()
         for own in (seconds[schedule.splits_backward],)
         for layers in _cuts(chain.layers, schedule, own)

@@ -32,6 +32,9 @@ class StageDims:
             v = int(dims.owner[number])
             if label in classes and v not in self.inside and dims.sizes[number] == chain.layers:
                 self.dims[v] = (*self.dims[v], number - int(dims.start[v]))
+        self.stored = not self.dims.keys().isdisjoint(graph.inputs)
+        if not self.stored:  # stacked in the executable only
+            self.dims.clear()
 
     def spec(self, spec: Spec, value: int) -> Spec:
         """``spec`` of a value with its first dimension of layers, if it has one, split over the stages."""

@@ -21,6 +21,8 @@ class Stages:
     schedule: Schedule
     layers: tuple[int, ...]
     """Number of layers of each part."""
+    stored: bool = True
+    """Whether arguments have a row for each layer, and a stage stores its own; else all stages store all layers."""
 
     @functools.cached_property
     def rows(self) -> np.ndarray[Any, Any]:
@@ -36,24 +38,24 @@ class Stages:
 
     @functools.cached_property
     def in_order(self) -> bool:
-        """Whether each stage has as many layers as others, and they are those next to each other."""
+        """Whether each stage runs the layers that it stores."""
         rows = self.rows[self.places].ravel()
-        return rows.size == sum(self.layers) and bool((rows == np.arange(rows.size)).all())
+        return self.splits_layers and rows.size == sum(self.layers) and bool((rows == np.arange(rows.size)).all())
 
     @property
     def splits_layers(self) -> bool:
         """Whether values with a row for each layer are split over the stages outside of the loop."""
-        return sum(self.layers) % self.schedule.stages == 0
+        return self.stored and sum(self.layers) % self.schedule.stages == 0
 
     def own_rows(self, x: Any) -> Any:
-        """On a stage: [layer, ...], those that it keeps or all, -> [chunk, row, ...], those that it runs."""
+        """On a stage: [layer, ...], those that it stores or all, -> [chunk, row, ...], those that it runs."""
         if self.in_order:
             return x.reshape(self.schedule.chunks, -1, *x.shape[1:])
         whole = lax.all_gather(x, self.axis, tiled=True) if self.splits_layers else x
         return jnp.take(whole, jnp.asarray(self.rows[self.places])[lax.axis_index(self.axis)], axis=0)
 
     def by_layer(self, x: Any) -> Any:
-        """On a stage: [chunk, row, ...], those that it runs, -> [layer, ...], those that it keeps where `in_order`, or
+        """On a stage: [chunk, row, ...], those that it runs, -> [layer, ...], those that it stores where `in_order`, or
         else all."""
         if self.in_order:
             return x.reshape(-1, *x.shape[2:])

@@ -182,6 +182,9 @@ class PipelinePlan:
     layers: tuple[int, ...]
     """Number of layers of each part of the model, counted from its input; a stage has as many parts as the schedule has
     chunks."""
+    stored: bool
+    """Whether arguments have a row for each layer, and a stage stores its own; else each layer has arguments of its
+    own, which all stages store."""
     bubble: float
     """The share of the step, from 0 to 1, in which a stage is idle, on average."""
     ideal_bubble: float

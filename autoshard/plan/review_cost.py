@@ -151,6 +151,7 @@ def pipeline(plan: PipelinePlan) -> Section:
         + (f", by {plan.order}." if plan.order else ", by the schedule given."),
         f"A stage is idle for {plan.bubble:.0%} of the step, on average; of stages with equal parts that send in no "
         f"time it would be {plan.ideal_bubble:.0%}.",
+        *(() if plan.stored else ("Each layer has arguments of its own: every stage stores all.",)),
         "What comes before the layers runs on the first stage, what comes after them on the last.",
     )
     rows: list[tuple[str, ...]] = []

@@ -20,6 +20,7 @@ from autoshard.ir.trace import trace
 from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import ArgumentAval
 from autoshard.machine.mesh_config import mesh_config, resolve_mesh
+from autoshard.pipelining.chain import has_scanned_layers
 from autoshard.plan.adopt import adopt
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.shared_arguments import shared_arguments
@@ -33,6 +34,7 @@ from autoshard.runtime.refine import refine
 from autoshard.runtime.shared_layout import Placements, note_moved, note_shared, pin_placed, pin_shared
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.runtime.study import Study
+from autoshard.transforms.layer_loops.roll import roll_loops
 from autoshard.transforms.pad_state import pad_state, padded_shapes
 from autoshard.transforms.pipeline import AppliedPass, Pipeline
 
@@ -137,6 +139,8 @@ def _trace(
         mesh = pipeline.stage_mesh
     with stage("trace", getattr(jitted, "__name__", "step")):
         program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, pipeline=pipeline, **pins)
+    if pipeline is not None and not has_scanned_layers(program.jaxpr, program.rules):
+        program = program.with_jaxpr(roll_loops(program.jaxpr))
     program = pad_state(program, _stored_shapes(program, options))
     program = with_pins(program, config.specs() if config else {}, "the mesh's pin")
     program = program if options.like is None else pin_shared(program, options.like())

@@ -312,7 +312,7 @@ def test_a_compiled_step_is_laid_beside_its_plan(tmp_path):
 def test_a_pipeline_s_schedule_is_drawn(plan):
     schedule = autoshard.Schedule.named("1f1b", stages=4, microbatches=6)
     stages = PipelinePlan(
-        "data", 4, 6, "1f1b", schedule, (2, 2, 2, 2), 0.25, 0.3, (1e-3, 2e-3, 2e-3, 1e-3), (100, 90, 80, 70)
+        "data", 4, 6, "1f1b", schedule, (2, 2, 2, 2), True, 0.25, 0.3, (1e-3, 2e-3, 2e-3, 1e-3), (100, 90, 80, 70)
     )
     text = page(replace(plan, profile=None, pipeline=stages))
     drawn = ET.fromstring(
