@@ -118,7 +118,8 @@ docs: $(DOCS)/ready ## build the documentation, build/docs/index.html: every exa
 	$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -b html docs build/docs
 	$(DOCS)/bin/python -m pytest tests/docs
 
-notebook: $(READY) ## execute the notebooks in place
+notebook: $(READY) ## make the notebooks that are pages of the documentation, and execute all in place
+	$(BIN)/python -m docs.notebooks
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
 
 bench: $(TARGETS)/ready $(GPUS)/ready ## autoshard beside sharding by hand, by the compilers for TPUs and GPUs: hours, then minutes

@@ -1,8 +1,9 @@
-"""Every notebook runs from top to bottom, in a kernel of the Python that runs the tests."""
+"""Notebooks are kept as they ran from top to bottom, and those of pages are as the pages."""
 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+
+from docs.notebooks import PAGES
+from docs.notebooks import cells as page_cells
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -62,12 +66,38 @@ def test_speaks_of_no_machine(path):
 
 
 @every_notebook
+def test_is_kept_as_it_ran(path):
+    """Every cell once, in order, without an error, with a picture or a table."""
+    check_run(nbformat.read(path, as_version=4))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS if os.environ.get("AUTOSHARD_NOTEBOOKS") == "all" else NOTEBOOKS[:1])
 def test_runs(path):
-    cells = [c for c in executed(path).cells if c.cell_type == "code"]
-    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
-    said = [o for c in cells for o in c.outputs]
+    """Of all, `make notebook` does."""
+    check_run(executed(path))
+
+
+def check_run(notebook: Any) -> None:
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
+    said = [o for c in code for o in c.outputs]
     assert not [o for o in said if o.output_type == "error" or o.get("name") == "stderr"]
     pages = [o["data"]["text/html"] for o in said if "text/html" in o.get("data", {})]
-    assert len(pages) >= 2, "a plan is drawn, twice, or two are compared"
-    assert all(("<svg" in p or "<table" in p) and str(ROOT) not in p and "ipykernel" not in p for p in pages)
+    drawn = pages + [o["data"]["image/svg+xml"] for o in said if "image/svg+xml" in o.get("data", {})]
+    assert drawn
+    assert all(str(ROOT) not in p and "ipykernel" not in p for p in drawn)
     assert len(set(pages)) == len(pages), "another mesh makes another plan"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_is_the_page_of_the_documentation(name):
+    kept = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    assert [(c.cell_type, c.source) for c in kept.cells] == page_cells(name)
+    links = [
+        link.partition("#")[0] for kind, text in page_cells(name) for link in re.findall(r"\]\((\.\./[^)]+)\)", text)
+    ]
+    assert [link for link in links if not (ROOT / "notebooks" / link).exists()] == []
+
+
+def test_there_are_ten():
+    assert [p.stem[:2] for p in NOTEBOOKS] == [f"{n:02}" for n in range(1, 11)]

@@ -1,0 +1,76 @@
+"""The notebooks that are pages of the documentation, to run and change: made from the pages.
+
+    python -m docs.notebooks
+
+writes them to `notebooks/`, without outputs; `make notebook` executes them after it, in place. The first two
+notebooks have no page: they are written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+ROOT = Path(__file__).parent.parent
+PAGES: Mapping[str, str] = {
+    "03_meshes": "concepts/mesh",
+    "04_memory": "guides/short_memory",
+    "05_long_context": "guides/long_context",
+    "06_experts": "guides/experts",
+    "07_pipeline": "guides/pipelines",
+    "08_lora": "guides/fine_tuning",
+    "09_chips_that_are_not_here": "guides/targets",
+    "10_rule_for_a_kernel": "guides/rules_and_passes",
+}
+"""The page of each notebook."""
+DEVICES = """import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # before JAX is imported"""
+
+
+def cells(name: str) -> list[tuple[str, str]]:
+    """Kind, ``markdown`` or ``code``, and source of every cell of a notebook."""
+    page = PAGES[name]
+    text = re.sub(r"\A---\n.*?\n---\n", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
+    found: list[tuple[str, str]] = []
+    for n, part in enumerate(re.split(r"^```\{code-cell\}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)):
+        shell = [line.removeprefix("!") for line in part.splitlines() if line.startswith("!")]
+        if n % 2 == 0:
+            found.append(("markdown", _linked(part.strip(), page)))
+        elif shell:
+            found.append(("markdown", "\n".join(["```sh", *shell, "```"])))
+        else:
+            found.append(("code", part.strip()))
+    found.insert(1, ("code", DEVICES))
+    return [(kind, source) for kind, source in found if source]
+
+
+def _linked(text: str, page: str) -> str:
+    """``text`` with its links to other pages as they are from `notebooks/`."""
+    folder = (ROOT / "docs" / page).parent
+
+    def moved(match: re.Match[str]) -> str:
+        file, _, anchor = match[1].partition("#")
+        target = (folder / file).resolve().relative_to(ROOT)
+        return f"](../{target}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"\]\(((?!https?:)[^)#][^)]*)\)", moved, text)
+
+
+def main() -> None:
+    for name in PAGES:
+        made = [new_code_cell(s) if kind == "code" else new_markdown_cell(s) for kind, s in cells(name)]
+        for n, cell in enumerate(made):
+            cell["id"] = f"cell-{n}"
+        notebook = new_notebook(cells=made)
+        notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+        nbformat.write(notebook, ROOT / "notebooks" / f"{name}.ipynb")
+
+
+if __name__ == "__main__":
+    main()
