@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
+import functools
 import io
 import json
 import os
@@ -57,12 +58,12 @@ class RunFolder:
         """The folder of the checkpoints, one folder for each saved step."""
         return self.root / "checkpoints"
 
-    @property
+    @functools.cached_property  # a path of etils takes longer to make than a line to write
     def log(self) -> epath.Path:
         """The file of the events, one JSON object per line."""
         return self.root / "log.jsonl"
 
-    @property
+    @functools.cached_property
     def table(self) -> epath.Path:
         """The file of the metrics, a row for each step and each evaluation."""
         return self.root / "metrics.csv"
