@@ -2,9 +2,9 @@
 
 **Groups.** Two values are in one group when a node passes one on as the other with its dimensions kept (elementwise
 nodes, views, converts, loop carries) and both have the same phase: parameters (and what is computed from one alone),
-casts and views of one, forward, backward, the rest. Pinned values are groups of their own. So a parameter can be stored
-otherwise than it is used, gathered once in the precision that it is used in, and a gradient be resharded to its
-optimizer state.
+forward, backward, the rest. Pinned values are groups of their own. So a parameter can be stored otherwise than it is
+used, and a gradient be resharded to its optimizer state. Casts and views of a parameter are a group of their own where
+several of them are read (a convolution's gradient reads the weights reversed): one gather serves all.
 
 **Colors.** In a large program, groups with equal values in equal surroundings, as those of a model's repeated layers,
 get one color by color refinement (Weisfeiler and Leman, 1968), in alternation of two: a chain of products wants its
@@ -127,8 +127,8 @@ class ValueGroups:
         return found
 
     def _value_phases(self) -> list[str]:
-        """For each value `PARAMETER`, `PARAMETER_COPY` (a cast or view of one), or the phase of its node; "" for all
-        else."""
+        """For each value `PARAMETER`, `PARAMETER_COPY` (of several casts and views of one that are read), or the phase
+        of the node that computes it; "" for all else."""
         graph, inputs = self.graph, self.graph.inputs
         roles = argument_roles(graph)
         parameters = {inputs[i] for i in roles.parameters}
@@ -138,15 +138,26 @@ class ValueGroups:
             phases[v] = FORWARD if i in roles.batch else ""
         for v in parameters:
             phases[v] = PARAMETER
+        of = {v: v for v in parameters}
+        """For each parameter, and each cast or view of one, the parameter."""
         for node in graph.nodes:
-            read = {phases[v] for v in node.operands if self.non_scalar[v]}
-            if read and read <= {PARAMETER, PARAMETER_COPY} and self.coverage(node.kind).covering:
-                copies = node.kind.traits.casts or node.kind.traits.view or PARAMETER_COPY in read
-                phase = PARAMETER_COPY if copies else PARAMETER
-            else:
-                phase = node.phase if node.phase in (FORWARD, BACKWARD) else ""
+            operands = [v for v in node.operands if self.non_scalar[v]]
+            of_parameter = (
+                bool(operands) and all(phases[v] == PARAMETER for v in operands) and self.coverage(node.kind).covering
+            )
             for v in node.results:
-                phases[v] = phases[v] or phase
+                if not phases[v]:
+                    phases[v] = PARAMETER if of_parameter else node.phase if node.phase in (FORWARD, BACKWARD) else ""
+                    if of_parameter and operands[0] in of and (node.kind.traits.casts or node.kind.traits.view):
+                        of[v] = of[operands[0]]
+        read: dict[int, set[int]] = defaultdict(set)
+        for node in graph.nodes:
+            for v in () if self.coverage(node.kind).covering else node.operands:
+                if v in of:
+                    read[of[v]].add(v)
+        for v, parameter in of.items():
+            if v != parameter and len(read[parameter]) > 1:
+                phases[v] = PARAMETER_COPY
         return phases
 
     def _unite_equally_sharded(self, node: Node, shared: SharedDims) -> None:
