@@ -92,7 +92,11 @@ class Transformer:
     gated: bool = False
     """Three products with a silu gate, root-mean-square norms and rotary positions; else two with a gelu."""
     experts: int = 0
-    """MLPs that each token goes to two of; 0: one for all."""
+    """MLPs that each token goes to ``picks`` of; 0: one for all."""
+    picks: int = 2
+    """MLPs of a token."""
+    drops: bool = True
+    """Whether each MLP takes tokens up to a capacity and drops others; else rows of tokens are sorted by MLP."""
     scan: bool = True
     remat: bool = False
     """Whether each block is recomputed in the backward pass."""
@@ -172,7 +176,7 @@ class Transformer:
     def _mlp(self, p: Tree, x: jax.Array, at: At) -> jax.Array:
         x = self.norm(x, p["norm"])
         if self.experts:
-            return self._experts(p, x, at)
+            return self._experts(p, x, at) if self.drops else self._sorted_experts(p, x)
         up = jnp.einsum("bsd,df->bsf", x, p["up"].astype(DTYPE))
         if self.gated:
             up = jax.nn.silu(jnp.einsum("bsd,df->bsf", x, p["gate"].astype(DTYPE))) * up
@@ -181,12 +185,12 @@ class Transformer:
         return jnp.einsum("bsf,fd->bsd", at(up, "batch", None, "mlp"), p["down"].astype(DTYPE))
 
     def _experts(self, p: Tree, x: jax.Array, at: At) -> jax.Array:
-        """Each token to two experts as far as their capacity allows (GShard, section 2.2)."""
+        """Each token to some experts as far as their capacity allows (GShard, section 2.2)."""
         tokens = math.gcd(x.shape[1], 1024)
-        capacity = math.ceil(1.25 * 2 * tokens / self.experts)
+        capacity = math.ceil(1.25 * self.picks * tokens / self.experts)
         groups = at(x.reshape(-1, tokens, x.shape[-1]), "batch", None, None)
         odds = jax.nn.softmax(jnp.einsum("ntd,dx->ntx", groups.astype(jnp.float32), p["router"]))
-        best, which = jax.lax.top_k(odds, 2)
+        best, which = jax.lax.top_k(odds, self.picks)
         picks = jax.nn.one_hot(which, self.experts)
         weights = jnp.einsum("ntk,ntkx->ntx", best / best.sum(-1, keepdims=True), picks)
         picked = picks.sum(2)
@@ -198,6 +202,20 @@ class Transformer:
         up = at(up, "batch", "expert", None, "mlp")
         back = at(jnp.einsum("nxcf,xfd->nxcd", up, p["down"].astype(DTYPE)), "batch", "expert", None, None)
         return jnp.einsum("ntxc,nxcd->ntd", slots * weights[..., None].astype(DTYPE), back).reshape(x.shape)
+
+    def _sorted_experts(self, p: Tree, x: jax.Array) -> jax.Array:
+        """Each token to some experts, rows sorted by expert (MegaBlocks, as MaxText and Mixtral do)."""
+        rows = x.reshape(-1, x.shape[-1])
+        odds = jax.nn.softmax(rows.astype(jnp.float32) @ p["router"])
+        best, which = jax.lax.top_k(odds, self.picks)
+        order = jnp.argsort(which.reshape(-1))
+        sizes = jnp.bincount(which.reshape(-1), length=self.experts)
+        sent = rows[order // self.picks]
+        up = jax.lax.ragged_dot(sent, p["up"].astype(DTYPE), sizes)
+        up = jax.nn.silu(jax.lax.ragged_dot(sent, p["gate"].astype(DTYPE), sizes)) * up
+        back = jax.lax.ragged_dot(up, p["down"].astype(DTYPE), sizes)[jnp.argsort(order)]
+        weights = (best / best.sum(-1, keepdims=True)).astype(DTYPE)
+        return jnp.einsum("tkd,tk->td", back.reshape(*which.shape, -1), weights).reshape(x.shape)
 
 
 def _predicted(x: jax.Array, head: jax.Array, targets: jax.Array, at: At) -> jax.Array:

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.machine.mesh_config import MeshConfig
 from benchmarks.baselines import BASELINES, abstract, lowered, spec
 from benchmarks.bench import floor
-from benchmarks.cells import CELLS, COLUMNS
+from benchmarks.cells import CELLS, COLUMNS, MIXTRAL
 from benchmarks.figures import Kept, Line, details, summary
 from benchmarks.real_time import MODELS
 from benchmarks.zoo import decoder, is_named
@@ -109,3 +109,23 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     assert "| dp | **no** | 40.00 | - | - | - | 2 |" in said
     assert "Predicted: 450 ms, 9.00 GiB." in said
     assert "- all-reduce x differs" in said
+
+
+@pytest.mark.parametrize(
+    ("column", "batch", "sizes"),
+    [("v5e:4x4", 64, MIXTRAL), ("8xH100", 64, {**MIXTRAL, "width": 1792, "mlp": 512, "experts": 64, "picks": 8})],
+    ids=["few large experts", "many small experts"],
+)
+def test_experts_without_dropped_tokens_are_planned_no_slower_than_with_a_capacity(column, batch, sizes):
+    """By price; the capacity, a quarter above an even load, drops tokens and computes places that stay empty."""
+    seconds = []
+    for drops in (False, True):
+        model = decoder(batch, 2048, **sizes, layers=1, remat=True, drops=drops)
+        step = autoshard.jit(
+            model.step(),
+            mesh=COLUMNS[column].mesh(),
+            donate_argnums=0,
+            passes=["dead_code", "one_hot", "transposed_products", "experts"],
+        )
+        seconds.append(step.plan(*abstract(model)).cost.seconds)
+    assert seconds[0] <= seconds[1]

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard import jaxpr as jx
@@ -218,7 +220,8 @@ class _Builder:
             self.diagnostics.append(Diagnostic(f"{name} is kept whole: {rule.reason}", source))
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
         flops = jx.contraction_flops(eqn)
-        product_dtype = str(getattr(max(ins[:2], key=_bits, default=None), "dtype", "")) if flops else ""
+        factors = [a for a in ins if hasattr(a, "dtype") and jax.dtypes.issubdtype(a.dtype, np.inexact)] or ins
+        product_dtype = str(getattr(max(factors[:2], key=_bits, default=None), "dtype", "")) if flops else ""
         kind = _kind(name, traits, rule, shapes, bits, product_dtype, flops, source, jx.convolution(eqn))
         if key is not None:
             self.kinds[key] = kind

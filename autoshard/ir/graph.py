@@ -71,7 +71,8 @@ class OpKind:
     bits: tuple[int, ...]
     """Bits per element of the operands, then the results."""
     product_dtype: str
-    """Of the first two operands, the wider: a matrix product runs at its peak. Empty where ``flops`` is 0."""
+    """Of the first two operands, not counting integers beside other numbers, the wider: a matrix product runs at its
+    peak. Empty where ``flops`` is 0."""
     factor_sizes: tuple[tuple[str, int], ...]
     factored_dims: tuple[FactoredDim, ...]
     """Every dimension that has a factor; those of the largest value first."""
