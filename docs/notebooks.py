@@ -2,8 +2,8 @@
 
     python -m docs.notebooks
 
-writes them to `notebooks/`, without outputs; `make notebook` executes them after it, in place. The first two
-notebooks have no page: they are written by hand.
+writes those that changed to `notebooks/`, without outputs; `make notebook` executes all after it, in place. The first
+two notebooks have no page: they are written by hand.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ def cells(name: str) -> list[tuple[str, str]]:
     return [(kind, source) for kind, source in found if source]
 
 
+def kept(name: str) -> list[tuple[str, str]] | None:
+    """The cells that a notebook in `notebooks/` has; None where there is none."""
+    file = ROOT / "notebooks" / f"{name}.ipynb"
+    if not file.exists():
+        return None
+    return [(cell.cell_type, cell.source) for cell in nbformat.read(file, as_version=4).cells]
+
+
 def _linked(text: str, page: str) -> str:
     """``text`` with its links to other pages as they are from `notebooks/`."""
     folder = (ROOT / "docs" / page).parent
@@ -64,6 +72,8 @@ def _linked(text: str, page: str) -> str:
 
 def main() -> None:
     for name in PAGES:
+        if kept(name) == cells(name):
+            continue  # with its outputs
         made = [new_code_cell(s) if kind == "code" else new_markdown_cell(s) for kind, s in cells(name)]
         for n, cell in enumerate(made):
             cell["id"] = f"cell-{n}"
