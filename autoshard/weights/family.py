@@ -78,7 +78,7 @@ class Family(Config):
     """Texts before the names of tensors, of which some publishers write one and some another; the first is written."""
     sizes: dict[str, int | str | tuple[str, ...]] = Field(default_factory=dict)
     """The size of a dimension by its letter: a number, or the key of ``config.json`` that has it, of several the
-    first."""
+    first that is there."""
     settings: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Settings of the model, and the keys of ``config.json`` that may have them, with dots between nested ones."""
     defaults: dict[str, Any] = Field(default_factory=dict)
@@ -120,9 +120,9 @@ class Family(Config):
         """The sizes that ``config`` says."""
         found: dict[str, int] = {}
         for letter, given in self.sizes.items():
-            size = given if isinstance(given, int) else _at(config, _keys(given)[0])
+            size = given if isinstance(given, int) else _first(config, _keys(given))
             if size is not None and (type(size) is not int or size < 0):
-                raise ConfigError(f"{_keys(given)[0]} is {shortened(size)}, and must be a size")
+                raise ConfigError(f"{' or '.join(_keys(given))} is {shortened(size)}, and must be a size")
             if size is not None:
                 found[letter] = size
         return found
@@ -139,10 +139,7 @@ class Family(Config):
                 raise ConfigError(
                     f"{key} is {shortened(value)}, and models of type {self.model_type} are read with {wanted!r} alone"
                 )
-        found = {
-            field: next((value for key in keys if (value := _at(config, key)) is not None), None)
-            for field, keys in self.settings.items()
-        }
+        found = {field: _first(config, keys) for field, keys in self.settings.items()}
         return self.defaults | {field: value for field, value in found.items() if value is not None}
 
     def config_of(self, settings: Settings, sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -228,6 +225,11 @@ def _at(config: Settings, key: str, default: Any = None) -> Any:
             return default
         value = value[part]
     return value
+
+
+def _first(config: Settings, keys: tuple[str, ...]) -> Any:
+    """The value of the first of several keys that is there, or None."""
+    return next((value for key in keys if (value := _at(config, key)) is not None), None)
 
 
 def _put(config: dict[str, Any], key: str, value: Any) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import checkpoint
 from autoshard.checkpoint import async_write
+from autoshard.checkpoint.manifest import Manifest
 from autoshard.errors import CheckpointError
 
 MESHES = [(2, 4), (8, 1), (1, 8), (1, 1), (2, 2)]
@@ -603,3 +605,38 @@ def test_a_program_that_finishes_loses_nothing(tmp_path: Path) -> None:
     assert errors == ""
     assert checkpoint.steps(tmp_path) == (1, 2)
     assert (checkpoint.restore(tmp_path, 2)["w3"] == 4).all()
+
+
+def test_a_folder_of_each_version_of_the_format_is_read(tmp_path):
+    """Written once, with the release that brought the version, and never again: an older folder is read for ever.
+
+    A version that is new has a folder of its own beside these.
+    """
+    kept = Path(__file__).parent / "kept"
+    versions = get_args(Manifest.model_fields["version"].annotation)
+    assert [f"version-{number}" for number in versions] == sorted(path.name for path in kept.iterdir())
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    for folder in kept.iterdir():
+        shutil.copytree(folder, tmp_path / folder.name)
+        like = {
+            "done": True,
+            "f8": jax.ShapeDtypeStruct((3,), jnp.float8_e4m3fn),
+            "key": jax.eval_shape(lambda: jax.random.key(0)),
+            "layers": [np.zeros(4, np.int32)] * 2,
+            "params": {
+                "b": jax.ShapeDtypeStruct((6,), jnp.bfloat16),
+                "empty": jax.ShapeDtypeStruct((0, 3), jnp.float32),
+                "w": jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=NamedSharding(mesh, P("x", "y"))),
+            },
+            "rate": 0.0,
+            "step": 0,
+        }
+        state, report = checkpoint.restore(tmp_path / folder.name, like=like, report=True)
+        assert (state["done"], state["rate"], state["step"]) == (False, 0.1, 3)
+        np.testing.assert_array_equal(state["params"]["w"], np.arange(24.0).reshape(6, 4))
+        np.testing.assert_array_equal(state["params"]["b"], (np.arange(6) / 8).astype(jnp.bfloat16))
+        np.testing.assert_array_equal(state["f8"].astype(jnp.float32), [1, -2, 0.5])
+        np.testing.assert_array_equal(state["layers"], [np.arange(4), np.arange(4) + 10])
+        np.testing.assert_array_equal(jax.random.key_data(state["key"]), jax.random.key_data(jax.random.key(7)))
+        assert state["params"]["empty"].shape == (0, 3)
+        assert report.extra == {"loader": {"row": 40}, "note": "kept"}

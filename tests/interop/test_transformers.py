@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard import weights
-from autoshard.weights.models import decoder, encoder_decoder, mla, vision
+from autoshard.weights.models import decoder, encoder_decoder, mla, vision, vision_language
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed; `make test-interop` does it", allow_module_level=True)
@@ -179,3 +179,45 @@ def test_adapters_of_peft_in_and_out_merged_and_not(kind, targets, tmp_path):
     weights.write_pretrained(tmp_path / "merged", merged, found.family, found.settings)
     again = auto.from_pretrained(tmp_path / "merged").eval()
     np.testing.assert_allclose(theirs(again, tokens), theirs(both, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_qwen2_vl(tmp_path):
+    auto = transformers.AutoModelForImageTextToText
+    model = random_model(
+        auto, "qwen2_vl",
+        text_config={
+            "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, **SPECIAL,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        },
+        vision_config={
+            "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
+        },
+        image_token_id=90, vision_start_token_id=91, vision_end_token_id=92, video_token_id=93,
+    )  # fmt: skip
+    grid = [(1, 4, 6), (1, 2, 4)]
+    tokens = np.array([[5, 91, *[90] * 6, 92, 7, 8, 9], [91, *[90] * 2, 92, *range(20, 28)]])
+    rng = np.random.default_rng(0)
+    patches = rng.normal(size=(24 + 8, 2, 4, 4, 3)).astype(np.float32)
+    pixels = torch.tensor(patches.transpose(0, 4, 1, 2, 3).reshape(32, -1).copy())
+
+    def logits(model):
+        types = torch.tensor(tokens == 90).int()
+        with torch.no_grad():
+            return model(
+                input_ids=torch.tensor(tokens), pixel_values=pixels, image_grid_thw=torch.tensor(grid),
+                attention_mask=torch.ones(tokens.shape, dtype=torch.int64), mm_token_type_ids=types,
+            ).logits.numpy()  # fmt: skip
+
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "in")
+    found = weights.open_pretrained(tmp_path / "in")
+    params, settings = found.read(), vision_language.VisionLanguageSettings(**found.settings)
+    positions = vision_language.token_positions(settings, tokens, grid)
+    ours = vision_language.logits(
+        settings, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(patches), grid
+    )
+    close(ours, wanted)
+    special = {"vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
+    weights.write_pretrained(tmp_path / "out", params, found.family, found.settings, config=special)
+    np.testing.assert_array_equal(logits(auto.from_pretrained(tmp_path / "out").eval()), wanted)

@@ -119,6 +119,31 @@ def _vit() -> Shapes:
     return found
 
 
+def _qwen2_vl() -> Shapes:
+    """A tower of blocks of width 8, 2 heads; four patches become one place."""
+    tower, patches = 8, 32
+    found: Shapes = {
+        "model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D),
+        "visual.patch_embed.proj.weight": (tower, 3, 2, 2, 2),
+        "visual.merger.ln_q.weight": (tower,), "visual.merger.ln_q.bias": (tower,),
+        "visual.merger.mlp.0.weight": (patches, patches), "visual.merger.mlp.0.bias": (patches,),
+        "visual.merger.mlp.2.weight": (D, patches), "visual.merger.mlp.2.bias": (D,),
+    }  # fmt: skip
+    for n in range(L):
+        layer = f"model.layers.{n}"
+        found |= _attention(layer) | _gated(f"{layer}.mlp")
+        found |= {
+            f"{layer}.self_attn.{part}_proj.bias": (heads * E,) for part, heads in zip("qkv", (H, K, K), strict=True)
+        }
+    for n in range(2):
+        for name, shape in {
+            "norm1": (tower,), "norm2": (tower,), "attn.qkv": (3 * tower, tower), "attn.proj": (tower, tower),
+            "mlp.fc1": (16, tower), "mlp.fc2": (tower, 16),
+        }.items():  # fmt: skip
+            found |= {f"visual.blocks.{n}.{name}.weight": shape, f"visual.blocks.{n}.{name}.bias": shape[:1]}
+    return found
+
+
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "deepseek_v3": {
         "vocab_size": V, "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": H, "num_key_value_heads": H,
@@ -130,6 +155,15 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": V, "n_positions": 12, "n_embd": D, "n_head": H, "n_layer": L, "layer_norm_epsilon": 1e-5},
     "llama": _COMMON | {"hidden_act": "silu"},
     "mixtral": _COMMON | {"num_local_experts": X, "num_experts_per_tok": 2},
+    "qwen2_vl": {
+        "vocab_size": V, "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": H, "num_key_value_heads": K,
+        "intermediate_size": F, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "image_token_id": V - 1,
+        "rope_scaling": {"mrope_section": [2, 1, 1]},
+        "vision_config": {
+            "hidden_size": D, "embed_dim": 8, "num_heads": 2, "depth": 2, "patch_size": 2, "in_channels": 3,
+            "temporal_patch_size": 2, "spatial_merge_size": 2, "mlp_ratio": 2, "hidden_act": "quick_gelu",
+        },
+    },
     "t5": {
         "vocab_size": V, "d_model": D, "d_kv": E, "d_ff": F, "num_layers": L, "num_decoder_layers": L, "num_heads": H,
         "relative_attention_num_buckets": 8, "feed_forward_proj": "relu", "layer_norm_epsilon": 1e-6,
@@ -145,7 +179,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 def tensors_of(kind: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Random tensors of a model."""
     rng = np.random.default_rng(seed)
-    others = {"deepseek_v3": _deepseek_v3, "gpt2": _gpt2, "t5": _t5, "vit": _vit}
+    others = {"deepseek_v3": _deepseek_v3, "gpt2": _gpt2, "qwen2_vl": _qwen2_vl, "t5": _t5, "vit": _vit}
     shapes = others[kind]() if kind in others else _decoder(kind)
     return {name: (0.2 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
 

@@ -44,16 +44,29 @@ def logits(settings: DecoderSettings, params: Tree, tokens: jax.Array) -> jax.Ar
         x = x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)
     if "positions" in params:
         x = x + params["positions"][: tokens.shape[1]]
+    angle = None
+    if settings.rope_base is not None:
+        at = jnp.arange(tokens.shape[1], dtype=jnp.float32)[:, None]
+        angle = at * frequencies(settings.rope_base, params["layers"]["attention"]["wq"].shape[-1])
+    x = normed(settings, params["norm"], blocks(settings, params["layers"], x, angle))
+    return projected(settings, params, x)
+
+
+def projected(settings: DecoderSettings, params: Tree, x: jax.Array) -> jax.Array:
+    """Logits of normed values. x: [B, S, D] -> float32 [B, S, V]."""
+    head = params["embed"].T if settings.tied else params["head"]
+    return jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
+
+
+def blocks(settings: DecoderSettings, layers: Tree, x: jax.Array, angle: jax.Array | None) -> jax.Array:
+    """All layers. x: [B, S, D], angle: as `rotated` takes it -> [B, S, D]."""
 
     def layer(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
-        x = x + attention(settings, p["attention"], normed(settings, p["attention_norm"], x))
+        x = x + attention(settings, p["attention"], normed(settings, p["attention_norm"], x), angle)
         y = normed(settings, p["mlp_norm"], x)
         return x + (experts if "router" in p["mlp"] else mlp)(settings, p["mlp"], y), None
 
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    x = normed(settings, params["norm"], x)
-    head = params["embed"].T if settings.tied else params["head"]
-    return jnp.einsum("bsd,dv->bsv", x, head, preferred_element_type=jnp.float32)
+    return jax.lax.scan(layer, x, layers)[0]
 
 
 def normed(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
@@ -66,16 +79,16 @@ def normed(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
     return (wide * scale + p.get("bias", 0.0)).astype(x.dtype)
 
 
-def attention(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
+def attention(settings: DecoderSettings, p: Tree, x: jax.Array, angle: jax.Array | None) -> jax.Array:
     """Causal grouped-query self-attention. x: [B, S, D] -> the same."""
     if "wqkv" in p:
         query, key, value = jnp.einsum("bsd,zdhe->zbshe", x, p["wqkv"]) + p["bqkv"][:, None, None]
     else:
-        query, key, value = (jnp.einsum("bsd,dhe->bshe", x, p[name]) for name in ("wq", "wk", "wv"))
+        query, key, value = (jnp.einsum("bsd,dhe->bshe", x, p[f"w{n}"]) + p.get(f"b{n}", 0) for n in "qkv")
     if "q_norm" in p:
         query, key = normed(settings, {"scale": p["q_norm"]}, query), normed(settings, {"scale": p["k_norm"]}, key)
-    if settings.rope_base is not None:
-        query, key = rotated(query, settings.rope_base), rotated(key, settings.rope_base)
+    if angle is not None:
+        query, key = rotated(query, angle), rotated(key, angle)
     grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
     scores = jnp.einsum("bqkge,btke->bkgqt", grouped, key, preferred_element_type=jnp.float32)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -85,11 +98,17 @@ def attention(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
     return jnp.einsum("bshe,hed->bsd", mixed, p["wo"]) + p.get("bo", 0)
 
 
-def rotated(x: jax.Array, base: float) -> jax.Array:
-    """Rotary positions (RoFormer, eq. 34) over the halves of the last dimension. x: [B, S, H, E] -> the same."""
-    half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+def frequencies(base: float, width: int) -> jax.Array:
+    """Radians by which a position turns each pair of a head of ``width``. -> [width / 2]."""
+    return base ** (-jnp.arange(width // 2, dtype=jnp.float32) / (width // 2))
+
+
+def rotated(x: jax.Array, angle: jax.Array) -> jax.Array:
+    """Rotary positions (RoFormer, eq. 34) over the halves of the last dimension.
+
+    x: [B, S, H, E] -> the same; angle: [S, E / 2] or [B, S, E / 2], radians.
+    """
+    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pydantic import Field
 
 from autoshard.strict_config import Config
-from autoshard.weights.models.decoder import DecoderSettings, Tree, mlp, normed, rotated
+from autoshard.weights.models.decoder import DecoderSettings, Tree, frequencies, mlp, normed, rotated
 
 
 class MLASettings(Config):
@@ -68,13 +68,15 @@ def logits(settings: MLASettings, params: Tree, tokens: jax.Array) -> jax.Array:
 
 def attention(settings: MLASettings, p: Tree, x: jax.Array) -> jax.Array:
     """Causal latent attention. x: [B, S, D] -> the same."""
-    base, nope, ranks = settings.rope_base, settings.key_width, DecoderSettings(eps=1e-6)
+    nope, ranks = settings.key_width, DecoderSettings(eps=1e-6)
     latent = normed(ranks, {"scale": p["q_norm"]}, x @ p["q_down"])
     query = jnp.einsum("bsq,qha->bsha", latent, p["q_up"])
     latent, shared = jnp.split(x @ p["kv_down"], [p["kv_norm"].shape[0]], axis=-1)
     both = jnp.einsum("bsr,rhn->bshn", normed(ranks, {"scale": p["kv_norm"]}, latent), p["kv_up"])
     key, value = both[..., :nope], both[..., nope:]
-    q_turned, k_turned = (rotated(_halves(t), base) for t in (query[..., nope:], shared[:, :, None]))
+    at = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None]
+    angle = at * frequencies(settings.rope_base, settings.rope_width)
+    q_turned, k_turned = (rotated(_halves(t), angle) for t in (query[..., nope:], shared[:, :, None]))
     scores = jnp.einsum("bqhe,bkhe->bhqk", query[..., :nope], key, preferred_element_type=jnp.float32)
     scores = scores + jnp.einsum("bqhe,bke->bhqk", q_turned, k_turned[:, :, 0], preferred_element_type=jnp.float32)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from autoshard import weights
-from autoshard.weights.models import decoder, encoder_decoder, mla, vision
-from tests.weights.published import CONFIGS, V, publish
+from autoshard.weights.models import decoder, encoder_decoder, mla, vision, vision_language
+from tests.weights.published import CONFIGS, D, V, publish
 
 MODELS = {"decoder": (decoder, decoder.DecoderSettings), "mla": (mla, mla.MLASettings)}
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (2, 10)))
@@ -22,7 +22,7 @@ def opened(kind, folder):
     return found.family.model, found.settings, found.read()
 
 
-@pytest.mark.parametrize("kind", sorted(set(CONFIGS) - {"t5", "vit"}))
+@pytest.mark.parametrize("kind", sorted(set(CONFIGS) - {"qwen2_vl", "t5", "vit"}))
 def test_a_decoder_sees_what_comes_before_and_nothing_after(kind, tmp_path):
     name, settings, params = opened(kind, tmp_path)
     module, make = MODELS[name]
@@ -65,3 +65,26 @@ def test_vit_reads_every_patch(tmp_path):
     for at in ((0, 0), (1, 3), (3, 3)):
         changed = vision.logits(made, params, images.at[:, at[0], at[1], 1].add(1.0))
         assert (np.abs(np.asarray(changed - logits)).max(-1) > 1e-4).all()
+
+
+def test_qwen2_vl_reads_images_where_they_stand_and_each_alone(tmp_path):
+    _, settings, params = opened("qwen2_vl", tmp_path)
+    made = vision_language.VisionLanguageSettings(**settings)
+    image, grid = V - 1, [(1, 4, 4), (1, 2, 2)]
+    tokens = np.array([[1, image, image, image, image, 2, image, 3]])
+    positions = vision_language.token_positions(made, tokens, grid)
+    np.testing.assert_array_equal(positions[:, 0, :6], [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
+    places, frames = vision_language.patch_places(grid, 2)
+    np.testing.assert_array_equal(places[:6], [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3]])
+    np.testing.assert_array_equal(frames, [0] * 16 + [1] * 4)
+    patches = jnp.asarray(np.random.default_rng(0).normal(size=(20, 2, 2, 2, 3)), jnp.float32)
+    first = vision_language.encoded(made, params["vision"], patches, grid)
+    other = vision_language.encoded(made, params["vision"], patches.at[3].add(1.0), grid)
+    assert first.shape == (5, D)
+    assert (np.abs(np.asarray(first - other)).max(-1) > 1e-4).tolist() == [True] * 4 + [False]
+    logits = vision_language.logits(made, params, jnp.asarray(tokens), jnp.asarray(positions), patches, grid)
+    changed = vision_language.logits(
+        made, params, jnp.asarray(tokens), jnp.asarray(positions), patches.at[17].add(1.0), grid
+    )
+    moved = np.abs(np.asarray(changed - logits)).max(-1)[0] > 1e-4
+    assert moved.tolist() == [False] * 6 + [True] * 2
