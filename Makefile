@@ -93,6 +93,7 @@ fuzz: $(READY) ## damage every kind of file that autoshard reads: each mutant is
 
 kills: $(READY) ## kill training runs at random moments: each, resumed, ends as one that nothing disturbed
 	$(BIN)/python -m benchmarks.kills
+	$(BIN)/python -m benchmarks.kills_together
 
 lint: $(READY) ## check style
 	$(BIN)/ruff check .

@@ -6,8 +6,9 @@ A trial is a run of a tiny model whose mesh changes half-way. Its process is kil
 drawn from the time that an undisturbed run takes, most of which is planning; the others shortly after a step that is
 drawn, where steps are taken and saved. The run is resumed, killed again with a chance of one in five, and in the end
 finishes. Its last state, its log of steps and its report then have to be those of the
-undisturbed run, bit for bit. Each process is forked from one that has imported the program and started no backend. The
-table, written anew after each trial, is `benchmarks/results/kills.md`.
+undisturbed run, bit for bit. Each process is forked from one that has imported the program and started no backend.
+The table, written anew after each trial, is `benchmarks/results/kills.md`. `benchmarks/kills_together.py` does so with
+one of several processes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ May import: api, batches, checkpoint, runs, backend, and what they may.
 
 from autoshard.batches.padding import Padding as Padding
 from autoshard.batches.padding import even_buckets as even_buckets
+from autoshard.batches.sizes import BatchSizes as BatchSizes
+from autoshard.batches.sizes import batch_sizes as batch_sizes
 from autoshard.train.fit import fit as fit
 from autoshard.train.loop import train as train
 from autoshard.train.precision import Precision as Precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -19,7 +20,8 @@ from pydantic import (
 )
 
 from autoshard.batches.padding import Padding
-from autoshard.errors import ArgumentError
+from autoshard.batches.sizes import batch_sizes
+from autoshard.errors import ArgumentError, ConfigError
 from autoshard.machine.mesh_config import MeshConfig, mesh_config
 from autoshard.strict_config import Config, load_yaml
 from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, ModelCall
@@ -223,6 +225,11 @@ class TrainConfig(Config):
     """Number of layouts of the step to compile and choose from; see `autoshard.jit`."""
     microbatches: StrictInt | None = Field(default=None, ge=1)
     """Parts in which a step computes its batch; see `autoshard.jit`."""
+    micro_batch: StrictInt | None = Field(default=None, ge=1, le=MAX_SIZE)
+    """Sequences that a device computes at a time: ``batch`` is this, times ``microbatches``, times the sizes of
+    ``data_axes``. With it ``microbatches`` is derived for each mesh, or has to agree."""
+    data_axes: tuple[str, ...] = ("data",)
+    """Mesh axes that ``micro_batch`` counts as splitting the batch."""
     passes: tuple[str, ...] | None = None
     """Rewrites of the step before it is planned; left out, those of `autoshard.jit`."""
     eval: EvalConfig = EvalConfig()
@@ -296,6 +303,24 @@ class TrainConfig(Config):
     def min_devices(self) -> int:
         """The most devices that a phase's mesh needs at least; 1 if no mesh fixes an axis size."""
         return max(phase.mesh.min_devices for phase in self.all_phases)
+
+    def microbatches_on(self, mesh: MeshConfig) -> int | None:
+        """The parts in which a step computes its batch on a mesh; None leaves them to the planner.
+
+        Raises:
+          ConfigError: batch, micro-batch and mesh contradict each other, or the mesh leaves its axes open.
+        """
+        if self.micro_batch is None:
+            return self.microbatches
+        if mesh.axes == "auto":
+            raise ConfigError("`micro_batch` needs a mesh with axes, to know how many devices split the batch")
+        axes = mesh.mesh().shape
+        shards = math.prod(axes[name] for name in self.data_axes if name in axes)
+        try:
+            sizes = batch_sizes(self.batch, micro=self.micro_batch, accumulation=self.microbatches, shards=shards)
+        except ArgumentError as error:
+            raise ConfigError(f"micro_batch, on {mesh.mesh()}: {error}") from None
+        return sizes.accumulation
 
     def resuming(self, settings: Mapping[str, Any]) -> TrainConfig:
         """This configuration for a run that was begun with ``settings``, as `state_settings` gives them.

@@ -162,7 +162,7 @@ def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> P
         steps.train if config.nan is None else checked(steps.train, keeps=config.nan == "skip"),
         mesh=phase.mesh,
         strategy=config.strategy,
-        microbatches=config.microbatches,
+        microbatches=config.microbatches_on(phase.mesh),
         refine=config.refine,
         passes=config.passes,
         donate_argnums=0,
