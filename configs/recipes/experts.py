@@ -1,0 +1,117 @@
+"""Language models with experts that drop no token, un-annotated: rows of tokens are sorted by expert.
+
+As Mixtral (arXiv:2401.04088): each token goes to the best by softmax, keys have fewer heads than queries. As
+DeepSeek-V3 (arXiv:2412.19437): sigmoid gates, shared experts beside the routed ones, and keys and values from a latent
+of few features, with one rotary part of the keys for all heads.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def tokens(*, rows=64, seq=16, vocab=64):
+    """Arrays of ``inputs`` and ``targets``, [row, position]: each token follows from the one before, with noise."""
+    rng = np.random.default_rng(0)
+    text = np.zeros((rows, seq + 1), np.int32)
+    for i in range(seq):
+        text[:, i + 1] = (5 * text[:, i] + 1 + (rng.random(rows) < 0.1) * rng.integers(0, vocab, rows)) % vocab
+    return {"inputs": text[:, :-1], "targets": text[:, 1:]}
+
+
+def make(*, vocab, width, layers, heads, head, experts, picks, hidden, kv_heads=0, latent=0, rotary=0, shared=0):
+    """``init(key)`` -> parameters, ``apply(parameters, inputs)`` -> logits [row, position, vocab].
+
+    Args:
+      width: of an embedding; ``head``: of a head's keys and values; ``hidden``: of an expert's inner layer.
+      experts: routed ones, of which a token goes to ``picks``; ``shared``: those that every token goes to.
+      kv_heads: heads of keys and values, where these have fewer than queries.
+      latent: features that keys and values are made of; 0 makes them of the embedding, and rotates the whole keys.
+      rotary: with ``latent``, features of each query and of the one key for all heads that are rotated.
+    """
+    keys = kv_heads or heads
+    shapes = {"attend": (width,), "route": (width,), "out": (heads, head, width), "router": (width, experts)}
+    shapes |= {"gate": (experts, width, hidden), "up": (experts, width, hidden), "down": (experts, hidden, width)}
+    if latent:
+        shapes |= {"query": (width, heads, head + rotary), "pressed": (width, latent), "turned": (width, rotary)}
+        shapes |= {"key": (latent, heads, head), "value": (latent, heads, head)}
+    else:
+        shapes |= {"query": (width, heads, head), "key": (width, keys, head), "value": (width, keys, head)}
+    if shared:
+        inner = shared * hidden
+        shapes |= {"shared_gate": (width, inner), "shared_up": (width, inner), "shared_down": (inner, width)}
+
+    def init(key):
+        names = iter(jax.random.split(key, len(shapes) + 2))
+
+        def normal(*shape, fan):
+            return jax.random.normal(next(names), shape) * fan**-0.5
+
+        blocks = {
+            name: jnp.ones((layers, *s)) if len(s) == 1 else normal(layers, *s, fan=s[0] if len(s) == 2 else width)
+            for name, s in shapes.items()
+        }
+        embed, head_ = normal(vocab, width, fan=1), normal(width, vocab, fan=width)
+        return {"embed": embed, "blocks": blocks, "norm": jnp.ones(width), "head": head_}
+
+    def attention(p, x):
+        x = norm(x, p["attend"])
+        query = jnp.einsum("bsd,dhe->bshe", x, p["query"])
+        if latent:
+            pressed = jnp.einsum("bsd,dl->bsl", x, p["pressed"])
+            key, value = (jnp.einsum("bsl,lhe->bshe", pressed, p[name]) for name in ("key", "value"))
+            turned = turn(jnp.einsum("bsd,dr->bsr", x, p["turned"])[:, :, None])
+            key = jnp.concatenate([key, jnp.broadcast_to(turned, (*key.shape[:3], rotary))], -1)
+            query = jnp.concatenate([query[..., :head], turn(query[..., head:])], -1)
+        else:
+            key, value = (jnp.einsum("bsd,dke->bske", x, p[name]) for name in ("key", "value"))
+            query, key = turn(query), jnp.repeat(turn(key), heads // keys, axis=2)
+            value = jnp.repeat(value, heads // keys, axis=2)
+        return jnp.einsum("bshe,hed->bsd", mix(query, key, value), p["out"])
+
+    def routed(p, x):
+        rows = x.reshape(-1, width)
+        scores = rows @ p["router"]
+        best, chosen = jax.lax.top_k(jax.nn.sigmoid(scores) if shared else jax.nn.softmax(scores), picks)
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=experts)
+        sent = rows[order // picks]
+        inner = jax.nn.silu(jax.lax.ragged_dot(sent, p["gate"], sizes)) * jax.lax.ragged_dot(sent, p["up"], sizes)
+        back = jax.lax.ragged_dot(inner, p["down"], sizes)[jnp.argsort(order)].reshape(-1, picks, width)
+        return jnp.einsum("tkd,tk->td", back, best / best.sum(-1, keepdims=True)).reshape(x.shape)
+
+    def block(x, p):
+        x = x + attention(p, x)
+        y = norm(x, p["route"])
+        out = routed(p, y)
+        if shared:
+            out += (jax.nn.silu(y @ p["shared_gate"]) * (y @ p["shared_up"])) @ p["shared_down"]
+        return x + out, None
+
+    def apply(params, inputs):
+        x, _ = jax.lax.scan(jax.checkpoint(block), params["embed"][inputs], params["blocks"])
+        return norm(x, params["norm"]) @ params["head"]
+
+    return init, apply
+
+
+def norm(x, scale):
+    """Root-mean-square norm over the last dimension."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def turn(x):
+    """Rotary positions. x: [row, position, head, feature]."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
+    left, right = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def mix(query, key, value):
+    """Causal attention; values may be narrower than keys."""
+    scores = jnp.einsum("bshe,bthe->bhst", query, key) * key.shape[-1] ** -0.5
+    seq = query.shape[1]
+    odds = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((seq, seq), bool)), scores, -1e9), -1)
+    return jnp.einsum("bhst,bthe->bshe", odds, value)
