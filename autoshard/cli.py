@@ -162,8 +162,12 @@ def plan_command(
         if html is None:
             console.print(plan.explain(), markup=False, highlight=False)
         else:
-            page = html if len(recipe.all_phases) == 1 else html.with_stem(f"{html.stem}-{number}")
-            console.print(f"  {plan.show(page)}", markup=False, highlight=False)
+            console.print(f"  {plan.show(_page(html, recipe, number))}", markup=False, highlight=False)
+
+
+def _page(html: Path, recipe: TrainConfig, number: int) -> Path:
+    """The file of a phase's page: of several, one each."""
+    return html if len(recipe.all_phases) == 1 else html.with_stem(f"{html.stem}-{number}")
 
 
 @app.command("compile")
@@ -173,6 +177,10 @@ def compile_command(
         bool,
         typer.Option("--json", help="Print one JSON object: `phases`, each as documented at `Compilation.as_json`."),
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Also write a page with planned beside compiled; a phase, a page."),
+    ] = None,
 ) -> None:
     """Compile every phase with the compiler of its mesh's target and report on the result; needs no devices.
 
@@ -189,9 +197,12 @@ def compile_command(
         planned = plan_phase(recipe, phase)
         compilation = compile_plan(planned.plan, planned.step.lower(planned.state, planned.batch))
         compilations.append(compilation)
+        page = None if html is None else planned.plan.show(_page(html, recipe, number), compilation.compiled)
         if not as_json:
             console.print(f"phase {number}: to step {phase.until}", markup=False, highlight=False)
             print_compilation(compilation, console)
+            if page is not None:
+                console.print(f"  {page}", markup=False, highlight=False)
     if as_json:
         typer.echo(json.dumps({"phases": [c.as_json() for c in compilations]}, indent=1))
     if not all(c.fits for c in compilations):

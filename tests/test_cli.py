@@ -218,13 +218,16 @@ def test_plan_prints_without_the_devices(inside: Callable[..., Any]):
 
 def test_the_exit_status_of_compile(tmp_path: Path, inside: Callable[..., Any]):
     path = write(tmp_path, CONFIG.replace("fsdp", "dp"))
-    done = inside("compile", path, "--json")
+    done = inside("compile", path, "--json", "--html", tmp_path / "pages" / "compiled.html")
     found = json.loads(done.stdout)["phases"]
     clean = all(phase["audit"]["clean"] for phase in found)
     assert done.returncode == (0 if clean else 3), done.stderr
     assert [phase["devices"] for phase in found] == [4, 4]
     assert all(phase["fits"] and phase["collectives"] for phase in found)
     assert all(phase["estimate"]["bound"] <= phase["estimate"]["sum"] for phase in found)
+    pages = [(tmp_path / f"pages/compiled-{n}.html").read_text() for n in (1, 2)]
+    assert all("emitted" in page for page in pages)
+    assert len(set(pages)) == 2
 
 
 def test_mesh_and_version(inside: Callable[..., Any]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ class Compilation:
     out_of_memory: OutOfMemory | None = None
     estimate: Estimate | None = None
     audit: Audit | None = None
+    compiled: jax.stages.Compiled | None = field(default=None, compare=False, repr=False)
 
     @property
     def needed_bytes(self) -> int:
@@ -144,6 +145,7 @@ def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
         memory_usage(compiled, plan.mesh),
         estimate=estimate(compiled, plan.mesh),
         audit=audit(compiled, plan),
+        compiled=compiled,
     )
 
 
