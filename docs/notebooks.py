@@ -15,6 +15,8 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from docs.made_pages import FOLDER as MADE
+
 ROOT = Path(__file__).parent.parent
 PAGES: Mapping[str, str] = {
     "03_meshes": "concepts/mesh",
@@ -59,15 +61,15 @@ def kept(name: str) -> list[tuple[str, str]] | None:
 
 
 def _linked(text: str, page: str) -> str:
-    """``text`` with its links to other pages as they are from `notebooks/`."""
+    """``text`` with its links to other pages as they are from `notebooks/`; to a page that is made, the words alone."""
     folder = (ROOT / "docs" / page).parent
 
     def moved(match: re.Match[str]) -> str:
-        file, _, anchor = match[1].partition("#")
-        target = (folder / file).resolve().relative_to(ROOT)
-        return f"](../{target}{'#' + anchor if anchor else ''})"
+        words, file, anchor = match.groups(default="")
+        target = (folder / file).resolve()
+        return words if target.parent == MADE else f"[{words}](../{target.relative_to(ROOT)}{anchor})"
 
-    return re.sub(r"\]\(((?!https?:)[^)#][^)]*)\)", moved, text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)([^)#]+)(#[^)]*)?\)", moved, text)
 
 
 def main() -> None:
