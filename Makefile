@@ -83,7 +83,7 @@ kernels: $(READY) ## run attention by interpreted TPU kernels in 300 random shap
 combinations: $(READY) ## run every combination of model, mesh and strategy, and of other things that the tests take half of
 	AUTOSHARD_COMBINATIONS=all $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/test_equivalence.py tests/rules/test_attention.py tests/rules/local_forms tests/passes/pad_uneven \
-		tests/test_dtypes.py
+		tests/test_dtypes.py tests/test_pipeline_forms.py tests/pipelining/test_executor.py
 
 mutants: $(READY) ## plant faults one at a time, and see that the tests near each notice it
 	$(BIN)/python -m tests.mutants

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.models import BATCH, HEADS, SEQ, VOCAB, WIDTH, adamw, cross_entropy
+from tests.models import HEADS, SEQ, VOCAB, WIDTH, adamw, cross_entropy
 
 Params = dict[str, Any]
 
@@ -70,7 +70,7 @@ def accumulated(loss: Callable[..., jax.Array], microbatches: int) -> Callable[[
     """``(params, batch)`` -> mean loss and gradients, in a scan over micro-batches."""
 
     def step(params: Params, batch: Any) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(microbatches, BATCH // microbatches, *x.shape[1:]), batch)
+        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
         def add(sums: Any, part: Any) -> tuple[Any, None]:
             new = jax.value_and_grad(loss)(params, part)

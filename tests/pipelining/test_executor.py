@@ -17,6 +17,7 @@ from autoshard.pipelining.executor import run_pipelined
 from autoshard.pipelining.stages import Stages
 from autoshard.rules import SHIPPED
 from autoshard.schedule.schedule import Schedule
+from tests.combinations import ALL
 from tests.models import BATCH, SEQ, VOCAB, WIDTH, cross_entropy, tokens
 from tests.pipelined_steps import accumulated
 
@@ -71,6 +72,21 @@ def test_losses_and_gradients_are_those_of_one_device(
     schedule = Schedule.named(name, stages=stages, microbatches=microbatches)
     step = accumulated(plain_loss, microbatches)
     assert_equal_to_one_device(step, (params_of(sum(layers)), tokens(0)), schedule, layers)
+
+
+@pytest.mark.skipif(not ALL, reason="AUTOSHARD_COMBINATIONS=all runs it")
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_any_number_of_micro_batches_and_layers(name: str, stages: int) -> None:
+    """One, fewer than stages, as many, more, and no multiple; layers that stages divide and that they do not."""
+    counts = sorted({1, stages - 1, stages, stages + 1, 2 * stages, 3 * stages + 1})
+    for microbatches, layers in zip(counts, (*range(9, 3, -1), 4), strict=False):
+        schedule = Schedule.named(name, stages=stages, microbatches=microbatches)
+        parts = stages * schedule.chunks
+        layers = max(layers, parts)
+        cut = tuple(layers // parts + (p < layers % parts) for p in range(parts))
+        batch = jax.tree.map(lambda x, n=microbatches: x[jnp.arange(2 * n) % len(x)], tokens(0))
+        assert_equal_to_one_device(accumulated(plain_loss, microbatches), (params_of(layers), batch), schedule, cut)
 
 
 def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> None:
