@@ -20,7 +20,8 @@ RECIPES = Path(__file__).parents[1] / "configs/recipes"
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_three_steps_of_experts_without_dropped_tokens(name: str):
     config = named_config(RECIPES / f"{name}.yaml")
-    assert isinstance(config.model, Call) and isinstance(config.data, Call)
+    assert isinstance(config.model, Call)
+    assert isinstance(config.data, Call)
     init, apply = config.model.resolved()()
     rows = {k: x[:16] for k, x in config.data.resolved()().items()}
     adam = optax.adam(3e-3, eps=1e-4)  # above the noise of these gradients
