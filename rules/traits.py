@@ -24,6 +24,7 @@ VIEW = Traits(fused_into_consumer=True, view=True)
 SAME = replace(VIEW, linear=((0,),))
 """The operand as it is, or its elements in another order or shape."""
 MOVE = Traits(moves_data=True)
+MOVE_ANY = replace(MOVE, any_size=True)
 REDUCTION = Traits(reduces=True)
 SCATTER = Traits(in_place_operand=0, mispartitioned_by_xla=True, scatters=True)
 ITERATION = Traits(iterates_to_convergence=True)
@@ -38,8 +39,8 @@ KNOWN: Mapping[str, Traits] = {
     "argmax": REDUCTION,
     "argmin": REDUCTION,
     "bitcast_convert_type": VIEW,
-    "broadcast_in_dim": replace(SAME, broadcasts=True, keeps_constant=True, shape_param="shape"),
-    "concatenate": MOVE,
+    "broadcast_in_dim": replace(SAME, any_size=True, broadcasts=True, keeps_constant=True, shape_param="shape"),
+    "concatenate": MOVE_ANY,
     "conv_general_dilated": Traits(convolution=True, mispartitioned_by_xla=True),
     "convert_element_type": replace(SAME, casts=True, folds_scalars=True, linear_in_inexact=True),
     "copy": replace(SAME, keeps_constant=True),
@@ -73,20 +74,21 @@ KNOWN: Mapping[str, Traits] = {
     "random_bits": POSITIONS,
     "random_gamma": ITERATION,
     "random_split": POSITIONS,
+    "ragged_dot_general": Traits(grouped_product=True),
     "reduce": replace(REDUCTION, mispartitioned_by_xla=True),
     "reduce_and": replace(REDUCTION, ignores_neutral=True, mispartitioned_by_xla=True),
-    "reduce_max": replace(REDUCTION, ignores_neutral=True),
-    "reduce_min": replace(REDUCTION, ignores_neutral=True),
+    "reduce_max": replace(REDUCTION, any_size=True, ignores_neutral=True),
+    "reduce_min": replace(REDUCTION, any_size=True, ignores_neutral=True),
     "reduce_or": replace(REDUCTION, ignores_neutral=True, mispartitioned_by_xla=True),
     "reduce_prod": replace(REDUCTION, ignores_neutral=True),
-    "reduce_sum": replace(REDUCTION, ignores_neutral=True, linear=((0,),)),
+    "reduce_sum": replace(REDUCTION, any_size=True, ignores_neutral=True, linear=((0,),)),
     "reduce_window": replace(REDUCTION, mispartitioned_by_xla=True),
     "reduce_window_max": REDUCTION,
     "reduce_window_min": REDUCTION,
     "reduce_window_sum": REDUCTION,
     "reduce_xor": replace(REDUCTION, mispartitioned_by_xla=True),
     "regularized_incomplete_beta": ITERATION,
-    "reshape": replace(SAME, keeps_constant=True, shape_param="new_sizes"),
+    "reshape": replace(SAME, any_size=True, keeps_constant=True, shape_param="new_sizes"),
     "rev": Traits(linear=((0,),), moves_data=True, view=True),
     "rng_uniform": Traits(runs_once=True),
     "rsqrt": FOLDED,
@@ -100,16 +102,16 @@ KNOWN: Mapping[str, Traits] = {
     "schur": ITERATION,
     "select_and_gather_add": Traits(mispartitioned_by_xla=True),
     "sharding_constraint": PINNED,
-    "slice": replace(MOVE, linear=((0,),)),
+    "slice": replace(MOVE_ANY, linear=((0,),)),
     "split": MOVE,
     "sqrt": FOLDED,
-    "squeeze": replace(SAME, keeps_constant=True),
+    "squeeze": replace(SAME, any_size=True, keeps_constant=True),
     "stack": MOVE,
     "stop_gradient": replace(VIEW, folds_scalars=True),
     "sub": Traits(folds_scalars=True, linear=((0, 1),)),
     "svd": ITERATION,
     "tile": MOVE,
-    "transpose": SAME,
+    "transpose": replace(SAME, any_size=True),
     "unstack": MOVE,
     "while": Traits(loop=True),
 }
@@ -119,7 +121,7 @@ cholesky_update clamp clz complex cond conj cos cosh cumlogsumexp cummax cummin 
 custom_linear_solve custom_vjp_call dce_sink digamma eq eq_to erf erf_inv erfc eval_jaxpr exp exp2 expm1 floor
 from_edtype ge geqrf gt hessenberg householder_product imag is_finite jit layout_constraint le le_to lgamma log log1p
 log2 logistic lt lt_to lu lu_pivots_to_permutation mulhi ne nextafter not one_minus_square or philox2x32 philox4x32
-polygamma polynomial population_count qr ragged_dot_general random_clone random_fold_in random_seed random_unwrap
+polygamma polynomial population_count qr random_clone random_fold_in random_seed random_unwrap
 random_wrap real reduce_precision rem remat2 reshard rng_bit_generator round scaled_dot select_and_scatter
 select_and_scatter_add select_n shard_map shift_left shift_right_arithmetic shift_right_logical sign sin sinh sort
 square symmetric_product tan tanh threefry2x32 threefry4x32 tie to_edtype top_k triangular_solve tridiagonal

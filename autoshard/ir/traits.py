@@ -19,17 +19,19 @@ class Traits:
     `passes.sum_products` (rounds nothing)."""
     view: bool = False
     """Its result is its first operand in another order, shape or dtype, so that XLA finds a reshard of one to be the
-    reshard of the other. Asked by `cost.cost` and `cost.profile_step` (one reshard serves both)."""
+    reshard of the other. Asked by `cost.cost` and `cost.profile_step` (one reshard serves both), and
+    `search.value_groups` (a parameter in another order)."""
     broadcasts: bool = False
     """It broadcasts its operand, or positions, to its result, whose size can be chosen. Asked by `cost.cost` (that of
     a scalar is recomputed at each use), `passes.pad_uneven` (it is computed at the padded size) and
     `transforms.batch_parts` (it is computed for a part)."""
     moves_data: bool = False
     """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
-    by `cost.liveness` (no buffer), `cost.profile_step` (part of what reads it) and `passes.sum_products` (rounds
-    nothing)."""
+    by `cost.liveness` (no buffer), `cost.profile_step` and `cost.fusions` (part of what reads it), and
+    `passes.sum_products` (rounds nothing)."""
     in_place_operand: int | None = None
-    """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`."""
+    """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`, `cost.fusions`
+    (it moves what it writes) and `ir.build_graph` (what is written into something that leaves the step leaves with it)."""
     gathers: bool = False
     """It takes slices of operand 0 at the positions in operand 1. Asked by `ir.build_graph` (tied to its gradient) and
     `cost.liveness` (where one element of each row is taken, XLA compares positions and fuses what it reads)."""
@@ -57,9 +59,15 @@ class Traits:
     adds: bool = False
     """Its result is the sum of its operands. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
     `transforms.batch_parts`, `pipelining.chain` and `passes.sum_products`."""
+    grouped_product: bool = False
+    """It multiplies each group of rows of operand 0 with a matrix, or sums products over each group; operand 2 has the
+    sizes of the groups. Asked by `passes.experts`."""
+    any_size: bool = False
+    """It runs as it is on any size of a dimension that its rule calls parallel, once the parameter that states the
+    shape of its result follows. Asked by `passes.experts`, which runs it on some of the rows."""
     casts: bool = False
     """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
-    `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain` and `passes.attention`."""
+    `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain`, `passes.attention` and `passes.experts`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums` and
     `passes.sum_products`, which carry sums over parts through it, and by `pipelining`, sums over stages; what no
@@ -71,7 +79,7 @@ class Traits:
     """Of scalars that are known while a program is read, it is evaluated then. Asked by `passes.attention`."""
     keeps_constant: bool = False
     """Of an operand that is one number everywhere, its result is so too. Asked by `transforms.per_part_sums`,
-    `transforms.batch_parts` and `passes.attention`."""
+    `transforms.batch_parts`, `passes.attention` and `passes.experts`."""
     runs_once: bool = False
     """Run again, it may give other values, or calls the host again. Asked by `transforms.batch_parts` and
     `transforms.remat`, which never recomputes it."""
@@ -88,8 +96,8 @@ class Traits:
     """Its kernel writes out of bounds where the shapes of its operands do not match. Asked by `rules.validation`, which
     tries shapes."""
     shape_param: str | None = None
-    """The parameter that states the shape of its result. Asked by `passes.pad_uneven`, `transforms.batch_parts` and
-    `passes.sum_products`."""
+    """The parameter that states the shape of its result. Asked by `passes.pad_uneven`, `transforms.batch_parts`,
+    `passes.sum_products` and `passes.experts`."""
     mispartitioned_by_xla: bool = False
     """XLA (JAX 0.12) gives wrong numbers or fails where it partitions it by itself. Asked by `plan.constraints`, which
     constrains all that it reads and makes."""

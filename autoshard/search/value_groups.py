@@ -139,7 +139,7 @@ class ValueGroups:
         for v in parameters:
             phases[v] = PARAMETER
         of = {v: v for v in parameters}
-        """For each parameter, and each cast or view of one, the parameter."""
+        """For each parameter, and each view of one, the parameter."""
         for node in graph.nodes:
             operands = [v for v in node.operands if self.non_scalar[v]]
             of_parameter = (
@@ -148,7 +148,7 @@ class ValueGroups:
             for v in node.results:
                 if not phases[v]:
                     phases[v] = PARAMETER if of_parameter else node.phase if node.phase in (FORWARD, BACKWARD) else ""
-                    if of_parameter and operands[0] in of and (node.kind.traits.casts or node.kind.traits.view):
+                    if of_parameter and operands[0] in of and node.kind.traits.view:
                         of[v] = of[operands[0]]
         read: dict[int, set[int]] = defaultdict(set)
         for node in graph.nodes:

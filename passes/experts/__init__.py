@@ -66,7 +66,8 @@ class Experts(Pass):
         nested = {e: self._with_bodies(program, e, constants(jaxpr)) for e in jx.eqns_with_regions(jaxpr)}
         if any(now is not e for e, now in nested.items()):
             jaxpr = jx.with_eqns(jaxpr, [nested.get(e, e) for e in jaxpr.eqns])
-        if jaxpr.effects or not any(e.primitive.name == "ragged_dot_general" for e in jaxpr.eqns):
+        traits = program.rules.traits
+        if jaxpr.effects or not any(traits(e.primitive).grouped_product for e in jaxpr.eqns):
             return jaxpr
         given, jaxpr = jaxpr, without_repeats(jaxpr)
         done, changed = 0, False
@@ -127,7 +128,7 @@ class _Rewriting:
         return {v: n for v, n in steps.items() if v in before or v in after}
 
     def _is_product(self, n: int) -> bool:
-        return self.eqns[n].primitive.name == "ragged_dot_general"
+        return self.rows.traits(self.eqns[n]).grouped_product
 
     def _is_spread(self, n: int) -> bool:
         """Whether a step spreads a number over rows, which others may read too."""

@@ -50,15 +50,6 @@ def positions(atom: jx.Atom, made: Mapping[jx.Var, jx.JaxprEqn], known: Mapping[
     return value(atom)
 
 
-def is_number(atom: jx.Atom, made: Mapping[jx.Var, jx.JaxprEqn], number: int) -> bool:
-    """Whether ``atom`` is ``number`` everywhere."""
-    if isinstance(atom, jx.Literal):
-        return bool(np.all(atom.val == number))
-    eqn = made.get(atom)
-    spreads = eqn is not None and eqn.primitive in (_prims.broadcast_in_dim_p, _prims.convert_element_type_p)
-    return spreads and eqn is not None and is_number(eqn.invars[0], made, number)
-
-
 def constants(jaxpr: jx.Jaxpr) -> dict[jx.Var, jx.JaxprEqn]:
     """What is made of literals alone: numbers everywhere, and positions."""
     made: dict[jx.Var, jx.JaxprEqn] = {}

@@ -94,7 +94,7 @@ class Region:
             return found
 
         *ins, out = map(numbers, (*rule.operands, *rule.results))
-        if eqn.primitive.name == "ragged_dot_general":
+        if self.rows.traits(eqn).grouped_product:
             numbers_ = eqn.params["ragged_dot_dimension_numbers"]
             groups = [ins[1][d] for d in numbers_.rhs_group_dimensions] or out[:1]
             factors.unite(groups[0], GROUP)
@@ -192,7 +192,7 @@ class Region:
             tuple(map(read, eqn.invars)),
             tuple((name.get(root(f), n),) for f, n in made),
             jx.dtype_name(jx.aval(v).dtype),
-            self.rows.program.rules.traits(eqn.primitive).shape_param,
+            self.rows.traits(eqn).shape_param,
             flops,
             tuple(sorted(split)) if flops else (),
         )

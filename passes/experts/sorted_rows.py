@@ -25,23 +25,11 @@ from autoshard.errors import RuleError
 from autoshard.ir.program import Program
 from autoshard.ir.rule import Rule
 from autoshard.ir.rule_registry import fallback_rule, lookup_rule
-from autoshard.passes.experts.positions import Array, is_number, positions
+from autoshard.ir.traits import Traits
+from autoshard.passes.experts.positions import Array, positions
 
 MARGIN = 3
 """How far beyond the groups, on both sides, the counting of rows is tried."""
-
-_ROW_BY_ROW = {
-    _prims.broadcast_in_dim_p,
-    _prims.concatenate_p,
-    _prims.reduce_max_p,
-    _prims.reduce_min_p,
-    _prims.reduce_sum_p,
-    _prims.reshape_p,
-    _prims.slice_p,
-    _prims.squeeze_p,
-    _prims.transpose_p,
-}
-"""Operations, beside elementwise ones, that run on any number of rows as they are."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +86,9 @@ class SortedRows:
         except RuleError:  # reported when the graph is built
             return fallback_rule(eqn)
 
+    def traits(self, eqn: jx.JaxprEqn) -> Traits:
+        return self.program.rules.traits(eqn.primitive)
+
     def _visit(self, n: int, eqn: jx.JaxprEqn) -> None:
         op = eqn.primitive
         if op is _prims.sort_p:
@@ -108,7 +99,7 @@ class SortedRows:
             self._visit_gather(n, eqn)
         elif op in (_prims.scatter_p, _prims.scatter_add_p):
             self._visit_scatter(n, eqn)
-        elif op.name == "ragged_dot_general":
+        elif self.traits(eqn).grouped_product:
             self._visit_product(n, eqn)
         elif any(map(self.is_row, eqn.invars)):
             self._visit_rows(n, eqn)
@@ -124,6 +115,15 @@ class SortedRows:
     def _is_range(self, atom: jx.Atom) -> bool:
         p = positions(atom, self.made, {})
         return p is not None and np.array_equal(p.reshape(-1), self._range)
+
+    def _is_number(self, atom: jx.Atom, number: int) -> bool:
+        """Whether ``atom`` is ``number`` everywhere."""
+        if isinstance(atom, jx.Literal):
+            return bool(np.all(atom.val == number))
+        eqn = self.made.get(atom)
+        if eqn is None or not (self.traits(eqn).keeps_constant or self.traits(eqn).casts):
+            return False
+        return self._is_number(eqn.invars[0], number)
 
     def _repeats(self, rows: int) -> int:
         """How many sorted rows there are for each of ``rows``; 0 where that is no whole number."""
@@ -157,7 +157,7 @@ class SortedRows:
         )
         if not whole_rows:
             return
-        zeros = is_number(onto, self.made, 0)
+        zeros = self._is_number(onto, 0)
         repeats = self._repeats(shape[0])
         if self.is_row(updates):
             assert isinstance(updates, jx.Var)
@@ -169,7 +169,7 @@ class SortedRows:
             self.inverse.add(out)
         elif repeats == 1 and zeros and self._index(index, 1, inverse=True):
             self.entries[out] = Entry(updates, 1)
-        elif adds and zeros and is_number(updates, self.made, 1) and self._counts(index, shape[0], eqn.params["mode"]):
+        elif adds and zeros and self._is_number(updates, 1) and self._counts(index, shape[0], eqn.params["mode"]):
             self.groups[out] = shape[0]
 
     def _counts(self, index: jx.Atom, groups: int, mode: Any) -> bool:
@@ -204,7 +204,8 @@ class SortedRows:
         eqn = self.made.get(atom) if isinstance(atom, jx.Var) else None
         if eqn is None:
             return False
-        if eqn.primitive in (_prims.reshape_p, _prims.convert_element_type_p, _prims.squeeze_p):
+        traits = self.traits(eqn)
+        if traits.keeps_constant or (traits.casts and groups <= np.iinfo(jx.aval(atom).dtype).max):
             return self._is_below(eqn.invars[0], groups)
         if eqn.primitive is _prims.top_k_p and atom is eqn.outvars[1]:
             return jx.aval(eqn.invars[0]).shape[eqn.params["axis"]] <= groups
@@ -231,7 +232,7 @@ class SortedRows:
             return
         rule, (out,) = self.rule(eqn), eqn.outvars
         shape = jx.aval(out).shape
-        if eqn.primitive not in _ROW_BY_ROW and not all(_broadcasts(jx.aval(a).shape, shape) for a in eqn.invars):
+        if not self.traits(eqn).any_size and not all(_broadcasts(jx.aval(a).shape, shape) for a in eqn.invars):
             return
         dims = [d for d in rule.results[0][:1] if len(d) == 1]
         if not dims or rule.kind(dims[0][0]) != "parallel" or any(len(d) > 1 for d in _all_dims(rule)):

@@ -13,6 +13,7 @@ import pytest
 
 from autoshard import jaxpr as jx
 from autoshard.ir.annotate import annotate_p
+from autoshard.ir.rule import Dims
 from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.passes.pad_uneven.window import neutral_element
@@ -20,6 +21,7 @@ from autoshard.rules import FAMILIES, KEPT_WHOLE, OWN, SHIPPED, STRUCTURAL, TABL
 from autoshard.rules.traits import KNOWN, NOTHING_KNOWN, ROWS, TRAITS
 from autoshard.rules.validation.case import Case, load
 from autoshard.rules.validation.samples import Sample, samples
+from autoshard.transforms.sum_of_products import Step
 from tests.test_walls import SOURCES, under
 
 SAMPLES = [s for s in samples() if KNOWN.get(s.name, UNKNOWN) != UNKNOWN and jx.find_primitive(s.name)]
@@ -117,6 +119,34 @@ def test_written_in_place_is_what_has_that_shape(case: Case) -> None:
 @having("shape_param")
 def test_the_parameter_that_states_the_shape(case: Case) -> None:
     assert case.eqn.params[KNOWN[case.name].shape_param or ""] == case.results[0].shape
+
+
+@having("any_size")
+def test_runs_on_twice_the_size(case: Case) -> None:
+    tried = 0
+    for factor in (f for f, kind in case.rule.kinds if kind == "parallel"):
+        dims = (*case.rule.operands, *case.rule.results)
+        if any(factor in d and len(d) > 1 for of in dims for d in of):
+            continue
+        (made,), sizes = case.rule.results, case.sizes | {factor: 2 * case.sizes[factor]}
+        for i, dim in enumerate(made):
+            sizes |= {f"whole {i}": case.results[0].shape[i]} if not dim else {}
+        step = Step(
+            case.eqn.primitive,
+            tuple(case.eqn.params.items()),
+            tuple(range(len(case.operands))),
+            tuple(d or (f"whole {i}",) for i, d in enumerate(made)),
+            str(case.results[0].dtype),
+            case.traits.shape_param,
+        )
+        twice = [doubled(x, of, factor) for x, of in zip(case.operands, case.rule.operands, strict=True)]
+        same(np.asarray(step.run(twice, sizes)), doubled(case.results[0], made, factor))
+        tried += 1
+    assert tried or not any(kind == "parallel" for _, kind in case.rule.kinds)
+
+
+def doubled(x: np.ndarray, dims: Dims, factor: str) -> np.ndarray:
+    return np.concatenate([x, x], dims.index((factor,))) if (factor,) in dims else x
 
 
 @having("scatter_adds")
