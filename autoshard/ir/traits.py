@@ -31,7 +31,7 @@ class Traits:
     `passes.sum_products` (rounds nothing)."""
     in_place_operand: int | None = None
     """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`, `cost.fusions`
-    (it moves what it writes) and `ir.build_graph` (what is written into something that leaves the step leaves with it)."""
+    (it moves what it writes) and `ir.build_graph` (what is written into what leaves leaves too)."""
     gathers: bool = False
     """It takes slices of operand 0 at the positions in operand 1. Asked by `ir.build_graph` (tied to its gradient) and
     `cost.liveness` (where one element of each row is taken, XLA compares positions and fuses what it reads)."""
