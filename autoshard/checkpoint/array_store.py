@@ -2,8 +2,8 @@
 
 A chunk is a shard as it was saved, or an equal part of one. Each carries a checksum of its content (XXH64), made while
 it is compressed and checked while it is decompressed, and each node of the store's index has a CRC-32C: bytes that
-changed on disk give an error, no array. Beside the arrays themselves no more than `pieces.IN_FLIGHT_BYTES` are in
-memory for reading or writing.
+changed on disk give an error, no array. Beside the arrays themselves no more than `WRITE_BYTES` are in memory for
+writing, and no more than `pieces.READ_BYTES` for reading.
 
 Several processes write a store each, in ``process_N/``; `merge` makes one index of theirs, which refers to their files.
 """
@@ -22,12 +22,15 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from autoshard.checkpoint import pieces
 from autoshard.checkpoint.pieces import ArrayRegion, Part, Piece, Window, as_index, region_of, whole, within
 from autoshard.errors import CheckpointError
 from autoshard.jaxpr import PaddedArray
 
 CHUNK_BYTES = 8 << 20
 """Bytes of a chunk, at most, where a shard's sizes have such divisors."""
+WRITE_BYTES = 128 << 20
+"""Bytes that are written at a time: TensorStore writes them as one file, and waits until it is on the disk."""
 CODECS = ({"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1, "checksum": True}})
 """How a chunk is encoded. Zstandard's checksum of the content costs a third of what CRC-32C as a codec does."""
 
@@ -92,7 +95,7 @@ def write(directory: epath.Path, arrays: Mapping[str, ToWrite]) -> None:
     context = _context()
     root = directory / f"process_{jax.process_index()}" if jax.process_count() > 1 else directory
     opened = {name: ts.open(_array_spec(root, name, a), context=context, create=True) for name, a in arrays.items()}
-    window = Window("cannot be written")
+    window = Window("cannot be written", WRITE_BYTES)
     for name, array in arrays.items():
         target, chunk = window.result(opened.pop(name), name, ()), chunk_shape(array.shard, array.dtype.itemsize)
         for region, block in array.blocks:
@@ -136,7 +139,7 @@ class StoredArrays:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of every array."""
-        window = Window("cannot be read")
+        window = Window("cannot be read", pieces.READ_BYTES)
         found = {name: window.result(opening, name, ()) for name, opening in self._opening.items()}
         return {name: (array.shape, array.dtype.numpy_dtype) for name, array in found.items()}
 

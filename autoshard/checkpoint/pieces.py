@@ -2,7 +2,7 @@
 
 A `Piece` says which box of a leaf is which box of a stored array: the whole of it; one layer of a stacked array; the
 rows that a grown table had. `read` gives each device its shard of a leaf and reads nothing else. Beside the leaves
-themselves no more than `IN_FLIGHT_BYTES` are in memory, and of a leaf that changes its dtype its shards as stored.
+themselves no more than `READ_BYTES` are in memory, and of a leaf that changes its dtype its shards as stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 
 from autoshard.errors import CheckpointError
 
-IN_FLIGHT_BYTES = 2 * max(2, os.cpu_count() or 2) * (8 << 20)
+READ_BYTES = 2 * max(2, os.cpu_count() or 2) * (8 << 20)
 
 ArrayRegion = tuple[tuple[int, int], ...]
 """Of each dimension the first index, and the one after the last."""
@@ -100,7 +100,7 @@ def read(store: Store, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
       ValueError: a number that the leaf's dtype does not hold; names the leaf.
     """
     found: dict[str, Any] = {}
-    window = Window("cannot be read")
+    window = Window("cannot be read", READ_BYTES)
     for name, goal in wanted.items():
         blocks: dict[ArrayRegion, np.ndarray] = {}
         asked: list[tuple[Piece, list[Part]]] = [(piece, []) for piece in goal.pieces]
@@ -170,11 +170,11 @@ def converted(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 class Window:
-    """Operations under way, finished in the order in which they began; no more than `IN_FLIGHT_BYTES` at a time."""
+    """Operations under way, finished in the order in which they began; no more than a number of bytes at a time."""
 
-    def __init__(self, failed: str) -> None:
-        """``failed`` says of an array that an operation on it failed: "cannot be read"."""
-        self._failed = failed
+    def __init__(self, failed: str, most: int) -> None:
+        """``failed`` says of an array that an operation on it failed: "cannot be read"; ``most`` is how many bytes."""
+        self._failed, self._most = failed, most
         self._bytes = 0
         self._pending: deque[Callable[[], None]] = deque()
 
@@ -187,7 +187,7 @@ class Window:
 
         self._bytes += nbytes
         self._pending.append(wait)
-        while self._bytes > IN_FLIGHT_BYTES and len(self._pending) > 1:
+        while self._bytes > self._most and len(self._pending) > 1:
             self._pending.popleft()()
 
     def then(self, call: Callable[[], None]) -> None:

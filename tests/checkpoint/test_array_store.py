@@ -166,7 +166,8 @@ SPECS = [P("data", "model"), P("model"), P(None, ("data", "model")), P()]
 def test_regions_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: P, other: P):
     """Many chunks to a shard and many shards to a chunk, with room in memory for two chunks."""
     monkeypatch.setattr(array_store, "CHUNK_BYTES", 640)
-    monkeypatch.setattr(pieces, "IN_FLIGHT_BYTES", 1280)
+    monkeypatch.setattr(pieces, "READ_BYTES", 1280)
+    monkeypatch.setattr(array_store, "WRITE_BYTES", 1280)
     x = random(24, 40)
     placed = jax.device_put(x, NamedSharding(mesh(4, 2), spec))
     write(epath.Path(tmp_path), on_host({"x": placed, "y": x}))
@@ -181,7 +182,8 @@ def test_regions_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_no_more_is_in_flight_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Beside the arrays themselves, reading and writing take a window of memory, however many chunks there are."""
     monkeypatch.setattr(array_store, "CHUNK_BYTES", 640)
-    monkeypatch.setattr(pieces, "IN_FLIGHT_BYTES", 1280)
+    monkeypatch.setattr(pieces, "READ_BYTES", 1280)
+    monkeypatch.setattr(array_store, "WRITE_BYTES", 1280)
     waiting: list[int] = []
     result = Window.result
 
