@@ -61,7 +61,7 @@ class Signature:
         return tree, tuple(jax.tree.leaves(self.dynamic(*self.by_position(*numbered))))
 
     def cache_key(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], offloaded: Mapping[int, tuple[int, ...]]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], offloaded: Mapping[int, tuple[int, ...]] | None
     ) -> Any:
         """Equal for calls that share one plan: shapes, static values, and the settings that JAX's tracing depends on.
 
@@ -118,14 +118,15 @@ class Signature:
 
 
 def as_the_function_has_them(
-    avals: Iterable[ArgumentAval], offloaded: Mapping[int, tuple[int, ...]]
+    avals: Iterable[ArgumentAval], offloaded: Mapping[int, tuple[int, ...]] | None
 ) -> tuple[ArgumentAval, ...]:
     """``avals`` of flat arguments, those that a plan keeps in the host's memory on the device.
 
     Args:
-      offloaded: shapes of the arguments that a plan of the step keeps in the host's memory, by flat position.
+      offloaded: shapes of the arguments that a plan of the step keeps in the host's memory, by flat position; None:
+        all of them.
     """
-    return tuple((*a[:3], a[3] and offloaded.get(i) != a[0]) for i, a in enumerate(avals))
+    return tuple((*a[:3], a[3] and offloaded is not None and offloaded.get(i) != a[0]) for i, a in enumerate(avals))
 
 
 def signature(fun: Callable[..., Any], static_nums: Sequence[int], static_names: Sequence[str]) -> Signature:

@@ -247,10 +247,13 @@ class Step:
         return found
 
     @property
-    def _offloaded(self) -> Mapping[int, tuple[int, ...]]:
-        """The flat arguments that a given plan, or the first one, keeps in the host's memory, with their shapes."""
+    def _offloaded(self) -> Mapping[int, tuple[int, ...]] | None:
+        """The flat arguments that a given plan, or the first one, keeps in the host's memory, with their shapes. Before
+        there is one none; or where the user asks for it, None: all that come from there, as a restored state does."""
         plan = self._options.plan or self._first_plan.plan
-        return {} if plan is None else {i: p.shape for i, p in enumerate(plan.inputs) if p.offloaded}
+        if plan is None:
+            return None if any(p.moves_state for p in self._options.passes) else {}
+        return {i: p.shape for i, p in enumerate(plan.inputs) if p.offloaded}
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments as `jax.ShapeDtypeStruct`s, in the memory that is pinned; static ones as they are."""

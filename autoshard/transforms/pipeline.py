@@ -37,6 +37,9 @@ class Pass:
     saves_memory: ClassVar[bool] = False
     """Whether the planner tries it only where memory is short, so that less need be recomputed."""
 
+    moves_state: ClassVar[bool] = False
+    """Whether it puts carried arguments in another memory than the step's function has them in."""
+
     def __call__(self, program: Program) -> Program:
         """The rewritten program."""
         raise PassError(f"the pass {type(self).__name__} has no __call__; define __call__(program) -> Program")

@@ -32,6 +32,7 @@ class Offload(Pass):
 
     name: ClassVar[str] = "offload"
     saves_memory: ClassVar[bool] = True
+    moves_state: ClassVar[bool] = True
 
     what: str = "optimizer"
     """The optimizer's state: what is carried from call to call and is no parameter."""

@@ -208,6 +208,8 @@ def test_a_stored_plan_a_checkpoint_and_verify(tmp_path: Path) -> None:
     again = autoshard.jit(train, mesh=MESH, strategy=loaded, donate_argnums=0)
     want, _ = jax.jit(train)(state, X)
     chex.assert_trees_all_close(again(restored, X)[0], jax.jit(train)(want, X)[0], rtol=1e-5, atol=1e-6)
+    fresh = autoshard.jit(train, mesh=MESH, strategy="fsdp+offload:optimizer", donate_argnums=0)
+    assert kinds(fresh(checkpoint.restore(tmp_path, plan=plan), X)[0]["opt"]) == {"pinned_host"}
     assert autoshard.verify(planned, state, X, passes=True).results
     assert kinds(plan.init(lambda: state)["opt"]) == {"pinned_host"}
     nested, _ = jax.jit(planned)(*plan.put(state, X))
