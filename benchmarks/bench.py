@@ -107,8 +107,21 @@ def _line(
     used, took = found.memory_usage(mesh), estimate(found, mesh)
     needs = used.peak if used else 0
     sent = sum(c.total_bytes for c in collectives(found.text, mesh))
-    took_both = took.seconds, took.overlapped
-    return Line(plan, ours, needs, has, *took_both, sent, found.seconds, seconds, predicted, differences, today)
+    return Line(
+        plan,
+        ours,
+        needs,
+        has,
+        took.seconds,
+        took.overlapped,
+        sent,
+        found.seconds,
+        seconds,
+        predicted,
+        differences,
+        today,
+        scheduled=took.scheduled,
+    )
 
 
 def main() -> None:

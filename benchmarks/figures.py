@@ -38,6 +38,8 @@ class Line:
     date: str = ""
     predicted_seconds: float | None = None
     """What autoshard predicted of ``sum``."""
+    scheduled: float | None = None
+    """With asynchronous collectives beside compute and the others after it; None of lines that are older."""
 
     @property
     def fits(self) -> bool:
@@ -48,7 +50,7 @@ class Line:
             return "-" if value is None else f"{value / unit:,.{digits}f}"
 
         words = [self.plan, "yes" if self.fits else "**no**", number(self.needs, GIB, 2)]
-        words += [number(self.sum, 1e-3, 1), number(self.bound, 1e-3, 1), number(self.sent, GIB, 2)]
+        words += [number(x, 1e-3, 1) for x in (self.sum, self.scheduled, self.bound)] + [number(self.sent, GIB, 2)]
         words += [number(self.compile_seconds, 1, 0), number(self.plan_seconds, 1, 1).replace("-", ""), self.date]
         return " | ".join(words)
 
@@ -94,8 +96,8 @@ def _line(said: Mapping[str, object]) -> Line:
 
 def summary(every: Sequence[Kept]) -> Iterator[str]:
     """A line a cell, then the geometric mean."""
-    yield "| cell | floor, ms | predicted, ms | autoshard, ms | best by hand, ms | ratio | audit |"
-    yield "|---|--:|--:|--:|--:|--:|---|"
+    yield "| cell | floor, ms | predicted, ms | autoshard, ms | best by hand, ms | ratio | scheduled, ms | audit |"
+    yield "|---|--:|--:|--:|--:|--:|--:|---|"
     ratios: list[float] = []
     errors: list[float] = []
     for kept, cell in itertools.product(every, CELLS):
@@ -111,7 +113,7 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
         words.append(_milliseconds(ours.sum) + ("" if ours.fits else ", does not fit"))
         words.append(f"{_milliseconds(rest.sum)} ({rest.plan})" if rest else "none fits")
         errors += [abs(ours.predicted_seconds / ours.sum - 1)] if ours.predicted_seconds and ours.sum else []
-        words.append(f"{found:.2f}" if found else "-")
+        words += [f"{found:.2f}" if found else "-", _milliseconds(ours.scheduled)]
         words.append("-" if ours.differences is None else "not clean" if ours.differences else "clean")
         ratios += [found] if found else []
         yield "| " + " | ".join(words) + " |"
@@ -130,8 +132,8 @@ def _milliseconds(seconds: float | None) -> str:
 def details(kept: Kept, cell: Cell) -> Iterator[str]:
     """All plans of a cell."""
     yield f"## {cell}: {cell.says}\n"
-    yield "| plan | fits | peak, GiB | sum, ms | bound, ms | sent, GiB | compile, s | plan, s | date |"
-    yield "|---|---|--:|--:|--:|--:|--:|--:|---|"
+    yield "| plan | fits | peak, GiB | sum, ms | as scheduled, ms | bound | sent, GiB | compile, s | plan, s | date |"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|"
     for line in kept.of(cell):
         yield f"| {line} |"
     for line in kept.of(cell):

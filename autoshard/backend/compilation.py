@@ -116,7 +116,7 @@ class Compilation:
             "has": self.available_bytes,
             "remedies": list(self.remedies),
             "memory": {"planned": asdict(self.plan.memory), "compiled": asdict(self.usage) if self.usage else None},
-            "estimate": asdict(e) | {"sum": e.seconds, "bound": e.overlapped} if e else None,
+            "estimate": asdict(e) | {"scheduled": e.scheduled, "sum": e.seconds, "bound": e.overlapped} if e else None,
             "collectives": [asdict(c) | {"seconds": self.collective_seconds(c)} for c in emitted],
             "refined": [asdict(t) for t in self.plan.refined],
             "audit": self.audit.as_json() if self.audit else None,

@@ -75,8 +75,9 @@ def _time(c: Compilation, e: Estimate) -> Section:
     how = f"the compiler's estimate: {e.cycles:,} cycles" if e.cycles is not None else "the roofline of its HLO"
     more = "" if e.exact else "; a loop's trip count is unknown and counts as one, so it may take longer"
     words = (
-        f"Estimated {time_text(e.seconds)} a step without overlap, {time_text(e.overlapped)} with perfect overlap: "
-        f"compute {time_text(e.compute)} ({how}), collectives {time_text(e.transfers)} (the link model){more}. "
+        f"Estimated {time_text(e.scheduled)} a step as it was scheduled, {time_text(e.seconds)} with nothing hidden, "
+        f"{time_text(e.overlapped)} with perfect overlap: compute {time_text(e.compute)} ({how}), collectives "
+        f"{time_text(e.transfers)} (the link model), {time_text(e.blocking)} of them blocking{more}. "
         f"Predicted: {time_text(c.plan.cost.compute)} and {time_text(c.plan.cost.transfers)}."
     )
     return Section("Time", (words,))

@@ -42,11 +42,18 @@ class Estimate:
     """False where some loop's trip count is unknown: it counts as one."""
     cycles: int | None = None
     """What ``compute`` is computed from; None where that is the roofline."""
+    blocking: float = 0.0
+    """Of the collectives that are not asynchronous: the device computes nothing meanwhile."""
 
     @property
     def seconds(self) -> float:
         """Without overlap of compute and communication."""
         return self.compute + self.transfers
+
+    @property
+    def scheduled(self) -> float:
+        """With asynchronous collectives hidden by compute as far as it lasts, and the others not."""
+        return max(self.compute, self.transfers - self.blocking) + self.blocking
 
     @property
     def overlapped(self) -> float:
@@ -68,7 +75,9 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
         compute = cycles / clock
     else:
         compute, exact = roofline_seconds(module, mesh.hardware)
-    return Estimate(compute, sum(total_seconds(c, mesh) for c in collectives(text, mesh)), exact, cycles)
+    found = [(total_seconds(c, mesh), c.asynchronous) for c in collectives(text, mesh)]
+    blocking = sum(seconds for seconds, asynchronous in found if not asynchronous)
+    return Estimate(compute, sum(seconds for seconds, _ in found), exact, cycles, blocking)
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:

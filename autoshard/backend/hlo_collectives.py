@@ -50,6 +50,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
     module = parse_hlo(text)
     runs = run_counts(module)
     group_axes = _GroupAxes(mesh)
+    started = _started(module)
     async_parts: set[tuple[str, str]] = set()
     earlier: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: list[Collective] = []
@@ -83,9 +84,33 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                     exact=exact,
                     share=_sending_devices(instruction.attributes) / mesh.size if kind == COLLECTIVE_PERMUTE else 1.0,
                     redundant=redundant,
+                    asynchronous=(
+                        computation.name in started
+                        or instruction.opcode.endswith("-start")
+                        or _CHAIN.search(instruction.attributes) is not None
+                    ),
                 )
             )
     return tuple(found)
+
+
+def _started(module: Module) -> set[str]:
+    """Computations that an instruction starts and another one waits for."""
+    started = {
+        name
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode.endswith("-start")
+        for _, name in called(instruction)
+    }
+    inner = [*started]
+    while inner:
+        below = {
+            name for i in module.computations[inner.pop()].instructions.values() for _, name in called(i)
+        } - started
+        started |= below
+        inner += below
+    return started
 
 
 def _moves_scatter_padding(permute: Instruction, computation: Computation) -> bool:

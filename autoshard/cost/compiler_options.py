@@ -1,6 +1,6 @@
-"""Compiler options of a plan: the two that it sets for its target, and those that it may pass on from a file.
+"""Compiler options of a plan: those that it sets for its target, and those that it may pass on from a file.
 
-Both are for TPU, where memory is tight. Measured in benchmarks/results/options.md.
+All are for TPU, the first two where memory is tight. Measured in benchmarks/results/options.md.
 
 *Fused all-gathers.* XLA fuses the asynchronous all-gather of a weight into the convolution before it. That hides the
 all-gather, but such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its
@@ -9,6 +9,9 @@ own: the plan disables the fusion.
 *Rematerialization.* Before it assigns buffers, XLA recomputes what it can until its estimate of the peak is at most a
 share of the memory, and it takes what is near: products of the layers. A plan has decided already what is recomputed,
 so that it fits: it raises that share.
+
+*Collectives on SparseCores.* Where a chip has them, they can gather and scatter while the TensorCore computes. By
+default XLA has the TensorCore do it, which computes nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +27,19 @@ NO_ALL_GATHER_FUSION = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """The option that disables the fusion."""
 LATE_REMATERIALIZATION = {"xla_jf_rematerialization_percent_shared_memory_limit": 99}
 """The option that raises the share of memory, in percent, above which XLA recomputes."""
-OWN_OPTIONS = NO_ALL_GATHER_FUSION | LATE_REMATERIALIZATION
+SPARSE_CORE_COLLECTIVES = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
+    for kind in (
+        "2d_all_gather",
+        "3d_all_gather",
+        "all_gather",
+        "all_reduce",
+        "nd_reduce_scatter",
+        "reduce_scatter",
+    )
+}
+"""The options that give collectives over one and more dimensions of the torus to the SparseCores."""
+OWN_OPTIONS = NO_ALL_GATHER_FUSION | LATE_REMATERIALIZATION | SPARSE_CORE_COLLECTIVES
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
 its inverse of the memory is predicted to be used, XLA may come to recompute."""
@@ -74,6 +89,7 @@ HARMLESS = frozenset(
         "xla_tpu_enable_latency_hiding_scheduler",
         "xla_tpu_overlap_compute_collective_tc",
         "xla_tpu_scoped_vmem_limit_kib",
+        *SPARSE_CORE_COLLECTIVES,
     }
 )
 """Options that decide how a program is compiled and nothing else. XLA has others that write or read files that they
@@ -111,7 +127,9 @@ def effective_options(
       given: the user's compiler options.
     """
     tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
+    sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
     own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (LATE_REMATERIALIZATION if tight else {})
+    own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     return tuple(sorted({**own, **dict(given)}.items()))
 
 

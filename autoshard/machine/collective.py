@@ -62,6 +62,9 @@ class Collective:
     """Emitted: whether the same computation has an identical collective on the same operands, or this is XLA's
     rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise."""
 
+    asynchronous: bool = False
+    """Emitted: whether one instruction starts it and another waits for it, so that the device may compute meanwhile."""
+
     @property
     def runs(self) -> int:
         """Executions per call, without those of branches that are not taken."""

@@ -77,6 +77,9 @@ class HardwareConfig(Config):
     """The same of convolutions, of the FLOPs on whole tiles."""
     memory_efficiency: float = Field(default=1.0, gt=0, le=1)
     """Share of ``bandwidth`` that XLA's fusions reach."""
+    sparse_core_collectives: bool = False
+    """Whether XLA runs collectives on the chip's SparseCores, beside what the TensorCore computes, if asked to; plans
+    then ask."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -102,6 +105,7 @@ class HardwareConfig(Config):
             self.product_efficiency,
             self.convolution_efficiency,
             self.memory_efficiency,
+            self.sparse_core_collectives,
         )
 
 

@@ -85,6 +85,8 @@ class Hardware:
     """The same of convolutions, of the FLOPs on whole tiles."""
     memory_efficiency: float = 1.0
     """Share of ``bandwidth`` that XLA's fusions reach."""
+    sparse_core_collectives: bool = False
+    """Whether XLA runs collectives on the chip's SparseCores, beside what the TensorCore computes, if asked to."""
 
     @property
     def memory_rate(self) -> float:

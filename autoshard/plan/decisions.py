@@ -153,9 +153,10 @@ class Trial:
     available_bytes: int = 0
     """What the compiler has available, or the memory budget if that is less."""
     seconds: float | None = None
-    """Of one call as the compiler estimates it, without overlap; None where it refused the layout."""
-    overlapped: float | None = None
-    """The same with all communication overlapped that can be."""
+    """Of one call as the compiler scheduled it: asynchronous collectives beside compute, the others after it. None
+    where it refused the layout."""
+    serial: float | None = None
+    """The same with no collective beside compute."""
     exact: bool = True
     """False where the trip count of some loop is unknown: it counts as one."""
     refusal: str = ""

@@ -113,15 +113,15 @@ def compiled_layouts(trials: Sequence[Trial]) -> Section:
     best = next(t for t in trials if t.chosen)
     sentence = (
         f"{plural(len(trials), 'layout')} compiled, the predicted best first. What fits in memory as compiled wins; "
-        "then the fastest without overlap; then the fastest with all communication overlapped that can be."
+        "then the fastest as it was scheduled; then the fastest with no collective beside compute."
     )
     rows: list[tuple[str, ...]] = []
     for t in trials:
         more = "" if t.exact else " or more"
-        times = ["" if x is None else time_text(x) + more for x in (t.seconds, t.overlapped)]
+        times = ["" if x is None else time_text(x) + more for x in (t.seconds, t.serial)]
         needed = size_text(t.needed_bytes) if t.needed_bytes else ""
         rows.append((t.text, time_text(t.predicted), *times, needed, _outcome(t, best)))
-    head = ("layout", "predicted", "compiled", "overlapped", "memory", "")
+    head = ("layout", "predicted", "compiled", "nothing hidden", "memory", "")
     return Section("Compiled to choose from", (sentence,), Table(head, tuple(rows), frozenset({1, 2, 3, 4})))
 
 
@@ -132,12 +132,12 @@ def _outcome(t: Trial, best: Trial) -> str:
     over = "" if t.fits else f"over by {size_text(t.needed_bytes - t.available_bytes, 2)}"
     if t.chosen:
         return f"chosen: {over}, the least" if over else "chosen: the fastest that fits"
-    if over or t.seconds is None or best.seconds is None or t.overlapped is None or best.overlapped is None:
+    if over or t.seconds is None or best.seconds is None or t.serial is None or best.serial is None:
         return over or "the compiler estimates no time"
     if t.seconds > best.seconds:
         return f"slower by {t.seconds / best.seconds - 1:.1%}"
-    if t.overlapped > best.overlapped:
-        return f"as fast, slower by {t.overlapped / best.overlapped - 1:.1%} when overlapped"
+    if t.serial > best.serial:
+        return f"as fast, slower by {t.serial / best.serial - 1:.1%} with nothing hidden"
     return "as fast"
 
 

@@ -193,7 +193,7 @@ def _trial(plan: PlanRecord, text: str, c: Compilation | str) -> Trial:
     if c.estimate is None:
         return Trial(text, predicted, peak, c.needed_bytes, available)
     e = c.estimate
-    return Trial(text, predicted, peak, c.needed_bytes, available, e.seconds, e.overlapped, e.exact)
+    return Trial(text, predicted, peak, c.needed_bytes, available, e.scheduled, e.seconds, e.exact)
 
 
 def _preference(t: Trial) -> tuple[float, ...]:
@@ -201,7 +201,7 @@ def _preference(t: Trial) -> tuple[float, ...]:
     return (
         max(0, t.needed_bytes - t.available_bytes),
         math.inf if t.seconds is None else t.seconds,
-        math.inf if t.overlapped is None else t.overlapped,
+        math.inf if t.serial is None else t.serial,
     )
 
 

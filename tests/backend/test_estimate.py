@@ -68,6 +68,35 @@ def test_cycles_and_collectives_of_a_loop_count_once_per_iteration():
     assert found.overlapped == pytest.approx(found.transfers)
 
 
+GATHERS = """HloModule jit_step, is_scheduled=true
+
+%apart (p: f32[8]) -> f32[32] {
+  %p = f32[8] parameter(0)
+  ROOT %inner = f32[32] all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  %begun = (f32[8], f32[32]) all-gather-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+  %called = ((f32[8]), f32[32], u32[]) async-start(%p), calls=%apart
+  %f = f32[8] fusion(%p), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"CYCLES"}
+  %a = f32[32] all-gather-done(%begun)
+  %b = f32[32] async-done(%called)
+  %c = f32[32] all-gather(%f), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %g = f32[8] fusion(%a, %b, %c), kind=kLoop, calls=%last, backend_config={"estimated_cycles":"7"}
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [10, 100_000])
+def test_compute_hides_collectives_that_are_asynchronous_as_far_as_it_lasts(cycles: int):
+    found = estimate(Compiled(GATHERS.replace("CYCLES", str(cycles))), MESH)
+    once = found.transfers / 3
+    assert found.blocking == pytest.approx(once)
+    assert found.scheduled == pytest.approx(once + max((cycles + 7) * 1e-9, 2 * once))
+    assert found.overlapped <= found.scheduled < found.seconds
+
+
 def test_a_loop_of_unknown_trip_count_counts_once_and_is_not_exact():
     found = estimate(Compiled(TEXT.replace("constant(LIMIT)", "custom-call()")), MESH)
     assert not found.exact

@@ -10,6 +10,7 @@ from autoshard.cost.compiler_options import (
     LATE_REMATERIALIZATION,
     NO_ALL_GATHER_FUSION,
     OWN_OPTIONS,
+    SPARSE_CORE_COLLECTIVES,
     user_options,
 )
 from autoshard.errors import MemoryBudgetError, PlanError
@@ -103,6 +104,25 @@ def test_memory_is_predicted_with_the_user_s_option():
         PlanError, match=f"predicted with compiler options that these override.*{next(iter(NO_ALL_GATHER_FUSION))}"
     ):
         jit(step, strategy=plan, **fused).plan(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        (MeshConfig(axes={"data": 8}, tpu="v6e:2x4"), SPARSE_CORE_COLLECTIVES),
+        (MeshConfig(axes={"data": 8}, tpu="v5p:2x2x2"), SPARSE_CORE_COLLECTIVES),
+        (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), {}),
+        (MeshConfig(axes={"data": 1}, tpu="v6e:1x1"), {}),
+        (MeshConfig(axes={"data": 8}, hardware="tpu-v6e"), {}),
+    ],
+)
+def test_sparse_cores_run_collectives_where_a_chip_has_them(mesh, expected):
+    plan = jit(product, mesh=mesh).plan(IMAGES, FILTERS)
+    assert dict(plan.compiler_options) == expected
+    assert not user_options(plan.compiler_options)
+    (first, *_) = SPARSE_CORE_COLLECTIVES
+    given = jit(product, mesh=mesh, compiler_options={first: False}).plan(IMAGES, FILTERS)
+    assert dict(given.compiler_options) == {**expected, first: False}
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():

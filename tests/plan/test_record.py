@@ -154,7 +154,7 @@ WRONG = {
     "missing key": (drop, ["mesh"], "'mesh'"),
     "missing key inside": (drop, ["memory", "peak"], "peak"),
     "missing structure": (drop, ["in_tree"], "'in_tree'"),
-    "another version": (put, ["autoshard_plan"], 11, "version 11"),
+    "another version": (put, ["autoshard_plan"], 12, "version 12"),
     "number as text": (put, ["memory", "peak"], "1", "peak"),
     "text as number": (put, ["name"], 3, "name"),
     "null for a list": (put, ["inputs"], None, "inputs"),
@@ -236,7 +236,7 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"{}", "not a plan"),
         (b"null", "not a plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 10}', "lacks"),
+        (b'{"autoshard_plan": 11}', "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):

@@ -15,8 +15,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.backend.audit import audit
 from autoshard.backend.compilation import compile_plan, memory_usage
 from autoshard.backend.estimate import estimate
+from autoshard.backend.hlo_collectives import collectives
 from autoshard.errors import MeshError
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.machine.target import device_array
@@ -79,6 +81,20 @@ def test_other_chips_compile_too(topology):
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     executable = step.lower(x, x).compile()
     assert estimate(executable, step.plan(x, x).mesh).compute > 0
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4"])
+def test_sparse_cores_gather_and_scatter_beside_what_is_computed(topology):
+    train, state, batch = decoder(16, layers=2, d_model=512, heads=4, d_ff=2048, vocab=1024, seq=256)
+    mesh = MeshConfig(axes={"data": 8}, tpu=topology)
+    step = autoshard.jit(train, mesh=mesh, strategy="fsdp", donate_argnums=0)
+    plan = step.plan(state, batch)
+    executable = step.lower(state, batch).compile()
+    asynchronous = [c for c in collectives(executable.as_text(), plan.mesh) if c.asynchronous]
+    assert {c.kind for c in asynchronous} >= {"all-gather", "reduce-scatter"}
+    found = estimate(executable, plan.mesh)
+    assert found.blocking < 0.2 * found.transfers
+    assert audit(executable, plan).clean
 
 
 def test_slices_follow_one_another_along_the_first_axis():
