@@ -178,6 +178,7 @@ class Executable[P: PlanRecord]:
             return jax.tree.leaves(self.eval_jaxpr([given[i] for i in order]))
 
         step.__name__ = self.program.name
+        jx.name_arguments(step, [self.plan.inputs[i].path for i in places])
         mesh = self.plan.jax_mesh
         jitted = jax.jit(
             step,

@@ -68,6 +68,7 @@ from autoshard.jaxpr.origin import (
     autodiff_phase,
     is_backward,
     is_differentiated,
+    name_arguments,
     outside_autodiff,
     source,
 )
@@ -176,6 +177,7 @@ __all__ = [
     "make_dispatcher",
     "manual_specs",
     "map_bodies",
+    "name_arguments",
     "new_var",
     "normalize",
     "op_names",

@@ -9,6 +9,7 @@ from autoshard.errors import ArgumentError, PlanError, nearest
 from autoshard.pages.candidates_drawn import candidates_drawn
 from autoshard.pages.memory_over_time import memory_over_time
 from autoshard.pages.picture import Picture
+from autoshard.pages.raster import png
 from autoshard.pages.shards import all_shards
 from autoshard.pages.timeline import timeline
 from autoshard.plan.record import PlanRecord
@@ -33,6 +34,17 @@ def draw(plan: PlanRecord, name: str) -> Picture:
     if name not in _OF_STEPS:
         raise ArgumentError(f"no picture is called {name!r}{nearest(name, PICTURES)}; there are {', '.join(PICTURES)}")
     return _OF_STEPS[name](plan, profile_of(plan))
+
+
+def as_file(picture: Picture, ending: str) -> bytes:
+    """``picture`` as a file whose name has this ending, ``".svg"`` or ``".png"``.
+
+    Raises:
+      ArgumentError: it is another ending, or a PNG without matplotlib.
+    """
+    if ending not in (".svg", ".png"):
+        raise ArgumentError(f"a picture is written as .svg or .png, and not as {ending or 'a file without an ending'}")
+    return png(picture) if ending == ".png" else picture.svg.encode()
 
 
 def profile_of(plan: PlanRecord) -> StepProfile:

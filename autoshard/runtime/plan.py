@@ -23,7 +23,7 @@ from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import argument_aval
 from autoshard.pages.browser import open_page
 from autoshard.pages.comparison import Comparison
-from autoshard.pages.gallery import draw, profile_of
+from autoshard.pages.gallery import as_file, draw, profile_of
 from autoshard.pages.page import page, short_page
 from autoshard.pages.picture import Picture
 from autoshard.pages.trace_events import trace_events
@@ -220,15 +220,16 @@ class Plan(PlanRecord):
 
     def plot(self, picture: str = "memory", path: str | os.PathLike[str] | None = None) -> Picture:
         """A picture of the plan: ``"arrays"``, ``"layouts"``, ``"memory"`` or ``"timeline"``. Printed it is text, in a
-        notebook it is drawn; ``.svg`` is the file that is written to ``path``.
+        notebook it is drawn. A ``path`` ending in ``.svg`` is written as its ``.svg``, one in ``.png`` as an image, two
+        pixels to each unit, that matplotlib draws (``pip install 'autoshard[plots]'``).
 
         Raises:
-          ArgumentError: there is no such picture.
+          ArgumentError: there is no such picture, ``path`` ends in neither, or matplotlib is not installed.
           PlanError: the plan holds no profile of the step.
         """
         drawn = draw(self, picture)
         if path is not None:
-            epath.Path(path).write_text(drawn.svg)
+            epath.Path(path).write_bytes(as_file(drawn, epath.Path(path).suffix))
         return drawn
 
     def trace(self, path: str | os.PathLike[str]) -> None:

@@ -252,8 +252,10 @@ class Layer(nnx.Module):
         self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), segment_ids)
-        return x + self.mlp(self.mlp_norm(x))
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), segment_ids)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -286,9 +288,13 @@ class Decoder(nnx.Module):
             graph, stacked = nnx.split(self.layers)
             x, _ = jax.lax.scan(lambda h, weights: (nnx.merge(graph, weights)(h, segment_ids), None), x, stacked)
         else:
-            for layer in self.layers:
-                x = _apply_layer(*nnx.split(layer), x, segment_ids)
-        x = self.norm(x)
+            for i, layer in enumerate(self.layers):
+                with jax.named_scope(f"layer_{i}"):
+                    x = _apply_layer(*nnx.split(layer), x, segment_ids)
+        with jax.named_scope("head"):
+            return self._logits(self.norm(x), dtype)
+
+    def _logits(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         if self.head is None:
             x = x * self.config.d_model**-0.5  # else the initial model predicts each token to repeat, with certainty
             return jnp.einsum("bsd,vd->bsv", x, self.embed[...].astype(dtype), preferred_element_type=jnp.float32)
@@ -358,8 +364,9 @@ def make_steps(model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> St
 
     def train(state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Metrics]:
         loss, grads = jax.value_and_grad(loss_of)(state["params"], batch)
-        updates, opt_state = update.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        with jax.named_scope("update"):
+            updates, opt_state = update.update(grads, state["opt_state"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate(state["step"])}
         return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
 

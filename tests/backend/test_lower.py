@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import chex
@@ -145,10 +146,21 @@ def test_a_constraint_inside_a_loop_is_in_the_lowered_program() -> None:
     np.testing.assert_allclose(step(x, ws), jax.jit(fun)(x, ws), rtol=1e-6)
 
 
-def test_user_lines_reach_the_compiled_program() -> None:
-    step = autoshard.jit(lambda x, w: jnp.tanh(x @ w), mesh={"a": 8}, in_shardings=(P(None, "a"), P("a")))
-    text = step.lower(np.ones((8, 16), "f4"), np.ones((16, 8), "f4")).compile().as_text()
+def test_what_the_user_named_is_so_named_in_the_compiled_program() -> None:
+    """Which profiles show: source lines, scopes, and arguments."""
+
+    @jax.named_scope("block")
+    def block(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w["up"])
+
+    def fun(x: Any, w: Any) -> Any:
+        return jax.grad(lambda w: block(x, w).sum())(w)
+
+    step = autoshard.jit(fun, mesh={"a": 8}, in_shardings=(P("a"), {"up": P("a")}), out_shardings={"up": P("a")})
+    text = step.lower(normal(8, 16), {"up": normal(16, 8)}).compile().as_text()
     assert __file__ in text
+    assert re.search(r"all-gather\(.*op_name=\"w\[\\'up\\'\]\"", text), "a gathered argument"
+    assert "jit(fun)/jvp(block)/dot_general" in text
 
 
 def test_nothing_is_constrained_on_one_device() -> None:

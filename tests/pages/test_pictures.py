@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -152,6 +153,35 @@ def test_every_picture_has_text_and_a_file(plan, name, tmp_path):
     assert max(map(len, str(picture).splitlines())) < 260
     assert picture.text == str(picture)
     assert "Picture of" in repr(picture)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_an_image_has_the_colours_and_sizes_of_the_drawing(plan, name, tmp_path):
+    image = pytest.importorskip("matplotlib.image", reason="of the extra plots")
+    picture = plan.plot(name, tmp_path / "picture.png")
+    pixels = np.rint(image.imread(tmp_path / "picture.png")[..., :3] * 255).astype(int)
+    assert pixels.shape == (2 * picture.height, 2 * picture.width, 3)
+    found = {f"#{rgb:06x}" for rgb in np.unique(pixels @ [1 << 16, 1 << 8, 1])}
+    solid = [e for e in drawn(plan, name).iter() if "c1" in e.get("class", "").split() and not e.get("fill-opacity")]
+    assert "#ffffff" in found
+    assert found & {"#1f2328", "#59636e"}, "text"
+    assert not solid or "#2a78d6" in found
+    for e in [e for e in solid if e.tag == f"{SVG}rect" and float(e.get("width")) > 4]:
+        x, y = (2 * float(e.get(k)) + float(e.get(n)) for k, n in (("x", "width"), ("y", "height")))
+        assert list(pixels[int(y), int(x)]) == [0x2A, 0x78, 0xD6]
+
+
+def test_an_image_of_hostile_names(plan, tmp_path):
+    pytest.importorskip("matplotlib", reason="of the extra plots")
+    replace(plan, name="$\\frac{<b>" + HOSTILE).plot("layouts", tmp_path / "picture.png")
+
+
+def test_what_a_picture_is_not_written_as(plan, tmp_path, monkeypatch):
+    with pytest.raises(ArgumentError, match=r"as \.svg or \.png, and not as \.pdf"):
+        plan.plot("memory", tmp_path / "picture.pdf")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ArgumentError, match=r"pip install 'autoshard\[plots\]', or name a file \.svg"):
+        plan.plot("memory", tmp_path / "picture.png")
 
 
 def test_what_there_is_no_picture_of(plan):
