@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -38,6 +38,8 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_NO_WORK = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
+"""Opcodes that take no time."""
 
 
 def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
@@ -50,7 +52,8 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
     module = parse_hlo(text)
     runs = run_counts(module)
     group_axes = _GroupAxes(mesh)
-    started = _started(module)
+    overlapped = {(name, start.name): start for name, start in _overlapped_starts(module)}
+    beside = _computations_below(module, overlapped.values())
     async_parts: set[tuple[str, str]] = set()
     earlier: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: list[Collective] = []
@@ -85,8 +88,8 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                     share=_sending_devices(instruction.attributes) / mesh.size if kind == COLLECTIVE_PERMUTE else 1.0,
                     redundant=redundant,
                     asynchronous=(
-                        computation.name in started
-                        or instruction.opcode.endswith("-start")
+                        computation.name in beside
+                        or (computation.name, instruction.name) in overlapped
                         or _CHAIN.search(instruction.attributes) is not None
                     ),
                 )
@@ -94,23 +97,31 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def _started(module: Module) -> set[str]:
-    """Computations that an instruction starts and another one waits for."""
-    started = {
-        name
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode.endswith("-start")
-        for _, name in called(instruction)
-    }
-    inner = [*started]
+def _overlapped_starts(module: Module) -> Iterator[tuple[str, Instruction]]:
+    """Instructions that start something, with their computation, where the device has work before it is waited for."""
+    for computation in module.computations.values():
+        begun: dict[str, Instruction] = {}
+        for instruction in computation.instructions.values():
+            if instruction.opcode.endswith("-start"):
+                begun[instruction.name] = instruction
+            elif instruction.opcode.endswith("-done"):
+                for name in instruction.names:
+                    begun.pop(name, None)
+            elif instruction.opcode not in _NO_WORK:
+                yield from ((computation.name, start) for start in begun.values())
+                begun.clear()
+
+
+def _computations_below(module: Module, roots: Iterable[Instruction]) -> set[str]:
+    """Computations that ``roots`` call, and those that these call."""
+    found: set[str] = set()
+    inner = [name for instruction in roots for _, name in called(instruction)]
     while inner:
-        below = {
-            name for i in module.computations[inner.pop()].instructions.values() for _, name in called(i)
-        } - started
-        started |= below
-        inner += below
-    return started
+        name = inner.pop()
+        if name not in found and name in module.computations:
+            found.add(name)
+            inner += [n for i in module.computations[name].instructions.values() for _, n in called(i)]
+    return found
 
 
 def _moves_scatter_padding(permute: Instruction, computation: Computation) -> bool:

@@ -63,7 +63,7 @@ class Collective:
     rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise."""
 
     asynchronous: bool = False
-    """Emitted: whether one instruction starts it and another waits for it, so that the device may compute meanwhile."""
+    """Emitted: whether the device has other work between what starts it and what waits for it."""
 
     @property
     def runs(self) -> int:

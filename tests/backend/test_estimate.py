@@ -97,6 +97,16 @@ def test_compute_hides_collectives_that_are_asynchronous_as_far_as_it_lasts(cycl
     assert found.overlapped <= found.scheduled < found.seconds
 
 
+def test_what_is_waited_for_at_once_is_not_hidden():
+    lines = GATHERS.splitlines()
+    (work,) = (line for line in lines if "%f = " in line)
+    lines.remove(work)
+    lines.insert(next(n for n, line in enumerate(lines) if "%c = " in line), work)
+    found = estimate(Compiled("\n".join(lines).replace("CYCLES", "100000")), MESH)
+    assert found.blocking == found.transfers > 0
+    assert found.scheduled == found.seconds
+
+
 def test_a_loop_of_unknown_trip_count_counts_once_and_is_not_exact():
     found = estimate(Compiled(TEXT.replace("constant(LIMIT)", "custom-call()")), MESH)
     assert not found.exact
