@@ -48,6 +48,12 @@ app.add_typer(runs_app, name="runs")
 
 SchemaName = Literal["train", "mesh", "hardware"]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training configuration in YAML.")]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MESH", help="In place of the configuration's: a file of a mesh, or the name of a shipped one."
+    ),
+]
 
 
 @app.command("train")
@@ -147,12 +153,13 @@ def plan_command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page of pictures instead; of several phases one each."),
     ] = None,
+    mesh: MeshOption = None,
 ) -> None:
     """Print the plan of every phase; needs no devices, and a compiler for them only if the configuration has refine.
 
     With --html each plan is drawn, a page that needs no network: FILE, or, of several phases, FILE-1, FILE-2 and so on.
     """
-    recipe = named_config(config)
+    recipe = _recipe(config, mesh)
     if recipe.refine:
         use_platform(recipe, runs=False)
     console = Console(soft_wrap=True)
@@ -163,6 +170,12 @@ def plan_command(
             console.print(plan.explain(), markup=False, highlight=False)
         else:
             console.print(f"  {plan.show(_page(html, recipe, number))}", markup=False, highlight=False)
+
+
+def _recipe(config: Path, mesh: str | None) -> TrainConfig:
+    """The configuration that a person named, on the mesh that they named."""
+    recipe = named_config(config)
+    return recipe if mesh is None else recipe.on_mesh(load_mesh_config(mesh))
 
 
 def _page(html: Path, recipe: TrainConfig, number: int) -> Path:
@@ -181,6 +194,7 @@ def compile_command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Also write a page with planned beside compiled; a phase, a page."),
     ] = None,
+    mesh: MeshOption = None,
 ) -> None:
     """Compile every phase with the compiler of its mesh's target and report on the result; needs no devices.
 
@@ -190,7 +204,7 @@ def compile_command(
     Exit status: 0 all phases fit and their audits are clean; 1 a phase does not fit in memory; 2 an error; 3 a phase's
     audit is not clean.
     """
-    recipe = named_config(config)
+    recipe = _recipe(config, mesh)
     use_platform(recipe, runs=False)
     console, compilations = Console(soft_wrap=True), []
     for number, phase in enumerate(recipe.all_phases, 1):

@@ -244,6 +244,8 @@ def test_a_plan_is_written_as_a_page_for_each_phase(inside, tmp_path):
     pages = [tmp_path / "pages" / f"plan-{n}.html" for n in (1, 2)]
     assert all(str(page) in done.stdout for page in pages)
     assert all(page.read_text().startswith("<!doctype html>") for page in pages)
+    elsewhere = inside("plan", write(tmp_path), "--mesh", "cpu-8").stdout
+    assert elsewhere.count("on mesh (data=4, model=2) of cpu") == 2
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

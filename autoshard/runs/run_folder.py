@@ -8,6 +8,7 @@
     RUN/plan-0.json      the plan of each phase
     RUN/plan-0.html      the same drawn
     RUN/checkpoints/     see `autoshard.checkpoint`
+    RUN/plugins/         steps that were recorded for xprof
     RUN/report.json      the report, once the run is finished
 
 An event is written before the checkpoint that follows it, so the log up to a checkpoint is complete whenever the
@@ -41,7 +42,7 @@ from autoshard.strict_files import cut, parse_json, read_text, shortened
 
 _LOCK = "lock"
 _RUN_FILES = re.compile(
-    r"run\.json|log\.jsonl|metrics\.csv|events\.out\.tfevents\.[^/]*|plan-\d+\.(json|html)|report\.json|checkpoints|[^/]*\.partial"
+    r"run\.json|log\.jsonl|metrics\.csv|events\.out\.tfevents\.[^/]*|plan-\d+\.(json|html)|report\.json|checkpoints|plugins|[^/]*\.partial"
 )
 _MAX_BYTES = 2**22
 """Of run.json, of report.json, and of a line of the log."""

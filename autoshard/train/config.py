@@ -181,6 +181,24 @@ class CheckpointConfig(Config):
     """Number of checkpoints to keep, the newest; None keeps all."""
 
 
+class ProfileConfig(Config):
+    """Steps that are recorded for xprof, in the run's folder, by the first process."""
+
+    steps: tuple[StrictInt, StrictInt]
+    """The first and the last."""
+
+    @property
+    def range(self) -> range:
+        """The numbers of the steps."""
+        return range(self.steps[0], self.steps[1] + 1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not 1 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps are {list(self.steps)}: give the first and the last, counted from 1")
+        return self
+
+
 class TrainConfig(Config):
     """A training run. Either ``mesh`` and ``steps``, or ``phases`` if the mesh changes during the run.
 
@@ -242,6 +260,8 @@ class TrainConfig(Config):
     """Of the parameters and of the order of the data."""
     log_every: StrictInt = Field(default=10, ge=1)
     """Steps between two progress lines if the output is not a terminal."""
+    profile: ProfileConfig | None = None
+    """``{steps: [100, 105]}`` records those for xprof; left out, none."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """The JAX platform to run on; None is JAX's default."""
 
@@ -303,6 +323,11 @@ class TrainConfig(Config):
     def min_devices(self) -> int:
         """The most devices that a phase's mesh needs at least; 1 if no mesh fixes an axis size."""
         return max(phase.mesh.min_devices for phase in self.all_phases)
+
+    def on_mesh(self, mesh: MeshConfig) -> TrainConfig:
+        """This configuration with ``mesh`` in the place of each phase's."""
+        phases = tuple(phase.model_copy(update={"mesh": mesh}) for phase in self.phases)
+        return self.model_copy(update={"phases": phases} if phases else {"mesh": mesh})
 
     def microbatches_on(self, mesh: MeshConfig) -> int | None:
         """The parts in which a step computes its batch on a mesh; None leaves them to the planner.

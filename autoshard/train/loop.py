@@ -39,7 +39,7 @@ from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import OptimizerConfig, Tree
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.processes import SizedPlacer, agree_to_stop, from_first, in_any, is_first, peak_seconds
-from autoshard.train.stepping import Duties, Numbers, scalars, take_steps
+from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
 
@@ -270,9 +270,11 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     run.progress.restart()
     run.progress.measure_against(peak_seconds(run.work.steps.train, planned.plan))
     ready = Prefetched(batches, planned.placer(), phase.until - done)
-    with run.stop.deferred(), ready:
+    recorded = config.profile.range if config.profile is not None and is_first() else range(0)
+    tracing = traced(planned.step, done + 1, recorded, os.fspath(folder.root))
+    with run.stop.deferred(), ready, tracing as step:
         duties = _duties(run, planned, phase.until, ready)
-        take_steps(planned.step, state, ready, range(done + 1, phase.until + 1), duties)
+        take_steps(step, state, ready, range(done + 1, phase.until + 1), duties)
     checkpoint.finish(folder.checkpoints)
     return planned
 

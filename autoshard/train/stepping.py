@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +98,39 @@ def take_steps(
         if stopping:
             return state, number
     return state, numbers[-1] if numbers else numbers.start - 1
+
+
+@contextlib.contextmanager
+def traced(
+    step: Callable[[Tree, Tree], tuple[Tree, Any]], next_number: int, traced_steps: range, folder: str
+) -> Generator[Callable[[Tree, Tree], tuple[Tree, Any]]]:
+    """``step``, of which the calls with numbers in ``traced_steps`` are recorded for xprof, where TensorBoard finds
+    them too: ``folder/plugins/profile``.
+
+    Args:
+      next_number: of the first call. A recording that is not complete when the context is left is written as it is.
+    """
+    number, is_on = next_number, False
+
+    def call(state: Tree, batch: Tree) -> tuple[Tree, Any]:
+        nonlocal number, is_on
+        if number in traced_steps and not is_on:
+            jax.profiler.start_trace(folder)
+            is_on = True
+        with jax.profiler.StepTraceAnnotation("step", step_num=number):
+            result = step(state, batch)
+        number += 1
+        if is_on and number not in traced_steps:
+            jax.block_until_ready(result)
+            is_on = False
+            jax.profiler.stop_trace()
+        return result
+
+    try:
+        yield call if traced_steps else step
+    finally:
+        if is_on:
+            jax.profiler.stop_trace()
 
 
 def _finish_early(done: int, numbers: range, state: Tree, batches: Batches, duties: Duties) -> None:

@@ -199,7 +199,7 @@ def test_a_shorter_configuration_is_refused(text: Path, finished: tuple[Path, Re
 def test_fresh_starts_over_and_ends_the_same(text: Path, tmp_path: Path, finished: tuple[Path, Report, str]):
     folder, report, _ = finished
     shutil.copytree(folder, tmp_path / "run")
-    again, shown = run(recipe(text, tmp_path / "run"), fresh=True)
+    again, shown = run(recipe(text, tmp_path / "run", profile={"steps": [6, 7]}), fresh=True)  # over the change of mesh
     plans = "plan-0.html, plan-0.json, plan-1.html, plan-1.json"
     assert "deleted checkpoints, events.out.tfevents." in shown
     assert f"log.jsonl, metrics.csv, {plans}, report.json, run.json" in shown
@@ -207,6 +207,10 @@ def test_fresh_starts_over_and_ends_the_same(text: Path, tmp_path: Path, finishe
     assert (tmp_path / "run/plan-1.html").read_text().startswith("<!doctype html>")
     assert again.model_copy(update={"checkpoint": report.checkpoint}) == report
     assert losses(tmp_path / "run") == losses(folder)
+    assert list((tmp_path / "run/plugins/profile").glob("*/*.xplane.pb"))
+    assert "plugins" in RunFolder(epath.Path(tmp_path / "run")).clear()
+    with pytest.raises(ConfigError, match=r"profile: .*steps are \[7, 6\]: give the first and the last"):
+        recipe(text, tmp_path / "run", profile={"steps": [7, 6]})
 
 
 def test_fresh_deletes_nothing_of_anyone_else(text: Path, tmp_path: Path):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import pytest
 
 from autoshard.errors import ArgumentError
 from autoshard.train.non_finite import Checked
 from autoshard.train.sources import source_of
-from autoshard.train.stepping import Duties, scalars, take_steps
+from autoshard.train.stepping import Duties, scalars, take_steps, traced
 
 
 def taken(numbers: range, batches: Any, *, every: int = 100, evals: int = 100, stop: int = 0) -> tuple[list[Any], Any]:
@@ -91,3 +94,24 @@ def test_what_follows_a_step_that_was_undone_is_logged_and_not_judged():
         ("save", 4, 102, {"taken": 4}),
     ]
     assert result == (102, 4)
+
+
+def recorded(folder: Path) -> set[int]:
+    """The numbers of the steps in the recordings in a folder."""
+    found: set[int] = set()
+    for file in folder.glob("plugins/profile/*/*.xplane.pb"):
+        lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
+        events = [dict(event.stats) for line in lines for event in line.events if event.name == "step"]
+        found.update(int(stats["step_num"]) for stats in events)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:builtin type event_stats")
+def test_some_steps_are_recorded_for_xprof(tmp_path: Path):
+    for name, last, expected in (("whole", 7, {4, 5}), ("stopped", 4, {4})):
+        with traced(jax.jit(lambda s, b: (s + b, s)), 3, range(4, 6), str(tmp_path / name)) as step:
+            state = 0
+            for _ in range(3, last + 1):
+                state, _ = step(state, 1)
+        assert state == last - 2
+        assert recorded(tmp_path / name) == expected
