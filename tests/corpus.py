@@ -125,7 +125,7 @@ def sharded(fun: Any, axes: Mapping[str, int], split: Split, args: Sequence[Any]
     arrays = jax.tree.leaves((tuple(args), expected))
     for i, (pin, sharding, x) in enumerate(zip(split.arguments + split.results, taken + made, arrays, strict=True)):
         if pin is not None and (sharding is None or sharding.shard_shape(x.shape) != part(pin, x.shape, axes)):
-            return f"array {i}, pinned to {pin}, lies as {sharding}", math.inf
+            return f"array {i}, pinned to {pin}, is sharded as {sharding}", math.inf
     return difference(expected, got)
 
 

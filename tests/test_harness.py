@@ -41,7 +41,7 @@ def test_a_difference_is_told() -> None:
 def test_an_array_that_does_not_lie_as_pinned_is_told() -> None:
     x, unread = np.zeros(4, "f4"), corpus.Split((P(("b",)), None), (None,))
     wrong, off = corpus.sharded(lambda x, y: y + 1, {"a": 2, "b": 4}, unread, (x, x), x + 1)
-    assert "lies as None" in wrong
+    assert "is sharded as None" in wrong
     assert off == np.inf
 
 

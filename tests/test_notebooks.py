@@ -42,8 +42,8 @@ def executed(path: Path) -> Any:
     """The notebook at ``path`` with its outputs; raises what a cell raises."""
     notebook = nbformat.read(path, as_version=4)
     # The notebook says itself how many devices it wants.
-    told = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
-    env = {**told, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [told.get("PYTHONPATH")])])}
+    kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
+    env = {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])}
     client = NotebookClient(
         notebook,
         timeout=600,

@@ -209,9 +209,9 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for key in folders:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
-                raise CheckpointError(f"{name} lies within another leaf; rename one of them")
+                raise CheckpointError(f"{name} has another leaf as a prefix; rename one of them")
         if last in at:
-            raise CheckpointError(f"{name} lies around another leaf; rename one of them")
+            raise CheckpointError(f"{name} is a prefix of another leaf; rename one of them")
         at[last] = value
     return found
 

@@ -5,7 +5,7 @@ A folder has ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and 
 for bfloat16 and 8-bit floats and writes whole tensors only, so files are read and written here; the tests hold them
 against it. A file begins with 8 bytes, the length of its header; the header is JSON; tensors follow without a gap.
 
-A tensor lies row by row, and is read and written in *runs*: boxes of at most `RUN_BYTES` that are contiguous.
+A tensor is stored row by row, and is read and written in *runs*: boxes of at most `RUN_BYTES` that are contiguous.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How an array lies on the devices: its dimensions and their splits, and the grid of devices with who holds which part.
+"""How an array is sharded: its dimensions and their splits, and the grid of devices with who holds which part.
 
 A device's cell has a stripe for every mesh axis that splits the array, in that axis's colour, the paler the earlier the
 part. Cells that look the same hold the same part. So a picture works for arrays of any rank and meshes of any number of
@@ -27,7 +27,7 @@ _GRID, _MAX_SIDE, _BAR, _MAX_PARTS = 112, 32, 176, 64
 
 
 def largest_groups(plan: PlanRecord) -> tuple[list[ArrayGroup], list[MatchingSubtree]]:
-    """Groups of arguments that are alike, those that take most bytes unsharded first; and what lies as they do."""
+    """Groups of arguments that are alike, those that take most bytes unsharded first; and what is sharded alike."""
     whole, rows = dict.fromkeys(plan.mesh.axis_names, 1), report_rows(plan.inputs)
     groups = [row for row in rows if isinstance(row, ArrayGroup)]
     groups.sort(key=lambda g: -bytes_per_device(g.places, whole))
@@ -35,7 +35,7 @@ def largest_groups(plan: PlanRecord) -> tuple[list[ArrayGroup], list[MatchingSub
 
 
 def shards(group: ArrayGroup, mesh: LogicalMesh) -> Picture:
-    """The card of one group: every array of it lies so."""
+    """The card of one group: every array of it is sharded so."""
     p, n = group.first, len(group.places)
     spec, sizes = p.spec, mesh.shape
     parts_of, copies = spec.num_shards(sizes), mesh.size // spec.num_shards(sizes)

@@ -70,7 +70,7 @@ def price_pipeline(
 
     Raises:
       PipelineError: the step has no chain of layers, or one that does not fit the stages; or it says itself how
-        something in the loop lies over the stages.
+        something in the loop is split over the stages.
       ScheduleError: the schedule is wrong.
     """
     program, request = graph.program, graph.program.pipeline

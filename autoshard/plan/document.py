@@ -37,7 +37,7 @@ def short_source(source: str) -> str:
 
 
 def is_library(file: str) -> bool:
-    """Whether the file lies in site-packages."""
+    """Whether the file is in site-packages."""
     return _LIBRARY.match(file) is not None
 
 

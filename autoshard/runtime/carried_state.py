@@ -29,7 +29,7 @@ class CarriedSpecs:
     stages: str | None = None
     """The mesh axis of the pipeline's stages, if the plan has one."""
     offloaded: bool = False
-    """Whether some of it lies in the host's memory by that plan's choice."""
+    """Whether some of it is in the host's memory by that plan's choice."""
 
 
 @dataclass

@@ -99,8 +99,8 @@ def test_names_dtypes_and_what_is_left_out(tmp_path: Path) -> None:
         (["--rename", "b"], "'b' is not OLD=NEW"),
         (["--rename", "x=y"], "no leaf of the checkpoint has this name"),
         (["--cast", "int8"], "'int8' is no dtype of floats"),
-        (["--to", "orbax", "--rename", "step=params"], "params lies around another leaf"),
-        (["--to", "orbax", "--rename", "step=key/x"], "key/x lies within another leaf"),
+        (["--to", "orbax", "--rename", "step=params"], "params is a prefix of another leaf"),
+        (["--to", "orbax", "--rename", "step=key/x"], "key/x has another leaf as a prefix"),
     ):
         with pytest.raises(CheckpointError, match=why):
             run("convert", path, tmp_path / "no", *wrong)
