@@ -10,13 +10,15 @@ of a pipeline take turns. `annotate` pins a value inside a step. State that the 
 `PaddedArray`. `register_rule` teaches a `Rule` for a primitive or a kernel of one's own, perhaps with a `Local` form,
 and `unregister_rule` takes it back; a `Pass` rewrites a step before it is planned. `audit` compares planned collectives
 with those of a compiled step; `verify` the results with one device's, which gives a `Verification`. `Step.export` makes
-bytes of a step and `load_exported` an `ExportedStep` of them. `checkpoint` saves and restores on any mesh, `train` runs
-a step to its end, `weights` reads and writes published models, `errors` has what is raised on purpose.
+bytes of a step and `load_exported` an `ExportedStep` of them. `generate` makes a `Generator` of a step that has a
+cache. `checkpoint` saves and restores on any mesh, `train` runs a step to its end, `weights` reads and writes published
+models, `errors` has what is raised on purpose.
 """
 
 from autoshard import checkpoint, errors, train, weights
 from autoshard.api import jit, register_rule, unregister_rule
 from autoshard.backend.audit import audit
+from autoshard.decoding.generator import Generator, generate
 from autoshard.export.exported_step import ExportedStep, load_exported
 from autoshard.ir.annotate import annotate
 from autoshard.ir.rule import Local, Rule
@@ -30,6 +32,7 @@ from autoshard.transforms.pipeline import Pass
 
 __all__ = [
     "ExportedStep",
+    "Generator",
     "Local",
     "MeshConfig",
     "PaddedArray",
@@ -43,6 +46,7 @@ __all__ = [
     "audit",
     "checkpoint",
     "errors",
+    "generate",
     "jit",
     "load_exported",
     "register_rule",

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
-from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
+from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.optimizer import OptimizerConfig
 
 ROUNDS = 12
 BATCH = 8

@@ -15,7 +15,8 @@ import autoshard
 from autoshard import MeshConfig, Schedule
 from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
 from autoshard.schedule.slots import Operation, Slot
-from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
+from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.optimizer import OptimizerConfig
 from tests.models import tokens
 from tests.pipelined_steps import apart, decoder_loss, decoder_params, train_state, trained
 

@@ -39,8 +39,9 @@ MAY_IMPORT: Mapping[str, str] = {
     "api": "runtime rules passes",
     "runs": "errors units strict_files",
     "batches": "errors strict_files",
-    "train": "api batches checkpoint runs",
-    "__init__": "train schedule weights",
+    "train": "api batches checkpoint runs weights.models.cache",
+    "decoding": "train weights",
+    "__init__": "decoding schedule",
     "cli": "train __init__",
     "__main__": "cli",
 }

@@ -26,8 +26,9 @@ from autoshard.machine.mesh_config import MeshConfig, mesh_config
 from autoshard.strict_config import Config, load_yaml
 from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, ModelCall
 from autoshard.train.data import STDLIB, VOCAB
-from autoshard.train.decoder import MAX_SIZE, MAX_STEPS, ModelConfig, OptimizerConfig
+from autoshard.train.decoder import MAX_SIZE, ModelConfig
 from autoshard.train.non_finite import PATTERN
+from autoshard.train.optimizer import MAX_STEPS, OptimizerConfig
 from autoshard.train.precision import Float, Precision
 
 Strategy = Literal[

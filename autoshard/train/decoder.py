@@ -1,4 +1,5 @@
-"""A decoder-only transformer in Flax NNX and its train and eval steps: ordinary JAX without any sharding.
+"""A decoder-only transformer in Flax NNX, its train and eval steps, and its step with a cache: ordinary JAX without any
+sharding.
 
 Pre-norm blocks with RMS norms, rotary positions, grouped-query attention, and a gated or plain MLP or a mixture of
 experts. Layers are stacked and scanned, so that depth costs no tracing time, or unrolled with one trace for all.
@@ -21,6 +22,8 @@ from flax import nnx
 from pydantic import Field, ValidationInfo, field_validator
 
 from autoshard.strict_config import Config
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
+from autoshard.weights.models.cache import Position, recalled
 
 type Tree = Any
 """A pytree."""
@@ -30,8 +33,6 @@ type Metrics = Mapping[str, Any]
 
 MAX_SIZE = 2**24
 """Of a dimension of a model, and of a batch."""
-MAX_STEPS = 2**31 - 1
-"""Of a run; steps are counted in 32 bits."""
 
 
 class ModelConfig(Config):
@@ -110,36 +111,13 @@ class ModelConfig(Config):
         return -(-width // 32) * 32
 
 
-class OptimizerConfig(Config):
-    """AdamW with linear warm-up, cosine decay and gradient clipping by global norm."""
-
-    learning_rate: float = Field(default=1e-3, gt=0)
-    """The largest, after the warm-up."""
-    warmup: int = Field(default=0, ge=0, le=MAX_STEPS)
-    """Steps in which the learning rate rises from zero to ``learning_rate``."""
-    decay_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    """Step at which the cosine decay ends, warm-up included; the last step of the run if absent."""
-    final: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate as a fraction of ``learning_rate``."""
-    b1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the mean of gradients."""
-    b2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the mean of their squares."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Share of a parameter that is taken off, times the learning rate, in a step."""
-    clip: float = Field(default=1.0, gt=0)
-    """Global norm to which gradients are cut."""
-    mu_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the running mean of gradients; that of the parameters if absent, as the mean of their squares always is."""
-
-
-def rotary(x: jax.Array, base: float) -> jax.Array:
+def rotary(x: jax.Array, base: float, position: Position = 0) -> jax.Array:
     """Rotary position embedding (RoFormer, eq. 34) over the halves of the last dimension. x: [B, S, H, E] -> the
     same.
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    angle = (position + jnp.arange(x.shape[1])).astype(jnp.float32)[:, None] * frequencies
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -175,16 +153,30 @@ class Attention(nnx.Module):
         self.wo = _weights(rngs, heads, head, width, fan_in=width, gain=(2 * config.layers) ** -0.5)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        config, dtype = self.config, x.dtype
-        batch, seq, _ = x.shape
-        query = rotary(jnp.einsum("bsd,dhe->bshe", x, self.wq[...].astype(dtype)), config.rope_base)
-        key = rotary(jnp.einsum("bsd,dke->bske", x, self.wk[...].astype(dtype)), config.rope_base)
-        value = jnp.einsum("bsd,dke->bske", x, self.wv[...].astype(dtype))
-        grouped = query.reshape(batch, seq, config.key_heads, -1, config.head_width)
-        scores = jnp.einsum("bqkge,btke->bkgqt", grouped, key, preferred_element_type=jnp.float32)
+        seq = x.shape[1]
         seen = jnp.arange(seq)[:, None] >= jnp.arange(seq)[None, :]
         if segment_ids is not None:  # [B, 1, 1, S, S]; positions are relative, so that each segment may begin anywhere
             seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None, None]
+        return self._mixed(*self._projected(x, 0), seen)
+
+    def step(self, x: jax.Array, cache: Tree, layer: int | jax.Array, position: Position) -> tuple[jax.Array, Tree]:
+        """The same of tokens from ``position`` on that see those in a cache, and the cache with them."""
+        query, key, value = self._projected(x, position)
+        known = recalled(cache, layer, position, {"key": key, "value": value})
+        return self._mixed(query, known.entries["key"], known.entries["value"], known.seen), known.cache
+
+    def _projected(self, x: jax.Array, position: Position) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, S, H, E], keys and values [B, S, K, E]."""
+        base, dtype = self.config.rope_base, x.dtype
+        query = rotary(jnp.einsum("bsd,dhe->bshe", x, self.wq[...].astype(dtype)), base, position)
+        key = rotary(jnp.einsum("bsd,dke->bske", x, self.wk[...].astype(dtype)), base, position)
+        return query, key, jnp.einsum("bsd,dke->bske", x, self.wv[...].astype(dtype))
+
+    def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
+        """The values that each query finds. seen: bool [..., S, T], which of T keys -> [B, S, D]."""
+        config, dtype = self.config, query.dtype
+        grouped = query.reshape(*query.shape[:2], config.key_heads, -1, config.head_width)
+        scores = jnp.einsum("bqkge,btke->bkgqt", grouped, key, preferred_element_type=jnp.float32)
         scores = jnp.where(seen, scores * config.head_width**-0.5, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
         mixed = jnp.einsum("bkgqt,btke->bqkge", weights, value).reshape(query.shape)
@@ -257,6 +249,14 @@ class Layer(nnx.Module):
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x))
 
+    def step(self, x: jax.Array, cache: Tree, layer: int | jax.Array, position: Position) -> tuple[jax.Array, Tree]:
+        """The same of tokens from ``position`` on that see those in a cache, and the cache with them."""
+        with jax.named_scope("attention"):
+            mixed, cache = self.attention.step(self.attention_norm(x), cache, layer, position)
+            x = x + mixed
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), cache
+
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _apply_layer(graph: Any, weights: Tree, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
@@ -282,8 +282,7 @@ class Decoder(nnx.Module):
         self.head = None if config.tied else _weights(rngs, config.d_model, config.vocab, fan_in=config.d_model)
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        dtype = jnp.dtype(self.config.dtype)
-        x = self.embed[...].astype(dtype)[tokens] * self.config.d_model**0.5
+        x = self._embedded(tokens)
         if self.config.scan:
             graph, stacked = nnx.split(self.layers)
             x, _ = jax.lax.scan(lambda h, weights: (nnx.merge(graph, weights)(h, segment_ids), None), x, stacked)
@@ -291,14 +290,39 @@ class Decoder(nnx.Module):
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
                     x = _apply_layer(*nnx.split(layer), x, segment_ids)
-        with jax.named_scope("head"):
-            return self._logits(self.norm(x), dtype)
+        return self._logits(x)
 
-    def _logits(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
+    def step(self, tokens: jax.Array, cache: Tree, position: Position) -> tuple[jax.Array, Tree]:
+        """Logits of the token after the last, float32 [B, V], of tokens from ``position`` on; and the cache with them.
+
+        Experts have room for the tokens of the call: those of a prompt compete, a token by itself does not.
+        """
+        x = self._embedded(tokens)
+        if self.config.scan:
+            graph, stacked = nnx.split(self.layers)
+
+            def layer(carry: tuple[jax.Array, Tree], of: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Tree], None]:
+                block: Any = nnx.merge(graph, of[0])
+                return block.step(*carry, of[1], position), None
+
+            (x, cache), _ = jax.lax.scan(layer, (x, cache), (stacked, jnp.arange(self.config.layers)))
+        else:
+            for number, layer in enumerate(self.layers):
+                x, cache = layer.step(x, cache, number, position)
+        return self._logits(x[:, -1:])[:, 0], cache
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        return self.embed[...].astype(self.config.dtype)[tokens] * self.config.d_model**0.5
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("head"):
+            return self._onto_tokens(self.norm(x))
+
+    def _onto_tokens(self, x: jax.Array) -> jax.Array:
         if self.head is None:
             x = x * self.config.d_model**-0.5  # else the initial model predicts each token to repeat, with certainty
-            return jnp.einsum("bsd,vd->bsv", x, self.embed[...].astype(dtype), preferred_element_type=jnp.float32)
-        return jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(dtype), preferred_element_type=jnp.float32)
+            return jnp.einsum("bsd,vd->bsv", x, self.embed[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 class Steps(NamedTuple):
@@ -312,36 +336,6 @@ class Steps(NamedTuple):
     """What `evaluated` gives, batch -> metrics, of the decoder the scalar ``loss`` (nats per token); or None."""
     evaluated: Callable[[Tree], Tree] = lambda state: state["params"]
     """The part of a state that is evaluated."""
-
-
-def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step for a run of ``steps`` steps."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup else config.learning_rate,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup,
-        decay_steps=max(config.decay_steps or steps, config.warmup + 1),
-        end_value=config.learning_rate * config.final,
-    )
-
-
-def _decay_mask(params: Tree) -> Tree:
-    """The parameters to which weight decay applies: all but the norms' scales."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1:] != (jax.tree_util.DictKey("scale"),), params)
-
-
-def make_optimizer(optimizer: OptimizerConfig, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The optimizer for a run of ``steps`` steps, and its learning rate by step."""
-    rate = schedule(optimizer, steps)
-    adamw = optax.adamw(
-        rate,
-        b1=optimizer.b1,
-        b2=optimizer.b2,
-        mu_dtype=optimizer.mu_dtype,
-        weight_decay=optimizer.weight_decay,
-        mask=_decay_mask,
-    )
-    return optax.chain(optax.clip_by_global_norm(optimizer.clip), adamw), rate
 
 
 def make_steps(model: ModelConfig, optimizer: OptimizerConfig, steps: int) -> Steps:

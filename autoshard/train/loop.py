@@ -36,8 +36,9 @@ from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
-from autoshard.train.decoder import OptimizerConfig, Tree
+from autoshard.train.decoder import Tree
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
+from autoshard.train.optimizer import OptimizerConfig
 from autoshard.train.processes import SizedPlacer, agree_to_stop, from_first, in_any, is_first, peak_seconds
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals

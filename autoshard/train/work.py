@@ -17,7 +17,8 @@ from autoshard.errors import ConfigError
 from autoshard.train import data
 from autoshard.train.calls import Call
 from autoshard.train.config import DataConfig, TrainConfig
-from autoshard.train.decoder import ModelConfig, OptimizerConfig, Steps, make_optimizer, make_steps
+from autoshard.train.decoder import ModelConfig, Steps, make_steps
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.own_model import Model, cross_entropy, decoder_model, make_own_steps, own_model, own_steps
 from autoshard.train.processes import abstract, same_in_all
 from autoshard.train.sources import Mapped, Source, Tree, arrays_only, source_of

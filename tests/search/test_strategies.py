@@ -13,7 +13,8 @@ import pytest
 import autoshard
 from autoshard.backend.audit import audit
 from autoshard.runtime.plan import Plan
-from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
+from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.optimizer import OptimizerConfig
 
 LAYERS = 2
 MODEL = ModelConfig(layers=LAYERS, scan=False, d_model=256, heads=8, d_ff=1024, vocab=1024, seq=64)

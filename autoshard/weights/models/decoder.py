@@ -8,16 +8,15 @@ X experts, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from pydantic import Field
 
+from autoshard.errors import ArgumentError
 from autoshard.strict_config import Config
-
-type Tree = Any
-"""A pytree."""
+from autoshard.weights.models.cache import Position, Tree, recalled
 
 
 class DecoderSettings(Config):
@@ -35,21 +34,62 @@ class DecoderSettings(Config):
     scaled_embedding: bool = False
     """Whether the embedding is multiplied by the root of the width."""
     experts_per_token: int = Field(default=2, ge=1)
+    window: int | None = Field(default=None, ge=1)
+    """Positions that a token sees, its own among them; None: all before it."""
 
 
 def logits(settings: DecoderSettings, params: Tree, tokens: jax.Array) -> jax.Array:
     """Next-token logits. tokens: int [B, S] -> float32 [B, S, V]."""
+    x, angle = _embedded(settings, params, tokens, 0)
+    x = normed(settings, params["norm"], blocks(settings, params["layers"], x, angle))
+    return projected(settings, params, x)
+
+
+def new_cache(settings: DecoderSettings, params: Tree, batch: int, length: int) -> Tree:
+    """A cache for ``batch`` rows of up to ``length`` tokens: keys and values.
+
+    Raises:
+      ArgumentError: the model has fewer positions.
+    """
+    if "positions" in params and length > (most := params["positions"].shape[0]):
+        raise ArgumentError(f"{length} tokens are asked for, and the model has {most} positions: ask for fewer")
+    of = params["layers"]["attention"]
+    layers, *_, key_heads, width = (of["wqkv"] if "wqkv" in of else of["wk"]).shape
+    shape = (layers, batch, min(length, settings.window or length), key_heads, width)
+    return {name: jnp.zeros(shape, params["embed"].dtype) for name in ("key", "value")}
+
+
+def step(
+    settings: DecoderSettings, params: Tree, cache: Tree, tokens: jax.Array, position: Position
+) -> tuple[jax.Array, Tree]:
+    """Logits of the token after the last, and the cache with the tokens. tokens: int [B, S] -> float32 [B, V]."""
+    x, angle = _embedded(settings, params, tokens, position)
+
+    def layer(carry: tuple[jax.Array, Tree], of: tuple[Tree, jax.Array]) -> tuple[tuple[jax.Array, Tree], None]:
+        (x, cache), (p, number) = carry, of
+        query, key, value = _heads(settings, p["attention"], normed(settings, p["attention_norm"], x), angle)
+        known = recalled(cache, number, position, {"key": key, "value": value}, settings.window)
+        mixed = _mixed(p["attention"], query, known.entries["key"], known.entries["value"], known.seen)
+        return (_after_attention(settings, p, x + mixed), known.cache), None
+
+    numbers = jnp.arange(jax.tree.leaves(cache)[0].shape[0])
+    (x, cache), _ = jax.lax.scan(layer, (x, cache), (params["layers"], numbers))
+    return projected(settings, params, normed(settings, params["norm"], x[:, -1:]))[:, 0], cache
+
+
+def _embedded(
+    settings: DecoderSettings, params: Tree, tokens: jax.Array, position: Position
+) -> tuple[jax.Array, jax.Array | None]:
+    """Tokens from ``position`` on, [B, S, D], and the angle by which `rotated` turns them."""
     x = params["embed"][tokens]
     if settings.scaled_embedding:
         x = x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)
     if "positions" in params:
-        x = x + params["positions"][: tokens.shape[1]]
-    angle = None
-    if settings.rope_base is not None:
-        at = jnp.arange(tokens.shape[1], dtype=jnp.float32)[:, None]
-        angle = at * frequencies(settings.rope_base, params["layers"]["attention"]["wq"].shape[-1])
-    x = normed(settings, params["norm"], blocks(settings, params["layers"], x, angle))
-    return projected(settings, params, x)
+        x = x + jax.lax.dynamic_slice_in_dim(params["positions"], position, tokens.shape[1])
+    if settings.rope_base is None:
+        return x, None
+    at = (position + jnp.arange(tokens.shape[1])).astype(jnp.float32)[:, None]
+    return x, at * frequencies(settings.rope_base, params["layers"]["attention"]["wq"].shape[-1])
 
 
 def projected(settings: DecoderSettings, params: Tree, x: jax.Array) -> jax.Array:
@@ -63,10 +103,14 @@ def blocks(settings: DecoderSettings, layers: Tree, x: jax.Array, angle: jax.Arr
 
     def layer(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
         x = x + attention(settings, p["attention"], normed(settings, p["attention_norm"], x), angle)
-        y = normed(settings, p["mlp_norm"], x)
-        return x + (experts if "router" in p["mlp"] else mlp)(settings, p["mlp"], y), None
+        return _after_attention(settings, p, x), None
 
     return jax.lax.scan(layer, x, layers)[0]
+
+
+def _after_attention(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
+    y = normed(settings, p["mlp_norm"], x)
+    return x + (experts if "router" in p["mlp"] else mlp)(settings, p["mlp"], y)
 
 
 def normed(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
@@ -81,6 +125,16 @@ def normed(settings: DecoderSettings, p: Tree, x: jax.Array) -> jax.Array:
 
 def attention(settings: DecoderSettings, p: Tree, x: jax.Array, angle: jax.Array | None) -> jax.Array:
     """Causal grouped-query self-attention. x: [B, S, D] -> the same."""
+    seen = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    if settings.window is not None:
+        seen = seen & ~jnp.tril(seen, -settings.window)
+    return _mixed(p, *_heads(settings, p, x, angle), seen)
+
+
+def _heads(
+    settings: DecoderSettings, p: Tree, x: jax.Array, angle: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, S, H, E], keys and values [B, S, K, E]."""
     if "wqkv" in p:
         query, key, value = jnp.einsum("bsd,zdhe->zbshe", x, p["wqkv"]) + p["bqkv"][:, None, None]
     else:
@@ -89,11 +143,15 @@ def attention(settings: DecoderSettings, p: Tree, x: jax.Array, angle: jax.Array
         query, key = normed(settings, {"scale": p["q_norm"]}, query), normed(settings, {"scale": p["k_norm"]}, key)
     if angle is not None:
         query, key = rotated(query, angle), rotated(key, angle)
+    return query, key, value
+
+
+def _mixed(p: Tree, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
+    """The values that each query finds. seen: bool [S, T], which of T keys -> [B, S, D]."""
     grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
     scores = jnp.einsum("bqkge,btke->bkgqt", grouped, key, preferred_element_type=jnp.float32)
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    scores = jnp.where(causal, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    scores = jnp.where(seen, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
     mixed = jnp.einsum("bkgqt,btke->bqkge", weights, value).reshape(query.shape)
     return jnp.einsum("bshe,hed->bsd", mixed, p["wo"]) + p.get("bo", 0)
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from pydantic import Field
 
 from autoshard.strict_config import Config
-from autoshard.weights.models.decoder import DecoderSettings, Tree, frequencies, mlp, normed, rotated
+from autoshard.weights.models.cache import Position, Recalled, Tree, recalled
+from autoshard.weights.models.decoder import DecoderSettings, frequencies, mlp, normed, rotated
 
 
 class MLASettings(Config):
@@ -44,8 +45,41 @@ class MLASettings(Config):
 
 def logits(settings: MLASettings, params: Tree, tokens: jax.Array) -> jax.Array:
     """Next-token logits. tokens: int [B, S] -> float32 [B, S, V]."""
+
+    def attended(p: Tree, y: jax.Array, cache: Tree, number: jax.Array) -> tuple[jax.Array, Tree]:
+        return attention(settings, p, y), cache
+
+    x, _ = _run(settings, params, tokens, None, attended)
+    return jnp.einsum("bsd,dv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+
+
+def new_cache(settings: MLASettings, params: Tree, batch: int, length: int) -> Tree:
+    """A cache for ``batch`` rows of up to ``length`` tokens: what keys and values are made of."""
+    layers, rank = params["layers"]["attention"]["kv_norm"].shape
+    shape = (layers, batch, length)
+    dtype = params["embed"].dtype
+    return {"latent": jnp.zeros((*shape, rank), dtype), "turned": jnp.zeros((*shape, settings.rope_width), dtype)}
+
+
+def step(
+    settings: MLASettings, params: Tree, cache: Tree, tokens: jax.Array, position: Position
+) -> tuple[jax.Array, Tree]:
+    """Logits of the token after the last, and the cache with the tokens. tokens: int [B, S] -> float32 [B, V]."""
+
+    def attended(p: Tree, y: jax.Array, cache: Tree, number: jax.Array) -> tuple[jax.Array, Tree]:
+        query, latent, turned = _projected(settings, p, y, position)
+        known = recalled(cache, number, position, {"latent": latent, "turned": turned})
+        return _from_latents(settings, p, query, known), known.cache
+
+    x, cache = _run(settings, params, tokens, cache, attended)
+    return jnp.einsum("bd,dv->bv", x[:, -1], params["head"], preferred_element_type=jnp.float32), cache
+
+
+def _run(settings: MLASettings, params: Tree, tokens: jax.Array, cache: Tree, attended: Any) -> tuple[jax.Array, Tree]:
+    """All layers: the dense ones, then those with experts. tokens: int [B, S] -> [B, S, D]."""
     x = params["embed"][tokens]
     first, parts = settings.dense_layers, settings.parts
+    numbers = jnp.arange(params["layers"]["mlp_norm"]["scale"].shape[0])
 
     def dense(p: Tree, x: jax.Array) -> jax.Array:
         return mlp(parts, p, x)
@@ -57,31 +91,59 @@ def logits(settings: MLASettings, params: Tree, tokens: jax.Array) -> jax.Array:
         if name not in params:
             continue
 
-        def layer(x: jax.Array, p: tuple[Tree, Tree], inner: Any = inner) -> tuple[jax.Array, None]:
-            x = x + attention(settings, p[0]["attention"], normed(parts, p[0]["attention_norm"], x))
-            return x + inner(p[1], normed(parts, p[0]["mlp_norm"], x)), None
+        def layer(carry: tuple[jax.Array, Tree], p: tuple[Tree, Tree, jax.Array], inner: Any = inner) -> Any:
+            x, cache = carry
+            mixed, cache = attended(p[0]["attention"], normed(parts, p[0]["attention_norm"], x), cache, p[2])
+            x = x + mixed
+            return (x + inner(p[1], normed(parts, p[0]["mlp_norm"], x)), cache), None
 
-        x, _ = jax.lax.scan(layer, x, (jax.tree.map(lambda w, part=part: w[part], params["layers"]), params[name]))
-    x = normed(parts, params["norm"], x)
-    return jnp.einsum("bsd,dv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+        layers = jax.tree.map(lambda w, part=part: w[part], params["layers"])
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), (layers, params[name], numbers[part]))
+    return normed(parts, params["norm"], x), cache
 
 
 def attention(settings: MLASettings, p: Tree, x: jax.Array) -> jax.Array:
     """Causal latent attention. x: [B, S, D] -> the same."""
-    nope, ranks = settings.key_width, DecoderSettings(eps=1e-6)
-    latent = normed(ranks, {"scale": p["q_norm"]}, x @ p["q_down"])
-    query = jnp.einsum("bsq,qha->bsha", latent, p["q_up"])
-    latent, shared = jnp.split(x @ p["kv_down"], [p["kv_norm"].shape[0]], axis=-1)
-    both = jnp.einsum("bsr,rhn->bshn", normed(ranks, {"scale": p["kv_norm"]}, latent), p["kv_up"])
+    nope = settings.key_width
+    query, latent, turned = _projected(settings, p, x, 0)
+    both = jnp.einsum("bsr,rhn->bshn", latent, p["kv_up"])
     key, value = both[..., :nope], both[..., nope:]
-    at = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None]
-    angle = at * frequencies(settings.rope_base, settings.rope_width)
-    q_turned, k_turned = (rotated(_halves(t), angle) for t in (query[..., nope:], shared[:, :, None]))
     scores = jnp.einsum("bqhe,bkhe->bhqk", query[..., :nope], key, preferred_element_type=jnp.float32)
-    scores = scores + jnp.einsum("bqhe,bke->bhqk", q_turned, k_turned[:, :, 0], preferred_element_type=jnp.float32)
+    scores = scores + jnp.einsum("bqhe,bke->bhqk", query[..., nope:], turned, preferred_element_type=jnp.float32)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     scores = jnp.where(causal, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
     mixed = jnp.einsum("bhqk,bkho->bqho", jax.nn.softmax(scores).astype(x.dtype), value)
+    return jnp.einsum("bsho,hod->bsd", mixed, p["wo"])
+
+
+def _projected(
+    settings: MLASettings, p: Tree, x: jax.Array, position: Position
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, the second part turned, [B, S, H, E]; what keys and values are made of [B, S, R]; turned keys."""
+    nope, ranks = settings.key_width, DecoderSettings(eps=1e-6)
+    at = (position + jnp.arange(x.shape[1])).astype(jnp.float32)[:, None]
+    angle = at * frequencies(settings.rope_base, settings.rope_width)
+    query = jnp.einsum("bsq,qha->bsha", normed(ranks, {"scale": p["q_norm"]}, x @ p["q_down"]), p["q_up"])
+    latent, shared = jnp.split(x @ p["kv_down"], [p["kv_norm"].shape[0]], axis=-1)
+    turned = rotated(_halves(query[..., nope:]), angle)
+    query = jnp.concatenate([query[..., :nope], turned], axis=-1)
+    return (
+        query,
+        normed(ranks, {"scale": p["kv_norm"]}, latent),
+        rotated(_halves(shared[:, :, None]), angle)[:, :, 0],
+    )
+
+
+def _from_latents(settings: MLASettings, p: Tree, query: jax.Array, known: Recalled) -> jax.Array:
+    """Attention to what keys and values are made of, without making them (section 2.1.2 of arXiv:2405.04434)."""
+    nope, latent = settings.key_width, known.entries["latent"]
+    asked = jnp.einsum("bqhe,rhe->bqhr", query[..., :nope], p["kv_up"][..., :nope])
+    scores = jnp.einsum("bqhr,bkr->bhqk", asked, latent, preferred_element_type=jnp.float32) + jnp.einsum(
+        "bqhe,bke->bhqk", query[..., nope:], known.entries["turned"], preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(known.seen, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    mixed = jnp.einsum("bhqk,bkr->bqhr", jax.nn.softmax(scores).astype(query.dtype), latent)
+    mixed = jnp.einsum("bqhr,rho->bqho", mixed, p["kv_up"][..., nope:])
     return jnp.einsum("bsho,hod->bsd", mixed, p["wo"])
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from pydantic import Field
 
 from autoshard.strict_config import Config
-from autoshard.weights.models.decoder import DecoderSettings, Tree, normed
+from autoshard.weights.models.cache import Tree
+from autoshard.weights.models.decoder import DecoderSettings, normed
 
 
 class VisionSettings(Config):

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from autoshard.strict_config import Config
-from autoshard.weights.models.decoder import DecoderSettings, Tree, blocks, frequencies, normed, projected, rotated
+from autoshard.weights.models.cache import Tree
+from autoshard.weights.models.decoder import DecoderSettings, blocks, frequencies, normed, projected, rotated
 
 type Grid = Sequence[tuple[int, int, int]]
 """Of each image the numbers of frames, rows and columns of patches."""
