@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu test-interop harness random kernels combinations mutants fuzz kills lint format types types-planted picture docs notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu test-interop harness random kernels combinations pipelines mutants fuzz kills lint format types types-planted picture docs notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -83,7 +83,11 @@ kernels: $(READY) ## run attention by interpreted TPU kernels in 300 random shap
 combinations: $(READY) ## run every combination of model, mesh and strategy, and of other things that the tests take half of
 	AUTOSHARD_COMBINATIONS=all $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/test_equivalence.py tests/rules/test_attention.py tests/rules/local_forms tests/passes/pad_uneven \
-		tests/test_dtypes.py tests/test_pipeline_forms.py tests/pipelining/test_executor.py
+		tests/test_dtypes.py
+
+pipelines: $(READY) ## train every kind of model as a pipeline by every schedule on every mesh, against one device
+	AUTOSHARD_COMBINATIONS=all $(BIN)/python -m pytest -n 2 --dist worksteal \
+		tests/test_pipeline_forms.py tests/pipelining/test_executor.py
 
 mutants: $(READY) ## plant faults one at a time, and see that the tests near each notice it
 	$(BIN)/python -m tests.mutants

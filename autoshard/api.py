@@ -171,7 +171,7 @@ def jit(
     preset, offload = (strategy.strategy, ()) if isinstance(strategy, Plan) else _parse_strategy(strategy)
     if type(pad_state) is not bool:
         raise ArgumentError(f"pad_state={pad_state!r}: must be True or False")
-    _check_pipeline(config, microbatches, schedule, strategy, like, refine, pad_state)
+    _check_pipeline(config, microbatches, schedule, strategy, refine, pad_state)
     if refine is not None and (type(refine) is not int or refine < 0):
         raise ArgumentError(f"refine={refine!r}: must be the number of layouts to compile and choose from, 0 or more")
     if refine and isinstance(strategy, Plan):
@@ -234,7 +234,6 @@ def _check_pipeline(
     microbatches: Any,
     schedule: Any,
     strategy: Any,
-    like: Any,
     refine: Any,
     pad_state: Any,
 ) -> None:
@@ -253,7 +252,7 @@ def _check_pipeline(
                 'MeshConfig(axes={"stage": 4, "data": 2}, pipeline="stage")'
             )
         return
-    given = {"strategy=": isinstance(strategy, Plan), "like=": like, "refine=": refine, "pad_state=": pad_state}
+    given = {"strategy=": isinstance(strategy, Plan), "refine=": refine, "pad_state=": pad_state}
     for name, value in given.items():
         if value:
             raise ArgumentError(

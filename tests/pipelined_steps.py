@@ -40,7 +40,7 @@ def apart(params: Params) -> Params:
     return {**params, "layers": [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(layers)]}  # noqa: B023
 
 
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array | float) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
 
 

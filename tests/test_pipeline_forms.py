@@ -1,11 +1,13 @@
-"""Models as people write them, run as pipelines: Linen, NNX, plain dicts, with dropout, experts, images.
+"""Models as people write them, trained as pipelines: Linen, NNX, plain dicts, with dropout, experts, images, encoders.
 
-One of them runs in the suite; ``AUTOSHARD_COMBINATIONS=all`` runs all.
+One of them runs in the suite, for two steps; `make pipelines` runs all, by every schedule on every mesh, for ten steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,15 +17,14 @@ import pytest
 from flax import linen, nnx
 
 import autoshard
-from autoshard import MeshConfig
+from autoshard import MeshConfig, Schedule, checkpoint
 from tests.combinations import ALL
 from tests.models import CLASSES, HEADS, VOCAB, WIDTH, adamw, cross_entropy, images, tokens
-from tests.pipelined_steps import train_state, trained
+from tests.pipelined_steps import apart, decoder_loss, decoder_params, rms_norm, train_state, trained
 
 type Form = tuple[Any, Callable[..., jax.Array], Callable[[int], Any]]
 """Parameters, a loss of them and of a batch, and batches."""
-LAYERS, EXPERTS = 4, 4
-MESH = MeshConfig(axes={"stage": 2, "data": 2, "model": 2}, pipeline="stage")
+LAYERS, EXPERTS, STEPS = 4, 4, 10 if ALL else 2
 
 
 class Block(linen.Module):
@@ -43,12 +44,13 @@ class Block(linen.Module):
 class Language(linen.Module):
     """[batch, position] tokens to logits."""
 
+    layers: int
     drop: float
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = linen.Embed(VOCAB, WIDTH)(x)
-        for _ in range(LAYERS):
+        for _ in range(self.layers):
             x = Block(True, self.drop)(x)
         return linen.Dense(VOCAB)(linen.LayerNorm()(x))
 
@@ -56,12 +58,14 @@ class Language(linen.Module):
 class Vision(linen.Module):
     """[batch, row, column, channel] images to the logits of classes."""
 
+    layers: int
+
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = linen.Conv(WIDTH, (4, 4), (4, 4))(x)
         x = x.reshape(x.shape[0], -1, WIDTH)
         x = x + self.param("position", linen.initializers.normal(0.1), x.shape[1:])
-        for _ in range(LAYERS):
+        for _ in range(self.layers):
             x = Block(False)(x)
         return linen.Dense(CLASSES)(linen.LayerNorm()(x).mean(1))
 
@@ -100,17 +104,17 @@ class Stack(nnx.Module):
         return self.embed.attend(x)
 
 
-def experts_form() -> Form:
+def experts_form(layers: int) -> Form:
     """Each token goes to one of the experts of a layer; a loss of each layer balances them."""
     key = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape: int) -> jax.Array:
         return 0.3 * jax.random.normal(next(key), shape)
 
-    layers = {
-        "gate": normal(LAYERS, WIDTH, EXPERTS),
-        "up": normal(LAYERS, EXPERTS, WIDTH, WIDTH),
-        "down": normal(LAYERS, EXPERTS, WIDTH, WIDTH),
+    stacked = {
+        "gate": normal(layers, WIDTH, EXPERTS),
+        "up": normal(layers, EXPERTS, WIDTH, WIDTH),
+        "down": normal(layers, EXPERTS, WIDTH, WIDTH),
     }
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -123,23 +127,80 @@ def experts_form() -> Form:
         x, balance = jax.lax.scan(layer, params["embed"][batch["x"]], params["layers"])
         return cross_entropy(x @ params["embed"].T, batch["y"]) + 0.1 * balance.mean()
 
-    return {"embed": normal(VOCAB, WIDTH), "layers": layers}, loss, tokens
+    return {"embed": normal(VOCAB, WIDTH), "layers": stacked}, loss, tokens
 
 
-FORMS: dict[str, Callable[[], Form]] = {
+def translator_form(layers: int) -> Form:
+    """An encoder and a decoder that looks at what it made, one embedding for both and for the head (T5)."""
+    key = iter(jax.random.split(jax.random.key(0), 32))
+
+    def normal(*shape: int) -> jax.Array:
+        return 0.2 * jax.random.normal(next(key), shape)
+
+    def attention() -> Any:
+        width = WIDTH // HEADS
+        return {"in": normal(layers, 3, WIDTH, HEADS, width), "out": normal(layers, HEADS, width, WIDTH)}
+
+    def stack(*kinds: str) -> Any:
+        found = {kind: attention() for kind in kinds}
+        return {**found, "up": normal(layers, WIDTH, 2 * WIDTH), "down": normal(layers, 2 * WIDTH, WIDTH)}
+
+    def attend(x: jax.Array, other: jax.Array, w: Any, mask: Any = True) -> jax.Array:
+        q = jnp.einsum("bsd,dhe->bshe", x, w["in"][0])
+        k, v = jnp.einsum("bsd,zdhe->zbshe", other, w["in"][1:])
+        weights = jax.nn.softmax(jnp.where(mask, jnp.einsum("bqhe,bkhe->bhqk", q, k), -1e30))
+        return jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, w["out"])
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def encode(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            h = rms_norm(x, 1)
+            x = x + attend(h, h, w["self"])
+            return x + jax.nn.gelu(rms_norm(x, 1) @ w["up"]) @ w["down"], None
+
+        seen, _ = jax.lax.scan(encode, params["embed"][batch["y"]], params["encoder"])
+        seen, mask = rms_norm(seen, params["scale"]), jnp.tril(jnp.ones((batch["x"].shape[1],) * 2, bool))
+
+        def decode(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            h = rms_norm(x, 1)
+            x = x + attend(h, h, w["self"], mask)
+            x = x + attend(rms_norm(x, 1), seen, w["cross"])
+            return x + jax.nn.gelu(rms_norm(x, 1) @ w["up"]) @ w["down"], None
+
+        x, _ = jax.lax.scan(decode, params["embed"][batch["x"]], params["decoder"])
+        return cross_entropy(rms_norm(x, params["scale"]) @ params["embed"].T, batch["y"])
+
+    stacks = {"encoder": stack("self"), "decoder": stack("self", "cross")}
+    return {"embed": 2 * normal(VOCAB, WIDTH), "scale": jnp.ones(WIDTH), **stacks}, loss, tokens
+
+
+FORMS: Mapping[str, Callable[[int], Form]] = {
+    "scanned": lambda n: (decoder_params(n, tied=True), decoder_loss, tokens),
+    "unrolled": lambda n: (apart(decoder_params(n)), decoder_loss, tokens),
     "experts": experts_form,
-    "linen-dropout": lambda: linen_form(Language(0.1), tokens),
-    "vit": lambda: linen_form(Vision(), images),
+    "translator": translator_form,
+    "linen-dropout": lambda n: linen_form(Language(n, 0.1), tokens),
+    "vit": lambda n: linen_form(Vision(n), images),
 }
+MESHES: Mapping[str, Mapping[str, int]] = {
+    "2x4": {"stage": 2, "model": 4},
+    "4x2": {"stage": 4, "model": 2},
+    "2x2x2": {"stage": 2, "data": 2, "model": 2},
+    "8": {"stage": 8},
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v")
+IN_SUITE = (("experts", "2x2x2", "1f1b"),)
 
 
-@pytest.mark.parametrize("name", FORMS if ALL else ["experts"])
-def test_losses_and_parameters_are_those_of_one_device(name: str) -> None:
-    params, loss, batches = FORMS[name]()
+@pytest.mark.parametrize(("form", "mesh", "schedule"), itertools.product(FORMS, MESHES, SCHEDULES) if ALL else IN_SUITE)
+def test_losses_and_parameters_are_those_of_one_device(form: str, mesh: str, schedule: str) -> None:
+    axes = MESHES[mesh]
+    chunks = Schedule.named(schedule, stages=1, microbatches=1).chunks
+    params, loss, batches = FORMS[form](max(LAYERS, axes["stage"] * chunks))
     step, state = trained(loss), train_state(params)
-    planned, alone = autoshard.jit(step, mesh=MESH, microbatches=4, schedule="1f1b"), jax.jit(step)
+    config = MeshConfig(axes=dict(axes), pipeline="stage")
+    planned, alone = autoshard.jit(step, mesh=config, microbatches=4, schedule=schedule), jax.jit(step)
     found = expected = state
-    for i in range(2):
+    for i in range(STEPS):
         expected, wanted = alone(expected, batches(i))
         found, metrics = planned(found, batches(i))
         assert_close(wanted, metrics, 0)
@@ -153,14 +214,78 @@ def test_an_nnx_model_is_updated_as_on_one_device() -> None:
         optimizer.update(model, grads)
         return loss
 
+    mesh = MeshConfig(axes={"stage": 2, "data": 2, "model": 2}, pipeline="stage")
     models = [Stack(nnx.Rngs(0)) for _ in range(2)]
     optimizers = [nnx.Optimizer(model, adamw(), wrt=nnx.Param) for model in models]
-    steps = nnx.jit(step), autoshard.jit(step, mesh=MESH, microbatches=4, schedule="1f1b")
+    steps = nnx.jit(step), autoshard.jit(step, mesh=mesh, microbatches=4, schedule="1f1b")
     for i in range(2):
         one, other = (run(m, o, tokens(i)) for run, m, o in zip(steps, models, optimizers, strict=True))
         assert_close(one, other, 0)
     one, other = (nnx.to_pure_dict(nnx.state(model)) for model in models)
     assert_close(one, other, 1e-6)
+
+
+def logits(params: Any, batch: Any) -> jax.Array:
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jax.nn.gelu(rms_norm(x, w["norm"]) @ w["up"]) @ w["down"], None
+
+    x, _ = jax.lax.scan(layer, params["embed"][batch["x"]], params["layers"])
+    return rms_norm(x, params["scale"]) @ params["embed"].T
+
+
+def predicted(params: Any, batch: Any) -> jax.Array:
+    """[batch, position] tokens."""
+    return logits(params, batch).argmax(-1)
+
+
+def evaluated(params: Any, batch: Any) -> Any:
+    """The loss and how many tokens are right; layers one after the other."""
+    apart = [jax.tree.map(lambda w: w[i], params["layers"]) for i in range(LAYERS)]  # noqa: B023
+    x = params["embed"][batch["x"]]
+    for w in apart:
+        x = x + jax.nn.gelu(rms_norm(x, w["norm"]) @ w["up"]) @ w["down"]
+    found = rms_norm(x, params["scale"]) @ params["embed"].T
+    return {"loss": cross_entropy(found, batch["y"]), "right": (found.argmax(-1) == batch["y"]).sum()}
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [(predicted, {}), (evaluated, {"microbatches": 8, "schedule": "interleaved:2"})],
+)
+def test_steps_that_take_no_gradients_run_their_forwards(step: Any, options: Any) -> None:
+    params = decoder_params(LAYERS, tied=True)
+    planned = autoshard.jit(step, mesh=MeshConfig(axes={"stage": 2, "model": 4}, pipeline="stage"), **options)
+    plan = planned.plan(params, tokens(0))
+    assert plan.pipeline is not None
+    assert not plan.pipeline.schedule.has_backward
+    assert plan.pipeline.bubble < 1
+    assert_close(jax.jit(step)(params, tokens(0)), planned(params, tokens(0)), 0)
+    assert autoshard.audit(planned.lower(params, tokens(0)).compile(), plan).clean
+
+
+def test_a_checkpoint_goes_from_a_pipeline_to_a_mesh_without_one_and_back(tmp_path: Path) -> None:
+    """And an evaluation on the pipeline's mesh takes the state where the training step leaves it."""
+    step, mesh = trained(decoder_loss), MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
+    piped = autoshard.jit(step, mesh=mesh, microbatches=4, schedule="1f1b")
+    meshed = autoshard.jit(step, mesh={"data": 4, "model": 2}, strategy="fsdp_tp")
+    found = expected = train_state(decoder_params(LAYERS))
+    for i, planned in enumerate((piped, meshed, piped)):
+        plan = planned.plan(found, tokens(i))
+        if i:
+            found = checkpoint.restore(tmp_path, plan=plan)
+        found, _ = planned(found, tokens(i))
+        checkpoint.save(tmp_path, i, found)
+        expected, _ = jax.jit(step)(expected, tokens(i))
+    assert_close(expected, found, 1e-6)
+
+    def evaluated(state: Any, batch: Any) -> jax.Array:
+        return decoder_loss(state["params"], batch)
+
+    evaluate = autoshard.jit(evaluated, mesh=mesh, microbatches=4, like=piped)
+    plan = evaluate.plan(found, tokens(9))
+    assert plan.pipeline is not None
+    assert plan.in_specs[0]["params"] == piped.plan(found, tokens(0)).in_specs[0]["params"]
+    assert_close(jax.jit(evaluated)(expected, tokens(9)), evaluate(found, tokens(9)), 0)
 
 
 def assert_close(expected: Any, found: Any, atol: float) -> None:

@@ -21,6 +21,7 @@ from tests.models import tokens
 from tests.pipelined_steps import apart, decoder_loss, decoder_params, train_state, trained
 
 STAGES = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
+FORWARDS = Schedule.named("gpipe", stages=4, microbatches=4).forward_only()
 BACKWARD_FIRST = Schedule(((Slot(Operation.BACKWARD, 0, 0),), (Slot(Operation.FORWARD, 0, 0),)))
 
 
@@ -155,6 +156,7 @@ def no_chain(w: jax.Array, x: jax.Array) -> jax.Array:
         ({"microbatches": 4, "schedule": "1f2b"}, ScheduleError, "1f2b"),
         ({"microbatches": 4, "schedule": "zb-v"}, PipelineError, "2 chunks need 8 layers, and the chain .* has 4"),
         ({"microbatches": 4, "schedule": 3}, ArgumentError, "schedule=3"),
+        ({"microbatches": 4, "schedule": FORWARDS}, PipelineError, "has no backwards, and the chain .* has one"),
         ({"schedule": "1f1b", "mesh": {"stage": 4, "model": 2}}, ArgumentError, "the mesh has none: name an axis"),
         (
             {"microbatches": 4, "schedule": Schedule.named("1f1b", stages=4, microbatches=8)},

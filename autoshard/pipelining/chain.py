@@ -12,6 +12,7 @@ others, and added up over the stages after the loop.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,8 +43,8 @@ class Chain:
     """The scan over micro-batches; an iteration is a micro-batch."""
     forward: jx.JaxprEqn
     """The scan over layers in its body."""
-    backward: jx.JaxprEqn
-    """Its transpose."""
+    backward: jx.JaxprEqn | None
+    """Its transpose; None of a step that takes no gradients."""
     places: Mapping[jx.Var, Places]
     """Of every variable of the body."""
     per_layer: frozenset[jx.Var]
@@ -81,15 +82,33 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
     Raises:
       PipelineError: there is none, or something in the loop stands against it; names its source line.
     """
-    found = _candidates(jaxpr, rules)
+    found, alone = _candidates(jaxpr, rules), []
     if not found:
+        alone = _forward_chains(jaxpr, rules)
+    if not found and not alone:
         raise PipelineError(
             f"{name} has no chain of layers to make stages of{_heaviest(jaxpr)}: there is no loop over micro-batches "
             "in which layers that are equal but for their arrays, scanned over or one after the other, are followed by "
-            "their backward. Give layers the same shapes and operations; give microbatches=N, 2 or more, where the "
-            "step has no loop over micro-batches of its own"
+            "their backward, if the step has one. Give layers the same shapes and operations; give microbatches=N, 2 "
+            "or more, where the step has no loop over micro-batches of its own"
         )
+    if not found:
+        return max(alone, key=lambda chain: _stacked_bytes(chain.forward))
     return _Analysis(*max(found, key=lambda f: _stacked_bytes(f[1])), rules).chain()
+
+
+def _forward_chains(jaxpr: jx.Jaxpr, rules: Rules) -> list[Chain]:
+    """The chains of a step without gradients: scans over rows of what is the same in every iteration of a loop."""
+    loops = [eqn for eqn in jaxpr.eqns if jx.scan_groups(eqn)]
+    scans = [(loop, e) for loop in loops for e in jx.regions(loop)[0].body.eqns if jx.scan_groups(e)]
+    found: list[Chain] = []
+    for loop, scan in scans:
+        with contextlib.suppress(PipelineError):
+            chain, groups = _Analysis(loop, scan, None, rules).chain(), scan_groups(scan)
+            rows = scan.invars[groups.consts + groups.carry :]
+            if groups.carry and any(isinstance(a, jx.Var) and a in chain.invariant for a in rows):
+                found.append(chain)
+    return found
 
 
 def _heaviest(jaxpr: jx.Jaxpr) -> str:
@@ -102,7 +121,7 @@ def _heaviest(jaxpr: jx.Jaxpr) -> str:
 def has_chain(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
     """Whether ``jaxpr`` has a loop over micro-batches with a chain of layers in it, whether a pipeline can run it or
     not."""
-    return bool(_candidates(jaxpr, rules))
+    return bool(_candidates(jaxpr, rules) or _forward_chains(jaxpr, rules))
 
 
 def has_scanned_layers(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
@@ -160,7 +179,7 @@ def _stacked_bytes(forward: jx.JaxprEqn) -> int:
 class _Analysis:
     """Finds the places of the values of a loop's body."""
 
-    def __init__(self, loop: jx.JaxprEqn, forward: jx.JaxprEqn, backward: jx.JaxprEqn, rules: Rules) -> None:
+    def __init__(self, loop: jx.JaxprEqn, forward: jx.JaxprEqn, backward: jx.JaxprEqn | None, rules: Rules) -> None:
         self.rules = rules
         self.loop, self.forward, self.backward = loop, forward, backward
         self.groups, self.body = scan_groups(loop), jx.regions(loop)[0].body
@@ -210,7 +229,7 @@ class _Analysis:
     def _recurrent(self) -> frozenset[int]:
         """The carries that no value of the chain reaches."""
         consts, inputs = self.groups.consts, self.body.invars
-        reached = {*self.forward.outvars, *self.backward.outvars}
+        reached = {*self.forward.outvars, *(() if self.backward is None else self.backward.outvars)}
         while True:
             for eqn in self.body.eqns:
                 if not reached.isdisjoint(a for a in eqn.invars if isinstance(a, jx.Var)):

@@ -77,15 +77,15 @@ class _Pipeline:
         self.batch = body.invars[groups.consts + groups.carry :]
         self.stacked_out = list(enumerate(body.outvars[groups.carry :]))
         self.f, self.b = chain.forward, chain.backward
-        self.f_groups, self.b_groups = scan_groups(self.f), scan_groups(self.b)
+        self.f_groups = scan_groups(self.f)
         self.sums = [i for i in chain.sums if not self._per_layer(chain.sums[i])]
         self.layer_sums = [i for i in chain.sums if self._per_layer(chain.sums[i])]
         self.outs = [n for n, v in self.stacked_out if chain.where(v)]
-        xs = self._xs(self.b, self.b_groups)
+        xs = [] if self.b is None else self._xs(self.b, scan_groups(self.b))
         self.residuals = list(dict.fromkeys(a for a in xs if chain.where(a)))
         stacked = [a for a in (*self._xs(self.f, self.f_groups), *xs) if self._is_invariant(a)]
         self.weights = list(dict.fromkeys(stacked))
-        self.split = split_backward(self.b) if stages.schedule.splits_backward else None
+        self.split = split_backward(self.b) if self.b is not None and stages.schedule.splits_backward else None
 
     def _xs(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[Any]:
         return eqn.invars[groups.consts + groups.carry :]
@@ -193,7 +193,8 @@ class _Pipeline:
             columns |= {f"{name}{n}": jnp.asarray(r.slot)[:, stage] for n, r in enumerate(routes)}
 
         def tick(state: dict[str, Values], row: dict[str, Any]) -> tuple[Any, None]:
-            branches = [self._idle, self._forward, self._backward, *([self._weights_backward] if self.split else [])]
+            branches = [self._idle, self._forward, *([self._backward] if self.b is not None else [])]
+            branches += [self._weights_backward] if self.split else []
             runs = [functools.partial(b, weights=weights, whole=known, batch=batch) for b in branches]
             opened = [lambda *xs, run=run: without_specs(run(*xs)) for run in runs]
             state, activation, gradient = lax.switch(row["operation"], opened, state, row)
@@ -216,7 +217,7 @@ class _Pipeline:
         def ring(count: int, variables: Sequence[Any], *leading: int) -> Values:
             return [zeros((count, *leading, *jx.aval(v).shape[len(leading) :]), v) for v in variables]
 
-        f_carry, b_carry = (self._carry(e, g) for e, g in ((self.f, self.f_groups), (self.b, self.b_groups)))
+        f_carry, b_carry = self._carry(self.f), self._carry(self.b)
         length = chain.groups.length
         return {
             "a": ring(slots[0], f_carry),
@@ -234,15 +235,15 @@ class _Pipeline:
             ],
         }
 
-    def _carry(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[jx.Var]:
+    def _carry(self, eqn: jx.JaxprEqn | None) -> list[jx.Var]:
         """What a scan over layers carries, as the variables of its last values."""
-        return eqn.outvars[: groups.carry]
+        return [] if eqn is None else eqn.outvars[: scan_groups(eqn).carry]
 
     def _idle(self, state: Any, row: Any, **_: Any) -> tuple[Any, Values, Values]:
         return state, *self._nothing()
 
     def _nothing(self) -> tuple[Values, Values]:
-        sent = (self._carry(self.f, self.f_groups), self._carry(self.b, self.b_groups))
+        sent = self._carry(self.f), self._carry(self.b)
         return tuple([zeros(jx.aval(v).shape, v) for v in side] for side in sent)  # pyright: ignore[reportReturnType]
 
     def _forward(self, state: Any, row: Any, weights: Values, whole: Known, batch: Known) -> tuple[Any, Values, Values]:
@@ -251,7 +252,7 @@ class _Pipeline:
         init = eqn.invars[groups.consts : groups.consts + groups.carry]
         carry = self._first_or_received(
             row["part"] == 0,
-            lambda: cast_as(self._evaluate(None, known, init), self._carry(eqn, groups)),
+            lambda: cast_as(self._evaluate(None, known, init), self._carry(eqn)),
             state["a"],
             row["activation"],
         )
@@ -265,20 +266,27 @@ class _Pipeline:
         rings = zip(state["residuals"], kept, strict=True)
         state = {**state, "residuals": [put(ring, x, row["residual"]) for ring, x in rings]}
         out = outs[: groups.carry]
-        state = {**state, "final": [put(r, x, row["final"]) for r, x in zip(state["final"], out, strict=True)]}
-        return self._add("forward", state, {**known, **made}, row), out, self._nothing()[1]
+        made |= known
+        state = self._add("forward", state, made, row)
+        if self.b is None:
+            end = row["part"] == self.parts - 1
+            state = choose(end, lambda s: self._add("last", s, made, row), lambda s: s, state)
+        else:
+            finals = zip(state["final"], out, strict=True)
+            state = {**state, "final": [put(ring, x, row["final"]) for ring, x in finals]}
+        return state, out, self._nothing()[1]
 
     def _backward(
         self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
     ) -> tuple[Any, Values, Values]:
         known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
-        groups, eqn = self.b_groups, self.b
-        init, carries = eqn.invars[groups.consts : groups.consts + groups.carry], self._carry(self.f, self.f_groups)
+        eqn, groups = self._transpose()
+        init, carries = eqn.invars[groups.consts : groups.consts + groups.carry], self._carry(self.f)
 
         def on_last(state: Any) -> tuple[Any, Values]:
             final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
             there = {**known, **final}
-            begin = cast_as(self._evaluate("last", there, init), self._carry(eqn, groups))
+            begin = cast_as(self._evaluate("last", there, init), self._carry(eqn))
             return self._add("last", state, there, row), begin
 
         def elsewhere(state: Any) -> tuple[Any, Values]:
@@ -304,13 +312,17 @@ class _Pipeline:
     ) -> tuple[Any, Values, Values]:
         assert self.split is not None
         known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
-        groups, eqn = self.b_groups, self.b
+        eqn, groups = self._transpose()
         kept = [pick(ring, row["kept"]) for ring in state["kept"]]
         xs = [*self._own_rows(eqn, groups, known, state, weights, row), *kept]
         consts = self._evaluate(None, known, eqn.invars[: groups.consts])
         outs = self._over_layers(eqn, self.split.of_weights, 0, consts, [], xs, row)
         made = {**known, **dict(zip(eqn.outvars[groups.carry :], outs, strict=True))}
         return self._add("backward", state, made, row), *self._nothing()
+
+    def _transpose(self) -> tuple[jx.JaxprEqn, jx.ScanGroups]:
+        assert self.b is not None
+        return self.b, scan_groups(self.b)
 
     def _first_or_received(self, is_first: Any, make: Callable[[], Values], ring: Values, slot: Any) -> Values:
         return choose(is_first, make, lambda: [pick(r, slot) for r in ring])

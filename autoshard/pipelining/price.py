@@ -132,7 +132,7 @@ def _price(
 
 def _schedules(request: PipelineRequest, chain: Chain, name: str) -> dict[str, Schedule]:
     """The schedules by which the chain of the step ``name`` can run: the one that the user gives, or those published
-    that have no more parts than there are layers.
+    that have no more parts than there are layers; of a chain without a backward their forwards, each order once.
 
     Raises:
       PipelineError: it does not fit the stages, the layers or the micro-batches.
@@ -145,11 +145,18 @@ def _schedules(request: PipelineRequest, chain: Chain, name: str) -> dict[str, S
     else:
         names = NAMED if given is None else (given,)
         found = {n: Schedule.named(n, stages=stages, microbatches=microbatches) for n in names}
+    if chain.backward is None:
+        forwards = {schedule.forward_only(): n for n, schedule in reversed(found.items())}
+        found = {n: schedule for schedule, n in reversed(forwards.items())}
     first = next(iter(found.values()))
     if (first.stages, first.microbatches) != (stages, microbatches):
         raise PipelineError(
             f"{name}: the schedule is of {first.stages} stages and {first.microbatches} micro-batches, the mesh "
             f"axis {request.axis!r} has {stages} and the step {microbatches}"
+        )
+    if chain.backward is not None and not first.has_backward:
+        raise PipelineError(
+            f"{name}: the schedule has no backwards, and the chain at {jx.source(chain.forward)} has one"
         )
     fitting = {n: s for n, s in found.items() if stages * s.chunks <= chain.layers}
     if not fitting:
@@ -172,7 +179,8 @@ def _cuts(layers: int, schedule: Schedule, seconds: StageSeconds) -> set[tuple[i
     """Layers of each part: as many of each, where they divide, so that weights stay where they are kept; and so many
     that stages take as long as others, with what some run beside layers."""
     stages, parts = schedule.stages, schedule.stages * schedule.chunks
-    operations = [Operation.FORWARD, Operation.BACKWARD] + [Operation.WEIGHT_GRADIENT] * schedule.splits_backward
+    operations = [Operation.FORWARD] + [Operation.BACKWARD] * schedule.has_backward
+    operations += [Operation.WEIGHT_GRADIENT] * schedule.splits_backward
     each = sum(seconds.of_layers()[operation] for operation in operations)
     found, loads = [1] * parts, [0.0] * stages
     for row in schedule.placement:
@@ -189,9 +197,8 @@ def _cuts(layers: int, schedule: Schedule, seconds: StageSeconds) -> set[tuple[i
 def _sending(graph: Graph, layout: Layout, models: Search, chain: Chain, tables: TickTables) -> list[int]:
     """Of each route, activations before gradients, the bytes that a device sends."""
     sides = (chain.forward, tables.activations), (chain.backward, tables.gradients)
-    return [
-        _bytes_of(graph, layout, models, eqn.outvars[: scan_groups(eqn).carry]) for eqn, routes in sides for _ in routes
-    ]
+    carried = [(eqn.outvars[: scan_groups(eqn).carry], routes) for eqn, routes in sides if eqn is not None]
+    return [_bytes_of(graph, layout, models, values) for values, routes in carried for _ in routes]
 
 
 def _sent(tables: TickTables, sending: Sequence[int], axis: str, line: str) -> Iterator[Collective]:
@@ -207,10 +214,12 @@ def _around(
     graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims, stages: Stages
 ) -> tuple[Collective, ...]:
     """What stages send before and after the loop: weights to the stages that run them, where those are not the ones
-    that keep them; sums that only one stage has."""
+    that keep them; sums and stacked results that only one stage has."""
     line, count = jx.source(chain.forward), stages.schedule.stages
     layered = {i for i, a in chain.sums.items() if isinstance(a, jx.Var) and a in chain.per_layer}
+    begin, outs = chain.groups.carry, chain.body.outvars[chain.groups.carry :]
     plain = [chain.loop.outvars[i] for i in chain.sums if i not in layered]
+    plain += [v for v, out in zip(chain.loop.outvars[begin:], outs, strict=True) if chain.where(out)]
     sums = [v for i in layered if isinstance(v := chain.body.outvars[i], jx.Var)]
     found: list[tuple[CollectiveKind, int]] = [(ALL_REDUCE, _bytes_of(graph, layout, models, plain))]
     if not stages.in_order:
@@ -221,9 +230,11 @@ def _around(
 
 
 def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var]) -> int:
-    """Bytes per device."""
+    """Bytes per device that are sent; of scalars too, which take no memory."""
     values = [graph.ids[v] for v in variables if v in graph.ids]
-    return sum(models.memory_model.size(v, layout.specs[v]) for v in values)
+    arrays = [v for v in values if graph.values[v].shape]
+    scalars = sum(graph.values[v].bits // 8 for v in values if not graph.values[v].shape)
+    return scalars + sum(models.memory_model.size(v, layout.specs[v]) for v in arrays)
 
 
 def _rescaled(collectives: Sequence[Collective], chain: Chain, rows: int) -> Iterator[Collective]:
@@ -251,23 +262,20 @@ def _more_bytes(
 
     state = {*graph.inputs, *(graph.ids[v] for v in chain.loop.outvars if v in graph.ids)} - {0}
     saved = sum(bytes_of(v) * (1 - split.share(v)) for v in state)
-    groups = scan_groups(chain.backward)
-    kept = {
-        a for a in chain.backward.invars[groups.consts + groups.carry :] if isinstance(a, jx.Var) and chain.where(a)
-    }
-    residuals = sum(bytes_of(graph.ids[v]) for v in kept)
-    rows = max(stages.layers) * tables.slots[2] / chain.layers
-    carries = [
-        (e.outvars[: scan_groups(e).carry], count)
-        for e, counts in ((chain.forward, (tables.slots[0], tables.slots[4])), (chain.backward, (tables.slots[1],)))
-        for count in counts
-    ]
+    residuals = 0
+    if chain.backward is not None:
+        groups = scan_groups(chain.backward)
+        rows = chain.backward.invars[groups.consts + groups.carry :]
+        residuals = sum(bytes_of(graph.ids[v]) for v in {a for a in rows if isinstance(a, jx.Var) and chain.where(a)})
+    held = max(stages.layers) * tables.slots[2] / chain.layers
+    sides = (chain.forward, (tables.slots[0], tables.slots[4])), (chain.backward, (tables.slots[1],))
+    carries = [(e.outvars[: scan_groups(e).carry], count) for e, counts in sides if e is not None for count in counts]
     rings = sum(bytes_of(graph.ids[v]) * count for variables, count in carries for v in variables)
     between = 0.0
-    if stages.schedule.splits_backward:
+    if chain.backward is not None and stages.schedule.splits_backward:
         inner = split_backward(chain.backward).kept
         between = sum(bytes_of(graph.ids[v]) for v in inner) * max(stages.layers) * tables.slots[3]
     if not stages.in_order:  # all rows are gathered, to give each stage its own
         moved = (*stacked_weights(chain), *(chain.loop.outvars[i] for i in chain.sums))
         between += sum(bytes_of(graph.ids[v]) * (1 - split.share(graph.ids[v])) for v in moved if v in graph.ids)
-    return round(residuals * (rows - 1) + rings + between - saved)
+    return round(residuals * (held - 1) + rings + between - saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,19 +22,13 @@ def evaluate(
       known: values of the variables that are not computed here.
       apart: as in `jx.replay`.
     """
-    values, needed = dict(known), {a for a in results if isinstance(a, jx.Var)}
-    todo: list[jx.JaxprEqn] = []
-    for eqn in reversed(chain.body.eqns):
-        wanted = needed.intersection(eqn.outvars) - values.keys()
-        if wanted and _computes(chain, place, eqn):
-            todo.append(eqn)
-            needed.update(a for a in eqn.invars if isinstance(a, jx.Var))
+    values = dict(known)
     mesh = jax.sharding.get_abstract_mesh()
 
     def read(atom: jx.Atom) -> Any:
         return atom.val if isinstance(atom, jx.Literal) else values.get(atom)
 
-    for eqn in reversed(todo):
+    for eqn in equations_of(chain, place, values.keys(), results):
         operands = [read(a) for a in eqn.invars]
         if _counted_elsewhere(chain, place, eqn):
             operands = [x if chain.where(a) else None for x, a in zip(operands, eqn.invars, strict=True)]
@@ -43,6 +37,20 @@ def evaluate(
             operands = [jnp.zeros(a.shape, a.dtype) if x is None else x for x, a in pairs]
             values.update(zip(eqn.outvars, jx.replay_equation(eqn, operands, mesh, apart), strict=True))
     return [read(a) for a in results]
+
+
+def equations_of(
+    chain: Chain, place: Place | None, known: Set[jx.Var], results: Sequence[jx.Atom]
+) -> list[jx.JaxprEqn]:
+    """The equations of the body that ``place`` runs to compute its terms of ``results`` from what is ``known``."""
+    needed = {a for a in results if isinstance(a, jx.Var)}
+    found: list[jx.JaxprEqn] = []
+    for eqn in reversed(chain.body.eqns):
+        wanted = needed.intersection(eqn.outvars) - known
+        if wanted and _computes(chain, place, eqn):
+            found.append(eqn)
+            needed.update(a for a in eqn.invars if isinstance(a, jx.Var))
+    return found[::-1]
 
 
 def _computes(chain: Chain, place: Place | None, eqn: jx.JaxprEqn) -> bool:

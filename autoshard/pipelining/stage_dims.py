@@ -56,7 +56,7 @@ class StageDims:
 def stacked_weights(chain: Chain) -> list[jx.Var]:
     """The values with a row for each layer that the chain reads and that are the same in every iteration."""
     found: list[jx.Var] = []
-    for eqn in (chain.forward, chain.backward):
+    for eqn in filter(None, (chain.forward, chain.backward)):
         groups = scan_groups(eqn)
         xs = eqn.invars[groups.consts + groups.carry :]
         found += [a for a in xs if isinstance(a, jx.Var) and a in chain.invariant]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from autoshard import jaxpr as jx
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout
-from autoshard.pipelining.chain import Chain
+from autoshard.pipelining.chain import Chain, Place, scan_groups
+from autoshard.pipelining.segment import equations_of
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stage_dims import StageDims
 from autoshard.pipelining.stages import Stages
@@ -26,23 +27,32 @@ class StageSeconds:
     """Where it is split, of its first part."""
     weights: float
     """Of its second part."""
+    each_forward: float
+    """Of what any stage can compute and all layers read, as an encoder's result: every part's forward computes it."""
+    each_backward: float
+    """The same of backwards."""
     before: float
+    """On the first part, in its forward."""
     last: float
+    """On the last part: its loss, in the backward."""
     first: float
+    """On the first part, in its backward."""
     outside: float
     """Of a call, outside of the loop."""
     compute_share: float
+    trains: bool = True
+    """Whether the chain has a backward; without one the last part's forward computes what comes after it."""
 
     @classmethod
     def of(
         cls, graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims, *, splits: bool
     ) -> StageSeconds:
-        region = dict(_regions(graph, chain))
-        if splits:
+        region: dict[int, str | jx.JaxprEqn] = dict(_regions(graph, chain))
+        if splits and chain.backward is not None:
             late = split_backward(chain.backward).of_weights.eqns
             made = (v for e in late for v in (*e.outvars, *(u for r in jx.regions(e) for u in _defined(r.body))))
             region |= {graph.ids[v]: "weights" for v in made if v in graph.ids}
-        found, compute, everything = defaultdict[str, float](float), 0.0, 0.0
+        found, compute, everything = defaultdict[str | jx.JaxprEqn, float](float), 0.0, 0.0
         for charge in models.cost_model.charges(layout):
             seconds = charge.compute + sum(t.seconds for t in charge.transfers)
             node = graph.nodes[charge.node] if charge.node < len(graph.nodes) else None
@@ -51,16 +61,21 @@ class StageSeconds:
             share = min((split.share(v) for v in results), default=1.0) if where == "outside" else 1.0
             found[where] += seconds * share
             compute, everything = compute + charge.compute, everything + seconds
-        count = chain.groups.length
+        ran = _Recomputed(chain, found)
+        before, each, each_back, last, first = ran.seconds
+        count, layers = chain.groups.length, chain.layers
         return cls(
-            found["forward"] / count / chain.layers,
-            found["backward"] / count / chain.layers,
-            found["weights"] / count / chain.layers,
-            found["before"] / count,
-            found["last"] / count,
-            found["first"] / count,
-            found["outside"],
-            compute / everything if everything else 1.0,
+            forward=found["forward"] / count / layers,
+            backward=found["backward"] / count / layers,
+            weights=found["weights"] / count / layers,
+            each_forward=each / count,
+            each_backward=each_back / count,
+            before=before / count,
+            last=(found["last"] + last) / count,
+            first=(found["first"] + first) / count,
+            outside=found["outside"] + ran.outside,
+            compute_share=compute / everything if everything else 1.0,
+            trains=chain.backward is not None,
         )
 
     def of_layers(self) -> dict[Operation, float]:
@@ -76,10 +91,11 @@ class StageSeconds:
     def of_part(self, operation: Operation, part: int, layers: int, parts: int) -> float:
         """Of one operation of a part of the model, for a micro-batch."""
         if operation is Operation.FORWARD:
-            return layers * self.forward + self.before * (part == 0)
+            ends = self.before * (part == 0) + (self.last * (part == parts - 1) if not self.trains else 0.0)
+            return layers * self.forward + self.each_forward + ends
         if operation is Operation.WEIGHT_GRADIENT:
-            return layers * self.weights
-        return layers * self.backward + self.last * (part == parts - 1) + self.first * (part == 0)
+            return layers * self.weights + self.each_backward
+        return layers * self.backward + self.each_backward + self.last * (part == parts - 1) + self.first * (part == 0)
 
     def of_slot(self, stages: Stages, stage: int, slot: object) -> float:
         """Of what a stage runs at a tick; 0 where it is idle."""
@@ -90,13 +106,51 @@ class StageSeconds:
         return self.of_part(operation, part, stages.layers[part], len(stages.layers))
 
 
-def _regions(graph: Graph, chain: Chain) -> Iterator[tuple[int, str]]:
-    """The values made in the loop, each with where it is: in the chain's scans, or around them at which stage."""
+class _Recomputed:
+    """Seconds, for all micro-batches, of what any stage can compute, where it is read: maybe at several places."""
+
+    def __init__(self, chain: Chain, found: Mapping[str | jx.JaxprEqn, float]) -> None:
+        self.chain, self.found, self.ran = chain, found, set[jx.JaxprEqn]()
+        groups, body = chain.groups, chain.body
+        self.known = {*chain.invariant, *body.invars}
+        ends = [*chain.sums.values(), *body.outvars[groups.carry :]]
+        each, init = self._read(chain.forward)
+        each_back, begin = ([], []) if chain.backward is None else self._read(chain.backward)
+        carries = set(chain.forward.outvars[: scan_groups(chain.forward).carry])
+        self.seconds = (
+            self._of(None, init),
+            self._of(None, each),
+            self._of(None, each_back),
+            self._of("last", [*begin, *ends], carries),
+            self._of("first", ends, set(() if chain.backward is None else chain.backward.outvars)),
+        )
+        """Of the first part's forward, every part's forward and backward, the last part's loss, and the first part's
+        backward."""
+        self.outside = sum(seconds for e, seconds in found.items() if isinstance(e, jx.JaxprEqn) and e not in self.ran)
+
+    def _read(self, eqn: jx.JaxprEqn) -> tuple[list[jx.Atom], list[jx.Atom]]:
+        """What a scan over layers reads that any stage can compute for itself: on each stage, and at its beginning."""
+        groups = scan_groups(eqn)
+        begin, rows = groups.consts, groups.consts + groups.carry
+        each = [a for a in (*eqn.invars[:begin], *eqn.invars[rows:]) if not self.chain.where(a)]
+        return each, eqn.invars[begin:rows]
+
+    def _of(self, place: Place | None, results: Sequence[jx.Atom], known: Set[jx.Var] = frozenset()) -> float:
+        """Of what ``place`` runs beside what is its own alone."""
+        eqns = equations_of(self.chain, place, self.known | known, results)
+        anywhere = [e for e in eqns if e in self.found]
+        self.ran.update(anywhere)
+        return sum(self.found[e] for e in anywhere)
+
+
+def _regions(graph: Graph, chain: Chain) -> Iterator[tuple[int, str | jx.JaxprEqn]]:
+    """The values made in the loop, each with where it is: in the chain's scans, around them at which stage, or, where
+    any stage can compute it, of which equation of the loop's body."""
     for eqn in chain.body.eqns:
         where = "forward" if eqn is chain.forward else "backward" if eqn is chain.backward else ""
         if not where:
             places = chain.where(eqn.outvars[0]) if eqn.outvars and eqn.outvars[0] in chain.places else frozenset()
-            where = next(iter(sorted(places)), "outside" if chain.invariant.issuperset(eqn.outvars) else "before")
+            where = next(iter(sorted(places)), "outside" if chain.invariant.issuperset(eqn.outvars) else eqn)
         made = [*eqn.outvars, *(v for r in jx.regions(eqn) for v in _defined(r.body))]
         yield from ((graph.ids[v], where) for v in made if v in graph.ids)
 

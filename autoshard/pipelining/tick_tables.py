@@ -138,15 +138,16 @@ def tick_tables(schedule: Schedule) -> TickTables:
         return tuple(made), most
 
     parts, microbatches = range(last + 1), range(schedule.microbatches)
+    returning = microbatches if schedule.has_backward else range(0)
     activations, n_activations = routes(
         "activation",
         [(stage_of[p], stage_of[p + 1], at[f, p, m], at[f, p + 1, m]) for p in parts[:-1] for m in microbatches],
     )
     gradients, n_gradients = routes(
         "gradient",
-        [(stage_of[p], stage_of[p - 1], at[b, p, m], at[b, p - 1, m]) for p in parts[1:] for m in microbatches],
+        [(stage_of[p], stage_of[p - 1], at[b, p, m], at[b, p - 1, m]) for p in parts[1:] for m in returning],
     )
-    places = [(p, stage_of[p], m) for p in parts for m in microbatches]
+    places = [(p, stage_of[p], m) for p in parts for m in returning]
     whole = [(s, at[f, p, m], at[w, p, m], (at[f, p, m], at[b, p, m], at[w, p, m])) for p, s, m in places]
     between = [(s, at[b, p, m], at[w, p, m], (at[b, p, m], at[w, p, m])) for p, s, m in places if b is not w]
     ends = [(s, at[f, p, m], at[b, p, m], (at[f, p, m], at[b, p, m])) for p, s, m in places if p == last]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard import jaxpr as jx
 from autoshard.errors import MeshError, SpecError
 from autoshard.ir.graph import Diagnostic
-from autoshard.ir.program import Program
+from autoshard.ir.program import Program, pinned
 from autoshard.ir.spec import Spec, checked_spec
 from autoshard.jaxpr import dtype_name
 from autoshard.machine.mesh import LogicalMesh
@@ -42,14 +42,17 @@ def pin_shared(program: Program, like: PlanRecord) -> Program:
     Raises:
       MeshError: they are over different meshes.
     """
-    if not _same_axes(program.mesh, like.mesh):
+    mesh = program.mesh if program.pipeline is None else program.pipeline.mesh
+    if not _same_axes(mesh, like.mesh):
         raise MeshError(
-            f"{program.name} runs over {program.mesh}, and the plan of {like.name} given as like= is for {like.mesh}: "
+            f"{program.name} runs over {mesh}, and the plan of {like.name} given as like= is for {like.mesh}: "
             "leave mesh= out to take the same"
         )
     arrays = [(leaf.path, leaf.shape, dtype_name(leaf.aval.dtype)) for leaf in program.inputs]
     pins = {i: place.spec for i, place in shared_arguments(arrays, like.inputs).items()}
-    inputs = (replace(x, pin=pins.get(i)) if x.pin is None else x for i, x in enumerate(program.inputs))
+    inputs = (
+        pinned(x, pins[i], program.pipeline) if x.pin is None and i in pins else x for i, x in enumerate(program.inputs)
+    )
     return replace(program, inputs=tuple(inputs))
 
 

@@ -19,8 +19,8 @@ from autoshard.schedule.slots import Key, Operation, Placement, Slot, describe, 
 class Schedule:
     """A table of ticks: what each stage of a pipeline runs, and when.
 
-    An operation takes one tick; what it sends to the next part of the model is there at the next one. Every operation
-    is a `BACKWARD`, or split into `INPUT_GRADIENT` and `WEIGHT_GRADIENT`.
+    An operation takes one tick; what it sends to the next part of the model is there at the next one. Every backward
+    is a `BACKWARD`, or split into `INPUT_GRADIENT` and `WEIGHT_GRADIENT`; a step that takes no gradients has none.
 
     Example:
       >>> import autoshard
@@ -122,6 +122,17 @@ class Schedule:
         """Whether backwards are two operations."""
         return any(slot.operation is Operation.WEIGHT_GRADIENT for _, _, slot in self.slots())
 
+    @functools.cached_property
+    def has_backward(self) -> bool:
+        """Whether there are backwards: a step that takes no gradients has none."""
+        return any(slot.operation is not Operation.FORWARD for _, _, slot in self.slots())
+
+    def forward_only(self) -> Schedule:
+        """The forwards alone, in the order of each stage and each as early as it can: of a step without gradients."""
+        orders = [[row[s] for row in self.table] for s in range(self.stages)]
+        forwards = [[slot for slot in order if slot and slot.operation is Operation.FORWARD] for order in orders]
+        return Schedule.from_orders(forwards, self.placement)
+
     def slots(self) -> Iterator[tuple[int, int, Slot]]:
         """Tick, stage and operation, of all."""
         for tick, row in enumerate(self.table):
@@ -130,7 +141,9 @@ class Schedule:
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
         """Of each stage the most micro-batches, counted once a chunk, whose residuals it holds at a time: from the
-        forward to the end of the backward."""
+        forward to the end of the backward; none where there is no backward."""
+        if not self.has_backward:
+            return (0,) * self.stages
         last = Operation.WEIGHT_GRADIENT if self.splits_backward else Operation.BACKWARD
         now, most = [0] * self.stages, [0] * self.stages
         for _, stage, slot in self.slots():
@@ -177,7 +190,7 @@ class Schedule:
             if missing:
                 raise ScheduleError(f"{where} needs {describe(missing[0], self.placement)} at an earlier tick")
             at[key] = tick
-        backward = (Operation.BACKWARD,)
+        backward = (Operation.BACKWARD,) * self.has_backward
         if self.splits_backward:
             backward = (Operation.INPUT_GRADIENT, Operation.WEIGHT_GRADIENT)
         parts, microbatches = range(self.stages * self.chunks), range(self.microbatches)

@@ -39,8 +39,16 @@ def gradient(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_the_loop_its_scans_and_what_it_sums() -> None:
     chain = found(lambda w, carry, x: (carry + gradient(w, x), None))
     assert (chain.groups.length, chain.layers) == (3, LAYERS)
-    assert [e.params["reverse"] for e in (chain.forward, chain.backward)] == [False, True]
+    assert [e and e.params["reverse"] for e in (chain.forward, chain.backward)] == [False, True]
     assert [chain.where(added) for added in chain.sums.values()] == [{"backward"}]
+
+
+def test_without_a_backward_it_is_the_scan_over_what_all_iterations_share() -> None:
+    chain = found(lambda w, c, x: (c + jax.lax.scan(layer, x, w)[0].sum(), None), jnp.zeros(()))
+    assert (chain.layers, chain.backward, chain.recurrent) == (LAYERS, None, frozenset())
+    assert [chain.where(added) for added in chain.sums.values()] == [{"last"}]
+    with pytest.raises(PipelineError, match="no chain of layers"):
+        found(lambda w, c, x: (jax.lax.scan(layer, x + c, w)[0].sum(), None), jnp.zeros(()))
 
 
 def test_carries_that_any_stage_can_compute_are_not_summed() -> None:

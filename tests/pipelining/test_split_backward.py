@@ -23,6 +23,7 @@ def test_both_parts_make_what_the_whole_makes() -> None:
 
     traced = jax.make_jaxpr(step)(jnp.ones((3, 2, WIDTH, WIDTH)), jnp.ones((2, 5, WIDTH)))
     backward = find_chain(jx.normalize(traced), "step", SHIPPED).backward
+    assert backward is not None
     body, groups, split = jx.regions(backward)[0].body, jx.scan_groups(backward), split_backward(backward)
     assert groups is not None
     keys = jax.random.split(jax.random.key(0), len(body.invars))

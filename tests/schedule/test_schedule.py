@@ -37,6 +37,17 @@ def test_every_named_schedule_is_valid_for_any_number_of_micro_batches(name: str
             assert (schedule.stages, schedule.microbatches) == (stages, microbatches)
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved:2", 2), ("zb-v", 2)])
+def test_forwards_alone_take_each_part_once_and_hold_nothing(name: str, chunks: int) -> None:
+    schedule = Schedule.named(name, stages=4, microbatches=8).forward_only()
+    schedule.check()
+    assert sorted(slot for _, _, slot in schedule.slots()) == sorted(
+        Slot(F, c, m) for c in range(chunks) for m in range(8) for _ in range(4)
+    )
+    assert (schedule.has_backward, schedule.live, schedule.forward_only()) == (False, (0,) * 4, schedule)
+    assert schedule.seconds(SECONDS) <= (8 + 4 * chunks - 1) * chunks
+
+
 @pytest.mark.parametrize("stages", STAGES)
 def test_gpipe_and_1f1b_take_the_published_time_and_memory(stages: int) -> None:
     for microbatches in counts(stages):
