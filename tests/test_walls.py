@@ -19,6 +19,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "units": "",
     "strict_files": "",
     "strict_config": "errors strict_files",
+    "shared_folder": "errors strict_files",
     "jaxpr": "",
     "schedule": "errors",
     "machine": "errors units strict_config",
@@ -34,10 +35,10 @@ MAY_IMPORT: Mapping[str, str] = {
     "pages": "backend",
     "export": "plan strict_files",
     "runtime": "export pages",
-    "checkpoint": "errors jaxpr strict_config strict_files runtime.nnx",
+    "checkpoint": "errors jaxpr shared_folder strict_config strict_files runtime.nnx",
     "weights": "checkpoint",
     "api": "runtime rules passes",
-    "runs": "errors units strict_files",
+    "runs": "errors shared_folder units strict_files",
     "batches": "errors strict_files",
     "train": "api batches checkpoint runs weights.models.cache",
     "decoding": "train weights",
@@ -198,6 +199,17 @@ def test_one_package_touches_what_jax_keeps_to_itself():
         for line, text in (*imports(tree), *dotted(tree))
         if under(text, *inside)
     )
+
+
+def test_nothing_that_is_read_is_executed() -> None:
+    """No format that executes is read; what processes of one program send one another is no file."""
+    formats = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve", "torch"}
+    trees = {name: ast.parse(text) for name, text in SOURCES.items()}
+    used = {(name, what) for name, tree in trees.items() for _, what in imports(tree) if what.split(".")[0] in formats}
+    assert used == {("train.processes", "pickle")}
+    calls = [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not [name for name, c in calls if isinstance(c.func, ast.Name) and c.func.id in ("eval", "exec")]
+    assert not [name for name, c in calls if any(word.arg == "allow_pickle" for word in c.keywords)]
 
 
 def test_no_import_inside_a_function_and_none_for_the_type_checker_alone():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from autoshard.checkpoint.manifest import (
     first_line,
     incompleteness,
     inventory_text,
+    plan_file_name,
     step_directories,
 )
 from autoshard.errors import CheckpointError
@@ -90,10 +93,17 @@ class ArraySave(ocp.args.CheckpointArgs):
 
 
 class _Handler(ocp.CompositeCheckpointHandler):
-    """Orbax's composite handler; writes the inventory just before the step's directory is renamed into place."""
+    """Orbax's composite handler; writes the plan and the inventory just before the step's directory is renamed into
+    place."""
+
+    plan: Callable[[], str] | None = None
+    """Makes the plan's JSON: in the background, since that takes a while."""
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
+        if self.plan is not None:
+            text = self.plan()
+            (directory / plan_file_name(text)).write_text(text)
         (directory / "inventory.json").write_text(inventory_text(directory))
 
 
@@ -102,9 +112,20 @@ class _Items(ocp.args.Composite):
     """Arguments of `_Handler`."""
 
 
-def begin_save(root: epath.Path, step: int, items: dict[str, Any], keep: int | None) -> Saving:
+def begin_save(
+    root: epath.Path,
+    step: int,
+    items: dict[str, Any],
+    plan: Callable[[], str] | None,
+    keep: int | None,
+    kept: contextlib.ExitStack,
+) -> Saving:
     """Writes ``items`` as step ``step`` of ``root`` in the background, and then removes all but ``keep`` complete
     steps.
+
+    Args:
+      plan: makes the JSON of the plan that is written beside them.
+      kept: what is to be let go when all is done; it is the caller's again where this fails.
 
     Raises:
       CheckpointError: the write could not begin.
@@ -113,17 +134,21 @@ def begin_save(root: epath.Path, step: int, items: dict[str, Any], keep: int | N
     # If directories were created in the background, writers would wait 20 minutes for them when the program ends.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     handler = _Handler(composite_options=ocp.CompositeOptions(async_options=options))
+    handler.plan = plan
     checkpointer: Any = ocp.AsyncCheckpointer(handler, async_options=options)
     try:
         checkpointer.save(path, args=_Items(**items))
     except Exception as error:
         raise CheckpointError(f"step {step} could not be written to {path}: {first_line(error)}") from error
 
+    kept = kept.pop_all()
+
     def commit() -> None:
-        checkpointer.wait_until_finished()
-        checkpointer.close()
-        if jax.process_index() == 0:
-            _prune(root, step, keep)
+        with kept:
+            checkpointer.wait_until_finished()
+            checkpointer.close()
+            if jax.process_index() == 0:
+                _prune(root, step, keep)
 
     executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     saving = Saving(step, path, executor.submit(commit))
@@ -180,11 +205,15 @@ def move_damaged_aside(path: epath.Path) -> None:
     warnings.warn(f"step {path.name} in {path.parent} is damaged ({problem}); renamed to {aside}", stacklevel=3)
 
 
+def unfinished(root: epath.Path) -> list[epath.Path]:
+    """What killed programs left in ``root``: steps that they were writing or removing."""
+    return sorted(path for path in root.iterdir() if path.name.endswith((TEMPORARY, _DELETED)))
+
+
 def _prune(root: epath.Path, step: int, keep: int | None) -> None:
     """Removes what killed writers left, and all but the newest ``keep`` complete steps; never ``step`` itself."""
-    for path in root.iterdir():
-        if path.name.endswith((TEMPORARY, _DELETED)):
-            path.rmtree()
+    for path in unfinished(root):
+        path.rmtree()
     if keep is None:
         return
     others = [

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autoshard.checkpoint.at_rest import conditions, repair
 from autoshard.checkpoint.folders import (
     Contents,
     Format,
@@ -16,7 +17,6 @@ from autoshard.checkpoint.folders import (
     leaf_bytes,
     merged,
     open_contents,
-    problems,
     selection_of,
     write_contents,
 )
@@ -139,15 +139,27 @@ def merge_command(
 
 
 @checkpoint_app.command("verify")
-def verify_command(path: Source, step: Step = None) -> None:
+def verify_command(
+    path: Source,
+    step: Step = None,
+    repair_too: Annotated[
+        bool,
+        typer.Option("--repair", help="First put right what digests prove; nothing is guessed, all else is named."),
+    ] = False,
+) -> None:
     """Read every byte of a checkpoint, or of every step of a directory, and say what is damaged.
 
-    Exit status: 0 all is whole; 1 something is damaged; 2 an error.
+    Exit status: 0 nothing is; 1 something is damaged; 2 an error.
     """
-    found = problems(path, step)
-    for where, problem in found.items():
-        typer.echo(f"{where}: {problem or 'whole'}")
-    if any(found.values()):
+    if repair_too:
+        if step is not None:
+            raise typer.BadParameter("--repair is for all steps; leave --step out")
+        for done in repair(path):
+            typer.echo(str(done))
+    found = conditions(path, step)
+    for condition in found:
+        typer.echo(str(condition))
+    if any(condition.problem for condition in found):
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Whole checkpoints at rest, in any of three formats: told, compared, converted, merged, checked.
+"""Whole checkpoints at rest, in any of three formats: told, compared, converted, merged.
 
 The formats: ``autoshard``, what `checkpoint.save` writes; ``orbax``, what Orbax writes by itself; ``safetensors``.
 Leaves are read one at a time, to the host; for a target in one of the first two formats all are in memory at once.
@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from autoshard.checkpoint.leaves import RestoreTarget, array_to_read, restore_leaf
-from autoshard.checkpoint.manifest import LeafEntry, absolute_path, incompleteness, step_directories
+from autoshard.checkpoint.manifest import LeafEntry, absolute_path
 from autoshard.checkpoint.matching import dtype_family, interchangeable
 from autoshard.checkpoint.names import LeftOut, RestoreOptions, name_matches, renamed_leaves
 from autoshard.checkpoint.pieces import Piece
@@ -127,7 +127,7 @@ def _contents(
     leaves: list[ChosenLeaf] = []
     for name, saved in named.items():
         leaf = _cast(saved.leaf, name, selection.cast)
-        leaves.append(ChosenLeaf(name, leaf, functools.partial(_read_one, stored, saved.leaf, leaf)))
+        leaves.append(ChosenLeaf(name, leaf, functools.partial(read_leaf, stored, saved.leaf, leaf)))
     return Contents(stored.where, format, step, tuple(leaves), tuple(left_out), extra, fingerprint)
 
 
@@ -144,7 +144,12 @@ def _cast(leaf: LeafEntry, name: str, casts: Sequence[tuple[str, str]]) -> LeafE
     return leaf.model_copy(update={"dtype": dtype.name})
 
 
-def _read_one(stored: StoredLeaves, saved: LeafEntry, leaf: LeafEntry) -> Any:
+def read_leaf(stored: StoredLeaves, saved: LeafEntry, leaf: LeafEntry) -> Any:
+    """A stored leaf as ``leaf``: a numpy array, a typed key or a Python scalar.
+
+    Raises:
+      CheckpointError: its bytes are damaged, or it cannot be cast.
+    """
     target = RestoreTarget(leaf, as_numpy=True)
     pieces = [Piece.of(saved.path, saved.shape, saved.dtype)] if saved.kind == "array" else []
     try:
@@ -277,28 +282,6 @@ def applicable(selection: Selection, names: Iterable[str]) -> Selection:
     known = list(names)
     kept = tuple((old, new) for old, new in selection.rename if any(name_matches(old, name) for name in known))
     return replace(selection, rename=kept)
-
-
-def problems(path: epath.PathLike, step: int | None = None) -> dict[str, str]:
-    """What is wrong with a checkpoint, or with every step of a directory: by its place, empty where nothing is.
-
-    Every byte is read. What `save` wrote carries checksums of every byte, safetensors files none: of these the headers,
-    the index and the files' lengths are checked.
-    """
-    root = absolute_path(path)
-    steps = [step] if step is not None else step_directories(root) if root.is_dir() else []
-    ours = [n for n in steps if (root / str(n) / "inventory.json").exists() or (root / str(n) / "manifest").exists()]
-    found: dict[str, str] = {}
-    for number in steps if ours else [step]:
-        where = str(root if number is None else root / str(number))
-        try:
-            found[where] = (number in ours and incompleteness(root / str(number))) or ""
-            if not found[where]:
-                for leaf in open_contents(root, number).leaves:
-                    leaf.read()
-        except CheckpointError as error:
-            found[where] = str(error)
-    return found
 
 
 def selection_of(ignore: Sequence[str], rename: Sequence[str], cast_to: Sequence[str]) -> Selection:

@@ -2,8 +2,10 @@
 
 A step is a directory, ``DIR/STEP``, in Orbax's layout:
 
-    manifest/metadata   JSON: every leaf's path, shape and dtype; the caller's ``extra``; the plan's fingerprint
+    manifest/metadata   JSON: every leaf's path, shape and dtype; the caller's ``extra``; the plan's fingerprint; the
+                        versions of what wrote it; a digest of all this
     arrays/             the leaves with data; see `autoshard.checkpoint.array_store`
+    plan-DIGEST.json    the plan, if the state was saved with one, as `Plan.save` writes it
     inventory.json      the size of every file above, the digest of every one that is not the array store's, and a
                         digest of these; written last
 
@@ -14,7 +16,9 @@ The array store has checksums of its own, which are checked when arrays are read
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -96,10 +100,36 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    version: Literal[2] = 2
+    version: Literal[2, 3] = 3
+    """Those of 2 have neither `versions` nor `digest`."""
     fingerprint: str | None
     extra: dict[str, Any]
     leaves: list[LeafEntry]
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Of what wrote the step, by the name of the package."""
+    digest: int | None = None
+    """CRC-32 of the rest as JSON."""
+
+    @model_validator(mode="after")
+    def _as_written(self) -> Self:
+        if self.version > 2 and self.digest != manifest_digest(self.model_dump()):
+            raise ValueError("it has changed since it was written")
+        return self
+
+    @classmethod
+    def of(cls, leaves: Sequence[LeafEntry], extra: Mapping[str, Any], fingerprint: str | None) -> Self:
+        """What is written today."""
+        versions = {name: importlib.metadata.version(name) for name in ("autoshard", "jax", "orbax-checkpoint")}
+        draft = cls.model_construct(
+            version=3, fingerprint=fingerprint, extra=dict(extra), leaves=list(leaves), versions=versions
+        )
+        return draft.model_copy(update={"digest": manifest_digest(draft.model_dump())})
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> int:
+    """CRC-32 of a manifest as JSON values, without its digest."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 class Inventory(BaseModel):
@@ -173,10 +203,7 @@ def incompleteness(path: epath.Path) -> str | None:
     except (ValueError, OSError) as error:
         return f"its manifest cannot be read ({first_line(error)})"
     try:
-        inventory = Inventory.model_validate(parse_json(read_text(path / "inventory.json", MAX_BYTES)))
-        if inventory.digest != inventory.of(inventory.files).digest:
-            return "its inventory has changed since it was written"
-        for name, (size, digest) in inventory.files.items():
+        for name, (size, digest) in read_inventory(path).files.items():
             if not (path / name).exists():
                 return f"{name} is missing"
             if (found := (path / name).stat().length) != size:
@@ -188,10 +215,19 @@ def incompleteness(path: epath.Path) -> str | None:
     return None
 
 
+def read_inventory(path: epath.Path) -> Inventory:
+    """The inventory of the step at ``path``; raises ValueError or OSError if it is not whole."""
+    inventory = Inventory.model_validate(parse_json(read_text(path / "inventory.json", MAX_BYTES)))
+    if inventory.digest != inventory.of(inventory.files).digest:
+        raise ValueError("it has changed since it was written")
+    return inventory
+
+
 def inventory_text(path: epath.Path) -> str:
     """The inventory of the step at ``path``, as JSON."""
     items = {item.name: file_sizes(item) for item in path.iterdir() if item.is_dir()}
     sizes = {f"{item}/{name}": size for item, files in items.items() for name, size in files.items()}
+    sizes |= {plan.name: plan.stat().length for plan in plan_files(path)}
     files = {
         name: (size, None if name.startswith("arrays/") else zlib.crc32((path / name).read_bytes()))
         for name, size in sorted(sizes.items())
@@ -210,13 +246,24 @@ def file_sizes(path: epath.Path) -> dict[str, int]:
     return sizes
 
 
+def plan_file_name(text: str) -> str:
+    """The name of the file with a plan's JSON, by which it is known to be whole."""
+    return f"plan-{zlib.crc32(text.encode()):08x}.json"
+
+
+def plan_files(path: epath.Path) -> list[epath.Path]:
+    """The files of plans in the step at ``path``: one, or none."""
+    return sorted(file for file in path.iterdir() if re.fullmatch(r"plan-[0-9a-f]{8}\.json", file.name))
+
+
 def read_manifest(path: epath.Path) -> Manifest:
     """The manifest of the step at ``path``; raises ValueError if it is not strictly what `checkpoint.save` writes."""
     try:
         return Manifest.model_validate(parse_json(read_text(path / "manifest" / "metadata", MAX_BYTES)))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        where = "".join(f"{key}." for key in first["loc"]).rstrip(".")
+        raise ValueError(f"{where}{': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from error
 
 
 def newest_complete_text(complete: Sequence[int]) -> str:

@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from autoshard.checkpoint.array_store import on_host
 from autoshard.checkpoint.leaves import flatten_state, key_dtype, key_words
 from autoshard.checkpoint.manifest import LeafEntry, absolute_path, first_line
 from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names, renamed_leaves
 from autoshard.checkpoint.pieces import ToRead, read
-from autoshard.checkpoint.report import RestoreReport
-from autoshard.checkpoint.restoring import CheckpointPlan, StoredLeaves, restore_from
+from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
 from autoshard.checkpoint.tensor_files import (
     CODES,
     INDEX,
@@ -37,6 +35,7 @@ from autoshard.checkpoint.tensor_files import (
 )
 from autoshard.errors import CheckpointError
 from autoshard.runtime import nnx
+from autoshard.shared_folder import in_all, in_first
 from autoshard.strict_config import parse_bytes
 from autoshard.strict_files import cut
 
@@ -121,9 +120,9 @@ def write_tensors(dir: epath.PathLike, given: TensorsToWrite, max_bytes: int | s
     except ValueError as error:
         raise CheckpointError(f"max_bytes: {error}") from None
     files = dict(zip(file_names(len(groups)), groups, strict=True))
-    _first(lambda: _create(folder, files, given.metadata))
-    _all(lambda: _write(folder, files, {name: value for name, (_, value) in given.tensors.items()}))
-    _first(lambda: _finish(folder, files))
+    _together(in_first, lambda: _create(folder, files, given.metadata))
+    _together(in_all, lambda: _write(folder, files, {name: value for name, (_, value) in given.tensors.items()}))
+    _together(in_first, lambda: _finish(folder, files))
 
 
 def from_safetensors(
@@ -272,26 +271,11 @@ def _unfinished(folder: Path, file: str) -> Path:
     return folder / f"{file}.unfinished"
 
 
-def _first(call: Any) -> None:
-    """Calls in the first process alone; what fails there fails in all."""
-    _all(call if jax.process_index() == 0 else lambda: None)
-
-
-def _all(call: Any) -> None:
-    """Calls in every process, and waits for all; fails in all where one fails."""
-    failed: Exception | None = None
+def _together(run: Callable[[Callable[[], object], str], None], call: Callable[[], object]) -> None:
     try:
-        call()
-    except Exception as error:  # the others wait below
-        failed = error
-    if jax.process_count() > 1:
-        where = np.flatnonzero(multihost_utils.process_allgather(np.asarray(failed is not None)))
-        if where.size and failed is None:
-            raise CheckpointError(f"the files could not be written by process {where[0]}; its error says why")
-    if isinstance(failed, OSError):
-        raise CheckpointError(f"the files could not be written: {first_line(failed)}") from failed
-    if failed is not None:
-        raise failed
+        run(call, "the files could not be written")
+    except OSError as error:
+        raise CheckpointError(f"the files could not be written: {first_line(error)}") from error
 
 
 def _local(dir: epath.PathLike) -> Path:

@@ -6,16 +6,18 @@ each leaf is stored, `autoshard.checkpoint.async_write` how a step is written.
 The tree structure is not stored: at restore it is that of the plan or of ``like``, and the paths must be equal. So
 named tuples, modules, None and empty containers need no support here, and nothing stored is ever executed.
 
-One process (or one multi-process program) at a time may write to a directory.
+One program at a time writes to a directory, in however many processes: it is locked while a step is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import operator
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
@@ -35,16 +37,17 @@ from autoshard.checkpoint.manifest import (
     first_line,
     incompleteness,
     newest_complete_text,
+    plan_files,
     step_directories,
 )
 from autoshard.checkpoint.matching import match_leaves, misfit_text
 from autoshard.checkpoint.names import Rename, RestoreOptions, leaf_names
 from autoshard.checkpoint.orbax_folders import find_orbax
 from autoshard.checkpoint.pieces import ToRead, read, uses
-from autoshard.checkpoint.report import RestoreReport
-from autoshard.checkpoint.restoring import CheckpointPlan, StoredLeaves, planned_state, restore_from
+from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, planned_state, restore_from
 from autoshard.errors import CheckpointError
 from autoshard.runtime import nnx
+from autoshard.shared_folder import held, in_first
 
 
 def save(
@@ -67,15 +70,16 @@ def save(
       dir: a local directory or anything that `etils.epath` opens; created if it does not exist.
       step: 0 or more, and not yet in the directory. A damaged directory of this step is renamed.
       state: any pytree of arrays, typed PRNG keys and Python bool, int, float, str.
-      plan: a plan whose argument 0 is the state; its fingerprint is recorded. Of an NNX module the state is saved as
-        the plan has it, so that a Variable that several modules share is written once.
+      plan: a plan whose argument 0 is the state; it is saved too (`RestoreReport.plan`). Of an NNX module the state is
+        saved as the plan has it, so that a Variable that several modules share is written once.
       extra: strict JSON (string keys, lists, no NaN) that is restored equal.
       keep: number of complete steps to keep once this one is complete, the newest, this one included; None keeps all.
       wait: blocks until the step is complete on disk.
 
     Raises:
       CheckpointError: a leaf of another type, a state that is not the plan's, ``extra`` that is not JSON, a step that
-        exists already, or an earlier save to this directory that failed. Nothing has been written then.
+        exists already, an earlier save to this directory that failed, or a directory that another process
+        saves to just now. Nothing has been written then.
 
     Example:
       >>> folder = tempfile.mkdtemp()
@@ -95,7 +99,7 @@ def save(
     leaves, arrays = flatten_state(state)
     if plan is not None:
         _check_state_fits_plan(leaves, plan)
-    manifest = Manifest(fingerprint=plan.fingerprint if plan else None, extra=_check_json(extra or {}), leaves=leaves)
+    manifest = Manifest.of(leaves, _check_json(extra or {}), plan.fingerprint if plan else None)
     if (size := len(manifest.model_dump_json())) > MAX_BYTES:
         raise CheckpointError(
             f"the manifest, with the leaves' paths and `extra`, has {size:,} bytes; it may have {MAX_BYTES:,}. Save "
@@ -106,12 +110,16 @@ def save(
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"the checkpoint directory {root} cannot be created: {first_line(error)}") from error
-    if path.exists():
-        move_damaged_aside(path)
     items: dict[str, Any] = {"manifest": ocp.args.JsonSave(manifest.model_dump())}
     if arrays:
         items["arrays"] = ArraySave(arrays)
-    saving = begin_save(root, step, items, keep)
+    with contextlib.ExitStack() as kept:
+        in_first(
+            lambda: kept.enter_context(held(root, "saves", "choose another directory")), f"{root} could not be locked"
+        )
+        if path.exists():
+            move_damaged_aside(path)
+        saving = begin_save(root, step, items, plan.json_text if plan else None, keep, kept)
     if wait:
         finish(root)
     return saving
@@ -219,7 +227,9 @@ def restore(
     options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)  # type: ignore[arg-type]
     found = open_checkpoint(dir, step)
     state, leaves, left_out = restore_from(found.stored, plan, like, options, fallback)
-    done = RestoreReport(found.step, tuple(leaves), tuple(left_out), found.extra, found.fingerprint)
+    done = RestoreReport(
+        found.step, tuple(leaves), tuple(left_out), found.extra, found.fingerprint, found.plan, found.versions
+    )
     return (state, done) if report else state
 
 
@@ -234,6 +244,9 @@ class OpenCheckpoint:
     format: Literal["autoshard", "orbax"]
     """What wrote it."""
     fingerprint: str | None = None
+    plan: str | None = None
+    """The file of the plan that it was saved with."""
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def open_checkpoint(dir: epath.PathLike, step: int | None) -> OpenCheckpoint:
@@ -248,9 +261,14 @@ def open_checkpoint(dir: epath.PathLike, step: int | None) -> OpenCheckpoint:
     if (theirs := find_orbax(root, number)) is not None:
         return OpenCheckpoint(theirs.leaves(), theirs.step, theirs.extra(), "orbax")
     number, manifest = choose_step(root, number)
-    reading = functools.partial(_read_arrays, root, number)
-    stored = StoredLeaves(str(root / str(number)), leaf_names(manifest.leaves), reading)
-    return OpenCheckpoint(stored, number, manifest.extra, "autoshard", manifest.fingerprint)
+    plan = next((os.fspath(file) for file in plan_files(root / str(number))), None)
+    stored = stored_step(root, str(number), manifest)
+    return OpenCheckpoint(stored, number, manifest.extra, "autoshard", manifest.fingerprint, plan, manifest.versions)
+
+
+def stored_step(root: epath.Path, name: str, manifest: Manifest) -> StoredLeaves:
+    """The leaves of the step in the directory of this name, whether or not it is complete."""
+    return StoredLeaves(str(root / name), leaf_names(manifest.leaves), functools.partial(_read_arrays, root, name))
 
 
 def _step_number(step: Any) -> int:
@@ -270,12 +288,12 @@ def _check_state_fits_plan(leaves: Sequence[LeafEntry], plan: CheckpointPlan) ->
         )
 
 
-def _read_arrays(root: epath.Path, step: int, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
+def _read_arrays(root: epath.Path, name: str, wanted: Mapping[str, ToRead]) -> dict[str, Any]:
     try:
-        return read(StoredArrays(functools.partial(stored_spec, root / str(step) / "arrays"), uses(wanted)), wanted)
+        return read(StoredArrays(functools.partial(stored_spec, root / name / "arrays"), uses(wanted)), wanted)
     except CheckpointError as error:
-        others = [n for n in steps(root) if n != step]
+        others = [n for n in steps(root) if str(n) != name]
         hint = f"; restore that with step={max(others)}" if others else ""
         raise CheckpointError(
-            f"the arrays of step {step} in {root} cannot be read: {error}. {newest_complete_text(others)}{hint}"
+            f"the arrays of step {name} in {root} cannot be read: {error}. {newest_complete_text(others)}{hint}"
         ) from error

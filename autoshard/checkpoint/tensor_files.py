@@ -99,7 +99,9 @@ def open_tensors(path: Path) -> TensorSet:
         return _indexed(path)
     if (path / SINGLE).exists():
         return TensorSet(path, *_header(path / SINGLE))
-    raise CheckpointError(f"{path} has no {SINGLE} and no {INDEX}")
+    pickles = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".ckpt", ".pkl", ".pt", ".pth")]
+    why = f"; {pickles[0]} is not read: a pickle executes what is in it. Save it as safetensors" if pickles else ""
+    raise CheckpointError(f"{path} has no {SINGLE} and no {INDEX}{why}")
 
 
 def _indexed(folder: Path) -> TensorSet:

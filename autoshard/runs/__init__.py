@@ -3,5 +3,5 @@
 Input: events, metrics and reports of a run. Output: its folder with a log, a table, event files for TensorBoard and a
 report; the line on the terminal; the list of runs and their curves.
 
-May import: errors, units, strict_files.
+May import: errors, shared_folder, units, strict_files.
 """

@@ -19,18 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import functools
 import io
 import json
-import os
 import re
 import socket
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -38,9 +34,9 @@ from etils import epath
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.runs.event_file import first_events, scalar_event
 from autoshard.runs.report import EVENTS, Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, Report
+from autoshard.shared_folder import LOCK, held, is_held
 from autoshard.strict_files import cut, parse_json, read_text, shortened
 
-_LOCK = "lock"
 _RUN_FILES = re.compile(
     r"run\.json|log\.jsonl|metrics\.csv|events\.out\.tfevents\.[^/]*|plan-\d+\.(json|html)|report\.json|checkpoints|plugins|[^/]*\.partial"
 )
@@ -92,37 +88,12 @@ class RunFolder:
           CheckpointError: another process has it; names the process.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        if "://" in os.fspath(self.root):
-            yield
-            return
-        with Path(self.root / _LOCK).open("a+", errors="replace") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = cut(file.read(500).strip()) or "another process"
-                raise CheckpointError(
-                    f"{self.root} is in use by {holder}: one process at a time trains there. Wait for it or stop it, "
-                    "or choose another checkpoint.dir"
-                ) from None
-            except OSError:
-                pass  # without locks
-            file.truncate(0)
-            since = datetime.now(UTC).isoformat(" ", "seconds")
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
-            file.flush()
+        with held(self.root, "trains", "choose another checkpoint.dir"):
             yield
 
     def is_held(self) -> bool:
         """Whether a process has the folder: a run is going on."""
-        if "://" in os.fspath(self.root) or not (self.root / _LOCK).exists():
-            return False
-        with Path(self.root / _LOCK).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError as error:
-                return isinstance(error, BlockingIOError)
-        return False
+        return is_held(self.root)
 
     def clear(self) -> list[str]:
         """Deletes the run's files and returns their names.
@@ -131,7 +102,7 @@ class RunFolder:
           CheckpointError: the folder has a file that no run writes; nothing is deleted.
         """
         names = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
-        names = [name for name in names if name != _LOCK]
+        names = [name for name in names if name != LOCK]
         foreign = [name for name in names if not _RUN_FILES.fullmatch(name)]
         if foreign:
             raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -306,7 +307,15 @@ class Plan(PlanRecord):
         """Writes the plan as JSON; missing parent folders are created."""
         file = epath.Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.to_json(), indent=1))
+        file.write_text(self.json_text())
+
+    def json_text(self) -> str:
+        """What `save` writes; made once."""
+        return self._json_text
+
+    @functools.cached_property
+    def _json_text(self) -> str:
+        return json.dumps(self.to_json(), indent=1)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

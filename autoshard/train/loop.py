@@ -288,7 +288,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
     keep = config.checkpoint.keep if policy is None else policy.kept(config.checkpoint.keep, config.checkpoint.every)
 
     def save(number: int, state: Tree, position: Any) -> None:
-        extra = {"batches": position}
+        extra = {"batches": position, "config": config.model_dump(mode="json")}
         checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
 
     def restore(number: int) -> Tree:

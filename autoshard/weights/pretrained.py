@@ -18,8 +18,7 @@ from autoshard.checkpoint.leaves import flatten_state
 from autoshard.checkpoint.manifest import LeafEntry
 from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names
 from autoshard.checkpoint.pieces import Piece, ToRead
-from autoshard.checkpoint.report import RestoreReport
-from autoshard.checkpoint.restoring import CheckpointPlan, StoredLeaves, restore_from
+from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors
 from autoshard.errors import CheckpointError, nearest
 from autoshard.weights.family import Family, Settings, TensorRow, family_of, read_config

@@ -121,6 +121,9 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     with pytest.raises(CheckpointError, match="has no model.safetensors and no model.safetensors.index.json"):
         checkpoint.from_safetensors(tmp_path / "sub")
+    (tmp_path / "sub/pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"index\.json; pytorch_model\.bin is not read: a pickle executes"):
+        checkpoint.from_safetensors(tmp_path / "sub")
 
 
 def test_a_key_that_is_none(tmp_path: Path) -> None:

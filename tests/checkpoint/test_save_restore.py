@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from flax import nnx, struct
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,6 +29,7 @@ from autoshard import checkpoint
 from autoshard.checkpoint import async_write
 from autoshard.checkpoint.manifest import Manifest
 from autoshard.errors import CheckpointError
+from autoshard.shared_folder import is_held
 
 MESHES = [(2, 4), (8, 1), (1, 8), (1, 1), (2, 2)]
 
@@ -49,6 +52,9 @@ class FakePlan:
     in_avals: tuple[Any, ...]
     in_shardings: tuple[Any, ...]
     fingerprint: str = "f00d"
+
+    def json_text(self) -> str:
+        return json.dumps({"fingerprint": self.fingerprint})
 
     @property
     def in_stored(self) -> Any:
@@ -272,7 +278,7 @@ def test_keep_leaves_the_newest_and_the_one_just_written(tmp_path: Path) -> None
     checkpoint.save(tmp_path, 3, small(), keep=2)
     assert checkpoint.steps(tmp_path) == (3, 10)
     assert checkpoint.latest(tmp_path) == 10
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "3", "lock"]
     with pytest.raises(CheckpointError, match="keep=0"):
         checkpoint.save(tmp_path, 11, small(), keep=0)
 
@@ -586,7 +592,7 @@ def test_killed_while_writing(tmp_path: Path, moment: str | float) -> None:
         with pytest.raises(CheckpointError, match="its write never finished"):
             checkpoint.restore(where, step)
     checkpoint.save(where, 1000, small(), keep=1, wait=True)
-    assert [p.name for p in where.iterdir()] == ["1000"]
+    assert sorted(p.name for p in where.iterdir()) == ["1000", "lock"]
 
 
 def test_a_program_that_ends_without_finish_says_so(tmp_path: Path) -> None:
@@ -596,6 +602,74 @@ def test_a_program_that_ends_without_finish_says_so(tmp_path: Path) -> None:
     assert steps[:1] == (1,)
     assert steps == (1, 2) or "Call autoshard.checkpoint.finish() before the program ends" in errors
     assert process.returncode == 0
+
+
+def test_all_that_a_run_is_made_of_comes_back_on_another_mesh(tmp_path: Path) -> None:
+    """The master copy, moments, a schedule, the scaler, an EMA, keys; the loader, the config; the plan, versions."""
+    precision = autoshard.train.Precision(params="bfloat16", master="float32", loss_scale="dynamic")
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=optax.cosine_decay_schedule(1e-2, 10))
+    average = optax.ema(0.9)
+
+    def make() -> Any:
+        params = {"w": jnp.eye(8)}
+        held = precision.init(params, optimizer)
+        return {"train": held, "average": average.init(params), "key": jax.random.key(3), "step": jnp.int32(0)}
+
+    def train(state: Any, x: jax.Array) -> Any:
+        key, drop = jax.random.split(state["key"])
+        kept = jax.random.bernoulli(drop, 0.5, x.shape)
+        _, gradients = precision.value_and_grad(lambda p, x: ((x @ p["w"]) ** 2).mean())(state["train"], x * kept)
+        held, _ = precision.update(optimizer, state["train"], gradients)
+        _, averaged = average.update(held["master"], state["average"])
+        return {"train": held, "average": averaged, "key": key, "step": state["step"] + 1}
+
+    x = jnp.ones((8, 8), jnp.bfloat16)
+    state = jax.jit(train)(jax.jit(train)(make(), x), x)
+    first = autoshard.jit(train, mesh={"data": 8}, strategy="fsdp").plan(state, x)
+    beside = {"batches": {"taken": 16, "of": [3, 4]}, "config": {"seed": 0, "optimizer": {"name": "adam"}}}
+    checkpoint.save(tmp_path, 2, state, plan=first, extra=beside)
+    second = autoshard.jit(train, mesh={"data": 2, "model": 4}, strategy="tp").plan(state, x)
+    back, report = checkpoint.restore(tmp_path, plan=second, report=True)
+    assert_equal(back, state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, back) == second.in_shardings[0]
+    assert jax.tree.map(jnp.any, state["average"]).ema["w"]
+    assert (report.step, report.extra, report.left_out) == (2, beside, ())
+    assert report.versions["jax"] == jax.__version__
+    assert report.versions["autoshard"] == autoshard.__version__
+    assert report.plan is not None
+    assert autoshard.Plan.load(report.plan) == first
+
+
+def test_one_program_at_a_time_saves_to_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has the lock here: a save is refused, and a restore is not."""
+    checkpoint.save(tmp_path, 1, {"w": jnp.ones(3)}, wait=True)
+    program = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, 2); print('', flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        assert other.stdout
+        assert other.stdin
+        other.stdout.readline()
+        with pytest.raises(CheckpointError, match=r"in use by process \d+ on .*one process at a time saves there"):
+            checkpoint.save(tmp_path, 2, {"w": jnp.ones(3)})
+        assert checkpoint.restore(tmp_path)["w"].tolist() == [1, 1, 1]
+        other.stdin.close()
+    checkpoint.save(tmp_path, 2, {"w": jnp.ones(3)}, wait=True)
+    go, until = threading.Event(), async_write.inventory_text
+
+    def waiting(path: Any) -> str:
+        go.wait(60)
+        return until(path)
+
+    monkeypatch.setattr(async_write, "inventory_text", waiting)
+    checkpoint.save(tmp_path, 3, {"w": jnp.ones(3)})
+    assert is_held(epath.Path(tmp_path))
+    assert str(os.getpid()) in (tmp_path / "lock").read_text()
+    go.set()
+    checkpoint.finish(tmp_path)
+    assert not is_held(epath.Path(tmp_path))
+    assert checkpoint.steps(tmp_path) == (1, 2, 3)
 
 
 def test_a_program_that_finishes_loses_nothing(tmp_path: Path) -> None:
@@ -640,3 +714,4 @@ def test_a_folder_of_each_version_of_the_format_is_read(tmp_path):
         np.testing.assert_array_equal(jax.random.key_data(state["key"]), jax.random.key_data(jax.random.key(7)))
         assert state["params"]["empty"].shape == (0, 3)
         assert report.extra == {"loader": {"row": 40}, "note": "kept"}
+        assert (report.plan is None) == (folder.name == "version-2")
