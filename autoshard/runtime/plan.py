@@ -60,6 +60,8 @@ class Plan(PlanRecord):
       >>> plan.save(folder + "/plan.json")
       >>> autoshard.Plan.load(folder + "/plan.json") == plan == autoshard.Plan.from_json(plan.to_json())
       True
+      >>> f'"fingerprint": "{plan.fingerprint}"' in plan.json_text()
+      True
       >>> report, page = plan.explain(), plan.show(folder + "/plan.html")
       >>> picture = plan.plot("memory", folder + "/memory.svg")
       >>> plan.trace(folder + "/step.json")
