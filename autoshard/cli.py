@@ -1,4 +1,4 @@
-"""The command line: ``autoshard train``, ``plan``, ``checkpoint``, ``compile``, ``mesh`` and ``version``."""
+"""The command line: ``autoshard train``, ``plan``, ``compile``, ``generate``, ``export`` and others."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from autoshard import __version__, checkpoint
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
 from autoshard.checkpoint.commands import checkpoint_app
+from autoshard.decoding.served import exported, of_folder, of_run
 from autoshard.errors import AutoshardError, CheckpointError, ConfigError, nearest
 from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
@@ -225,6 +226,72 @@ def compile_command(
         raise typer.Exit(3)
 
 
+@app.command("generate")
+def generate_command(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A training configuration in YAML, or a published model's folder.")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from; its bytes are tokens.")] = None,
+    ids: Annotated[str | None, typer.Option(metavar="N,N,...", help="The tokens to go on from, as numbers.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many are made.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="How often, each drawn by itself.")] = 1,
+    temperature: Annotated[float, typer.Option(help="What logits are divided by; 0 takes the best token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Of how many of the best tokens one is drawn.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="The same, by the probability that they have together.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    step: Annotated[int | None, typer.Option(help="Of the run's checkpoint; the newest if absent.")] = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Make tokens with the decoder of a training run, from its newest checkpoint, or with a published model.
+
+    The prompt is read in one step, then a token is made a step, on the mesh of the run's last phase. Of a run on text
+    tokens are bytes; of others, and of published models, they are numbers, with --ids.
+    """
+    numbers = [int(n) for n in ids.split(",") if n.strip().isdecimal()] if ids is not None else []
+    if ids is not None and len(numbers) != len(ids.split(",")):
+        raise ConfigError(f"--ids {ids!r}: give numbers with commas between them, as 17,4,256")
+    if config.is_dir():
+        chosen = None if mesh is None else load_mesh_config(mesh)
+        _use_cpu_devices(1 if chosen is None else chosen.min_devices)
+        served = of_folder(config, chosen)
+    else:
+        recipe = _recipe(config, mesh)
+        use_platform(recipe)
+        served = of_run(recipe, step)
+    given = served.prompt(prompt, numbers, rows)
+    generator = served.generator(temperature=temperature, top_k=top_k, top_p=top_p)
+    texts = [""] * rows
+    for pieces in served.pieces(generator, given, tokens, seed):
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        if rows == 1:
+            typer.echo(pieces[0], nl=False)
+    typer.echo("" if rows == 1 else "\n".join(f"--- {n}\n{text}" for n, text in enumerate(texts, 1)))
+
+
+@app.command("export")
+def export_command(
+    config: ConfigPath,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the artifacts are written.")],
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a prompt.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are made after it, at most.")] = 64,
+    mesh: MeshOption = None,
+) -> None:
+    """Write the planned steps of a training configuration as files that run where JAX alone is installed.
+
+    FOLDER gets train.jax and, where the run is evaluated, eval.jax; of a decoder also prefill.jax, which reads a prompt
+    into a cache, and decode.jax, which makes a token. They run on as many devices as the last phase's mesh has, and
+    hold no parameters. `autoshard.load_exported` reads them, and `jax.export.deserialize`.
+    """
+    recipe = _recipe(config, mesh)
+    use_platform(recipe)
+    to.mkdir(parents=True, exist_ok=True)
+    for artifact in exported(recipe, rows, prompt, tokens):
+        path = to / f"{artifact.name}.jax"
+        path.write_bytes(artifact.content)
+        typer.echo(f"{path}: {len(artifact.content):,} bytes, on mesh {artifact.plan.mesh}")
+
+
 @app.command("mesh")
 def mesh_command(
     config: Annotated[
@@ -295,14 +362,19 @@ def use_platform(config: TrainConfig, *, runs: bool = True, processes: int = 1) 
         jax.config.update("jax_platforms", "cpu")
     elif config.platform is not None:
         jax.config.update("jax_platforms", config.platform)
-    if jax.config.jax_num_cpu_devices < 1:  # has no effect on other platforms
-        jax.config.update("jax_num_cpu_devices", min(-(-config.min_devices // processes), MAX_VIRTUAL_DEVICES))
+    _use_cpu_devices(-(-config.min_devices // processes))
     if runs:
         try:
             jax.devices()
         except RuntimeError as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(f"platform {config.platform} is not available in this process: {reason}") from None
+
+
+def _use_cpu_devices(count: int) -> None:
+    """Divides the processor into so many devices, unless the environment says how many; of no effect elsewhere."""
+    if jax.config.jax_num_cpu_devices < 1:
+        jax.config.update("jax_num_cpu_devices", min(count, MAX_VIRTUAL_DEVICES))
 
 
 def main() -> None:

@@ -301,11 +301,10 @@ class Decoder(nnx.Module):
         if self.config.scan:
             graph, stacked = nnx.split(self.layers)
 
-            def layer(carry: tuple[jax.Array, Tree], of: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Tree], None]:
-                block: Any = nnx.merge(graph, of[0])
-                return block.step(*carry, of[1], position), None
+            def block(carry: tuple[jax.Array, Tree], of: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Tree], None]:
+                return nnx.merge(graph, of[0]).step(*carry, of[1], position), None
 
-            (x, cache), _ = jax.lax.scan(layer, (x, cache), (stacked, jnp.arange(self.config.layers)))
+            (x, cache), _ = jax.lax.scan(block, (x, cache), (stacked, jnp.arange(self.config.layers)))
         else:
             for number, layer in enumerate(self.layers):
                 x, cache = layer.step(x, cache, number, position)

@@ -192,9 +192,15 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
     model, optimizer, loss = config.model, config.optimizer, config.loss
     precision = None if config.precision is None else config.precision.precision
     of_text = isinstance(batch, dict) and batch.keys() <= {"inputs", "targets"}  # no weights, no segments
-    if isinstance(model, ModelConfig) and precision is not None:
-        model = model.model_copy(update={"dtype": precision.compute or precision.params})
-    elif of_text and isinstance(model, ModelConfig) and isinstance(optimizer, OptimizerConfig) and loss is None:
+    if isinstance(model, ModelConfig):
+        model = computed_model(config)
+    if (
+        precision is None
+        and of_text
+        and isinstance(model, ModelConfig)
+        and isinstance(optimizer, OptimizerConfig)
+        and loss is None
+    ):
         return make_steps(model, optimizer, config.last_step)
     assert model is not None  # the configuration was validated
     applied: Model = decoder_model(model) if isinstance(model, ModelConfig) else own_model(model, batch)
@@ -207,3 +213,12 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
                 f"optimizer: {optimizer.call} gives a {type(update).__name__}, and not an optax.GradientTransformation"
             )
     return make_own_steps(applied, update, cross_entropy if loss is None else loss.resolved(), rate, precision)
+
+
+def computed_model(config: TrainConfig) -> ModelConfig:
+    """The decoder of ``config`` with the dtype that it computes in."""
+    assert isinstance(config.model, ModelConfig)
+    if config.precision is None:
+        return config.model
+    precision = config.precision.precision
+    return config.model.model_copy(update={"dtype": precision.compute or precision.params})
