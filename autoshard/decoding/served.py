@@ -112,7 +112,7 @@ def of_folder(folder: Path, mesh: Any = None) -> Served:
 
 
 @dataclass(frozen=True)
-class Artifact:
+class NamedArtifact:
     """An exported step."""
 
     name: str
@@ -122,7 +122,7 @@ class Artifact:
     plan: PlanRecord
 
 
-def exported(config: TrainConfig, rows: int, prompt: int, count: int) -> Iterator[Artifact]:
+def exported(config: TrainConfig, rows: int, prompt: int, count: int) -> Iterator[NamedArtifact]:
     """The steps of a training configuration on its last mesh: training, evaluation where it has one, and of a decoder
     those that read ``prompt`` tokens in each of ``rows`` rows and make ``count`` further ones, the best.
 
@@ -132,13 +132,13 @@ def exported(config: TrainConfig, rows: int, prompt: int, count: int) -> Iterato
       ExportError: as `Step.export`.
     """
     planned = plan_phase(config, config.all_phases[-1])
-    yield Artifact("train", planned.step.export(planned.state, planned.batch), planned.plan)
+    yield NamedArtifact("train", planned.step.export(planned.state, planned.batch), planned.plan)
     if planned.evaluate is not None:
         given = planned.work.steps.evaluated(planned.state), planned.batch
-        yield Artifact("eval", planned.evaluate.export(*given), planned.evaluate.plan(*given))
+        yield NamedArtifact("eval", planned.evaluate.export(*given), planned.evaluate.plan(*given))
     if isinstance(config.model, ModelConfig):
         served = of_run(config)
         tokens = jax.ShapeDtypeStruct((rows, prompt), np.int32)
         prepared = served.generator().prepare(served.params, tokens, count)
-        yield Artifact("prefill", prepared.prefill.export(*prepared.prefill_arguments), prepared.prefill_plan)
-        yield Artifact("decode", prepared.decode.export(*prepared.decode_arguments), prepared.decode_plan)
+        yield NamedArtifact("prefill", prepared.prefill.export(*prepared.prefill_arguments), prepared.prefill_plan)
+        yield NamedArtifact("decode", prepared.decode.export(*prepared.decode_arguments), prepared.decode_plan)
