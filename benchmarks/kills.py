@@ -147,14 +147,13 @@ def _resumes_from(step: int) -> str:
     return "on the first mesh" if step < STEPS[0] else "on the second mesh" if step > STEPS[0] else "on another mesh"
 
 
-def wait_for_moment(folder: Path, before: int, seconds: float, draw: random.Random) -> None:
-    """Waits until the process that resumed from step ``before`` is to be killed."""
-    until = time.monotonic() + seconds
+def wait_for_moment(child: int, folder: Path, before: int, seconds: float, draw: random.Random) -> None:
+    """Waits until the process ``child``, which resumed from step ``before``, is to be killed, or has ended."""
     if draw.random() < 1 / 2 or before == STEPS[-1]:
         time.sleep(draw.uniform(0, seconds * (1 - before / STEPS[-1])))
         return
     step = draw.randint(before + 1, STEPS[-1])
-    while not (steps_taken(folder) >= step) and time.monotonic() < until:
+    while steps_taken(folder) < step and not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         time.sleep(0.001)
     time.sleep(draw.uniform(0, 0.1))
 
@@ -170,7 +169,7 @@ def trial(number: int, base: Path, seconds: float, whole: Any, draw: random.Rand
         before = newest(folder)
         child = forked(lambda: train(folder), folder / "output.txt")
         if kills == 0 or draw.random() < 1 / 5:
-            wait_for_moment(folder, before, seconds, draw)
+            wait_for_moment(child, folder, before, seconds, draw)
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code == -signal.SIGKILL:
