@@ -18,35 +18,34 @@ from jax.experimental import multihost_utils
 from autoshard.errors import CheckpointError
 from autoshard.strict_files import cut
 
-LOCK = "lock"
-"""The file that says which process has the folder."""
-
 
 @contextlib.contextmanager
-def held(root: epath.Path, does: str, remedy: str) -> Generator[None]:
+def held(lock: epath.Path, does: str, remedy: str) -> Generator[None]:
     """Keeps a folder for this process; it is free again in the end, and when the process ends, however that ends.
 
     A folder on a file system without locks is not kept.
 
     Args:
-      root: a folder that is there.
+      lock: a file in the folder, which is there; it says which process has it. A folder may have several, for several
+        purposes.
       does: what one process at a time does there, for the message: ``trains``.
       remedy: what to do instead, beside to wait.
 
     Raises:
       CheckpointError: another process has it; names the process.
     """
-    if "://" in os.fspath(root):
+    if "://" in os.fspath(lock):
         yield
         return
-    with Path(root / LOCK).open("a+", errors="replace") as file:
+    with Path(lock).open("a+", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = cut(file.read(500).strip()) or "another process"
             raise CheckpointError(
-                f"{root} is in use by {holder}: one process at a time {does} there. Wait for it or stop it, or {remedy}"
+                f"{lock.parent} is in use by {holder}: one process at a time {does} there. Wait for it or stop it, or "
+                f"{remedy}"
             ) from None
         except OSError:
             pass  # without locks
@@ -61,11 +60,11 @@ def held(root: epath.Path, does: str, remedy: str) -> Generator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def is_held(root: epath.Path) -> bool:
-    """Whether a process has the folder."""
-    if "://" in os.fspath(root) or not (root / LOCK).exists():
+def is_held(lock: epath.Path) -> bool:
+    """Whether a process has the folder, by this file."""
+    if "://" in os.fspath(lock) or not lock.exists():
         return False
-    with Path(root / LOCK).open() as file:
+    with Path(lock).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:

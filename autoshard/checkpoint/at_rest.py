@@ -14,6 +14,7 @@ from etils import epath
 from autoshard.checkpoint.async_write import finish, unfinished
 from autoshard.checkpoint.folders import open_contents, read_leaf
 from autoshard.checkpoint.manifest import (
+    LOCK,
     TEMPORARY,
     absolute_path,
     first_line,
@@ -93,7 +94,7 @@ def repair(path: epath.PathLike) -> list[Repair]:
             f"{root} is no directory that checkpoint.save wrote to. What others write carries no digests of its "
             "arrays, so that nothing of it can be proven; copy it again from where it came"
         )
-    with held(root, "saves", "repair it later"):
+    with held(root / LOCK, "saves", "repair it later"):
         found: list[Repair] = []
         for folder in left:
             step = root / folder.name.removesuffix(TEMPORARY)

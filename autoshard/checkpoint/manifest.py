@@ -35,6 +35,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of the directory of a step that Orbax is still writing."""
 
 
+LOCK = "save.lock"
+"""The file by which a directory is kept for the program that saves to it."""
 MAX_BYTES = 2**26
 """Of a manifest, with the caller's ``extra``, and of an inventory."""
 MAX_PATH = 4096

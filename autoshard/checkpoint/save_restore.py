@@ -29,6 +29,7 @@ from autoshard.checkpoint.async_write import Saving as Saving
 from autoshard.checkpoint.async_write import finish as finish
 from autoshard.checkpoint.leaves import flatten_state, restore_targets
 from autoshard.checkpoint.manifest import (
+    LOCK,
     MAX_BYTES,
     LeafEntry,
     Manifest,
@@ -115,7 +116,8 @@ def save(
         items["arrays"] = ArraySave(arrays)
     with contextlib.ExitStack() as kept:
         in_first(
-            lambda: kept.enter_context(held(root, "saves", "choose another directory")), f"{root} could not be locked"
+            lambda: kept.enter_context(held(root / LOCK, "saves", "choose another directory")),
+            f"{root} could not be locked",
         )
         if path.exists():
             move_damaged_aside(path)

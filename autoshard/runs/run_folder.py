@@ -34,9 +34,10 @@ from etils import epath
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.runs.event_file import first_events, scalar_event
 from autoshard.runs.report import EVENTS, Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, Report
-from autoshard.shared_folder import LOCK, held, is_held
+from autoshard.shared_folder import held, is_held
 from autoshard.strict_files import cut, parse_json, read_text, shortened
 
+_LOCK = "lock"
 _RUN_FILES = re.compile(
     r"run\.json|log\.jsonl|metrics\.csv|events\.out\.tfevents\.[^/]*|plan-\d+\.(json|html)|report\.json|checkpoints|plugins|[^/]*\.partial"
 )
@@ -88,12 +89,12 @@ class RunFolder:
           CheckpointError: another process has it; names the process.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        with held(self.root, "trains", "choose another checkpoint.dir"):
+        with held(self.root / _LOCK, "trains", "choose another checkpoint.dir"):
             yield
 
     def is_held(self) -> bool:
         """Whether a process has the folder: a run is going on."""
-        return is_held(self.root)
+        return is_held(self.root / _LOCK)
 
     def clear(self) -> list[str]:
         """Deletes the run's files and returns their names.
@@ -102,7 +103,7 @@ class RunFolder:
           CheckpointError: the folder has a file that no run writes; nothing is deleted.
         """
         names = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
-        names = [name for name in names if name != LOCK]
+        names = [name for name in names if name != _LOCK]
         foreign = [name for name in names if not _RUN_FILES.fullmatch(name)]
         if foreign:
             raise CheckpointError(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from autoshard import checkpoint
 from autoshard.checkpoint.at_rest import conditions, repair
-from autoshard.checkpoint.manifest import TEMPORARY, plan_file_name
+from autoshard.checkpoint.manifest import LOCK, TEMPORARY, plan_file_name
 from autoshard.cli import app
 from autoshard.errors import CheckpointError
 from autoshard.shared_folder import held
@@ -24,7 +24,7 @@ from tests.checkpoint.test_save_restore import FakePlan, largest, mesh_of, plan_
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != LOCK}
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_what_others_wrote_is_not_repaired_and_not_called_whole(tmp_path: Path) 
 
 
 def test_a_directory_that_is_written_to_is_not_repaired(saved: Path) -> None:
-    with held(epath.Path(saved), "saves", "wait"), pytest.raises(CheckpointError, match="in use by process"):
+    with held(epath.Path(saved / LOCK), "saves", "wait"), pytest.raises(CheckpointError, match="in use by process"):
         repair(saved)
 
 

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import checkpoint
 from autoshard.checkpoint import async_write
-from autoshard.checkpoint.manifest import Manifest
+from autoshard.checkpoint.manifest import LOCK, Manifest
 from autoshard.errors import CheckpointError
 from autoshard.shared_folder import is_held
 
@@ -278,7 +278,7 @@ def test_keep_leaves_the_newest_and_the_one_just_written(tmp_path: Path) -> None
     checkpoint.save(tmp_path, 3, small(), keep=2)
     assert checkpoint.steps(tmp_path) == (3, 10)
     assert checkpoint.latest(tmp_path) == 10
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "3", "lock"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "3", "save.lock"]
     with pytest.raises(CheckpointError, match="keep=0"):
         checkpoint.save(tmp_path, 11, small(), keep=0)
 
@@ -592,7 +592,7 @@ def test_killed_while_writing(tmp_path: Path, moment: str | float) -> None:
         with pytest.raises(CheckpointError, match="its write never finished"):
             checkpoint.restore(where, step)
     checkpoint.save(where, 1000, small(), keep=1, wait=True)
-    assert sorted(p.name for p in where.iterdir()) == ["1000", "lock"]
+    assert sorted(p.name for p in where.iterdir()) == ["1000", "save.lock"]
 
 
 def test_a_program_that_ends_without_finish_says_so(tmp_path: Path) -> None:
@@ -645,7 +645,7 @@ def test_one_program_at_a_time_saves_to_a_directory(tmp_path: Path, monkeypatch:
     checkpoint.save(tmp_path, 1, {"w": jnp.ones(3)}, wait=True)
     program = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, 2); print('', flush=True); input()"
     other = subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, tmp_path / LOCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with other:
         assert other.stdout
@@ -664,11 +664,11 @@ def test_one_program_at_a_time_saves_to_a_directory(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(async_write, "inventory_text", waiting)
     checkpoint.save(tmp_path, 3, {"w": jnp.ones(3)})
-    assert is_held(epath.Path(tmp_path))
-    assert str(os.getpid()) in (tmp_path / "lock").read_text()
+    assert is_held(epath.Path(tmp_path / LOCK))
+    assert str(os.getpid()) in (tmp_path / LOCK).read_text()
     go.set()
     checkpoint.finish(tmp_path)
-    assert not is_held(epath.Path(tmp_path))
+    assert not is_held(epath.Path(tmp_path / LOCK))
     assert checkpoint.steps(tmp_path) == (1, 2, 3)
 
 

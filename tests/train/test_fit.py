@@ -194,6 +194,13 @@ def test_a_signal_saves_the_step_that_is_being_taken(number: signal.Signals, end
     np.testing.assert_array_equal(state, np.ones(24))
 
 
+def test_one_folder_for_the_log_and_the_checkpoints(tmp_path: Path):
+    """A run has it while each of its steps is written there."""
+    fit(count, jnp.zeros(24, jnp.int32), Rows({"row": np.arange(24)}, 4), steps=2, checkpoints=tmp_path, log=tmp_path)
+    assert checkpoint.latest(tmp_path) == 2
+    assert (tmp_path / "log.jsonl").exists()
+
+
 def test_a_folder_gets_events_and_a_table(tmp_path: Path):
     def evaluate(state: Any) -> Any:
         return {"accuracy": state.sum() / 24}
