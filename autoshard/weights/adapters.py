@@ -23,6 +23,7 @@ from autoshard.checkpoint.safetensors_state import open_safetensors, write_tenso
 from autoshard.checkpoint.tensor_files import SINGLE
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.strict_files import shortened
+from autoshard.units import size_text
 from autoshard.weights.family import Family, TensorRow, read_config
 from autoshard.weights.pretrained import Pretrained, in_our_layout, tensors_of
 
@@ -39,16 +40,27 @@ _REQUIRES: Mapping[str, Any] = {
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["scale"])
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter; a pytree of its weights."""
+    """An adapter; a pytree of its weights.
+
+    Example:
+      >>> pair = {"a": jnp.ones((2, 4, 32)), "b": jnp.ones((2, 16, 4))}  # two layers, rank 4
+      >>> adapter = autoshard.weights.Adapter({"layers": {"mlp": {"down": pair}}}, scale=0.5)
+      >>> adapter
+      <Adapter, scale 0.5, 1.5 KiB>
+    """
 
     weights: Any
     """A part of the model's tree, with a dict of ``a`` and ``b`` in the place of each leaf that it adapts."""
     scale: float
     """What the product of ``b`` and ``a`` is multiplied by."""
 
+    def __repr__(self) -> str:
+        size = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(self.weights))
+        return f"<Adapter, scale {self.scale:g}, {size_text(size)}>"
+
 
 def read_adapter(dir: str | Path, model: Pretrained, *, like: Any = None) -> Adapter:
-    """The adapter in a folder, with ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """The adapter in the folder ``dir``, with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Args:
       model: what it is an adapter of.
@@ -57,6 +69,17 @@ def read_adapter(dir: str | Path, model: Pretrained, *, like: Any = None) -> Ada
     Raises:
       CheckpointError: no such file, a damaged one, or tensors of another model.
       ConfigError: no config, or one of another kind of adapter.
+
+    Example:
+      >>> folder, llama = tempfile.mkdtemp(), autoshard.weights.family.family_of({"model_type": "llama"})
+      >>> part = {"layers": {"mlp": {"down": jnp.ones((2, 32, 16))}}}
+      >>> autoshard.weights.write_pretrained(folder, part, llama, {})
+      >>> model = autoshard.weights.open_pretrained(folder)
+      >>> pair = {"a": jnp.ones((2, 4, 32)), "b": jnp.ones((2, 16, 4))}  # two layers, rank 4
+      >>> adapter = autoshard.weights.Adapter({"layers": {"mlp": {"down": pair}}}, scale=0.5)
+      >>> autoshard.weights.write_adapter(folder + "/adapter", adapter, model)
+      >>> autoshard.weights.read_adapter(folder + "/adapter", model)
+      <Adapter, scale 0.5, 1.5 KiB>
     """
     config = read_config(Path(dir) / CONFIG)
     for key, wanted in _REQUIRES.items():
@@ -77,10 +100,21 @@ def read_adapter(dir: str | Path, model: Pretrained, *, like: Any = None) -> Ada
 
 
 def write_adapter(dir: str | Path, adapter: Adapter, model: Pretrained) -> None:
-    """Writes an adapter alone, as PEFT reads it.
+    """Writes an adapter of ``model`` alone to the folder ``dir``, as PEFT reads it.
 
     Raises:
       CheckpointError: adapters of different ranks, or of what is no matrix; files that are there already.
+
+    Example:
+      >>> folder, llama = tempfile.mkdtemp(), autoshard.weights.family.family_of({"model_type": "llama"})
+      >>> part = {"layers": {"mlp": {"down": jnp.ones((2, 32, 16))}}}
+      >>> autoshard.weights.write_pretrained(folder, part, llama, {})
+      >>> model = autoshard.weights.open_pretrained(folder)
+      >>> pair = {"a": jnp.ones((2, 4, 32)), "b": jnp.ones((2, 16, 4))}  # two layers, rank 4
+      >>> adapter = autoshard.weights.Adapter({"layers": {"mlp": {"down": pair}}}, scale=0.5)
+      >>> autoshard.weights.write_adapter(folder + "/adapter", adapter, model)
+      >>> sorted(os.listdir(folder + "/adapter"))
+      ['adapter_config.json', 'adapter_model.safetensors']
     """
     family = adapter_family(model.family)
     pairs = dict(_pairs(adapter.weights))
@@ -105,13 +139,21 @@ def write_adapter(dir: str | Path, adapter: Adapter, model: Pretrained) -> None:
 
 
 def adapted(params: Any, family: Family, *adapters: Adapter) -> Any:
-    """``params`` with adapters merged into them, in float32 each, then in the leaf's dtype.
+    """``params`` of a ``family`` with ``adapters`` merged into them, in float32 each, then in the leaf's dtype.
 
     ``params`` stay as they are, so that nothing has to be taken out again. Within a step that differentiates for an
     adapter this is training it, with ``params`` frozen.
 
     Raises:
       CheckpointError: an adapter of a leaf that the tree does not have.
+
+    Example:
+      >>> llama = autoshard.weights.family.family_of({"model_type": "llama"})
+      >>> pair = {"a": jnp.ones((2, 4, 32)), "b": jnp.ones((2, 16, 4))}  # two layers, rank 4
+      >>> adapter = autoshard.weights.Adapter({"layers": {"mlp": {"down": pair}}}, scale=0.5)
+      >>> params = {"layers": {"mlp": {"down": jnp.zeros((2, 32, 16))}}}
+      >>> float(autoshard.weights.adapted(params, llama, adapter)["layers"]["mlp"]["down"][0, 0, 0])
+      2.0
     """
     for adapter in adapters:
         for name, pair in _pairs(adapter.weights):

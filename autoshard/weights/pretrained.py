@@ -21,6 +21,7 @@ from autoshard.checkpoint.pieces import Piece, ToRead
 from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors
 from autoshard.errors import CheckpointError, nearest
+from autoshard.units import size_text
 from autoshard.weights.family import Family, Settings, TensorRow, family_of, read_config
 from autoshard.weights.layout import inside
 
@@ -29,13 +30,28 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A published model that can be read."""
+    """A published model that can be read.
+
+    Example: a Llama's folder, of which but one leaf is written here.
+      >>> folder, llama = tempfile.mkdtemp(), autoshard.weights.family.family_of({"model_type": "llama"})
+      >>> part = {"layers": {"mlp": {"down": jnp.ones((2, 32, 16))}}}
+      >>> autoshard.weights.write_pretrained(folder, part, llama, {})
+      >>> model = autoshard.weights.open_pretrained(folder)
+      >>> model
+      <Pretrained llama, 4.0 KiB of weights>
+      >>> model.abstract
+      {'layers': {'mlp': {'down': ShapeDtypeStruct(shape=(2, 32, 16), dtype=float32)}}}
+    """
 
     family: Family
     config: Settings
     """Its ``config.json``."""
     stored: StoredLeaves
     """Its weights under the names of our leaves and in their layouts, and under their own what is no weight of ours."""
+
+    def __repr__(self) -> str:
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract))
+        return f"<Pretrained {self.family.model_type}, {size_text(size)} of weights>"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -92,7 +108,7 @@ class Pretrained:
 
 
 def open_pretrained(dir: str | Path, *, family: Family | None = None) -> Pretrained:
-    """The model in a folder, with ``config.json`` and safetensors files; reads no weight.
+    """The model in the folder ``dir``, with ``config.json`` and safetensors files; reads no weight.
 
     Args:
       family: None means what ``model_type`` says, of those in ``configs/weights/``.
@@ -101,6 +117,13 @@ def open_pretrained(dir: str | Path, *, family: Family | None = None) -> Pretrai
       CheckpointError: no or damaged safetensors files, or ones that are not laid out as the config says: names the
         tensor and its shape.
       ConfigError: no ``config.json``, or one of a family that is not known.
+
+    Example:
+      >>> folder, llama = tempfile.mkdtemp(), autoshard.weights.family.family_of({"model_type": "llama"})
+      >>> part = {"layers": {"mlp": {"down": jnp.ones((2, 32, 16))}}}
+      >>> autoshard.weights.write_pretrained(folder, part, llama, {})
+      >>> autoshard.weights.open_pretrained(folder).read()["layers"]["mlp"]["down"].shape
+      (2, 32, 16)
     """
     config = read_config(Path(dir) / CONFIG)
     chosen = family or family_of(config)
@@ -197,10 +220,11 @@ def write_pretrained(
     config: Settings | None = None,
     max_bytes: int | str = "5GB",
 ) -> None:
-    """Writes a tree of our leaves as such a folder: what `open_pretrained` reads, and `transformers`.
+    """Writes a tree of our leaves as such a folder, ``dir``: what `open_pretrained` reads, and `transformers`.
 
     Args:
       params: the tree, or part of it; arrays on devices or in numpy.
+      family: of `Pretrained.family`, whose names and layouts it is written in.
       settings: of the model, as `Pretrained.settings`.
       config: what ``config.json`` has beside settings and sizes, such as the ids of special tokens; sizes and settings
         take the place of what it has of them.
@@ -208,6 +232,13 @@ def write_pretrained(
 
     Raises:
       CheckpointError: a leaf that the family does not have, or not of its rank; files that are there already.
+
+    Example: a stack of layers is written layer by layer, under the names that others read.
+      >>> folder, llama = tempfile.mkdtemp(), autoshard.weights.family.family_of({"model_type": "llama"})
+      >>> part = {"layers": {"mlp": {"down": jnp.ones((2, 32, 16))}}}
+      >>> autoshard.weights.write_pretrained(folder, part, llama, {})
+      >>> autoshard.checkpoint.from_safetensors(folder)["model.layers.1.mlp.down_proj.weight"].shape
+      (16, 32)
     """
     sizes, tensors = tensors_of(params, family, config or {}, settings)
     made = dict(config or {}) | family.config_of(settings, sizes)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import doctest
 import inspect
 import os
+import re
 import tempfile
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ GIVEN = {
 
 def public() -> Iterator[tuple[str, object]]:
     """Every public function and class, by the name that a user writes."""
-    for module in (autoshard, autoshard.train, autoshard.checkpoint):
+    for module in (autoshard, autoshard.train, autoshard.checkpoint, autoshard.weights):
         for name, found in vars(module).items():
             if not name.startswith("_") and not isinstance(found, types.ModuleType):
                 yield f"{module.__name__}.{name}", found
@@ -70,6 +72,19 @@ def test_what_arguments_mean_is_told():
             text = inspect.getdoc(found) or ""
             lacking = [p for p in inspect.signature(found).parameters if p not in text]
             assert lacking == [], name
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (Path(__file__).parents[2] / "docs/reference/api.md").read_text()
+    named: list[str] = []
+    for module, text in re.findall(r"currentmodule:: (\S+)\n(.*?)(?=\.\. currentmodule|\Z)", page, re.DOTALL):
+        named += [f"{module}.{name}" for name in re.findall(r"auto(?:function|class):: (\w+)", text)]
+    assert sorted(named) == sorted(PUBLIC)
+
+
+def test_functions_say_what_they_raise():
+    silent = [n for n, f in PUBLIC.items() if inspect.isfunction(f) and "Raises:" not in (inspect.getdoc(f) or "")]
+    assert silent == ["autoshard.audit", "autoshard.checkpoint.latest", "autoshard.checkpoint.steps"]
 
 
 def test_dir_has_the_public_names():
