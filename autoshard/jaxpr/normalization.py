@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from autoshard.jaxpr.hi_primitives import with_traced_body
 from autoshard.jaxpr.nested import INLINED, regions, with_bodies
-from autoshard.jaxpr.origin import LIBRARIES, user_line
+from autoshard.jaxpr.origin import LIBRARIES, PACKAGE, user_line
 from autoshard.jaxpr.value import Atom, represents_indices
 
 
@@ -103,11 +103,14 @@ def _positions_cast_once(eqn: JaxprEqn) -> Jaxpr:
 def _attributed(eqn: JaxprEqn, call: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     """``eqn`` of an inlined ``body`` with the name stack of ``call``, and its traceback where a library wrote the body.
 
-    JAX caches the trace of a library function with the source lines of its first caller.
+    JAX caches the trace of a library function with the source lines of its first caller. Where autoshard calls itself,
+    as the decoder that ships its layers, the body's own lines say more.
     """
     stack = call.source_info.name_stack + eqn.source_info.name_stack
     info = eqn.source_info.replace(name_stack=stack)
-    if (body.debug_info.func_filename or "").startswith(LIBRARIES) or not user_line(eqn.source_info.traceback):
+    file = body.debug_info.func_filename or ""
+    ours = file.startswith(PACKAGE) and user_line(call.source_info.traceback).startswith(PACKAGE)
+    if (file.startswith(LIBRARIES) and not ours) or not user_line(eqn.source_info.traceback):
         info = info.replace(traceback=call.source_info.traceback)
     return eqn.replace(source_info=info)
 

@@ -12,11 +12,12 @@ from jax._src import api_util as _api
 from jax._src import source_info_util as _source
 from jax.extend.core import JaxprEqn
 
+PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 LIBRARIES = tuple(
     os.path.join(base, name) + os.sep
     for base in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     for name in ("jax", "flax", "optax", "chex", "autoshard")
-) + (os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,)
+) + (PACKAGE,)
 
 
 def user_line(traceback: Any) -> str:

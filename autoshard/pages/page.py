@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jax.stages import Compiled
@@ -41,9 +41,9 @@ def page(plan: PlanRecord, compiled: Compiled | None = None) -> str:
         Part("arrays", "How arrays lie on the devices", _arrays(plan)),
         *([] if plan.pipeline is None else [Part("pipeline", "The pipeline", _pipeline(plan.pipeline))]),
         Part("memory", "Memory over the step", _memory(plan, f)),
-        Part("time", "Time and communication", _time(plan, f)),
+        *([Part("time", "Time and communication", _time(plan, f))] if f else []),
         Part("layouts", "Layouts that were weighed", _layouts(plan)),
-        Part("source", "Your code, line by line", source_part(plan, f) if f else _NO_PROFILE),
+        *([Part("source", "Your code, line by line", source_part(plan, f))] if f else []),
         Part("values", "All values", _values(plan, f), open=False),
         Part("report", "The whole report", sections_html(review(plan)), open=False),
     ]
@@ -84,8 +84,25 @@ def _figures(plan: PlanRecord) -> str:
 
 
 def _head(plan: PlanRecord, f: StepProfile | None) -> str:
-    if f is None:
-        return _figures(plan)
+    answers = _of_profile(plan, f) if f else _of_stages(plan.pipeline) if plan.pipeline else []
+    least = savings(plan)[:3]
+    if least:
+        says = "; ".join(f"{size_text(s.bytes)}: {s.what}" for s in least)
+        answers.append(("What would save memory?", f"Up to {says}.", "savings"))
+    boxes = "".join(f'<div><b>{told(q)}</b>{told(says, 700)} <a href="#{at}">more</a></div>' for q, says, at in answers)
+    return f'{_figures(plan)}<div class="asked">{boxes}</div>'
+
+
+def _of_stages(plan: PipelinePlan) -> list[tuple[str, str, str]]:
+    """Questions of a pipeline with their answers, and where there is more."""
+    most = max(range(plan.stages), key=lambda stage: plan.seconds[stage])
+    says = f"Stage {most}, busy for {time_text(plan.seconds[most])} of a call. The others wait for it."
+    idle = f"A stage is idle for {plan.bubble:.0%} of the step, on average: more micro-batches make it less."
+    return [("Which stage costs most?", says, "pipeline"), ("How much is lost to waiting?", idle, "pipeline")]
+
+
+def _of_profile(plan: PlanRecord, f: StepProfile) -> list[tuple[str, str, str]]:
+    """Questions of a step with their answers, and where there is more."""
     answers: list[tuple[str, str, str]] = []
     best = max((x for x in f.lines if x.source), key=lambda x: x.compute + x.transfers, default=None)
     if best is not None and plan.cost.seconds:
@@ -101,12 +118,7 @@ def _head(plan: PlanRecord, f: StepProfile | None) -> str:
         answers.append(("Why is an array gathered?", says, "moves"))
     else:
         answers.append(("Is anything gathered?", "Nothing: operations compute on the parts as they are.", "time"))
-    least = savings(plan)[:3]
-    if least:
-        says = "; ".join(f"{size_text(s.bytes)}: {s.what}" for s in least)
-        answers.append(("What would save memory?", f"Up to {says}.", "savings"))
-    boxes = "".join(f'<div><b>{told(q)}</b>{told(says, 700)} <a href="#{at}">more</a></div>' for q, says, at in answers)
-    return f'{_figures(plan)}<div class="asked">{boxes}</div>'
+    return answers
 
 
 def _arrays(plan: PlanRecord) -> str:
@@ -170,14 +182,17 @@ _ROLES: Mapping[BufferRole, str] = {
     "inside": "inside an operation",
 }
 _NO_PROFILE = paragraph(
-    "This plan holds no profile of the step, as that of a pipeline does not: its figures are in the whole report."
+    "This plan holds no profile of the step over time, as that of a pipeline does not: what follows are its sums."
 )
 
 
 def _memory(plan: PlanRecord, f: StepProfile | None) -> str:
-    if f is None:
-        return _NO_PROFILE
     m, peak = plan.memory, max(1, plan.memory.peak)
+    if f is None:
+        held = bytes_per_device([p for p in plan.inputs if p.memory_kind is None], plan.mesh.shape)
+        parts = (("arguments", held), ("what the step computes", max(0, peak - held)))
+        rows = [(size_text(n), bar(n / peak, "held"), role, "all", "", "") for role, n in parts]
+        return _NO_PROFILE + _at_the_peak(rows, "") + _savings(plan)
     arguments = (("parameters", m.parameters), ("optimizer state", m.optimizer), ("inputs", m.inputs))
     live = [
         (size_text(n), bar(n / peak, "held"), role, "all, through the whole call", "", "") for role, n in arguments if n
@@ -197,28 +212,28 @@ def _memory(plan: PlanRecord, f: StepProfile | None) -> str:
     if rest:
         size = sum(x.bytes for x in rest)
         live.append((size_text(size), bar(size / peak, "held"), "", plural(len(rest), "smaller group"), "", ""))
-    options = [(size_text(s.bytes), s.what, s.price, s.how) for s in savings(plan)]
     chip = f" {size_text(f.on_chip)} of these are kept in on-chip memory, and not counted." if f.on_chip else ""
-    return (
-        figure(
-            memory_over_time(plan, f), "Bytes per device over one call. What is returned and not donated counts too."
-        )
-        + f"<h3>What is live at the peak</h3>{paragraph('Per device.' + chip)}"
-        + rows_of(
-            ("bytes", "", "role", "what", "type and spec", "line"),
-            live,
-            {0: "n", 2: "key-of", 3: "path", 4: "path", 5: "place"},
-            raw=frozenset({1}),
-        )
-        + '<h3 id="savings">What would take less</h3>'
-        + paragraph("By size. Not all of it is live at the peak, and each is priced only when it is planned.")
-        + (rows_of(("saves", "what", "price", "how"), options, {0: "n", 1: "wide", 3: "path"}) if options else "")
+    over_time = figure(
+        memory_over_time(plan, f), "Bytes per device over one call. What is returned and not donated counts too."
     )
+    return over_time + _at_the_peak(live, chip) + _savings(plan)
 
 
-def _time(plan: PlanRecord, f: StepProfile | None) -> str:
-    if f is None:
-        return _NO_PROFILE
+def _at_the_peak(rows: Sequence[Sequence[str]], more: str) -> str:
+    kinds = {0: "n", 2: "key-of", 3: "path", 4: "path", 5: "place"}
+    head = ("bytes", "", "role", "what", "type and spec", "line")
+    table = rows_of(head, rows, kinds, raw=frozenset({1}))
+    return f"<h3>What is live at the peak</h3>{paragraph('Per device.' + more)}{table}"
+
+
+def _savings(plan: PlanRecord) -> str:
+    options = [(size_text(s.bytes), s.what, s.price, s.how) for s in savings(plan)]
+    table = rows_of(("saves", "what", "price", "how"), options, {0: "n", 1: "wide", 3: "path"}) if options else ""
+    text = paragraph("By size. Not all of it is live at the peak, and each is priced only when it is planned.")
+    return f'<h3 id="savings">What would take less</h3>{text}{table}'
+
+
+def _time(plan: PlanRecord, f: StepProfile) -> str:
     rows = [
         (
             time_text(m.seconds),

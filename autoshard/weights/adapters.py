@@ -23,7 +23,6 @@ from autoshard.checkpoint.safetensors_state import open_safetensors, write_tenso
 from autoshard.checkpoint.tensor_files import SINGLE
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.strict_files import shortened
-from autoshard.units import size_text
 from autoshard.weights.family import Family, TensorRow, read_config
 from autoshard.weights.pretrained import Pretrained, in_our_layout, tensors_of
 
@@ -46,7 +45,7 @@ class Adapter:
       >>> pair = {"a": jnp.ones((2, 4, 32)), "b": jnp.ones((2, 16, 4))}  # two layers, rank 4
       >>> adapter = autoshard.weights.Adapter({"layers": {"mlp": {"down": pair}}}, scale=0.5)
       >>> adapter
-      <Adapter, scale 0.5, 1.5 KiB>
+      <Adapter, scale 0.5, 1,536 bytes>
     """
 
     weights: Any
@@ -56,7 +55,7 @@ class Adapter:
 
     def __repr__(self) -> str:
         size = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(self.weights))
-        return f"<Adapter, scale {self.scale:g}, {size_text(size)}>"
+        return f"<Adapter, scale {self.scale:g}, {size:,} bytes>"
 
 
 def read_adapter(dir: str | Path, model: Pretrained, *, like: Any = None) -> Adapter:
@@ -79,7 +78,7 @@ def read_adapter(dir: str | Path, model: Pretrained, *, like: Any = None) -> Ada
       >>> adapter = autoshard.weights.Adapter({"layers": {"mlp": {"down": pair}}}, scale=0.5)
       >>> autoshard.weights.write_adapter(folder + "/adapter", adapter, model)
       >>> autoshard.weights.read_adapter(folder + "/adapter", model)
-      <Adapter, scale 0.5, 1.5 KiB>
+      <Adapter, scale 0.5, 1,536 bytes>
     """
     config = read_config(Path(dir) / CONFIG)
     for key, wanted in _REQUIRES.items():

@@ -21,7 +21,6 @@ from autoshard.checkpoint.pieces import Piece, ToRead
 from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors
 from autoshard.errors import CheckpointError, nearest
-from autoshard.units import size_text
 from autoshard.weights.family import Family, Settings, TensorRow, family_of, read_config
 from autoshard.weights.layout import inside
 
@@ -38,7 +37,7 @@ class Pretrained:
       >>> autoshard.weights.write_pretrained(folder, part, llama, {})
       >>> model = autoshard.weights.open_pretrained(folder)
       >>> model
-      <Pretrained llama, 4.0 KiB of weights>
+      <Pretrained llama, 4,096 bytes of weights>
       >>> model.abstract
       {'layers': {'mlp': {'down': ShapeDtypeStruct(shape=(2, 32, 16), dtype=float32)}}}
     """
@@ -51,7 +50,7 @@ class Pretrained:
 
     def __repr__(self) -> str:
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract))
-        return f"<Pretrained {self.family.model_type}, {size_text(size)} of weights>"
+        return f"<Pretrained {self.family.model_type}, {size:,} bytes of weights>"
 
     @property
     def settings(self) -> dict[str, Any]:
