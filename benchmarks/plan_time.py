@@ -61,6 +61,9 @@ ROWS = {
     "slim-1024": (SLIM, 1024, False, FLAT),
 }
 """Sizes, layers, whether they are scanned, and the mesh."""
+PIPELINED = {f"{name}-pipeline": name for name in ("8b-scanned", "8b", "405b-scanned", "405b")}
+"""Rows whose plan may take any axis of the mesh, or none, for the stages of a pipeline, and as which they are else."""
+ROWS |= {name: ROWS[row] for name, row in PIPELINED.items()}
 
 
 def measure(name: str, compiled: bool) -> None:
@@ -74,7 +77,9 @@ def measure(name: str, compiled: bool) -> None:
     jax.jit(steps.train, donate_argnums=0).trace(state, batch)
     alone = time.perf_counter() - start
     jax.clear_caches()
-    mesh = MeshConfig(axes=axes, hardware="tpu-v5p", memory_budget="95TB")
+    mesh = MeshConfig(
+        axes=axes, hardware="tpu-v5p", memory_budget="95TB", pipeline="auto" if name in PIPELINED else None
+    )
     start, busy = time.perf_counter(), time.process_time()
     step = autoshard.jit(steps.train, mesh=mesh, donate_argnums=0)
     plan = step.plan(state, batch)
