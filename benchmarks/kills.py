@@ -117,7 +117,7 @@ def ended(folder: Path) -> Any:
 
 def steps_taken(folder: Path) -> int:
     log = folder / "run/log.jsonl"
-    return log.read_bytes().count(b'"step", "step"') if log.exists() else 0
+    return log.read_bytes().count(b'"event": "step"') if log.exists() else 0
 
 
 def place(folder: Path) -> str:
@@ -210,6 +210,7 @@ def run(trials: int, seed: int, result: Path) -> Tally:
             code = os.waitpid(forked(lambda folder=folder: train(folder), folder / "output.txt"), 0)[1]
             seconds = time.perf_counter() - start
             assert code == 0, (folder / "output.txt").read_text()
+            assert steps_taken(folder) == STEPS[-1]
             before, whole = whole, ended(folder)
             assert before in (None, whole), "two undisturbed runs end differently"
         tally, draw = Tally(), random.Random(seed)
