@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,13 +75,19 @@ class ExportedStep:
                 shape, dtype = argument_aval(leaf)[:2]
             except TypeError:
                 raise ArgumentError(f"{self.name}: {path} of (args, kwargs) is a {type(leaf).__name__}") from None
-            if (tuple(shape), dtype) != (tuple(aval.shape), aval.dtype):
+            if dtype != aval.dtype or not _fits(shape, aval.shape):
                 raise ArgumentError(
                     f"{self.name}: {path} of (args, kwargs) is {dtype}{list(shape)}, and {aval.dtype}"
                     f"{list(aval.shape)} was exported"
                 )
         call, shardings = self._call
-        return self._artifact.out_tree.unflatten(call(*jax.device_put(leaves, shardings)))
+        try:
+            results = call(*jax.device_put(leaves, shardings))
+        except ValueError as error:
+            if not any(jax.export.is_symbolic_dim(d) for aval in self.exported.in_avals for d in aval.shape):
+                raise
+            raise ArgumentError(f"{self.name}: {error}") from None
+        return self._artifact.out_tree.unflatten(results)
 
     @functools.cached_property
     def _call(self) -> tuple[Any, list[Any]]:
@@ -105,6 +112,13 @@ class ExportedStep:
             compiler_options=options,
         )
         return jitted, given
+
+
+def _fits(shape: Sequence[int], exported: Sequence[Any]) -> bool:
+    """Whether ``shape`` is one that was exported; what symbols stand for is left to JAX."""
+    return len(shape) == len(exported) and all(
+        jax.export.is_symbolic_dim(b) or a == b for a, b in zip(shape, exported, strict=True)
+    )
 
 
 def load_exported(content: bytes) -> ExportedStep:

@@ -82,8 +82,8 @@ class Signature:
             raise ArgumentError(self._invalid_argument(args, kwargs)) from None
         if symbolic := next((a[0] for a in avals if any(map(jax.export.is_symbolic_dim, a[0]))), None):
             raise ArgumentError(
-                f"{self.name}: an argument has the symbolic shape {symbolic}, and a plan is for sizes; export the step "
-                "once for each size"
+                f"{self.name}: an argument has the symbolic shape {symbolic}, and a plan is for sizes: plan it for "
+                "one, and name the others in step.export(..., symbolic_shapes=...)"
             )
         return key
 

@@ -5,7 +5,7 @@ executable.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.executable import Executable
 from autoshard.errors import PlanError
 from autoshard.export.artifact import export_step
+from autoshard.export.symbolic import export_with_symbols, with_symbols
 from autoshard.ir.trace import pinned_memory
 from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval
 from autoshard.plan.document import plural
@@ -121,7 +122,7 @@ class Step:
         order = step._signature.leaf_order(*((args, kwargs) if step is self else call))
         return step._executable(*call).lower_for_call(*order)
 
-    def export(self, *args: Any, **kwargs: Any) -> bytes:
+    def export(self, *args: Any, symbolic_shapes: Sequence[Any] | None = None, **kwargs: Any) -> bytes:
         """The planned step for these arguments as bytes, for `autoshard.load_exported` or for JAX alone.
 
         The artifact has the program, the shardings of arguments and results, and the plan. It runs on as many devices
@@ -129,16 +130,43 @@ class Step:
         containers are tuples, lists and dicts, and of any other class (a named tuple, a dataclass) a tuple of the
         children. Static arguments are part of the program; NNX modules are exported as their states.
 
+        Args:
+          symbolic_shapes: a pytree prefix of the positional arguments that are not static, as
+            `jax.export.symbolic_args_specs` takes it: with ``(None, "8*b, s")`` the step takes a second argument of
+            any batch that is a multiple of 8, and of any length. Arguments and results have the plan's shardings, and
+            must divide over the mesh whatever the symbols are; what is between is laid out by XLA.
+
         Raises:
-          ExportError: an argument that `jax.export` cannot store, or the library ``flatbuffers`` is missing.
+          ExportError: an argument that `jax.export` cannot store, or the library ``flatbuffers`` is missing; or the
+            step cannot be exported for every size that the symbols stand for: says why.
           PlanError: state is stored with padding.
         """
         step, call = self._pure_call(args, kwargs)
         given = (args, kwargs) if step is self else call
         executable = step._executable(*call)
+        if symbolic_shapes is not None:
+            return step._export_symbolic(executable, call, symbolic_shapes)
         _, order = step._signature.leaf_order(*given)
         donated = [at for at, leaf in zip(order, executable.program.inputs, strict=True) if leaf.donated]
         return export_step(jax.export.export(cast(Any, step))(*given[0], **given[1]), executable.plan, donated)
+
+    def _export_symbolic(self, executable: Executable[Plan], call: Call, shapes: Sequence[Any]) -> bytes:
+        """`export`, for shapes with symbols."""
+        plan, options = executable.plan, self._options
+        if executable.stores_padding:
+            raise PlanError(f"{plan.name} stores state with padding, which is of one size: plan it without pad_state=")
+        args, kwargs = self._signature.dynamic(*self._abstract(*call))
+        leaves = jax.tree.leaves((with_symbols(tuple(args), shapes, plan), kwargs))
+        exported = export_with_symbols(
+            self._fun,
+            *self._signature.with_leaves(*call, leaves),
+            plan,
+            static_argnums=options.static_nums,
+            static_argnames=options.static_names,
+            donate_argnums=options.donate_nums,
+            donate_argnames=options.donate_names,
+        )
+        return export_step(exported, plan, [i for i, leaf in enumerate(executable.program.inputs) if leaf.donated])
 
     def around(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Step:
         """The step of ``wrap(fun)``, which takes what ``fun`` takes, with the same options; planned anew."""

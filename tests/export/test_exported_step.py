@@ -189,3 +189,41 @@ def test_damage_is_found_before_anything_is_read() -> None:
     for cut in (0, 7, 20, len(content) - 1):
         with pytest.raises(ExportError, match="checksum differs|are not an exported step"):
             autoshard.load_exported(content[:cut])
+
+
+def test_a_batch_and_a_length_of_any_size() -> None:
+    def attend(params: Any, x: Any) -> Any:
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ params["w"], x @ params["w"]), -1)
+        return scores @ x @ params["v"], x.shape[1]
+
+    params = {"w": state()["params"]["w"], "v": jnp.eye(16)}
+    step = autoshard.jit(attend, mesh={"data": 4, "model": 2}, in_shardings=(None, P("data")))
+    given = jnp.ones((4, 6, 16))
+    loaded = autoshard.load_exported(step.export(params, given, symbolic_shapes=(None, "4*b, s, _")))
+    assert str(loaded.exported.in_avals[-1].shape) == "(4*b, s, 16)"
+    for rows, length in ((4, 6), (8, 3), (12, 1)):
+        x = jax.random.normal(jax.random.key(rows), (rows, length, 16))
+        found, size = loaded(params, x)
+        np.testing.assert_allclose(found, attend(params, x)[0], rtol=1e-4, atol=1e-5)
+        assert size == length
+        assert found.sharding.spec[0] == "data"
+    with pytest.raises(ArgumentError, match=r"attend: .*partitioned 4 times, but the dimension size is 6"):
+        loaded(params, jnp.ones((6, 3, 16)))
+    with pytest.raises(ArgumentError, match=r"is float32\[4, 3, 8\], and float32\[4\*b, s, 16\] was exported"):
+        loaded(params, jnp.ones((4, 3, 8)))
+
+
+def test_what_cannot_be_exported_for_every_size() -> None:
+    step = autoshard.jit(lambda x: x.reshape(2, -1), mesh={"data": 8}, in_shardings=P("data"))
+    given = jnp.ones((8, 16))
+    for shapes, why in (
+        (("b, _",), r"x is split 8 ways over data, and b may not divide so: write a multiple, as 8\*b, or pin"),
+        (("12*b, _",), r"and 12\*b may not divide so: write a multiple, as 8\*\(12\*b\)"),
+        (("8*b, 3",), "symbolic_shapes="),
+        (("8*b, _, _",), "symbolic_shapes="),
+    ):
+        with pytest.raises(ExportError, match=why):
+            step.export(given, symbolic_shapes=shapes)
+    branching = autoshard.jit(lambda x: x * 2 if x.shape[0] > 8 else x, mesh={"data": 8}, strategy="dp")
+    with pytest.raises(ExportError, match="cannot be exported for every size: .*once for each size"):
+        branching.export(given, symbolic_shapes=("8*b, _",))
