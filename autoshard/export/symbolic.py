@@ -76,8 +76,9 @@ def _dividing(spec: Spec, result: Any, plan: PlanRecord) -> PartitionSpec:
 
 
 def _divides(parts: int, dim: Any) -> bool:
-    """Whether a dimension is a multiple of ``parts`` whatever its symbols are."""
-    return parts == 1 or (not jax.export.is_symbolic_dim(dim % parts) and dim % parts == 0)
+    """Whether a dimension is a multiple of ``parts`` whatever its symbols are; of a plan's own sizes, as it is."""
+    rest = dim % parts if jax.export.is_symbolic_dim(dim) else 0
+    return not jax.export.is_symbolic_dim(rest) and rest == 0
 
 
 def _name(dim: Any) -> str:
