@@ -45,7 +45,8 @@ Turn = Callable[[], Any]
 
 def by_hand(split: str, params: Any, prompt: Any) -> Turn:
     """The same step under `jax.jit`; ``split`` is ``batch`` or ``heads``."""
-    mesh, model = jax.make_mesh((jax.device_count(),), ("x",)), models.of_config(CONFIG)
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = models.of_config(CONFIG)
     batch = P("x") if split == "batch" else P()
     cached = P(None, "x") if split == "batch" else P(None, None, None, "x")
 
