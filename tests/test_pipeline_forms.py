@@ -191,7 +191,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v")
 IN_SUITE = (("experts", "2x2x2", "1f1b"),)
 
 
-@pytest.mark.parametrize(("form", "mesh", "schedule"), itertools.product(FORMS, MESHES, SCHEDULES) if ALL else IN_SUITE)
+@pytest.mark.parametrize(
+    ("form", "mesh", "schedule"), [*itertools.product(FORMS, MESHES, SCHEDULES)] if ALL else IN_SUITE
+)
 def test_losses_and_parameters_are_those_of_one_device(form: str, mesh: str, schedule: str) -> None:
     axes = MESHES[mesh]
     chunks = Schedule.named(schedule, stages=1, microbatches=1).chunks
