@@ -7,28 +7,21 @@ of few features, with one rotary part of the keys for all heads.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
-def tokens(*, rows=64, seq=16, vocab=64):
-    """Arrays of ``inputs`` and ``targets``, [row, position]: each token follows from the one before, with noise."""
-    rng = np.random.default_rng(0)
-    text = np.zeros((rows, seq + 1), np.int32)
-    for i in range(seq):
-        text[:, i + 1] = (5 * text[:, i] + 1 + (rng.random(rows) < 0.1) * rng.integers(0, vocab, rows)) % vocab
-    return {"inputs": text[:, :-1], "targets": text[:, 1:]}
-
-
-def make(*, vocab, width, layers, heads, head, experts, picks, hidden, kv_heads=0, latent=0, rotary=0, shared=0):
+def make(*, vocab, width, layers, heads, head, experts, picks, hidden, kv_heads=0, latent=0, rotary=0, **kinds):
     """``init(key)`` -> parameters, ``apply(parameters, inputs)`` -> logits [row, position, vocab].
 
     Args:
       width: of an embedding; ``head``: of a head's keys and values; ``hidden``: of an expert's inner layer.
-      experts: routed ones, of which a token goes to ``picks``; ``shared``: those that every token goes to.
+      experts: routed ones, of which a token goes to ``picks``.
       kv_heads: heads of keys and values, where these have fewer than queries.
       latent: features that keys and values are made of; 0 makes them of the embedding, and rotates the whole keys.
       rotary: with ``latent``, features of each query and of the one key for all heads that are rotated.
+      kinds: ``shared``, the number of experts for all tokens; ``gate``: ``softmax`` over the experts, or ``sigmoid`` of
+        each.
     """
+    shared, gate = kinds.get("shared", 0), kinds.get("gate", "softmax")
     keys = kv_heads or heads
     shapes = {"attend": (width,), "route": (width,), "out": (heads, head, width), "router": (width, experts)}
     shapes |= {"gate": (experts, width, hidden), "up": (experts, width, hidden), "down": (experts, hidden, width)}
@@ -72,7 +65,7 @@ def make(*, vocab, width, layers, heads, head, experts, picks, hidden, kv_heads=
     def routed(p, x):
         rows = x.reshape(-1, width)
         scores = rows @ p["router"]
-        best, chosen = jax.lax.top_k(jax.nn.sigmoid(scores) if shared else jax.nn.softmax(scores), picks)
+        best, chosen = jax.lax.top_k(jax.nn.sigmoid(scores) if gate == "sigmoid" else jax.nn.softmax(scores), picks)
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=experts)
         sent = rows[order // picks]

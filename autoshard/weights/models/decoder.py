@@ -40,9 +40,13 @@ class DecoderSettings(Config):
 
 def logits(settings: DecoderSettings, params: Tree, tokens: jax.Array) -> jax.Array:
     """Next-token logits. tokens: int [B, S] -> float32 [B, S, V]."""
+    return projected(settings, params, features(settings, params, tokens))
+
+
+def features(settings: DecoderSettings, params: Tree, tokens: jax.Array) -> jax.Array:
+    """What logits are projected from. tokens: int [B, S] -> [B, S, D]."""
     x, angle = _embedded(settings, params, tokens, 0)
-    x = normed(settings, params["norm"], blocks(settings, params["layers"], x, angle))
-    return projected(settings, params, x)
+    return normed(settings, params["norm"], blocks(settings, params["layers"], x, angle))
 
 
 def new_cache(settings: DecoderSettings, params: Tree, batch: int, length: int) -> Tree:
