@@ -50,11 +50,11 @@ class Prepared:
     kept: bool
     """Whether parameters are as in the plan of ``like=``; False also where there is none."""
     params: Tree
-    """Of parameters. `jax.ShapeDtypeStruct`s with shardings."""
+    """Of parameters: each a `jax.ShapeDtypeStruct` with its sharding."""
 
     @property
     def prefill_arguments(self) -> tuple[Any, ...]:
-        """`jax.ShapeDtypeStruct`s of what ``prefill`` takes, as to `Step.export`."""
+        """What ``prefill`` takes, each a `jax.ShapeDtypeStruct`, as to `Step.export`."""
         return self.prefill_plan.in_avals
 
     @property

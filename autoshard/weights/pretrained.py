@@ -63,7 +63,7 @@ class Pretrained:
 
     @property
     def abstract(self) -> Any:
-        """The tree of the weights, nested dicts of `jax.ShapeDtypeStruct`s: what a step is planned with."""
+        """The tree of the weights, a `jax.ShapeDtypeStruct` each in nested dicts: what a step is planned with."""
         tree: dict[str, Any] = {}
         for name, leaf in self.stored.leaves:
             if name in self.family.leaves:
