@@ -59,10 +59,19 @@ def splice(fun: Callable[..., Any] | Jaxpr, eqn: JaxprEqn, invars: Sequence[Atom
       TypeError: the results have other shapes or dtypes than those of ``eqn``.
     """
     made = normalize(fun if isinstance(fun, Jaxpr) else stage_out(fun, eqn, invars))
+    computed = {v for e in made.eqns for v in e.outvars}
+    results = {v for v in made.outvars if isinstance(v, Var) and v in computed}
+    if len(results) < len(made.outvars):  # an operand, a number, or one result twice
+        made = stage_out(_copied(jaxpr_as_fun(made)), eqn, made.invars)
     if [(aval(v).shape, aval(v).dtype) for v in made.outvars] != [(aval(v).shape, aval(v).dtype) for v in eqn.outvars]:
         raise TypeError(f"the local form of {eqn.primitive.name} returns {made.out_avals}, not {eqn.outvars}")
     renamed = {v: w for v, w in zip(made.outvars, eqn.outvars, strict=True) if isinstance(v, Var)}
     return _substitute(made, eqn, invars, renamed)
+
+
+def _copied(fun: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """``fun``, each of whose results an equation of its own makes."""
+    return lambda *operands: [_lax.copy_p.bind(x) for x in fun(*operands)]
 
 
 def emit(fun: Callable[..., Any], like: JaxprEqn, *invars: Atom) -> tuple[list[JaxprEqn], list[Atom]]:

@@ -265,3 +265,11 @@ def test_the_flops_of_products_count_loops_as_often_as_they_turn():
     assert jx.product_flops(traced(program, (8, 4), (4, 4))) == {"float32": one * (1 + 5 + 2 + 1), "bfloat16": one}
     gradient = traced(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()), (4, 4), (8, 4))
     assert jx.product_flops(gradient) == {"float32": 2 * one}
+
+
+@pytest.mark.parametrize("fun", [lambda x, y: x, lambda x, y: jnp.float32(2), lambda x, y: y * 1])
+def test_spliced_in_is_what_returns_an_operand_or_a_number(fun: Any) -> None:
+    jaxpr = jx.normalize(jax.make_jaxpr(lambda x, y: (x + y) * 3)(1.0, 2.0))
+    eqns = [e for eqn in jaxpr.eqns for e in (jx.splice(fun, eqn, eqn.invars) if eqn is jaxpr.eqns[0] else [eqn])]
+    found = jx.as_fun(jx.with_eqns(jaxpr, eqns))(1.0, 2.0)
+    assert found == [fun(jnp.float32(1), jnp.float32(2)) * 3]
