@@ -48,6 +48,10 @@ def test_ten_steps_of_a_step_that_says_nothing_of_stages_or_micro_batches(tmp_pa
     assert plan.in_specs[0]["params"]["layers"]["up"][0] == "stage"
     assert "stage" not in str(plan.in_specs[0]["params"]["embed"])
     assert "Pipeline" in plan.explain()
+    memory, placed = plan.memory, planned.lower(state, tokens(0)).compile().memory_analysis()
+    count = 4  # bytes of the one scalar, which no part has
+    assert memory.parameters + memory.optimizer + memory.inputs == placed.argument_size_in_bytes - count
+    assert memory.parameters + memory.optimizer + memory.inputs + memory.residuals <= memory.peak
     plan.save(tmp_path / "plan.json")
     assert autoshard.Plan.load(tmp_path / "plan.json") == plan
     assert_trains_as_on_one_device(step, planned, state, 10)

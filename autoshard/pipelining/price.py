@@ -54,6 +54,8 @@ class PipelinePrice:
     """Of each stage's operations, in one call."""
     more_bytes: int
     """Bytes that a device needs more than for all layers on one stage, one micro-batch at a time."""
+    more_residuals: int
+    """The same of what the forward pass saves for the backward pass."""
     name: str
     """Of the schedule; empty of the user's own."""
 
@@ -125,7 +127,7 @@ def _price(
         sum(alone - b for b in busy) / (schedule.stages * total) if total else 0.0,
         schedule.bubble(seconds.of_layers()),
         busy,
-        _more_bytes(layout, models, graph, chain, split, stages, tables),
+        *_more_bytes(layout, models, graph, chain, split, stages, tables),
         name,
     )
 
@@ -252,9 +254,9 @@ def _more_bytes(
     split: StageDims,
     stages: Stages,
     tables: TickTables,
-) -> int:
+) -> tuple[int, int]:
     """Bytes that a device needs more than for all layers on one stage, one micro-batch at a time: less state and fewer
-    gradients, but residuals of several micro-batches, of its own layers, and what it received."""
+    gradients, but residuals of several micro-batches, of its own layers, and what it received. Then residuals alone."""
     size = models.memory_model.size
 
     def bytes_of(v: int) -> int:
@@ -278,4 +280,4 @@ def _more_bytes(
     if not stages.in_order:  # all rows are gathered, to give each stage its own
         moved = (*stacked_weights(chain), *(chain.loop.outvars[i] for i in chain.sums))
         between += sum(bytes_of(graph.ids[v]) * (1 - split.share(graph.ids[v])) for v in moved if v in graph.ids)
-    return round(residuals * (held - 1) + rings + between - saved)
+    return round(residuals * (held - 1) + rings + between - saved), round(residuals * (held - 1))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.cost.compiler_options import effective_options
+from autoshard.cost.memory import Memory, MemoryModel
 from autoshard.cost.profile_step import profile_step
 from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import Diagnostic, Graph
@@ -125,7 +126,7 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
         outputs=tuple(outputs),
         intermediates=tuple(map(staged, record.intermediates)),
         cost=priced.cost,
-        memory=replace(record.memory, peak=peak),
+        memory=_staged_memory(record.memory, priced, best.layout, s.memory_model, peak),
         bound=0.0,
         profile=None,
         alternatives=tuple(
@@ -146,6 +147,22 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
             (peak,) * count,
         ),
     )
+
+
+def _staged_memory(whole: Memory, priced: PipelinePrice, layout: Layout, model: MemoryModel, peak: int) -> Memory:
+    """``whole``, the memory of all layers on one stage, as that of a stage, which takes ``peak``."""
+
+    def staged(values: Iterable[int]) -> int:
+        return round(sum(model.size(v, layout.specs[v]) * priced.split.share(v) for v in values))
+
+    def arguments(positions: Iterable[int]) -> int:
+        return staged(model.graph.inputs[i] for i in positions)
+
+    parameters, optimizer, inputs = map(arguments, (model.roles.parameters, model.roles.optimizer, model.roles.batch))
+    gradients = staged(map(int, model.live_ranges.gradients))
+    residuals = max(0, whole.residuals + priced.more_residuals)
+    temporaries = max(0, peak - parameters - optimizer - inputs - residuals)
+    return Memory(parameters, optimizer, inputs, gradients, residuals, temporaries, peak, whole.host)
 
 
 def _described(priced: PipelinePrice) -> str:
