@@ -4,7 +4,7 @@
 
 GIGABYTES (default 4) of random bfloat16 onto (4, 2) CPU devices: half of the tensors split by rows and columns, the
 others by columns alone, so that no device's part is contiguous. They are in 8 safetensors files, and in a folder that
-Orbax wrote from where they lie. Each round is a process for every contender, in turn; the page cache has the files,
+Orbax wrote from where they are. Each round is a process for every contender, in turn; the page cache has the files,
 and the disk is done with them. `read` reads the safetensors files to as much new memory and does no more, in one
 thread; `safetensors` is `checkpoint.from_safetensors`; `orbax` is `checkpoint.restore` of Orbax's folder, and `Orbax
 itself` its own restore of that to the same shardings. Memory is the most that was resident (VmHWM) beyond what was

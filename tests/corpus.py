@@ -113,7 +113,7 @@ def spoken(error: Exception) -> str:
 
 
 def sharded(fun: Any, axes: Mapping[str, int], split: Split, args: Sequence[Any], expected: Any) -> tuple[str, float]:
-    """Runs ``fun`` pinned: what is wrong with where its arrays lie or what they hold, and how far it is off."""
+    """Runs ``fun`` pinned: what is wrong with how its arrays are sharded or what they hold, and how far it is off."""
     ins, outs = (
         jax.tree.unflatten(jax.tree.structure(tree), list(given)) if any(given) else None
         for tree, given in ((tuple(args), split.arguments), (expected, split.results))

@@ -68,7 +68,7 @@ def comparison_page(before: PlanRecord, after: PlanRecord) -> str:
 
 
 def _arrays(before: PlanRecord, after: PlanRecord) -> str:
-    """The largest groups of arguments whose specs differ, as they lie in both."""
+    """The largest groups of arguments whose specs differ, as each shards them."""
     now = {p.path: p for p in after.inputs}
     cards: list[str] = []
     for group in largest_groups(before)[0]:

@@ -38,7 +38,7 @@ def page(plan: PlanRecord, compiled: Compiled | None = None) -> str:
     f = plan.profile
     parts = [
         *([] if compiled is None else [emitted_part(plan, compiled)]),
-        Part("arrays", "How arrays lie on the devices", _arrays(plan)),
+        Part("arrays", "How arrays are sharded", _arrays(plan)),
         *([] if plan.pipeline is None else [Part("pipeline", "The pipeline", _pipeline(plan.pipeline))]),
         Part("memory", "Memory over the step", _memory(plan, f)),
         *([Part("time", "Time and communication", _time(plan, f))] if f else []),
