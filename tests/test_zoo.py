@@ -91,7 +91,7 @@ def test_decoders_stand_on_every_machine_and_other_models_on_one_at_least():
 def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_path):
     cell, gib = CELLS[0], 2**30
     ours = Line("autoshard", True, 10 * gib, 16 * gib, 0.5, 0.4, gib, 60.0, 2.0, 9 * gib, ("all-reduce x differs",))
-    ours = replace(ours, predicted_seconds=0.45)
+    ours = replace(ours, predicted_seconds=0.45, scheduled=0.42)
     large = Line("dp", False, 40 * gib, 16 * gib, None, None, None, 2.0)
     fsdp = Line("fsdp + remat", False, 12 * gib, 16 * gib, 1.0, 0.9, 2 * gib, 61.0)
     kept = Kept(tmp_path / "kept.json", {"a": ours, "b": large, "c": fsdp, "d": large}, {}, {str(cell): 0.25})
@@ -101,12 +101,12 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     assert again.of(cell) == [ours, large, fsdp]
     assert set(again.lines) == {"a", "b", "c"}
     assert list(summary([again]))[2:] == [
-        f"| {cell} | 250 | 450 | 500 | 1,000 (fsdp + remat) | 0.50 | not clean |",
+        f"| {cell} | 250 | 450 | 500 | 1,000 (fsdp + remat) | 0.50 | 420 | not clean |",
         "\nOver 1 of 35 cells: geometric mean 0.50 of the best by hand, worst 0.500.",
         "\nPredicted seconds are off by 10% (median), at most 10%.",
     ]
     said = "\n".join(details(again, cell))
-    assert "| dp | **no** | 40.00 | - | - | - | 2 |" in said
+    assert "| dp | **no** | 40.00 | - | - | - | - | 2 |" in said
     assert "Predicted: 450 ms, 9.00 GiB." in said
     assert "- all-reduce x differs" in said
 
