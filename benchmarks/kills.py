@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_NUM_CPU_DEVICES", None)
@@ -240,11 +240,18 @@ def page(tally: Tally, seconds: float, minutes: float, command: str) -> str:
     return "\n".join(["# Kills", "", ran, "", *lines, *([""] if tally.different else []), *tally.different, ""])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=100)
+class Differences(Protocol):
+    """A tally, as far as the exit status needs it."""
+
+    different: list[str]
+
+
+def main(doc: str | None, run: Callable[[int, int, Path], Differences], trials: int, result: Path) -> int:
+    """A command line for ``run``: its exit status is 1 where some run ended differently."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--trials", type=int, default=trials)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--result", type=Path, default=result)
     given = parser.parse_args()
     tally = run(given.trials, given.seed, given.result)
     print(given.result.read_text())
@@ -252,4 +259,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, run, 100, RESULT))

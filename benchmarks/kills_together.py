@@ -12,7 +12,6 @@ The table, written anew after each trial, is `benchmarks/results/kills_together.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -39,6 +38,7 @@ import yaml
 
 from autoshard import checkpoint
 from autoshard.train import Rows
+from benchmarks.kills import main
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "kills_together.md"
@@ -218,16 +218,5 @@ def page(tally: Tally, minutes: float, command: str) -> str:
     return "\n".join(["# Kills among several processes", "", *lines, *wrong, ""])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", type=Path, default=RESULT)
-    given = parser.parse_args()
-    tally = run(given.trials, given.seed, given.result)
-    print(given.result.read_text())
-    return 1 if tally.different else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, run, 30, RESULT))

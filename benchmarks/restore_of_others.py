@@ -131,14 +131,14 @@ def main(gigabytes: float = 4, rounds: int = 5) -> None:
         print(f"{size / 1e9:.2f} GB in {len(files)} files, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
         print("| | seconds | over | processor time | over | MB beyond the set |\n|---|--:|---|--:|---|--:|")
         for contender, results in found.items():
-            told = [contender]
+            cells = [contender]
             for key in ("seconds", "busy"):
-                told.append(f"{statistics.median(r[key] for r in results):.2f}")
+                cells.append(f"{statistics.median(r[key] for r in results):.2f}")
                 beside = CONTENDERS[contender][1]
                 ratios = [r[key] / other[key] for r, other in zip(results, found.get(beside, []), strict=False)]
-                told.append(f"{statistics.median(ratios):.2f} of {beside}" if ratios else "")
-            told.append(f"{(max(r['bytes'] for r in results) - size) / 1e6:,.0f}")
-            print(f"| {' | '.join(told)} |", flush=True)
+                cells.append(f"{statistics.median(ratios):.2f} of {beside}" if ratios else "")
+            cells.append(f"{(max(r['bytes'] for r in results) - size) / 1e6:,.0f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
     finally:
         shutil.rmtree(folder)
 

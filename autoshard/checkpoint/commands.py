@@ -55,7 +55,7 @@ def inspect_command(path: Source, step: Step = None, as_json: AsJson = False) ->
         {"name": c.name, "dtype": c.leaf.dtype, "shape": c.leaf.shape, "bytes": leaf_bytes(c.leaf)}
         for c in found.leaves
     ]
-    told: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "where": found.where,
         "format": found.format,
         "step": found.step,
@@ -65,7 +65,7 @@ def inspect_command(path: Source, step: Step = None, as_json: AsJson = False) ->
         "extra": found.extra,
     }
     if as_json:
-        typer.echo(json.dumps(told, indent=1))
+        typer.echo(json.dumps(shown, indent=1))
         return
     for chosen in found.leaves:
         typer.echo(f"{chosen.name}  {chosen.leaf}")

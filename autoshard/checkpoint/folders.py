@@ -1,4 +1,4 @@
-"""Whole checkpoints at rest, in any of three formats: told, compared, converted, merged.
+"""Whole checkpoints at rest, in any of three formats: inspected, compared, converted, merged.
 
 The formats: ``autoshard``, what `checkpoint.save` writes; ``orbax``, what Orbax writes by itself; ``safetensors``.
 Leaves are read one at a time, to the host; for a target in one of the first two formats all are in memory at once.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -21,7 +21,7 @@ from etils import epath
 from autoshard.checkpoint.leaves import RestoreTarget, array_to_read, restore_leaf
 from autoshard.checkpoint.manifest import LeafEntry, absolute_path
 from autoshard.checkpoint.matching import dtype_family, interchangeable
-from autoshard.checkpoint.names import LeftOut, RestoreOptions, name_matches, renamed_leaves
+from autoshard.checkpoint.names import LeftOut, RestoreOptions, name_matches, nested, renamed_leaves
 from autoshard.checkpoint.pieces import Piece
 from autoshard.checkpoint.restoring import StoredLeaves
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors
@@ -196,29 +196,13 @@ def write_contents(
     if empty:
         raise CheckpointError(f"{empty[0]} has no element, which Orbax does not save; ignore it")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(path, _nested(values))
+        checkpointer.save(path, nested(values))
     return chosen
 
 
 def _tensor(leaf: ChosenLeaf) -> Any:
     value = leaf.read()
     return np.asarray(jax.random.key_data(value) if leaf.leaf.kind == "key" else value)
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of dicts, of the keys that ``/`` joins."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        *folders, last = name.split("/")
-        at = found
-        for key in folders:
-            at = at.setdefault(key, {})
-            if not isinstance(at, dict):
-                raise CheckpointError(f"{name} has another leaf as a prefix; rename one of them")
-        if last in at:
-            raise CheckpointError(f"{name} is a prefix of another leaf; rename one of them")
-        at[last] = value
-    return found
 
 
 def merged(given: Sequence[Contents]) -> Contents:
@@ -256,12 +240,12 @@ def differences(first: Contents, second: Contents) -> Iterable[Difference]:
 def _difference(name: str, first: ChosenLeaf, second: ChosenLeaf | None) -> Difference | None:
     if second is None:
         return Difference(name, str(first.leaf), None)
-    told = str(first.leaf), str(second.leaf)
+    both = str(first.leaf), str(second.leaf)
     if not interchangeable(first.leaf, second.leaf):
-        return Difference(name, *told)
+        return Difference(name, *both)
     a, b = (np.atleast_1d(_plain(leaf)) for leaf in (first, second))
-    if told[0] != told[1]:  # a Python number and an array of one element
-        return None if a.item() == b.item() else Difference(name, f"{told[0]} {a.item()}", f"{told[1]} {b.item()}")
+    if both[0] != both[1]:  # a Python number and an array of one element
+        return None if a.item() == b.item() else Difference(name, f"{both[0]} {a.item()}", f"{both[1]} {b.item()}")
     if a.tobytes() == b.tobytes():
         return None
     bits = [np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in (a, b)]
@@ -269,7 +253,7 @@ def _difference(name: str, first: ChosenLeaf, second: ChosenLeaf | None) -> Diff
     numeric = first.leaf.kind in ("array", "int", "float") and not jnp.issubdtype(a.dtype, jnp.complexfloating)
     with np.errstate(all="ignore"):
         largest = float(np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)))) if numeric else math.nan
-    return Difference(name, *told, count, largest)
+    return Difference(name, *both, count, largest)
 
 
 def _plain(leaf: ChosenLeaf) -> np.ndarray:

@@ -138,3 +138,19 @@ def _any(globs: Sequence[str], name: str) -> bool:
 def name_matches(glob: str, name: str) -> bool:
     """Whether ``name`` is ``glob``, or is matched by it."""
     return name == glob or fnmatchcase(name, glob)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of dicts, of the keys that ``/`` joins."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *folders, last = name.split("/")
+        at = found
+        for key in folders:
+            at = at.setdefault(key, {})
+            if not isinstance(at, dict):
+                raise CheckpointError(f"{name} has another leaf as a prefix; rename one of them")
+        if last in at:
+            raise CheckpointError(f"{name} is a prefix of another leaf; rename one of them")
+        at[last] = value
+    return found

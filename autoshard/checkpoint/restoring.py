@@ -54,20 +54,20 @@ class LeafReport:
     """What is beyond the saved rows of a grown leaf: ``fallback`` or ``zeros``."""
 
     def __str__(self) -> str:
-        told = f"{self.name} {self.leaf}"
+        text = f"{self.name} {self.leaf}"
         if self.origin == "new":
-            return f"{told}: of the fallback"
+            return f"{text}: of the fallback"
         first, more = self.saved[0], len(self.saved) - 1
         if self.origin == "stacked":
-            told += f": {more + 1} layers, {first} and on"
+            text += f": {more + 1} layers, {first} and on"
         elif self.origin == "unstacked":
-            told += f": a layer of {first}"
+            text += f": a layer of {first}"
         elif (first, more) != (self.name, 0):
-            told += f": saved as {first}"
+            text += f": saved as {first}"
         if self.rows:
             dim, before, now = self.rows
-            told += f", dimension {dim} from {before} to {now} with {self.filled}"
-        return told + (f", cast from {self.cast_from}" if self.cast_from else "")
+            text += f", dimension {dim} from {before} to {now} with {self.filled}"
+        return text + (f", cast from {self.cast_from}" if self.cast_from else "")
 
 
 @dataclass(frozen=True)

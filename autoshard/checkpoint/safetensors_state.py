@@ -164,8 +164,8 @@ def from_safetensors(
         raise CheckpointError("from_safetensors takes a plan or `like`, not both")
     options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)
     stored, metadata = open_safetensors(dir)
-    state, told, left_out = restore_from(stored, plan, like, options, fallback)
-    done = RestoreReport(None, tuple(told), tuple(left_out), dict(metadata))
+    state, leaves, left_out = restore_from(stored, plan, like, options, fallback)
+    done = RestoreReport(None, tuple(leaves), tuple(left_out), dict(metadata))
     return (state, done) if report else state
 
 

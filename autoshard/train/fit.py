@@ -224,7 +224,7 @@ def _signals(handled: bool) -> Generator[StopSignals]:
 
 @dataclass(frozen=True)
 class _Record:
-    """What is told to the user's function, or written to a folder with a line of progress."""
+    """What the user's function is given, or written to a folder with a line of progress."""
 
     log: Log | None = None
     folder: RunFolder | None = None

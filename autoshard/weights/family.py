@@ -128,7 +128,7 @@ class Family(Config):
         return found
 
     def model_settings(self, config: Settings) -> dict[str, Any]:
-        """What the model in `autoshard.weights.models` is to be told.
+        """What the model in `autoshard.weights.models` takes as its settings.
 
         Raises:
           ConfigError: the config asks for what the model does not do.

@@ -67,8 +67,8 @@ class TensorLayout:
             if len(open_names) > 1:
                 raise ValueError(f"the sizes of {' and '.join(open_names)} are not known")
             if (open_names and (not part or size % part)) or (not open_names and size != part):
-                told = " x ".join(str(known.get(name, name)) for name in group)
-                raise ValueError(f"has a dimension of {size}, which is not {told}")
+                product = " x ".join(str(known.get(name, name)) for name in group)
+                raise ValueError(f"has a dimension of {size}, which is not {product}")
             found |= {name: known[name] for name in group if name in known} | dict.fromkeys(open_names, size // part)
         return found
 

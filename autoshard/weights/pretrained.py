@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from autoshard.checkpoint.leaves import flatten_state
 from autoshard.checkpoint.manifest import LeafEntry
-from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names
+from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names, nested
 from autoshard.checkpoint.pieces import Piece, ToRead
 from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors
@@ -54,7 +54,7 @@ class Pretrained:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the module `Family.model` of `autoshard.weights.models` is to be told.
+        """What the module `Family.model` of `autoshard.weights.models` takes as its settings.
 
         Raises:
           ConfigError: the config asks for what that does not do.
@@ -64,15 +64,8 @@ class Pretrained:
     @property
     def abstract(self) -> Any:
         """The tree of the weights, a `jax.ShapeDtypeStruct` each in nested dicts: what a step is planned with."""
-        tree: dict[str, Any] = {}
-        for name, leaf in self.stored.leaves:
-            if name in self.family.leaves:
-                *parents, last = name.split("/")
-                at = tree
-                for key in parents:
-                    at = at.setdefault(key, {})
-                at[last] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-        return tree
+        own = ((name, leaf) for name, leaf in self.stored.leaves if name in self.family.leaves)
+        return nested({name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for name, leaf in own})
 
     def read(
         self,
@@ -102,8 +95,8 @@ class Pretrained:
             raise CheckpointError("read takes a plan or `like`, not both")
         example = self.abstract if plan is None and like is None else like
         options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)
-        state, told, left_out = restore_from(self.stored, plan, example, options, fallback)
-        return (state, RestoreReport(None, tuple(told), tuple(left_out))) if report else state
+        state, leaves, left_out = restore_from(self.stored, plan, example, options, fallback)
+        return (state, RestoreReport(None, tuple(leaves), tuple(left_out))) if report else state
 
 
 def open_pretrained(dir: str | Path, *, family: Family | None = None) -> Pretrained:

@@ -14,7 +14,7 @@ from autoshard.weights.models.decoder import DecoderSettings, logits
 
 
 def settings_of(config):
-    """What the functions of `autoshard.weights.models.decoder` are to be told."""
+    """What the functions of `autoshard.weights.models.decoder` take as their settings."""
     return DecoderSettings(**family_of(config).model_settings(config))
 
 

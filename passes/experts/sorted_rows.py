@@ -3,7 +3,7 @@
 Rows are sorted by group where an index array ``order`` sorts integers (`jax.numpy.argsort`). From there:
 
 - what is taken at ``order``, or at ``order // k``, *enters*: sorted rows of an array in its own order;
-- an equation of sorted rows that treats all rows alike is a *step*: a ragged product, or anything row by row;
+- an equation of sorted rows that treats all rows in the same way is a *step*: a ragged product, or anything row by row;
 - what is taken at the inverse of ``order``, put to ``order``, or added up at ``order // k``, *leaves*: rows in their
   own order, or the sums of ``k`` rows each. The gradient of the one is the other.
 """

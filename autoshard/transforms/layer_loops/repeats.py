@@ -1,4 +1,4 @@
-"""Blocks of equations that repeat: the same operations, in the same order, wired alike, each after the one before.
+"""Blocks of equations that repeat: the same operations, in the same order, wired the same, each after the one before.
 
 With the keys of all equations in a row, blocks of ``b`` equations that repeat are where each key equals that ``b``
 further on. Operands of a block are its own values, values of the block before (carried), values that all blocks read,

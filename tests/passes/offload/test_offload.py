@@ -1,4 +1,4 @@
-"""Optimizer state that lies in the host's memory between steps, and comes to the device where the update reads it."""
+"""Optimizer state that is in the host's memory between steps, and comes to the device where the update reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers one after the other as scans: the same results, and only what repeats and is wired alike."""
+"""Layers one after the other as scans: the same results, and only what repeats and is wired in the same way."""
 
 from __future__ import annotations
 
