@@ -6,16 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from jupyter_client.connect import ConnectionFileMixin
-
 ROOT = Path(__file__).parent.parent
 
 # What pages execute: eight CPU devices, this tree, and the commands of the environment that builds.
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-
-# Their kernels are spoken to over files, not over network ports.
-ConnectionFileMixin.transport.default_value = "ipc"
 
 project = "autoshard"
 author = "the autoshard authors"
