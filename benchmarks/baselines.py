@@ -25,7 +25,7 @@ _SPLIT: Table = {"batch": ("data",), **_TENSOR}
 
 @dataclass(frozen=True)
 class Baseline:
-    """Tables for parameters and activations; the optimizer's moments lie as their parameters do."""
+    """Tables for parameters and activations; the optimizer's moments are sharded as their parameters."""
 
     says: str
     params: Table = field(default_factory=dict)

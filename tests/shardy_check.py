@@ -1,8 +1,8 @@
 """Runs Shardy's MLIR passes on lowered programs: whether its propagation comes to the layouts that a plan states.
 
 The lowered step states the layout of every argument, the constraints and the islands. What it says of its results is
-taken out of a copy, and Shardy propagates: a result that it lays out otherwise will be moved at the step's end,
-and an argument that it lays out otherwise has been lowered wrongly.
+taken out of a copy, and Shardy propagates: a result that it shards otherwise will be moved at the step's end,
+and an argument that it shards otherwise has been lowered wrongly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHARDING = re.compile(r"#sdy\.sharding<@\w+, \[(.*?)\](?:, .*)?>")
 
 @dataclass(frozen=True)
 class Difference:
-    """An argument or result that Shardy lays out otherwise than planned."""
+    """An argument or result that Shardy shards otherwise than planned."""
 
     path: str
     planned: Spec
@@ -39,7 +39,7 @@ class Difference:
     """As Shardy writes it: ``{"data"}, {}``."""
 
     def __str__(self) -> str:
-        return f"{self.path}: planned as {self.planned}, Shardy lays it out as [{self.found}]"
+        return f"{self.path}: planned as {self.planned}, Shardy shards it as [{self.found}]"
 
 
 def apply_passes(module: ir.Module, pipeline: str) -> None:
@@ -56,7 +56,7 @@ def propagated(lowered: jax.stages.Lowered) -> str:
 
 
 def comes_back(lowered: jax.stages.Lowered, plan: PlanRecord) -> tuple[Difference, ...]:
-    """Where Shardy lays out arguments and results otherwise than ``plan``; empty when nowhere.
+    """Where Shardy shards arguments and results otherwise than ``plan``; empty when nowhere.
 
     Args:
       lowered: the step as planned, ``step.lower(...)``.

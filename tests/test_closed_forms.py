@@ -193,7 +193,7 @@ def test_a_large_batch_on_small_weights_is_split_and_the_gradients_are_reduced_o
 
 @pytest.mark.parametrize(("strategy", "gathers"), [("zero2", 1), ("zero3", 2)])
 def test_zero_scatters_every_gradient_once_and_gathers_every_parameter(strategy: str, gathers: int) -> None:
-    """Alpa's: one reduce-scatter, and one gather, or two where parameters lie in parts; here one serves both passes."""
+    """Alpa's: one reduce-scatter, and one gather, or two where parameters are in parts; here one serves both passes."""
     plan, found = planned(*mlp(6, 256, 32, bias=True), mesh(4, 1), strategy)
     sent: Counter[str] = Counter()
     for c in plan.cost.collectives:

@@ -84,7 +84,7 @@ def diff_command(
     rename: Rename = None,
     cast: Cast = None,
 ) -> None:
-    """Print every leaf that two checkpoints do not have alike, bit for bit. What is renamed and cast is the first.
+    """Print every leaf that differs, bit for bit, between two checkpoints. --rename and --cast are of the first.
 
     Exit status: 0 they are equal; 1 they are not; 2 an error.
     """

@@ -76,7 +76,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Difference:
-    """A leaf that two checkpoints do not have alike."""
+    """A leaf that differs between two checkpoints."""
 
     name: str
     first: str | None

@@ -137,10 +137,10 @@ def remedy(misfits: Sequence[Misfit]) -> str:
     first = next((m for m in misfits if m.saved and m.wanted), None) or (missing or unused)[0]
     if first.saved and first.wanted:
         return first.remedy
-    alike = [(m, o) for m in missing for o in unused if _equal(m.wanted, o.saved) and first in (m, o)]
-    if alike:
+    equal = [(m, o) for m in missing for o in unused if _equal(m.wanted, o.saved) and first in (m, o)]
+    if equal:
         closest = difflib.get_close_matches(
-            first.name, [(o if first is m else m).name for m, o in alike], n=1, cutoff=0.0
+            first.name, [(o if first is m else m).name for m, o in equal], n=1, cutoff=0.0
         )[0]
         old, new = (closest, first.name) if first.saved is None else (first.name, closest)
         other = 'missing="init" makes it' if first.saved is None else 'extra="ignore" leaves it out'

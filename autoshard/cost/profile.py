@@ -1,7 +1,7 @@
 """StepProfile: the predicted step as data that can be drawn: what runs when, what is in memory, for which line.
 
 It says of one layout what `Cost` and `Memory` sum up, and adds up to them. Its size is bounded whatever the program:
-what is alike is one row with a count, and what is too small for a row of its own is added up in one.
+what has one kind and one spec is one row with a count, and what is too small for a row of its own is added up in one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LineCost:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Collectives that are alike: what moves, from which spec to which, for which operation."""
+    """Collectives of one kind: what moves, from which spec to which, for which operation."""
 
     kind: CollectiveKind
     axes: Axes
@@ -96,7 +96,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """Buffers that are alike and live at the peak."""
+    """Buffers of one type and spec that are live at the peak."""
 
     role: BufferRole
     op: str
@@ -115,7 +115,7 @@ class LiveGroup:
 
 @dataclass(frozen=True, slots=True)
 class ValueRow:
-    """Values inside the step that are alike."""
+    """Values of one type and spec inside the step."""
 
     op: str
     """The operation that makes them."""

@@ -156,7 +156,7 @@ def _lines(
 
 @dataclass
 class _Group:
-    """What is alike, being counted."""
+    """One row, being counted."""
 
     count: int = 0
     seconds: float = 0.0

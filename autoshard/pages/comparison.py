@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Self
 
 from autoshard.pages.browser import open_page
-from autoshard.pages.html import Part, document, figure, paragraph, sections_html, tiles, told
+from autoshard.pages.html import Part, document, figure, paragraph, sections_html, tiles
 from autoshard.pages.memory_over_time import memory_over_time
+from autoshard.pages.picture import escaped
 from autoshard.pages.shards import MAX_CARDS, largest_groups, shards
 from autoshard.pages.timeline import timeline
 from autoshard.plan.diff import compare_plans
@@ -54,10 +55,10 @@ def comparison_page(before: PlanRecord, after: PlanRecord) -> str:
         (f"{size_text(before.memory.peak)} → {size_text(after.memory.peak)}", "at the peak per device"),
     ]
     names = [f"{which}: {p.name}, {p.strategy} on {p.mesh}" for which, p in (("before", before), ("after", after))]
-    title = f"<h1>{told(before.name, 120)} <span class=soft>compared with</span> {told(after.name, 120)}</h1>"
+    title = f"<h1>{escaped(before.name, 120)} <span class=soft>compared with</span> {escaped(after.name, 120)}</h1>"
     parts = [
         Part("changes", "What changes", sections_html(compare_plans(before, after))),
-        Part("arrays", "Arrays that lie otherwise", _arrays(before, after)),
+        Part("arrays", "Arrays that are sharded differently", _arrays(before, after)),
     ]
     both = [(p, p.profile, name) for p, name in zip((before, after), names, strict=True)]
     memory = "".join(figure(memory_over_time(p, f), name) for p, f, name in both if f is not None)

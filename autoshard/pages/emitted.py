@@ -1,4 +1,4 @@
-"""The part of a page that lays a compiled step beside its plan: time, memory and collectives, planned and emitted."""
+"""The part of a page that sets a compiled step beside its plan: time, memory and collectives, planned and emitted."""
 
 from __future__ import annotations
 

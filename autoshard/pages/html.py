@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib.resources import files
 
-from autoshard.pages.picture import STYLE, Picture, shown
+from autoshard.pages.picture import STYLE, Picture, escaped
 from autoshard.plan.document import Section
 
-MAX_CELL = 2000
-"""Most characters of a cell; the middle of a longer text is left out."""
 FIGURES_STYLE = STYLE + (files("autoshard.pages") / "figures.css").read_text(encoding="utf-8")
 """The style sheet of pictures under a heading and figures, as notebooks show them."""
 _PAGE_STYLE = (files("autoshard.pages") / "page.css").read_text(encoding="utf-8")
@@ -29,19 +26,14 @@ class Part:
     open: bool = True
 
 
-def told(text: str, limit: int = 2000) -> str:
-    """``text`` for HTML: escaped, readable, at most so long."""
-    return escape(shown(text, limit))
-
-
 def paragraph(text: str, kind: str = "") -> str:
     """A paragraph of ``text``."""
-    return f"<p{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{told(text)}</p>"
+    return f"<p{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{escaped(text)}</p>"
 
 
 def figure(picture: Picture, caption: str = "") -> str:
     """A picture with its caption."""
-    return f"<figure>{picture.element}<figcaption>{told(caption)}</figcaption></figure>"
+    return f"<figure>{picture.element}<figcaption>{escaped(caption)}</figcaption></figure>"
 
 
 def rows_of(
@@ -67,7 +59,7 @@ def rows_of(
     def cell(tag: str, c: int, text: str) -> str:
         kind = f' class="{kinds[c]}"' if c in kinds else ""
         scope = ' scope="col"' if tag == "th" else ""
-        return f"<{tag}{scope}{kind}>{text if c in raw and tag == 'td' else told(text, MAX_CELL)}</{tag}>"
+        return f"<{tag}{scope}{kind}>{text if c in raw and tag == 'td' else escaped(text)}</{tag}>"
 
     top = "".join(cell("th", c, text) for c, text in enumerate(head))
     body = "".join(
@@ -82,7 +74,7 @@ def rows_of(
 
 def folded(title: str, body: str) -> str:
     """HTML that is shown where its title is clicked."""
-    return f'<details class="more"><summary>{told(title)}</summary>{body}</details>'
+    return f'<details class="more"><summary>{escaped(title)}</summary>{body}</details>'
 
 
 def bar(share: float, kind: str = "") -> str:
@@ -94,7 +86,7 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
     """Figures, each over what it is."""
     return (
         '<div class="tiles">'
-        + "".join(f'<div class="tile"><b>{told(figure)}</b><span>{told(what)}</span></div>' for figure, what in pairs)
+        + "".join(f'<div class="tile"><b>{escaped(n)}</b><span>{escaped(what)}</span></div>' for n, what in pairs)
         + "</div>"
     )
 
@@ -104,22 +96,22 @@ def sections_html(sections: Iterable[Section]) -> str:
     parts: list[str] = []
     for n, section in enumerate(sections):
         size = "h4" if n else "h3"
-        parts.append(f"<{size}>{told(section.title)}</{size}>")
+        parts.append(f"<{size}>{escaped(section.title)}</{size}>")
         parts += [paragraph(sentence) for sentence in section.sentences]
         if section.table:
             kinds = dict.fromkeys(section.table.numbers, "n")
             parts.append(rows_of(section.table.head, section.table.rows, kinds))
         if section.remarks:
-            parts.append(f"<ul>{''.join(f'<li>{told(r)}</li>' for r in section.remarks)}</ul>")
+            parts.append(f"<ul>{''.join(f'<li>{escaped(r)}</li>' for r in section.remarks)}</ul>")
     return "".join(parts)
 
 
 def document(title: str, head: str, parts: Sequence[Part]) -> str:
     """A whole page: it loads nothing, and its script only searches its tables."""
-    links = "".join(f'<a href="#{p.anchor}">{told(p.title)}</a>' for p in parts)
+    links = "".join(f'<a href="#{p.anchor}">{escaped(p.title)}</a>' for p in parts)
     body = "".join(
-        f'<details class="part" id="{p.anchor}"{" open" if p.open else ""}><summary><h2>{told(p.title)}</h2></summary>'
-        f"{p.body}</details>"
+        f'<details class="part" id="{p.anchor}"{" open" if p.open else ""}>'
+        f"<summary><h2>{escaped(p.title)}</h2></summary>{p.body}</details>"
         for p in parts
     )
     return (
@@ -128,8 +120,8 @@ def document(title: str, head: str, parts: Sequence[Part]) -> str:
         '<meta name="color-scheme" content="light dark">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; img-src data:\">"
-        f'<link rel="icon" href="data:,"><title>{told(title, 120)}</title><style>{FIGURES_STYLE}{_PAGE_STYLE}</style>'
-        "</head>"
+        f'<link rel="icon" href="data:,"><title>{escaped(title, 120)}</title>'
+        f"<style>{FIGURES_STYLE}{_PAGE_STYLE}</style></head>"
         f'<body class="autoshard"><a class="skip" href="#{parts[0].anchor if parts else "top"}">to the content</a>'
         f'<main id="top">{head}<nav aria-label="Parts of this page">{links}</nav>{body}</main>'
         f"<script>{_SCRIPT}</script></body></html>\n"

@@ -1,4 +1,4 @@
-"""The page of a plan: what it decides drawn and told, with the user's own lines and a table of all values."""
+"""The page of a plan: what it decides, drawn and in words, with the user's own lines and a table of all values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from autoshard.pages import html
 from autoshard.pages.candidates_drawn import candidates_drawn, weighed
 from autoshard.pages.emitted import emitted_part
 from autoshard.pages.findings import savings, why_moved
-from autoshard.pages.html import Part, bar, figure, folded, paragraph, rows_of, sections_html, told
+from autoshard.pages.html import Part, bar, figure, folded, paragraph, rows_of, sections_html
 from autoshard.pages.memory_over_time import memory_over_time
+from autoshard.pages.picture import escaped
 from autoshard.pages.shards import MAX_CARDS, largest_groups, shards
 from autoshard.pages.source_lines import line_text
 from autoshard.pages.source_part import short_place, source_part
@@ -70,7 +71,7 @@ def brief(plan: PlanRecord) -> str:
 def _figures(plan: PlanRecord) -> str:
     share = f" ({plan.cost.transfers / plan.cost.seconds:.0%})" if plan.cost.seconds else ""
     budget = "no budget" if plan.memory_budget is None else f"of {size_text(plan.memory_budget)}"
-    title = f"<h1>{told(plan.name, 120)} <span class=soft>on</span> {told(str(plan.mesh), 160)}</h1>"
+    title = f"<h1>{escaped(plan.name, 120)} <span class=soft>on</span> {escaped(str(plan.mesh), 160)}</h1>"
     return title + html.tiles(
         [
             (time_text(plan.cost.seconds), "predicted for one call"),
@@ -89,7 +90,9 @@ def _head(plan: PlanRecord, f: StepProfile | None) -> str:
     if least:
         says = "; ".join(f"{size_text(s.bytes)}: {s.what}" for s in least)
         answers.append(("What would save memory?", f"Up to {says}.", "savings"))
-    boxes = "".join(f'<div><b>{told(q)}</b>{told(says, 700)} <a href="#{at}">more</a></div>' for q, says, at in answers)
+    boxes = "".join(
+        f'<div><b>{escaped(q)}</b>{escaped(says, 700)} <a href="#{at}">more</a></div>' for q, says, at in answers
+    )
     return f'{_figures(plan)}<div class="asked">{boxes}</div>'
 
 
@@ -122,11 +125,11 @@ def _of_profile(plan: PlanRecord, f: StepProfile) -> list[tuple[str, str, str]]:
 
 
 def _arrays(plan: PlanRecord) -> str:
-    groups, alike = largest_groups(plan)
+    groups, matching = largest_groups(plan)
     names = [a for a in plan.mesh.axis_names if plan.mesh.shape[a] > 1]
     keys = "".join(
         f'<span class="key" style="background:var(--c{plan.mesh.axis_names.index(a) % 8 + 1})"></span>'
-        f"{told(a, 40)} {plan.mesh.shape[a]}"
+        f"{escaped(a, 40)} {plan.mesh.shape[a]}"
         for a in names
     )
     text = paragraph(
@@ -137,8 +140,8 @@ def _arrays(plan: PlanRecord) -> str:
     rest = len(groups) - MAX_CARDS
     more = paragraph(f"{plural(rest, 'smaller group')} of arrays: see All values.", "soft") if rest > 0 else ""
     more += "".join(
-        paragraph(f"{m.path}: {plural(len(m.places), 'array')} that lie as those of {m.reference}.", "soft")
-        for m in alike
+        paragraph(f"{m.path}: {plural(len(m.places), 'array')} sharded as those of {m.reference}.", "soft")
+        for m in matching
     )
     return f'{text}<p aria-label="Colours of mesh axes">{keys}</p><div class="cards">{cards}</div>{more}'
 
@@ -294,7 +297,7 @@ def _values(plan: PlanRecord, f: StepProfile | None) -> str:
         'placeholder="name, type, axis, line"></label> <span id="found" aria-live="polite"></span></p>'
     )
     rest = paragraph(f"{plural(left_out, 'smaller value')} of the step left out.", "soft") if left_out else ""
-    text = paragraph("Arguments, results, and what the step computes; what is alike is one row.")
+    text = paragraph("Arguments, results, and what the step computes. Equal types in equal specs are one row.")
     kinds = {0: "path", 1: "path", 2: "path", 3: "n", 4: "wide", 5: "place"}
     return text + field + rows_of(head, rows, kinds, anchor="all-values") + rest
 

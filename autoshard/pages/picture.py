@@ -10,12 +10,14 @@ from importlib.resources import files
 
 MAX_NAME = 96
 """Most characters of a name that a picture shows; the middle of a longer one is left out."""
+MAX_TEXT = 2000
+"""Most characters of any other text, likewise."""
 WIDTH = 720
 """Units of an SVG's width; it scales to its page."""
 STYLE = (files("autoshard.pages") / "picture.css").read_text(encoding="utf-8")
 """The style sheet of pictures: colours for light and dark."""
 COLORS = 8
-"""Colours for what is told apart by colour; beyond, they repeat."""
+"""Colours there are; what has more parts repeats them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,16 +70,16 @@ def shown(name: str, limit: int = MAX_NAME) -> str:
     return f"{plain[: limit - end - 1]}…{plain[-end:]}"
 
 
-def escaped(name: str, limit: int = MAX_NAME) -> str:
+def escaped(text: str, limit: int = MAX_TEXT) -> str:
     """`shown`, for SVG and HTML."""
-    return escape(shown(name, limit))
+    return escape(shown(text, limit))
 
 
 def words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
     """A text element; ``kind`` is its class."""
     more = f' class="{kind}"' if kind else ""
     more += "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escaped(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escaped(text, MAX_NAME)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:

@@ -27,7 +27,7 @@ _GRID, _MAX_SIDE, _BAR, _MAX_PARTS = 112, 32, 176, 64
 
 
 def largest_groups(plan: PlanRecord) -> tuple[list[ArrayGroup], list[MatchingSubtree]]:
-    """Groups of arguments that are alike, those that take most bytes unsharded first; and what is sharded alike."""
+    """Groups of arguments of one kind, those that take most bytes unsharded first; and subtrees sharded as others."""
     whole, rows = dict.fromkeys(plan.mesh.axis_names, 1), report_rows(plan.inputs)
     groups = [row for row in rows if isinstance(row, ArrayGroup)]
     groups.sort(key=lambda g: -bytes_per_device(g.places, whole))

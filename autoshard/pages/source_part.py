@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from autoshard.cost.profile import LineCost, StepProfile
-from autoshard.pages.html import bar, folded, paragraph, rows_of, told
+from autoshard.pages.html import bar, folded, paragraph, rows_of
+from autoshard.pages.picture import escaped
 from autoshard.pages.source_lines import SourceFile, line_text, source_files
 from autoshard.plan.document import short_source
 from autoshard.plan.record import PlanRecord
@@ -63,16 +64,16 @@ def _excerpt(file: SourceFile, sent: Mapping[str, Counter[str]], plan: PlanRecor
         cells = ("", "", "", "")
         if cost:
             held = size_text(cost.peak_bytes) if cost.peak_bytes else ""
-            collectives = told(_collectives(sent.get(cost.source)), 80)
+            collectives = escaped(_collectives(sent.get(cost.source)), 80)
             cells = time_text(cost.compute + cost.transfers), _bars(cost, plan), held, collectives
         rows.append(
             f'<tr{" class=hot" if cost else ""}><td class="n">{cells[0]}</td><td>{cells[1]}</td>'
-            f'<td class="n soft">{x.number}</td><td class="code">{told(x.text.expandtabs(4), 160)}</td>'
+            f'<td class="n soft">{x.number}</td><td class="code">{escaped(x.text.expandtabs(4), 160)}</td>'
             f'<td class="n">{cells[2]}</td><td>{cells[3]}</td></tr>'
         )
     names = "".join(f'<th scope="col">{n}</th>' for n in ("total", "", "", "code", "at the peak", "collectives"))
     return (
-        f'<h3>{told(file.path, 200)}</h3><div class="scroll" tabindex="0"><table class="source"><thead><tr>'
+        f'<h3>{escaped(file.path, 200)}</h3><div class="scroll" tabindex="0"><table class="source"><thead><tr>'
         f"{names}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 

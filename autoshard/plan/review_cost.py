@@ -69,7 +69,7 @@ def _host_transfers(plan: PlanRecord) -> tuple[str, ...]:
         return ()
     kept = [p for p in plan.inputs if p.offloaded]
     size = size_text(bytes_per_device(kept, plan.mesh.shape))
-    whose = f", where {plural(len(kept), 'array')}, {size} per device, lie between calls" if kept else ""
+    whose = f", where {plural(len(kept), 'array')}, {size} per device, are between calls" if kept else ""
     return (f"{time_text(plan.cost.host)} of the compute are transfers from and to the host's memory{whose}.",)
 
 

@@ -83,7 +83,7 @@ def _offloaded_bytes(traced: Program, options: Options) -> int:
 
 def _host_text(plan: PlanRecord) -> str:
     size, seconds = size_text(plan.memory.host, 2), time_text(plan.cost.host)
-    return f"; {size} per device lie on the host, and take {seconds} a call to come and go"
+    return f"; {size} per device are on the host, and take {seconds} a call to come and go"
 
 
 def _plan_on_device(traced: Program, options: Options, to_beat: float) -> Planned:

@@ -141,7 +141,7 @@ def _linen_model(module: linen.Module, batch: Tree) -> Model:
 
 
 def _mode_options(call: Callable[..., Any]) -> Callable[[bool], dict[str, Any]]:
-    """How ``call`` is told whether it trains: by ``train`` or ``deterministic``, if it has one."""
+    """How ``call`` learns whether it trains: by ``train`` or ``deterministic``, if it has one."""
     names = inspect.signature(call).parameters
     negated = {"train": False, "training": False, "deterministic": True}
     return lambda training: {name: training != no for name, no in negated.items() if name in names}

@@ -76,7 +76,7 @@ class Offload(Pass):
 
 
 def offloadable(program: Program) -> dict[int, int]:
-    """The flat arguments of ``program`` that are optimizer state and may lie on the host, each with the flat result
+    """The flat arguments of ``program`` that are optimizer state and may be on the host, each with the flat result
     that replaces it: not those of which the user demands where they are."""
     roles = argument_roles(build_graph(program))
     found: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """Products of ragged groups on shards of the rows and of the groups.
 
-Rows lie in the order of their groups, so that a shard of them has a part of each group: how many rows, the sizes of all
+Rows are in the order of their groups, so that a shard of them has a part of each group: how many rows, the sizes of all
 groups tell without communication. A device with some of the groups rotates its rows until theirs come first.
 """
 

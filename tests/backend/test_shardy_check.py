@@ -67,7 +67,7 @@ def test_another_plan_does_not() -> None:
         (plan.inputs[0].path, '{"a"}, {}'),
         (plan.outputs[0].path, '{"a"}, {}'),
     ]
-    assert "Shardy lays it out as" in str(found[0])
+    assert "Shardy shards it as" in str(found[0])
     assert lowered.as_text() == before  # the passes ran on a copy
 
 

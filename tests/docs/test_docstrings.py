@@ -65,7 +65,7 @@ def test_the_example_of_a_class_has_its_methods(name):
     assert [n for n in methods if n not in inner and f".{n}(" not in text] == []
 
 
-def test_what_arguments_mean_is_told():
+def test_every_argument_has_its_meaning():
     """Of functions with arguments beyond one: each has its line, or its name is in the text."""
     for name, found in PUBLIC.items():
         if inspect.isfunction(found):

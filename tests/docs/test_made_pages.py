@@ -36,11 +36,11 @@ def test_every_key_says_what_it_is(kind):
     assert [row for row in rows if not all(row[i] for i in (0, 1, 3))] == []
 
 
-def test_every_command_is_told():
+def test_every_command_has_its_text():
     page = made_pages.command_line()
-    told = re.findall(r"^## `autoshard (.+)`\n\n(.+)$", page, re.MULTILINE)
+    found = re.findall(r"^## `autoshard (.+)`\n\n(.+)$", page, re.MULTILINE)
     commands = typer.main.get_command(cli.app).commands
-    assert {name.split()[0] for name, _ in told} == {*commands}
+    assert {name.split()[0] for name, _ in found} == {*commands}
     options = {p.opts[0] for c in commands.values() for p in c.params if p.param_type_name == "option"}
     assert {o for o in options if f"`{o}`" not in page} <= {"--help"}
 

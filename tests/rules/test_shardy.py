@@ -100,7 +100,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "on this platform it is spelled out as a masked product of every group; elsewhere it is a kernel, whose groups "
     "are data": ("ragged_dot_general",),
-    "it says how its operand lies on another mesh, of which Shardy is not told": ("reshard",),
+    "it says how its operand is sharded on another mesh, of which Shardy does not know": ("reshard",),
     "one factor stands twice in a value, which a sharding cannot say; ours keeps both whole": ("symmetric_product",),
 }
 REASONS = {name: reason for reason, names in _BY_REASON.items() for name in names}

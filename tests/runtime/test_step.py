@@ -232,7 +232,7 @@ def test_variable_arguments():
     same(step(arange(8), z=2.0), arange(8) + 2)
 
 
-# --- what arguments may be, and where they may lie ---------------------------------------------------------------
+# --- what arguments may be, and where they may be ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
