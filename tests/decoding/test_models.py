@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,8 @@ def ours(name: str) -> tuple[models.CachedModel, Any, Callable[[Any], Any]]:
 
 def published(name: str, folder: Path) -> tuple[models.CachedModel, Any, Callable[[Any], Any]]:
     """The same of a published model; one that has a window has it of 5."""
-    found = weights.open_pretrained(publish(folder, PUBLISHED[name]))
-    if name == "sliding window":  # no file says so yet
-        family = found.family.model_copy(update={"defaults": {**found.family.defaults, "window": 5}})
-        found = dataclasses.replace(found, family=family)
+    said = {"sliding_window": 5} if name == "sliding window" else {}
+    found = weights.open_pretrained(publish(folder, PUBLISHED[name], **said))
     params, of = found.read(), found.settings
     if found.family.model == "mla":
         return models.of_pretrained(found), params, lambda tokens: mla.logits(mla.MLASettings(**of), params, tokens)

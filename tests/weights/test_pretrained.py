@@ -133,6 +133,7 @@ def test_files_that_do_not_fit_are_refused_by_name(change, config, says, tmp_pat
         ({"model_type": "lama"}, "model_type 'lama' is none of .*did you mean 'llama'"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu', and models of type llama are read with 'silu' alone"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is .*yarn"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window is True, .* qwen3 .* False alone"),
         ({"num_attention_heads": "four"}, "num_attention_heads is 'four', and must be a size"),
     ],
 )
