@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PYTHON
 
-.PHONY: help setup demo test test-targets test-tpu test-gpu test-interop harness random kernels combinations pipelines mutants fuzz recipes kills lint format types types-planted picture docs notebook bench bench-here bench-targets clean
+.PHONY: help setup demo test test-targets test-tpu test-gpu test-interop harness random kernels combinations pipelines mutants fuzz recipes recipes-full kills lint format types types-planted picture docs notebook bench bench-here bench-targets clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -97,6 +97,10 @@ fuzz: $(READY) ## damage every kind of file that autoshard reads: each mutant is
 
 recipes: $(READY) ## take a few steps of every recipe, sharded and by plain JAX on one device: the same numbers
 	AUTOSHARD_RECIPES=all $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_recipes.py
+
+recipes-full: $(TARGETS)/ready $(GPUS)/ready ## compile every recipe at full size for a TPU slice and for H100s: an hour or two
+	$(TARGETS)/bin/python -m benchmarks.recipes tpu
+	JAX_PLATFORMS=cpu $(GPUS)/bin/python -m benchmarks.recipes gpu
 
 kills: $(READY) ## kill training runs at random moments: each, resumed, ends as one that nothing disturbed
 	$(BIN)/python -m benchmarks.kills

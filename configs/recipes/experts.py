@@ -2,7 +2,8 @@
 
 As Mixtral (arXiv:2401.04088): each token goes to the best by softmax, keys have fewer heads than queries. As
 DeepSeek-V3 (arXiv:2412.19437): sigmoid gates, shared experts beside the routed ones, and keys and values from a latent
-of few features, with one rotary part of the keys for all heads.
+of few features, with one rotary part of the keys for all heads. ERNIE 4.5 has Mixtral's attention
+and shared experts.
 """
 
 import jax

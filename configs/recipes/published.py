@@ -1,37 +1,49 @@
-"""Decoders of published families with new weights, un-annotated: GPT-2 and Llama 3.
+"""Models of published families with new weights, un-annotated: GPT-2, Llama 3, Qwen 3, T5, ViT and Qwen2-VL.
 
 `autoshard.weights` has the names and shapes of a family's weights and the functions that compute with them. Sizes are
 those of a ``config.json``, or of what of it matters here.
 """
 
+import fnmatch
 import math
 
 import jax
 import jax.numpy as jnp
 
 from autoshard.weights.family import family_of
-from autoshard.weights.models.decoder import DecoderSettings, logits
+from autoshard.weights.models import decoder, encoder_decoder, vision, vision_language
+
+FUNCTIONS = {
+    "decoder": (decoder.DecoderSettings, decoder.logits),
+    "encoder_decoder": (encoder_decoder.EncoderDecoderSettings, encoder_decoder.logits),
+    "vision": (vision.VisionSettings, vision.logits),
+    "vision_language": (vision_language.VisionLanguageSettings, vision_language.logits_of_equal_images),
+}
 
 
 def settings_of(config):
-    """What the functions of `autoshard.weights.models.decoder` take as their settings."""
-    return DecoderSettings(**family_of(config).model_settings(config))
+    """What the family's functions are to be told."""
+    family = family_of(config)
+    return FUNCTIONS[family.model][0](**family.model_settings(config))
 
 
-def make(*, config, sizes=None):
-    """``init(key)`` -> weights, ``apply(weights, tokens)`` -> logits.
+def make(*, config, sizes=None, without=(), grid=None):
+    """``init(key)`` -> weights, ``apply(weights, inputs)`` -> logits. Inputs of several arrays are a dictionary.
 
     Args:
       config: as a ``config.json``.
       sizes: of dimensions that it does not say, by their letters in ``configs/weights/``.
+      without: weights that the model does not have, as globs.
+      grid: frames, rows and columns of patches of each image, for Qwen2-VL.
     """
     family, settings = family_of(config), settings_of(config)
-    letters = family.known_sizes(config) | (sizes or {})
+    letters, logits = family.known_sizes(config) | (sizes or {}), FUNCTIONS[family.model][1]
+    absent = (*without, "head") if getattr(settings, "tied", False) else without
 
     def init(key):
         weights = {}
         for number, row in enumerate(family.rows):
-            if row.leaf == "head" and settings.tied:
+            if any(fnmatch.fnmatch(row.leaf, each) for each in absent):
                 continue
             *parents, last = row.leaf.split("/")
             at = weights
@@ -43,7 +55,15 @@ def make(*, config, sizes=None):
             else:
                 inputs = groups[:1] if family.inputs_first else groups[1:]
                 fan = math.prod(letters[c] for group in inputs for c in group)
+                if family.model == "encoder_decoder" and last == "wq":
+                    fan *= letters["e"]  # its scores are not scaled
                 at[last] = jax.random.normal(jax.random.fold_in(key, number), shape) * fan**-0.5
         return weights
 
-    return init, lambda weights, tokens: logits(settings, weights, tokens)
+    def apply(weights, inputs):
+        given = {} if grid is None else {"grid": tuple(grid)}
+        if isinstance(inputs, dict):
+            return logits(settings, weights, **inputs, **given)
+        return logits(settings, weights, inputs)
+
+    return init, apply

@@ -1,4 +1,4 @@
-"""What follows pretraining, un-annotated, of a published decoder: LoRA, DPO, a contrastive embedding.
+"""What follows pretraining, un-annotated, of a published decoder: LoRA, DPO, PPO's update, a contrastive embedding.
 
 Each gives ``init(key)`` -> state, ``step(state, batch)`` -> state and metrics. ``dtype`` is that of the weights; the
 optimizer updates a copy in float32. Weights are new ones here: `autoshard.train.fit` takes a state with those that
@@ -13,7 +13,7 @@ from published import make, settings_of
 from autoshard.train import Precision, batch_sizes
 from autoshard.weights.adapters import Adapter, adapted, adapter_family
 from autoshard.weights.family import family_of
-from autoshard.weights.models.decoder import features
+from autoshard.weights.models.decoder import features, projected
 
 
 def log_odds(logits, tokens):
@@ -91,6 +91,53 @@ def dpo(*, config, beta=0.1, rate=1e-3, eps=1e-8, dtype="float32"):
     def step(state, batch):
         gradient = precision.value_and_grad(loss, has_aux=True)
         (value, metrics), gradients = gradient(state, state["reference"], batch)
+        state, _ = precision.update(optimizer, state, gradients)
+        return state, {"loss": value, **metrics}
+
+    return init, step
+
+
+def ppo(*, config, clip=0.2, discount=1.0, smooth=0.95, spread=0.01, rate=1e-3, eps=1e-8, dtype="float32"):
+    """The update of a policy and of its values, of one body, by answers it gave (arXiv:1707.06347)."""
+    new, settings = make(config=config)[0], settings_of(config)
+    precision, optimizer = trained(dtype, rate, eps)
+
+    def init(key):
+        values = jax.random.normal(jax.random.fold_in(key, 1), (config["hidden_size"],)) * config["hidden_size"] ** -1.0
+        return precision.init({"policy": new(key), "values": values}, optimizer)
+
+    def advantages(batch):
+        """Generalized advantages (arXiv:1506.02438). -> [row, position]."""
+        after = jnp.pad(batch["value"][:, 1:], ((0, 0), (0, 1)))
+        change = batch["reward"] + discount * after - batch["value"]
+
+        def back(later, now):
+            later = now + discount * smooth * later
+            return later, later
+
+        return jax.lax.scan(back, jnp.zeros(len(change)), change.T, reverse=True)[1].T
+
+    def loss(weights, batch):
+        mask, gain = batch["answer"], advantages(batch)
+        returns = gain + batch["value"]
+
+        def mean(x):
+            return jnp.sum(x * mask) / jnp.sum(mask)
+
+        gain = (gain - mean(gain)) * jax.lax.rsqrt(mean((gain - mean(gain)) ** 2) + 1e-6)
+        x = features(settings, weights["policy"], batch["tokens"])
+        logits = projected(settings, weights["policy"], x)
+        ratio = jnp.exp(log_odds(logits, batch["tokens"]) - batch["log_odds"])
+        policy = -mean(jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - clip, 1 + clip) * gain))
+        found = jnp.einsum("bsd,d->bs", x[:, :-1], weights["values"], preferred_element_type=jnp.float32)
+        near = batch["value"] + jnp.clip(found - batch["value"], -clip, clip)
+        value = mean(jnp.maximum((found - returns) ** 2, (near - returns) ** 2)) / 2
+        shares = jax.nn.log_softmax(logits[:, :-1])
+        entropy = -mean(jnp.sum(jnp.exp(shares) * shares, -1))
+        return policy + value / 10 - spread * entropy, {"policy": policy, "value": value, "entropy": entropy}
+
+    def step(state, batch):
+        (value, metrics), gradients = precision.value_and_grad(loss, has_aux=True)(state, batch)
         state, _ = precision.update(optimizer, state, gradients)
         return state, {"loss": value, **metrics}
 

@@ -53,8 +53,32 @@ def logits(
     tokens: int [B, S]; positions: int [3, B, S], of `token_positions`; patches: [N, T, Y, X, C], in blocks of
     `VisionLanguageSettings.merged_side` squared -> float32 [B, S, V].
     """
+    return told(settings, params, tokens, positions, encoded(settings, params["vision"], patches, grid))
+
+
+def logits_of_equal_images(
+    settings: VisionLanguageSettings,
+    params: Tree,
+    tokens: jax.Array,
+    positions: jax.Array,
+    patches: jax.Array,
+    grid: tuple[int, int, int],
+) -> jax.Array:
+    """Next-token logits where each row has one image, all of one grid: rows are split over devices with their patches.
+
+    tokens: int [B, S]; positions: int [B, 3, S]; patches: [B, N, T, Y, X, C] -> float32 [B, S, V].
+    """
+    seen = jax.vmap(lambda image: encoded(settings, params["vision"], image, [grid]))(patches)
+    return told(settings, params, tokens, jnp.moveaxis(positions, 1, 0), seen.reshape(-1, seen.shape[-1]))
+
+
+def told(
+    settings: VisionLanguageSettings, params: Tree, tokens: jax.Array, positions: jax.Array, seen: jax.Array
+) -> jax.Array:
+    """Next-token logits of text and of what the tower made of its images. seen: [places of all images, D]; the others
+    as `logits` takes them.
+    """
     parts = DecoderSettings(eps=settings.eps, tied=settings.tied)
-    seen = encoded(settings, params["vision"], patches, grid)
     x, here = params["embed"][tokens], tokens == settings.image_token
     which = jnp.cumsum(here.reshape(-1)).reshape(here.shape) - 1
     x = jnp.where(here[..., None], seen[jnp.clip(which, 0, len(seen) - 1)].astype(x.dtype), x)

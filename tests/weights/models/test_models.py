@@ -88,3 +88,18 @@ def test_qwen2_vl_reads_images_where_they_stand_and_each_alone(tmp_path):
     )
     moved = np.abs(np.asarray(changed - logits)).max(-1)[0] > 1e-4
     assert moved.tolist() == [False] * 6 + [True] * 2
+
+
+def test_qwen2_vl_reads_equal_images_by_row(tmp_path):
+    _, settings, params = opened("qwen2_vl", tmp_path)
+    made, grid = vision_language.VisionLanguageSettings(**settings), (1, 4, 4)
+    tokens = np.array([[V - 1] * 4 + [1, 2], [1] + [V - 1] * 4 + [3]])
+    positions = jnp.asarray(vision_language.token_positions(made, tokens, [grid, grid]))
+    patches = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 2, 2, 2, 3)), jnp.float32)
+    together = vision_language.logits(
+        made, params, jnp.asarray(tokens), positions, patches.reshape(32, 2, 2, 2, 3), [grid] * 2
+    )
+    by_row = vision_language.logits_of_equal_images(
+        made, params, jnp.asarray(tokens), positions.swapaxes(0, 1), patches, grid
+    )
+    np.testing.assert_allclose(by_row, together, rtol=1e-5, atol=1e-5)
