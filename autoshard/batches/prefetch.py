@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 AHEAD = 2
 """Batches on the devices beside the one that is computed."""
+MAX_WAITS = 1000
+"""Batches of which the seconds that they were waited for are kept."""
 _POLL_SECONDS = 0.1
 
 
@@ -54,6 +58,7 @@ class Prefetched:
         self._position = source.get_state()
         self.digest = 0
         """Of the batches given out so far."""
+        self._given, self._waits = 0, deque[float](maxlen=MAX_WAITS)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -71,7 +76,11 @@ class Prefetched:
         Raises:
           StopIteration: the source has no more.
         """
+        begun = time.perf_counter()
         batch, position, digest, error = self._ready.get()
+        if self._given:  # before the first, all start
+            self._waits.append(time.perf_counter() - begun)
+        self._given += 1
         if error is not None:
             raise error
         if digest < 0:  # of new sizes: the thread waits until they are known
@@ -83,6 +92,12 @@ class Prefetched:
     def get_state(self) -> Any:
         """The position after the batches given out so far."""
         return self._position
+
+    def take_waits(self) -> list[float]:
+        """Seconds that each of the last batches was waited for, since this was asked before; none of the first."""
+        waits = [*self._waits]
+        self._waits.clear()
+        return waits
 
     def _read(self) -> None:
         while self._left and not self._ended.is_set():

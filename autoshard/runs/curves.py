@@ -11,7 +11,7 @@ from etils import epath
 from rich.table import Table
 
 from autoshard.errors import ConfigError, nearest
-from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, PhaseEvent, StepEvent
+from autoshard.runs.report import HeldOutEvent, StepEvent
 from autoshard.runs.run_folder import RunFolder
 
 DEPTH = 3
@@ -92,7 +92,7 @@ def curves_of(run: RunFolder) -> Mapping[str, Curve]:
                 prefix = "eval_" if isinstance(event, HeldOutEvent) else ""
                 for name, value in event.metrics.items():
                     curves.setdefault(prefix + name, []).append((event.step, value))
-            case PhaseEvent() | NonFiniteEvent():
+            case _:
                 pass
     return curves
 

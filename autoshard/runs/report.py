@@ -93,7 +93,31 @@ class NonFiniteEvent(_Frozen):
         return f"{line}; its batch is finite"
 
 
-Event = PhaseEvent | StepEvent | HeldOutEvent | NonFiniteEvent
+class StragglerEvent(_Frozen):
+    """A process kept the others waiting, since its batches came late: most before step ``step``."""
+
+    event: Literal["straggler"] = "straggler"
+    step: NonNegativeInt
+    process: NonNegativeInt
+    seconds: float
+    """That it waited for the batch of that step."""
+    total: float
+    """Seconds that it waited for batches since the processes compared before."""
+    others: float
+    """The same of the others, their median."""
+    passed: float
+    """Seconds since the processes compared before."""
+
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        return (
+            f"process {self.process} keeps the others waiting: its batches came {self.total:.2f} s late in "
+            f"{self.passed:.2f} s, {self.seconds:.2f} s of that before step {self.step}; theirs {self.others:.2f} s"
+        )
+
+
+Event = PhaseEvent | StepEvent | HeldOutEvent | NonFiniteEvent | StragglerEvent
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads an event of any kind."""
 
@@ -191,6 +215,8 @@ def make_report(
                 losses.pop(event.step, None)  # the step came to nothing
             case HeldOutEvent():
                 held[len(starts) - 1, event.step] = math.nan if event.loss is None else event.loss
+            case StragglerEvent():
+                pass
     phases = [
         PhaseReport(
             mesh=start.mesh,

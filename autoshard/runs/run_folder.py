@@ -33,7 +33,7 @@ from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.runs.event_file import first_events, scalar_event
-from autoshard.runs.report import EVENTS, Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, Report
+from autoshard.runs.report import EVENTS, Event, HeldOutEvent, Report, StepEvent
 from autoshard.shared_folder import held, is_held
 from autoshard.strict_files import cut, parse_json, read_text, shortened
 
@@ -238,7 +238,7 @@ def _line(event: Event) -> str:
 
 def _row(event: Event) -> dict[str, float]:
     """The columns of an event in the table; none of one without metrics."""
-    if isinstance(event, PhaseEvent | NonFiniteEvent):
+    if not isinstance(event, StepEvent | HeldOutEvent):
         return {}
     prefix = "eval_" if isinstance(event, HeldOutEvent) else ""
     return {"step": event.step, **{f"{prefix}{name}": value for name, value in event.metrics.items()}}

@@ -20,13 +20,13 @@ from autoshard.batches.padding import Padding
 from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, CheckpointError, PlanError
 from autoshard.runs.progress import ProgressLine
-from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, StepEvent
+from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, StepEvent, StragglerEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
-from autoshard.train.processes import SizedPlacer, abstract, agree_to_stop, from_first, is_first
+from autoshard.train.processes import Meeting, SizedPlacer, abstract, from_first, is_first
 from autoshard.train.sources import Mapped, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
 from autoshard.train.stop_signals import StopSignals
@@ -166,9 +166,7 @@ def fit(
             saves=lambda number: every is not None and number % every == 0,
             evaluate=lambda number, state: _evaluate(evaluate, number, state, record),
             evaluates=lambda number: evaluate is not None and (number == steps or number % (every or steps) == 0),
-            stops=lambda number: agree_to_stop(
-                stop.requested, ready.digest, number, 1 if number == steps else AGREE_EVERY
-            ),
+            stops=Meeting(stop, ready, AGREE_EVERY, steps, record.straggler),
             failed=None if watch is None else watch.answer,
         )
         if done < steps:
@@ -247,6 +245,13 @@ class _Record:
             self.folder.append([HeldOutEvent.of(number, metrics)])
         if self.progress is not None:
             self.progress.restart()
+
+    def straggler(self, event: StragglerEvent) -> None:
+        """A process kept the others waiting."""
+        if self.folder is not None:
+            self.folder.append([event])
+        if is_first():
+            warnings.warn(event.text, stacklevel=2)
 
     def not_finite(self, event: NonFiniteEvent) -> None:
         """A step was not finite."""

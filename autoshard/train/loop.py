@@ -30,7 +30,16 @@ from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ConfigError
 from autoshard.pages.page import brief, page
 from autoshard.runs.progress import ProgressLine
-from autoshard.runs.report import Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, Report, StepEvent, make_report
+from autoshard.runs.report import (
+    Event,
+    HeldOutEvent,
+    NonFiniteEvent,
+    PhaseEvent,
+    Report,
+    StepEvent,
+    StragglerEvent,
+    make_report,
+)
 from autoshard.runs.run_folder import RunFolder, write_json
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
@@ -39,7 +48,7 @@ from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
-from autoshard.train.processes import SizedPlacer, agree_to_stop, from_first, in_any, is_first, peak_seconds
+from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
@@ -299,6 +308,10 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
         done = f"; going back to step {event.restored}" if event.restored is not None else "; the step is skipped"
         run.say(event.text(jax.process_count()) + ("" if event.did == "stop" else done))
 
+    def late(event: StragglerEvent) -> None:
+        run.log(event)
+        run.say(event.text)
+
     def saved() -> Sequence[int]:
         return from_first(lambda: checkpoint.steps(run.folder.checkpoints))
 
@@ -308,9 +321,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
         saves=lambda number: number % config.checkpoint.every == 0,
         evaluate=lambda number, state: _log_held_out(run, planned, state, number),
         evaluates=lambda number: planned.evaluate is not None and (number == last or number % (every or last) == 0),
-        stops=lambda number: agree_to_stop(
-            run.stop.requested, ready.digest, number, 1 if number == last else config.log_every
-        ),
+        stops=Meeting(run.stop, ready, config.log_every, last, late),
         failed=None if policy is None else NonFiniteWatch(policy, saved, restore, tell).answer,
     )
 

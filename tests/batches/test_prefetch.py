@@ -86,3 +86,10 @@ def test_what_the_source_raises_is_raised_where_the_batch_is_asked_for():
         assert [next(ready), next(ready)] == [2, 4]
         with pytest.raises(StopIteration):
             next(ready)
+
+
+def test_what_each_batch_was_waited_for_is_kept_but_of_the_first():
+    with Prefetched(Counting(), Placing(), 4) as ready:
+        assert [next(ready) for _ in range(4)] == [2, 4, 6, 8]
+        assert len(ready.take_waits()) == 3
+        assert ready.take_waits() == []

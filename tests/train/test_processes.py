@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from autoshard import checkpoint, cli
 from autoshard.errors import AutoshardError
 from autoshard.machine.hardware import load_hardware
 from autoshard.train.config import TrainConfig
+from autoshard.train.fit import fit
 from autoshard.train.loop import train
 from autoshard.train.processes import from_first, in_any, peak_seconds, same_in_all
 from autoshard.train.stop_signals import StopSignals
@@ -55,6 +58,21 @@ def raises() -> None:
     raise AutoshardError("from the first")
 
 
+LATE = 15
+
+
+def rows(late: bool) -> Iterator[dict[str, np.ndarray]]:
+    """Numbered rows, of which one batch may come late."""
+    for n in range(20):
+        if late and n + 1 == LATE:
+            time.sleep(1.0)
+        yield {"row": 4 * n + np.arange(4)}
+
+
+def count(state: Any, batch: dict[str, Any]) -> Any:
+    return state + batch["row"].sum(), {}
+
+
 def program(folder: str) -> dict[str, Any]:
     """Runs in each of two processes."""
     root, me = Path(folder), jax.process_index()
@@ -66,6 +84,8 @@ def program(folder: str) -> dict[str, Any]:
     found["again"] = trained(recipe(root, "two"))
     found["refused"] = trained(recipe(root, "two", batch=4))
     found["other text"] = trained(recipe(root, "other", data={"source": str(root / f"text{me or ''}"), "holdout": 4}))
+
+    found["sum"] = float(fit(count, jnp.zeros(()), rows(late=me == 1), steps=20, log=root / "late"))
 
     found["first"] = from_first(lambda: {"process": me})
     found["any"] = [in_any(False), in_any(me == 1)]
@@ -135,6 +155,13 @@ def test_what_the_first_process_refuses_is_refused_in_both(found: list[dict[str,
 
 def test_other_text_in_one_process_is_refused_in_both(found: list[dict[str, Any]]):
     assert all("is not the same in all 2 processes" in one["other text"] for one in found)
+
+
+def test_a_process_whose_batches_come_late_is_named_with_the_step(root: Path, found: list[dict[str, Any]]):
+    assert [one["sum"] for one in found] == [80 * 79 / 2] * 2
+    events = [json.loads(line) for line in (root / "late/log.jsonl").read_text().splitlines()]
+    named = [(event["process"], event["step"]) for event in events if event["event"] == "straggler"]
+    assert (1, LATE) in named
 
 
 def test_the_seconds_at_the_peak_are_those_of_the_products_alone():
