@@ -86,6 +86,8 @@ class Move:
     names: tuple[str, ...]
     """The arguments, at most `MAX_NAMES`, that the moved arrays are, or are parts or casts of; ``new`` before a name:
     what replaces the argument."""
+    arrays: int
+    """How many arguments these are, with those that ``names`` leaves out."""
     shape: tuple[int, ...]
     before: Spec | None
     """The spec that the value has; None of a halo exchange, and of a collective inside a local form."""
@@ -151,6 +153,11 @@ class StepProfile:
     """Those that take most bytes first."""
     values_left_out: int
     """How many values are in no row."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the step: what its lines add up to."""
+        return sum(x.compute + x.transfers for x in self.lines)
 
     def __repr__(self) -> str:
         return f"<StepProfile of {len(self.moments)} moments, {len(self.spans)} spans, {len(self.lines)} lines>"

@@ -165,8 +165,13 @@ class _Group:
 
     def add(self, name: str | None, count: int = 1, seconds: float = 0.0, size: int = 0) -> None:
         self.count, self.seconds, self.bytes = self.count + count, self.seconds + seconds, self.bytes + size
-        if name is not None and len(self.names) < MAX_NAMES:
+        if name is not None:
             self.names[name] = None
+
+    @property
+    def first_names(self) -> tuple[str, ...]:
+        """Those that the row has."""
+        return tuple(self.names)[:MAX_NAMES]
 
 
 def _moves(graph: Graph, charges: Iterable[Charge], names: dict[int, str]) -> tuple[Move, ...]:
@@ -177,10 +182,13 @@ def _moves(graph: Graph, charges: Iterable[Charge], names: dict[int, str]) -> tu
         for t in charge.transfers:
             c, shape = t.collective, graph.values[t.value].shape
             like = Move(
-                c.kind, c.axes or (), c.bytes, 0, 0.0, op, phase, c.source, (), shape, t.before, t.after, t.of_result
+                c.kind, c.axes or (), c.bytes, 0, 0.0, op, phase, c.source, (), 0, shape, t.before, t.after, t.of_result
             )
             groups[like].add(names.get(t.value), c.count, t.seconds)
-    found = [replace(m, count=g.count, seconds=g.seconds, names=tuple(g.names)) for m, g in groups.items()]
+    found = [
+        replace(m, count=g.count, seconds=g.seconds, names=g.first_names, arrays=len(g.names))
+        for m, g in groups.items()
+    ]
     return tuple(sorted(found, key=lambda m: -m.seconds)[:MAX_MOVES])
 
 
@@ -197,7 +205,7 @@ def _live(
         dtype = value.dtype if v else ""
         like = LiveGroup(role, node.kind.op, node.source, (), value.shape, dtype, spec, 0, 0)
         groups.setdefault(like, _Group()).add(names.get(v), size=int(buffers.bytes[i]))
-    found = [replace(k, count=g.count, bytes=g.bytes, names=tuple(g.names)) for k, g in groups.items()]
+    found = [replace(k, count=g.count, bytes=g.bytes, names=g.first_names) for k, g in groups.items()]
     return tuple(sorted(found, key=lambda x: -x.bytes)[:MAX_LIVE])
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.pages.picture import WIDTH, Picture, escaped, line, shown, tick_values, words
+from autoshard.plan.document import plural
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.review_cost import drawback
 from autoshard.units import size_text, time_text
 
 _LEFT, _TOP, _HEIGHT, _RIGHT = 84, 16, 240, 24
-_SPREAD = 8.0
-"""Layouts that take this many times the chosen one's seconds, or more, are drawn at the edge."""
+_SPREAD = 10.0
+"""Layouts that take this many times the chosen one's seconds, or its memory or the budget, or more, are at the edge."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ def weighed(plan: PlanRecord) -> list[Weighed]:
         split.append(
             f"{'state' if plan.zero_stage == 3 else 'optimizer state'} sharded over {'+'.join(plan.storage_axes)}"
         )
+    if plan.pipeline:
+        stages, order = plural(plan.pipeline.stages, "stage"), plan.pipeline.order or "the given schedule"
+        split.insert(0, f"{stages} along {plan.pipeline.axis} by {order}")
     found = [Weighed(0, "; ".join(split) or "nothing split", plan.cost.seconds, plan.memory.peak, "chosen")]
     found += [Weighed(i, a.text, a.seconds, a.peak, drawback(a, plan)) for i, a in enumerate(plan.alternatives, 1)]
     return found
@@ -45,8 +49,10 @@ def candidates_drawn(plan: PlanRecord) -> Picture:
     """Points of seconds against bytes; down and to the left is better."""
     points, budget = weighed(plan), plan.memory_budget
     right = max(p.seconds for p in points if p.seconds <= _SPREAD * plan.cost.seconds or p.number == 0) * 1.08 or 1.0
-    most = max(p.peak for p in points)
-    top = max(most, budget if budget is not None and budget < 3 * most else 0, 1) * 1.1
+    near, most = plan.memory.peak, max(p.peak for p in points)
+    if budget is not None and budget < 3 * most:
+        near = max(near, round(budget))
+    top = max(near, *(p.peak for p in points if p.peak <= _SPREAD * near), 1) * 1.1
     bottom, wide = _TOP + _HEIGHT, WIDTH - _LEFT - _RIGHT
     parts: list[str] = []
     for size in tick_values(top, binary=True):
@@ -59,7 +65,7 @@ def candidates_drawn(plan: PlanRecord) -> Picture:
         parts += [line(_LEFT, y, WIDTH - _RIGHT, y, "budget")]
         parts += [words(_LEFT + 6, y - 5, f"budget {size_text(budget)}: what is above does not fit", "warn")]
     for p in reversed(points):
-        x, y = _LEFT + wide * min(1.0, p.seconds / right), bottom - _HEIGHT * p.peak / top
+        x, y = _LEFT + wide * min(1.0, p.seconds / right), bottom - _HEIGHT * min(1.0, p.peak / top)
         color, radius = ("c1", 10) if p.number == 0 else ("c0", 9)
         says = f"{shown(p.text, 240)}: {time_text(p.seconds)}, {size_text(p.peak)}, {p.why}"
         parts.append(
@@ -68,7 +74,9 @@ def candidates_drawn(plan: PlanRecord) -> Picture:
             f"{words(x, y + 4, str(p.number or '✓'), 'soft strong' if p.number else 'on', 'middle')}</g>"
         )
     parts.append(line(_LEFT, bottom, WIDTH - _RIGHT, bottom, "base"))
-    parts.append(words(WIDTH - _RIGHT, bottom + 36, "seconds of a call; memory per device upwards", "soft", "end"))
+    beyond = "; what is at the edge is further out" if most > top or max(p.seconds for p in points) > right else ""
+    axes = f"seconds of a call; memory per device upwards{beyond}"
+    parts.append(words(WIDTH - _RIGHT, bottom + 36, axes, "soft", "end"))
     title = f"layouts of {plan.name} that were weighed"
     label = f"{title}: the chosen one takes {time_text(plan.cost.seconds)} and {size_text(plan.memory.peak)}."
     return Picture(title, WIDTH, bottom + 44, "".join(parts), _as_text(points), label)

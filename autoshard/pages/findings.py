@@ -15,6 +15,9 @@ from autoshard.plan.record import PlanRecord
 from autoshard.units import size_text, time_text
 
 MAX_SAVINGS = 12
+_SMALLER = "set memory_budget= below the present peak"
+_LEAST = 1000
+"""What saves less than one of so many parts of the peak is not named."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def why_moved(move: Move, plan: PlanRecord) -> str:
     if move.before is None or move.after is None:
         return f"a collective of {reader} itself, which computes on parts: neighbours' edges, or a sum over parts"
     axes = "+".join(move.axes)
-    what = " or ".join(move.names) or f"the array{list(move.shape)}"
+    what = _names(move) or f"the array{list(move.shape)}"
     if move.kind in (ALL_REDUCE, REDUCE_SCATTER):
         kept = "each keeps its part" if move.kind == REDUCE_SCATTER else "all need the whole"
         return f"{reader} leaves a term on each device along {axes}, as what it sums over is split; {kept} of the sum"
@@ -51,17 +54,26 @@ def why_moved(move: Move, plan: PlanRecord) -> str:
     places = [p for p in plan.inputs if p.path in move.names]
     if not places:
         return f"{text}, as what made it computes it so"
-    saved = sum(bytes_per_device([p], plan.mesh.shape) for p in places) * (plan.mesh.axes_size(move.axes) - 1)
+    each = bytes_per_device(places, plan.mesh.shape) / len(places)
+    saved = round(each * move.arrays) * (plan.mesh.axes_size(move.axes) - 1)
     asked = places[0].reason in ("pinned", "first_plan", "shared", "placed", "loading")
     reason = f" ({place_reason(places[0])})" if asked else ""
-    what = "it" if len(places) == 1 else f"these {len(places)} arrays"
+    what = "it" if move.arrays == 1 else f"these {move.arrays} arrays"
     return f"{text}{reason}. Stored as it is read, {what} would take {size_text(saved)} more on each device"
+
+
+def _names(move: Move) -> str:
+    """The arrays that move: all of a few, or the first two and how many others."""
+    if move.arrays < 4:
+        return " or ".join(move.names)
+    return f"{', '.join(move.names[:2])} and {move.arrays - 2} others like them"
 
 
 def savings(plan: PlanRecord) -> list[Saving]:
     """What would take less memory, the largest first."""
     found = [*_other_layouts(plan), *_finer_splits(plan), *_residuals(plan), *_twice(plan), *_host(plan)]
-    return sorted(found, key=lambda s: -s.bytes)[:MAX_SAVINGS]
+    found.sort(key=lambda s: -s.bytes)
+    return [s for s in found if s.bytes * _LEAST > plan.memory.peak][:MAX_SAVINGS]
 
 
 def _other_layouts(plan: PlanRecord) -> Iterator[Saving]:
@@ -69,17 +81,17 @@ def _other_layouts(plan: PlanRecord) -> Iterator[Saving]:
         if a.peak < plan.memory.peak:
             more = a.seconds - plan.cost.seconds
             price = f"{time_text(abs(more))} a call {'more' if more >= 0 else 'less'}"
-            how = "set memory_budget= below the present peak, or pin so"
-            yield Saving(plan.memory.peak - a.peak, f"the layout: {a.text}", price, how)
+            yield Saving(plan.memory.peak - a.peak, f"the layout: {a.text}", price, f"{_SMALLER}, or pin so")
 
 
 def _finer_splits(plan: PlanRecord) -> Iterator[Saving]:
-    sizes = plan.mesh.shape
+    sizes, stages = plan.mesh.shape, plan.pipeline.axis if plan.pipeline else None
+    axes = [a for a in plan.mesh.nontrivial_axes if a != stages]
     for g in group_arrays(plan.inputs):
         p, size = g.first, bytes_per_device(g.places, sizes)
         if p.memory_kind is not None:
             continue
-        for a in plan.mesh.nontrivial_axes:
+        for a in axes:
             dim = _divisible(p, a, plan)
             if a not in p.spec.axes and dim is not None:
                 entries = [*p.spec.dims[:dim], (*p.spec.dims[dim], a), *p.spec.dims[dim + 1 :]]
@@ -112,12 +124,12 @@ def _residuals(plan: PlanRecord) -> Iterator[Saving]:
     if saved and "recompute" not in done:
         most = f"{saved[0].op}{f' at {short_source(saved[0].source)}' if saved[0].source else ''}"
         what = f"recompute what is saved for the backward pass, most of it by {most} ({size_text(saved[0].bytes)})"
-        yield Saving(sum(x.bytes for x in saved), what, "a second forward pass", 'passes=["recompute:full", ...]')
+        yield Saving(sum(x.bytes for x in saved), what, "a second forward pass", _SMALLER)
     of_batch = {a for d in plan.dim_splits if d.name == "batch" for a in d.axes}
     grows = sum(x.bytes for x in live if x.role in ("residual", "temporary") and of_batch & set(x.spec.axes))
     if grows and "microbatch" not in done:
         what = "two micro-batches a call: half of what is live at the peak and split as the batch is"
-        yield Saving(grows // 2, what, "weights are read twice", 'passes=["microbatch:2", ...]')
+        yield Saving(grows // 2, what, "weights are read twice", "microbatches=2")
 
 
 def _twice(plan: PlanRecord) -> Iterator[Saving]:

@@ -61,10 +61,11 @@ def memory_over_time(plan: PlanRecord, profile: StepProfile) -> Picture:
             parts += [words(WIDTH - RIGHT, 38, f"budget {size_text(budget)}, far above", "warn", "end")]
     peak = x(profile.moments[profile.peak].seconds)
     side = ("start", 6) if peak < WIDTH / 2 else ("end", -6)
-    parts += [line(peak, y(plan.memory.peak), peak, bottom, "peak"), line(LEFT, bottom, WIDTH - RIGHT, bottom, "base")]
-    parts.append(
-        words(peak + side[1], y(plan.memory.peak) - 5, f"peak {size_text(plan.memory.peak)}", "strong", side[0])
-    )
+    above = y(plan.memory.peak)
+    parts += [line(peak, above, peak, bottom, "peak"), line(LEFT, bottom, WIDTH - RIGHT, bottom, "base")]
+    if budget is not None and 0 <= above - y(budget) < 20:  # the name of the peak goes above the budget's line
+        above = y(budget)
+    parts.append(words(peak + side[1], above - 5, f"peak {size_text(plan.memory.peak)}", "strong", side[0]))
     parts += time_axis(end, bottom)
     title = f"memory of {plan.name} over one call, per device"
     label = (

@@ -8,17 +8,18 @@ from dataclasses import replace
 
 from jax.stages import Compiled
 
+from autoshard.cost.memory import Memory
 from autoshard.cost.profile import BufferRole, StepProfile
 from autoshard.pages import html
 from autoshard.pages.candidates_drawn import candidates_drawn, weighed
 from autoshard.pages.emitted import emitted_part
-from autoshard.pages.findings import savings, why_moved
+from autoshard.pages.findings import Saving, savings, why_moved
 from autoshard.pages.html import Part, bar, figure, folded, paragraph, rows_of, sections_html
 from autoshard.pages.memory_over_time import memory_over_time
 from autoshard.pages.picture import escaped
+from autoshard.pages.pipeline_part import pipeline_part, schedule_scrolled
 from autoshard.pages.shards import MAX_CARDS, largest_groups, shards
-from autoshard.pages.source_lines import line_text
-from autoshard.pages.source_part import short_place, source_part
+from autoshard.pages.source_lines import STAGES_SHARE, line_text, short_place, source_part
 from autoshard.pages.timeline import BLOCKING, timeline
 from autoshard.plan.decisions import PipelinePlan
 from autoshard.plan.document import plural, short_source
@@ -27,7 +28,6 @@ from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.render import as_text
 from autoshard.plan.review import review
-from autoshard.schedule.picture import svg
 from autoshard.units import size_text, time_text
 
 MAX_ARRAYS = 1500
@@ -36,25 +36,25 @@ MAX_ARRAYS = 1500
 
 def page(plan: PlanRecord, compiled: Compiled | None = None) -> str:
     """The page of ``plan`` as HTML, which needs no network; with a compiled step, it beside the plan."""
-    f = plan.profile
+    f, work, found = plan.profile, plan.work, savings(plan)
     parts = [
         *([] if compiled is None else [emitted_part(plan, compiled)]),
         Part("arrays", "How arrays are sharded", _arrays(plan)),
-        *([] if plan.pipeline is None else [Part("pipeline", "The pipeline", _pipeline(plan.pipeline))]),
-        Part("memory", "Memory over the step", _memory(plan, f)),
-        *([Part("time", "Time and communication", _time(plan, f))] if f else []),
+        *([Part("pipeline", "The pipeline", pipeline_part(plan, plan.pipeline))] if plan.pipeline else []),
+        Part("memory", "Memory over the step", _memory(plan, f, found)),
+        *([Part("time", "Time and communication", _time(plan, work))] if work else []),
         Part("layouts", "Layouts that were weighed", _layouts(plan)),
-        *([Part("source", "Your code, line by line", source_part(plan, f))] if f else []),
-        Part("values", "All values", _values(plan, f), open=False),
+        *([Part("source", "Your code, line by line", source_part(plan, work))] if work else []),
+        Part("values", "All values", _values(plan, work), open=False),
         Part("report", "The whole report", sections_html(review(plan)), open=False),
     ]
-    return html.document(f"autoshard: plan of {plan.name}", _head(plan, f), parts)
+    return html.document(f"autoshard: plan of {plan.name}", _head(plan, work, found), parts)
 
 
 def short_page(plan: PlanRecord) -> str:
-    """What a notebook shows of a plan: its figures, memory and timeline."""
+    """What a notebook shows of a plan: its figures, memory and timeline, or its schedule."""
     pictures = [memory_over_time(plan, plan.profile), timeline(plan, plan.profile)] if plan.profile else []
-    drawn = "".join(map(figure, pictures))
+    drawn = "".join(map(figure, pictures)) + (schedule_scrolled(plan, plan.pipeline) if plan.pipeline else "")
     rest = paragraph("plan.show() writes the whole page: arrays, layouts, source lines and values.", "soft")
     return (
         f'<div class="autoshard autoshard-plan"><style>{html.FIGURES_STYLE}</style>{_figures(plan)}{drawn}{rest}</div>'
@@ -84,12 +84,12 @@ def _figures(plan: PlanRecord) -> str:
     )
 
 
-def _head(plan: PlanRecord, f: StepProfile | None) -> str:
-    answers = _of_profile(plan, f) if f else _of_stages(plan.pipeline) if plan.pipeline else []
-    least = savings(plan)[:3]
-    if least:
-        says = "; ".join(f"{size_text(s.bytes)}: {s.what}" for s in least)
+def _head(plan: PlanRecord, f: StepProfile | None, found: Sequence[Saving]) -> str:
+    answers = _of_profile(plan, f) if f else []
+    if found:
+        says = "; ".join(f"{size_text(s.bytes)}: {s.what}" for s in found[:3])
         answers.append(("What would save memory?", f"Up to {says}.", "savings"))
+    answers += _of_stages(plan.pipeline) if plan.pipeline else []
     boxes = "".join(
         f'<div><b>{escaped(q)}</b>{escaped(says, 700)} <a href="#{at}">more</a></div>' for q, says, at in answers
     )
@@ -108,10 +108,11 @@ def _of_profile(plan: PlanRecord, f: StepProfile) -> list[tuple[str, str, str]]:
     """Questions of a step with their answers, and where there is more."""
     answers: list[tuple[str, str, str]] = []
     best = max((x for x in f.lines if x.source), key=lambda x: x.compute + x.transfers, default=None)
-    if best is not None and plan.cost.seconds:
+    if best is not None and f.seconds:
         seconds = best.compute + best.transfers
+        of = "a call" if plan.pipeline is None else "what all stages compute and send"
         says = (
-            f"{short_source(best.source)} takes {time_text(seconds)}, {seconds / plan.cost.seconds:.0%} of a call: "
+            f"{short_source(best.source)} takes {time_text(seconds)}, {seconds / f.seconds:.0%} of {of}: "
             f"{line_text(best.source)}"
         )
         answers.append(("Which line costs most?", says, "source"))
@@ -146,36 +147,6 @@ def _arrays(plan: PlanRecord) -> str:
     return f'{text}<p aria-label="Colours of mesh axes">{keys}</p><div class="cards">{cards}</div>{more}'
 
 
-MAX_TICKS_DRAWN = 128
-"""Ticks of a pipeline's schedule that are drawn."""
-
-
-def _pipeline(plan: PipelinePlan) -> str:
-    """The schedule, a row for each stage, and what each stage does and holds."""
-    most = max(plan.seconds, default=0.0) or 1.0
-    rows = [
-        (
-            str(stage),
-            "+".join(str(plan.layers[chunk[stage]]) for chunk in plan.schedule.placement),
-            time_text(plan.seconds[stage]),
-            bar(plan.seconds[stage] / most),
-            size_text(plan.bytes[stage]),
-        )
-        for stage in range(plan.stages)
-    ]
-    ticks = plan.schedule.table
-    first = f", the first {MAX_TICKS_DRAWN} drawn" if len(ticks) > MAX_TICKS_DRAWN else ""
-    text = (
-        f"{plural(plan.stages, 'stage')} along {plan.axis}, {plan.microbatches} micro-batches, "
-        f"{len(ticks)} ticks{first}. "
-        f"A stage is idle for {plan.bubble:.0%} of the step, on average. Blue is forward, other colours are backward, "
-        "the number is the micro-batch; point at a block to see what it is."
-    )
-    drawn = svg(ticks[:MAX_TICKS_DRAWN], plan.schedule.chunks)
-    table = rows_of(("stage", "layers", "busy", "", "per device"), rows, {0: "n", 2: "n", 4: "n"}, raw=frozenset({3}))
-    return f'{paragraph(text)}<div class="scroll schedule" tabindex="0">{drawn}</div>{table}'
-
-
 _SHOWN = 20
 """Rows of a table before what folds."""
 _ROLES: Mapping[BufferRole, str] = {
@@ -184,21 +155,20 @@ _ROLES: Mapping[BufferRole, str] = {
     "copy": "copy in another spec",
     "inside": "inside an operation",
 }
-_NO_PROFILE = paragraph(
-    "This plan holds no profile of the step over time, as that of a pipeline does not: what follows are its sums."
-)
+_NO_PROFILE = paragraph("This plan holds no profile of memory over time, as that of a pipeline does not.")
 
 
-def _memory(plan: PlanRecord, f: StepProfile | None) -> str:
+def _memory(plan: PlanRecord, f: StepProfile | None, found: Sequence[Saving]) -> str:
     m, peak = plan.memory, max(1, plan.memory.peak)
     if f is None:
-        held = bytes_per_device([p for p in plan.inputs if p.memory_kind is None], plan.mesh.shape)
-        parts = (("arguments", held), ("what the step computes", max(0, peak - held)))
-        rows = [(size_text(n), bar(n / peak, "held"), role, "all", "", "") for role, n in parts]
-        return _NO_PROFILE + _at_the_peak(rows, "") + _savings(plan)
-    arguments = (("parameters", m.parameters), ("optimizer state", m.optimizer), ("inputs", m.inputs))
+        made = ((_ROLES["residual"], m.residuals), (_ROLES["temporary"], m.temporaries))
+        rows = [(size_text(n), bar(n / peak, "held"), role) for role, n in (*_arguments(m), *made) if n]
+        table = rows_of(("bytes", "", "role"), rows, {0: "n", 2: "wide"}, raw=frozenset({1}))
+        return f"{_NO_PROFILE}<h3>What is live at the peak, per device</h3>{table}{_savings(found)}"
     live = [
-        (size_text(n), bar(n / peak, "held"), role, "all, through the whole call", "", "") for role, n in arguments if n
+        (size_text(n), bar(n / peak, "held"), role, "all, through the whole call", "", "")
+        for role, n in _arguments(m)
+        if n
     ]
     live += [
         (
@@ -219,7 +189,11 @@ def _memory(plan: PlanRecord, f: StepProfile | None) -> str:
     over_time = figure(
         memory_over_time(plan, f), "Bytes per device over one call. What is returned and not donated counts too."
     )
-    return over_time + _at_the_peak(live, chip) + _savings(plan)
+    return over_time + _at_the_peak(live, chip) + _savings(found)
+
+
+def _arguments(m: Memory) -> tuple[tuple[str, int], ...]:
+    return ("parameters", m.parameters), ("optimizer state", m.optimizer), ("inputs", m.inputs)
 
 
 def _at_the_peak(rows: Sequence[Sequence[str]], more: str) -> str:
@@ -229,18 +203,19 @@ def _at_the_peak(rows: Sequence[Sequence[str]], more: str) -> str:
     return f"<h3>What is live at the peak</h3>{paragraph('Per device.' + more)}{table}"
 
 
-def _savings(plan: PlanRecord) -> str:
-    options = [(size_text(s.bytes), s.what, s.price, s.how) for s in savings(plan)]
+def _savings(found: Sequence[Saving]) -> str:
+    options = [(size_text(s.bytes), s.what, s.price, s.how) for s in found]
     table = rows_of(("saves", "what", "price", "how"), options, {0: "n", 1: "wide", 3: "path"}) if options else ""
     text = paragraph("By size. Not all of it is live at the peak, and each is priced only when it is planned.")
     return f'<h3 id="savings">What would take less</h3>{text}{table}'
 
 
 def _time(plan: PlanRecord, f: StepProfile) -> str:
+    sent = sum(x.transfers for x in f.lines) or 1.0
     rows = [
         (
             time_text(m.seconds),
-            bar(m.seconds / (plan.cost.transfers or 1.0), "sent"),
+            bar(m.seconds / sent, "sent"),
             f"{m.kind} over {'+'.join(m.axes) or 'no axis'}, {m.count} x {size_text(m.bytes)}"
             + (f", {m.phase}" if m.phase != "plain" else ""),
             why_moved(m, plan),
@@ -253,10 +228,11 @@ def _time(plan: PlanRecord, f: StepProfile) -> str:
     if rows[_SHOWN:]:
         table += folded(f"{len(rows) - _SHOWN} more", rows_of(head, rows[_SHOWN:], kinds, raw=frozenset({1})))
     none = "" if rows else paragraph("There is no communication.")
-    return (
-        figure(timeline(plan, f), f"Point at a block to see what it is. {BLOCKING}")
-        + f'<h3 id="moves">What moves between devices, and why</h3>{none}{table}'
-    )
+    if plan.pipeline is None:
+        drawn = figure(timeline(plan, f), f"Point at a block to see what it is. {BLOCKING}")
+    else:
+        drawn = paragraph(f"When stages run and what they send is above. {STAGES_SHARE}")
+    return drawn + f'<h3 id="moves">What moves between devices, and why</h3>{none}{table}'
 
 
 def _layouts(plan: PlanRecord) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from autoshard.cost.profile import StepProfile
 from autoshard.ir.program import MemoryKind
 from autoshard.ir.spec import Axes, Spec
 from autoshard.schedule.schedule import Schedule
@@ -194,3 +195,5 @@ class PipelinePlan:
     """In which each stage computes its operations, in one call."""
     bytes: tuple[int, ...]
     """Per device of each stage, at the peak."""
+    profile: StepProfile | None = field(default=None, compare=False, repr=False)
+    """Of one stage's devices if they ran all layers, one micro-batch at a time: what stages share."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 _LIBRARY = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _CELL = re.compile(r".*[/\\](?:ipykernel_\d+[/\\]\d+\.py|<ipython-input[^>]*>)$")
@@ -51,5 +50,4 @@ def _short_file(path: str) -> str:
         return "cell"
     if _LIBRARY.match(path):
         return _LIBRARY.sub("", path)
-    here = Path(os.path.realpath(os.curdir))
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    return path.removeprefix(os.path.join(os.path.realpath(os.curdir), ""))

@@ -111,7 +111,7 @@ def _merged(rows: Sequence[ArrayGroup], depth: int) -> list[ArrayGroup]:
     groups: dict[object, list[ArrayGroup]] = {}
     for row in rows:
         p, others = row.first, (len(row.keys), row.keys[:depth], row.keys[depth + 1 :])
-        groups.setdefault((others, p.shape, p.dtype, p.where, note_of(p)), []).append(row)
+        groups.setdefault((others, p.shape, p.dtype, p.spec, p.memory_kind, note_of(p)), []).append(row)
     return [group[0] if len(group) == 1 else _union(group, depth) for group in groups.values()]
 
 
@@ -124,7 +124,7 @@ def _union(group: Sequence[ArrayGroup], depth: int) -> ArrayGroup:
 
 def _member(row: ArrayGroup, n: int) -> object:
     """What a member of two matching subtrees has in common: the path after ``n`` keys, the shape and the spec."""
-    return row.keys[n:], row.first.shape, row.first.where
+    return row.keys[n:], row.first.shape, row.first.spec, row.first.memory_kind
 
 
 def _reference(

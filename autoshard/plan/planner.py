@@ -145,6 +145,7 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
             priced.ideal_bubble,
             priced.seconds,
             (peak,) * count,
+            record.profile,
         ),
     )
 

@@ -92,6 +92,11 @@ class PlanRecord:
     def _structures(self) -> list[Any]:
         return [None if tree is None else [treedef_to_json(tree)] for tree in (self.in_tree, self.out_tree)]
 
+    @property
+    def work(self) -> StepProfile | None:
+        """What the step does: its profile, or of a pipeline that of one stage's devices if they ran all layers."""
+        return self.profile if self.pipeline is None else self.pipeline.profile
+
     @functools.cached_property
     def loaded(self) -> tuple[Place, ...]:
         """The arguments that come from the host at each call: those with a dimension of the batch, but what a result

@@ -26,7 +26,7 @@ from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import leaf_paths, treedef_from_json, treedef_to_json
 from autoshard.strict_files import cut, shortened
 
-VERSION = 11
+VERSION = 12
 _TREES = ("in_tree", "out_tree")
 
 
@@ -140,6 +140,8 @@ def _check_pipeline(pipeline: PipelinePlan, mesh: LogicalMesh) -> None:
         )
     if min(p.layers) < 1:
         raise PlanError("pipeline: a part of the model has no layer")
+    if p.profile is not None:
+        _check_profile(p.profile, p.profile.seconds)
 
 
 def _check_profile(profile: StepProfile, total: float) -> None:
@@ -213,15 +215,15 @@ def _specs(plan: PlanRecord) -> Iterator[tuple[str, Spec, tuple[int, ...] | None
     for collective in plan.cost.collectives:
         yield f"the {collective.kind} at {collective.source}", Spec((collective.axes or (),)), None
     yield "the sharding of stored state", Spec((plan.storage_axes,)), None
-    if plan.profile is None:
+    if (profile := plan.work) is None:
         return
-    for span in plan.profile.spans:
+    for span in profile.spans:
         yield f"profile: the {span.kind} for {span.op}", Spec((span.axes,)), None
-    for move in plan.profile.moves:
+    for move in profile.moves:
         yield f"profile: the {move.kind} for {move.op}", Spec((move.axes,)), None
         for spec in (s for s in (move.before, move.after) if s is not None):
             yield f"profile: the {move.kind} for {move.op}", spec, move.shape
-    for row in (*plan.profile.live, *plan.profile.values):
+    for row in (*profile.live, *profile.values):
         yield f"profile: {row.op} at {row.source}", row.spec, row.shape
 
 

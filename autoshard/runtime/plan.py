@@ -222,13 +222,14 @@ class Plan(PlanRecord):
         return open_page(page(self, compiled), path, self.name)
 
     def plot(self, picture: str = "memory", path: str | os.PathLike[str] | None = None) -> Picture:
-        """A picture of the plan: ``"arrays"``, ``"layouts"``, ``"memory"`` or ``"timeline"``. Printed it is text, in a
-        notebook it is drawn. A ``path`` ending in ``.svg`` is written as its ``.svg``, one in ``.png`` as an image, two
-        pixels to each unit, that matplotlib draws (``pip install 'autoshard[plots]'``).
+        """A picture of the plan: ``"arrays"``, ``"layouts"``, ``"memory"`` or ``"timeline"``, and of a pipeline
+        ``"schedule"``. Printed it is text, in a notebook it is drawn. A ``path`` ending in ``.svg`` is written as its
+        ``.svg``, one in ``.png`` as an image, two pixels to each unit, that matplotlib draws
+        (``pip install 'autoshard[plots]'``).
 
         Raises:
           ArgumentError: there is no such picture, ``path`` ends in neither, or matplotlib is not installed.
-          PlanError: the plan holds no profile of the step.
+          PlanError: the plan holds no profile of the step, or is of no pipeline, and the picture is drawn from that.
         """
         drawn = draw(self, picture)
         if path is not None:
