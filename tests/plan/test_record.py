@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import autoshard
 from autoshard import Plan
 from autoshard.errors import ArgumentError, PlanError
+from autoshard.plan.serialize import VERSION
 
 MESH = {"data": 4, "model": 2}
 X = jax.ShapeDtypeStruct((32, 16), jnp.float32)
@@ -154,7 +155,7 @@ WRONG = {
     "missing key": (drop, ["mesh"], "'mesh'"),
     "missing key inside": (drop, ["memory", "peak"], "peak"),
     "missing structure": (drop, ["in_tree"], "'in_tree'"),
-    "another version": (put, ["autoshard_plan"], 12, "version 12"),
+    "another version": (put, ["autoshard_plan"], VERSION + 1, f"version {VERSION + 1}"),
     "number as text": (put, ["memory", "peak"], "1", "peak"),
     "text as number": (put, ["name"], 3, "name"),
     "null for a list": (put, ["inputs"], None, "inputs"),
@@ -236,7 +237,7 @@ def test_loading_refuses(name, plan, tmp_path):
         (b"{}", "not a plan"),
         (b"null", "not a plan"),
         (b'{"autoshard_plan": "1"}', "version '1'"),
-        (b'{"autoshard_plan": 11}', "lacks"),
+        (b'{"autoshard_plan": %d}' % VERSION, "lacks"),
     ],
 )
 def test_loading_refuses_what_is_no_plan(content, names, tmp_path):
