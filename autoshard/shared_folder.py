@@ -94,3 +94,8 @@ def in_all(call: Callable[[], object], failed: str) -> None:
             raise CheckpointError(f"{failed} by process {where[0]}; its error says why")
     if own is not None:
         raise own
+
+
+def of_all(values: np.ndarray) -> np.ndarray:
+    """``values`` of every process, of one shape and dtype in all of them. [...] -> [processes, ...]."""
+    return np.asarray(multihost_utils.process_allgather(values)) if jax.process_count() > 1 else values[None]

@@ -1,21 +1,23 @@
 """Whether checkpoints at rest are whole, and what can be put right without a guess.
 
-What `checkpoint.save` wrote carries digests of every byte. Folders of Orbax and safetensors files carry none of what
-their arrays hold, so that of these nothing is ever put right.
+What `checkpoint.save` wrote carries digests of every byte, and so do safetensors files that were written here. Those of
+others, and folders of Orbax, carry none of what their arrays hold; of all that others read nothing is ever put right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from etils import epath
 
 from autoshard.checkpoint.async_write import finish, unfinished
-from autoshard.checkpoint.folders import open_contents, read_leaf
+from autoshard.checkpoint.folders import has_tensors, open_contents, read_leaf
 from autoshard.checkpoint.manifest import (
     LOCK,
     TEMPORARY,
+    abbreviated,
     absolute_path,
     first_line,
     incompleteness,
@@ -27,8 +29,12 @@ from autoshard.checkpoint.manifest import (
     step_directories,
 )
 from autoshard.checkpoint.save_restore import stored_step
+from autoshard.checkpoint.tensor_files.digests import verify
+from autoshard.checkpoint.tensor_files.headers import open_tensors
 from autoshard.errors import CheckpointError
 from autoshard.shared_folder import held
+
+_UNPROVEN = "nothing tells whether its numbers are those that were written"
 
 
 class Condition(NamedTuple):
@@ -37,16 +43,18 @@ class Condition(NamedTuple):
     where: str
     problem: str
     """Empty where there is none."""
-    has_digests: bool
-    """Whether it carries digests of its arrays, so that no problem means that it is whole."""
+    unproven: str = ""
+    """What of it carries no digests, so that no problem does not mean that it is whole; empty where all does."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.problem or ('whole' if self.has_digests else 'readable; it carries no digests')}"
+        return f"{self.where}: {self.problem or self.unproven or 'whole'}"
 
 
 def conditions(path: epath.PathLike, step: int | None = None) -> list[Condition]:
     """The condition of a checkpoint, or of every step of a directory. Every byte is read."""
     root = absolute_path(path)
+    if has_tensors(root):
+        return [_of_tensors(root, step)]
     steps = [step] if step is not None else step_directories(root) if root.is_dir() else []
     ours = _own_steps(root, steps)
     found: list[Condition] = []
@@ -59,8 +67,23 @@ def conditions(path: epath.PathLike, step: int | None = None) -> list[Condition]
                     leaf.read()
         except CheckpointError as error:
             problem = str(error)
-        found.append(Condition(where, problem, bool(ours)))
+        found.append(
+            Condition(where, problem, "" if ours else f"every array can be read; it has no digests, so {_UNPROVEN}")
+        )
     return found
+
+
+def _of_tensors(root: epath.Path, step: int | None) -> Condition:
+    try:
+        open_contents(root, step)
+        found = open_tensors(Path(root))
+        damaged, without = verify(found)
+    except CheckpointError as error:
+        return Condition(str(root), str(error))
+    unproven = f"whole but for {abbreviated(without)}, which can be read and have no digests" if without else ""
+    if len(without) == len(found.tensors) > 0:
+        unproven = "its headers fit its files, and every byte can be read; it has no digests, so " + _UNPROVEN
+    return Condition(str(root), damaged, unproven)
 
 
 class Repair(NamedTuple):
@@ -91,8 +114,8 @@ def repair(path: epath.PathLike) -> list[Repair]:
     steps = _own_steps(root, step_directories(root))
     if not left and not steps:
         raise CheckpointError(
-            f"{root} is no directory that checkpoint.save wrote to. What others write carries no digests of its "
-            "arrays, so that nothing of it can be proven; copy it again from where it came"
+            f"{root} is no directory that checkpoint.save wrote to. Of what others read there is one copy alone, and "
+            "digests do not say what bytes were; copy it again from where it came"
         )
     with held(root / LOCK, "saves", "repair it later"):
         found: list[Repair] = []

@@ -26,7 +26,7 @@ from autoshard.checkpoint.pieces import Piece
 from autoshard.checkpoint.restoring import StoredLeaves
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors
 from autoshard.checkpoint.save_restore import open_checkpoint, save
-from autoshard.checkpoint.tensor_files import INDEX, SINGLE
+from autoshard.checkpoint.tensor_files.headers import INDEX, SINGLE
 from autoshard.errors import CheckpointError
 from autoshard.strict_files import shortened
 
@@ -105,13 +105,18 @@ def open_contents(path: epath.PathLike, step: int | None = None, selection: Sele
       CheckpointError: none is there, or it is damaged; a selection that names no leaf.
     """
     root, chosen = absolute_path(path), selection or Selection()
-    if root.is_file() or (root / INDEX).exists() or (root / SINGLE).exists():
+    if has_tensors(root):
         if step is not None:
             raise CheckpointError(f"{root} is one set of tensors, without steps; leave step={step} out")
         stored, extra = open_safetensors(root)
         return _contents(stored, "safetensors", None, chosen, dict(extra), None)
     found = open_checkpoint(root, step)
     return _contents(found.stored, found.format, found.step, chosen, found.extra, found.fingerprint)
+
+
+def has_tensors(root: epath.Path) -> bool:
+    """Whether safetensors are at this path."""
+    return root.is_file() or (root / INDEX).exists() or (root / SINGLE).exists()
 
 
 def _contents(

@@ -20,22 +20,21 @@ from autoshard.checkpoint.manifest import LeafEntry, absolute_path, first_line
 from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names, renamed_leaves
 from autoshard.checkpoint.pieces import ToRead, read
 from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
-from autoshard.checkpoint.tensor_files import (
-    CODES,
-    INDEX,
+from autoshard.checkpoint.tensor_files.digests import digest_text, without_digests
+from autoshard.checkpoint.tensor_files.headers import CODES, INDEX, TensorSet, open_tensors
+from autoshard.checkpoint.tensor_files.reading import TensorFiles
+from autoshard.checkpoint.tensor_files.writing import (
     NewTensor,
-    TensorFiles,
-    TensorSet,
+    add_digests,
     create_file,
     divided,
     file_names,
     index_text,
-    open_tensors,
     write_tensor,
 )
 from autoshard.errors import CheckpointError
 from autoshard.runtime import nnx
-from autoshard.shared_folder import in_all, in_first
+from autoshard.shared_folder import in_all, in_first, of_all
 from autoshard.strict_config import parse_bytes
 from autoshard.strict_files import cut
 
@@ -120,9 +119,15 @@ def write_tensors(dir: epath.PathLike, given: TensorsToWrite, max_bytes: int | s
     except ValueError as error:
         raise CheckpointError(f"max_bytes: {error}") from None
     files = dict(zip(file_names(len(groups)), groups, strict=True))
+    own: dict[str, int] = {}
     _together(in_first, lambda: _create(folder, files, given.metadata))
-    _together(in_all, lambda: _write(folder, files, {name: value for name, (_, value) in given.tensors.items()}))
-    _together(in_first, lambda: _finish(folder, files))
+    _together(in_all, lambda: own.update(_write(folder, files, {k: value for k, (_, value) in given.tensors.items()})))
+    parts = np.bitwise_xor.reduce(of_all(np.asarray([own[name] for name in given.tensors], np.uint32)))
+    digests = {
+        name: digest_text(int(part), tensor.nbytes)
+        for (name, (tensor, _)), part in zip(given.tensors.items(), parts, strict=True)
+    }
+    _together(in_first, lambda: _finish(folder, files, given.metadata, digests))
 
 
 def from_safetensors(
@@ -172,9 +177,8 @@ def from_safetensors(
 def open_safetensors(dir: epath.PathLike) -> tuple[StoredLeaves, dict[str, str]]:
     """The tensors of a file or a folder as leaves, and the text of the headers that is not about single tensors."""
     found = open_tensors(_local(dir))
-    text = {
-        k: v for k, v in found.metadata.items() if k != "format" and not k.startswith(_KEY) and v not in found.tensors
-    }
+    about = without_digests(found.metadata).items()
+    text = {k: v for k, v in about if k != "format" and not k.startswith(_KEY) and v not in found.tensors}
 
     def load(wanted: Mapping[str, ToRead]) -> dict[str, Any]:
         with TensorFiles(found) as files:
@@ -206,7 +210,7 @@ def tensor_leaves(found: TensorSet) -> list[NamedLeaf]:
     known = {leaf.name: leaf.leaf for leaf in leaves}
     others = [
         (other, name)
-        for other, name in found.metadata.items()
+        for other, name in without_digests(found.metadata).items()
         if name in known and other not in known and other != "format" and not other.startswith(_KEY)
     ]
     return [*leaves, *(NamedLeaf(other, known[name]) for other, name in others)]
@@ -239,12 +243,20 @@ def _create(folder: Path, files: Mapping[str, Sequence[NewTensor]], metadata: Ma
     ):
         raise CheckpointError(f"{folder} has {there} already; choose another folder, or remove it first")
     for file, tensors in files.items():
-        names = {tensor.name for tensor in tensors}
-        own = {k: v for k, v in metadata.items() if k == "format" or v in names or k.removeprefix(_KEY) in names}
-        create_file(_unfinished(folder, file), tensors, own)
+        create_file(_unfinished(folder, file), tensors, _own_text(tensors, metadata))
 
 
-def _write(folder: Path, files: Mapping[str, Sequence[NewTensor]], arrays: Mapping[str, Callable[[], Any]]) -> None:
+def _own_text(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """What of the headers' text is about these tensors."""
+    names = {tensor.name for tensor in tensors}
+    return {k: v for k, v in metadata.items() if k == "format" or v in names or k.removeprefix(_KEY) in names}
+
+
+def _write(
+    folder: Path, files: Mapping[str, Sequence[NewTensor]], arrays: Mapping[str, Callable[[], Any]]
+) -> dict[str, int]:
+    """Writes what this process has, and returns what it has of each tensor's digest."""
+    digests: dict[str, int] = {}
     for file in files:
         path = _unfinished(folder, file)
         places = open_tensors(path).tensors
@@ -252,15 +264,23 @@ def _write(folder: Path, files: Mapping[str, Sequence[NewTensor]], arrays: Mappi
         try:
             for name, place in places.items():
                 blocks = on_host({name: arrays[name]()})[name].blocks if 0 not in place.shape else []
-                write_tensor(descriptor, place, blocks)
+                digests[name] = write_tensor(descriptor, place, blocks)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    return digests
 
 
-def _finish(folder: Path, files: Mapping[str, Sequence[NewTensor]]) -> None:
-    for file in files:
-        _unfinished(folder, file).rename(folder / file)
+def _finish(
+    folder: Path,
+    files: Mapping[str, Sequence[NewTensor]],
+    metadata: Mapping[str, str],
+    digests: Mapping[str, str],
+) -> None:
+    for file, tensors in files.items():
+        path = _unfinished(folder, file)
+        add_digests(path, tensors, _own_text(tensors, metadata), digests)
+        path.rename(folder / file)
     if len(files) > 1:
         path = _unfinished(folder, INDEX)
         path.write_text(index_text(files))

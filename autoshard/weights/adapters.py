@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.checkpoint.safetensors_state import open_safetensors, write_tensors
-from autoshard.checkpoint.tensor_files import SINGLE
+from autoshard.checkpoint.tensor_files.headers import SINGLE
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.strict_files import shortened
 from autoshard.weights.family import Family, TensorRow, read_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from autoshard.cli import app
 from autoshard.errors import CheckpointError
 from autoshard.shared_folder import held
 from tests.checkpoint.test_save_restore import FakePlan, largest, mesh_of, plan_for, small
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="the reference that others read and write with")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -109,7 +112,7 @@ def test_what_no_digest_proves_is_named_and_left_alone(saved: Path, what: str) -
         assert why in refusal.refused
     assert contents(saved) == before
     first, second = conditions(saved)
-    assert (first.problem, first.has_digests) == ("", True)
+    assert (first.problem, first.unproven) == ("", "")
     assert second.problem
 
 
@@ -127,15 +130,52 @@ def test_what_killed_programs_left_is_completed_or_removed(saved: Path) -> None:
     assert checkpoint.restore(saved)["b"].tolist() == [2] * 8
 
 
+UNPROVEN = "it has no digests, so nothing tells whether its numbers are those that were written"
+
+
 def test_what_others_wrote_is_not_repaired_and_not_called_whole(tmp_path: Path) -> None:
-    checkpoint.to_safetensors(tmp_path / "tensors", small())
+    (tmp_path / "tensors").mkdir()
+    safetensors.save_file({"a": np.ones(3)}, tmp_path / "tensors/model.safetensors")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "orbax", small())
-    for name in ("tensors", "orbax"):
-        with pytest.raises(CheckpointError, match="no directory that checkpoint.save wrote to.* carries no digests"):
+    for name, read in (
+        ("tensors", "its headers fit its files, and every byte can be read"), ("orbax", "every array can be read"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match="no directory that checkpoint.save wrote to.* copy it again"):
             repair(tmp_path / name)
-        (condition,) = conditions(tmp_path / name)
-        assert str(condition) == f"{tmp_path / name}: readable; it carries no digests"
+        assert [str(condition) for condition in conditions(tmp_path / name)] == [
+            f"{tmp_path / name}: {read}; {UNPROVEN}"
+        ]
+
+
+def test_tensors_that_were_written_here_have_digests(tmp_path: Path) -> None:
+    """Every bit of every byte counts: of tensors and of what the header says of them."""
+    table = jnp.arange(6.0).reshape(2, 3)
+    state = {"a": table, "b": jnp.ones((5, 3), jnp.bfloat16), "empty": jnp.ones((0, 2)), "tied": table, "n": 7}
+    checkpoint.to_safetensors(tmp_path, state, max_bytes=32)
+
+    def told() -> str:
+        (condition,) = conditions(tmp_path)
+        return str(condition).removeprefix(f"{tmp_path}: ")
+
+    assert told() == "whole"
+    assert checkpoint.from_safetensors(tmp_path, report=True)[1].extra == {}
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(files) == 3
+    for file in files:
+        whole = file.read_bytes()
+        length = 8 + int.from_bytes(whole[:8], "little")
+        for at in range(length, len(whole)):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            assert re.fullmatch(rf"\w+ in {file.name} has changed since written", told())
+        for old, new in ((b"[2,3]", b"[3,2]"), (b'"BF16"', b'"F16" '), (b'"tied":"a"', b'"teid":"a"')):
+            if old in whole:
+                file.write_bytes(whole.replace(old, new))
+                assert told() == f"the header of {file.name} has changed since written"
+        file.write_bytes(whole)
+    others = safetensors.load_file(files[0])
+    safetensors.save_file(others, files[0])
+    assert told() == f"whole but for {', '.join(sorted(others))}, which can be read and have no digests"
 
 
 def test_a_directory_that_is_written_to_is_not_repaired(saved: Path) -> None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import checkpoint
+from autoshard.checkpoint.at_rest import conditions
 from autoshard.errors import CheckpointError
 from tests.checkpoint.test_restoring import CASES, Case, abstract, nested, numbers
 from tests.two_processes import run
@@ -159,3 +160,4 @@ def test_two_processes_write_one_set(tmp_path: Path) -> None:
     assert "has model-00001-of-00002.safetensors already" in first["refused"]
     assert "could not be written by process 0" in second["refused"]
     np.testing.assert_array_equal(checkpoint.from_safetensors(tmp_path / "both")["x"], x)
+    assert [str(found) for found in conditions(tmp_path / "both")] == [f"{tmp_path / 'both'}: whole"]

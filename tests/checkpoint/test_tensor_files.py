@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import checkpoint
-from autoshard.checkpoint import tensor_files
-from autoshard.checkpoint.tensor_files import DTYPES, INDEX, NewTensor, divided, open_tensors
+from autoshard.checkpoint.pieces import Piece
+from autoshard.checkpoint.tensor_files import reading, runs
+from autoshard.checkpoint.tensor_files.headers import DTYPES, INDEX, open_tensors
+from autoshard.checkpoint.tensor_files.writing import NewTensor, divided
 from autoshard.errors import CheckpointError
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="the reference that others read and write with")
@@ -40,14 +43,16 @@ def test_every_spec_to_every_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: P, other: P, small_run: int
 ) -> None:
     """In runs of two rows and in runs of a part of one."""
-    monkeypatch.setattr(tensor_files, "RUN_BYTES", 400)
-    monkeypatch.setattr(tensor_files, "_SMALL_RUN", small_run)
+    monkeypatch.setattr(runs, "RUN_BYTES", 400)
+    monkeypatch.setattr(reading, "_SMALL_RUN", small_run)
     state = {"w": random(24, 40), "wide": random(2, 400), "deep": random(8, 8, 5), "one": random(8)}
     specs = {name: P(*spec[: x.ndim]) if x.shape[0] % 8 == 0 else P() for name, x in state.items()}
     placed = {name: jax.device_put(x, NamedSharding(MESH, specs[name])) for name, x in state.items()}
     checkpoint.to_safetensors(tmp_path, placed)
     loaded = safetensors.load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == state.keys()
+    text = open_tensors(tmp_path).metadata
+    assert {name: text[f"crc32 {name}"] for name in state} == {n: f"{zlib.crc32(x):08x}" for n, x in state.items()}
     goal = {name: like(x, P(*other[: x.ndim]) if x.shape[0] % 8 == 0 else P()) for name, x in state.items()}
     back = checkpoint.from_safetensors(tmp_path, like=goal)
     for name, x in state.items():
@@ -159,9 +164,9 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
     found = open_tensors(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    goal = tensor_files.Piece.of("a", (4,), np.float32)
+    goal = Piece.of("a", (4,), np.float32)
     with (
-        tensor_files.TensorFiles(found) as files,
+        reading.TensorFiles(found) as files,
         pytest.raises(CheckpointError, match="a of model.safetensors.* ends"),
     ):
         checkpoint.pieces.read(files, {"a": checkpoint.pieces.ToRead((4,), np.dtype(np.float32), None, (goal,))})
