@@ -9,6 +9,7 @@
     RUN/plan-0.html      the same drawn
     RUN/checkpoints/     see `autoshard.checkpoint`
     RUN/plugins/         steps that were recorded for xprof
+    RUN/wandb.json       the run at Weights & Biases, and what its package writes in RUN/wandb/
     RUN/report.json      the report, once the run is finished
 
 An event is written before the checkpoint that follows it, so the log up to a checkpoint is complete whenever the
@@ -39,7 +40,7 @@ from autoshard.strict_files import cut, parse_json, read_text, shortened
 
 _LOCK = "lock"
 _RUN_FILES = re.compile(
-    r"run\.json|log\.jsonl|metrics\.csv|events\.out\.tfevents\.[^/]*|plan-\d+\.(json|html)|report\.json|checkpoints|plugins|[^/]*\.partial"
+    r"run\.json|log\.jsonl|metrics\.csv|events\.out\.tfevents\.[^/]*|plan-\d+\.(json|html)|report\.json|checkpoints|plugins|wandb|wandb\.json|[^/]*\.partial"
 )
 _MAX_BYTES = 2**22
 """Of run.json, of report.json, and of a line of the log."""
@@ -198,7 +199,7 @@ class RunFolder:
         """Adds events to the log, and their metrics to the table and to the newest event file."""
         with self.log.open("a") as file:
             file.write("".join(map(_line, events)))
-        rows = [row for event in events if (row := _row(event))]
+        rows = [row for event in events if (row := metrics_row(event))]
         if files := sorted(self.root.glob("events.out.tfevents.*")):
             with files[-1].open("ab") as file:
                 for row in rows:
@@ -214,7 +215,7 @@ class RunFolder:
 
     def _write_table(self) -> None:
         """Writes the table anew from the log: with a column for each metric in it."""
-        rows = [row for event in self.events() if (row := _row(event))]
+        rows = [row for event in self.events() if (row := metrics_row(event))]
         partial = self.root / "metrics.csv.partial"
         with partial.open("w") as file:
             table = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
@@ -236,7 +237,7 @@ def _line(event: Event) -> str:
     return json.dumps(event.model_dump(mode="json", exclude_none=True)) + "\n"
 
 
-def _row(event: Event) -> dict[str, float]:
+def metrics_row(event: Event) -> dict[str, float]:
     """The columns of an event in the table; none of one without metrics."""
     if not isinstance(event, StepEvent | HeldOutEvent):
         return {}

@@ -29,7 +29,7 @@ from autoshard.train.data import STDLIB, VOCAB
 from autoshard.train.decoder import MAX_SIZE, ModelConfig
 from autoshard.train.non_finite import PATTERN
 from autoshard.train.optimizer import MAX_STEPS, OptimizerConfig
-from autoshard.train.precision import Float, Precision
+from autoshard.train.precision import PrecisionConfig
 
 Strategy = Literal[
     "auto",
@@ -145,32 +145,6 @@ class PadConfig(Config):
         return self
 
 
-class PrecisionConfig(Config):
-    """The dtypes of a model's parameters and of what it computes; see `autoshard.train.Precision`."""
-
-    params: Float = "float32"
-    """Of the parameters in the state."""
-    compute: Float | None = None
-    """To which parameters and inputs are cast where they are used; that of ``params`` if absent."""
-    master: Float | None = None
-    """Of a copy of the parameters that the optimizer updates."""
-    loss_scale: Literal["dynamic"] | float | None = None
-    """By which the loss is multiplied while gradients are computed; ``dynamic`` follows what they can hold."""
-
-    @property
-    def precision(self) -> Precision:
-        """What a step is made with."""
-        return Precision(self.params, self.compute, self.master, self.loss_scale)
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        try:
-            _ = self.precision
-        except ArgumentError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-
 class CheckpointConfig(Config):
     """The run's folder, relative to the working directory, and how often its state is saved."""
 
@@ -198,6 +172,19 @@ class ProfileConfig(Config):
         if not 1 <= self.steps[0] <= self.steps[1]:
             raise ValueError(f"steps are {list(self.steps)}: give the first and the last, counted from 1")
         return self
+
+
+class WandbConfig(Config):
+    """A run at Weights & Biases, whose package is to be installed; the run's first process sends its metrics."""
+
+    project: str = Field(min_length=1)
+    """Of Weights & Biases."""
+    name: str | None = None
+    """Of the run there; left out, it is given one."""
+    entity: str | None = None
+    """Whose project it is; left out, that of who is logged in."""
+    mode: Literal["online", "offline"] | None = None
+    """``offline`` writes to the run's folder alone; left out, the package decides."""
 
 
 class TrainConfig(Config):
@@ -263,6 +250,8 @@ class TrainConfig(Config):
     """Steps between two progress lines if the output is not a terminal."""
     profile: ProfileConfig | None = None
     """``{steps: [100, 105]}`` records those for xprof; left out, none."""
+    wandb: WandbConfig | None = None
+    """``{project: NAME}`` sends metrics to Weights & Biases too; left out, none."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """The JAX platform to run on; None is JAX's default."""
 

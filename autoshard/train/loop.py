@@ -41,6 +41,7 @@ from autoshard.runs.report import (
     make_report,
 )
 from autoshard.runs.run_folder import RunFolder, write_json
+from autoshard.runs.wandb_run import WandbRun
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.train import data
@@ -196,11 +197,13 @@ class _RunContext:
     work: Work
     progress: ProgressLine
     stop: StopSignals
+    wandb: WandbRun
 
     def log(self, event: Event) -> None:
         """Adds ``event`` to the folder's log."""
         if is_first():
             self.folder.append([event])
+            self.wandb.append(event)
 
     def to_stop(self) -> bool:
         """Whether a process was asked to stop."""
@@ -216,8 +219,12 @@ def _run_remaining(
 ) -> Report | None:
     """Takes the steps after ``done`` and writes the report; None if it was stopped before."""
     work = work_of(config)
-    with ProgressLine(console, config.last_step, *work.batches.amount, config.log_every) as progress:
-        run = _RunContext(config, folder, console, work, progress, stop)
+    asked = None if config.wandb is None else config.wandb.model_dump(exclude_none=True)
+    wandb = WandbRun(folder, asked, config.model_dump(mode="json"))
+    from_first(wandb.begin)
+    line = ProgressLine(console, config.last_step, *work.batches.amount, config.log_every)
+    with contextlib.closing(wandb), line as progress:
+        run = _RunContext(config, folder, console, work, progress, stop, wandb)
         last = None
         for index, phase in enumerate(config.all_phases):
             if phase.until > done:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import optax
+from pydantic import model_validator
 
 from autoshard.errors import ArgumentError
+from autoshard.strict_config import Config
 from autoshard.train.sources import Tree
 
 Float = Literal["float32", "bfloat16", "float16"]
@@ -140,3 +142,29 @@ def _cast(tree: Tree, dtype: str | None) -> Tree:
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+class PrecisionConfig(Config):
+    """The dtypes of a model's parameters and of what it computes; see `autoshard.train.Precision`."""
+
+    params: Float = "float32"
+    """Of the parameters in the state."""
+    compute: Float | None = None
+    """To which parameters and inputs are cast where they are used; that of ``params`` if absent."""
+    master: Float | None = None
+    """Of a copy of the parameters that the optimizer updates."""
+    loss_scale: Literal["dynamic"] | float | None = None
+    """By which the loss is multiplied while gradients are computed; ``dynamic`` follows what they can hold."""
+
+    @property
+    def precision(self) -> Precision:
+        """What a step is made with."""
+        return Precision(self.params, self.compute, self.master, self.loss_scale)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        try:
+            _ = self.precision
+        except ArgumentError as error:
+            raise ValueError(str(error)) from None
+        return self

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig
 from autoshard.train.loop import plan_phase, train
 from autoshard.train.stop_signals import StopSignals
+from tests.runs.test_wandb_run import StandIn
 
 WORDS = b"the mesh has eight devices and every axis of the mesh has a name ".split()
+WANDB = StandIn()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,17 @@ def losses(folder: Path) -> list[float]:
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report, str]:
     """A finished run: its folder, its report, and what it printed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    return folder, *run(recipe(text, folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", WANDB)
+        return folder, *run(recipe(text, folder, wandb={"project": "trees"}))
+
+
+def test_metrics_are_sent_where_the_configuration_asks(finished: tuple[Path, Report, str]):
+    (begun,) = WANDB.begun
+    assert (begun["project"], begun["config"]["batch"]) == ("trees", 8)
+    assert [metrics["loss"] for _, metrics in WANDB.logged if "loss" in metrics] == losses(finished[0])
+    assert any("eval_loss" in metrics for _, metrics in WANDB.logged)
+    assert WANDB.closed == 1
 
 
 def test_a_run_learns_and_reports(finished: tuple[Path, Report, str]):
