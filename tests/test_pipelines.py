@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import MeshConfig, Schedule
+from autoshard.api import DEFAULT_PASSES
 from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
 from autoshard.schedule.slots import Operation, Slot
 from autoshard.train.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
-from tests.models import tokens
+from tests.models import WIDTH, tokens
 from tests.pipelined_steps import apart, decoder_loss, decoder_params, train_state, trained
 
 STAGES = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
@@ -58,20 +59,36 @@ def test_ten_steps_of_a_step_that_says_nothing_of_stages_or_micro_batches(tmp_pa
     assert autoshard.audit(planned.lower(state, tokens(0)).compile(), plan).clean  # no weight leaves its stage
 
 
-@pytest.mark.parametrize(
-    ("axes", "strategy", "layers", "tied", "schedule", "microbatches"),
-    [
-        ({"stage": 2, "data": 2, "model": 2}, "fsdp_tp", 5, True, "gpipe", 4),
-        ({"stage": 2, "data": 4}, "fsdp", 4, False, "zb-v", 2),
-    ],
-)
-def test_other_axes_layers_that_do_not_divide_and_tied_embeddings(
-    axes: dict[str, int], strategy: str, layers: int, tied: bool, schedule: str, microbatches: int
-) -> None:
-    step, state = trained(decoder_loss), train_state(decoder_params(layers, tied=tied))
-    mesh = MeshConfig(axes=axes, pipeline="stage")
-    planned = autoshard.jit(step, mesh=mesh, strategy=strategy, microbatches=microbatches, schedule=schedule)
+def test_other_axes_layers_that_do_not_divide_and_tied_embeddings() -> None:
+    step, state = trained(decoder_loss), train_state(decoder_params(5, tied=True))
+    mesh = MeshConfig(axes={"stage": 2, "data": 2, "model": 2}, pipeline="stage")
+    planned = autoshard.jit(step, mesh=mesh, strategy="fsdp_tp", microbatches=4, schedule="gpipe")
     assert_trains_as_on_one_device(step, planned, state, 2)
+
+
+def test_gradients_are_partial_sums_until_after_the_loop() -> None:
+    """Each stage adds up those of its own, and what is gathered of them for every micro-batch alike comes once."""
+    step, state = trained(decoder_loss), train_state(decoder_params(4, tied=True))
+    mesh, passes = MeshConfig(axes={"stage": 2, "data": 4}, pipeline="stage"), ("accumulate:data", *DEFAULT_PASSES)
+    planned = autoshard.jit(step, mesh=mesh, strategy="fsdp", microbatches=4, schedule="zb-h1", passes=passes)
+    plan = planned.plan(state, tokens(0))
+    weights = [c for c in plan.cost.collectives if c.bytes > 4 * WIDTH]
+    assert {c.count for c in weights if c.kind in ("all-to-all", "reduce-scatter", "all-reduce")} == {1}
+    assert_trains_as_on_one_device(step, planned, state, 2)
+    assert autoshard.audit(planned.lower(state, tokens(0)).compile(), plan).clean
+
+
+def test_the_planner_keeps_gradients_partial_where_that_is_faster() -> None:
+    step, state = trained(decoder_loss), train_state(decoder_params(4))
+    mesh = MeshConfig(axes={"stage": 2, "data": 4}, pipeline="stage")
+    planned = autoshard.jit(step, mesh=mesh, strategy="fsdp", microbatches=4, schedule="1f1b")
+    in_parts = planned.plan(state, tokens(0))
+    reduced = autoshard.jit(
+        step, mesh=mesh, strategy="fsdp", microbatches=4, schedule="1f1b", passes=DEFAULT_PASSES
+    ).plan(state, tokens(0))
+    assert "accumulate" in {p.name for p in in_parts.passes}
+    assert in_parts.cost.seconds < reduced.cost.seconds
+    assert in_parts.memory.peak > reduced.memory.peak
 
 
 def test_the_planner_decides_micro_batches_and_schedule() -> None:

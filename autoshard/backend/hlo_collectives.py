@@ -10,7 +10,7 @@ The text is that of ``compiled.as_text()`` on CPU, GPU and TPU:
 - A loop's body is in the text once; `autoshard.backend.hlo_trip_counts` gives its runs.
 - Device groups are lists ``{{0,1},{2,3}}``, iotas ``[4,2]<=[2,4]T(1,0)``, or axes of a mesh with names of the
   compiler's own, ``mesh['axis_0'=2,'axis_1'=4] {'axis_1'}``. Device numbers are row-major positions in the mesh.
-- Every branch of a conditional is counted as taken.
+- Every branch of a conditional is counted as taken, but where that is known (`autoshard.jaxpr.branch_runs`).
 """
 
 from __future__ import annotations

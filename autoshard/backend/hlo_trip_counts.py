@@ -1,11 +1,18 @@
-"""Run counts of the computations of an HLO module: the product of the trip counts of the loops around each."""
+"""Run counts of the computations of an HLO module: the product of the trip counts of the loops around each.
+
+Branches of a conditional count as if each ran whenever the conditional does, but where its name says how often each
+does (`autoshard.jaxpr.branch_runs`), as those of a pipeline's ticks do.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
+from autoshard import jaxpr as jx
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called
 
 
@@ -38,26 +45,36 @@ _Value = int | _StateElement | None
 
 def run_counts(module: Module) -> dict[str, RunCount]:
     """Runs of each computation reachable from the entry. A loop's condition runs once more than its body."""
-    calls: dict[str, list[tuple[str, RunCount]]] = {name: [] for name in module.computations}
+    calls: dict[str, list[tuple[str, Fraction, bool]]] = {name: [] for name in module.computations}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
-            for key, callee in called(instruction):
-                times = trip_count(instruction, computation, module) if instruction.opcode == "while" else ONCE
-                if key == "condition":
-                    times = RunCount(times.runs + 1, times.exact)
+            for (_, callee), times in zip(called(instruction), _times(instruction, computation, module), strict=True):
                 if callee in calls:
-                    calls[callee].append((computation.name, times))
+                    calls[callee].append((computation.name, *times))
     found: dict[str, RunCount] = {module.entry: ONCE}
 
     def total(name: str) -> RunCount:
         if name not in found:
-            callers = [(total(caller), times) for caller, times in calls[name]]
-            live = [(caller, times) for caller, times in callers if caller.runs > 0]
-            runs = sum(caller.runs * times.runs for caller, times in live)
-            found[name] = RunCount(runs, all(caller.exact and times.exact for caller, times in live))
+            callers = [(total(caller), times, exact) for caller, times, exact in calls[name]]
+            live = [(caller, times, exact) for caller, times, exact in callers if caller.runs > 0]
+            runs = round(sum(caller.runs * times for caller, times, _ in live))
+            found[name] = RunCount(runs, all(caller.exact and exact for caller, _, exact in live))
         return found[name]
 
     return {name: total(name) for name in module.computations if total(name).runs > 0}
+
+
+def _times(instruction: Instruction, caller: Computation, module: Module) -> Iterator[tuple[Fraction, bool]]:
+    """How often each computation that an instruction calls runs when it does, and whether that is known."""
+    keys = [key for key, _ in called(instruction)]
+    if instruction.opcode == "while":
+        trips = trip_count(instruction, caller, module)
+        yield from ((Fraction(trips.runs + (key == "condition")), trips.exact) for key in keys)
+    elif instruction.opcode == "conditional" and (shares := jx.branch_shares(module.operation(instruction))):
+        ordered = {"false_computation": shares[:1], "true_computation": shares[1:]}
+        yield from ((share, True) for share in (shares if keys[0] not in ordered else [ordered[k][0] for k in keys]))
+    else:
+        yield from ((Fraction(1), True) for _ in keys)
 
 
 def trip_count(loop: Instruction, caller: Computation, module: Module) -> RunCount:

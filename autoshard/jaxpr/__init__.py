@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
+from autoshard.jaxpr.branch_runs import branch_runs, branch_shares
 from autoshard.jaxpr.dispatch import (
     CompileOnlyLowered,
     FastPath,
@@ -143,6 +144,8 @@ __all__ = [
     "bind_equation",
     "bind_on_shards",
     "bodies_with_operand",
+    "branch_runs",
+    "branch_shares",
     "calls_one_body",
     "check_jaxpr",
     "clear_dispatcher",

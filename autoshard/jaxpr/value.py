@@ -62,9 +62,9 @@ def host_var(var: Var) -> Var:
     return Var(aval(var).update(memory_space=jax.memory.Space.Host))
 
 
-def stacked_var(var: Var, length: int) -> Var:
-    """A new variable for ``length`` values of the type of ``var``, stacked along a new leading dimension."""
-    return Var(_core.unmapped_aval(length, 0, var.aval))
+def stacked_var(var: Var, length: int, axis: int = 0) -> Var:
+    """A new variable for ``length`` values of the type of ``var``, stacked along a new dimension ``axis``."""
+    return Var(_core.unmapped_aval(length, axis, var.aval))
 
 
 def aval_bytes(aval: Any) -> int:

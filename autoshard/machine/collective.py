@@ -55,20 +55,12 @@ class Collective:
     """False when an enclosing loop's trip count is unknown, so that ``count`` is a lower bound."""
     share: float = 1.0
     """Of a collective-permute: the fraction of the devices that send to another device."""
-    taken: float = 1.0
-    """Of one in a branch of a conditional, which counts as if it ran each time: the share of its runs that there are.
-    Known of those planned."""
     redundant: bool = False
     """Emitted: whether the same computation has an identical collective on the same operands, or this is XLA's
     rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise."""
 
     asynchronous: bool = False
     """Emitted: whether the device has other work between what starts it and what waits for it."""
-
-    @property
-    def runs(self) -> int:
-        """Executions per call, without those of branches that are not taken."""
-        return round(self.count * self.taken)
 
     @property
     def total_bytes(self) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 
+from autoshard import jaxpr as jx
 from autoshard.pipelining.rings import without_specs
 from autoshard.pipelining.tick_tables import Exchange, TickTables
 
@@ -27,7 +29,9 @@ def exchanged(tables: TickTables, axis: str, activations: list[Any], gradients: 
         arrived = send(tables.exchanges[0], sent)
     else:
         branches = [lambda sent, pairs=pairs: without_specs(send(pairs, sent)) for pairs in tables.exchanges]
-        arrived = lax.switch(number, branches, sent)
+        runs = np.bincount(tables.exchange, minlength=len(branches)).tolist()
+        with jx.branch_runs(runs, len(tables.ticks)):
+            arrived = lax.switch(number, branches, sent)
     return arrived[: len(tables.activations)], arrived[len(tables.activations) :]
 
 

@@ -30,6 +30,7 @@ from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stage_dims import StageDims, stacked_weights
 from autoshard.pipelining.stage_seconds import StageSeconds
 from autoshard.pipelining.stages import Stages
+from autoshard.pipelining.sums_of_parts import additions, sum_after
 from autoshard.pipelining.tick_tables import TickTables, tick_tables
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.slots import Operation
@@ -60,15 +61,12 @@ class PipelinePrice:
     """Of the schedule; empty of the user's own."""
 
 
-def price_pipeline(
-    graph: Graph, layout: Layout, models: Search, cost: Cost, spare: float = math.inf
-) -> tuple[PipelinePrice, ...]:
+def price_pipeline(graph: Graph, layout: Layout, models: Search, spare: float = math.inf) -> tuple[PipelinePrice, ...]:
     """The prices of ``graph`` as the pipeline that its program asks for, where each stage runs by ``layout``: the
     fastest schedule whose `PipelinePrice.more_bytes` are ``spare`` at most first, or else the smallest.
 
     Args:
       models: that price layouts of ``graph``.
-      cost: of ``layout`` over one stage's devices, where they run all layers.
 
     Raises:
       PipelineError: the step has no chain of layers, or one that does not fit the stages; or it says itself how
@@ -86,9 +84,7 @@ def price_pipeline(
         for splits in {schedule.splits_backward for schedule in schedules.values()}
     }
     priced = [
-        _price(
-            graph, layout, models, cost, chain, split, own, name, Stages(request.axis, schedule, layers, split.stored)
-        )
+        _price(graph, layout, models, chain, split, own, name, Stages(request.axis, schedule, layers, split.stored))
         for name, schedule in schedules.items()
         for own in (seconds[schedule.splits_backward],)
         for layers in _cuts(chain.layers, schedule, own)
@@ -100,7 +96,6 @@ def _price(
     graph: Graph,
     layout: Layout,
     models: Search,
-    cost: Cost,
     chain: Chain,
     split: StageDims,
     seconds: StageSeconds,
@@ -118,7 +113,8 @@ def _price(
     around = _around(graph, layout, models, chain, split, stages)
     total = seconds.outside + loop
     total += sum(collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) * c.count for c in around)
-    inside = tuple(_rescaled(cost.collectives, chain, max(stages.layers) * schedule.chunks))
+    rows = max(stages.layers) * schedule.chunks
+    inside = (*seconds.collectives, *(replace(c, count=c.count * rows) for c in seconds.of_each_layer))
     sent = tuple(_sent(tables, sending, request.axis, jx.source(chain.forward)))
     return PipelinePrice(
         stages,
@@ -206,10 +202,10 @@ def _sending(graph: Graph, layout: Layout, models: Search, chain: Chain, tables:
 def _sent(tables: TickTables, sending: Sequence[int], axis: str, line: str) -> Iterator[Collective]:
     """What stages send after ticks."""
     for number, exchange in enumerate(tables.exchanges):
-        taken = float((tables.exchange == number).mean())
+        count = int((tables.exchange == number).sum())
         for size, pairs in zip(sending, exchange, strict=True):
             if pairs and size:
-                yield Collective(COLLECTIVE_PERMUTE, (axis,), size, len(tables.ticks), line, taken=taken)
+                yield Collective(COLLECTIVE_PERMUTE, (axis,), size, count, line)
 
 
 def _around(
@@ -220,9 +216,10 @@ def _around(
     line, count = jx.source(chain.forward), stages.schedule.stages
     layered = {i for i, a in chain.sums.items() if isinstance(a, jx.Var) and a in chain.per_layer}
     begin, outs = chain.groups.carry, chain.body.outvars[chain.groups.carry :]
-    plain = [chain.loop.outvars[i] for i in chain.sums if i not in layered]
+    added = additions(graph.program.jaxpr, chain)
+    plain = [sum_after(chain, added, i) for i in chain.sums if i not in layered]
     plain += [v for v, out in zip(chain.loop.outvars[begin:], outs, strict=True) if chain.where(out)]
-    sums = [v for i in layered if isinstance(v := chain.body.outvars[i], jx.Var)]
+    sums = [sum_after(chain, added, i) for i in layered]
     found: list[tuple[CollectiveKind, int]] = [(ALL_REDUCE, _bytes_of(graph, layout, models, plain))]
     if not stages.in_order:
         weights = [v for v in stacked_weights(chain) if split.share(graph.ids[v]) < 1]
@@ -237,13 +234,6 @@ def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[
     arrays = [v for v in values if graph.values[v].shape]
     scalars = sum(graph.values[v].bits // 8 for v in values if not graph.values[v].shape)
     return scalars + sum(models.memory_model.size(v, layout.specs[v]) for v in arrays)
-
-
-def _rescaled(collectives: Sequence[Collective], chain: Chain, rows: int) -> Iterator[Collective]:
-    """The collectives of one stage: those of the layers run only for its own."""
-    each = chain.groups.length * chain.layers
-    for c in collectives:
-        yield replace(c, count=c.count // chain.layers * rows) if c.count and c.count % each == 0 else c
 
 
 def _more_bytes(

@@ -56,8 +56,13 @@ def without_specs(results: Any) -> Any:
     )
 
 
-def choose(condition: Any, if_true: Any, if_false: Any, *operands: Any) -> Any:
-    """`jax.lax.cond`, whose branches may constrain what they return."""
-    return lax.cond(
-        condition, lambda *xs: without_specs(if_true(*xs)), lambda *xs: without_specs(if_false(*xs)), *operands
-    )
+def choose(condition: Any, if_true: Any, if_false: Any, *operands: Any, once_in: int = 1) -> Any:
+    """`jax.lax.cond`, whose branches may constrain what they return.
+
+    Args:
+      once_in: of so many runs, on a stage where it ever holds, the condition holds in one.
+    """
+    with jx.branch_runs((once_in, 1), once_in):
+        return lax.cond(
+            condition, lambda *xs: without_specs(if_true(*xs)), lambda *xs: without_specs(if_false(*xs)), *operands
+        )

@@ -1,14 +1,17 @@
-"""Seconds of what stages run, from the charges of a step's loop on one stage's devices."""
+"""Seconds of what stages run, and what they send each other within, from the charges of a step's loop on one stage's
+devices."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard import jaxpr as jx
+from autoshard.cost.cost import Charge
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout
+from autoshard.machine.collective import Collective
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.segment import equations_of
 from autoshard.pipelining.split_backward import split_backward
@@ -40,6 +43,10 @@ class StageSeconds:
     outside: float
     """Of a call, outside of the loop."""
     compute_share: float
+    collectives: tuple[Collective, ...]
+    """Of a call, on one stage, but for those of layers."""
+    of_each_layer: tuple[Collective, ...]
+    """The same of layers: ``count`` is of one layer and all micro-batches."""
     trains: bool = True
     """Whether the chain has a backward; without one the last part's forward computes what comes after it."""
 
@@ -52,17 +59,32 @@ class StageSeconds:
             late = split_backward(chain.backward).of_weights.eqns
             made = (v for e in late for v in (*e.outvars, *(u for r in jx.regions(e) for u in _defined(r.body))))
             region |= {graph.ids[v]: "weights" for v in made if v in graph.ids}
+        before = {graph.ids[v] for v in chain.invariant if v in graph.ids}
         found, compute, everything = defaultdict[str | jx.JaxprEqn, float](float), 0.0, 0.0
+        sent, of_layers = list[Collective](), list[Collective]()
         for charge in models.cost_model.charges(layout):
-            seconds = charge.compute + sum(t.seconds for t in charge.transfers)
             node = graph.nodes[charge.node] if charge.node < len(graph.nodes) else None
             results = () if node is None else node.results
             where = next((region[v] for v in results if v in region), "outside")
             share = min((split.share(v) for v in results), default=1.0) if where == "outside" else 1.0
-            found[where] += seconds * share
-            compute, everything = compute + charge.compute, everything + seconds
+            found[where] += charge.compute * share
+            for t in charge.transfers:
+                c, runs = t.collective, t.collective.count
+                if where == "outside" or (t.value in before and not t.of_result):
+                    # What is the same in every micro-batch is resharded once, before the pipeline.
+                    once = runs if where == "outside" else 1
+                    part = split.share(t.value) if t.value else share
+                    sent.append(replace(c, count=once, bytes=round(c.bytes * part)))
+                    found["outside"] += t.seconds * part * once / runs
+                    continue
+                found[where] += t.seconds
+                if where in _LAYERS:
+                    of_layers.append(replace(c, count=runs // chain.layers))
+                else:
+                    sent.append(c)
+            compute, everything = compute + charge.compute, everything + charge.compute + _sent_seconds(charge)
         ran = _Recomputed(chain, found)
-        before, each, each_back, last, first = ran.seconds
+        begin, each, each_back, last, first = ran.seconds
         count, layers = chain.groups.length, chain.layers
         return cls(
             forward=found["forward"] / count / layers,
@@ -70,11 +92,13 @@ class StageSeconds:
             weights=found["weights"] / count / layers,
             each_forward=each / count,
             each_backward=each_back / count,
-            before=before / count,
+            before=begin / count,
             last=(found["last"] + last) / count,
             first=(found["first"] + first) / count,
             outside=found["outside"] + ran.outside,
             compute_share=compute / everything if everything else 1.0,
+            collectives=tuple(sent),
+            of_each_layer=tuple(of_layers),
             trains=chain.backward is not None,
         )
 
@@ -104,6 +128,14 @@ class StageSeconds:
         operation, chunk, _ = slot  # pyright: ignore[reportGeneralTypeIssues]
         part = stages.schedule.placement[chunk][stage]
         return self.of_part(operation, part, stages.layers[part], len(stages.layers))
+
+
+_LAYERS = ("forward", "backward", "weights")
+"""Where layers run."""
+
+
+def _sent_seconds(charge: Charge) -> float:
+    return sum(t.seconds for t in charge.transfers)
 
 
 class _Recomputed:

@@ -133,7 +133,7 @@ def _seconds(plan: PlanRecord) -> Mapping[tuple[str, str, str], float]:
     """By kind, axes and source line; 0 of what the plan does not have."""
     found: dict[tuple[str, str, str], float] = defaultdict(float, {("compute", "", ""): plan.cost.compute})
     for c in plan.cost.collectives:
-        seconds = collective_seconds(c.kind, c.axes or (), c.bytes, plan.mesh) * c.runs
+        seconds = collective_seconds(c.kind, c.axes or (), c.bytes, plan.mesh) * c.count
         found[c.kind, "+".join(c.axes or ()), short_source(c.source)] += seconds
     return found
 

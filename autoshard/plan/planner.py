@@ -101,7 +101,7 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
       PipelineError, ScheduleError: as `price_pipeline`.
     """
     program = graph.program
-    priced, *others = price_pipeline(graph, best.layout, s, best.cost, budget - best.memory.peak)
+    priced, *others = price_pipeline(graph, best.layout, s, budget - best.memory.peak)
     split, stages = priced.split, priced.stages
 
     def staged_place(place: Place, leaf: Leaf, value: int) -> Place:

@@ -42,7 +42,7 @@ def cost(plan: PlanRecord) -> Section:
         return Section("Cost", (alone, *loading))
     counts = Counter[tuple[CollectiveKind, tuple[str, ...], int, str]]()
     for c in plan.cost.collectives:
-        counts[c.kind, c.axes or (), c.bytes, short_source(c.source)] += c.runs
+        counts[c.kind, c.axes or (), c.bytes, short_source(c.source)] += c.count
     each = {k: collective_seconds(k[0], k[1], k[2], plan.mesh) * n for k, n in counts.items()}
     order = sorted(counts, key=lambda k: (-each[k], k))
     rows = [
@@ -51,7 +51,7 @@ def cost(plan: PlanRecord) -> Section:
     ]
     rest = order[MAX_COLLECTIVES:]
     share = f"{plan.cost.transfers / seconds:.0%}" if seconds else "none"
-    sent = size_text(sum(c.bytes * c.runs for c in plan.cost.collectives))
+    sent = size_text(sum(c.bytes * c.count for c in plan.cost.collectives))
     sentence = (
         f"{time_text(seconds)} a call: {time_text(plan.cost.compute)} of compute and {time_text(plan.cost.transfers)} "
         f"({share}) of communication: {plural(sum(counts.values()), 'collective')}, {sent} per device."

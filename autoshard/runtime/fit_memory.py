@@ -26,6 +26,8 @@ from autoshard.units import size_text, time_text
 
 MIN_SAVING = 0.01
 """Least share of the peak memory that dropping a demand must save to be proposed."""
+ACCUMULATE = "accumulate"
+"""The optional pass that a pipeline takes: gradients stay partial sums in its loop. Others change what layers are."""
 MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for micro-batches to be tried."""
 
@@ -95,7 +97,7 @@ def _plan_on_device(traced: Program, options: Options, to_beat: float) -> Planne
       MemoryBudgetError: nothing fits.
     """
     if traced.pipeline is not None:
-        options = replace(options, optional_passes=())  # its loop is as it is
+        options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.name == ACCUMULATE))
     threshold = traced.mesh.hardware.remat_threshold
     if threshold < budget_of(options.request, traced):
         with contextlib.suppress(MemoryBudgetError):
@@ -274,7 +276,9 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
             bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
     if fitting:
         _, passes = fastest()
-        for with_optional in _with_optional(traced, passes, options, saving=False):
+        axes = None if traced.pipeline is None else _batch_axes(fastest()[0].plan)
+        optional = () if axes == () else _with_optional(traced, passes, options, saving=False, batch_axes=axes)
+        for with_optional in optional:
             try_passes(passes, with_optional)
         return fastest()[0], is_short
     hint = "; or pass passes=['recompute:full']"

@@ -1,10 +1,13 @@
 """Loop carries that are only added to become one partial sum per part.
 
-A *per-part* value has a leading dimension with one entry for each part of some dimension that is summed over, and
-stands for the sum of its entries. It arises from an equation that sums over a dimension: that is split into parts, and
-the parts are computed side by side (`jax.vmap`). An equation that is linear in a per-part value gives a per-part value.
-A loop whose carry is only added to, with values that can be per-part, carries a per-part value; so do loops nested in
-it, and bodies of `jax.checkpoint`, and scans stack them. A value is made per-part only where nothing else reads it.
+A *per-part* value has a dimension more, with one entry for each part of some dimension that is summed over, and stands
+for the sum of its entries. It arises from an equation that sums over a dimension: that is split into parts, and the
+parts are computed side by side (`jax.vmap`). An equation that is linear in a per-part value gives a per-part value. A
+loop whose carry is only added to, with values that can be per-part, carries a per-part value; so do loops nested in it,
+and bodies of `jax.checkpoint`, and scans stack them. A value is made per-part only where nothing else reads it.
+
+The dimension of parts is the first, or the next after those along which scans stack: layers stay first, which a
+pipeline splits over its stages.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +36,8 @@ class _SplitSum:
 
     dims: tuple[int | None, ...]
     """Of each operand, that dimension."""
+    axis: int = 0
+    """The dimension of parts of the result."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class _LinearIn:
     """The equation is linear in these operands together, which are per-part."""
 
     operands: Positions
+    axis: int | None
+    """The dimension of parts of the result; None is that of the carry, where only that is read."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,24 @@ class _InBody:
     """The equation has a body (a scan or `jax.checkpoint`), of which this result is per-part."""
 
     result: int
+    axis: int
+    """The dimension of parts of the result."""
 
 
 SumRewrite = _SplitSum | _LinearIn | _InBody
 Derivation = list[tuple[jx.JaxprEqn, SumRewrite]]
 """The equations that compute a value, in order, and how each is rewritten so that the value is per-part."""
+
+
+class PerPart(NamedTuple):
+    """The per-part value that replaces another one."""
+
+    var: jx.Var
+    axis: int
+    """Its dimension of parts."""
+
+
+type PerParts = dict[jx.Var, PerPart]
 
 
 def with_per_part_sums(jaxpr: jx.Jaxpr, parts: int, rules: Rules) -> jx.Jaxpr:
@@ -124,7 +144,10 @@ class _Body:
         for operands in _linear_in(eqn, self.rules.traits(eqn.primitive)):
             found = [self.derivation(eqn.invars[i], carry) for i in operands]
             if None not in found:
-                return [*itertools.chain.from_iterable(d or [] for d in found), (eqn, _LinearIn(operands))]
+                axis = next((d[-1][1].axis for d in found if d), None)
+                if any(len(jx.aval(eqn.invars[i]).shape) != len(jx.aval(atom).shape) for i in operands):
+                    axis = 0
+                return [*itertools.chain.from_iterable(d or [] for d in found), (eqn, _LinearIn(operands, axis))]
         return None
 
     def derivation_in_body(self, eqn: jx.JaxprEqn, result: int) -> Derivation | None:
@@ -132,9 +155,11 @@ class _Body:
         groups, body = jx.scan_groups(eqn), self.body_of(eqn)
         if groups is not None and result < groups.carry:
             starts_at_zero = groups.length > 0 and self.is_zero(eqn.invars[groups.consts + result])
-            return [(eqn, _InBody(result))] if starts_at_zero and self.accumulation(eqn, result) else None
-        known = groups is not None or eqn.primitive is _prims.remat_p
-        return [(eqn, _InBody(result))] if known and body.derivation(body.jaxpr.outvars[result]) else None
+            inside = self.accumulation(eqn, result) if starts_at_zero else None
+        else:
+            known = groups is not None or eqn.primitive is _prims.remat_p
+            inside = body.derivation(body.jaxpr.outvars[result]) if known else None
+        return [(eqn, _InBody(result, _axis_outside(eqn, result, inside)))] if inside else None
 
     def splittable(self, eqn: jx.JaxprEqn) -> tuple[int | None, ...] | None:
         """The first dimension that the equation sums over and that the number of parts divides, by operand."""
@@ -168,20 +193,21 @@ class _Body:
 
     def rewritten_loop(self, eqn: jx.JaxprEqn, carries: Sequence[int]) -> list[jx.JaxprEqn]:
         """The loop with ``carries`` per part, and the sums of their parts after it."""
-        groups, per_part = jx.scan_groups(eqn), dict[jx.Var, jx.Var]()
+        groups, per_part = jx.scan_groups(eqn), dict[jx.Var, PerPart]()
         assert groups is not None
-
-        def total(sums: Any, *start: Any) -> Any:
-            return sum(start, jax.lax.reduce_sum(sums, (0,)))
 
         code = self.rewritten_nest(eqn, carries, per_part)
         for c in carries:
-            start = eqn.invars[groups.consts + c]
-            operands = [per_part[eqn.outvars[c]], *([] if self.is_zero(start) else [start])]
+            start, (sums, axis) = eqn.invars[groups.consts + c], per_part[eqn.outvars[c]]
+
+            def total(sums: Any, *start: Any, axis: int = axis) -> Any:
+                return sum(start, jax.lax.reduce_sum(sums, (axis,)))
+
+            operands = [sums, *([] if self.is_zero(start) else [start])]
             code += jx.splice(total, eqn.replace(outvars=[eqn.outvars[c]]), operands)
         return code
 
-    def rewritten_eqns(self, derivation: Derivation, per_part: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
+    def rewritten_eqns(self, derivation: Derivation, per_part: PerParts) -> list[jx.JaxprEqn]:
         """This jaxpr's equations, those of ``derivation`` rewritten.
 
         Args:
@@ -201,65 +227,71 @@ class _Body:
                 eqns.append(eqn)
         return eqns
 
-    def rewritten_eqn(self, eqn: jx.JaxprEqn, rewrite: SumRewrite, per_part: dict[jx.Var, jx.Var]) -> list[jx.JaxprEqn]:
+    def rewritten_eqn(self, eqn: jx.JaxprEqn, rewrite: SumRewrite, per_part: PerParts) -> list[jx.JaxprEqn]:
         """``eqn``, which has no body, with a per-part result."""
         itself, parts = jx.bind_on_shards(eqn, []), self.parts
         if isinstance(rewrite, _SplitSum):
-            dims = rewrite.dims
+            dims, axis = rewrite.dims, rewrite.axis
         else:
             assert isinstance(rewrite, _LinearIn)
-            dims = tuple(0 if i in rewrite.operands else None for i in range(len(eqn.invars)))
+            found = {i: per_part[a].axis for i in rewrite.operands if isinstance(a := eqn.invars[i], jx.Var)}
+            dims = tuple(map(found.get, range(len(eqn.invars))))
+            axis = found[rewrite.operands[0]] if rewrite.axis is None else rewrite.axis
 
         def of_parts(*operands: Any) -> Any:
             given = [
                 x if d is None or isinstance(rewrite, _LinearIn) else _split_into_parts(x, d, parts)
                 for x, d in zip(operands, dims, strict=True)
             ]
-            return jax.vmap(itself, in_axes=dims)(*given)
+            return jax.vmap(itself, in_axes=dims, out_axes=axis)(*given)
 
-        operands = [per_part.get(a, a) if isinstance(a, jx.Var) else a for a in eqn.invars]
-        per_part[eqn.outvars[0]] = jx.stacked_var(eqn.outvars[0], parts)
-        return jx.splice(of_parts, eqn.replace(outvars=[per_part[eqn.outvars[0]]]), operands)
+        operands = [per_part[a].var if isinstance(a, jx.Var) and a in per_part else a for a in eqn.invars]
+        result = jx.stacked_var(eqn.outvars[0], parts, axis)
+        per_part[eqn.outvars[0]] = PerPart(result, axis)
+        return jx.splice(of_parts, eqn.replace(outvars=[result]), operands)
 
-    def rewritten_nest(
-        self, eqn: jx.JaxprEqn, results: Sequence[int], per_part: dict[jx.Var, jx.Var]
-    ) -> list[jx.JaxprEqn]:
+    def rewritten_nest(self, eqn: jx.JaxprEqn, results: Sequence[int], per_part: PerParts) -> list[jx.JaxprEqn]:
         """``eqn``, a scan or `jax.checkpoint`, with these results per part."""
         groups, inner = jx.scan_groups(eqn), self.body_of(eqn)
         body, carry = inner.jaxpr, groups.carry if groups else 0
         derivation: Derivation = []
         for r in results:
-            derivation += (self.accumulation(eqn, r) if r < carry else inner.derivation(body.outvars[r])) or []
+            inside = (self.accumulation(eqn, r) if r < carry else inner.derivation(body.outvars[r])) or []
+            axis = _axis_outside(eqn, r, inside)
+            per_part[eqn.outvars[r]] = PerPart(jx.stacked_var(eqn.outvars[r], self.parts, axis), axis)
+            derivation += inside
         consts = groups.consts if groups else 0
-        carries = {consts + r: jx.stacked_var(body.invars[consts + r], self.parts) for r in results if r < carry}
-        inside = {body.invars[i]: v for i, v in carries.items()}
-        code = inner.rewritten_eqns(derivation, inside)
+        carries = {consts + r: _like(per_part[eqn.outvars[r]]) for r in results if r < carry}
+        inside_of = {body.invars[i]: v for i, v in carries.items()}
+        code = inner.rewritten_eqns(derivation, inside_of)
         body = jx.with_eqns(
             body,
             code,
-            invars=[carries.get(i, v) for i, v in enumerate(body.invars)],
-            outvars=[inside.get(a, a) if isinstance(a, jx.Var) else a for a in body.outvars],
+            invars=[carries[i].var if i in carries else v for i, v in enumerate(body.invars)],
+            outvars=[inside_of[a].var if isinstance(a, jx.Var) and a in inside_of else a for a in body.outvars],
         )
-        per_part |= {eqn.outvars[r]: jx.stacked_var(eqn.outvars[r], self.parts) for r in results}
+        outvars = [per_part[v].var if v in per_part else v for v in eqn.outvars]
         if groups is None:
-            return [jx.with_bodies(eqn, [body]).replace(outvars=[per_part.get(v, v) for v in eqn.outvars])]
-        zeros = {i: jx.new_var(v) for i, v in carries.items()}
+            return [jx.with_bodies(eqn, [body]).replace(outvars=outvars)]
+        zeros = {i: jx.new_var(v.var) for i, v in carries.items()}
         before = [
             e
             for v in zeros.values()
             for e in jx.splice(lambda v=v: jnp.zeros(jx.aval(v).shape, jx.aval(v).dtype), eqn.replace(outvars=[v]), [])
         ]
-        stacked = {r: inner.jaxpr.outvars[r] for r in results if r >= carry}
-        stacks = {r: jx.stacked_var(inside[v], groups.length) for r, v in stacked.items() if isinstance(v, jx.Var)}
-        outvars = [stacks[r] if r in stacks else per_part.get(v, v) for r, v in enumerate(eqn.outvars)]
         operands = [zeros.get(i, a) for i, a in enumerate(eqn.invars)]
-        loop = jx.rebuild_scan(eqn, body, (groups.consts, groups.carry, groups.xs), operands, outvars)
-        transposes = [  # stacks are [iteration, part, ...], per-part values [part, iteration, ...]
-            e
-            for r, v in stacks.items()
-            for e in jx.splice(lambda x: jnp.moveaxis(x, 1, 0), eqn.replace(outvars=[per_part[eqn.outvars[r]]]), [v])
-        ]
-        return [*before, loop, *transposes]
+        return [*before, jx.rebuild_scan(eqn, body, (groups.consts, groups.carry, groups.xs), operands, outvars)]
+
+
+def _axis_outside(eqn: jx.JaxprEqn, result: int, inside: Derivation | None) -> int:
+    """The dimension of parts of a result of ``eqn`` that its body computes so: a scan stacks in front of it."""
+    groups, axis = jx.scan_groups(eqn), inside[-1][1].axis if inside else 0
+    return (axis or 0) + (groups is not None and result >= groups.carry)
+
+
+def _like(value: PerPart) -> PerPart:
+    """Another variable for as many parts."""
+    return PerPart(jx.new_var(value.var), value.axis)
 
 
 def _split_into_parts(x: Any, d: int, parts: int) -> Any:

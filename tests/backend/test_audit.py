@@ -314,6 +314,26 @@ def test_trip_counts(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("branches", "scope", "counts"),
+    [
+        ("branch_computations={%a, %b}", "runs_1_4_of_5/", [2, 8]),
+        ("true_computation=%a, false_computation=%b", "runs_3_2_of_5/", [4, 6]),
+        ("branch_computations={%a, %b}", "runs_5_0_of_5/", [10]),
+        ("branch_computations={%a, %b}", "", [10, 10]),
+    ],
+)
+def test_branches_run_as_often_as_the_name_of_their_conditional_says(
+    branches: str, scope: str, counts: list[int]
+) -> None:
+    reduced = "all-reduce(%v), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add"
+    branch = f"%{{}} (v: f32[8]) -> f32[8] {{{{\n  %v = f32[8] parameter(0)\n  ROOT %r = f32[8] {reduced}\n}}}}\n\n"
+    both = f'conditional(%i, %v, %v), {branches}, metadata={{op_name="jit(f)/while/body/{scope}cond"}}'
+    text = loop_text("compare(%i, %ten), direction=LT").replace(reduced, both)
+    text = text.replace("%body (", branch.format("a") + branch.format("b") + "%body (", 1)
+    assert [c.count for c in collectives(text, MESH)] == counts
+
+
+@pytest.mark.parametrize(
     "text",
     [
         loop_text("custom-call(%i)"),

@@ -1,0 +1,309 @@
+"""What one stage runs at each tick of a pipeline's schedule.
+
+At each tick a stage runs its operation, or nothing, and sends what the next one needs. It has the weights of its
+layers, slots for what it received and for what its forwards leave for their backwards, and sums over micro-batches.
+What stands before the chain runs on the first stage, what stands after it on the last, with their micro-batch; what any
+stage can compute is computed where it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from autoshard import jaxpr as jx
+from autoshard.pipelining.chain import Chain, scan_groups
+from autoshard.pipelining.exchange import exchanged
+from autoshard.pipelining.rings import cast_as, choose, pick, put, summed, without_specs, zeros
+from autoshard.pipelining.segment import evaluate
+from autoshard.pipelining.split_backward import split_backward
+from autoshard.pipelining.stages import Stages
+from autoshard.pipelining.sums_of_parts import Additions, added_up
+from autoshard.pipelining.tick_tables import TickTables, tick_tables
+
+type Values = list[Any]
+type Known = dict[jx.Var, Any]
+
+
+class StageProgram:
+    """The loop over micro-batches as a stage runs it.
+
+    Values of a micro-batch's parts are `Known` by the variables of the loop's body.
+    """
+
+    def __init__(self, chain: Chain, stages: Stages, additions: Additions) -> None:
+        self.chain, self.stages, self.axis, self.additions = chain, stages, stages.axis, additions
+        self.tables: TickTables = tick_tables(stages.schedule)
+        self.chunks = stages.schedule.chunks
+        self.parts = stages.schedule.stages * self.chunks
+        groups, body = chain.groups, chain.body
+        self.consts = [*body.constvars, *body.invars[: groups.consts]]
+        self.carries = body.invars[groups.consts : groups.consts + groups.carry]
+        self.batch = body.invars[groups.consts + groups.carry :]
+        self.stacked_out = list(enumerate(body.outvars[groups.carry :]))
+        self.f, self.b = chain.forward, chain.backward
+        self.f_groups = scan_groups(self.f)
+        self.sums = [i for i in chain.sums if not self._per_layer(chain.sums[i])]
+        self.layer_sums = [i for i in chain.sums if self._per_layer(chain.sums[i])]
+        self.outs = [n for n, v in self.stacked_out if chain.where(v)]
+        xs = [] if self.b is None else self.xs(self.b, scan_groups(self.b))
+        self.residuals = list(dict.fromkeys(a for a in xs if chain.where(a)))
+        stacked = [a for a in (*self.xs(self.f, self.f_groups), *xs) if self._is_invariant(a)]
+        self.weights = list(dict.fromkeys(stacked))
+        self.split = split_backward(self.b) if self.b is not None and stages.schedule.splits_backward else None
+
+    def xs(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[Any]:
+        return eqn.invars[groups.consts + groups.carry :]
+
+    def _per_layer(self, atom: jx.Atom) -> bool:
+        return isinstance(atom, jx.Var) and atom in self.chain.per_layer
+
+    def _is_invariant(self, atom: jx.Atom) -> bool:
+        return isinstance(atom, jx.Var) and atom in self.chain.invariant
+
+    def evaluate(self, place: Any, known: Known, results: Sequence[jx.Atom]) -> Values:
+        """What ``place`` computes of ``results``."""
+        return evaluate(self.chain, place, known, results, self.axis)
+
+    def run(
+        self,
+        whole_names: Sequence[jx.Var],
+        batch_names: Sequence[jx.Var],
+        weights: Values,
+        whole: Values,
+        of_batch: Values,
+    ) -> tuple[Values, Values, Values]:
+        """This stage's sums for each of its layers; the other sums; and stacked results."""
+        known, batch = dict(zip(whole_names, whole, strict=True)), dict(zip(batch_names, of_batch, strict=True))
+        weights = [self.stages.own_rows(w) for w in weights]
+        stage, tables = lax.axis_index(self.axis), self.tables
+        columns = {
+            name: jnp.asarray(getattr(tables, name))[:, stage]
+            for name in (
+                "operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final",
+            )
+        }  # fmt: skip
+        columns["exchange"] = jnp.asarray(tables.exchange)
+        for name, routes in (("a", tables.activations), ("g", tables.gradients)):
+            columns |= {f"{name}{n}": jnp.asarray(r.slot)[:, stage] for n, r in enumerate(routes)}
+
+        branches = [self._idle, self._forward, *([self._backward] if self.b is not None else [])]
+        branches += [self._weights_backward] if self.split else []
+        bound = [functools.partial(b, weights=weights, whole=known, batch=batch) for b in branches]
+        opened = [lambda *xs, run=run: without_specs(run(*xs)) for run in bound]
+        runs = np.bincount(tables.operation[:, 0], minlength=len(branches)).tolist()
+
+        def tick(state: dict[str, Values], row: dict[str, Any]) -> tuple[Any, None]:
+            with jx.branch_runs(runs, len(tables.ticks)):
+                state, activation, gradient = lax.switch(row["operation"], opened, state, row)
+            arrived = exchanged(tables, self.axis, activation, gradient, row["exchange"])
+            for name, routes in zip("ag", arrived, strict=True):
+                for n, values in enumerate(routes):
+                    kept = zip(state[name], values, strict=True)
+                    state = {**state, name: [put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
+            return state, None
+
+        state, _ = lax.scan(tick, self._empty(), columns)
+        own = [added_up(self.additions.get(i, ()), x, self.axis) for i, x in zip(self.sums, state["sums"], strict=True)]
+        sums, outs = ([summed(x, self.axis) for x in found] for found in (own, state["outs"]))
+        return [*map(self._by_layer, self.layer_sums, state["layer_sums"])], sums, outs
+
+    def _by_layer(self, carry: int, x: Any) -> Any:
+        """[chunk, row, ...] of a sum with a row for each layer, -> [layer, ...], its parts added up."""
+        eqns = self.additions.get(carry, ())
+        if eqns:
+            rows = added_up(eqns, x.reshape(-1, *x.shape[2:]), self.axis)
+            x = rows.reshape(*x.shape[:2], *rows.shape[1:])
+        return self.stages.by_layer(x)
+
+    def _empty(self) -> dict[str, Values]:
+        """Empty slots, and sums of nothing."""
+        chain, chunks, rows = self.chain, self.chunks, self.stages.rows.shape[1]
+        slots = self.tables.slots
+
+        def ring(count: int, variables: Sequence[Any], *leading: int) -> Values:
+            return [zeros((count, *leading, *jx.aval(v).shape[len(leading) :]), v) for v in variables]
+
+        f_carry, b_carry = self._carry(self.f), self._carry(self.b)
+        length = chain.groups.length
+        return {
+            "a": ring(slots[0], f_carry),
+            "g": ring(slots[1], b_carry),
+            "residuals": ring(slots[2], self.residuals, rows),
+            "kept": ring(slots[3], [jx.stacked_var(v, rows) for v in self.split.kept]) if self.split else [],
+            "final": ring(slots[4], f_carry),
+            "layer_sums": [
+                zeros((chunks, rows, *jx.aval(self.carries[i]).shape[1:]), self.carries[i]) for i in self.layer_sums
+            ],
+            "sums": [zeros(jx.aval(self.carries[i]).shape, self.carries[i]) for i in self.sums],
+            "outs": [
+                zeros((length, *jx.aval(v).shape), v)
+                for v in (chain.body.outvars[len(self.carries) + n] for n in self.outs)
+            ],
+        }
+
+    def _carry(self, eqn: jx.JaxprEqn | None) -> list[jx.Var]:
+        """What a scan over layers carries, as the variables of its last values."""
+        return [] if eqn is None else eqn.outvars[: scan_groups(eqn).carry]
+
+    def _idle(self, state: Any, row: Any, **_: Any) -> tuple[Any, Values, Values]:
+        return state, *self._nothing()
+
+    def _nothing(self) -> tuple[Values, Values]:
+        sent = self._carry(self.f), self._carry(self.b)
+        return tuple([zeros(jx.aval(v).shape, v) for v in side] for side in sent)  # pyright: ignore[reportReturnType]
+
+    def _forward(self, state: Any, row: Any, weights: Values, whole: Known, batch: Known) -> tuple[Any, Values, Values]:
+        known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
+        groups, eqn = self.f_groups, self.f
+        init = eqn.invars[groups.consts : groups.consts + groups.carry]
+        carry = self._first_or_received(
+            row["part"] == 0,
+            lambda: cast_as(self.evaluate(None, known, init), self._carry(eqn)),
+            state["a"],
+            row["activation"],
+        )
+        consts, xs = (
+            self.evaluate(None, known, eqn.invars[: groups.consts]),
+            self._own_rows(eqn, groups, known, state, weights, row),
+        )
+        outs = self._over_layers(eqn, jx.regions(eqn)[0].body, groups.carry, consts, carry, xs, row)
+        made = dict(zip(eqn.outvars, outs, strict=True))
+        kept = self.evaluate("forward", {**known, **made}, self.residuals)
+        rings = zip(state["residuals"], kept, strict=True)
+        state = {**state, "residuals": [put(ring, x, row["residual"]) for ring, x in rings]}
+        out = outs[: groups.carry]
+        made |= known
+        state = self._add("forward", state, made, row)
+        if self.b is None:
+            end = row["part"] == self.parts - 1
+            state = choose(end, lambda s: self._add("last", s, made, row), lambda s: s, state, once_in=self.chunks)
+        else:
+            finals = zip(state["final"], out, strict=True)
+            state = {**state, "final": [put(ring, x, row["final"]) for ring, x in finals]}
+        return state, out, self._nothing()[1]
+
+    def _backward(
+        self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
+    ) -> tuple[Any, Values, Values]:
+        known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
+        eqn, groups = self._transpose()
+        init, carries = eqn.invars[groups.consts : groups.consts + groups.carry], self._carry(self.f)
+
+        def on_last(state: Any) -> tuple[Any, Values]:
+            final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
+            there = {**known, **final}
+            begin = cast_as(self.evaluate("last", there, init), self._carry(eqn))
+            return self._add("last", state, there, row), begin
+
+        def elsewhere(state: Any) -> tuple[Any, Values]:
+            return state, [pick(ring, row["gradient"]) for ring in state["g"]]
+
+        state, carry = choose(row["part"] == self.parts - 1, on_last, elsewhere, state, once_in=self.chunks)
+        xs = self._own_rows(eqn, groups, known, state, weights, row)
+        consts, count = self.evaluate(None, known, eqn.invars[: groups.consts]), groups.carry
+        if self.split is None:
+            outs = self._over_layers(eqn, jx.regions(eqn)[0].body, count, consts, carry, xs, row)
+            made = {**known, **dict(zip(eqn.outvars, outs, strict=True))}
+            state = self._add("backward", state, made, row)
+        else:
+            outs = self._over_layers(eqn, self.split.of_input, count, consts, carry, xs, row)
+            made = {**known, **dict(zip(eqn.outvars[:count], outs[:count], strict=True))}
+            rings = zip(state["kept"], outs[count:], strict=True)
+            state = {**state, "kept": [put(ring, x, row["kept"]) for ring, x in rings]}
+        begin = row["part"] == 0
+        state = choose(begin, lambda s: self._add("first", s, made, row), lambda s: s, state, once_in=self.chunks)
+        return state, self._nothing()[0], outs[:count]
+
+    def _weights_backward(
+        self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
+    ) -> tuple[Any, Values, Values]:
+        assert self.split is not None
+        known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
+        eqn, groups = self._transpose()
+        kept = [pick(ring, row["kept"]) for ring in state["kept"]]
+        xs = [*self._own_rows(eqn, groups, known, state, weights, row), *kept]
+        consts = self.evaluate(None, known, eqn.invars[: groups.consts])
+        outs = self._over_layers(eqn, self.split.of_weights, 0, consts, [], xs, row)
+        made = {**known, **dict(zip(eqn.outvars[groups.carry :], outs, strict=True))}
+        return self._add("backward", state, made, row), *self._nothing()
+
+    def _transpose(self) -> tuple[jx.JaxprEqn, jx.ScanGroups]:
+        assert self.b is not None
+        return self.b, scan_groups(self.b)
+
+    def _first_or_received(self, is_first: Any, make: Callable[[], Values], ring: Values, slot: Any) -> Values:
+        return choose(is_first, make, lambda: [pick(r, slot) for r in ring], once_in=self.chunks)
+
+    def _own_rows(
+        self, eqn: jx.JaxprEqn, groups: jx.ScanGroups, known: Known, state: Any, weights: Values, row: Any
+    ) -> Values:
+        """What a scan over layers reads of each of those of this stage."""
+        mine = {v: pick(w, row["chunk"]) for v, w in zip(self.weights, weights, strict=True)}
+        if eqn is self.b:
+            mine |= {v: pick(r, row["residual"]) for v, r in zip(self.residuals, state["residuals"], strict=True)}
+        own = jnp.asarray(self.stages.rows)[row["part"]]
+
+        def rows_of(a: jx.Atom) -> Any:
+            if isinstance(a, jx.Var) and a in mine:
+                return mine[a]
+            return jnp.take(self.evaluate(None, known, [a])[0], own, axis=0)
+
+        return [rows_of(a) for a in self.xs(eqn, groups)]
+
+    def _over_layers(
+        self, eqn: jx.JaxprEqn, body: jx.Jaxpr, carries: int, consts: Values, carry: Values, xs: Values, row: Any
+    ) -> Values:
+        """The results of ``body`` on the layers of this stage, in the order of the scan ``eqn``.
+
+        Args:
+          carries: how many results of ``body`` are its carry.
+        """
+        count = jnp.asarray(self.stages.layers)[row["part"]]
+        even = len(set(self.stages.layers)) == 1
+
+        def layer(carry: Values, row: Any) -> tuple[Values, Values]:
+            index, xs = row
+
+            def run(carry: Values) -> tuple[Values, Values]:
+                outs = jx.replay(body, [*consts, *carry, *xs], self.axis)
+                return outs[:carries], outs[carries:]
+
+            def leave(carry: Values) -> tuple[Values, Values]:
+                return carry, [zeros(jx.aval(v).shape, v) for v in body.outvars[carries:]]
+
+            return run(carry) if even else choose(index < count, run, leave, carry)
+
+        length = self.stages.rows.shape[1]
+        out, ys = lax.scan(layer, carry, (jnp.arange(length), xs), length, reverse=eqn.params["reverse"])
+        return [*out, *ys]
+
+    def _add(self, place: Any, state: Any, known: Known, row: Any) -> Any:
+        """``state`` with what ``place`` adds to the sums."""
+        chain = self.chain
+        layered, plain = ([chain.sums[i] for i in side] for side in (self.layer_sums, self.sums))
+        stacked = [chain.body.outvars[len(self.carries) + n] for n in self.outs]
+        found = self._terms(place, known, [*layered, *plain, *stacked])
+        a, b = len(layered), len(layered) + len(plain)
+        layer_sums = [
+            s if x is None else s.at[row["chunk"]].add(x.astype(s.dtype))
+            for s, x in zip(state["layer_sums"], found[:a], strict=True)
+        ]
+        sums = [s if x is None else s + x.astype(s.dtype) for s, x in zip(state["sums"], found[a:b], strict=True)]
+        outs = [
+            s if x is None else s.at[row["microbatch"]].add(x.astype(s.dtype))
+            for s, x in zip(state["outs"], found[b:], strict=True)
+        ]
+        return {**state, "layer_sums": layer_sums, "sums": sums, "outs": outs}
+
+    def _terms(self, place: Any, known: Known, results: Sequence[jx.Atom]) -> Values:
+        """The terms of ``results`` that ``place`` computes, None of others."""
+        where = [self.chain.where(a) for a in results]
+        ours = [a for a, w in zip(results, where, strict=True) if place in w or (not w and place == "last")]
+        found = iter(self.evaluate(place, known, ours))
+        return [next(found) if place in w or (not w and place == "last") else None for w in where]
