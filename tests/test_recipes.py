@@ -64,6 +64,14 @@ def test_steps_on_eight_devices_are_those_of_one(name: str):
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_a_full_size_is_a_valid_configuration(name: str):
+def test_a_full_size_is_a_valid_configuration_and_traces(name: str):
     assert name.removesuffix("-full") in SMALL
-    named_config(RECIPES / f"{name}.yaml")
+    config = named_config(RECIPES / f"{name}.yaml")
+    if os.environ.get("AUTOSHARD_RECIPES") == "all" or name == "mixtral-full":
+        work = work_of(config)
+        state = jax.eval_shape(work.steps.init, jax.eval_shape(lambda: jax.random.key(0)))
+        after, metrics = jax.eval_shape(work.steps.train, state, work.batches.like)
+        assert [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == [
+            (x.shape, x.dtype) for x in jax.tree.leaves(state)
+        ]
+        assert metrics["loss"].shape == ()

@@ -65,14 +65,15 @@ def make(*, vocab, width, layers, heads, head, experts, picks, hidden, kv_heads=
 
     def routed(p, x):
         rows = x.reshape(-1, width)
-        scores = rows @ p["router"]
+        scores = jnp.matmul(rows, p["router"], preferred_element_type=jnp.float32)
         best, chosen = jax.lax.top_k(jax.nn.sigmoid(scores) if gate == "sigmoid" else jax.nn.softmax(scores), picks)
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=experts)
         sent = rows[order // picks]
         inner = jax.nn.silu(jax.lax.ragged_dot(sent, p["gate"], sizes)) * jax.lax.ragged_dot(sent, p["up"], sizes)
         back = jax.lax.ragged_dot(inner, p["down"], sizes)[jnp.argsort(order)].reshape(-1, picks, width)
-        return jnp.einsum("tkd,tk->td", back, best / best.sum(-1, keepdims=True)).reshape(x.shape)
+        shares = (best / best.sum(-1, keepdims=True)).astype(x.dtype)
+        return jnp.einsum("tkd,tk->td", back, shares).reshape(x.shape)
 
     def block(x, p):
         x = x + attention(p, x)
@@ -91,7 +92,8 @@ def make(*, vocab, width, layers, heads, head, experts, picks, hidden, kv_heads=
 
 def norm(x, scale):
     """Root-mean-square norm over the last dimension."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
 
 
 def turn(x):
@@ -99,13 +101,13 @@ def turn(x):
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
     left, right = x[..., :half], x[..., half:]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
 
 
 def mix(query, key, value):
     """Causal attention; values may be narrower than keys."""
-    scores = jnp.einsum("bshe,bthe->bhst", query, key) * key.shape[-1] ** -0.5
+    scores = jnp.einsum("bshe,bthe->bhst", query, key, preferred_element_type=jnp.float32) * key.shape[-1] ** -0.5
     seq = query.shape[1]
-    odds = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((seq, seq), bool)), scores, -1e9), -1)
+    odds = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((seq, seq), bool)), scores, -1e9), -1).astype(value.dtype)
     return jnp.einsum("bhst,bthe->bshe", odds, value)
