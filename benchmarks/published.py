@@ -1,34 +1,44 @@
-"""Un-annotated decoders as autoshard plans them, beside the step times that MaxText publishes for the same sizes.
+"""Un-annotated decoders as autoshard plans them, beside MaxText's own steps and the times that it publishes.
 
-    python -m benchmarks.published [--cache DIR] [WORD ...]
+    python -m benchmarks.published [--cache DIR] [--maxtext DIR] [WORD ...]
 
 Shapes, batches and seconds are of MaxText's recipes for TPU v6e and of its tables for v5e and v5p (FLOP/s as seconds).
-Ours are read from what libtpu compiles, as it is scheduled; theirs are of the clock: fifteen of MaxText's own steps,
-read the same way, came out at 0.77 to 1.27 of the clock (geometric mean 0.93), so that a difference under a tenth
-decides nothing. Needs the extra ``tpu``, as `make test-targets` installs it.
+``--maxtext`` names the folder in which `benchmarks/maxtext_steps.py` kept MaxText's steps as libtpu compiles them: they
+are read as autoshard's are, from the HLO as it is scheduled. What is published is of the clock: read the same way,
+MaxText's steps come out longer or shorter than it by a tenth and more. Needs the extra ``tpu``, as `make test-targets`
+installs it.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import autoshard
+from autoshard import Plan
 from autoshard.backend.estimate import estimate
-from benchmarks.answers import answer, asked, compilers
+from autoshard.machine.mesh import LogicalMesh
+from benchmarks.answers import Answer, answer, asked, compilers
 from benchmarks.baselines import abstract
 from benchmarks.cells import LLAMA_8B, LLAMA_70B, MIXTRAL, Column
+from benchmarks.maxtext_steps import file_of
 from benchmarks.zoo import decoder
 
 MISTRAL_7B = {**LLAMA_8B, "vocab": 32000}
 LLAMA_2_70B = {**LLAMA_70B, "vocab": 32000}
+LLAMA_2_7B = {"layers": 32, "width": 4096, "heads": 32, "mlp": 11008, "vocab": 32000, "gated": True}
 GPT_175B = {"layers": 96, "width": 12288, "heads": 96, "mlp": 49152, "vocab": 50304}
 SCALED_32B = {"layers": 32, "width": 8192, "heads": 64, "mlp": 28672, "vocab": 32000, "gated": True}
 SCALED_64B = {**SCALED_32B, "layers": 64}
+SCALED_16B = {**SCALED_32B, "width": 4096, "head_width": 128}
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,8 @@ class Row:
     rows: int
     """Sequences for each chip."""
     seq: int
-    seconds: float
+    seconds: float | None
+    """As published; None where it is not for this slice."""
     sizes: Mapping[str, Any]
 
     @property
@@ -62,8 +73,12 @@ ROWS = (
     Row("Llama-3.1 70B", "v6e:16x16", 5, 8192, 42.656, LLAMA_70B),
     Row("Llama-2 70B", "v6e:16x16", 2, 4096, 9.052, LLAMA_2_70B),
     Row("Mixtral 8x7B", "v6e:16x16", 12, 4096, 13.484, {**MIXTRAL, "layers": 32}),
+    Row("Llama-2 7B", "v6e:8x8", 12, 4096, None, LLAMA_2_7B),
     Row("GPT-3 175B", "v6e:16x16", 3, 2048, 17.182, GPT_175B),
+    Row("16B", "v5e:16x16", 6, 2048, 9.98, SCALED_16B),
     Row("32B", "v5e:16x16", 4, 2048, 11.89, SCALED_32B),
+    Row("64B", "v5e:16x16", 2, 2048, None, SCALED_64B),
+    Row("32B", "v5p:4x4x4", 6, 2048, None, SCALED_32B),
     Row("64B", "v5p:4x4x4", 3, 2048, 7.26, SCALED_64B),
 )
 
@@ -71,33 +86,68 @@ ROWS = (
 def main() -> None:
     """Plans, compiles and prints a row each."""
     cache, _, words = asked(sys.argv[1:], "")
+    maxtext, _, words = asked(["--cache" if word == "--maxtext" else word for word in words], "")
     print(f"{compilers()}\n")
-    times = "planned in, s | predicted, s | scheduled, s | nothing hidden, s | memory | published, s | ratio"
-    print(f"| model | slice | batch | {times} |")
-    print("|---|---|---|--:|--:|--:|--:|--:|--:|--:|")
-    ratios: list[float] = []
+    times = "planned in, s | predicted, s | scheduled, s | nothing hidden, s | memory"
+    print(f"| model | slice | batch | {times} | MaxText's, scheduled, s | ratio | published, s | ratio |")
+    print("|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    ratios: dict[str, list[float]] = {"MaxText's own step": [], "what is published": []}
     for row in ROWS:
         if not all(word in f"{row.name} {row.slice}" for word in words):
             continue
-        model, mesh = decoder(row.rows * row.chips, row.seq, **row.sizes), row.column.mesh()
-        step = autoshard.jit(model.step(), mesh=mesh, donate_argnums=0)
-        start = time.perf_counter()
-        plan = step.plan(*abstract(model))
-        planned = time.perf_counter() - start
-        found = answer(step.lower(*abstract(model)), plan.mesh, cache, options=str(sorted(plan.compiler_options)))
-        assert found is not None
+        plan, planned, found = _compiled(row, cache)
+        theirs = _scheduled(maxtext, row, plan.mesh) if maxtext else None
         batch = f"{row.rows * row.chips} x {row.seq:,}"
         first = f"| {row.name} | {row.slice} | {batch} | {planned:.1f} | {plan.cost.seconds:.2f} "
-        used = found.memory_usage(plan.mesh)
+        used, beside = found.memory_usage(plan.mesh), [theirs, row.seconds]
         if used is None:
-            print(f"{first}| refused for memory | | | {row.seconds} | |", flush=True)
+            cells = [f"{seconds:.2f} | " if seconds else " | " for seconds in beside]
+            print(f"{first}| refused for memory | | | {' | '.join(cells)} |", flush=True)
             continue
         took, share = estimate(found, plan.mesh), used.peak / plan.mesh.hardware.memory
-        ratios.append(took.scheduled / row.seconds)
-        times = f"{took.scheduled:.2f} | {took.seconds:.2f} | {share:.0%} | {row.seconds} | {ratios[-1]:.2f}"
+        cells = [f"{seconds:.2f} | {took.scheduled / seconds:.2f}" if seconds else " | " for seconds in beside]
+        times = f"{took.scheduled:.2f} | {took.seconds:.2f} | {share:.0%} | {' | '.join(cells)}"
         print(f"{first}| {times} |", flush=True)
-    if ratios:
-        print(f"\nGeometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}, worst {max(ratios):.2f}.")
+        for of, seconds in zip(ratios.values(), beside, strict=True):
+            of += [took.scheduled / seconds] if seconds else []
+    print()
+    for beside, of in ratios.items():
+        if of:
+            mean = math.exp(sum(map(math.log, of)) / len(of))
+            print(f"Beside {beside}: geometric mean {mean:.2f} over {len(of)}, worst {max(of):.2f}.")
+
+
+def _compiled(row: Row, cache: Path | None) -> tuple[Plan, float, Answer]:
+    """The plan of a row, the seconds that planning took, and what the compiler made of it."""
+    model, mesh = decoder(row.rows * row.chips, row.seq, **row.sizes), row.column.mesh()
+    step = autoshard.jit(model.step(), mesh=mesh, donate_argnums=0)
+    start = time.perf_counter()
+    plan = step.plan(*abstract(model))
+    planned = time.perf_counter() - start
+    found = answer(step.lower(*abstract(model)), plan.mesh, cache, options=str(sorted(plan.compiler_options)))
+    assert found is not None
+    return plan, planned, found
+
+
+def _scheduled(folder: Path, row: Row, mesh: LogicalMesh) -> float | None:
+    """Seconds of MaxText's own step; None where it was not compiled, or refused for memory."""
+    path = file_of(folder, f"{row.name} {row.slice}")
+    if not path.exists():
+        return None
+    said = json.loads(gzip.decompress(path.read_bytes()))
+    found = Answer(**said | {"text": _with_blocks(said["text"], row.seq)})
+    used = found.memory_usage(mesh)
+    assert used is not None
+    return estimate(found, mesh).scheduled if used.peak <= mesh.hardware.memory else None
+
+
+def _with_blocks(text: str, seq: int) -> str:
+    """HLO whose causal attention kernels say in their scope, as autoshard's do, how many blocks they compute."""
+    for size in set(re.findall(r'block_q\\?": (\d+)', text)):
+        blocks = seq // int(size)
+        scope = f"splash_blocks_{blocks * (blocks + 1) // 2}_of_{blocks**2}"
+        text = text.replace("jit(_splash_attention)/", f"{scope}/jit(_splash_attention)/")
+    return text
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ class Transformer:
     vocab: int = 0
     kv_heads: int = 0
     """Heads of keys and values; 0: as many as of queries."""
+    head_width: int = 0
+    """0: the width over the heads."""
     gated: bool = False
     """Three products with a silu gate, root-mean-square norms and rotary positions; else two with a gelu."""
     experts: int = 0
@@ -104,7 +106,7 @@ class Transformer:
     def block(self, *, causal: bool = True, crossed: bool = False) -> Tree:
         """Parameters of one block; ``crossed``: it also looks at another sequence."""
         del causal
-        width, head = self.width, self.width // self.heads
+        width, head = self.width, self.head_width or self.width // self.heads
         keys = self.kv_heads or self.heads
         attention = {
             "norm": Named((width,), ("embed",)),

@@ -52,15 +52,15 @@ def _cudnn_seconds(instruction: Instruction, computation: Computation, hardware:
 def _splash_seconds(
     instruction: Instruction, computation: Computation, hardware: Hardware, kernel: re.Match[str]
 ) -> float:
-    """Its operands are block tables of integers, and then queries, keys and values: [heads, length, width]."""
+    """Its operands are block tables of integers, and then queries, keys and values: [*batch, heads, length, width]."""
     arrays = [_ARRAY.search(computation.instructions[name].shape) for name in instruction.names]
     floats = [(a[1], _ints(a[2])) for a in arrays if a and not a[1].startswith(("s", "u", "pred"))]
-    (dtype, (heads, rows, width)), (_, (*_, cols, _)), (_, (*_, value_width)) = floats[:3]
+    (dtype, (*heads, rows, width)), (_, (*_, cols, _)), (_, (*_, value_width)) = floats[:3]
     phase = kernel[3]
     if phase == "dkv" and len(_ARRAY.findall(instruction.shape)) > 2:
         phase = "dq and dkv"
     own, values = _SPLASH_PRODUCTS[phase]
-    flops = 2.0 * heads * rows * cols * (own * width + values * value_width)
+    flops = 2.0 * math.prod(heads) * rows * cols * (own * width + values * value_width)
     share = _share(hardware, "splash", backward=phase != "fwd")
     computed = int(kernel[1]) / int(kernel[2])
     length = KERNELS["splash"].block(rows, cols, backward=phase in {"dkv", "dq and dkv"})[1]

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autoshard.errors import AutoshardError, MemoryBudgetError, SpecError
@@ -32,6 +32,10 @@ MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for micro-batches to be tried."""
 
 
+class _TooSlow(Exception):
+    """In fewer micro-batches the fastest layout does not fit, and in these it is slower than what fits."""
+
+
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
     """Plans ``traced`` within the memory budget. Where nothing fits, or memory costs more time than the optimizer's
     state would take to come from the host and go back, that state is kept on the host if the step is faster so.
@@ -43,17 +47,21 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
     Raises:
       MemoryBudgetError: nothing fits.
     """
+    free_seconds = functools.cache(functools.partial(_seconds_without_budget, traced, options))
     try:
-        planned = _plan_on_device(traced, options, to_beat)
+        planned = _plan_on_device(traced, options, to_beat, free_seconds)
     except MemoryBudgetError as e:
         planned, why = None, e
     else:
-        if not _may_be_faster_offloaded(traced, planned, options):
+        may_help = _may_be_faster_offloaded(traced, planned, options, free_seconds)
+        if not (may_help and _offload_frees_passes(traced, planned, options)):
             return planned
         why = f"the fastest plan takes {time_text(planned.plan.cost.seconds)}"
     with contextlib.suppress(MemoryBudgetError):
         if options.offload is not None and _offloaded_bytes(traced, options):
-            found = _plan_on_device(traced, options.with_offload(), to_beat)
+            offloading = options.with_offload()
+            free_seconds = functools.cache(functools.partial(_seconds_without_budget, traced, offloading))
+            found = _plan_on_device(traced, offloading, to_beat, free_seconds)
             if planned is None or _preference(found.plan) < _preference(planned.plan):
                 return _with_note(traced, found, options.offload, why, _host_text(found.plan))
     if planned is None:
@@ -62,7 +70,14 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
     return planned
 
 
-def _may_be_faster_offloaded(traced: Program, planned: Planned, options: Options) -> bool:
+def _seconds_without_budget(traced: Program, options: Options) -> float:
+    """Seconds of the fastest layout, whatever memory it takes."""
+    return plan_program(traced, options.passes, replace(options.request, memory_budget=math.inf)).plan.cost.seconds
+
+
+def _may_be_faster_offloaded(
+    traced: Program, planned: Planned, options: Options, free_seconds: Callable[[], float]
+) -> bool:
     """Whether memory makes ``planned`` slower by more than the optimizer's state takes over the host's link."""
     bandwidth, short = traced.mesh.hardware.host_bandwidth, _memory_bound(planned.plan)
     changed = [p.written for p in planned.plan.passes] != [str(p) for p in options.passes]
@@ -71,8 +86,29 @@ def _may_be_faster_offloaded(traced: Program, planned: Planned, options: Options
     transfers = 2 * _offloaded_bytes(traced, options) / traced.mesh.size / bandwidth
     if not 0 < transfers < planned.plan.cost.seconds:
         return False
-    free = plan_program(traced, options.passes, replace(options.request, memory_budget=math.inf))
-    return free.plan.cost.seconds + transfers < planned.plan.cost.seconds
+    return free_seconds() + transfers < planned.plan.cost.seconds
+
+
+def _offload_frees_passes(traced: Program, planned: Planned, options: Options) -> bool:
+    """Whether, with the optimizer's state on the host, a layout faster than that of ``planned`` may fit, or passes that
+    save less memory and take less time: the next less saving sequence that fits, with whichever optional pass, says so.
+    """
+    plan, less = planned.plan, options.with_offload()
+    written = {p.written for p in plan.passes}
+    sequences = [options.passes, *memory_saving_sequences(traced, options)]
+    chosen = max((i for i, passes in enumerate(sequences) if written.issuperset(map(str, passes))), default=0)
+    in_parts = options.microbatch is not None and any(p.name == options.microbatch.name for p in plan.passes)
+    if in_parts or _memory_bound(plan) or chosen == 0:
+        return True
+    less_saving = [less.passes, *memory_saving_sequences(traced, less)][:chosen]
+    request = replace(options.request, memory_budget=plan.memory_budget)
+    saving = _with_optional(traced, (), options, saving=True, batch_axes=_batch_axes(plan))
+    for optional in ((), *saving):
+        with contextlib.suppress(MemoryBudgetError):
+            for passes in reversed(less_saving):
+                if plan_program(traced, (*optional, *passes), request).plan.cost.seconds < plan.cost.seconds:
+                    return True
+    return False
 
 
 def _offloaded_bytes(traced: Program, options: Options) -> int:
@@ -88,7 +124,7 @@ def _host_text(plan: PlanRecord) -> str:
     return f"; {size} per device are on the host, and take {seconds} a call to come and go"
 
 
-def _plan_on_device(traced: Program, options: Options, to_beat: float) -> Planned:
+def _plan_on_device(traced: Program, options: Options, to_beat: float, free_seconds: Callable[[], float]) -> Planned:
     """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
 
     Below the threshold XLA compiles the plan as it is; above it, XLA recomputes values of its own choice.
@@ -101,11 +137,15 @@ def _plan_on_device(traced: Program, options: Options, to_beat: float) -> Planne
     threshold = traced.mesh.hardware.remat_threshold
     if threshold < budget_of(options.request, traced):
         with contextlib.suppress(MemoryBudgetError):
-            return _plan_in_parts(traced, options, replace(options.request, memory_budget=threshold), to_beat)
-    return _plan_in_parts(traced, options, options.request, to_beat)
+            return _plan_in_parts(
+                traced, options, replace(options.request, memory_budget=threshold), to_beat, free_seconds
+            )
+    return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
 
 
-def _plan_in_parts(traced: Program, options: Options, request: PlanRequest, to_beat: float) -> Planned:
+def _plan_in_parts(
+    traced: Program, options: Options, request: PlanRequest, to_beat: float, free_seconds: Callable[[], float]
+) -> Planned:
     """Plans ``traced`` within the budget of ``request``, in as many micro-batches as the user asked for. Where that is
     open and memory makes the step slower, or nothing fits, the fewest with which nothing is recomputed are tried; where
     nothing fits, the fewest with passes that save memory too. The fastest plan is returned.
@@ -127,7 +167,7 @@ def _plan_in_parts(traced: Program, options: Options, request: PlanRequest, to_b
         return _plan_staged(traced, options, request, to_beat)
     try:
         whole, is_short = _plan_within_budget(traced, options, request)
-        if not is_short or not _is_slowed(whole, options, request):
+        if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * free_seconds():
             return whole
         fitting, why = [whole], f"the fastest plan takes {time_text(whole.plan.cost.seconds)}"
     except MemoryBudgetError as e:
@@ -141,7 +181,10 @@ def _plan_in_parts(traced: Program, options: Options, request: PlanRequest, to_b
         *_, passes = options.passes, *(memory_saving_sequences(program, options) if saving else ())
         with contextlib.suppress(MemoryBudgetError):
             planned = plan_program(program, passes, asked)
-            return planned if saving or not _memory_bound(planned.plan) else None
+            if saving or not _memory_bound(planned.plan):
+                return planned
+            if fitting and planned.plan.alternatives[0].seconds >= fitting[0].plan.cost.seconds:
+                raise _TooSlow
         return None
 
     def enough(parts: Pass, *, saving: bool) -> bool:
@@ -155,7 +198,7 @@ def _plan_in_parts(traced: Program, options: Options, request: PlanRequest, to_b
         return variants[n : n + 1]
 
     note = functools.partial(_with_note, traced)
-    with contextlib.suppress(SpecError):
+    with contextlib.suppress(SpecError, _TooSlow):
         for parts in fewest(saving=False):
             if (planned := in_parts(parts, saving=False)) is not None:
                 fitting += [note(p, parts, why) for p in (planned, *_with_faster_passes(planned, options, request))]
@@ -228,12 +271,6 @@ def _with_faster_passes(planned: Planned, options: Options, request: PlanRequest
     for passes in _with_optional(planned.traced, options.passes, options, saving=False, batch_axes=axes):
         with contextlib.suppress(MemoryBudgetError):
             yield plan_program(planned.traced, passes, asked)
-
-
-def _is_slowed(planned: Planned, options: Options, request: PlanRequest) -> bool:
-    """Whether memory makes a plan slower than that of the same step without a budget."""
-    free = plan_program(planned.traced, options.passes, replace(request, memory_budget=math.inf))
-    return planned.plan.cost.seconds > (1 + MIN_GAIN) * free.plan.cost.seconds
 
 
 def _plan_within_budget(traced: Program, options: Options, request: PlanRequest) -> tuple[Planned, bool]:
