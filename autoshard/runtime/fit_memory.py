@@ -32,10 +32,6 @@ MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for micro-batches to be tried."""
 
 
-class _TooSlow(Exception):
-    """In fewer micro-batches the fastest layout does not fit, and in these it is slower than what fits."""
-
-
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
     """Plans ``traced`` within the memory budget. Where nothing fits, or memory costs more time than the optimizer's
     state would take to come from the host and go back, that state is kept on the host if the step is faster so.
@@ -173,6 +169,7 @@ def _plan_in_parts(
     except MemoryBudgetError as e:
         fitting, why = list[Planned](), e
     variants = options.microbatch.variants(traced)
+    too_slow = False  # in fewer parts the fastest layout does not fit, and in these it is slower than what fits whole
 
     def in_parts(parts: Pass, *, saving: bool) -> Planned | None:
         """The plan in ``parts``, if one fits: with the passes that save most memory, or with none of them, and then
@@ -183,13 +180,13 @@ def _plan_in_parts(
             planned = plan_program(program, passes, asked)
             if saving or not _memory_bound(planned.plan):
                 return planned
-            if fitting and planned.plan.alternatives[0].seconds >= fitting[0].plan.cost.seconds:
-                raise _TooSlow
+            nonlocal too_slow
+            too_slow = bool(fitting) and planned.plan.alternatives[0].seconds >= fitting[0].plan.cost.seconds
         return None
 
     def enough(parts: Pass, *, saving: bool) -> bool:
         try:
-            return in_parts(parts, saving=saving) is not None
+            return too_slow or in_parts(parts, saving=saving) is not None
         except SpecError:  # a preset cannot split so small a part
             return True
 
@@ -198,9 +195,9 @@ def _plan_in_parts(
         return variants[n : n + 1]
 
     note = functools.partial(_with_note, traced)
-    with contextlib.suppress(SpecError, _TooSlow):
+    with contextlib.suppress(SpecError):
         for parts in fewest(saving=False):
-            if (planned := in_parts(parts, saving=False)) is not None:
+            if not too_slow and (planned := in_parts(parts, saving=False)) is not None:
                 fitting += [note(p, parts, why) for p in (planned, *_with_faster_passes(planned, options, request))]
     with contextlib.suppress(SpecError, MemoryBudgetError):
         for parts in () if isinstance(why, str) else fewest(saving=True):
