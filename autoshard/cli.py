@@ -242,7 +242,7 @@ def generate_command(
     step: Annotated[int | None, typer.Option(help="Of the run's checkpoint; the newest if absent.")] = None,
     mesh: MeshOption = None,
 ) -> None:
-    """Make tokens with the decoder of a training run, from its newest checkpoint, or with a published model.
+    """Make tokens with the model of a training run, from its newest checkpoint, or with a published model.
 
     The prompt is read in one step, then a token is made a step, on the mesh of the run's last phase. Of a run on text
     tokens are bytes; of others, and of published models, they are numbers, with --ids.

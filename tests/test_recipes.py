@@ -9,9 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from etils import epath
+from flax import nnx
 
+from autoshard import checkpoint
+from autoshard.decoding.served import of_run
+from autoshard.errors import ConfigError
+from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig, named_config
+from autoshard.train.decoder import Decoder, ModelConfig
 from autoshard.train.loop import plan_phase
+from autoshard.train.own_model import own_model
 from autoshard.train.work import work_of
 
 RECIPES = Path(__file__).parents[1] / "configs/recipes"
@@ -19,6 +27,8 @@ FULL = sorted(file.stem for file in RECIPES.glob("*-full.yaml"))
 SMALL = sorted({file.stem for file in RECIPES.glob("*.yaml")} - set(FULL))
 SLICE = ["lora"]
 """The others take a minute or two: `make recipes`."""
+WRITERS = ["baichuan", "deepseek", "ernie", "gpt", "llama3", "mixtral", "qwen3", "sft"]
+"""Those whose models make tokens."""
 STEPS, RTOL = 3, 1e-5
 KEY_BIAS = ("['bk']", "['bq']")
 """A key's bias adds the same to all scores of a query: its gradient is zero, and its moments are what rounding leaves
@@ -75,3 +85,42 @@ def test_a_full_size_is_a_valid_configuration_and_traces(name: str):
             (x.shape, x.dtype) for x in jax.tree.leaves(state)
         ]
         assert metrics["loss"].shape == ()
+
+
+def logits_of(config: TrainConfig, state: Any, tokens: np.ndarray) -> np.ndarray:
+    """Without a cache. tokens: int [row, position] -> [row, position, vocabulary]."""
+    if isinstance(config.model, ModelConfig):
+        model = Decoder(config.model, nnx.Rngs(0))
+        nnx.update(model, state["params"])
+        return np.asarray(model(tokens))
+    model = own_model(config.model, work_of(config).batches.like)
+    return np.asarray(model.apply(state["params"], state["rest"], {"inputs": tokens}, None)[0])
+
+
+@pytest.mark.parametrize("name", WRITERS if os.environ.get("AUTOSHARD_RECIPES") == "all" else ["llama3", "mixtral"])
+def test_a_run_goes_on_from_a_prompt(name: str, tmp_path: Path):
+    """With the cache that the model has, or with its tokens for one: the best by all logits, one after the other."""
+    config = named_config(RECIPES / f"{name}.yaml")
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"dir": str(tmp_path)})})
+    state = jax.jit(work_of(config).steps.init)(jax.random.key(0))
+    checkpoint.save(RunFolder(epath.Path(tmp_path)).checkpoints, 5, state, wait=True)
+    served = of_run(config)
+    prompt = served.prompt(None, [3, 1, 4, 1], 2)
+    texts = ["".join(parts) for parts in zip(*served.pieces(served.generator(), prompt, 5, 0), strict=True)]
+    tokens = np.pad(prompt, ((0, 0), (0, 5)))
+    for at in range(4, 9):
+        tokens[:, at] = logits_of(config, state, tokens)[:, at - 1].argmax(-1)
+    assert [text.split() for text in texts] == tokens[:, 4:].astype(str).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("t5", r"the run's inputs are int32\[16, 16\], int32\[16, 8\], and what makes tokens has tokens"),
+        ("vit", r"the run's inputs are float32\[16, 8, 8, 3\]"),
+        ("lora", "a step of one's own, whose model is not known: give a step with a cache to autoshard.generate"),
+    ],
+)
+def test_what_makes_no_tokens(name: str, why: str):
+    with pytest.raises(ConfigError, match=why):
+        of_run(named_config(RECIPES / f"{name}.yaml"))

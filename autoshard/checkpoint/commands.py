@@ -48,9 +48,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @checkpoint_app.command("inspect")
-def inspect_command(path: Source, step: Step = None, as_json: AsJson = False) -> None:
-    """Print every leaf of a checkpoint with its dtype and shape; reads no array."""
-    found = open_contents(path, step)
+def inspect_command(
+    path: Source,
+    step: Step = None,
+    as_json: AsJson = False,
+    ignore: Ignore = None,
+    rename: Rename = None,
+    cast: Cast = None,
+) -> None:
+    """Print every leaf of a checkpoint with its dtype and shape, as `convert` would write it; reads no array."""
+    found = open_contents(path, step, selection_of(ignore or (), rename or (), cast or ()))
     leaves = [
         {"name": c.name, "dtype": c.leaf.dtype, "shape": c.leaf.shape, "bytes": leaf_bytes(c.leaf)}
         for c in found.leaves

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from autoshard.checkpoint.manifest import LeafEntry
 from autoshard.errors import CheckpointError, nearest
@@ -27,6 +27,11 @@ class RestoreOptions:
     cast: bool = False
     missing: str = "error"
     extra: str = "error"
+
+    @classmethod
+    def of(cls, ignore: Iterable[str], rename: Rename | None, cast: bool, missing: str, extra: str) -> Self:
+        """As readers take them, in their order; ``ignore`` is any iterable but text."""
+        return cls(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)
 
     def __post_init__(self) -> None:
         if self.missing not in ("error", "init", "keep"):

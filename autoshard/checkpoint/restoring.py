@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -84,9 +84,9 @@ class RestoreReport:
       (3, {'epoch': 1})
     """
 
-    step: int | None
+    step: int | None = None
     """None for files that have no steps."""
-    leaves: tuple[LeafReport, ...]
+    leaves: tuple[LeafReport, ...] = ()
     """In the order of the restored state's leaves."""
     left_out: tuple[LeftOut, ...] = ()
     """Saved leaves that were not restored, in the order in which they were saved."""
@@ -125,6 +125,25 @@ def planned_state(plan: CheckpointPlan) -> Any:
     if not len(plan.in_avals):
         raise CheckpointError("the plan's step takes no argument, so it has no state")
     return plan.in_avals[0]
+
+
+def restored(
+    stored: StoredLeaves,
+    plan: CheckpointPlan | None,
+    like: Any,
+    options: RestoreOptions,
+    fallback: Any,
+    about: RestoreReport | None,
+) -> Any:
+    """What a reader gives: a state, and where ``about`` says what else is known of it, a pair of it and its report.
+
+    Raises:
+      CheckpointError: a plan and ``like``; stored leaves of another state, in what the options do not forgive.
+    """
+    if plan is not None and like is not None:
+        raise CheckpointError("give a plan or `like`, not both: each says structure and shardings")
+    state, leaves, left_out = restore_from(stored, plan, like, options, fallback)
+    return state if about is None else (state, replace(about, leaves=tuple(leaves), left_out=tuple(left_out)))
 
 
 def restore_from(

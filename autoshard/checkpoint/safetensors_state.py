@@ -19,7 +19,7 @@ from autoshard.checkpoint.leaves import flatten_state, key_dtype, key_words
 from autoshard.checkpoint.manifest import LeafEntry, absolute_path, first_line
 from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names, renamed_leaves
 from autoshard.checkpoint.pieces import ToRead, read
-from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
+from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restored
 from autoshard.checkpoint.tensor_files.digests import digest_text, without_digests
 from autoshard.checkpoint.tensor_files.headers import CODES, INDEX, TensorSet, open_tensors
 from autoshard.checkpoint.tensor_files.reading import TensorFiles
@@ -165,13 +165,9 @@ def from_safetensors(
       >>> autoshard.checkpoint.from_safetensors(folder, like=like, rename={"model.weight": "w"})["w"].shape
       (2, 4)
     """
-    if plan is not None and like is not None:
-        raise CheckpointError("from_safetensors takes a plan or `like`, not both")
-    options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)
-    stored, metadata = open_safetensors(dir)
-    state, leaves, left_out = restore_from(stored, plan, like, options, fallback)
-    done = RestoreReport(None, tuple(leaves), tuple(left_out), dict(metadata))
-    return (state, done) if report else state
+    options = RestoreOptions.of(ignore, rename, cast, missing, extra)
+    stored, text = open_safetensors(dir)
+    return restored(stored, plan, like, options, fallback, RestoreReport(extra=dict(text)) if report else None)
 
 
 def open_safetensors(dir: epath.PathLike) -> tuple[StoredLeaves, dict[str, str]]:

@@ -45,7 +45,7 @@ from autoshard.checkpoint.matching import match_leaves, misfit_text
 from autoshard.checkpoint.names import Rename, RestoreOptions, leaf_names
 from autoshard.checkpoint.orbax_folders import find_orbax
 from autoshard.checkpoint.pieces import ToRead, read, uses
-from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, planned_state, restore_from
+from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, planned_state, restored
 from autoshard.errors import CheckpointError
 from autoshard.runtime import nnx
 from autoshard.shared_folder import held, in_first
@@ -224,15 +224,12 @@ def restore(
       >>> state["blocks"][1].shape, str(report.leaves[0])
       ((4,), 'blocks/0 float32[4]: a layer of layers')
     """
-    if plan is not None and like is not None:
-        raise CheckpointError("restore takes a plan or `like`, not both: each gives a structure and shardings")
-    options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)  # type: ignore[arg-type]
+    options = RestoreOptions.of(ignore, rename, cast, missing, extra)
     found = open_checkpoint(dir, step)
-    state, leaves, left_out = restore_from(found.stored, plan, like, options, fallback)
-    done = RestoreReport(
-        found.step, tuple(leaves), tuple(left_out), found.extra, found.fingerprint, found.plan, found.versions
+    about = RestoreReport(
+        found.step, extra=found.extra, fingerprint=found.fingerprint, plan=found.plan, versions=found.versions
     )
-    return (state, done) if report else state
+    return restored(found.stored, plan, like, options, fallback, about if report else None)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from flax import nnx
 from autoshard.decoding.generator import CachedStep, NewCache
 from autoshard.errors import ConfigError
 from autoshard.train.decoder import Decoder, ModelConfig
+from autoshard.train.own_model import Model
+from autoshard.train.precision import Precision
 from autoshard.train.sources import Tree
 from autoshard.weights.models import decoder, mla
 from autoshard.weights.pretrained import Pretrained
@@ -44,6 +46,50 @@ def of_config(config: ModelConfig) -> CachedModel:
         return {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
 
     return CachedModel(step, new_cache)
+
+
+def of_own(model: Model, precision: Precision) -> CachedModel:
+    """A model of one's own; its parameters are a dict of what a run's state has as ``params`` and ``rest``.
+
+    One without a step that has a cache has the tokens for a cache, and reads all of them anew for each: what follows a
+    position must not change what is before it, as nothing does in a causal model.
+
+    Raises:
+      ConfigError: it does not give logits for tokens; when it is traced.
+    """
+
+    def step(params: Tree, cache: Tree, tokens: jax.Array, position: Any) -> tuple[jax.Array, Tree]:
+        held = precision.cast(params["params"])
+        if model.cached is not None:
+            return model.cached[0](held, cache, tokens, position)
+        cache = jax.lax.dynamic_update_slice_in_dim(cache, tokens, position, 1)
+        logits = model.apply(held, params["rest"], {"inputs": cache}, None)[0]
+        if not hasattr(logits, "shape") or logits.shape[:-1] != cache.shape:
+            raise ConfigError(
+                f"for tokens {list(cache.shape)} the model gives {jax.tree.map(jnp.shape, logits)}, and what makes "
+                "tokens gives logits [rows, positions, vocabulary]"
+            )
+        return jax.lax.dynamic_index_in_dim(logits, position + tokens.shape[1] - 1, 1, keepdims=False), cache
+
+    def new_cache(params: Tree, rows: int, length: int) -> Tree:
+        if model.cached is not None:
+            return model.cached[1](precision.cast(params["params"]), rows, length)
+        return jnp.zeros((rows, length), jnp.int32)
+
+    return CachedModel(step, new_cache)
+
+
+def vocabulary(model: CachedModel, params: Tree) -> int:
+    """How many tokens a model knows.
+
+    Raises:
+      ConfigError: it gives no logits for tokens.
+    """
+
+    def logits(params: Tree) -> jax.Array:
+        return model.step(params, model.new_cache(params, 1, 1), jnp.zeros((1, 1), jnp.int32), 0)[0]
+
+    return jax.eval_shape(logits, params).shape[-1]
 
 
 def of_pretrained(model: Pretrained) -> CachedModel:

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
 from autoshard import checkpoint
 from autoshard.decoding.generator import Generator, generate
-from autoshard.decoding.models import CachedModel, of_config, of_pretrained
+from autoshard.decoding.models import CachedModel, of_config, of_own, of_pretrained, vocabulary
 from autoshard.errors import ArgumentError, CheckpointError, ConfigError
 from autoshard.plan.record import PlanRecord
 from autoshard.runs.run_folder import RunFolder
+from autoshard.train.calls import Call
 from autoshard.train.config import DataConfig, TrainConfig
 from autoshard.train.decoder import ModelConfig, Tree
 from autoshard.train.loop import plan_phase
+from autoshard.train.own_model import inputs_of, own_model
+from autoshard.train.precision import Precision
 from autoshard.train.work import computed_model, work_of
 from autoshard.weights.pretrained import open_pretrained
 
@@ -52,7 +56,7 @@ class Served:
                 "this model's tokens are those of a tokenizer, which is not read: give their numbers with --ids"
             )
         tokens = np.array(list(text.encode()) if text is not None else ids, np.int64)
-        vocab = self.params["embed"].shape[0]
+        vocab = vocabulary(self.model, self.params)
         if not tokens.size:
             raise ArgumentError("the prompt is empty: give it one token at least")
         if tokens.min() < 0 or tokens.max() >= vocab:
@@ -77,28 +81,43 @@ class Served:
 
 
 def of_run(config: TrainConfig, step: int | None = None) -> Served:
-    """The decoder of a training run, with the parameters of a checkpoint, the newest one if no step is named.
+    """The model of a training run, with the parameters of a checkpoint, the newest one if no step is named.
 
     Raises:
-      ConfigError: the run has a model of one's own.
+      ConfigError: the run has a step of one's own, or a model that is not one of tokens.
       CheckpointError: there is no such checkpoint; when parameters are read.
     """
-    if not isinstance(config.model, ModelConfig):
+    if config.model is None:
         raise ConfigError(
-            "the run has a model of one's own, whose step with a cache is not known: give it to autoshard.generate"
+            "the run has a step of one's own, whose model is not known: give a step with a cache to autoshard.generate"
         )
     folder = RunFolder(epath.Path(config.checkpoint.dir)).checkpoints
-    state = jax.eval_shape(work_of(config).steps.init, jax.eval_shape(lambda: jax.random.key(0)))
+    work = work_of(config)
+    state = jax.eval_shape(work.steps.init, jax.eval_shape(lambda: jax.random.key(0)))
+    if own := isinstance(config.model, Call):
+        model = _own(config, config.model, work.batches.like)
+    else:
+        model = of_config(computed_model(config))
+    params = {name: state[name] for name in ("params", "rest")} if own else state["params"]
 
     def read(like: Tree) -> Tree:
         saved = checkpoint.latest(folder) if step is None else step
         if saved is None:
             raise CheckpointError(f"{folder} has no checkpoint: train first, with autoshard train")
-        return checkpoint.restore(folder, saved, like={"params": like}, extra="ignore")["params"]
+        found = checkpoint.restore(folder, saved, like=like if own else {"params": like}, extra="ignore")
+        return found if own else found["params"]
 
     mesh = config.all_phases[-1].mesh
-    of_text = isinstance(config.data, DataConfig)
-    return Served(of_config(computed_model(config)), state["params"], read, mesh, of_text)
+    return Served(model, params, read, mesh, isinstance(config.data, DataConfig))
+
+
+def _own(config: TrainConfig, call: Call, batch: Tree) -> CachedModel:
+    inputs = jax.tree.leaves(inputs_of(batch))
+    if len(inputs) != 1 or len(inputs[0].shape) != 2 or not jnp.issubdtype(inputs[0].dtype, jnp.integer):
+        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in inputs)
+        raise ConfigError(f"the run's inputs are {found}, and what makes tokens has tokens [rows, positions]")
+    precision = Precision(params=None) if config.precision is None else config.precision.precision
+    return of_own(own_model(call, batch), precision)
 
 
 def of_folder(folder: Path, mesh: Any = None) -> Served:

@@ -33,6 +33,8 @@ class Model:
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
     apply: Callable[[Tree, Tree, Tree, jax.Array | None], tuple[Any, Tree]]
+    cached: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    """What `autoshard.generate` takes, where the model decodes with a cache."""
 
 
 def inputs_of(batch: Tree) -> Any:
@@ -80,11 +82,12 @@ def own_model(call: Call, batch: Tree) -> Model:
         return _nnx_model(made)
     if isinstance(found, linen.Module):
         return _linen_model(found, batch)
-    if isinstance(found, tuple) and len(found) == 2 and all(map(callable, found)):
+    if isinstance(found, tuple) and len(found) in (2, 4) and all(map(callable, found)):
         return _plain_model(*found)
     raise ConfigError(
         f"model: {call.call} gives a {type(found).__name__}; a model is a Flax NNX or Linen module, or a pair of "
-        "functions: init(key) -> params, and apply(params, inputs) -> outputs"
+        "functions: init(key) -> params, and apply(params, inputs) -> outputs; two more, where it decodes with a "
+        "cache: step(params, cache, tokens, position) -> logits, cache, and new_cache(params, rows, length)"
     )
 
 
@@ -147,8 +150,11 @@ def _mode_options(call: Callable[..., Any]) -> Callable[[bool], dict[str, Any]]:
     return lambda training: {name: training != no for name, no in negated.items() if name in names}
 
 
-def _plain_model(init: Callable[[jax.Array], Tree], apply: Callable[[Tree, Any], Any]) -> Model:
-    return Model(lambda key: (init(key), {}), lambda params, rest, batch, _: (apply(params, inputs_of(batch)), rest))
+def _plain_model(init: Callable[..., Tree], apply: Callable[..., Any], *cached: Callable[..., Any]) -> Model:
+    def outputs(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Tree]:
+        return apply(params, inputs_of(batch)), rest
+
+    return Model(lambda key: (init(key), {}), outputs, (cached[0], cached[1]) if cached else None)
 
 
 def cross_entropy(outputs: Any, batch: Tree) -> jax.Array:

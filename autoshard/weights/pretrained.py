@@ -18,7 +18,7 @@ from autoshard.checkpoint.leaves import flatten_state
 from autoshard.checkpoint.manifest import LeafEntry
 from autoshard.checkpoint.names import NamedLeaf, Rename, RestoreOptions, leaf_names, nested
 from autoshard.checkpoint.pieces import Piece, ToRead
-from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restore_from
+from autoshard.checkpoint.restoring import CheckpointPlan, RestoreReport, StoredLeaves, restored
 from autoshard.checkpoint.safetensors_state import TensorsToWrite, open_safetensors, write_tensors
 from autoshard.errors import CheckpointError, nearest
 from autoshard.weights.family import Family, Settings, TensorRow, family_of, read_config
@@ -91,12 +91,9 @@ class Pretrained:
         Raises:
           CheckpointError: weights of another tree, in what the options do not forgive, or damaged files.
         """
-        if plan is not None and like is not None:
-            raise CheckpointError("read takes a plan or `like`, not both")
         example = self.abstract if plan is None and like is None else like
-        options = RestoreOptions(ignore if isinstance(ignore, str) else tuple(ignore), rename, cast, missing, extra)
-        state, leaves, left_out = restore_from(self.stored, plan, example, options, fallback)
-        return (state, RestoreReport(None, tuple(leaves), tuple(left_out))) if report else state
+        options = RestoreOptions.of(ignore, rename, cast, missing, extra)
+        return restored(self.stored, plan, example, options, fallback, RestoreReport() if report else None)
 
 
 def open_pretrained(dir: str | Path, *, family: Family | None = None) -> Pretrained:

@@ -6,6 +6,7 @@ those of a ``config.json``, or of what of it matters here.
 
 import fnmatch
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ def settings_of(config):
 
 def make(*, config, sizes=None, without=(), grid=None):
     """``init(key)`` -> weights, ``apply(weights, inputs)`` -> logits. Inputs of several arrays are a dictionary.
+
+    Decoders also have a step with a cache and what makes one, for ``autoshard generate``.
 
     Args:
       config: as a ``config.json``.
@@ -66,4 +69,6 @@ def make(*, config, sizes=None, without=(), grid=None):
             return logits(settings, weights, **inputs, **given)
         return logits(settings, weights, inputs)
 
+    if family.model == "decoder":
+        return init, apply, partial(decoder.step, settings), partial(decoder.new_cache, settings)
     return init, apply

@@ -32,7 +32,7 @@ def lora(*, config, targets, rank=8, scale=2.0, rate=1e-3, eps=1e-8, dtype="floa
     Args:
       targets: the weights that are adapted, by their names in ``configs/weights/``.
     """
-    new, logits = make(config=config)
+    new, logits, *_ = make(config=config)
     family, letters = family_of(config), family_of(config).known_sizes(config)
     adapters, own = Precision(), {row.leaf: row.layout.leaf for row in family.rows}
     optimizer = optax.adam(rate, eps=eps)
@@ -70,7 +70,7 @@ def lora(*, config, targets, rank=8, scale=2.0, rate=1e-3, eps=1e-8, dtype="floa
 
 def dpo(*, config, beta=0.1, rate=1e-3, eps=1e-8, dtype="float32"):
     """Preferences by the odds of two answers against those of a frozen reference (arXiv:2305.18290)."""
-    new, logits = make(config=config)
+    new, logits, *_ = make(config=config)
     precision, optimizer = trained(dtype, rate, eps)
 
     def init(key):

@@ -87,6 +87,29 @@ def test_plain_orbax_restores_what_is_written_for_it(tmp_path: Path) -> None:
     assert (found["params"]["b"].tolist(), found["step"]) == ([1, 1, 1], 7)
 
 
+def test_a_manager_restores_what_is_written_as_an_item_of_a_step(tmp_path: Path) -> None:
+    """MaxText's way: ``DIR/STEP/items`` has one tree, with the parameters under ``params/params``."""
+    path = written(tmp_path, "autoshard", state())
+    rename = ["--rename", "params/*=params/params/decoder/*", "--ignore", "key"]
+    run("convert", path, tmp_path / "to/7/items", "--to", "orbax", *rename)
+    layers = {str(n): {"w": jnp.zeros((2, 4))} for n in range(2)}
+    goal = {"params": {"params": {"decoder": {"layers": layers, "b": jnp.zeros(3, jnp.int8)}}}, "step": 0}
+    with ocp.CheckpointManager(tmp_path / "to", item_names=("items",)) as manager:
+        assert manager.latest_step() == 7
+        found = manager.restore(7, args=ocp.args.Composite(items=ocp.args.PyTreeRestore(goal)))["items"]
+    for n, layer in enumerate(state()["params"]["layers"]):
+        assert found["params"]["params"]["decoder"]["layers"][str(n)]["w"].tolist() == layer["w"].tolist()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        some = {"params": goal["params"]}
+        part = checkpointer.restore(
+            tmp_path / "to/7/items",
+            item=some,
+            transforms={},
+            restore_args=ocp.checkpoint_utils.construct_restore_args(some),
+        )
+    assert part["params"]["params"]["decoder"]["b"].tolist() == [1, 1, 1]
+
+
 def test_names_dtypes_and_what_is_left_out(tmp_path: Path) -> None:
     path = written(tmp_path, "autoshard", state())
     options = ["--rename", "params/layers/*/w=model.layers.*.weight", "--ignore", "key", "--ignore", "step"]
@@ -118,6 +141,13 @@ def test_inspect_prints_every_leaf(tmp_path: Path, format: str) -> None:
     found = json.loads(run("inspect", path, "--json"))
     assert (found["format"], found["step"]) == (format, 4 if format == "autoshard" else None)
     assert {"name": "params/b", "dtype": "int8", "shape": [3], "bytes": 3} in found["leaves"]
+
+
+def test_inspect_shows_what_convert_would_write(tmp_path: Path) -> None:
+    path = written(tmp_path, "orbax", state())
+    told = run("inspect", path, "--ignore", "key", "--rename", "params/layers/*/w=h.*", "--cast", "*.1=bfloat16")
+    assert {"h.0  float32[2,4]", "h.1  bfloat16[2,4]"} <= set(told.splitlines())
+    assert "key" not in told
 
 
 def test_diff_names_what_differs_and_by_how_much(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.decoder import Decoder, ModelConfig
 from autoshard.train.loop import plan_phase
 from autoshard.weights.models import decoder
-from tests.export.test_exported_step import ALONE
+from tests import jax_alone
 from tests.weights.published import V, publish
 
 CONFIG = """
@@ -138,9 +136,6 @@ def test_exported_steps_run_where_jax_is_alone(trained: Path, tmp_path: Path, mo
         "prefill": (state["params"], cache, prompt, key),
         "decode": (state["params"], *map(copied, first), key),
     }
-    for name, args in given.items():
-        (tmp_path / f"{name}.bin").write_bytes((tmp_path / f"{name}.jax").read_bytes())
-        np.savez(tmp_path / f"{name}.npz", *map(np.asarray, jax.tree.leaves(args)))
     assert planned.evaluate is not None
     wanted = {
         "train": planned.step(*planned.plan.put(state, batch)),
@@ -148,17 +143,11 @@ def test_exported_steps_run_where_jax_is_alone(trained: Path, tmp_path: Path, mo
         "prefill": tuple(map(copied, first)),
         "decode": prepared.decode(*prepared.decode_plan.put(*given["decode"])),
     }
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    command = [sys.executable, "-c", ALONE, str(tmp_path), *NAMES]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    steps = {name: ((tmp_path / f"{name}.jax").read_bytes(), args) for name, args in given.items()}
+    found = jax_alone.run(tmp_path, steps)
     for name, want in wanted.items():
-        leaves = jax.tree.leaves(want)
-        with np.load(tmp_path / f"{name}_out.npz") as found:
-            assert len(found) == len(leaves)
-            for n, leaf in enumerate(leaves):
-                np.testing.assert_array_equal(found[f"arr_{n}"], leaf)
+        for leaf, expected in zip(found[name], jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(leaf, expected)
 
 
 def copied(tree: Any) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import ArgumentError, ExportError
+from tests import jax_alone
 
 pytest.importorskip("flatbuffers", reason="jax.export writes with it")
 
@@ -63,21 +61,6 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "eval": (loss_of, (state()["params"], X), {"strategy": "tp"}),
     "decode": (decode, (state()["params"], cache(), jnp.arange(8) % 16), {"donate_argnums": 1}),
 }
-ALONE = """
-import sys
-import jax, numpy as np
-folder = sys.argv[1]
-for name in sys.argv[2:]:
-    exported = jax.export.deserialize(bytearray(open(f"{folder}/{name}.bin", "rb").read()))
-    abstract = exported.in_shardings_jax()[0].mesh
-    mesh = jax.make_mesh(abstract.axis_sizes, abstract.axis_names, axis_types=abstract.axis_types)
-    given = np.load(f"{folder}/{name}.npz")
-    leaves = jax.device_put([given[f"arr_{n}"] for n in range(len(given))], list(exported.in_shardings_jax(mesh)))
-    args, kwargs = jax.tree.unflatten(exported.in_tree, leaves)
-    results = jax.tree.leaves(jax.jit(exported.call)(*args, **kwargs))
-    np.savez(f"{folder}/{name}_out.npz", *map(np.asarray, results))
-assert "autoshard" not in sys.modules
-"""
 
 
 def copied(tree: Any) -> Any:
@@ -99,20 +82,10 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def test_in_a_process_that_has_jax_alone(tmp_path: Path) -> None:
-    wanted: dict[str, Any] = {}
-    for name in STEPS:
-        step, args, content = made(name)
-        (tmp_path / f"{name}.bin").write_bytes(content)
-        np.savez(tmp_path / f"{name}.npz", *map(np.asarray, jax.tree.leaves(args)))
-        wanted[name] = jax.tree.leaves(step(*copied(args)))
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    command = [sys.executable, "-c", ALONE, str(tmp_path), *STEPS]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    for name, want in wanted.items():
-        found = np.load(tmp_path / f"{name}_out.npz")
-        assert_same([found[f"arr_{n}"] for n in range(len(found))], want)
+    steps = {name: made(name) for name in STEPS}
+    found = jax_alone.run(tmp_path, {name: (content, args) for name, (_, args, content) in steps.items()})
+    for name, (step, args, _) in steps.items():
+        assert_same(found[name], step(*copied(args)))
 
 
 @pytest.mark.parametrize("name", STEPS)
