@@ -17,8 +17,8 @@ import autoshard
 from autoshard import checkpoint
 from autoshard.cli import main
 from autoshard.decoding import served
-from autoshard.errors import ArgumentError, CheckpointError, ConfigError
-from autoshard.train.config import TrainConfig, named_config
+from autoshard.errors import ArgumentError, CheckpointError
+from autoshard.train.config import named_config
 from autoshard.train.decoder import Decoder, ModelConfig
 from autoshard.train.loop import plan_phase
 from autoshard.weights.models import decoder
@@ -136,6 +136,8 @@ def test_exported_steps_run_where_jax_is_alone(trained: Path, tmp_path: Path, mo
         "prefill": (state["params"], cache, prompt, key),
         "decode": (state["params"], *map(copied, first), key),
     }
+    steps = {name: ((tmp_path / f"{name}.jax").read_bytes(), args) for name, args in given.items()}
+    found = jax_alone.run(tmp_path, steps)
     assert planned.evaluate is not None
     wanted = {
         "train": planned.step(*planned.plan.put(state, batch)),
@@ -143,8 +145,6 @@ def test_exported_steps_run_where_jax_is_alone(trained: Path, tmp_path: Path, mo
         "prefill": tuple(map(copied, first)),
         "decode": prepared.decode(*prepared.decode_plan.put(*given["decode"])),
     }
-    steps = {name: ((tmp_path / f"{name}.jax").read_bytes(), args) for name, args in given.items()}
-    found = jax_alone.run(tmp_path, steps)
     for name, want in wanted.items():
         for leaf, expected in zip(found[name], jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(leaf, expected)
@@ -163,9 +163,3 @@ def test_what_cannot_be_served(tmp_path: Path) -> None:
         next(run.pieces(generator, prompt, 2, 0))
     with pytest.raises(ArgumentError, match="the prompt is empty"):
         run.prompt("", [], 1)
-    own = TrainConfig.model_validate(
-        {"model": {"call": "a:b"}, "data": {"call": "a:c"}, "batch": 8, "mesh": {"axes": {"data": 8}}, "steps": 1,
-         "checkpoint": {"dir": str(tmp_path)}}
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="give it to autoshard.generate"):
-        served.of_run(own)
