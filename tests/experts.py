@@ -65,8 +65,10 @@ SPELLED: Mapping[str, Callable[[Params, Any, int], Any]] = {
 }
 
 
-def arrays(tokens: int, width: int, hidden: int, groups: int, *, bias: bool = False) -> tuple[dict[str, Any], Any]:
-    """Parameters and tokens. The gate prefers some experts, and never chooses the last one."""
+def arrays(
+    tokens: int, width: int, hidden: int, groups: int, *, bias: bool = False, shared: bool = False
+) -> tuple[dict[str, Any], Any]:
+    """Parameters and tokens. The gate prefers some experts, and never chooses the last one; a shared expert has all."""
     rng = np.random.default_rng(0)
 
     def real(*shape: int) -> np.ndarray:
@@ -81,6 +83,8 @@ def arrays(tokens: int, width: int, hidden: int, groups: int, *, bias: bool = Fa
     if bias:
         p["bias"] = np.linspace(-0.1, 0.1, groups, dtype="float32")
         p["bias"][-1] = -2
+    if shared:
+        p |= {"shared_up": real(width, hidden), "shared_down": real(hidden, width)}
     return p, x
 
 
@@ -89,6 +93,8 @@ def gradient(experts: Callable[[Params, Any, int], Any], k: int) -> Callable[[Pa
 
     def loss(p: Params, x: Any) -> Any:
         out = experts(p, x, k)
+        if "shared_up" in p:
+            out += jax.nn.silu(x @ p["shared_up"]) @ p["shared_down"]
         return jnp.sum(out**2) / len(x), out
 
     return jax.grad(loss, argnums=(0, 1), has_aux=True)
