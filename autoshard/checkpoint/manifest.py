@@ -16,6 +16,7 @@ The array store has checksums of its own, which are checked when arrays are read
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import re
@@ -121,11 +122,15 @@ class Manifest(BaseModel):
     @classmethod
     def of(cls, leaves: Sequence[LeafEntry], extra: Mapping[str, Any], fingerprint: str | None) -> Self:
         """What is written today."""
-        versions = {name: importlib.metadata.version(name) for name in ("autoshard", "jax", "orbax-checkpoint")}
         draft = cls.model_construct(
-            version=3, fingerprint=fingerprint, extra=dict(extra), leaves=list(leaves), versions=versions
+            version=3, fingerprint=fingerprint, extra=dict(extra), leaves=list(leaves), versions=dict(_versions())
         )
         return draft.model_copy(update={"digest": manifest_digest(draft.model_dump())})
+
+
+@functools.cache  # reading them took a third of the time for which a save blocks
+def _versions() -> Mapping[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("autoshard", "jax", "orbax-checkpoint")}
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> int:
