@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from autoshard.errors import ConfigError
 from autoshard.runtime.nnx import has_modules
@@ -205,7 +206,10 @@ def make_own_steps(
         start = {**kept.init(params, optimizer), "rest": rest, "step": jnp.zeros((), jnp.int32)}
         return {**start, "key": jax.random.key_data(jax.random.fold_in(key, 1))}
 
-    def loss_of(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Any]:
+    def loss_of(
+        params: Tree, rest: Tree, batch: Tree, key: jax.Array | None, overwritten: Tree | None = None
+    ) -> tuple[Any, Any]:
+        rest = rest if overwritten is None else {**rest, OVERWRITE_WITH_GRADIENT: overwritten}
         outputs, after = model.apply(params, rest, _with_inputs(batch, kept.cast(inputs_of(batch))), key)
         if precision is not None:
             outputs = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), outputs)
@@ -216,7 +220,11 @@ def make_own_steps(
     def train(state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         gradient = kept.value_and_grad(loss_of, has_aux=True)
-        (value, (metrics, rest)), grads = gradient(state, state["rest"], batch, key)
+        overwritten = state["rest"].get(OVERWRITE_WITH_GRADIENT) if isinstance(state["rest"], dict) else None
+        (value, (metrics, rest)), grads = gradient(state, state["rest"], batch, key, overwritten=overwritten)
+        if overwritten is not None:
+            grads, after_overwritten = grads
+            rest = {**rest, OVERWRITE_WITH_GRADIENT: after_overwritten}
         after, scaling = kept.update(optimizer, state, grads)
         after |= {"rest": rest, "step": state["step"] + 1}
         norm = optax.tree.norm(grads)

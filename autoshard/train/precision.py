@@ -84,22 +84,27 @@ class Precision:
     def value_and_grad(self, loss_of: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
         """``loss_of(params, *args)`` and its gradients, as `jax.value_and_grad` gives them, of the state in place of
         the parameters: ``f(state, *args)``. Gradients are of the dtype that the optimizer updates, no longer scaled.
+
+        With ``f(state, *args, overwritten=tree)``, which ``loss_of`` gets by that name, it gives gradients and the next
+        ``tree``: the scales and histories of float8 products, which Flax gives as their gradients.
         """
 
-        def run(state: Tree, *args: Any) -> tuple[Any, Tree]:
+        def run(state: Tree, *args: Any, overwritten: Tree | None = None) -> tuple[Any, Tree]:
             scale = self._scale(state)
 
-            def scaled(params: Tree) -> tuple[jax.Array, Any]:
-                found = loss_of(self.cast(params), *args)
+            def scaled(params: Tree, overwritten: Tree | None) -> tuple[jax.Array, Any]:
+                named = {} if overwritten is None else {"overwritten": overwritten}
+                found = loss_of(self.cast(params), *args, **named)
                 loss, aux = found if has_aux else (found, None)
                 loss = loss.astype(jnp.float32)
                 return (loss if scale is None else loss * scale), (loss, aux)
 
-            (_, (loss, aux)), gradients = jax.value_and_grad(scaled, has_aux=True)(state["params"])
+            differentiated = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)
+            (_, (loss, aux)), (gradients, after) = differentiated(state["params"], overwritten)
             gradients = _cast(gradients, self.master or self.params)
             if scale is not None:
                 gradients = jax.tree.map(lambda g: g / scale.astype(g.dtype), gradients)
-            return ((loss, aux) if has_aux else loss), gradients
+            return ((loss, aux) if has_aux else loss), (gradients if overwritten is None else (gradients, after))
 
         return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,10 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+from flax.training.train_state import TrainState
 
 import autoshard
 from autoshard.errors import ArgumentError
 from autoshard.train import Precision
+from autoshard.train.config import named_config
+from autoshard.train.loop import plan_phase
+from autoshard.train.own_model import cross_entropy
+from autoshard.train.work import work_of
 
 drawn = np.random.default_rng(0)
 X, Y = (drawn.normal(size=shape).astype(np.float32) for shape in ((16, 8), (16, 4)))
@@ -135,3 +144,54 @@ def test_what_is_computed_has_the_dtype_that_is_asked_for():
 def test_what_is_no_precision_is_refused(given: Any, message: str):
     with pytest.raises(ArgumentError, match=message):
         Precision(**given)
+
+
+class Float8(linen.Module):
+    """Two products in float8 with delayed scaling."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.relu(linen.Dense(32, dot_general_cls=Fp8DirectDotGeneralOp)(x))
+        return linen.Dense(16, dot_general_cls=Fp8DirectDotGeneralOp)(x)
+
+
+def float8_rows() -> Any:
+    rng = np.random.default_rng(0)
+    return {"inputs": 3 * rng.normal(size=(16, 16)).astype("float32"), "targets": rng.integers(0, 16, 16, np.int32)}
+
+
+def test_float8_products_are_scaled_as_flax_does_it(tmp_path: Path):
+    entries = {
+        "model": {"call": "tests.train.test_precision:Float8"},
+        "data": {"call": "tests.train.test_precision:float8_rows"},
+        "optimizer": {"call": "optax:sgd", "with": {"learning_rate": 0.1}},
+        "batch": 16,
+        "mesh": {"axes": {"data": 2, "model": 4}, "hardware": "cpu"},
+        "strategy": "fsdp_tp",
+        "steps": 3,
+        "checkpoint": {"dir": str(tmp_path)},
+    }
+    (tmp_path / "train.yaml").write_text(json.dumps(entries))
+    config = named_config(tmp_path / "train.yaml")
+    work = work_of(config)
+    planned, batch = plan_phase(config, config.all_phases[0], work), float8_rows()
+    state = planned.plan.init(work.steps.init, jax.random.key(0))
+    variables = jax.device_get({"params": state["params"], **state["rest"]})
+
+    def apply(variables: Any, x: Any) -> Any:
+        return Float8().apply(variables, x)
+
+    alone = TrainState.create(apply_fn=apply, params=variables, tx=optax.sgd(0.1))
+    for _ in range(3):
+        state, metrics = planned.step(state, batch)
+        loss, grads = jax.jit(jax.value_and_grad(lambda v: cross_entropy(apply(v, batch["inputs"]), batch)))(
+            alone.params
+        )
+        alone = alone.apply_gradients(grads=grads)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    found = jax.tree.leaves_with_path({"params": state["params"], **state["rest"]})
+    for (path, x), wanted in zip(found, jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-7, err_msg=jax.tree_util.keystr(path))
+    scales = {jax.tree_util.keystr(path): float(x[0]) for path, x in found if "scale" in jax.tree_util.keystr(path)}
+    assert len(scales) == 6
+    assert all(scale != 1 for scale in scales.values())
