@@ -37,6 +37,7 @@ def test_public_objects_print_as_a_line(objects):
     assert objects["Audit"].startswith("<Audit of planned and emitted collectives: ")
     assert objects["Verification"].startswith("<Verification: 1 results equal")
     assert objects["Cost"].startswith("<Cost of a call: ")
+    assert objects["Memory"].startswith("<Memory per device: ")
     assert objects["StepProfile"].startswith("<StepProfile of ")
 
 

@@ -35,6 +35,7 @@ from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, Value
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
+from autoshard.units import size_text
 
 ON_CHIP_SHARE = 1 / 2
 """Share of the on-chip memory that holds whole buffers. The rest holds operands and results being copied in and out:
@@ -69,7 +70,7 @@ class Buffers(NamedTuple):
     """Whether XLA may keep it in on-chip memory, and it is small enough."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Memory:
     """Predicted bytes per device of one call, by role. The parts overlap: gradients are also in ``temporaries``."""
 
@@ -90,6 +91,10 @@ class Memory:
     def items(self) -> list[tuple[str, int]]:
         """Name and bytes of each part, then of the peak, and then of host memory where there is any."""
         return [(name, size) for name, size in asdict(self).items() if size or name != "host"]
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.items() if name != "peak")
+        return f"<Memory per device: {size_text(self.peak)} at the peak; {parts}>"
 
 
 class MemoryModel:

@@ -42,7 +42,7 @@ def memory_over_time(plan: PlanRecord, profile: StepProfile) -> Picture:
             line(LEFT, y(size), WIDTH - RIGHT, y(size), "grid"),
             words(LEFT - 8, y(size) + 4, size_text(size), "soft", "end"),
         ]
-    starts = [x(m.seconds) for m in profile.moments]
+    starts = [float(LEFT), *(x(m.seconds) for m in profile.moments[1:])]
     ends = [*starts[1:], x(end)]
     for i, (name, color) in enumerate(_AREAS):
         upper = [y(sum(s[: i + 1])) for s in stacks]
@@ -91,12 +91,14 @@ def _steps(pieces: Iterable[tuple[float, float, float]]) -> str:
 
 def time_axis(end: float, y: float) -> list[str]:
     """Times from the start of the step, beneath ``y``."""
-    values = tick_values(end)
-    wide = WIDTH - LEFT - RIGHT
-    return [
-        words(LEFT + wide * t / end, y + 18, time_text(t) if t else "0", "soft", "middle" if t else "start")
-        for t in values
-    ]
+    wide, parts = WIDTH - LEFT - RIGHT, list[str]()
+    for t in tick_values(end):
+        at = LEFT + wide * t / end
+        anchor = "start" if not t else "end" if at > WIDTH - 2 * RIGHT else "middle"
+        parts.append(
+            words(min(at + RIGHT, WIDTH) if anchor == "end" else at, y + 18, time_text(t) if t else "0", "soft", anchor)
+        )
+    return parts
 
 
 def _legend(names: Sequence[str]) -> list[str]:

@@ -7,28 +7,15 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.machine.collective import ALL_GATHER, COLLECTIVE_PERMUTE, CollectiveKind, collective_seconds
 from autoshard.pages.html import bar, paragraph, rows_of
-from autoshard.pages.picture import Picture, box, words
+from autoshard.pages.picture import Picture
 from autoshard.plan.decisions import PipelinePlan
 from autoshard.plan.document import plural
 from autoshard.plan.record import PlanRecord
-from autoshard.schedule.slots import Operation, label
+from autoshard.schedule.picture import blocks
 from autoshard.units import size_text, time_text
 
 MAX_TICKS_DRAWN = 128
 """Ticks of a pipeline's schedule that are drawn."""
-_ROW, _LEFT = 26, 68
-_COLORS = {
-    Operation.FORWARD: "c1",
-    Operation.BACKWARD: "c4",
-    Operation.INPUT_GRADIENT: "c4",
-    Operation.WEIGHT_GRADIENT: "c3",
-}
-_NAMES = {
-    Operation.FORWARD: "forward",
-    Operation.BACKWARD: "backward",
-    Operation.INPUT_GRADIENT: "gradient of the input",
-    Operation.WEIGHT_GRADIENT: "gradient of the weights",
-}
 _SENT: Mapping[CollectiveKind, str] = {
     COLLECTIVE_PERMUTE: "a stage hands what it computed to the next, forwards, and gradients back",
     ALL_GATHER: "weights, or their gradients, of layers that one stage keeps and another runs",
@@ -38,22 +25,10 @@ _SENT: Mapping[CollectiveKind, str] = {
 def schedule_drawn(plan: PlanRecord, pipeline: PipelinePlan) -> Picture:
     """A row for each stage, a column for each tick; later chunks are paler."""
     schedule = pipeline.schedule
-    ticks = schedule.table[:MAX_TICKS_DRAWN]
-    step = 8 * max((len(label(slot, schedule.chunks)) for row in ticks for slot in row), default=1) + 8
-    parts = [words(0, _ROW * s + 17, f"stage {s}", "strong") for s in range(schedule.stages)]
-    for tick, row in enumerate(ticks):
-        for stage, slot in enumerate(row):
-            if slot is None:
-                continue
-            x, y, text = _LEFT + step * tick, _ROW * stage, label(slot, schedule.chunks)
-            says = f"{_NAMES[slot.operation]} of micro-batch {slot.microbatch}, chunk {slot.chunk}, tick {tick}"
-            more = f' fill-opacity="{0.6 - 0.35 * slot.chunk / schedule.chunks:.2f}" data-stage="{stage}"'
-            parts.append(box(x, y + 2, step - 1, _ROW - 4, _COLORS[slot.operation], says, more))
-            parts.append(words(x + (step - 1) / 2, y + 17, text, "slot", "middle"))
+    shapes, width, height = blocks(schedule.table[:MAX_TICKS_DRAWN], schedule.chunks)
     title = f"the pipeline of {plan.name}: {plural(pipeline.stages, 'stage')}, {len(schedule.table)} ticks"
-    label_text = f"{title}; a stage is idle for {pipeline.bubble:.0%} of the step, on average."
-    size = max(_LEFT + step * len(ticks), 240), _ROW * schedule.stages + 4
-    return Picture(title, *size, "".join(parts), f"{title}\n{schedule}", label_text)
+    label = f"{title}; a stage is idle for {pipeline.bubble:.0%} of the step, on average."
+    return Picture(title, width, height, shapes, f"{title}\n{schedule}", label)
 
 
 def schedule_scrolled(plan: PlanRecord, pipeline: PipelinePlan) -> str:

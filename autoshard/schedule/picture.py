@@ -6,42 +6,46 @@ from collections.abc import Sequence
 
 from autoshard.schedule.slots import Operation, Slot, label
 
-_FILL = {
-    Operation.FORWARD: "#8ecae6",
-    Operation.BACKWARD: "#ffb703",
-    Operation.INPUT_GRADIENT: "#ffb703",
-    Operation.WEIGHT_GRADIENT: "#95d5b2",
+_LOOK = {
+    Operation.FORWARD: ("c1", "forward"),
+    Operation.BACKWARD: ("c4", "backward"),
+    Operation.INPUT_GRADIENT: ("c4", "gradient of the input"),
+    Operation.WEIGHT_GRADIENT: ("c3", "gradient of the weights"),
 }
-_NAME = {
-    Operation.FORWARD: "forward",
-    Operation.BACKWARD: "backward",
-    Operation.INPUT_GRADIENT: "gradient of the input",
-    Operation.WEIGHT_GRADIENT: "gradient of the weights",
-}
-_HEIGHT, _MARGIN = 24, 64
+_HEIGHT, _MARGIN = 26, 68
+_STYLE = (
+    ".autoshard-schedule text { fill: currentColor; font: 12px system-ui, sans-serif; } "
+    ".autoshard-schedule .c1 { fill: #2a78d6; } .autoshard-schedule .c3 { fill: #1baf7a; } "
+    ".autoshard-schedule .c4 { fill: #eda100; }"
+)
 
 
-def svg(table: Sequence[Sequence[Slot | None]], chunks: int) -> str:
-    """``table[tick][stage]`` as an SVG element that fits its page; later chunks are paler."""
+def blocks(table: Sequence[Sequence[Slot | None]], chunks: int) -> tuple[str, int, int]:
+    """``table[tick][stage]`` as SVG elements whose classes are colours, and their width and height; later chunks are
+    paler."""
     stages = len(table[0]) if table else 0
     step = 8 * max((len(label(slot, chunks)) for row in table for slot in row), default=1) + 8
-    width, height = _MARGIN + step * len(table), _HEIGHT * stages
-    parts = [
-        f'<text x="0" y="{_HEIGHT * stage + 16}" fill="currentColor">stage {stage}</text>' for stage in range(stages)
-    ]
+    parts = [f'<text x="0" y="{_HEIGHT * stage + 17}" class="strong">stage {stage}</text>' for stage in range(stages)]
     for tick, row in enumerate(table):
         for stage, slot in enumerate(row):
             if slot is None:
                 continue
-            x, y, text = _MARGIN + step * tick, _HEIGHT * stage, label(slot, chunks)
-            says = f"{_NAME[slot.operation]} of micro-batch {slot.microbatch}, chunk {slot.chunk}, tick {tick}"
+            x, y, (color, name) = _MARGIN + step * tick, _HEIGHT * stage, _LOOK[slot.operation]
+            says = f"{name} of micro-batch {slot.microbatch}, chunk {slot.chunk}, tick {tick}"
+            opacity = 0.6 - 0.35 * slot.chunk / chunks
             parts.append(
-                f'<g><title>{says}</title><rect x="{x}" y="{y}" width="{step - 1}" height="{_HEIGHT - 2}" '
-                f'fill="{_FILL[slot.operation]}" fill-opacity="{1 - 0.5 * slot.chunk / chunks:.2f}"/>'
-                f'<text x="{x + 4}" y="{y + 16}" fill="#000">{text}</text></g>'
+                f'<rect x="{x}" y="{y + 2}" width="{step - 1}" height="{_HEIGHT - 4}" class="{color}" '
+                f'fill-opacity="{opacity:.2f}" data-stage="{stage}"><title>{says}</title></rect>'
+                f'<text x="{x + (step - 1) / 2}" y="{y + 17}" class="slot" text-anchor="middle">'
+                f"{label(slot, chunks)}</text>"
             )
+    return "".join(parts), _MARGIN + step * len(table), _HEIGHT * stages
+
+
+def svg(table: Sequence[Sequence[Slot | None]], chunks: int) -> str:
+    """The same as an SVG element that fits its page, and has the colour of its text."""
+    parts, width, height = blocks(table, chunks)
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="pipeline schedule" '
-        f'viewBox="0 0 {width} {height}" style="max-width:100%;width:{width}px;font:13px monospace">'
-        f"{''.join(parts)}</svg>"
+        '<svg xmlns="http://www.w3.org/2000/svg" class="autoshard-schedule" role="img" aria-label="pipeline schedule" '
+        f'viewBox="0 0 {width} {height}" style="max-width:100%;width:{width}px"><style>{_STYLE}</style>{parts}</svg>'
     )
