@@ -132,7 +132,6 @@ docs: $(DOCS)/ready ## build the documentation, build/docs/index.html: every exa
 
 notebook: $(READY) ## make the notebooks that are pages of the documentation, and execute all in place
 	$(BIN)/python -m docs.notebooks
-	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
 
 bench: $(TARGETS)/ready $(GPUS)/ready ## autoshard beside sharding by hand, by the compilers for TPUs and GPUs: hours, then minutes
 	$(TARGETS)/bin/python -m benchmarks.bench tpu --cache .targets-cache

@@ -2,17 +2,24 @@
 
     python -m docs.notebooks
 
-writes those that changed to `notebooks/`, without outputs; `make notebook` executes all after it, in place. The first
-two notebooks have no page: they are written by hand.
+writes those that changed to `notebooks/`, and executes all there, in place. The first two notebooks have no page: they
+are written by hand.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import nbformat
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from docs.made_pages import FOLDER as MADE
@@ -33,6 +40,39 @@ DEVICES = """import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # before JAX is imported"""
+
+
+class ThisPython(KernelSpecManager):
+    """Has one kernel: `sys.executable`, whatever is registered on the machine."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        return KernelSpec(**get_kernel_dict())
+
+
+class Kernel(AsyncKernelManager):
+    """Starts it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(kernel_spec_manager=ThisPython(), **kwargs)
+
+
+def executed(path: Path) -> Any:
+    """The notebook at ``path`` with its outputs; raises what a cell raises."""
+    notebook = nbformat.read(path, as_version=4)
+    # The notebook says itself how many devices it wants.
+    kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
+    env = {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])}
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_manager_class=Kernel,
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        coalesce_streams=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the notebook machinery itself
+        return client.execute(env=env)
 
 
 def cells(name: str) -> list[tuple[str, str]]:
@@ -82,6 +122,9 @@ def main() -> None:
         notebook = new_notebook(cells=made)
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
         nbformat.write(notebook, ROOT / "notebooks" / f"{name}.ipynb")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        print(path.name)
+        nbformat.write(executed(path), path)
 
 
 if __name__ == "__main__":

@@ -4,55 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from ipykernel.kernelspec import get_kernel_dict
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 
-from docs.notebooks import PAGES, kept
+from docs.notebooks import PAGES, executed, kept
 from docs.notebooks import cells as page_cells
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-
-
-class ThisPython(KernelSpecManager):
-    """Has one kernel: `sys.executable`, whatever is registered on the machine."""
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        return KernelSpec(**get_kernel_dict())
-
-
-class Kernel(AsyncKernelManager):
-    """Starts it."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(kernel_spec_manager=ThisPython(), **kwargs)
-
-
-def executed(path: Path) -> Any:
-    """The notebook at ``path`` with its outputs; raises what a cell raises."""
-    notebook = nbformat.read(path, as_version=4)
-    # The notebook says itself how many devices it wants.
-    kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
-    env = {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])}
-    client = NotebookClient(
-        notebook,
-        timeout=600,
-        kernel_manager_class=Kernel,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the notebook machinery itself
-        return client.execute(env=env)
 
 
 def test_there_is_a_notebook():

@@ -31,7 +31,11 @@ class Padding:
       dims: for each array of a batch, which is a dictionary, the names of its dimensions, the first ones; None where a
         dimension is never padded. ``weights`` may be among them without being in the batches. What is not named here
         stays as it is.
-      fill: the padding of an array, 0 by default; of ``weights`` it is 0.
+      fill: the number that an array is padded with, 0 by default; of ``weights`` it is 0.
+
+    Raises:
+      ArgumentError: no bucket or no named dimension, a bucket without a size for each, or a fill of another array. Of a
+        batch that is padded: it lacks an array, or is larger than every bucket.
 
     Example:
       >>> padding = autoshard.train.Padding([{"rows": 4}, {"rows": 8}], {"x": ["rows"]})

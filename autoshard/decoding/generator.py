@@ -126,7 +126,11 @@ class Generator:
             yield token
 
     def prepare(self, params: Tree, prompt: Any, count: int) -> Prepared:
-        """What is planned for such parameters and such a prompt, arrays or their shapes, and ``count`` tokens."""
+        """What is planned for such parameters and such a prompt, arrays or their shapes, and ``count`` tokens.
+
+        Raises:
+          ArgumentError: no token is asked for, or a prompt of another type or rank.
+        """
         prompt = _prompt(prompt)
         if count < 1:
             raise ArgumentError(f"{count} tokens are asked for: ask for 1 or more")

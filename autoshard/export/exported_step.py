@@ -27,6 +27,8 @@ class ExportedStep:
       >>> served = autoshard.load_exported(content)
       >>> served.plan.in_specs, float(served(jnp.ones(16)).sum())
       ((P('data',),), 32.0)
+      >>> served.name, served.exported.nr_devices
+      ('<lambda>', 8)
     """
 
     def __init__(self, artifact: Artifact) -> None:

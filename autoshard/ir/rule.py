@@ -87,7 +87,8 @@ class Local:
     ``partial``: only where a reduced factor is split. ``scattered``: only where the partial sums of a split reduced
     factor are reduce-scattered, or operands come with halos."""
     imbalance: Callable[[int, Sequence[float]], float] | None = None
-    """``imbalance(parts, sizes)`` -> the work of the busiest shard over the mean; None: all have equal work."""
+    """``imbalance(parts, sizes)`` -> the busiest shard's work over the mean, a number of 1 or more; None: all have
+    equal work."""
     work: Callable[[Mapping[str, int]], LocalWork] | None = None
     """``work(parts)`` -> the work of one device, where each factor is split into so many ``parts``, of an operation of
     several steps; None: its FLOPs are divided by all parts, and it stores nothing but its results."""
@@ -114,6 +115,8 @@ class Rule:
       mk, kn -> mn {k: sum}
       >>> product.kind("k"), product.kind("m"), product.factor_sizes([(8, 4), (4, 2), (8, 2)])
       ('sum', 'parallel', {'m': 8, 'k': 4, 'n': 2})
+      >>> product.factors
+      ('m', 'k', 'n')
     """
 
     operands: tuple[Dims, ...]

@@ -41,6 +41,8 @@ class PaddedArray(jax.Array):
       >>> w = step(jnp.zeros((13, 3)))
       >>> type(w).__name__, w.shape, w.stored.shape, float(w.sum())
       ('PaddedArray', (13, 3), (16, 3), 39.0)
+      >>> w.value.shape, w.value.sharding.spec
+      ((13, 3), P())
     """
 
     __slots__ = ("_true_shape", "stored")

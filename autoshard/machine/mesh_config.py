@@ -34,12 +34,20 @@ type Pins = dict[str, tuple[str | tuple[str, ...] | None, ...]]
 class MeshConfig(Config):
     """A mesh as YAML or keyword arguments: its axes, what machine they are on, and limits that a plan must respect.
 
+    Raises:
+      ConfigError: a file that is no such mesh. Of keywords it is `pydantic.ValidationError`, which names each.
+
     Example:
       >>> config = autoshard.MeshConfig(axes={"data": -1, "model": 2}, devices=8, hardware="tpu-v5e")
       >>> print(config.mesh())
       (data=4, model=2) of tpu-v5e
-      >>> print(autoshard.MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4").mesh())
-      (data=4, model=4) of TPU v5e:4x4
+      >>> config.min_devices, len(config.meshes())
+      (8, 1)
+      >>> tpu = autoshard.MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4")
+      >>> print(tpu.target, tpu.stage_axes(tpu.mesh()))
+      TPU v5e:4x4 (None,)
+      >>> autoshard.MeshConfig(axes={"data": 8}, pins={"params*": [None, "data"]}).specs()
+      {'params*': P(None, 'data')}
     """
 
     axes: dict[str, StrictInt] | Literal["auto"]

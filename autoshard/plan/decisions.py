@@ -190,7 +190,7 @@ class PipelinePlan:
     bubble: float
     """The share of the step, from 0 to 1, in which a stage is idle, on average."""
     ideal_bubble: float
-    """The same as it is published for the schedule: of stages with equal parts, which send in no time."""
+    """That share as it is published for the schedule: of stages with equal parts, which send in no time."""
     seconds: tuple[float, ...]
     """In which each stage computes its operations, in one call."""
     bytes: tuple[int, ...]

@@ -36,6 +36,7 @@ class PlanRequest:
 
     strategy: str = "auto"
     memory_budget: float | None = None
+    """Bytes per device."""
     strict: bool = False
     passes: tuple[PassReport, ...] = ()
     """The passes that ran on the program, and what each changed."""

@@ -72,6 +72,7 @@ def verify(step: Any, *args: Any, rtol: float = 1e-4, passes: bool = False, **kw
     Args:
       step: a `Step`, as from `autoshard.jit`.
       args, kwargs: its arguments.
+      rtol: the largest difference that is none, as a share of the result's largest entry.
       passes: whether to compare, before that, the program as traced with the program after each pass, on one device. By
         itself the sharded program is compared with what the passes made of the step.
 

@@ -27,6 +27,19 @@ class Schedule:
       >>> print(autoshard.Schedule.named("1f1b", stages=2, microbatches=3))
       stage 0  F0  F1  .   B0  F2  B1  .   B2
       stage 1  .   F0  B0  F1  B1  F2  B2  .
+      >>> schedule = autoshard.Schedule.named("gpipe", stages=2, microbatches=3)
+      >>> schedule.stages, schedule.chunks, schedule.microbatches, schedule.has_backward, schedule.splits_backward
+      (2, 1, 3, True, False)
+      >>> each = {operation: 1.0 for _, _, (operation, _, _) in schedule.slots()}
+      >>> schedule.seconds(each), schedule.bubble(each), schedule.live
+      (8.0, 0.25, (3, 3))
+      >>> print(schedule.forward_only())
+      stage 0  F0  F1  F2  .
+      stage 1  .   F0  F1  F2
+      >>> orders = [[slot for _, at, slot in schedule.slots() if at == stage] for stage in range(2)]
+      >>> schedule.from_orders(orders, schedule.placement) == schedule
+      True
+      >>> schedule.check()
     """
 
     table: tuple[tuple[Slot | None, ...], ...]

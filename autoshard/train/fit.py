@@ -96,6 +96,7 @@ def fit(
         state is saved then); a step that does not return what is said above.
       ConfigError: the position in the checkpoint is none of these batches, or several processes have other batches.
       CheckpointError: a checkpoint of another state, or one beyond ``steps``.
+      PlanError: a step of other arguments than state and batch.
       NonFiniteError: a step that is not finite, and ``nan`` says stop, or nothing else can be done.
 
     Example:

@@ -35,8 +35,8 @@ class Precision:
       compute: to which the parameters are cast where they are used; by default that of ``params``.
       master: of a copy that the optimizer updates, and from which the parameters are rounded; None: there is none, and
         the optimizer updates the parameters.
-      loss_scale: by which the loss is multiplied, and the gradients divided: a number, or ``"dynamic"``: it halves, and
-        the step changes nothing else, where a gradient is not finite.
+      loss_scale: the number by which the loss is multiplied, and the gradients divided; or ``"dynamic"``: it halves,
+        and the step changes nothing else, where a gradient is not finite.
 
     Raises:
       ArgumentError: another dtype or scale, or a master of fewer bits than the parameters.
@@ -49,6 +49,8 @@ class Precision:
       >>> state, metrics = precision.update(optimizer, state, gradients)
       >>> print(state["params"]["w"], state["master"]["w"])
       [1 1] [0.99975586 0.99975586]
+      >>> precision.cast({"mask": jnp.ones(2)})["mask"].dtype
+      dtype(bfloat16)
     """
 
     params: Float | None = "float32"
@@ -111,8 +113,8 @@ class Precision:
     def update(
         self, optimizer: optax.GradientTransformation, state: Tree, gradients: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
-        """The next state, and with a dynamic scale the metrics ``loss_scale`` and ``skipped``, 1 where a gradient was
-        not finite and the state stays.
+        """The next state, and with a dynamic scale the metrics ``loss_scale`` [] and ``skipped`` [], 1 where a gradient
+        was not finite and the state stays.
         """
         old = state.get("master", state["params"])
         updates, opt_state = optimizer.update(gradients, state["opt_state"], old)

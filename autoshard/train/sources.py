@@ -78,6 +78,10 @@ class Rows(Iterator[Tree]):
       >>> rows = autoshard.train.Rows({"x": np.arange(6)}, batch=4)
       >>> np.asarray(next(rows)["x"]), np.asarray(next(rows)["x"])
       (array([0, 1, 2, 3]), array([4, 5, 0, 1]))
+      >>> position, third = rows.get_state(), next(rows)
+      >>> rows.set_state(position)
+      >>> bool(np.all(np.asarray(next(rows)["x"]) == np.asarray(third["x"])))
+      True
     """
 
     def __init__(self, arrays: Tree, batch: int, seed: int | None = None) -> None:

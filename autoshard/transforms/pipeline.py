@@ -30,6 +30,8 @@ class Pass:
       >>> plan = autoshard.jit(jnp.sin, mesh={"data": 8}, passes=[Look()]).plan(jnp.ones(8))
       >>> print(*plan.passes)
       look: 1 equations seen (1 -> 1 equations)
+      >>> Look.from_option(None) == Look()
+      True
     """
 
     name: ClassVar[str]
@@ -41,7 +43,11 @@ class Pass:
     """Whether it puts carried arguments in another memory than the step's function has them in."""
 
     def __call__(self, program: Program) -> Program:
-        """The rewritten program."""
+        """The rewritten program.
+
+        Raises:
+          PassError: the subclass does not say how it is rewritten.
+        """
         raise PassError(f"the pass {type(self).__name__} has no __call__; define __call__(program) -> Program")
 
     def change(self, before: Program, after: Program) -> str:

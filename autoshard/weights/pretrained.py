@@ -40,6 +40,8 @@ class Pretrained:
       <Pretrained llama, 4,096 bytes of weights>
       >>> model.abstract
       {'layers': {'mlp': {'down': ShapeDtypeStruct(shape=(2, 32, 16), dtype=float32)}}}
+      >>> model.read()["layers"]["mlp"]["down"].shape, sorted(model.settings)[:2]
+      ((2, 32, 16), ['activation', 'eps'])
     """
 
     family: Family

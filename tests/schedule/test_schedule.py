@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Mapping
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -11,7 +10,6 @@ import pytest
 
 import autoshard
 from autoshard.errors import ScheduleError
-from autoshard.schedule import schedule as module
 from autoshard.schedule.list_orders import list_orders
 from autoshard.schedule.orders import orders_of
 from autoshard.schedule.schedule import Schedule
@@ -184,8 +182,3 @@ def test_text_and_picture_show_every_slot() -> None:
     texts = [e.text for e in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert sorted(texts[2:]) == sorted(word for line in lines for word in line.split()[2:] if word != ".")
     assert repr(schedule) == f"Schedule(2 stages, 2 chunks, 3 micro-batches, {len(schedule.table)} ticks)"
-
-
-def test_the_docstring_s_example_holds() -> None:
-    failed, attempted = doctest.testmod(module)
-    assert (failed, attempted) == (0, 2)
