@@ -71,7 +71,7 @@ def _sent(plan: PlanRecord, pipeline: PipelinePlan) -> Iterator[tuple[str, str, 
     axes, runs = (pipeline.axis,), Counter[tuple[CollectiveKind, int]]()
     for c in plan.cost.collectives:
         if c.axes == axes:
-            runs[c.kind, c.bytes] += c.runs
+            runs[c.kind, c.bytes] += c.count
     for (kind, size), count in runs.items():
         seconds = collective_seconds(kind, axes, size, plan.mesh) * count
         what = f"{kind} over {pipeline.axis}, {count} x {size_text(size)}"

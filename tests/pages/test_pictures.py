@@ -404,7 +404,7 @@ def test_a_pipeline_s_page_has_its_lines_and_moves(pipelined, tmp_path):
     gather = next(m for m in work.moves if m.kind == "all-gather")
     assert gather.names == ("state",)
     assert f"The costliest gather takes {time_text(gather.seconds)} a call" in text
-    sent = sum(c.runs for c in pipelined.cost.collectives if c.kind == "collective-permute")
+    sent = sum(c.count for c in pipelined.cost.collectives if c.kind == "collective-permute")
     assert f"collective-permute over stage, {sent} x " in text
     pipelined.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
