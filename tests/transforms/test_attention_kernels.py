@@ -57,6 +57,7 @@ CUDNN = {
     "multiple of 8 and at most 128, not 12": (CONFIG, "bfloat16", {"d": 12, "e": 12}),
     "multiple of 8 and at most 128, not 256": (CONFIG, "bfloat16", {"d": 256, "e": 256}),
     "values as wide as queries, not 128 beside 64": (CONFIG, "bfloat16", {"e": 128}),
+    "sequences that are a multiple of 2, not 257": (CONFIG, "bfloat16", {"q": 257, "k": 257}),
 }
 SPLASH = {
     "takes queries, keys and values of bfloat16 or float32, not float16": (CONFIG, "float16"),
