@@ -35,7 +35,7 @@ class MeshConfig(Config):
     """A mesh as YAML or keyword arguments: its axes, what machine they are on, and limits that a plan must respect.
 
     Raises:
-      ConfigError: a file that is no such mesh. Of keywords it is `pydantic.ValidationError`, which names each.
+      ConfigError: an unknown key, or values that make no mesh; names each.
 
     Example:
       >>> config = autoshard.MeshConfig(axes={"data": -1, "model": 2}, devices=8, hardware="tpu-v5e")
