@@ -26,15 +26,15 @@ from autoshard.machine.collective import (
 )
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
 from autoshard.pipelining.exchange import seconds_of_ticks
-from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stage_dims import StageDims, stacked_weights
+from autoshard.pipelining.stage_memory import StageBytes, StageMemory
 from autoshard.pipelining.stage_seconds import StageSeconds
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.sums_of_parts import additions, sum_after
 from autoshard.pipelining.tick_tables import TickTables, tick_tables
 from autoshard.schedule.schedule import Schedule
 from autoshard.schedule.slots import Operation
-from autoshard.search.candidates import Search
+from autoshard.search.candidates import Candidate, Search
 
 NAMED = ("gpipe", "1f1b", "interleaved:2", "interleaved:4", "zb-h1", "zb-v")
 """The schedules that are compared where the user names none."""
@@ -53,17 +53,16 @@ class PipelinePrice:
     """The same of the schedule alone: stages of equal parts that send in no time, and nothing outside of the loop."""
     seconds: tuple[float, ...]
     """Of each stage's operations, in one call."""
-    more_bytes: int
-    """Bytes that a device needs more than for all layers on one stage, one micro-batch at a time."""
-    more_residuals: int
-    """The same of what the forward pass saves for the backward pass."""
+    memory: StageBytes
     name: str
     """Of the schedule; empty of the user's own."""
 
 
-def price_pipeline(graph: Graph, layout: Layout, models: Search, spare: float = math.inf) -> tuple[PipelinePrice, ...]:
-    """The prices of ``graph`` as the pipeline that its program asks for, where each stage runs by ``layout``: the
-    fastest schedule whose `PipelinePrice.more_bytes` are ``spare`` at most first, or else the smallest.
+def price_pipeline(
+    graph: Graph, best: Candidate, models: Search, budget: float = math.inf
+) -> tuple[PipelinePrice, ...]:
+    """The prices of ``graph`` as the pipeline that its program asks for, where each stage runs by the layout of
+    ``best``: the fastest schedule that needs ``budget`` bytes per device at most first, or else the smallest.
 
     Args:
       models: that price layouts of ``graph``.
@@ -77,19 +76,20 @@ def price_pipeline(graph: Graph, layout: Layout, models: Search, spare: float = 
     assert request is not None
     chain = find_chain(program.jaxpr, program.name, program.rules)
     schedules = _schedules(request, chain, program.name)
-    split = StageDims(graph, chain, request)
+    split, layout = StageDims(graph, chain, request), best.layout
+    memory = StageMemory(graph, best, models.memory_model, chain, split)
     _check_maps(graph)
     seconds = {
         splits: StageSeconds.of(graph, layout, models, chain, split, splits=splits)
         for splits in {schedule.splits_backward for schedule in schedules.values()}
     }
     priced = [
-        _price(graph, layout, models, chain, split, own, name, Stages(request.axis, schedule, layers, split.stored))
+        _price(graph, layout, models, chain, memory, own, name, Stages(request.axis, schedule, layers, split.stored))
         for name, schedule in schedules.items()
         for own in (seconds[schedule.splits_backward],)
         for layers in _cuts(chain.layers, schedule, own)
     ]
-    return tuple(sorted(priced, key=lambda p: (max(p.more_bytes - spare, 0), p.cost.seconds, p.more_bytes)))
+    return tuple(sorted(priced, key=lambda p: (max(p.memory.peak - budget, 0), p.cost.seconds, p.memory.peak)))
 
 
 def _price(
@@ -97,12 +97,12 @@ def _price(
     layout: Layout,
     models: Search,
     chain: Chain,
-    split: StageDims,
+    memory: StageMemory,
     seconds: StageSeconds,
     name: str,
     stages: Stages,
 ) -> PipelinePrice:
-    request, schedule = graph.program.pipeline, stages.schedule
+    request, schedule, split = graph.program.pipeline, stages.schedule, memory.split
     assert request is not None
     tables = tick_tables(schedule)
     ticks = [[seconds.of_slot(stages, s, slot) for s, slot in enumerate(row)] for row in schedule.table]
@@ -123,7 +123,7 @@ def _price(
         sum(alone - b for b in busy) / (schedule.stages * total) if total else 0.0,
         schedule.bubble(seconds.of_layers()),
         busy,
-        *_more_bytes(layout, models, graph, chain, split, stages, tables),
+        memory.of(stages, tables),
         name,
     )
 
@@ -234,40 +234,3 @@ def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[
     arrays = [v for v in values if graph.values[v].shape]
     scalars = sum(graph.values[v].bits // 8 for v in values if not graph.values[v].shape)
     return scalars + sum(models.memory_model.size(v, layout.specs[v]) for v in arrays)
-
-
-def _more_bytes(
-    layout: Layout,
-    models: Search,
-    graph: Graph,
-    chain: Chain,
-    split: StageDims,
-    stages: Stages,
-    tables: TickTables,
-) -> tuple[int, int]:
-    """Bytes that a device needs more than for all layers on one stage, one micro-batch at a time: less state and fewer
-    gradients, but residuals of several micro-batches, of its own layers, and what it received. Then residuals alone."""
-    size = models.memory_model.size
-
-    def bytes_of(v: int) -> int:
-        return size(v, layout.specs[v]) if v else 0
-
-    state = {*graph.inputs, *(graph.ids[v] for v in chain.loop.outvars if v in graph.ids)} - {0}
-    saved = sum(bytes_of(v) * (1 - split.share(v)) for v in state)
-    residuals = 0
-    if chain.backward is not None:
-        groups = scan_groups(chain.backward)
-        rows = chain.backward.invars[groups.consts + groups.carry :]
-        residuals = sum(bytes_of(graph.ids[v]) for v in {a for a in rows if isinstance(a, jx.Var) and chain.where(a)})
-    held = max(stages.layers) * tables.slots[2] / chain.layers
-    sides = (chain.forward, (tables.slots[0], tables.slots[4])), (chain.backward, (tables.slots[1],))
-    carries = [(e.outvars[: scan_groups(e).carry], count) for e, counts in sides if e is not None for count in counts]
-    rings = sum(bytes_of(graph.ids[v]) * count for variables, count in carries for v in variables)
-    between = 0.0
-    if chain.backward is not None and stages.schedule.splits_backward:
-        inner = split_backward(chain.backward).kept
-        between = sum(bytes_of(graph.ids[v]) for v in inner) * max(stages.layers) * tables.slots[3]
-    if not stages.in_order:  # all rows are gathered, to give each stage its own
-        moved = (*stacked_weights(chain), *(chain.loop.outvars[i] for i in chain.sums))
-        between += sum(bytes_of(graph.ids[v]) * (1 - split.share(graph.ids[v])) for v in moved if v in graph.ids)
-    return round(residuals * (held - 1) + rings + between - saved), round(residuals * (held - 1))

@@ -28,10 +28,15 @@ class StageDims:
         classes = {int(dims.label[dims.start[v]]) for v in stacked}
         self.layers = chain.layers
         self.dims: dict[int, tuple[int, ...]] = defaultdict(tuple)
+        self.stacked_inside = set[int]()
+        """The values of the loop with a row for each layer."""
         for number, label in enumerate(dims.label.tolist()):
             v = int(dims.owner[number])
-            if label in classes and v not in self.inside and dims.sizes[number] == chain.layers:
-                self.dims[v] = (*self.dims[v], number - int(dims.start[v]))
+            if label in classes and dims.sizes[number] == chain.layers:
+                if v in self.inside:
+                    self.stacked_inside.add(v)
+                else:
+                    self.dims[v] = (*self.dims[v], number - int(dims.start[v]))
         self.stored = not self.dims.keys().isdisjoint(graph.inputs)
         if not self.stored:  # stacked in the executable only
             self.dims.clear()

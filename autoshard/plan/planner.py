@@ -102,7 +102,7 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
       PipelineError, ScheduleError: as `price_pipeline`.
     """
     program = graph.program
-    priced, *others = price_pipeline(graph, best.layout, s, budget - best.memory.peak)
+    priced, *others = price_pipeline(graph, best, s, budget)
     split, stages = priced.split, priced.stages
 
     def staged_place(place: Place, leaf: Leaf, value: int) -> Place:
@@ -119,7 +119,7 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
         through = tuple(split.spec(spec, c.value) for spec in c.waypoints)
         return replace(c, spec=split.spec(c.spec, c.value), waypoints=through, resharded_from=before)
 
-    peak, count = record.memory.peak + priced.more_bytes, stages.schedule.stages
+    peak, count = priced.memory.peak, stages.schedule.stages
     return replace(
         record,
         mesh=split.mesh,
@@ -131,8 +131,7 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
         bound=0.0,
         profile=None,
         alternatives=tuple(
-            Alternative(_described(p), p.cost.seconds, record.memory.peak + p.more_bytes)
-            for p in others[:MAX_ALTERNATIVES]
+            Alternative(_described(p), p.cost.seconds, p.memory.peak) for p in others[:MAX_ALTERNATIVES]
         ),
         pipeline=PipelinePlan(
             stages.axis,
@@ -162,7 +161,7 @@ def _staged_memory(whole: Memory, priced: PipelinePrice, layout: Layout, model: 
 
     parameters, optimizer, inputs = map(arguments, (model.roles.parameters, model.roles.optimizer, model.roles.batch))
     gradients = staged(map(int, model.live_ranges.gradients))
-    residuals = max(0, whole.residuals + priced.more_residuals)
+    residuals = priced.memory.residuals
     temporaries = max(0, peak - parameters - optimizer - inputs - residuals)
     return Memory(parameters, optimizer, inputs, gradients, residuals, temporaries, peak, whole.host)
 

@@ -1,0 +1,111 @@
+"""Bytes that a device of a pipeline needs, from the buffers of a step's loop on one stage's devices.
+
+Outside of the loop over micro-batches a device has its own layers' share of what has a row for each layer. In the loop
+it has, beside what a micro-batch needs, slots for what it received, and for what its forwards leave for their
+backwards, of its own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard import jaxpr as jx
+from autoshard.cost.memory import Buffers, MemoryModel
+from autoshard.ir.graph import Graph
+from autoshard.pipelining.chain import Chain, scan_groups
+from autoshard.pipelining.split_backward import split_backward
+from autoshard.pipelining.stage_dims import StageDims, stacked_weights
+from autoshard.pipelining.stages import Stages
+from autoshard.pipelining.tick_tables import TickTables
+from autoshard.search.candidates import Candidate
+
+
+class StageBytes(NamedTuple):
+    """Of the device that needs most."""
+
+    peak: int
+    residuals: int
+    """Of it, slots for what forwards leave for their backwards."""
+
+
+class StageMemory:
+    """The memory of a layout as pipelines of several schedules."""
+
+    def __init__(self, graph: Graph, best: Candidate, model: MemoryModel, chain: Chain, split: StageDims) -> None:
+        self.graph, self.specs, self.model, self.chain, self.split = graph, best.layout.specs, model, chain, split
+        inside = [n for n, node in enumerate(graph.nodes) if not split.inside.isdisjoint(node.results)]
+        self.loop = slice(min(inside), max(inside) + 1)
+        found = model.buffers(best.layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled)
+        self.buffers, values = self._with_hoisted(found), found.values.tolist()
+        self.residuals = set(self._ids(self._read_by_backward()))
+        self.layered = np.array([v in split.stacked_inside for v in values])
+        shares = {v: 0.0 if v in self.residuals else split.share(v) for v in set(values)}
+        self.share = np.array([shares[v] for v in values])
+        self.arguments = sum(self._bytes(v) * split.share(v) for v in graph.inputs)
+
+    def _with_hoisted(self, found: Buffers) -> Buffers:
+        """``found``, with what is resharded for every micro-batch alike held from before the loop to its end."""
+        added = np.arange(len(found.values)) >= len(self.model.live_ranges.values)
+        hoisted = added & np.isin(found.values, self._ids([*self.chain.invariant]))
+        first = np.where(hoisted, np.minimum(found.first, self.loop.start), found.first)
+        last = np.where(hoisted, np.maximum(found.last, self.loop.stop - 1), found.last)
+        return found._replace(first=first, last=last)
+
+    def _read_by_backward(self) -> list[jx.Var]:
+        """What forwards make for backwards, with a row for each layer."""
+        if self.chain.backward is None:
+            return []
+        groups = scan_groups(self.chain.backward)
+        rows = self.chain.backward.invars[groups.consts + groups.carry :]
+        return [a for a in dict.fromkeys(rows) if isinstance(a, jx.Var) and self.chain.where(a)]
+
+    def _ids(self, variables: Sequence[jx.Var]) -> list[int]:
+        return [self.graph.ids[v] for v in variables if v in self.graph.ids]
+
+    def _bytes(self, v: int) -> int:
+        return self.model.size(v, self.specs[v]) if v else 0
+
+    def of(self, stages: Stages, tables: TickTables) -> StageBytes:
+        """The memory of the stage that needs most."""
+        most = max(stages.layers)
+        share = np.where(self.layered, most / self.chain.layers, self.share)
+        scaled = self.buffers._replace(bytes=(self.buffers.bytes * share).astype(np.int64))
+        usage, on_chip = self.model.usage_of(scaled)
+        usage = usage - on_chip
+        saved = sum(map(self._bytes, self.residuals))
+        # One slot more: a stage reads those of a micro-batch, or makes them, beside its slots.
+        residuals = saved * most * (tables.slots[2] + 1) / self.chain.layers
+        usage[self.loop] += round(
+            residuals + self._slots(tables) + self._kept(stages, tables) + self._moved(stages) + self._sums()
+        )
+        return StageBytes(round(self.arguments) + int(usage.max()), round(residuals))
+
+    def _slots(self, tables: TickTables) -> int:
+        """Of what came from other stages, and of the last part's results."""
+        chain = self.chain
+        sides = (chain.forward, tables.slots[0] + tables.slots[4]), (chain.backward, tables.slots[1])
+        carried = ((eqn.outvars[: scan_groups(eqn).carry], count) for eqn, count in sides if eqn is not None)
+        return sum(self._bytes(v) * count for variables, count in carried for v in self._ids(variables))
+
+    def _sums(self) -> int:
+        """Of what only the first or the last stage adds to, once more: a branch does not write it in place."""
+        layered, outs = self.chain.per_layer, self.chain.loop.outvars
+        ends = [outs[i] for i, a in self.chain.sums.items() if isinstance(a, jx.Var) and a not in layered]
+        return sum(map(self._bytes, self._ids(ends)))
+
+    def _kept(self, stages: Stages, tables: TickTables) -> int:
+        """Of what the first part of a backward leaves for the second."""
+        if self.chain.backward is None or not stages.schedule.splits_backward:
+            return 0
+        kept = self._ids(split_backward(self.chain.backward).kept)
+        return sum(map(self._bytes, kept)) * max(stages.layers) * tables.slots[3]
+
+    def _moved(self, stages: Stages) -> float:
+        """Of the rows of all layers, which are gathered to give each stage its own, where it does not keep them."""
+        if stages.in_order:
+            return 0
+        moved = self._ids([*stacked_weights(self.chain), *(self.chain.loop.outvars[i] for i in self.chain.sums)])
+        return sum(self._bytes(v) * (1 - self.split.share(v)) for v in moved)
