@@ -116,7 +116,8 @@ class Executable[P: PlanRecord]:
             return jax.sharding.auto_axes(planned, out_sharding=specs)(*leaves)
 
         donated = [i for i, leaf in enumerate(self.program.inputs) if leaf.donated]
-        given = dict(user_options(self.plan.compiler_options))  # JAX refuses ours here: they are for whole programs
+        # JAX refuses our own here: they are for whole programs.
+        given = dict(user_options(self.plan.compiler_options, self.plan.mesh))
         return jax.jit(step, donate_argnums=donated, compiler_options=given or None)
 
     @functools.cached_property

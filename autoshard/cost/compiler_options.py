@@ -12,6 +12,9 @@ so that it fits: it raises that share.
 
 *Collectives on SparseCores.* Where a chip has them, they can gather and scatter while the TensorCore computes. By
 default XLA has the TensorCore do it, which computes nothing meanwhile.
+
+*On-chip memory of a fusion.* What a product reads and writes passes through on-chip memory in blocks. By default XLA
+lets one fusion have less of it than large products on a v6e need to keep the matrix units busy.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ SPARSE_CORE_COLLECTIVES = {
     )
 }
 """The options that give collectives over one and more dimensions of the torus to the SparseCores."""
+SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+"""The option that says how much on-chip memory one fusion may use."""
 OWN_OPTIONS = NO_ALL_GATHER_FUSION | LATE_REMATERIALIZATION | SPARSE_CORE_COLLECTIVES
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
@@ -88,7 +93,7 @@ HARMLESS = frozenset(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "xla_tpu_enable_latency_hiding_scheduler",
         "xla_tpu_overlap_compute_collective_tc",
-        "xla_tpu_scoped_vmem_limit_kib",
+        SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
     }
 )
@@ -130,12 +135,19 @@ def effective_options(
     sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
     own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (LATE_REMATERIALIZATION if tight else {})
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
+    own |= _scoped_vmem(mesh)
     return tuple(sorted({**own, **dict(given)}.items()))
 
 
-def user_options(options: CompilerOptions) -> CompilerOptions:
-    """``options`` of a plan without those that `effective_options` added."""
-    return tuple((name, x) for name, x in options if OWN_OPTIONS.get(name) != x)
+def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:
+    size = mesh.hardware.scoped_vmem if mesh.platform == "tpu" else 0
+    return {SCOPED_VMEM: size // 1024} if size else {}
+
+
+def user_options(options: CompilerOptions, mesh: LogicalMesh) -> CompilerOptions:
+    """``options`` of a plan for ``mesh`` without those that `effective_options` added."""
+    own = OWN_OPTIONS | _scoped_vmem(mesh)
+    return tuple((name, x) for name, x in options if own.get(name) != x)
 
 
 def other_options(options: CompilerOptions, given: CompilerOptions) -> dict[str, Any]:

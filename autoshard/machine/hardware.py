@@ -80,6 +80,8 @@ class HardwareConfig(Config):
     sparse_core_collectives: bool = False
     """Whether XLA runs collectives on the chip's SparseCores, beside what the TensorCore computes, if asked to; plans
     then ask."""
+    scoped_vmem: Bytes | None = None
+    """How much of the on-chip memory plans ask XLA to let one fusion use; left out where they leave it to XLA."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -106,6 +108,7 @@ class HardwareConfig(Config):
             self.convolution_efficiency,
             self.memory_efficiency,
             self.sparse_core_collectives,
+            self.scoped_vmem or 0,
         )
 
 

@@ -69,7 +69,7 @@ def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[Pla
             "the plan sets compiler options that may do more than change how the step is compiled: "
             f"{reprlib.repr(other)}; if that is what you want, give them yourself (compiler_options=), else plan again"
         )
-    planned = user_options(plan.compiler_options)
+    planned = user_options(plan.compiler_options, plan.mesh)
     has_own = NO_ALL_GATHER_FUSION.items() <= dict(plan.compiler_options).items()
     given = (*planned, *request.compiler_options)
     if has_own and (other := conflicting_options(given)):

@@ -10,6 +10,7 @@ from autoshard.cost.compiler_options import (
     LATE_REMATERIALIZATION,
     NO_ALL_GATHER_FUSION,
     OWN_OPTIONS,
+    SCOPED_VMEM,
     SPARSE_CORE_COLLECTIVES,
     user_options,
 )
@@ -75,7 +76,7 @@ def test_rematerialization_is_late_where_a_plan_fills_tpu_memory(mesh, elements,
     step = jit(lambda x: x * 2, mesh=mesh, donate_argnums=0)
     plan = step.plan(jax.ShapeDtypeStruct((elements,), jnp.float32))
     assert dict(plan.compiler_options) == expected
-    assert not user_options(plan.compiler_options)
+    assert not user_options(plan.compiler_options, plan.mesh)
     (name,) = LATE_REMATERIALIZATION
     given = jit(lambda x: x * 2, mesh=mesh, donate_argnums=0, compiler_options={name: 50})
     assert dict(given.plan(jax.ShapeDtypeStruct((elements,), jnp.float32)).compiler_options) == {name: 50}
@@ -109,20 +110,22 @@ def test_memory_is_predicted_with_the_user_s_option():
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
-        (MeshConfig(axes={"data": 8}, tpu="v6e:2x4"), SPARSE_CORE_COLLECTIVES),
+        (MeshConfig(axes={"data": 8}, tpu="v6e:2x4"), SPARSE_CORE_COLLECTIVES | {SCOPED_VMEM: 98304}),
         (MeshConfig(axes={"data": 8}, tpu="v5p:2x2x2"), SPARSE_CORE_COLLECTIVES),
         (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), {}),
-        (MeshConfig(axes={"data": 1}, tpu="v6e:1x1"), {}),
+        (MeshConfig(axes={"data": 1}, tpu="v6e:1x1"), {SCOPED_VMEM: 98304}),
         (MeshConfig(axes={"data": 8}, hardware="tpu-v6e"), {}),
     ],
 )
-def test_sparse_cores_run_collectives_where_a_chip_has_them(mesh, expected):
+def test_sparse_cores_run_collectives_and_fusions_have_on_chip_memory_where_a_chip_has_them(mesh, expected):
     plan = jit(product, mesh=mesh).plan(IMAGES, FILTERS)
     assert dict(plan.compiler_options) == expected
-    assert not user_options(plan.compiler_options)
+    assert not user_options(plan.compiler_options, plan.mesh)
     (first, *_) = SPARSE_CORE_COLLECTIVES
-    given = jit(product, mesh=mesh, compiler_options={first: False}).plan(IMAGES, FILTERS)
-    assert dict(given.compiler_options) == {**expected, first: False}
+    asked = {first: False, SCOPED_VMEM: 1024}
+    given = jit(product, mesh=mesh, compiler_options=asked).plan(IMAGES, FILTERS)
+    assert dict(given.compiler_options) == {**expected, **asked}
+    assert dict(user_options(given.compiler_options, given.mesh)) == asked
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():
@@ -137,7 +140,7 @@ def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():
 def test_only_the_user_s_options_are_passed_on_inside_another_program():
     given_options = {"xla_backend_extra_options": ""}
     plan = jit(convolution, mesh=SLICE, compiler_options=given_options).plan(IMAGES, FILTERS)
-    assert dict(user_options(plan.compiler_options)) == given_options
+    assert dict(user_options(plan.compiler_options, plan.mesh)) == given_options
 
 
 @pytest.mark.parametrize(
