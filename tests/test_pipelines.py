@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import MeshConfig, Schedule
 from autoshard.api import DEFAULT_PASSES
+from autoshard.backend.hlo_collectives import collectives
 from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
 from autoshard.schedule.slots import Operation, Slot
 from autoshard.train.decoder import ModelConfig, make_steps
@@ -75,7 +76,10 @@ def test_gradients_are_partial_sums_until_after_the_loop() -> None:
     weights = [c for c in plan.cost.collectives if c.bytes > 4 * WIDTH]
     assert {c.count for c in weights if c.kind in ("all-to-all", "reduce-scatter", "all-reduce")} == {1}
     assert_trains_as_on_one_device(step, planned, state, 2)
-    assert autoshard.audit(planned.lower(state, tokens(0)).compile(), plan).clean
+    compiled = planned.lower(state, tokens(0)).compile()
+    assert autoshard.audit(compiled, plan).clean
+    between = [c.bytes for c in collectives(compiled.as_text(), plan.mesh) if c.axes == ("stage",)]
+    assert max(between) < state["params"]["embed"].nbytes / 2  # a shard of the sum over data, and not its four parts
 
 
 def test_the_planner_keeps_gradients_partial_where_that_is_faster() -> None:
