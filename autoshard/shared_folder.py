@@ -88,12 +88,11 @@ def in_all(call: Callable[[], object], failed: str) -> None:
         call()
     except Exception as error:  # the others wait below
         own = error
-    if jax.process_count() > 1:
-        where = np.flatnonzero(multihost_utils.process_allgather(np.asarray(own is not None)))
-        if where.size and own is None:
-            raise CheckpointError(f"{failed} by process {where[0]}; its error says why")
+    where = np.flatnonzero(of_all(np.asarray(own is not None)))
     if own is not None:
         raise own
+    if where.size:
+        raise CheckpointError(f"{failed} by process {where[0]}; its error says why")
 
 
 def of_all(values: np.ndarray) -> np.ndarray:

@@ -55,12 +55,16 @@ class Answer:
 
 def asked(argv: Sequence[str], flag: str) -> tuple[Path | None, bool, list[str]]:
     """What a command line says: ``--cache DIR``, whether ``flag``, and the words that are left."""
-    words, cache = [word for word in argv if word != flag], None
-    if "--cache" in words:
-        at = words.index("--cache")
-        cache = Path(words[at + 1])
-        del words[at : at + 2]
-    return cache, flag in argv, words
+    cache, words = folder("--cache", argv)
+    return cache, flag in words, [word for word in words if word != flag]
+
+
+def folder(option: str, argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The folder that a command line names after ``option``, and the words that are left."""
+    if option not in argv:
+        return None, [*argv]
+    at = argv.index(option)
+    return Path(argv[at + 1]), [*argv[:at], *argv[at + 2 :]]
 
 
 def compilers() -> str:

@@ -26,7 +26,7 @@ import autoshard
 from autoshard import Plan
 from autoshard.backend.estimate import estimate
 from autoshard.machine.mesh import LogicalMesh
-from benchmarks.answers import Answer, answer, asked, compilers
+from benchmarks.answers import Answer, answer, compilers, folder
 from benchmarks.baselines import abstract
 from benchmarks.cells import LLAMA_8B, LLAMA_70B, MIXTRAL, Column
 from benchmarks.maxtext_steps import file_of
@@ -85,8 +85,8 @@ ROWS = (
 
 def main() -> None:
     """Plans, compiles and prints a row each."""
-    cache, _, words = asked(sys.argv[1:], "")
-    maxtext, _, words = asked(["--cache" if word == "--maxtext" else word for word in words], "")
+    cache, words = folder("--cache", sys.argv[1:])
+    maxtext, words = folder("--maxtext", words)
     print(f"{compilers()}\n")
     times = "planned in, s | predicted, s | scheduled, s | nothing hidden, s | memory"
     print(f"| model | slice | batch | {times} | MaxText's, scheduled, s | ratio | published, s | ratio |")
@@ -129,9 +129,9 @@ def _compiled(row: Row, cache: Path | None) -> tuple[Plan, float, Answer]:
     return plan, planned, found
 
 
-def _scheduled(folder: Path, row: Row, mesh: LogicalMesh) -> float | None:
+def _scheduled(steps: Path, row: Row, mesh: LogicalMesh) -> float | None:
     """Seconds of MaxText's own step; None where it was not compiled, or refused for memory."""
-    path = file_of(folder, f"{row.name} {row.slice}")
+    path = file_of(steps, f"{row.name} {row.slice}")
     if not path.exists():
         return None
     said = json.loads(gzip.decompress(path.read_bytes()))

@@ -29,6 +29,7 @@ class Accumulate(Pass):
     """Lets loops accumulate partial sums per device part along some mesh axes, and adds them after the loop."""
 
     name: ClassVar[str] = "accumulate"
+    keeps_layers: ClassVar[bool] = True
 
     axes: str = ""
     """Mesh axes joined by ``+``; "" means all axes of the mesh."""

@@ -26,8 +26,6 @@ from autoshard.units import size_text, time_text
 
 MIN_SAVING = 0.01
 """Least share of the peak memory that dropping a demand must save to be proposed."""
-ACCUMULATE = "accumulate"
-"""The optional pass that a pipeline takes: gradients stay partial sums in its loop. Others change what layers are."""
 MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for micro-batches to be tried."""
 
@@ -43,7 +41,7 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
     Raises:
       MemoryBudgetError: nothing fits.
     """
-    free_seconds = functools.cache(functools.partial(_seconds_without_budget, traced, options))
+    free_seconds = _seconds_without_budget(traced, options)
     try:
         planned = _plan_on_device(traced, options, to_beat, free_seconds)
     except MemoryBudgetError as e:
@@ -56,8 +54,7 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
     with contextlib.suppress(MemoryBudgetError):
         if options.offload is not None and _offloaded_bytes(traced, options):
             offloading = options.with_offload()
-            free_seconds = functools.cache(functools.partial(_seconds_without_budget, traced, offloading))
-            found = _plan_on_device(traced, offloading, to_beat, free_seconds)
+            found = _plan_on_device(traced, offloading, to_beat, _seconds_without_budget(traced, offloading))
             if planned is None or _preference(found.plan) < _preference(planned.plan):
                 return _with_note(traced, found, options.offload, why, _host_text(found.plan))
     if planned is None:
@@ -66,9 +63,10 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
     return planned
 
 
-def _seconds_without_budget(traced: Program, options: Options) -> float:
-    """Seconds of the fastest layout, whatever memory it takes."""
-    return plan_program(traced, options.passes, replace(options.request, memory_budget=math.inf)).plan.cost.seconds
+def _seconds_without_budget(traced: Program, options: Options) -> Callable[[], float]:
+    """Seconds of the fastest layout, whatever memory it takes: planned once, when they are asked for."""
+    request = replace(options.request, memory_budget=math.inf)
+    return functools.cache(lambda: plan_program(traced, options.passes, request).plan.cost.seconds)
 
 
 def _may_be_faster_offloaded(
@@ -129,7 +127,7 @@ def _plan_on_device(traced: Program, options: Options, to_beat: float, free_seco
       MemoryBudgetError: nothing fits.
     """
     if traced.pipeline is not None:
-        options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.name == ACCUMULATE))
+        options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.keeps_layers))
     threshold = traced.mesh.hardware.remat_threshold
     if threshold < budget_of(options.request, traced):
         with contextlib.suppress(MemoryBudgetError):

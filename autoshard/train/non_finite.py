@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx as flax_nnx
-from jax.experimental import multihost_utils
 
 from autoshard.errors import ArgumentError, NonFiniteError
 from autoshard.runs.report import NonFiniteEvent
 from autoshard.runtime import nnx
+from autoshard.shared_folder import of_all
 from autoshard.strict_files import cut
 from autoshard.train.sources import Tree
 
@@ -128,10 +128,7 @@ def batch_not_finite(batch: Tree) -> tuple[tuple[str, ...], tuple[int, ...]]:
     mine = [all(_is_finite(shard.data) for shard in x.addressable_shards) for x in arrays.values()]
     if not arrays:
         return (), ()
-    if jax.process_count() == 1:
-        table = np.asarray([mine])
-    else:
-        table = np.asarray(multihost_utils.process_allgather(np.asarray(mine)))
+    table = of_all(np.asarray(mine))
     paths = tuple(f"batch{path}" for path, good in zip(arrays, table.all(0), strict=True) if not good)
     return paths, tuple(int(n) for n in np.flatnonzero(~table.all(1)))
 

@@ -27,6 +27,7 @@ from autoshard.plan.decisions import Place
 from autoshard.runs.report import StragglerEvent
 from autoshard.runs.stragglers import Waits, straggler
 from autoshard.runtime.plan import Plan
+from autoshard.shared_folder import of_all
 from autoshard.strict_files import shortened
 from autoshard.train.sources import ChosenRows, arrays_only
 from autoshard.train.stop_signals import StopSignals
@@ -111,14 +112,12 @@ def from_first[T](call: Callable[[], T]) -> T:
 
 def in_any(flag: bool) -> bool:
     """Whether ``flag`` is set in a process."""
-    return flag if jax.process_count() == 1 else bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+    return bool(of_all(np.asarray(flag)).any())
 
 
 def same_in_all(digest: int) -> bool:
     """Whether ``digest``, below 2^32, is the same in every process."""
-    if jax.process_count() == 1:
-        return True
-    return len(set(multihost_utils.process_allgather(np.uint32(digest)).tolist())) == 1
+    return len(set(of_all(np.asarray(digest, np.uint32)).tolist())) == 1
 
 
 class BatchPlacer:
@@ -270,9 +269,9 @@ class Meeting:
             return False
         waits, passed = self._ready.take_waits() or [0.0], time.perf_counter() - self._since
         step = number + 1 - len(waits) + waits.index(max(waits))
-        told = [int(self._stop.requested), self._ready.digest, step]
-        told += [min(round(seconds * 1e6), 2**32 - 1) for seconds in (sum(waits), max(waits), passed)]
-        table = np.asarray(multihost_utils.process_allgather(np.asarray(told, np.uint32)))
+        own = [int(self._stop.requested), self._ready.digest, step]
+        own += [min(round(seconds * 1e6), 2**32 - 1) for seconds in (sum(waits), max(waits), passed)]
+        table = of_all(np.asarray(own, np.uint32))
         if len(set(table[:, 1].tolist())) != 1:
             raise ConfigError(
                 f"the batches up to step {number} are not the same in all {jax.process_count()} processes: give each "

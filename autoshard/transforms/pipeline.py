@@ -39,6 +39,9 @@ class Pass:
     saves_memory: ClassVar[bool] = False
     """Whether the planner tries it only where memory is short, so that less need be recomputed."""
 
+    keeps_layers: ClassVar[bool] = False
+    """Whether layers stay what they are, so that the planner may try it on a step that is split into stages."""
+
     moves_state: ClassVar[bool] = False
     """Whether it puts carried arguments in another memory than the step's function has them in."""
 
