@@ -1,21 +1,25 @@
-"""Kills one of several processes that train together, resumes them as another number: nothing is lost or seen twice.
+"""Disturbs one of several processes that train together, resumes them as another number: nothing is lost or seen twice.
 
     python -m benchmarks.kills_together [--trials 30] [--seed 0]
 
 A trial is a run on numbered rows by two or four processes that `autoshard launch` starts, on one mesh of four devices.
-After a step that is drawn, one of them is killed with SIGKILL or gets SIGTERM. The launch has to end within
-`LIMIT_SECONDS`, with the exit code and the line that say which it was and from where the next start goes on. One, two
-or four processes resume the run. In the end every row has to have been seen once, the log to have each step once, and
-the losses to be those of one process that nothing disturbed, bit for bit: they are of sums that are exact in any order.
+After a step that is drawn, one of them is killed with SIGKILL or gets SIGTERM; or it never comes, and the others are
+started by themselves. All have to end, with the exit code and the line that say which it was and from where the next
+start goes on, or for whom they waited. One, two or four processes resume the run. In the end every row has to have been
+seen once, the log to have each step once, and the losses to be those of one process that nothing disturbed, bit for
+bit: they are of sums that are exact in any order. Where processes compute nothing for `LIMIT_SECONDS`, they hang.
 The table, written anew after each trial, is `benchmarks/results/kills_together.md`; `make kills` runs these trials too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import signal
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +36,7 @@ import jax
 import numpy as np
 
 from autoshard import checkpoint
+from autoshard.train.processes import LOST_CODE
 from benchmarks.kills import main
 from benchmarks.numbered_rows import LAST, launched_process, losses, training_config
 
@@ -39,7 +44,12 @@ ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "kills_together.md"
 DEVICES = 4
 LIMIT_SECONDS = 60
-"""From the signal to the end of the launch: the heartbeat, by which the last of them notices."""
+"""For which processes that wait for another one may compute nothing: the heartbeat, by which the last of them notices.
+By the clock alone a hang cannot be told from a machine with other work."""
+WORK_SECONDS = 0.5
+"""Of processor time, in which a process did more than look whether to go on."""
+WAIT_SECONDS = 5
+"""That processes wait for one that never comes."""
 CODES = {signal.SIGKILL: 137, signal.SIGTERM: 143}
 SAID = {
     signal.SIGKILL: r"process \d of \d was ended by SIGKILL, and the others with it; (step \d+|nothing) is saved",
@@ -58,13 +68,99 @@ class Tally:
     different: list[str] = field(default_factory=list[str])
 
 
-def start(path: Path, processes: int) -> subprocess.Popen[str]:
-    """Starts the run in so many processes."""
+def start(path: Path, *more: str, processes: int = 1) -> subprocess.Popen[str]:
+    """Starts the run in so many processes, with further options of ``train``."""
     launch = ["launch", "--processes", str(processes), "--"] if processes > 1 else []
-    command = [sys.executable, "-m", "autoshard", *launch, "train", str(path)]
+    command = [sys.executable, "-m", "autoshard", *launch, "train", str(path), *more]
     pipe = subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, text=True, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe)
+
+
+def end(launch: subprocess.Popen[str], processes: int) -> None:
+    """Ends a launch that does not end, and its processes, which would go on."""
+    for process in [launched_process(launch.pid, n) for n in range(processes)]:
+        if process is not None:
+            os.kill(process, signal.SIGKILL)
+    launch.kill()
+    launch.wait()
+
+
+@dataclass
+class Watch:
+    """Sees whether a command, and of a launch its ``processes``, still compute."""
+
+    running: subprocess.Popen[str]
+    processes: int = 0
+    used: float = 0.0
+    since: float = field(default_factory=time.monotonic)
+
+    def check(self) -> None:
+        """Raises `TimeoutError` where they computed nothing for `LIMIT_SECONDS`."""
+        own = [self.running.pid, *(launched_process(self.running.pid, n) for n in range(self.processes))]
+        ticks = 0
+        for process in own:
+            with contextlib.suppress(OSError):  # ended, or not yet started
+                ticks += sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        now = ticks / os.sysconf("SC_CLK_TCK")
+        if abs(now - self.used) > WORK_SECONDS:
+            self.used, self.since = now, time.monotonic()
+        elif time.monotonic() - self.since > LIMIT_SECONDS:
+            raise TimeoutError(f"nothing was computed for {LIMIT_SECONDS} seconds")
+
+    def said(self) -> str:
+        """What the command wrote to standard error, once it has ended; raises as `check`."""
+        while True:
+            try:
+                return self.running.communicate(timeout=1)[1]
+            except subprocess.TimeoutExpired:
+                self.check()
+
+
+def disturbed(path: Path, number: signal.Signals, processes: int, draw: random.Random, tally: Tally) -> str:
+    """A launch of which one process gets a signal after a step; what was wrong with it, or nothing."""
+    victim, step = draw.randrange(processes), draw.randint(1, LAST - 3)
+    running = start(path, processes=processes)
+    try:
+        watch = Watch(running, processes)
+        while running.poll() is None and not any(n >= step for n, _ in losses(path.with_suffix(""))):
+            watch.check()
+            time.sleep(0.02)
+        if (process := launched_process(running.pid, victim)) is None:
+            return f"ended before it was killed: {running.communicate()[1]}"
+        struck = time.monotonic()
+        os.kill(process, number)
+        said = watch.said()
+    except TimeoutError as error:
+        return f"{number.name} to {victim} of {processes}: {error}"
+    finally:
+        end(running, processes)
+    tally.seconds.append(time.monotonic() - struck)
+    if running.returncode != CODES[number] or not re.search(SAID[number], said) or "Traceback" in said:
+        return f"{number.name} to {victim} of {processes}: exit code {running.returncode}, and said: {said}"
+    return ""
+
+
+def without(path: Path, processes: int, draw: random.Random) -> str:
+    """All processes of a run but one, which wait for it in vain; what was wrong, or nothing."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    missing = draw.randrange(processes)
+    more = ["--coordinator", address, "--processes", str(processes), "--wait", str(WAIT_SECONDS), "--id"]
+    come = [start(path, *more, str(n)) for n in range(processes) if n != missing]
+    try:
+        said = [Watch(each).said() for each in come]
+    except TimeoutError as error:
+        return f"without {missing} of {processes}: {error}"
+    finally:
+        for each in come:
+            each.kill()
+            each.wait()
+    line = f"error: not all {processes} processes came to {address} within {WAIT_SECONDS} seconds\n"
+    if any(each.returncode != LOST_CODE for each in come) or said != [line] * len(come):
+        return f"without {missing} of {processes}: exit codes {[each.returncode for each in come]}, and said: {said}"
+    return ""
 
 
 def trial(folder: Path, whole: list[tuple[int, float]], draw: random.Random, tally: Tally) -> str:
@@ -72,37 +168,21 @@ def trial(folder: Path, whole: list[tuple[int, float]], draw: random.Random, tal
     folder.mkdir()
     (folder / "slow").touch()
     path = training_config(folder, "run", DEVICES)
-    processes, number = draw.choice((2, 4)), draw.choice((signal.SIGKILL, signal.SIGTERM))
-    victim, step, then = draw.randrange(processes), draw.randint(1, LAST - 3), draw.choice((1, 2, 4))
-    tally.trials[f"{number.name} to one of {processes}"] += 1
+    processes, then = draw.choice((2, 4)), draw.choice((1, 2, 4))
+    number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGTERM, None))
+    tally.trials[f"one of {processes} {'never comes' if number is None else f'gets {number.name}'}"] += 1
     tally.resumed[f"as {then}"] += 1
-    running = start(path, processes)
-    try:
-        until = time.monotonic() + 300
-        while running.poll() is None and not any(n >= step for n, _ in losses(folder / "run")):
-            if time.monotonic() > until:
-                return "the step never came"
-            time.sleep(0.01)
-        if (process := launched_process(running.pid, victim)) is None:
-            return f"ended before it was killed: {running.communicate()[1]}"
-        struck = time.monotonic()
-        os.kill(process, number)
-        _, said = running.communicate(timeout=LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"did not end within {LIMIT_SECONDS} seconds of {number.name}"
-    finally:
-        running.kill()
-        running.wait()
-    tally.seconds.append(time.monotonic() - struck)
-    if running.returncode != CODES[number] or not re.search(SAID[number], said) or "Traceback" in said:
-        return f"{number.name} to {victim} of {processes}: exit code {running.returncode}, and said: {said}"
+    wrong = without(path, processes, draw) if number is None else disturbed(path, number, processes, draw, tally)
+    if wrong:
+        return wrong
     (folder / "slow").unlink()
-    again = start(path, then)
+    again = start(path, processes=then)
     try:
-        _, said = again.communicate(timeout=300)
+        said = Watch(again, then).said()
+    except TimeoutError as error:
+        return f"resumed as {then}: {error}"
     finally:
-        again.kill()
-        again.wait()
+        end(again, then)
     if again.returncode:
         return f"resumed as {then}: exit code {again.returncode}, and said: {said}"
     seen = checkpoint.restore(folder / "run/checkpoints", LAST)["seen"]
@@ -117,8 +197,8 @@ def run(trials: int, seed: int, result: Path) -> Tally:
     tally, draw, begun = Tally(), random.Random(seed), time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
-        alone = start(training_config(base, "whole", DEVICES), 1)
-        _, said = alone.communicate(timeout=300)
+        alone = start(training_config(base, "whole", DEVICES))
+        said = Watch(alone).said()
         assert alone.returncode == 0, said
         whole = losses(base / "whole")
         for n in range(trials):
@@ -139,8 +219,9 @@ def page(tally: Tally, minutes: float, command: str) -> str:
         "",
         f"{count} runs of {LAST} steps by two or four processes on {DEVICES} devices, one process of each disturbed,",
         f"resumed as one, two or four. **{count - len(tally.different)} of {count} ended with every row seen once and",
-        "the losses of one process, bit for bit.** The launch ended at most",
-        f"{max(tally.seconds, default=0):.1f} s after the signal.",
+        "the losses of one process, bit for bit.** A launch ended at most",
+        f"{max(tally.seconds, default=0):.1f} s after the signal, in the median "
+        f"{statistics.median(tally.seconds or [0]):.1f} s.",
     ]
     for head, counts in (("disturbed", tally.trials), ("resumed", tally.resumed)):
         lines += ["", f"| {head} | times |", "|---|--:|", *(f"| {name} | {n} |" for name, n in sorted(counts.items()))]

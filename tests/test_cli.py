@@ -18,6 +18,7 @@ import pytest
 
 from autoshard import checkpoint, strict_config
 from autoshard.cli import main
+from tests.forked import Forked, command
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,23 +37,17 @@ platform: cpu
 """
 
 
-def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-    """Starts the command in an environment without a number of devices: it makes its own."""
+def call(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a new interpreter, without a number of devices: it makes its own."""
     inherited = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-    command = [sys.executable, "-m", "autoshard", *map(str, arguments)]
-    return subprocess.Popen(
-        command,
+    return subprocess.run(
+        [sys.executable, "-m", "autoshard", *map(str, arguments)],
+        check=False,
         env=inherited | {"PYTHONPATH": str(ROOT)} | environment,
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
+        timeout=300,
     )
-
-
-def call(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    process = start(*arguments, **environment)
-    out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @pytest.fixture
@@ -94,7 +89,7 @@ def state(folder: Path) -> dict[str, str]:
     return {path: leaf.tobytes().hex() for path, leaf in found.items()}
 
 
-def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
+def kill_when(process: Forked, moment: Callable[[], bool]) -> None:
     """Kills ``process`` without warning as soon as ``moment`` holds."""
     deadline = time.monotonic() + 120
     while process.poll() is None and not moment():
@@ -129,10 +124,11 @@ def test_killed_at_any_moment_it_ends_the_same(tmp_path: Path):
         return len(steps_taken(broken)) >= 16
 
     for moment in (before_any_checkpoint, while_saving, in_the_second_phase):
-        kill_when(start("train", path, **cache), moment)
-    resumed = call("train", path, **cache)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resuming" in resumed.stdout
+        kill_when(command("train", path, **cache), moment)
+    resumed = command("train", path, **cache)
+    shown, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, errors
+    assert "resuming" in shown
     assert steps_taken(broken) == steps_taken(whole)
     assert [record["step"] for record in steps_taken(whole)] == list(range(1, 25))
     assert state(broken) == state(whole)
@@ -142,7 +138,7 @@ def test_killed_at_any_moment_it_ends_the_same(tmp_path: Path):
     assert reports[0] == reports[1]
 
 
-def wait_until(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
+def wait_until(process: Forked, moment: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not moment():
         assert process.poll() is None, process.communicate()
@@ -154,13 +150,13 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
     """One run's life: without its platform, stopped early, by a scheduler, and twice by hand; never by another run."""
     cache = compiled_once(tmp_path)
     long = CONFIG.replace("until: 12", "until: 100000").replace("until: 24", "until: 100001").replace("fsdp", "dp")
-    missing = call("train", write(tmp_path, long.replace("platform: cpu", "platform: gpu")))
+    missing = command("train", write(tmp_path, long.replace("platform: cpu", "platform: gpu")))
+    assert re.fullmatch(r"error: platform gpu is not available in this process: .+\n", missing.communicate()[1])
     assert missing.returncode == 2
-    assert re.fullmatch(r"error: platform gpu is not available in this process: .+\n", missing.stderr)
     assert not (tmp_path / "run").exists()
 
     path = write(tmp_path, long)
-    early = start("train", path, **cache)
+    early = command("train", path, **cache)
     wait_until(early, (tmp_path / "run/run.json").exists)
     early.send_signal(signal.SIGINT)
     shown, saved = early.communicate()[1], checkpoint.latest(tmp_path / "run/checkpoints")
@@ -170,7 +166,7 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
         assert shown == f"stopped; step {saved} is saved, and the same command resumes from there\n"
     assert early.returncode == 130
 
-    first = start("train", path, **cache)
+    first = command("train", path, **cache)
     wait_until(first, lambda: len(steps_taken(tmp_path)) >= (saved or 0) + 2)
     second = inside("train", path)
     assert second.returncode == 2
@@ -182,7 +178,7 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
     (said,) = re.findall(r"stopped; step (\d+) is saved, and the same command resumes from there\n$", shown)
     assert [len(steps_taken(tmp_path)), checkpoint.latest(tmp_path / "run/checkpoints")] == [int(said)] * 2
 
-    again = start("train", path, **cache)
+    again = command("train", path, **cache)
     wait_until(again, lambda: len(steps_taken(tmp_path)) >= int(said) + 2)
     again.send_signal(signal.SIGINT)
     again.send_signal(signal.SIGINT)
@@ -248,9 +244,9 @@ def test_a_plan_is_written_as_a_page_for_each_phase(inside, tmp_path):
     assert elsewhere.count("on mesh (data=4, model=2) of cpu") == 2
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_a_missing_file_is_one_line(tmp_path: Path, command: str, inside: Callable[..., Any]):
-    done = inside(command, tmp_path / "none.yaml")
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_a_missing_file_is_one_line(tmp_path: Path, name: str, inside: Callable[..., Any]):
+    done = inside(name, tmp_path / "none.yaml")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
 

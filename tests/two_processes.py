@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 
 import jax
 
-ROOT = Path(__file__).parents[1]
+from tests.forked import Forked
 
 
 def run(function: str, *args: Any, processes: int = 2, devices: int = 2, timeout: float = 300) -> list[Any]:
@@ -36,34 +33,22 @@ def run(function: str, *args: Any, processes: int = 2, devices: int = 2, timeout
     Raises:
       AssertionError: a process failed, or did not end in time; has the errors that each wrote. The others are ended.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as folder:
+    with socket.socket() as port, tempfile.TemporaryDirectory() as folder:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # shared with the first process, and with no other
+        port.bind(("127.0.0.1", 0))
         files = [Path(folder) / str(i) for i in range(processes)]
-        errors = [path.with_suffix(".err").open("w+") for path in files]
-        command = [sys.executable, "-m", "tests.two_processes", function, json.dumps(args), str(port), str(processes)]
-        started = [
-            subprocess.Popen([*command, str(i), str(file)], env=env, cwd=ROOT, stdout=err, stderr=err)
-            for i, (file, err) in enumerate(zip(files, errors, strict=True))
-        ]
-        try:
-            until = time.monotonic() + timeout
-            while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.1)
-        finally:
-            ended = [p.poll() for p in started]  # None: did not end
-            for process in started:
-                process.kill()
-                process.wait()
-        written = []
-        for err in errors:
-            err.seek(0)
-            written.append(err.read())
-            err.close()
+        given = (function, json.dumps(args), port.getsockname()[1], processes)
+        environment = {"JAX_NUM_CPU_DEVICES": str(devices)}
+        started = [Forked(_call, (*given, i, str(file)), environment) for i, file in enumerate(files)]
+        until = time.monotonic() + timeout
+        while any(p.returncode is None for p in started) and not any(p.returncode for p in started):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        ended = [process.returncode for process in started]  # None: did not end
+        for process in started:
+            process.kill()
+        written = [process.communicate()[1] for process in started]
         report = "\n".join(
             f"process {i}: exit code {c}\n{t}" for i, (c, t) in enumerate(zip(ended, written, strict=True))
         )
@@ -71,14 +56,11 @@ def run(function: str, *args: Any, processes: int = 2, devices: int = 2, timeout
         return [json.loads(file.read_text()) for file in files]
 
 
-def main(function: str, args: str, port: str, processes: str, index: str, file: str) -> None:
+def _call(function: str, args: str, port: int, processes: int, index: int, file: str) -> None:
     """One of the processes."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(index))
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(*json.loads(args))
     Path(file).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    jax.distributed.shutdown()  # which waits for the others

@@ -55,11 +55,12 @@ def launch(arguments: Sequence[str], processes: int, wait: float) -> Ended:
     Args:
       wait: seconds that the others have to save their state once one has stopped at a signal.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "autoshard", *arguments, "--coordinator", address, "--processes", str(processes)]
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with socket.socket() as port, tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # kept for the first process, whose server shares it
+        port.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{port.getsockname()[1]}"
+        options = ["--coordinator", address, "--processes", str(processes)]
+        command = [sys.executable, "-m", "autoshard", *arguments, *options]
         errors = [Path(folder) / str(n) for n in range(processes)]
         started: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, started)

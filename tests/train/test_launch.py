@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,32 +18,26 @@ from autoshard.errors import ConfigError
 from autoshard.train.config import named_config
 from autoshard.train.loop import train
 from benchmarks.numbered_rows import LAST, ROWS, launched_process, losses, training_config
+from tests.forked import command
 
 ROOT = Path(__file__).parents[2]
 
 
-def launched(path: Path, moment: Callable[[], bool], number: signal.Signals) -> subprocess.CompletedProcess[str]:
-    """Runs two processes, and sends the second one a signal at a moment."""
-    inherited = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "autoshard", "launch", "--processes", "2", "--", "train", str(path)],
-        env=inherited | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+def launched(path: Path, moment: Callable[[], bool], number: signal.Signals) -> tuple[int | None, str]:
+    """Runs two processes, and sends the second one a signal at a moment: the exit code, and standard error."""
+    process = command("launch", "--processes", 2, "--", "train", path, PYTHONPATH=str(ROOT))
     try:
         until = time.monotonic() + 120
-        while process.poll() is None and not moment():
+        while process.returncode is None and not moment():
             assert time.monotonic() < until, "the moment never came"
             time.sleep(0.02)
         victim = launched_process(process.pid, 1)
         assert victim is not None
         os.kill(victim, number)
-        out, err = process.communicate(timeout=60)
+        errors = process.communicate(timeout=60)[1]
     finally:
         process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return process.returncode, errors
 
 
 def test_killed_stopped_and_resumed_on_other_processes_no_row_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -53,18 +46,18 @@ def test_killed_stopped_and_resumed_on_other_processes_no_row_is_lost(tmp_path: 
     path, run = training_config(tmp_path, "run", 4), tmp_path / "run"
     (tmp_path / "slow").touch()
 
-    killed = launched(path, lambda: bool(checkpoint.latest(run / "checkpoints")), signal.SIGKILL)
-    assert killed.returncode == 128 + signal.SIGKILL
+    code, said = launched(path, lambda: bool(checkpoint.latest(run / "checkpoints")), signal.SIGKILL)
+    assert code == 128 + signal.SIGKILL
     saved = checkpoint.latest(run / "checkpoints")
-    assert f"process 1 of 2 was ended by SIGKILL, and the others with it; step {saved} is saved" in killed.stderr
-    assert "Traceback" not in killed.stderr
+    assert f"process 1 of 2 was ended by SIGKILL, and the others with it; step {saved} is saved" in said
+    assert "Traceback" not in said
 
-    stopped = launched(path, lambda: 7 in dict(losses(run)), signal.SIGTERM)
-    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    code, said = launched(path, lambda: 7 in dict(losses(run)), signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM, said
     saved = checkpoint.latest(run / "checkpoints")
     assert saved is not None
     assert saved >= 7
-    assert f"stopped; step {saved} is saved, and the same command resumes from there" in stopped.stderr
+    assert f"stopped; step {saved} is saved, and the same command resumes from there" in said
     assert max(losses(run))[0] == saved
 
     (tmp_path / "slow").unlink()
@@ -90,8 +83,6 @@ def test_a_wrong_command_is_refused(arguments: list[str], message: str):
 
 def test_peers_that_never_come_are_one_line(tmp_path: Path):
     arguments = ["--coordinator", "127.0.0.1:9", "--processes", "2", "--id", "1", "--wait", "1"]
-    command = [sys.executable, "-m", "autoshard", "train", str(training_config(tmp_path, "run", 2)), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, check=False, text=True, capture_output=True, env=environment)
-    assert ended.returncode == 75
-    assert ended.stderr == "error: not all 2 processes came to 127.0.0.1:9 within 1 seconds\n"
+    waits = command("train", training_config(tmp_path, "run", 2), *arguments)
+    assert waits.communicate()[1] == "error: not all 2 processes came to 127.0.0.1:9 within 1 seconds\n"
+    assert waits.returncode == 75

@@ -31,14 +31,14 @@ WORDS = b"the mesh has two processes and every axis of the mesh has a name ".spl
 
 
 def recipe(folder: Path, run: str, **entries: Any) -> dict[str, Any]:
-    """A run of six steps that changes its mesh after the third."""
+    """A run of six steps that changes its mesh after the second."""
     meshes = ({"data": 2, "model": 2}, {"data": 4})
     return {
         "model": {"layers": 1, "d_model": 16, "heads": 2, "seq": 16},
         "data": {"source": str(folder / "text"), "holdout": 4},
         "optimizer": {"learning_rate": 1e-2},
         "batch": 8,
-        "phases": [{"mesh": {"axes": a, "hardware": "cpu"}, "until": n} for n, a in zip((3, 6), meshes, strict=True)],
+        "phases": [{"mesh": {"axes": a, "hardware": "cpu"}, "until": n} for n, a in zip((2, 6), meshes, strict=True)],
         "eval": {"batches": 1, "final_batches": 2},
         "checkpoint": {"dir": str(folder / run), "every": 4},
         "log_every": 2,
