@@ -5,9 +5,9 @@
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. Of each cell (`benchmarks.cells`; with WORDs, those that have all
 in their name) it measures what `benchmarks.baselines` come to, and autoshard, which is given the model as it stands;
-with ``--by-hand``, the baselines alone. A baseline that does not fit is tried again with every block recomputed in the
-backward pass; autoshard decides that by itself. "floor" is what the model's products take at the chips' peak, each
-computed once.
+with ``--by-hand``, the baselines alone. A baseline gets the first of its policies for what is recomputed that fits,
+from the one that recomputes nothing on; autoshard decides that by itself. "floor" is what the model's products take at
+the chips' peak, each computed once.
 
 Figures are kept (`benchmarks.figures`) under a digest of the program, the machine and the compiler: what has not
 changed is not compiled again, and what the cache has is read anew. ``table`` prints all that is kept.
@@ -33,7 +33,7 @@ from autoshard.backend.estimate import estimate
 from autoshard.backend.hlo_collectives import collectives
 from autoshard.machine.mesh import LogicalMesh
 from benchmarks.answers import Answer, answer, asked, compilers, digest
-from benchmarks.baselines import BASELINES, abstract, lowered
+from benchmarks.baselines import BASELINES, POLICIES, abstract, lowered, options
 from benchmarks.cells import CELLS, COLUMNS, Cell
 from benchmarks.figures import Kept, Line, details, summary
 from benchmarks.zoo import Model
@@ -55,15 +55,17 @@ def floor(model: Model, mesh: LogicalMesh) -> float:
 
 def by_hand(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) -> Iterator[str]:
     """Measures the baselines; their digests."""
-    real = mesh.concrete()
+    model, real = cell.build(), mesh.concrete()
     for name, baseline in BASELINES.items():
-        key = ""
-        for remat in (False, True):
-            program = lowered(cell.build(remat), baseline, real)
-            key = digest(program, mesh)
-            found = answer(program, mesh, cache, kept=key in kept.lines)
+        key, given = "", str(sorted(options(mesh.hardware).items()))
+        for policy, saved in POLICIES.items():
+            program = lowered(model, baseline, real, mesh.hardware, saved=saved)
+            before, key = key, digest(program, mesh, given)
+            if key == before:  # a model without blocks
+                break
+            found = answer(program, mesh, cache, options=given, kept=key in kept.lines)
             if found is not None:
-                kept.lines[key] = _line(name + " + remat" * remat, False, found, mesh)
+                kept.lines[key] = _line(f"{name} + {policy}".removesuffix(" + "), False, found, mesh)
             if kept.lines[key].fits:
                 break
         yield key
@@ -71,7 +73,7 @@ def by_hand(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) -> It
 
 def by_autoshard(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) -> Iterator[str]:
     """Measures autoshard; its digest."""
-    model = cell.build(False)
+    model = cell.build()
     step = autoshard.jit(model.step(), mesh=COLUMNS[cell.column].mesh(), donate_argnums=0)
     start = time.perf_counter()
     plan = step.plan(*abstract(model))
@@ -139,7 +141,7 @@ def main() -> None:
         if COLUMNS[cell.column].platform != platform or not all(w in str(cell) for w in words):
             continue
         mesh = COLUMNS[cell.column].mesh().mesh()
-        kept.floors[str(cell)] = floor(cell.build(False), mesh)
+        kept.floors[str(cell)] = floor(cell.build(), mesh)
         before = [key for key in kept.cells.get(str(cell), ()) if key in kept.lines and kept.lines[key].ours]
         ours = before if only else list(by_autoshard(cell, mesh, cache, kept))
         kept.cells[str(cell)] = ours

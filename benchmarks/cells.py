@@ -62,8 +62,7 @@ class Cell:
     column: str
     says: str
     """Sizes."""
-    build: Callable[[bool], Model]
-    """The model, its blocks recomputed in the backward pass or not."""
+    build: Callable[[], Model]
 
     def __str__(self) -> str:
         return f"{self.row} on {self.column}"
@@ -71,7 +70,7 @@ class Cell:
 
 def _language(row: str, column: str, make: Callable[..., Model], batch: int, seq: int, **sizes: Any) -> Cell:
     says = f"{sizes['layers']} layers, batch {batch} x {seq}"
-    return Cell(row, column, says, lambda remat: make(batch, seq, **sizes, remat=remat))
+    return Cell(row, column, says, lambda: make(batch, seq, **sizes))
 
 
 def _deep(row: str, small: Mapping[str, Any], large: Mapping[str, Any]) -> list[Cell]:
@@ -97,7 +96,7 @@ def _shallow(row: str, small: Mapping[str, Any], large: Mapping[str, Any]) -> li
 
 def _pictures(row: str, column: str, batch: int, **sizes: Any) -> Cell:
     says = f"{sizes['layers']} layers, batch {batch} x 224x224"
-    return Cell(row, column, says, lambda remat: vision(batch, 224, 14, 1000, **sizes, remat=remat))
+    return Cell(row, column, says, lambda: vision(batch, 224, 14, 1000, **sizes))
 
 
 def _convolutions(
@@ -111,7 +110,7 @@ def _convolutions(
 ) -> Cell:
     says = f"batch {batch} x {size}x{size}, widths {widths}"
     says += f", blocks {blocks[0]}" if blocks else ""
-    return Cell(row, column, says, lambda _: make(batch, size, widths, *blocks))
+    return Cell(row, column, says, lambda: make(batch, size, widths, *blocks))
 
 
 CELLS = (

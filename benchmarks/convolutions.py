@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from benchmarks.zoo import DTYPE, At, Model, Named, Tree, classified, image_batch
+from benchmarks.zoo import DTYPE, Marks, Model, Named, Tree, classified, image_batch
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -28,7 +28,7 @@ def _convolved(x: jax.Array, kernel: jax.Array, stride: int = 1, groups: int = 1
     )
 
 
-def _conv(x: jax.Array, kernel: jax.Array, at: At, stride: int = 1) -> jax.Array:
+def _conv(x: jax.Array, kernel: jax.Array, at: Marks, stride: int = 1) -> jax.Array:
     x = _convolved(x, kernel, stride)
     return at(x, "batch", None, None, "mlp")
 
@@ -62,7 +62,7 @@ def wide_resnet(batch: int, size: int, width: int, blocks: tuple[int, ...], clas
         params["stages"].append(made)
     params["head"] = Named((inside, classes), ("embed", "vocab"))
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         x = _conv(batch["images"], params["stem"], at, 2)
         x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME").astype(DTYPE)
         for stage, made in enumerate(params["stages"]):
@@ -106,7 +106,7 @@ class _Unet:
             "second": _kernel(3, outside, outside),
         } | ({} if inside == outside else {"skip": _kernel(1, inside, outside)})
 
-    def run(self, params: Tree, x: jax.Array, at: At) -> jax.Array:
+    def run(self, params: Tree, x: jax.Array, at: Marks) -> jax.Array:
         def block(x: jax.Array, p: Tree) -> jax.Array:
             y = _conv(jax.nn.silu(_group_norm(x, p["norms"][0])), p["first"], at)
             y = _conv(jax.nn.silu(_group_norm(y, p["norms"][1])), p["second"], at)
@@ -132,7 +132,7 @@ def unet(batch: int, size: int, widths: tuple[int, ...], blocks: int, channels: 
     """A U-Net that is trained to tell noise from image: [B, size, size, channels] -> the same."""
     net = _Unet(widths, blocks, channels)
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         predicted = net.run(params, batch["images"] + batch["noise"], at).astype(jnp.float32)
         return ((predicted - batch["noise"]) ** 2).mean()
 
@@ -155,12 +155,12 @@ def segmenter(batch: int, size: int, widths: tuple[int, ...], classes: int = 2) 
         "out": _kernel(1, widths[0], classes),
     }
 
-    def run(x: jax.Array, p: Tree, at: At) -> jax.Array:
+    def run(x: jax.Array, p: Tree, at: Marks) -> jax.Array:
         for kernel, norm in zip((p["first"], p["second"]), p["norms"], strict=True):
             x = jax.nn.relu(_batch_norm(_conv(x, kernel, at), norm))
         return x
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         x, kept = batch["images"], list[jax.Array]()
         for level, p in enumerate(params["down"]):
             if level:
@@ -206,7 +206,7 @@ def convnext(batch: int, size: int, widths: tuple[int, ...], blocks: tuple[int, 
         "head": Named((widths[-1], classes), ("embed", "vocab")),
     }
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         x = at(_convolved(batch["images"], params["stem"], 4), "batch", None, None, None)
         for stage, made in enumerate(params["stages"]):
             if stage:
@@ -231,7 +231,7 @@ class _Cnn(nnx.Module):
         self.norms = nnx.List([nnx.BatchNorm(width, rngs=rngs) for width in widths])
         self.head = nnx.Linear(widths[-1], classes, rngs=rngs)
 
-    def __call__(self, x: jax.Array, at: At) -> jax.Array:
+    def __call__(self, x: jax.Array, at: Marks) -> jax.Array:
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = jax.nn.relu(norm(at(conv(x), "batch", None, None, "mlp")))
         return at(self.head(x.mean((1, 2))), "batch", "vocab")
@@ -244,7 +244,7 @@ def cnn(batch: int, size: int, widths: tuple[int, ...], classes: int = 10) -> Mo
     names = {4: (None, None, "embed", "mlp"), 2: ("embed", "vocab"), 1: ("mlp",)}
     named = jax.tree.map(lambda p: Named(p.shape, names[p.ndim]), nnx.to_pure_dict(params))
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         ran = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
         net = nnx.merge(graph, nnx.State(params), ran)
         logits = net(batch["images"], at)

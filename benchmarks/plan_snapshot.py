@@ -39,7 +39,7 @@ def plans(word: str) -> Iterator[tuple[str, Any]]:
     """Name and JSON of each plan."""
     for cell in CELLS:
         if word in str(cell):
-            model = cell.build(False)
+            model = cell.build()
             step = autoshard.jit(model.step(), mesh=COLUMNS[cell.column].mesh(), donate_argnums=0)
             yield f"cell {cell}", step.plan(*abstract(model)).to_json()
     for case in cases("tpu"):

@@ -1,8 +1,7 @@
 """Models as people write them, each dimension with the name that a sharding by hand goes by.
 
-A parameter is `Named`: its shape and a name per dimension. A loss takes ``at``, which marks activations with names:
-the identity for autoshard, which gets no hint, and a sharding constraint for what it is compared with. Parameters
-are float32, products bfloat16.
+A parameter is `Named`: its shape and a name per dimension. A loss takes ``at``, what is written into it by hand
+(`Marks`): nothing for autoshard, which gets no hint. Parameters are float32, products bfloat16.
 
 Letters in shapes: B batch, S sequence, D model width, H query heads, K key-value heads, E head width, F MLP width,
 V vocabulary, N groups of tokens, T tokens of one, X experts, C places of each.
@@ -18,14 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from autoshard.train.decoder import rotary
 
 type Tree = Any
 """A pytree."""
-type At = Callable[..., jax.Array]
-"""Array, a name or None for each dimension -> the same array."""
-
 DTYPE = jnp.bfloat16
 
 
@@ -43,18 +40,41 @@ class Named(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Marks:
+    """What somebody writes into a model by hand; by itself nothing."""
+
+    constraint: Callable[..., jax.Array] | None = None
+    """Array, a name or None for each dimension -> the same array."""
+    attention: Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array] | None = None
+    """By a kernel: queries [B, S, H, E], keys and values [B, S, K, E], whether causal -> [B, S, H, E]."""
+    loss: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+    """As `_predicted`, without an array of all logits."""
+    saved: tuple[str, ...] | None = None
+    """Names of the activations that each block saves for the backward pass, which computes the others again; None: it
+    saves all, and computes none."""
+
+    def __call__(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """``x`` with a name or None for each dimension."""
+        return x if self.constraint is None else self.constraint(x, *names)
+
+    def named(self, x: jax.Array, name: str) -> jax.Array:
+        """``x`` as an activation that may be saved."""
+        return x if self.saved is None else checkpoint_name(x, name)
+
+
+@dataclass(frozen=True)
 class Model:
     """Parameters, a batch, and ``loss(params, batch, at)``."""
 
     params: Tree
     batch: Tree
-    loss: Callable[[Tree, Tree, At], jax.Array]
+    loss: Callable[[Tree, Tree, Marks], jax.Array]
 
-    def step(self, at: At = lambda x, *names: x) -> Callable[[Tree, Tree], tuple[Tree, jax.Array]]:
+    def step(self, at: Marks | None = None) -> Callable[[Tree, Tree], tuple[Tree, jax.Array]]:
         """One step of AdamW: state, batch -> state, loss."""
 
         def train(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
-            loss, grads = jax.value_and_grad(self.loss)(state["params"], batch, at)
+            loss, grads = jax.value_and_grad(self.loss)(state["params"], batch, at or Marks())
             updates, opt = _ADAM.update(grads, state["opt"], state["params"])
             return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
@@ -132,7 +152,7 @@ class Transformer:
             lambda p: Named((self.layers, *p.shape), (None, *p.names), p.dtype), block, is_leaf=is_named
         )
 
-    def run(self, blocks: Tree, x: jax.Array, at: At, *, causal: bool, other: jax.Array | None = None) -> jax.Array:
+    def run(self, blocks: Tree, x: jax.Array, at: Marks, *, causal: bool, other: jax.Array | None = None) -> jax.Array:
         """All blocks in turn. x, other: [B, S, D] -> [B, S, D]."""
 
         def block(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
@@ -142,7 +162,11 @@ class Transformer:
             x = at(x + self._mlp(p["mlp"], x, at), "batch", None, None)
             return x, None
 
-        body = jax.checkpoint(block) if self.remat else block
+        body = block
+        if at.saved is not None:
+            body = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*at.saved))
+        elif self.remat:
+            body = jax.checkpoint(block)
         if self.scan:
             return jax.lax.scan(body, x, blocks)[0]
         for p in blocks:
@@ -156,7 +180,7 @@ class Transformer:
             wide = wide - wide.mean(-1, keepdims=True)
         return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * scale).astype(DTYPE)
 
-    def _attend(self, p: Tree, x: jax.Array, other: jax.Array | None, at: At, causal: bool) -> jax.Array:
+    def _attend(self, p: Tree, x: jax.Array, other: jax.Array | None, at: Marks, causal: bool) -> jax.Array:
         x = self.norm(x, p["norm"])
         seen = x if other is None else other
         query = at(jnp.einsum("bsd,dhe->bshe", x, p["query"].astype(DTYPE)), "batch", None, "heads", None)
@@ -164,29 +188,33 @@ class Transformer:
         value = at(jnp.einsum("bsd,dke->bske", seen, p["value"].astype(DTYPE)), "batch", None, "heads", None)
         if self.gated:
             query, key = rotary(query, 500_000.0), rotary(key, 500_000.0)
+        query, key, value = (at.named(a, n) for a, n in ((query, "query"), (key, "key"), (value, "value")))
+        mixed = at.attention(query, key, value, causal) if at.attention else self._mix(query, key, value, at, causal)
+        return at.named(jnp.einsum("bshe,hed->bsd", mixed, p["out"].astype(DTYPE)), "out")
+
+    def _mix(self, query: jax.Array, key: jax.Array, value: jax.Array, at: Marks, causal: bool) -> jax.Array:
         shared = self.heads // key.shape[2]
         if shared > 1:
             key, value = jnp.repeat(key, shared, axis=2), jnp.repeat(value, shared, axis=2)
         scores = jnp.einsum("bshe,bthe->bhst", query, key, preferred_element_type=jnp.float32) * key.shape[-1] ** -0.5
         if causal:
-            seq = x.shape[1]
+            seq = query.shape[1]
             scores = jnp.where(jnp.tril(jnp.ones((seq, seq), bool)), scores, -1e9)
         odds = jax.nn.softmax(at(scores, "batch", "heads", None, None), axis=-1).astype(DTYPE)
-        mixed = at(jnp.einsum("bhst,bthe->bshe", odds, value), "batch", None, "heads", None)
-        return jnp.einsum("bshe,hed->bsd", mixed, p["out"].astype(DTYPE))
+        return at(jnp.einsum("bhst,bthe->bshe", odds, value), "batch", None, "heads", None)
 
-    def _mlp(self, p: Tree, x: jax.Array, at: At) -> jax.Array:
+    def _mlp(self, p: Tree, x: jax.Array, at: Marks) -> jax.Array:
         x = self.norm(x, p["norm"])
         if self.experts:
             return self._experts(p, x, at) if self.drops else self._sorted_experts(p, x)
-        up = jnp.einsum("bsd,df->bsf", x, p["up"].astype(DTYPE))
+        up = at.named(jnp.einsum("bsd,df->bsf", x, p["up"].astype(DTYPE)), "up")
         if self.gated:
-            up = jax.nn.silu(jnp.einsum("bsd,df->bsf", x, p["gate"].astype(DTYPE))) * up
+            up = jax.nn.silu(at.named(jnp.einsum("bsd,df->bsf", x, p["gate"].astype(DTYPE)), "gate")) * up
         else:
             up = jax.nn.gelu(up)
-        return jnp.einsum("bsf,fd->bsd", at(up, "batch", None, "mlp"), p["down"].astype(DTYPE))
+        return at.named(jnp.einsum("bsf,fd->bsd", at(up, "batch", None, "mlp"), p["down"].astype(DTYPE)), "down")
 
-    def _experts(self, p: Tree, x: jax.Array, at: At) -> jax.Array:
+    def _experts(self, p: Tree, x: jax.Array, at: Marks) -> jax.Array:
         """Each token to some experts as far as their capacity allows (GShard, section 2.2)."""
         tokens = math.gcd(x.shape[1], 1024)
         capacity = math.ceil(1.25 * self.picks * tokens / self.experts)
@@ -199,8 +227,8 @@ class Transformer:
         place = jnp.where(picked > 0, jnp.cumsum(picked, 1) - 1, -1).astype(jnp.int32)
         slots = at(jax.nn.one_hot(place, capacity, dtype=DTYPE), "batch", None, None, None)
         sent = at(jnp.einsum("ntxc,ntd->nxcd", slots, groups), "batch", "expert", None, None)
-        up = jnp.einsum("nxcd,xdf->nxcf", sent, p["up"].astype(DTYPE))
-        up = jax.nn.silu(jnp.einsum("nxcd,xdf->nxcf", sent, p["gate"].astype(DTYPE))) * up
+        up = at.named(jnp.einsum("nxcd,xdf->nxcf", sent, p["up"].astype(DTYPE)), "up")
+        up = jax.nn.silu(at.named(jnp.einsum("nxcd,xdf->nxcf", sent, p["gate"].astype(DTYPE)), "gate")) * up
         up = at(up, "batch", "expert", None, "mlp")
         back = at(jnp.einsum("nxcf,xfd->nxcd", up, p["down"].astype(DTYPE)), "batch", "expert", None, None)
         return jnp.einsum("ntxc,nxcd->ntd", slots * weights[..., None].astype(DTYPE), back).reshape(x.shape)
@@ -220,8 +248,10 @@ class Transformer:
         return jnp.einsum("tkd,tk->td", back.reshape(*which.shape, -1), weights).reshape(x.shape)
 
 
-def _predicted(x: jax.Array, head: jax.Array, targets: jax.Array, at: At) -> jax.Array:
+def _predicted(x: jax.Array, head: jax.Array, targets: jax.Array, at: Marks) -> jax.Array:
     """Mean cross-entropy of targets: int [B, S]. x: [B, S, D], head: [D, V]."""
+    if at.loss:
+        return at.loss(x, head.astype(DTYPE), targets)
     logits = jnp.einsum("bsd,dv->bsv", x, head.astype(DTYPE), preferred_element_type=jnp.float32)
     logits = at(logits, "batch", None, "vocab")
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
@@ -243,7 +273,7 @@ def decoder(batch: int, seq: int, **sizes: Any) -> Model:
     if not t.gated:
         params["positions"] = Named((seq, t.width), (None, "embed"))
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         x = params["embed"].astype(DTYPE)[batch["inputs"]]
         if not t.gated:
             x = x + params["positions"].astype(DTYPE)
@@ -264,7 +294,7 @@ def translator(batch: int, seq: int, **sizes: Any) -> Model:
         "head": Named((t.width, t.vocab), ("embed", "vocab")),
     }
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         table = params["embed"].astype(DTYPE)
         seen = t.run(params["encoder"], at(table[batch["source"]], "batch", None, None), at, causal=False)
         seen = t.norm(seen, params["norms"][0])
@@ -286,7 +316,7 @@ def vision(batch: int, size: int, patch: int, classes: int, **sizes: Any) -> Mod
         "head": Named((t.width, classes), ("embed", "vocab")),
     }
 
-    def loss(params: Tree, batch: Tree, at: At) -> jax.Array:
+    def loss(params: Tree, batch: Tree, at: Marks) -> jax.Array:
         side = size // patch
         x = batch["images"].reshape(-1, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
         x = x.reshape(-1, count, patch * patch * 3) @ params["patches"].astype(DTYPE)
@@ -297,7 +327,7 @@ def vision(batch: int, size: int, patch: int, classes: int, **sizes: Any) -> Mod
     return Model(params, image_batch(batch, size, 3) | {"labels": Named((batch,), ("batch",), jnp.int32)}, loss)
 
 
-def classified(x: jax.Array, head: jax.Array, labels: jax.Array, at: At) -> jax.Array:
+def classified(x: jax.Array, head: jax.Array, labels: jax.Array, at: Marks) -> jax.Array:
     """Mean cross-entropy of labels: int [B]. x: [B, D], head: [D, V]."""
     logits = at((x @ head.astype(DTYPE)).astype(jnp.float32), "batch", "vocab")
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -1,9 +1,11 @@
 """Estimated time of a compiled step, from its HLO.
 
 The TPU compiler annotates every fusion with the cycles that it expects (`estimated_cycles`); a loop's body is
-annotated once, so its cycles are multiplied by the trip count. Instructions that it does not annotate, and all
-instructions of the GPU and CPU compilers, are estimated by the chip's roofline; kernels for attention, by their share
-of the peak (`hlo_attention`). No compiler estimates collectives: their time is the link model's.
+annotated once, so its cycles are multiplied by the trip count. It expects too many of fusions that memory bounds (two
+of elementwise ones, up to twelve times of some reductions): one without a product takes at most what its bytes take.
+Instructions that it does not annotate, and all instructions of the GPU and CPU compilers, are estimated by the chip's
+roofline; kernels for attention, by their share of the peak (`hlo_attention`). No compiler estimates collectives: their
+time is the link model's.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Protocol
 
 from autoshard.backend.hlo_attention import attention_seconds
 from autoshard.backend.hlo_collectives import collectives
-from autoshard.backend.hlo_roofline import instruction_seconds, roofline_seconds
-from autoshard.backend.hlo_text import Module, parse_hlo
+from autoshard.backend.hlo_roofline import instruction_seconds, memory_bound_seconds, roofline_seconds
+from autoshard.backend.hlo_text import Computation, Instruction, Module, parse_hlo
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, LogicalMesh
@@ -81,21 +83,27 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
-    """The compiler's estimated cycles of one call, and whether every loop's trip count is known."""
+    """The estimated cycles of one call, and whether every loop's trip count is known."""
     total, exact = 0, True
     for name, (times, known) in run_counts(module).items():
-        computation, cycles = module.computations[name], 0
-        for instruction in computation.instructions.values():
-            if seconds := attention_seconds(instruction, computation, module, hardware):
-                cycles += round(seconds * hardware.clock)
-            elif match := _CYCLES.search(instruction.attributes):
-                priced = int(match[1])
-                if priced == _UNPRICED:
-                    priced = round(instruction_seconds(instruction, computation, module, hardware) * hardware.clock)
-                cycles += priced
+        computation = module.computations[name]
+        cycles = sum(_cycles(i, computation, module, hardware) for i in computation.instructions.values())
         total += cycles * times
         exact = exact and (known or not cycles)
     return total, exact
+
+
+def _cycles(instruction: Instruction, computation: Computation, module: Module, hardware: Hardware) -> int:
+    if seconds := attention_seconds(instruction, computation, module, hardware):
+        return round(seconds * hardware.clock)
+    match = _CYCLES.search(instruction.attributes)
+    if match is None:
+        return 0
+    priced = int(match[1])
+    if priced == _UNPRICED:
+        return round(instruction_seconds(instruction, computation, module, hardware) * hardware.clock)
+    seconds = memory_bound_seconds(instruction, computation, module, hardware)
+    return priced if seconds is None else min(priced, round(seconds * hardware.clock))
 
 
 def total_seconds(c: Collective, mesh: LogicalMesh) -> float:

@@ -33,6 +33,7 @@ _FREE = {
 _COLLECTIVES = {f"{kind}{part}" for kind in COLLECTIVE_KINDS for part in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
 _BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
+_NO_SWEEPS = {"custom-call", "gather", "rng-bit-generator", "scatter", "sort", "while"}
 _KERNEL_BODIES = ("calls", "to_apply")
 """Attributes that name the computation inside a kernel; those of loops and conditionals are computations of their
 own.
@@ -65,13 +66,29 @@ def instruction_seconds(
     instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
 ) -> float:
     """Seconds of an instruction that runs as a kernel."""
-    inside = _fused_computation(instruction, module)
-    moved = _unfused_bytes(instruction, computation) if inside is None else _fusion_bytes(inside)
+    moved = _moved_bytes(instruction, computation, module)
     products = sum(
         flops / hardware.peak_flops(dtype) for flops, dtype in _contraction_flops(instruction, computation, module)
     )
     products += attention_seconds(instruction, computation, module, hardware)
     return max(products, moved / hardware.bandwidth) + hardware.overhead
+
+
+def memory_bound_seconds(
+    instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
+) -> float | None:
+    """Seconds in which fusions reach the bytes of an instruction, its kernel's start included; None of one that
+    contains a product, or reads and writes otherwise than in one sweep."""
+    inside = _fused_computation(instruction, module)
+    opcodes = {i.opcode for i in inside.instructions.values()} if inside is not None else {instruction.opcode}
+    if not opcodes.isdisjoint(_NO_SWEEPS) or any(_contraction_flops(instruction, computation, module)):
+        return None
+    return _moved_bytes(instruction, computation, module) / hardware.memory_rate + hardware.overhead
+
+
+def _moved_bytes(instruction: Instruction, computation: Computation, module: Module) -> int:
+    inside = _fused_computation(instruction, module)
+    return _unfused_bytes(instruction, computation) if inside is None else _fusion_bytes(inside)
 
 
 def _fused_computation(instruction: Instruction, module: Module) -> Computation | None:

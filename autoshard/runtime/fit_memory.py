@@ -27,7 +27,7 @@ from autoshard.units import size_text, time_text
 MIN_SAVING = 0.01
 """Least share of the peak memory that dropping a demand must save to be proposed."""
 MIN_GAIN = 0.02
-"""Least share of the step's time that memory must cost for micro-batches to be tried."""
+"""Least share of the step's time that memory must cost for passes that save some, or micro-batches, to be tried."""
 
 
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
@@ -366,9 +366,11 @@ def relaxation_hint(traced: Program, options: Options, least: float) -> str:
 
 
 def _memory_bound(plan: PlanRecord) -> bool:
-    """Whether a faster layout was found that does not fit in memory."""
+    """Whether a layout that does not fit in memory is faster, by more than `MIN_GAIN`."""
     fastest, budget = next(iter(plan.alternatives), None), plan.memory_budget
-    return fastest is not None and budget is not None and fastest.seconds < plan.cost.seconds and fastest.peak > budget
+    if fastest is None or budget is None:
+        return False
+    return fastest.seconds * (1 + MIN_GAIN) < plan.cost.seconds and fastest.peak > budget
 
 
 def _faster_but_larger(plan: PlanRecord) -> str:

@@ -40,7 +40,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   ROOT %g = f32[8] fusion(%y), kind=kLoop, calls=%last, backend_config={"estimated_cycles":"7"}
 }
 """
-MESH = replace(mesh(data=4), hardware=replace(CHIP, clock=1e9))
+MESH = replace(mesh(data=4), hardware=replace(CHIP, clock=1e9, bandwidth=1e3))
+"""Its memory is so slow that the cycles always are fewer than those of the bytes."""
 
 
 @dataclass
@@ -66,6 +67,34 @@ def test_cycles_and_collectives_of_a_loop_count_once_per_iteration():
     assert found.transfers == pytest.approx(5 * once)
     assert found.seconds == pytest.approx(found.compute + found.transfers)
     assert found.overlapped == pytest.approx(found.transfers)
+
+
+SWEEP = """HloModule jit_step, is_scheduled=true
+
+%inside (a: f32[1000,1000], b: f32[1000,1000]) -> f32[1000,1000] {
+  %a = f32[1000,1000] parameter(0)
+  %b = f32[1000,1000] parameter(1)
+  ROOT %o = f32[1000,1000] OPERATION
+}
+
+ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {
+  %p = f32[1000,1000] parameter(0)
+  ROOT %g = f32[1000,1000] fusion(%p, %p), kind=kLoop, calls=%inside, backend_config={"estimated_cycles":"9000000"}
+}
+"""
+DOT = "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+@pytest.mark.parametrize(
+    ("operation", "capped"),
+    [("add(%a, %b)", True), (DOT, False), ("sort(%a, %b), dimensions={0}", False), ("gather(%a, %b)", False)],
+)
+def test_what_sweeps_over_memory_takes_at_most_what_its_bytes_take(operation: str, capped: bool):
+    hardware = replace(CHIP, clock=1e9, bandwidth=1e10, memory_efficiency=0.8, overhead=1e-6)
+    found = estimate(Compiled(SWEEP.replace("OPERATION", operation)), replace(MESH, hardware=hardware))
+    bytes_seconds = 3 * 4e6 / 8e9 + 1e-6
+    assert bytes_seconds < 9e-3
+    assert found.compute == pytest.approx(bytes_seconds if capped else 9e-3)
 
 
 GATHERS = """HloModule jit_step, is_scheduled=true
