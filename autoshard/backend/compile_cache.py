@@ -19,7 +19,6 @@ from autoshard.backend import (
     compilation,
     estimate,
     hlo_collectives,
-    hlo_dtypes,
     hlo_roofline,
     hlo_text,
     hlo_trip_counts,
@@ -33,7 +32,7 @@ from autoshard.strict_config import Config
 
 CACHE_VARIABLE = "AUTOSHARD_CACHE"
 """Environment variable: the cache folder, where `jit` is given none."""
-PARSERS = (collective, compilation, estimate, hlo_collectives, hlo_dtypes, hlo_roofline, hlo_text, hlo_trip_counts)
+PARSERS = (collective, compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts)
 """Modules that compute an entry from the compiler's output; their sources are part of the key."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that change what a compiler emits."""

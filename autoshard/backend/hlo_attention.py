@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from autoshard.backend import hlo_dtypes
-from autoshard.backend.hlo_text import Computation, Instruction, Module
+from autoshard.backend.hlo_text import Computation, Instruction, Module, peak_dtype
 from autoshard.machine.mesh import Hardware
 from autoshard.transforms.attention_kernels import KERNELS, flops_at_peak
 
@@ -44,9 +43,7 @@ def _cudnn_seconds(instruction: Instruction, computation: Computation, hardware:
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
     computed = 0.5 if _CUDNN_CAUSAL.search(instruction.attributes) else 1.0
     share = _share(hardware, "cudnn", backward=backward)
-    return flops_at_peak("cudnn", flops, width, cols, share, computed) / hardware.peak_flops(
-        hlo_dtypes.peak_dtype(query[1])
-    )
+    return flops_at_peak("cudnn", flops, width, cols, share, computed) / hardware.peak_flops(peak_dtype(query[1]))
 
 
 def _splash_seconds(
@@ -65,7 +62,7 @@ def _splash_seconds(
     computed = int(kernel[1]) / int(kernel[2])
     length = KERNELS["splash"].block(rows, cols, backward=phase in {"dkv", "dq and dkv"})[1]
     at_peak = flops_at_peak("splash", flops, min(width, value_width), length, share, computed)
-    return at_peak / hardware.peak_flops(hlo_dtypes.peak_dtype(dtype))
+    return at_peak / hardware.peak_flops(peak_dtype(dtype))
 
 
 def _share(hardware: Hardware, kernel: str, *, backward: bool) -> float:

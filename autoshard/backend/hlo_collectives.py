@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autoshard.backend import hlo_dtypes
-from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse_hlo
+from autoshard.backend.hlo_text import Computation, Instruction, Module, called, element_bits, parse_hlo
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_KINDS, COLLECTIVE_PERMUTE, REDUCE_SCATTER, Collective
 from autoshard.machine.mesh import LogicalMesh
@@ -164,7 +163,7 @@ def shape_bytes(shape: str) -> int:
     total = 0
     for dtype, dims in _SHAPE.findall(shape):
         elements = math.prod(int(d.strip("<= ")) for d in dims.split(",") if d.strip())
-        total += -(-elements * hlo_dtypes.bits(dtype) // 8)
+        total += -(-elements * element_bits(dtype) // 8)
     return total
 
 

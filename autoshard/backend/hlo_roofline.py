@@ -13,10 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from autoshard import jaxpr as jx
-from autoshard.backend import hlo_dtypes
 from autoshard.backend.hlo_attention import attention_seconds
 from autoshard.backend.hlo_collectives import shape_bytes
-from autoshard.backend.hlo_text import Computation, Instruction, Module, called
+from autoshard.backend.hlo_text import Computation, Instruction, Module, called, peak_dtype
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import COLLECTIVE_KINDS
 from autoshard.machine.mesh import Hardware
@@ -170,7 +169,7 @@ def _contraction_flops(
         depth = math.prod(left[d] for d in _ints(contracting[1].replace('"', "")))
     else:
         return
-    yield 2.0 * math.prod(result) * depth, hlo_dtypes.peak_dtype(dtype)
+    yield 2.0 * math.prod(result) * depth, peak_dtype(dtype)
 
 
 def _share_read(attributes: str, output: Mapping[str, int]) -> float:

@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
+from autoshard.backend.ring_products import RingProduct, ring_product
 from autoshard.ir.graph import Graph
 from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
@@ -135,8 +136,16 @@ class _Lowering:
             ],
         )
 
+        ring = self._ring(eqn, rule, island)
+
         def on_shards(*operands: Any) -> tuple[Any, ...]:
             operands = _extend_with_halos(operands, rule, island, sizes)
+            if ring is not None:
+                (made,), (reduced,) = island.out_specs, island.reduced_specs
+                left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != ring.axis))
+                left = left.with_dim(ring.dim, (*made.dims[ring.dim], ring.axis))
+                summed = ring(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
+                return (_reduce_partials(summed, left, reduced, self.logical_mesh),)
             out = same_op(*operands) if local.fun is None else local.fun(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             specs = zip(results, island.out_specs, island.reduced_specs, strict=True)
@@ -151,6 +160,16 @@ class _Lowering:
             axis_names=set(sizes) - left_to_xla,
         )
         return jx.splice(mapped, eqn, invars)
+
+    def _ring(self, eqn: jx.JaxprEqn, rule: Rule, island: Island) -> RingProduct | None:
+        """The ring that sums the result of a product, where XLA would wait for a reduce-scatter."""
+        waits, own = self.logical_mesh.hardware.blocking_reduce_scatters, rule.local and rule.local.fun
+        if not waits or own or not jx.contraction_flops(eqn) or rule.halos:
+            return None
+        (made,), (reduced,), sizes = island.out_specs, island.reduced_specs, dict(self.mesh.shape)
+        whole = jx.aval(eqn.outvars[0]).shape
+        shape = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(whole, made.dims, strict=True)]
+        return ring_product(rule, made, reduced, shape, sizes)
 
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""

@@ -80,6 +80,8 @@ class HardwareConfig(Config):
     sparse_core_collectives: bool = False
     """Whether XLA runs collectives on the chip's SparseCores, beside what the TensorCore computes, if asked to; plans
     then ask."""
+    blocking_reduce_scatters: bool = False
+    """Whether XLA computes nothing while a reduce-scatter runs; those of products then run as rings beside them."""
     scoped_vmem: Bytes | None = None
     """How much of the on-chip memory plans ask XLA to let one fusion use; left out where they leave it to XLA."""
 
@@ -108,6 +110,7 @@ class HardwareConfig(Config):
             self.convolution_efficiency,
             self.memory_efficiency,
             self.sparse_core_collectives,
+            self.blocking_reduce_scatters,
             self.scoped_vmem or 0,
         )
 

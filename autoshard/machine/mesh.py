@@ -87,6 +87,8 @@ class Hardware:
     """Share of ``bandwidth`` that XLA's fusions reach."""
     sparse_core_collectives: bool = False
     """Whether XLA runs collectives on the chip's SparseCores, beside what the TensorCore computes, if asked to."""
+    blocking_reduce_scatters: bool = False
+    """Whether XLA computes nothing while a reduce-scatter runs, so that those of products run as rings beside them."""
     scoped_vmem: int = 0
     """Bytes of on-chip memory that XLA is asked to let one fusion use; 0: as many as it does by itself."""
 

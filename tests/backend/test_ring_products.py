@@ -1,0 +1,106 @@
+"""Products that are reduce-scattered in a ring: the same sums, sent by permutes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backend import ring_products
+from autoshard.backend.audit import audit
+from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+
+LINK = {"link": Link("link", 1e10, 1e-6)}
+HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, LINK, 1e-6, blocking_reduce_scatters=True)
+
+
+def mesh(**axes: int) -> LogicalMesh:
+    return LogicalMesh(tuple(axes), tuple(axes.values()), HARDWARE)
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype("f4")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_products, "MIN_PART", 16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("axes", "ins", "out", "scatters"),
+    [
+        ({"a": 8}, (P(None, "a"), P("a")), P("a"), 0),
+        ({"a": 8}, (P(None, "a"), P("a")), P(None, "a"), 0),
+        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P(("a", "b")), 1),
+        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P(("b", "a")), 1),
+        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P("a", "b"), 1),
+        ({"a": 4, "b": 2}, (P("b", "a"), P("a")), P(("b", "a")), 0),
+        ({"a": 4, "b": 2}, (P("b", "a"), P("a")), P("b", "a"), 0),
+        ({"a": 2, "b": 4}, (P(None, "a"), P("a", "b")), P(None, ("b", "a")), 0),
+    ],
+    ids=["rows", "columns", "over both", "over both, turned", "an axis each", "behind", "beside", "columns behind"],
+)
+def test_a_sum_that_travels_beside_its_product_is_the_sum(
+    axes: Any, ins: Any, out: P, scatters: int, dtype: str
+) -> None:
+    x, w = (jnp.asarray(a, dtype) for a in (normal(16, 32), normal(32, 24, seed=1)))
+    step = autoshard.jit(jnp.matmul, mesh=mesh(**axes), in_shardings=ins, out_shardings=out)
+    wanted = np.asarray(x, "f4") @ np.asarray(w, "f4")
+    np.testing.assert_allclose(np.asarray(step(x, w), "f4"), wanted, **_bounds(dtype, wanted))
+    compiled = step.lower(x, w).compile()
+    text = compiled.as_text() or ""
+    assert " collective-permute" in text
+    assert text.count(" reduce-scatter(") == scatters
+    if dtype == "float32":  # sums in bfloat16 XLA for CPU sends as float32
+        assert audit(compiled, step.plan(x, w)).clean
+
+
+def _bounds(dtype: str, wanted: Any) -> dict[str, float]:
+    # In bfloat16 each of 8 partial sums and each addition is rounded to 8 bits.
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0, "atol": 2**-5 * float(abs(wanted).max())}
+
+
+def test_a_part_of_the_sums_may_stay_to_be_reduced() -> None:
+    """Over b all have the sum; over a each has a part of it."""
+    x, w = normal(16, 32), normal(32, 24, seed=1)
+    step = autoshard.jit(
+        jnp.matmul, mesh=mesh(a=4, b=2), in_shardings=(P(None, ("a", "b")), P(("a", "b"))), out_shardings=P("a")
+    )
+    np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_in_a_loop_of_layers_are_those_of_one_device() -> None:
+    def step(ws: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None), x, ws)
+            return (h**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
+
+    ws = {"up": normal(3, 16, 32) / 8, "down": normal(3, 32, 16, seed=1) / 8}
+    x = normal(32, 16, seed=2)
+    sharded = autoshard.jit(step, mesh=mesh(data=4, model=2), strategy="fsdp_tp")
+    after, value = sharded(ws, x)
+    expected, wanted = jax.jit(step)(ws, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, expected)
+    assert " collective-permute" in (sharded.lower(ws, x).compile().as_text() or "")
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_small_products_and_long_rings_are_reduce_scattered_at_once(
+    monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    monkeypatch.setattr(ring_products, *(("MIN_PART", 1 << 20) if small else ("MAX_PARTS", 4)))
+    step = autoshard.jit(jnp.matmul, mesh=mesh(a=8), in_shardings=(P(None, "a"), P("a")), out_shardings=P("a"))
+    text = step.lower(normal(16, 32), normal(32, 24)).compile().as_text() or ""
+    assert text.count(" reduce-scatter(") == 1
+    assert " collective-permute" not in text
