@@ -1,7 +1,9 @@
-"""A twentieth of the programs that JAX ships, of every group some; `make harness` runs them all."""
+"""A fortieth of the programs that JAX ships, of every group some, each on one of the meshes in turn; `make harness`
+runs them all, on both."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -11,19 +13,20 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from tests import corpus
 
-CHUNKS, EVERY = 12, 20
+CHUNKS, EVERY = 8, 40
 CORPUS = corpus.harnesses()
 CHOSEN = corpus.sample(CORPUS, EVERY)
 
 
-def test_the_sample_has_a_twentieth_of_every_group() -> None:
+def test_the_sample_has_a_fortieth_of_every_group() -> None:
     whole, part = (Counter(h.group_name for h in some) for some in (CORPUS, [CORPUS[i] for i in CHOSEN]))
     assert part == {group: -(-n // EVERY) for group, n in whole.items()}
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_sharded_as_on_one_device(chunk: int) -> None:
-    outcomes = [o for i in CHOSEN[chunk::CHUNKS] for o in corpus.run(i, CORPUS[i])]
+    turns = zip(CHOSEN[chunk::CHUNKS], itertools.cycle(corpus.MESHES), strict=False)
+    outcomes = [o for i, axes in turns for o in corpus.run(i, CORPUS[i], [axes])]
     assert not [o for o in outcomes if o.status == "failed"]
     assert sum(o.status == "sharded" for o in outcomes) > len(outcomes) / 2
 

@@ -36,8 +36,9 @@ def test_is_kept_as_it_ran(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS if os.environ.get("AUTOSHARD_NOTEBOOKS") == "all" else NOTEBOOKS[:1])
-def test_runs(path):
-    """Of all, `make notebook` does."""
+def test_runs(path, monkeypatch):
+    """Of all, `make notebook` does. Compiled as for its readers: its steps are many, and long without optimizations."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     check_run(executed(path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,6 +55,18 @@ SOURCES = modules()
 PACKAGES = sorted({name.split(".")[0] for name in SOURCES})
 
 
+@functools.cache
+def tree_of(text: str) -> ast.Module:
+    """A source's tree: every wall is read off the same ones."""
+    return ast.parse(text)
+
+
+@functools.cache
+def imports_of(text: str) -> list[tuple[int, str]]:
+    """Line and name of everything that a source imports."""
+    return list(imports(tree_of(text)))
+
+
 def dotted(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of every chain of attributes, such as ``jax.lax.add_p``."""
     yield from ((node.lineno, ast.unparse(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
@@ -85,7 +98,7 @@ def wrong_imports(sources: Mapping[str, str]) -> list[str]:
     for name, text in sources.items():
         row = name.split(".")[0]
         may = allowed(row)
-        for line, imported in imports(ast.parse(text)):
+        for line, imported in imports_of(text):
             target = module_of(imported, SOURCES)
             inside_rules = under(name, "rules.local_forms") and target is not None and under(target, "rules")
             if (
@@ -107,7 +120,7 @@ def wrong_imports(sources: Mapping[str, str]) -> list[str]:
 def circles(sources: Mapping[str, str]) -> list[str]:
     """Every module that imports itself by way of others."""
     edges = {
-        name: {t for _, imported in imports(ast.parse(text)) if (t := module_of(imported, SOURCES)) and t != name}
+        name: {t for _, imported in imports_of(text) if (t := module_of(imported, SOURCES)) and t != name}
         for name, text in sources.items()
     }
     done: set[str] = set()
@@ -134,7 +147,7 @@ def test_every_package_has_its_row_and_its_charter():
     assert set(PACKAGES) == set(MAY_IMPORT)
     packages = {name for name in SOURCES if any(other.startswith(name + ".") for other in SOURCES)}
     assert {"cost", "jaxpr", "passes", "rules", "rules.local_forms", "search"} <= packages
-    charters = {name: ast.get_docstring(ast.parse(SOURCES[name])) or "" for name in packages}
+    charters = {name: ast.get_docstring(tree_of(SOURCES[name])) or "" for name in packages}
     parts = {n for n in packages if n.startswith("passes.") or n.count(".") > 1}  # of a pass, of the auditor's samples
     assert [n for n, text in charters.items() if not text] == []
     assert [n for n, text in charters.items() if n not in parts and "May import: " not in text] == []
@@ -195,8 +208,7 @@ def test_one_package_touches_what_jax_keeps_to_itself():
         (name, line, text)
         for name, source in SOURCES.items()
         if not under(name, "jaxpr")
-        for tree in (ast.parse(source),)
-        for line, text in (*imports(tree), *dotted(tree))
+        for line, text in (*imports_of(source), *dotted(tree_of(source)))
         if under(text, *inside)
     )
 
@@ -204,8 +216,10 @@ def test_one_package_touches_what_jax_keeps_to_itself():
 def test_nothing_that_is_read_is_executed() -> None:
     """No format that executes is read; what processes of one program send one another is no file."""
     formats = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve", "torch"}
-    trees = {name: ast.parse(text) for name, text in SOURCES.items()}
-    used = {(name, what) for name, tree in trees.items() for _, what in imports(tree) if what.split(".")[0] in formats}
+    trees = {name: tree_of(text) for name, text in SOURCES.items()}
+    used = {
+        (name, what) for name, text in SOURCES.items() for _, what in imports_of(text) if what.split(".")[0] in formats
+    }
     assert used == {("train.processes", "pickle")}
     calls = [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert not [name for name, c in calls if isinstance(c.func, ast.Name) and c.func.id in ("eval", "exec")]
@@ -216,7 +230,7 @@ def test_no_import_inside_a_function_and_none_for_the_type_checker_alone():
     assert not everywhere(
         (name, line, text)
         for name, source in SOURCES.items()
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for line, text in imports(node)
     )
@@ -224,7 +238,7 @@ def test_no_import_inside_a_function_and_none_for_the_type_checker_alone():
 
 
 def test_errors_are_defined_in_one_file():
-    ours = {n.name for n in ast.walk(ast.parse(SOURCES["errors"])) if isinstance(n, ast.ClassDef)}
+    ours = {n.name for n in ast.walk(tree_of(SOURCES["errors"])) if isinstance(n, ast.ClassDef)}
     theirs = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
     }
@@ -232,7 +246,7 @@ def test_errors_are_defined_in_one_file():
         (name, node.lineno, node.name)
         for name, source in SOURCES.items()
         if name != "errors"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.ClassDef)
         and any(ast.unparse(base).split(".")[-1] in ours | theirs for base in node.bases)
     )
