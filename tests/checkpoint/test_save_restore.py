@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from autoshard.checkpoint import async_write
 from autoshard.checkpoint.manifest import LOCK, Manifest
 from autoshard.errors import CheckpointError
 from autoshard.shared_folder import is_held
+from tests.forked import Forked
 
 MESHES = [(2, 4), (8, 1), (1, 8), (1, 1), (2, 2)]
 
@@ -538,13 +538,10 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys, jax.numpy as jnp
-import autoshard
+import jax.numpy as jnp
 from autoshard import checkpoint
-where, then = sys.argv[1:]
 state = {f"w{i}": jnp.full((512, 512), float(i)) for i in range(40)}
 checkpoint.save(where, 1, state, wait=True)
-print("saved", flush=True)
 for step in range(2, 100 if then == "loop" else 3):
     checkpoint.save(where, step, {k: v + step - 1 for k, v in state.items()}, keep=2)
 if then == "finish":
@@ -552,24 +549,33 @@ if then == "finish":
 """
 
 
-def writer(where: Path, then: str) -> subprocess.Popen[str]:
-    root = Path(checkpoint.__file__).parents[2]
-    env = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", WRITER, str(where), then]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def writer(where: Path, then: str) -> str:
+    """The program."""
+    return f"where, then = {str(where)!r}, {then!r}{WRITER}"
+
+
+def ended(program: str) -> tuple[int, str]:
+    """The exit code of a program that comes to its end, which a fork has none of, and its errors."""
+    env = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
 
 
 def killed(where: Path, moment: str | float) -> list[int]:
     """Kills a writer ``moment`` seconds after its first complete step, or during a write; the unfinished steps."""
-    with writer(where, "loop") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "saved\n"
-        if isinstance(moment, float):
-            time.sleep(moment)
-        until = time.monotonic() + 20
-        while moment == "half-written" and not list(where.glob("*-tmp/arrays*/**/d/*")):
-            assert time.monotonic() < until
-        process.send_signal(signal.SIGKILL)
+    process = Forked(exec, (writer(where, "loop"), {}), {})
+    until = time.monotonic() + 60
+    while not (where / "1").exists():
+        assert process.returncode is None, process.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    if isinstance(moment, float):
+        time.sleep(moment)
+    while moment == "half-written" and not list(where.glob("*-tmp/arrays*/**/d/*")):
+        assert time.monotonic() < until
+    process.kill()
+    process.communicate()
     return [int(p.name.split(".")[0]) for p in where.glob("*-tmp")]
 
 
@@ -596,12 +602,11 @@ def test_killed_while_writing(tmp_path: Path, moment: str | float) -> None:
 
 
 def test_a_program_that_ends_without_finish_says_so(tmp_path: Path) -> None:
-    process = writer(tmp_path, "end")
-    _, errors = process.communicate(timeout=60)
+    code, errors = ended(writer(tmp_path, "end"))
     steps = checkpoint.steps(tmp_path)
     assert steps[:1] == (1,)
     assert steps == (1, 2) or "Call autoshard.checkpoint.finish() before the program ends" in errors
-    assert process.returncode == 0
+    assert code == 0
 
 
 def test_all_that_a_run_is_made_of_comes_back_on_another_mesh(tmp_path: Path) -> None:
@@ -673,10 +678,7 @@ def test_one_program_at_a_time_saves_to_a_directory(tmp_path: Path, monkeypatch:
 
 
 def test_a_program_that_finishes_loses_nothing(tmp_path: Path) -> None:
-    process = writer(tmp_path, "finish")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert errors == ""
+    assert ended(writer(tmp_path, "finish")) == (0, "")
     assert checkpoint.steps(tmp_path) == (1, 2)
     assert (checkpoint.restore(tmp_path, 2)["w3"] == 4).all()
 
