@@ -94,13 +94,14 @@ class DataConfig(Config):
     """The text, whose files are split into training and held-out ones; see `autoshard.train.data.corpus`."""
 
     source: Annotated[str, AfterValidator(_read_source)] = STDLIB
-    """``stdlib``, the sources of the Python standard library, or a directory relative to the configuration file."""
+    """``stdlib``, the sources of the Python standard library, or a directory or a file, relative to the configuration
+    file."""
     include: tuple[str, ...] | None = None
     """Globs on a file's name relative to ``source``; left out, all, and of ``stdlib`` its ``*.py``."""
     exclude: tuple[str, ...] | None = None
     """Globs on the name of a file, or of a directory on its path; left out, of ``stdlib`` its tests."""
     holdout: StrictInt = Field(default=10, ge=2)
-    """One file in this many is held out."""
+    """One file in this many is held out; of a single file, one byte in this many, the last."""
     seq: StrictInt | None = Field(default=None, ge=2, le=MAX_SIZE)
     """Bytes in a sequence, for a model of one's own; the decoder has its own ``seq``."""
 

@@ -2,7 +2,8 @@
 
 A corpus is the files of a directory, in the order of their names, split into training and held-out files by a hash of
 the name alone, so that the split is the same on every machine. Every machine has one: the sources of the Python
-standard library. A token is a byte, so bits per byte compare with any other model of the same text.
+standard library. Of a single file the end is held out. A token is a byte, so bits per byte compare with any other model
+of the same text.
 """
 
 from __future__ import annotations
@@ -61,24 +62,29 @@ def corpus(
     """Reads every chosen file below ``source`` and concatenates them in the order of their names.
 
     Args:
-      source: ``"stdlib"`` or a directory.
+      source: ``"stdlib"``, a directory, or one file.
       include: globs on a file's name relative to ``source`` (``*`` matches ``/`` too); by default ``*.py`` in the
         standard library, and everything in a directory.
       exclude: globs on the name of a file or of any directory on its path; by default tests and installed packages in
         the standard library, and hidden names in a directory.
-      holdout: one file in this many, by a hash of its relative name, is held out.
+      holdout: one file in this many, by a hash of its relative name, is held out; of one file, one byte in this many,
+        the last.
 
     Raises:
-      ConfigError: no such directory, no file matches, or a side of the split is empty.
+      ConfigError: no such directory or file, globs for one file, no file matches, or a side of the split is empty.
     """
     stdlib = str(source) == STDLIB
     root = epath.Path(sysconfig.get_path("stdlib") if stdlib else source).expanduser()
-    include = include if include is not None else ("*.py",) if stdlib else ("*",)
-    exclude = exclude if exclude is not None else _STDLIB_EXCLUDE if stdlib else (".*",)
     if holdout < 2:
         raise ConfigError(f"holdout={holdout} leaves nothing to train on; 2 or more, and 10 holds out one file in ten")
+    if root.is_file():
+        if include is not None or exclude is not None:
+            raise ConfigError(f"include and exclude choose files of a directory, and the text source {root} is a file")
+        return _of_file(root, holdout)
+    include = include if include is not None else ("*.py",) if stdlib else ("*",)
+    exclude = exclude if exclude is not None else _STDLIB_EXCLUDE if stdlib else (".*",)
     if not root.is_dir():
-        raise ConfigError(f"the text source {root} is not a directory; name one that exists, or {STDLIB!r}")
+        raise ConfigError(f"there is no text source {root}; name a directory or a file that exists, or {STDLIB!r}")
     names = sorted(n for n in _files(root, "", exclude) if any(fnmatch.fnmatchcase(n, g) for g in include))
     if not names:
         excluded = f", excluding {', '.join(exclude)}" if exclude else ""
@@ -93,6 +99,14 @@ def corpus(
                 "Add files, or change holdout"
             )
     return parts
+
+
+def _of_file(file: epath.Path, holdout: int) -> Corpus:
+    text = _read(file.parent, (file.name,))
+    if len(text) < holdout:
+        raise ConfigError(f"the text source {file} has {len(text)} bytes, of which one in {holdout} is to be held out")
+    end = len(text) - len(text) // holdout
+    return Corpus(text[:end], text[end:], (file.name,), (file.name,))
 
 
 def is_held_out(name: str, holdout: int) -> bool:

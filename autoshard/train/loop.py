@@ -219,6 +219,8 @@ def _run_remaining(
 ) -> Report | None:
     """Takes the steps after ``done`` and writes the report; None if it was stopped before."""
     work = work_of(config)
+    if (corpus := work.batches.corpus) is not None:  # read before anything is planned, which takes longer
+        console.print(f"text: {corpus}", markup=False, highlight=False)
     asked = None if config.wandb is None else config.wandb.model_dump(exclude_none=True)
     wandb = WandbRun(folder, asked, config.model_dump(mode="json"))
     from_first(wandb.begin)

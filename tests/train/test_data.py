@@ -67,8 +67,19 @@ def test_a_directory_with_globs(tmp_path: Path) -> None:
     assert set(narrowed.train_files + narrowed.heldout_files) == names - {"sub/a.txt"}
 
 
+def test_of_one_file_the_end_is_held_out(tmp_path: Path) -> None:
+    text = write(tmp_path, {"book.txt": "0123456789" * 7}) / "book.txt"
+    corpus = data.corpus(text, holdout=10)
+    assert (corpus.train.tobytes(), corpus.heldout.tobytes()) == (b"0123456789" * 6 + b"012", b"3456789")
+    assert str(corpus) == "63 bytes of 1 files to train on, 7 of 1 held out"
+    with pytest.raises(ConfigError, match="include and exclude choose files of a directory, and .*book.txt is a file"):
+        data.corpus(text, include=("*.txt",))
+    with pytest.raises(ConfigError, match="short.txt has 4 bytes, of which one in 10 is to be held out"):
+        data.corpus(write(tmp_path, {"short.txt": "text"}) / "short.txt")
+
+
 def test_an_impossible_corpus(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent is not a directory; name one that exists, or 'stdlib'"):
+    with pytest.raises(ConfigError, match="there is no text source .*absent; name a directory or a file"):
         data.corpus(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"has no file that matches \*\.txt, excluding \.\*"):
         data.corpus(tmp_path, include=("*.txt",))

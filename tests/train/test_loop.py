@@ -170,7 +170,7 @@ def test_a_failure_before_the_first_step_leaves_nothing_that_refuses(text: Path,
     with pytest.raises(MeshError, match="needs 16 devices and this process has 8"):
         run(recipe(text, tmp_path / "run", **large))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match="is not a directory"):
+    with pytest.raises(ConfigError, match="there is no text source"):
         run(recipe(tmp_path / "none", tmp_path / "run"))
     assert RunFolder(epath.Path(tmp_path / "run")).settings() is None
 
