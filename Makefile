@@ -85,7 +85,7 @@ combinations: $(READY) ## run every combination of model, mesh and strategy, and
 		tests/test_equivalence.py tests/rules/test_attention.py tests/rules/local_forms tests/passes/pad_uneven \
 		tests/test_dtypes.py
 
-pipelines: $(READY) ## train every kind of model as a pipeline by every schedule on every mesh, against one device
+pipelines: $(READY) ## train kinds of models as pipelines, by schedules on meshes, micro-batches and layers: any two of these together
 	AUTOSHARD_COMBINATIONS=all $(BIN)/python -m pytest -n 2 --dist worksteal \
 		tests/test_pipeline_forms.py tests/pipelining/test_executor.py
 

@@ -183,8 +183,9 @@ def jit(
         compiler_options=tuple(sorted((compiler_options or {}).items())),
     )
     static_nums, static_names = _positions_and_names(fun, static_argnums, static_argnames)
-    pipelined = config is not None and config.pipeline not in (None, AUTO)
-    whole = microbatches == 1 or (microbatches is None and passes is not None and not pipelined)
+    pipeline = None if config is None else config.pipeline
+    alone = microbatches == 1 and pipeline is None
+    whole = alone or (microbatches is None and passes is not None and pipeline in (None, AUTO))
     donate_nums, donate_names = _positions_and_names(fun, donate_argnums, donate_argnames)
     return Step(
         fun,

@@ -45,7 +45,8 @@ class Microbatch(Pass):
     saves_memory: ClassVar[bool] = True
 
     parts: int = 0
-    """The number of micro-batches, which must divide the batch; 0 leaves it open, for `variants` to choose from."""
+    """The number of micro-batches, which must divide the batch; 0 leaves it open, for `variants` to choose from. Of one
+    alone there is a loop only for a pipeline, whose stages pass it on."""
     batch: Batch | None = None
     """The dimensions of the flat arguments that are the batch; None finds them."""
 
@@ -61,7 +62,7 @@ class Microbatch(Pass):
         return cls(int(option))
 
     def __call__(self, program: Program) -> Program:
-        if self.parts < 2:
+        if self.parts < 1 or (self.parts == 1 and program.pipeline is None):
             return program
         jaxpr = _with_batched_indices(jx.eliminate_dead_code(program.jaxpr))
         cuts = self._cuts(program)

@@ -1,12 +1,13 @@
 """Models as people write them, trained as pipelines: Linen, NNX, plain dicts, with dropout, experts, images, encoders.
 
-One of them runs in the suite, for two steps; `make pipelines` runs all, by every schedule on every mesh, for ten steps.
+One of them runs in the suite, for two steps. `make pipelines` trains for ten steps: models by schedules on meshes, with
+fewer micro-batches than stages, as many, and more, and layers that stages divide and that they do not; of these five,
+any two together once at least.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from flax import linen, nnx
 
 import autoshard
 from autoshard import MeshConfig, Schedule, checkpoint
-from tests.combinations import ALL
+from tests.combinations import ALL, with_every_pair
 from tests.models import CLASSES, HEADS, VOCAB, WIDTH, adamw, cross_entropy, images, tokens
 from tests.pipelined_steps import apart, decoder_loss, decoder_params, rms_norm, train_state, trained
 
 type Form = tuple[Any, Callable[..., jax.Array], Callable[[int], Any]]
 """Parameters, a loss of them and of a batch, and batches."""
+type Jit = Callable[..., Any]
+"""Of a step."""
 LAYERS, EXPERTS, STEPS = 4, 4, 10 if ALL else 2
 
 
@@ -93,9 +96,9 @@ class Layer(nnx.Module):
 class Stack(nnx.Module):
     """[batch, position] tokens to logits."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, layers: int, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+        self.layers = nnx.List([Layer(rngs) for _ in range(layers)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.embed(x)
@@ -174,7 +177,8 @@ def translator_form(layers: int) -> Form:
 
 
 FORMS: Mapping[str, Callable[[int], Form]] = {
-    "scanned": lambda n: (decoder_params(n, tied=True), decoder_loss, tokens),
+    "scanned": lambda n: (decoder_params(n), decoder_loss, tokens),
+    "tied": lambda n: (decoder_params(n, tied=True), decoder_loss, tokens),
     "unrolled": lambda n: (apart(decoder_params(n)), decoder_loss, tokens),
     "experts": experts_form,
     "translator": translator_form,
@@ -188,43 +192,66 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "8": {"stage": 8},
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v")
-IN_SUITE = (("experts", "2x2x2", "1f1b"),)
+COUNTS: Mapping[str, Callable[[int], int]] = {
+    "1": lambda stages: 1,
+    "S-1": lambda stages: stages - 1,
+    "S": lambda stages: stages,
+    "S+1": lambda stages: stages + 1,
+    "2S": lambda stages: 2 * stages,
+    "3S+1": lambda stages: 3 * stages + 1,
+}
+"""Numbers of micro-batches, of stages."""
+IN_SUITE = [("experts", "2x2x2", "1f1b", "2S", 4)]
+
+
+def trained_so(form: str, layers: int, examples: int, jit: Jit) -> Iterator[tuple[Any, float]]:
+    """The loss of each step, and then the state, with the absolute error that each may have; of a model whose step
+    ``jit`` takes, on as many examples a step."""
+    if form == "nnx":
+        model = Stack(layers, nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
+        step = jit(nnx_step)
+        for i in range(STEPS):
+            yield step(model, optimizer, rows_of(tokens(i), examples)), 0
+        yield nnx.to_pure_dict(nnx.state(model)), 1e-6
+        return
+    params, loss, batches = FORMS[form](layers)
+    state, step = train_state(params), jit(trained(loss))
+    for i in range(STEPS):
+        state, metrics = step(state, rows_of(batches(i), examples))
+        yield metrics["loss"], 0
+    yield state, 1e-6
+
+
+def nnx_step(model: Stack, optimizer: nnx.Optimizer[Stack], batch: Any) -> jax.Array:
+    loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model(batch["x"]), batch["y"]))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def rows_of(batch: Any, examples: int) -> Any:
+    return jax.tree.map(lambda x: x[np.arange(examples) % len(x)], batch)
 
 
 @pytest.mark.parametrize(
-    ("form", "mesh", "schedule"), [*itertools.product(FORMS, MESHES, SCHEDULES)] if ALL else IN_SUITE
+    ("form", "mesh", "schedule", "count", "layers"),
+    with_every_pair((*FORMS, "nnx"), [*MESHES], SCHEDULES, [*COUNTS], range(4, 10)) if ALL else IN_SUITE,
 )
-def test_losses_and_parameters_are_those_of_one_device(form: str, mesh: str, schedule: str) -> None:
+def test_losses_and_parameters_are_those_of_one_device(
+    form: str, mesh: str, schedule: str, count: str, layers: int
+) -> None:
+    """A layer a part at least, also where that is more than ``layers``."""
     axes = MESHES[mesh]
-    chunks = Schedule.named(schedule, stages=1, microbatches=1).chunks
-    params, loss, batches = FORMS[form](max(LAYERS, axes["stage"] * chunks))
-    step, state = trained(loss), train_state(params)
+    microbatches, chunks = COUNTS[count](axes["stage"]), Schedule.named(schedule, stages=1, microbatches=1).chunks
+    layers, examples = max(layers, axes["stage"] * chunks), 2 * microbatches
     config = MeshConfig(axes=dict(axes), pipeline="stage")
-    planned, alone = autoshard.jit(step, mesh=config, microbatches=4, schedule=schedule), jax.jit(step)
-    found = expected = state
-    for i in range(STEPS):
-        expected, wanted = alone(expected, batches(i))
-        found, metrics = planned(found, batches(i))
-        assert_close(wanted, metrics, 0)
-    assert_close(expected, found, 1e-6)
 
+    def piped(step: Any) -> Any:
+        return autoshard.jit(step, mesh=config, microbatches=microbatches, schedule=schedule)
 
-@pytest.mark.skipif(not ALL, reason="AUTOSHARD_COMBINATIONS=all runs it")
-def test_an_nnx_model_is_updated_as_on_one_device() -> None:
-    def step(model: Stack, optimizer: nnx.Optimizer[Stack], batch: Any) -> jax.Array:
-        loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model(batch["x"]), batch["y"]))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    mesh = MeshConfig(axes={"stage": 2, "data": 2, "model": 2}, pipeline="stage")
-    models = [Stack(nnx.Rngs(0)) for _ in range(2)]
-    optimizers = [nnx.Optimizer(model, adamw(), wrt=nnx.Param) for model in models]
-    steps = nnx.jit(step), autoshard.jit(step, mesh=mesh, microbatches=4, schedule="1f1b")
-    for i in range(2):
-        one, other = (run(m, o, tokens(i)) for run, m, o in zip(steps, models, optimizers, strict=True))
-        assert_close(one, other, 0)
-    one, other = (nnx.to_pure_dict(nnx.state(model)) for model in models)
-    assert_close(one, other, 1e-6)
+    expected = trained_so(form, layers, examples, nnx.jit if form == "nnx" else jax.jit)
+    for (wanted, atol), (found, _) in zip(expected, trained_so(form, layers, examples, piped), strict=True):
+        assert_close(wanted, found, atol)
 
 
 def logits(params: Any, batch: Any) -> jax.Array:

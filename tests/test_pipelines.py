@@ -168,6 +168,12 @@ def plan(mesh: Any = STAGES, layers: int = 4, **options: Any) -> Any:
     )
 
 
+def test_one_micro_batch_passes_all_stages() -> None:
+    pipeline = plan(microbatches=1, schedule="1f1b").pipeline
+    assert pipeline is not None
+    assert (pipeline.stages, pipeline.microbatches, len(pipeline.schedule.table)) == (4, 1, 8)
+
+
 def no_chain(w: jax.Array, x: jax.Array) -> jax.Array:
     return w - jax.grad(lambda w: jnp.tanh(x @ w).mean())(w)
 

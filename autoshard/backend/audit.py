@@ -198,20 +198,13 @@ def _redundant_bytes(found: Iterable[Collective]) -> float:
 def _bytes_saved_by_narrowing(planned: Iterable[Collective], emitted: Iterable[Collective]) -> float:
     """Bytes saved by converting to a narrower dtype before communication, not after it.
 
-    Recognised by the payloads: as many runs of a half or a quarter of the bytes. Where runs are combined, by what is
-    missing of all bytes: that of exactly one payload.
+    Recognised by the arrays sent: as many of a half or a quarter of the bytes, also where they are combined.
     """
-    planned, emitted = [*planned], [*emitted]
-    missing = _total(planned) - _total(emitted)
-    if max((c.bytes for c in emitted), default=0) > max((c.bytes for c in planned), default=0):
-        one_narrower = {c.total_bytes - c.total_bytes // ratio for c in planned for ratio in (2, 4)}
-        if missing in one_narrower:
-            return float(missing)
     wide, narrow = Counter[int](), Counter[int]()
-    for c in planned:
-        wide[c.bytes] += c.count
-    for c in emitted:
-        narrow[c.bytes] += c.count
+    for found, side in ((planned, wide), (emitted, narrow)):
+        for c in found:
+            for size in c.parts or (c.bytes,):
+                side[size] += c.count
     wide, narrow, saved = wide - narrow, narrow - wide, 0.0
     for size, ratio in itertools.product(sorted(wide, reverse=True), (2, 4)):
         count = min(wide[size], narrow[size // ratio])

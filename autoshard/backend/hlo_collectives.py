@@ -71,14 +71,15 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
             axes, size = group_axes(kind, instruction.attributes)
             is_scatter = computation.name.startswith(_TPU_REDUCE_SCATTER) and kind == ALL_REDUCE
             ends_scatter = kind == COLLECTIVE_PERMUTE and _moves_scatter_padding(instruction, computation)
-            same = computation.name, kind, instruction.operands, axes, _payload(kind, instruction, size)
+            payloads = (_parameter_bytes(computation),) if is_scatter else _payloads(kind, instruction, size)
+            same = computation.name, kind, instruction.operands, axes, sum(payloads)
             redundant = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in earlier)
             earlier.add(same)
             found.append(
                 Collective(
                     kind=REDUCE_SCATTER if is_scatter or ends_scatter else kind,
                     axes=axes,
-                    bytes=_parameter_bytes(computation) if is_scatter else _payload(kind, instruction, size),
+                    bytes=sum(payloads),
                     count=count,
                     source=module.source(instruction) or module.caller_source(computation.name),
                     operation=module.operation(instruction),
@@ -91,6 +92,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
                         or (computation.name, instruction.name) in overlapped
                         or _CHAIN.search(instruction.attributes) is not None
                     ),
+                    parts=payloads if len(payloads) > 1 else (),
                 )
             )
     return tuple(found)
@@ -167,8 +169,8 @@ def shape_bytes(shape: str) -> int:
     return total
 
 
-def _payload(kind: str, instruction: Instruction, group: int) -> int:
-    """Bytes of one run on one device, as `Collective.bytes` defines them."""
+def _payloads(kind: str, instruction: Instruction, group: int) -> tuple[int, ...]:
+    """Bytes of one run on one device, as `Collective.bytes` defines them, of each array."""
     shape = instruction.shape
     if instruction.opcode.endswith("-start"):
         parts = _tuple_elements(
@@ -176,7 +178,7 @@ def _payload(kind: str, instruction: Instruction, group: int) -> int:
         )  # operand, result, and for some contexts; of an all-reduce the operands only as a tuple
         apart = kind != ALL_REDUCE or parts[0].startswith("(")
         shape = parts[1] if apart and len(parts) > 1 else shape
-    return shape_bytes(shape) * (group if kind == REDUCE_SCATTER else 1)
+    return tuple(shape_bytes(s) * (group if kind == REDUCE_SCATTER else 1) for s in _tuple_elements(shape))
 
 
 def _tuple_elements(shape: str) -> list[str]:

@@ -61,6 +61,8 @@ class Collective:
 
     asynchronous: bool = False
     """Emitted: whether the device has other work between what starts it and what waits for it."""
+    parts: tuple[int, ...] = ()
+    """Emitted: the bytes of each array, where the compiler has combined several; empty where there is one."""
 
     @property
     def total_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoshard import jaxpr as jx
 from autoshard.cost.cost import Cost
@@ -83,11 +84,13 @@ def price_pipeline(
         splits: StageSeconds.of(graph, layout, models, chain, split, splits=splits)
         for splits in {schedule.splits_backward for schedule in schedules.values()}
     }
+    around = _around(graph, layout, models, chain, split)
     priced = [
-        _price(graph, layout, models, chain, memory, own, name, Stages(request.axis, schedule, layers, split.stored))
+        _price(graph, layout, models, chain, memory, own, around, name, stages)
         for name, schedule in schedules.items()
         for own in (seconds[schedule.splits_backward],)
         for layers in _cuts(chain.layers, schedule, own)
+        for stages in (Stages(request.axis, schedule, layers, split.stored),)
     ]
     return tuple(sorted(priced, key=lambda p: (max(p.memory.peak - budget, 0), p.cost.seconds, p.memory.peak)))
 
@@ -99,6 +102,7 @@ def _price(
     chain: Chain,
     memory: StageMemory,
     seconds: StageSeconds,
+    around: _Around,
     name: str,
     stages: Stages,
 ) -> PipelinePrice:
@@ -110,16 +114,16 @@ def _price(
     sending = _sending(graph, layout, models, chain, tables)
     each = [collective_seconds(COLLECTIVE_PERMUTE, (request.axis,), size, request.mesh) for size in sending]
     alone, loop = (seconds_of_ticks(tables, ticks, t) for t in ([0.0] * len(each), each))
-    around = _around(graph, layout, models, chain, split, stages)
+    once = around.sums if stages.in_order else (*around.sums, *around.rows)
     total = seconds.outside + loop
-    total += sum(collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) * c.count for c in around)
+    total += sum(collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) * c.count for c in once)
     rows = max(stages.layers) * schedule.chunks
     inside = (*seconds.collectives, *(replace(c, count=c.count * rows) for c in seconds.of_each_layer))
     sent = tuple(_sent(tables, sending, request.axis, jx.source(chain.forward)))
     return PipelinePrice(
         stages,
         split,
-        Cost(total, seconds.compute_share * (seconds.outside + alone), (*inside, *sent, *around)),
+        Cost(total, seconds.compute_share * (seconds.outside + alone), (*inside, *sent, *once)),
         sum(alone - b for b in busy) / (schedule.stages * total) if total else 0.0,
         schedule.bubble(seconds.of_layers()),
         busy,
@@ -208,24 +212,30 @@ def _sent(tables: TickTables, sending: Sequence[int], axis: str, line: str) -> I
                 yield Collective(COLLECTIVE_PERMUTE, (axis,), size, count, line)
 
 
-def _around(
-    graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims, stages: Stages
-) -> tuple[Collective, ...]:
-    """What stages send before and after the loop: weights to the stages that run them, where those are not the ones
-    that keep them; sums and stacked results that only one stage has."""
-    line, count = jx.source(chain.forward), stages.schedule.stages
+class _Around(NamedTuple):
+    """What stages send before and after the loop."""
+
+    sums: tuple[Collective, ...]
+    """Sums and stacked results that only one stage has, or that several have terms of."""
+    rows: tuple[Collective, ...]
+    """Weights, and sums with a row for each layer, where a stage does not run the layers that it keeps."""
+
+
+def _around(graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims) -> _Around:
+    line, axis, mesh = jx.source(chain.forward), split.axis, split.mesh
     layered = {i for i, a in chain.sums.items() if isinstance(a, jx.Var) and a in chain.per_layer}
     begin, outs = chain.groups.carry, chain.body.outvars[chain.groups.carry :]
     added = additions(graph.program.jaxpr, chain)
     plain = [sum_after(chain, added, i) for i in chain.sums if i not in layered]
     plain += [v for v, out in zip(chain.loop.outvars[begin:], outs, strict=True) if chain.where(out)]
-    sums = [sum_after(chain, added, i) for i in layered]
-    found: list[tuple[CollectiveKind, int]] = [(ALL_REDUCE, _bytes_of(graph, layout, models, plain))]
-    if not stages.in_order:
-        weights = [v for v in stacked_weights(chain) if split.share(graph.ids[v]) < 1]
-        for moved in (weights, sums):
-            found.append((ALL_GATHER, _bytes_of(graph, layout, models, moved)))
-    return tuple(Collective(kind, (stages.axis,), size, 1, line) for kind, size in found if size and count > 1)
+    rows = [v for v in stacked_weights(chain) if split.share(graph.ids[v]) < 1]
+    rows += [sum_after(chain, added, i) for i in layered]
+
+    def sent(kind: CollectiveKind, variables: Sequence[jx.Var]) -> tuple[Collective, ...]:
+        sizes = (_bytes_of(graph, layout, models, [v]) for v in variables)
+        return tuple(Collective(kind, (axis,), size, 1, line) for size in sizes if size and mesh.shape[axis] > 1)
+
+    return _Around(sent(ALL_REDUCE, plain), sent(ALL_GATHER, rows))
 
 
 def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var]) -> int:

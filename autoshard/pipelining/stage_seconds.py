@@ -54,11 +54,12 @@ class StageSeconds:
     def of(
         cls, graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims, *, splits: bool
     ) -> StageSeconds:
-        region: dict[int, str | jx.JaxprEqn] = dict(_regions(graph, chain))
+        region: dict[int, str | jx.JaxprEqn] = dict(_regions(graph, chain, splits=splits))
         if splits and chain.backward is not None:
             late = split_backward(chain.backward).of_weights.eqns
             made = (v for e in late for v in (*e.outvars, *(u for r in jx.regions(e) for u in _defined(r.body))))
             region |= {graph.ids[v]: "weights" for v in made if v in graph.ids}
+        scanned = {graph.ids[v] for v in _in_scans(chain) if v in graph.ids}
         before = {graph.ids[v] for v in chain.invariant if v in graph.ids}
         found, compute, everything = defaultdict[str | jx.JaxprEqn, float](float), 0.0, 0.0
         sent, of_layers = list[Collective](), list[Collective]()
@@ -78,7 +79,9 @@ class StageSeconds:
                     found["outside"] += t.seconds * part * once / runs
                     continue
                 found[where] += t.seconds
-                if where in _LAYERS:
+                if where in _LAYERS and scanned.isdisjoint(results):  # of all layers together
+                    of_layers.append(replace(c, bytes=c.bytes // chain.layers))
+                elif where in _LAYERS:
                     of_layers.append(replace(c, count=runs // chain.layers))
                 else:
                     sent.append(c)
@@ -175,16 +178,39 @@ class _Recomputed:
         return sum(self.found[e] for e in anywhere)
 
 
-def _regions(graph: Graph, chain: Chain) -> Iterator[tuple[int, str | jx.JaxprEqn]]:
+def _in_scans(chain: Chain) -> Iterator[jx.Var]:
+    """What the scans over layers compute, of each layer."""
+    for eqn in filter(None, (chain.forward, chain.backward)):
+        yield from (v for r in jx.regions(eqn) for v in _defined(r.body))
+
+
+def _regions(graph: Graph, chain: Chain, *, splits: bool) -> Iterator[tuple[int, str | jx.JaxprEqn]]:
     """The values made in the loop, each with where it is: in the chain's scans, around them at which stage, or, where
-    any stage can compute it, of which equation of the loop's body."""
+    any stage can compute it, of which equation of the loop's body. Where backwards are split, what comes after the
+    scan that is their whole comes after their second part."""
+    adding = _adding(chain)
     for eqn in chain.body.eqns:
         where = "forward" if eqn is chain.forward else "backward" if eqn is chain.backward else ""
+        if eqn in adding:
+            where = next(iter(sorted(chain.where(chain.sums[adding[eqn]]))), "last")
         if not where:
             places = chain.where(eqn.outvars[0]) if eqn.outvars and eqn.outvars[0] in chain.places else frozenset()
             where = next(iter(sorted(places)), "outside" if chain.invariant.issuperset(eqn.outvars) else eqn)
+        if splits and where == "backward" and eqn is not chain.backward:
+            where = "weights"
         made = [*eqn.outvars, *(v for r in jx.regions(eqn) for v in _defined(r.body))]
         yield from ((graph.ids[v], where) for v in made if v in graph.ids)
+
+
+def _adding(chain: Chain) -> dict[jx.JaxprEqn, int]:
+    """The equations that add to a sum over micro-batches, each with the carry of the loop that it is: who has what is
+    added runs them."""
+    begin, found = chain.groups.consts, dict[jx.JaxprEqn, int]()
+    sums = {chain.body.invars[begin + i]: i for i in chain.sums}
+    for eqn in chain.body.eqns:
+        for i in [sums[a] for a in eqn.invars if isinstance(a, jx.Var) and a in sums]:
+            found[eqn] = sums[eqn.outvars[0]] = i
+    return found
 
 
 def _defined(jaxpr: jx.Jaxpr) -> Iterator[jx.Var]:

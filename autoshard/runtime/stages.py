@@ -71,6 +71,8 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
             with stage("search", program.name):
                 best, found = search(graph, request.strategy, allowed, request.compiler_options)
         except MemoryBudgetError as e:
+            if lowest and math.isinf(least):
+                raise
             if lowest:
                 break
             allowed, lowest = e.least, True

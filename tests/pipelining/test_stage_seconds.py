@@ -49,3 +49,21 @@ def test_what_all_layers_read_runs_on_each_stage_and_else_on_the_first_or_the_la
     assert pipeline is not None
     assert pipeline.layers == (1, 1)
     assert [s / sum(pipeline.seconds) for s in pipeline.seconds] == pytest.approx(shares, abs=0.15)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_stage_adds_up_the_gradients_of_its_own_layers_and_of_no_others(schedule: str) -> None:
+    """What is outside of the loop does not grow with the micro-batches, each of which adds to all gradients."""
+
+    def train(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum())(w)
+
+    def outside(microbatches: int) -> float:
+        mesh = MeshConfig(axes={"stage": 2}, hardware="h100", pipeline="stage")
+        step = autoshard.jit(train, mesh=mesh, microbatches=microbatches, schedule=schedule)
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4096, 4096), (16, 4096))]
+        plan = step.plan(*shapes)
+        assert plan.pipeline is not None
+        return plan.cost.seconds * (1 - plan.pipeline.bubble) - sum(plan.pipeline.seconds) / 2
+
+    assert outside(16) < 2 * outside(2)
