@@ -18,7 +18,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
-from autoshard.backend.ring_products import RingProduct, ring_product
+from autoshard.backend import ring_products
+from autoshard.backend.ring_products import Ring, first_ring
 from autoshard.ir.graph import Graph
 from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
@@ -141,11 +142,8 @@ class _Lowering:
         def on_shards(*operands: Any) -> tuple[Any, ...]:
             operands = _extend_with_halos(operands, rule, island, sizes)
             if ring is not None:
-                (made,), (reduced,) = island.out_specs, island.reduced_specs
-                left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != ring.axis))
-                left = left.with_dim(ring.dim, (*made.dims[ring.dim], ring.axis))
-                summed = ring(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
-                return (_reduce_partials(summed, left, reduced, self.logical_mesh),)
+                summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
+                return (_reduce_in_rings(summed, ring.left, island.reduced_specs[0], rule, self.logical_mesh),)
             out = same_op(*operands) if local.fun is None else local.fun(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             specs = zip(results, island.out_specs, island.reduced_specs, strict=True)
@@ -161,7 +159,7 @@ class _Lowering:
         )
         return jx.splice(mapped, eqn, invars)
 
-    def _ring(self, eqn: jx.JaxprEqn, rule: Rule, island: Island) -> RingProduct | None:
+    def _ring(self, eqn: jx.JaxprEqn, rule: Rule, island: Island) -> Ring | None:
         """The ring that sums the result of a product, where XLA would wait for a reduce-scatter."""
         waits, own = self.logical_mesh.hardware.blocking_reduce_scatters, rule.local and rule.local.fun
         if not waits or own or not jx.contraction_flops(eqn) or rule.halos:
@@ -169,7 +167,7 @@ class _Lowering:
         (made,), (reduced,), sizes = island.out_specs, island.reduced_specs, dict(self.mesh.shape)
         whole = jx.aval(eqn.outvars[0]).shape
         shape = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(whole, made.dims, strict=True)]
-        return ring_product(rule, made, reduced, shape, sizes)
+        return first_ring(rule, made, reduced, shape, sizes, ring_products.MIN_PRODUCT)
 
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
@@ -275,6 +273,13 @@ def _reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> An
             shards = jax.lax.all_gather(x, axes)
             x = jnp.prod(shards, axis=0, dtype=x.dtype) if kind == "prod" else _BITWISE[kind].reduce(shards, axis=0)
     return x
+
+
+def _reduce_in_rings(x: Any, spec: Spec, reduced: Spec, rule: Rule, mesh: LogicalMesh) -> Any:
+    """As `_reduce_partials`, with rings in place of reduce-scatters."""
+    while ring := first_ring(rule, spec, reduced, x.shape, mesh.shape, ring_products.MIN_SUM):
+        x, spec = ring.sum(x), ring.left
+    return _reduce_partials(x, spec, reduced, mesh)
 
 
 def _own_part(x: Any, dim: int, axes: Axes) -> Any:

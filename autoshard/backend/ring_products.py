@@ -19,41 +19,57 @@ from autoshard.ir.spec import Spec
 
 MAX_PARTS = 8
 """Devices of a ring: each part is an instruction of its own."""
-MIN_PART = 1 << 20
-"""Elements of a part of the result: smaller products leave the chip's units idle."""
+MIN_PRODUCT = 1 << 20
+"""Elements of a part of a product: smaller ones leave the chip's units idle."""
+MIN_SUM = 1 << 16
+"""Elements of a part of what has been summed over another axis: the latency of smaller ones is all that they take."""
 
 
 @dataclass(frozen=True)
-class RingProduct:
-    """How an operation is cut into the parts of its result that each device keeps."""
+class Ring:
+    """A result that is reduce-scattered over one mesh axis."""
 
     axis: str
     dim: int
     """Of the result: scattered over ``axis``."""
     operands: tuple[tuple[int, int], ...]
-    """Operands that have that dimension, and which of theirs it is."""
+    """Operands of the operation that have that dimension, and which of theirs it is."""
     parts: int
+    left: Spec
+    """Of the result after the ring."""
 
-    def __call__(self, operation: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """The device's shard of the sum of all devices' results, inside of a `jax.shard_map` over ``axis``."""
+    def product(self, operation: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """The device's shard of the sum of all devices' results, each of which is computed part by part."""
+
+        def part(n: Any) -> Any:
+            cut = list(operands)
+            for operand, dim in self.operands:
+                cut[operand] = self._cut(cut[operand], dim, n)
+            return operation(*cut)
+
+        return self._sum(part)
+
+    def sum(self, x: Any) -> Any:
+        """The device's shard of the sum of all devices' ``x``."""
+        return self._sum(lambda n: self._cut(x, self.dim, n))
+
+    def _sum(self, part: Callable[[Any], Any]) -> Any:
+        """Inside of a `jax.shard_map` over ``axis``."""
         me, total = jax.lax.axis_index(self.axis), None
         onwards = [(i, (i + 1) % self.parts) for i in range(self.parts)]
         for step in range(self.parts):
-            part = operation(*self._cut(operands, (me - step - 1) % self.parts))
-            total = part if total is None else part + jax.lax.ppermute(total, self.axis, onwards)
+            own = part((me - step - 1) % self.parts)
+            total = own if total is None else own + jax.lax.ppermute(total, self.axis, onwards)
         return total
 
-    def _cut(self, operands: Sequence[Any], part: Any) -> list[Any]:
-        found = list(operands)
-        for operand, dim in self.operands:
-            size = found[operand].shape[dim] // self.parts
-            found[operand] = jax.lax.dynamic_slice_in_dim(found[operand], part * size, size, dim)
-        return found
+    def _cut(self, x: Any, dim: int, part: Any) -> Any:
+        size = x.shape[dim] // self.parts
+        return jax.lax.dynamic_slice_in_dim(x, part * size, size, dim)
 
 
-def ring_product(
-    rule: Rule, made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[str, int]
-) -> RingProduct | None:
+def first_ring(
+    rule: Rule, made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[str, int], least: int
+) -> Ring | None:
     """The ring for the first axis over which the only result of an operation is reduce-scattered; None without one.
 
     Args:
@@ -61,6 +77,7 @@ def ring_product(
       reduced: the same after them.
       shape: of one device's partial sum.
       sizes: of the mesh axes.
+      least: elements of a part.
     """
     sums = {a for a, kind in made.partial if kind == "sum"}
     for dim, (before, after) in enumerate(zip(made.dims, reduced.dims, strict=True)):
@@ -68,7 +85,8 @@ def ring_product(
         if axis not in sums or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
             continue
         parts = sizes[axis]
-        if parts <= MAX_PARTS and shape[dim] % parts == 0 and math.prod(shape) >= parts * MIN_PART:
+        if parts <= MAX_PARTS and shape[dim] % parts == 0 and math.prod(shape) >= parts * least:
             places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
-            return RingProduct(axis, dim, places, parts)
+            left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != axis))
+            return Ring(axis, dim, places, parts, left.with_dim(dim, (*before, axis)))
     return None

@@ -1,6 +1,6 @@
 """Compiler options of a plan: those that it sets for its target, and those that it may pass on from a file.
 
-All are for TPU, the first two where memory is tight. Measured in benchmarks/results/options.md.
+All are for TPU, the first three where memory is tight. Measured in benchmarks/results/options.md.
 
 *Fused all-gathers.* XLA fuses the asynchronous all-gather of a weight into the convolution before it. That hides the
 all-gather, but such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its
@@ -9,6 +9,10 @@ own: the plan disables the fusion.
 *Rematerialization.* Before it assigns buffers, XLA recomputes what it can until its estimate of the peak is at most a
 share of the memory, and it takes what is near: products of the layers. A plan has decided already what is recomputed,
 so that it fits: it raises that share.
+
+*Scheduling in all of the memory.* XLA starts collectives early as far as the arrays that then live longer fit into a
+share of the memory; where they do not, it starts none early, and each is waited for. Where the memory is nearly full
+the plan raises that share too.
 
 *Collectives on SparseCores.* Where a chip has them, they can gather and scatter while the TensorCore computes. By
 default XLA has the TensorCore do it, which computes nothing meanwhile.
@@ -30,6 +34,8 @@ NO_ALL_GATHER_FUSION = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """The option that disables the fusion."""
 LATE_REMATERIALIZATION = {"xla_jf_rematerialization_percent_shared_memory_limit": 99}
 """The option that raises the share of memory, in percent, above which XLA recomputes."""
+SCHEDULING_IN_ALL_MEMORY = {"xla_tpu_scheduler_percent_shared_memory_limit": 100}
+"""The option that raises the share of memory, in percent, above which XLA starts no collective early."""
 SPARSE_CORE_COLLECTIVES = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
     for kind in (
@@ -44,7 +50,7 @@ SPARSE_CORE_COLLECTIVES = {
 """The options that give collectives over one and more dimensions of the torus to the SparseCores."""
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """The option that says how much on-chip memory one fusion may use."""
-OWN_OPTIONS = NO_ALL_GATHER_FUSION | LATE_REMATERIALIZATION | SPARSE_CORE_COLLECTIVES
+OWN_OPTIONS = NO_ALL_GATHER_FUSION | LATE_REMATERIALIZATION | SCHEDULING_IN_ALL_MEMORY | SPARSE_CORE_COLLECTIVES
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
 its inverse of the memory is predicted to be used, XLA may come to recompute."""
@@ -93,6 +99,7 @@ HARMLESS = frozenset(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "xla_tpu_enable_latency_hiding_scheduler",
         "xla_tpu_overlap_compute_collective_tc",
+        *SCHEDULING_IN_ALL_MEMORY,
         SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
     }
@@ -133,7 +140,9 @@ def effective_options(
     """
     tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
     sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
-    own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (LATE_REMATERIALIZATION if tight else {})
+    own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (
+        LATE_REMATERIALIZATION | SCHEDULING_IN_ALL_MEMORY if tight else {}
+    )
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)
     return tuple(sorted({**own, **dict(given)}.items()))

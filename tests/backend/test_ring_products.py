@@ -29,27 +29,26 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_products, "MIN_PART", 16)
+    monkeypatch.setattr(ring_products, "MIN_PRODUCT", 16)
+    monkeypatch.setattr(ring_products, "MIN_SUM", 16)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("axes", "ins", "out", "scatters"),
+    ("axes", "ins", "out"),
     [
-        ({"a": 8}, (P(None, "a"), P("a")), P("a"), 0),
-        ({"a": 8}, (P(None, "a"), P("a")), P(None, "a"), 0),
-        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P(("a", "b")), 1),
-        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P(("b", "a")), 1),
-        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P("a", "b"), 1),
-        ({"a": 4, "b": 2}, (P("b", "a"), P("a")), P(("b", "a")), 0),
-        ({"a": 4, "b": 2}, (P("b", "a"), P("a")), P("b", "a"), 0),
-        ({"a": 2, "b": 4}, (P(None, "a"), P("a", "b")), P(None, ("b", "a")), 0),
+        ({"a": 8}, (P(None, "a"), P("a")), P("a")),
+        ({"a": 8}, (P(None, "a"), P("a")), P(None, "a")),
+        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P(("a", "b"))),
+        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P(("b", "a"))),
+        ({"a": 4, "b": 2}, (P(None, ("a", "b")), P(("a", "b"))), P("a", "b")),
+        ({"a": 4, "b": 2}, (P("b", "a"), P("a")), P(("b", "a"))),
+        ({"a": 4, "b": 2}, (P("b", "a"), P("a")), P("b", "a")),
+        ({"a": 2, "b": 4}, (P(None, "a"), P("a", "b")), P(None, ("b", "a"))),
     ],
     ids=["rows", "columns", "over both", "over both, turned", "an axis each", "behind", "beside", "columns behind"],
 )
-def test_a_sum_that_travels_beside_its_product_is_the_sum(
-    axes: Any, ins: Any, out: P, scatters: int, dtype: str
-) -> None:
+def test_a_sum_that_travels_beside_its_product_is_the_sum(axes: Any, ins: Any, out: P, dtype: str) -> None:
     x, w = (jnp.asarray(a, dtype) for a in (normal(16, 32), normal(32, 24, seed=1)))
     step = autoshard.jit(jnp.matmul, mesh=mesh(**axes), in_shardings=ins, out_shardings=out)
     wanted = np.asarray(x, "f4") @ np.asarray(w, "f4")
@@ -57,7 +56,7 @@ def test_a_sum_that_travels_beside_its_product_is_the_sum(
     compiled = step.lower(x, w).compile()
     text = compiled.as_text() or ""
     assert " collective-permute" in text
-    assert text.count(" reduce-scatter(") == scatters
+    assert " reduce-scatter(" not in text
     if dtype == "float32":  # sums in bfloat16 XLA for CPU sends as float32
         assert audit(compiled, step.plan(x, w)).clean
 
@@ -99,7 +98,7 @@ def test_gradients_in_a_loop_of_layers_are_those_of_one_device() -> None:
 def test_small_products_and_long_rings_are_reduce_scattered_at_once(
     monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:
-    monkeypatch.setattr(ring_products, *(("MIN_PART", 1 << 20) if small else ("MAX_PARTS", 4)))
+    monkeypatch.setattr(ring_products, *(("MIN_PRODUCT", 1 << 20) if small else ("MAX_PARTS", 4)))
     step = autoshard.jit(jnp.matmul, mesh=mesh(a=8), in_shardings=(P(None, "a"), P("a")), out_shardings=P("a"))
     text = step.lower(normal(16, 32), normal(32, 24)).compile().as_text() or ""
     assert text.count(" reduce-scatter(") == 1

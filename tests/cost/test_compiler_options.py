@@ -10,6 +10,7 @@ from autoshard.cost.compiler_options import (
     LATE_REMATERIALIZATION,
     NO_ALL_GATHER_FUSION,
     OWN_OPTIONS,
+    SCHEDULING_IN_ALL_MEMORY,
     SCOPED_VMEM,
     SPARSE_CORE_COLLECTIVES,
     user_options,
@@ -67,19 +68,19 @@ FILLING = 14 * 2**30 // 4 * 16
 @pytest.mark.parametrize(
     ("mesh", "elements", "expected"),
     [
-        (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING, LATE_REMATERIALIZATION),
+        (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING, LATE_REMATERIALIZATION | SCHEDULING_IN_ALL_MEMORY),
         (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING // 2, {}),
         (MeshConfig(axes={"data": 8}, hardware="tpu-v5e"), FILLING // 2, {}),
     ],
 )
-def test_rematerialization_is_late_where_a_plan_fills_tpu_memory(mesh, elements, expected):
+def test_a_plan_that_fills_tpu_memory_recomputes_late_and_schedules_in_all_of_it(mesh, elements, expected):
     step = jit(lambda x: x * 2, mesh=mesh, donate_argnums=0)
     plan = step.plan(jax.ShapeDtypeStruct((elements,), jnp.float32))
     assert dict(plan.compiler_options) == expected
     assert not user_options(plan.compiler_options, plan.mesh)
     (name,) = LATE_REMATERIALIZATION
     given = jit(lambda x: x * 2, mesh=mesh, donate_argnums=0, compiler_options={name: 50})
-    assert dict(given.plan(jax.ShapeDtypeStruct((elements,), jnp.float32)).compiler_options) == {name: 50}
+    assert dict(given.plan(jax.ShapeDtypeStruct((elements,), jnp.float32)).compiler_options) == {**expected, name: 50}
 
 
 def test_the_user_s_option_overrides_it():
