@@ -45,6 +45,11 @@ class Line:
     def fits(self) -> bool:
         return self.sum is not None and self.needs <= self.has
 
+    @property
+    def seconds(self) -> float:
+        """As scheduled, or else the sum; infinite where it does not fit."""
+        return (self.scheduled or self.sum or math.inf) if self.fits else math.inf
+
     def __str__(self) -> str:
         def number(value: float | None, unit: float, digits: int) -> str:
             return "-" if value is None else f"{value / unit:,.{digits}f}"
@@ -96,25 +101,27 @@ def _line(said: Mapping[str, object]) -> Line:
 
 def summary(every: Sequence[Kept]) -> Iterator[str]:
     """A line a cell, then the geometric mean."""
-    yield "| cell | floor, ms | predicted, ms | autoshard, ms | best by hand, ms | ratio | scheduled, ms | audit |"
-    yield "|---|--:|--:|--:|--:|--:|--:|---|"
+    yield "| cell | floor, ms | predicted, ms | sum, ms | scheduled, ms | of peak | best by hand, ms | ratio | audit |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|---|"
     ratios: list[float] = []
     errors: list[float] = []
     for kept, cell in itertools.product(every, CELLS):
         lines = kept.of(cell)
         ours = next((line for line in lines if line.ours), None)
-        rest = min(
-            (line for line in lines if line.fits and not line.ours), key=lambda line: line.sum or 0, default=None
-        )
+        rest = min((line for line in lines if line.fits and not line.ours), key=lambda line: line.seconds, default=None)
         if ours is None:
             continue
-        found = ours.sum / rest.sum if ours.fits and ours.sum and rest and rest.sum else None
-        words = [str(cell), *map(_milliseconds, (kept.floors[str(cell)], ours.predicted_seconds))]
-        words.append(_milliseconds(ours.sum) + ("" if ours.fits else ", does not fit"))
-        words.append(f"{_milliseconds(rest.sum)} ({rest.plan})" if rest else "none fits")
-        errors += [abs(ours.predicted_seconds / ours.sum - 1)] if ours.predicted_seconds and ours.sum else []
-        words += [f"{found:.2f}" if found else "-", _milliseconds(ours.scheduled)]
+        floor = kept.floors[str(cell)]
+        words = [str(cell), *map(_milliseconds, (floor, ours.predicted_seconds, ours.sum))]
+        words += [
+            _milliseconds(ours.scheduled) + ("" if ours.fits else ", does not fit"),
+            f"{floor / ours.seconds:.0%}",
+        ]
+        words.append(f"{_milliseconds(rest.seconds)} ({rest.plan})" if rest else "none fits")
+        found = _ratio(ours, rest) if rest and ours.fits else None
+        words.append(f"{found:.2f}" if found else "-")
         words.append("-" if ours.differences is None else "not clean" if ours.differences else "clean")
+        errors += [abs(ours.predicted_seconds / ours.sum - 1)] if ours.predicted_seconds and ours.sum else []
         ratios += [found] if found else []
         yield "| " + " | ".join(words) + " |"
     if ratios:
@@ -122,7 +129,14 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
         over = f"Over {len(ratios)} of {len(CELLS)} cells"
         yield f"\n{over}: geometric mean {mean:.2f} of the best by hand, worst {max(ratios):.3f}."
     if errors:
-        yield f"\nPredicted seconds are off by {statistics.median(errors):.0%} (median), at most {max(errors):.0%}."
+        yield f"\nPredicted sums are off by {statistics.median(errors):.0%} (median), at most {max(errors):.0%}."
+
+
+def _ratio(ours: Line, other: Line) -> float | None:
+    """Of the times as scheduled; of the sums where either was not read so."""
+    if ours.scheduled and other.scheduled:
+        return ours.scheduled / other.scheduled
+    return ours.sum / other.sum if ours.sum and other.sum else None
 
 
 def _milliseconds(seconds: float | None) -> str:

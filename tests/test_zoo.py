@@ -122,7 +122,7 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     ours = Line("autoshard", True, 10 * gib, 16 * gib, 0.5, 0.4, gib, 60.0, 2.0, 9 * gib, ("all-reduce x differs",))
     ours = replace(ours, predicted_seconds=0.45, scheduled=0.42)
     large = Line("dp", False, 40 * gib, 16 * gib, None, None, None, 2.0)
-    fsdp = Line("fsdp + remat", False, 12 * gib, 16 * gib, 1.0, 0.9, 2 * gib, 61.0)
+    fsdp = Line("fsdp + full", False, 12 * gib, 16 * gib, 1.0, 0.9, 2 * gib, 61.0)
     kept = Kept(tmp_path / "kept.json", {"a": ours, "b": large, "c": fsdp, "d": large}, {}, {str(cell): 0.25})
     kept.cells[str(cell)] = ["a", "b", "c"]
     kept.write()
@@ -130,10 +130,12 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     assert again.of(cell) == [ours, large, fsdp]
     assert set(again.lines) == {"a", "b", "c"}
     assert list(summary([again]))[2:] == [
-        f"| {cell} | 250 | 450 | 500 | 1,000 (fsdp + remat) | 0.50 | 420 | not clean |",
+        f"| {cell} | 250 | 450 | 500 | 420 | 60% | 1,000 (fsdp + full) | 0.50 | not clean |",
         "\nOver 1 of 35 cells: geometric mean 0.50 of the best by hand, worst 0.500.",
-        "\nPredicted seconds are off by 10% (median), at most 10%.",
+        "\nPredicted sums are off by 10% (median), at most 10%.",
     ]
+    again.lines["c"] = replace(fsdp, scheduled=0.6)
+    assert "| 420 | 60% | 600 (fsdp + full) | 0.70 | not clean |" in list(summary([again]))[2]
     said = "\n".join(details(again, cell))
     assert "| dp | **no** | 40.00 | - | - | - | - | 2 |" in said
     assert "Predicted: 450 ms, 9.00 GiB." in said
