@@ -1,4 +1,4 @@
-"""Fewer combinations of two or three things than there are, chosen so that none of their pairs or halves is left out.
+"""Some of the combinations of several things, chosen so that none of the things is left out.
 
 ``AUTOSHARD_COMBINATIONS=all`` takes them all: `make combinations`.
 """
@@ -15,15 +15,29 @@ ALL = os.environ.get("AUTOSHARD_COMBINATIONS") == "all"
 
 def every_second[A, B](rows: Iterable[A], columns: Iterable[B]) -> list[tuple[A, B]]:
     """Every second pair, as the fields of one color on a chessboard: each with half of the other side."""
+    return _diagonals(2, rows, columns)
+
+
+def every_third[A, B](rows: Iterable[A], columns: Iterable[B]) -> list[tuple[A, B]]:
+    """Every third pair: each with a third of the other side, of which there are three or more."""
+    return _diagonals(3, rows, columns)
+
+
+def _diagonals[A, B](apart: int, rows: Iterable[A], columns: Iterable[B]) -> list[tuple[A, B]]:
     board = itertools.product(enumerate(rows), enumerate(columns))
-    return [(a, b) for (i, a), (j, b) in board if ALL or (i + j) % 2 == 0]
+    return [(a, b) for (i, a), (j, b) in board if ALL or (i + j) % apart == 0]
 
 
 def latin[A, B, C](letters: Sequence[A], rows: Iterable[B], columns: Iterable[C]) -> list[tuple[A, B, C]]:
-    """Every pair of two different sides, as in a Latin square: as long as there are no fewer rows, and columns, than
-    letters."""
+    """Every second pair of a row and a column, with a letter, so that each of three letters meets every row and every
+    column: of these there are six or more."""
     board = itertools.product(enumerate(rows), enumerate(columns))
-    return [(a, b, c) for (i, b), (j, c) in board for a in (letters if ALL else [letters[(i + j) % len(letters)]])]
+    return [
+        (a, b, c)
+        for (i, b), (j, c) in board
+        for k, a in enumerate(letters)
+        if ALL or ((i + j) % 2 == 0 and (i // 2 + j) % len(letters) == k)
+    ]
 
 
 def with_every_pair(*sides: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -28,11 +28,8 @@ def step(fun: Callable[..., Any], specs: Any, on: LogicalMesh, results: Any = No
     return autoshard.jit(fun, mesh=on, strategy="replicated", in_shardings=specs, out_shardings=results)
 
 
-def compared(
-    fun: Callable[..., Any], args: Any, specs: Any, results: Any, on: LogicalMesh = EIGHT
-) -> tuple[Audit, list[float], str]:
-    """The audit of our program, the bytes that it and XLA's own move, and what they are."""
-    ours = step(fun, specs, on, results)
+def compared(ours: Any, fun: Callable[..., Any], args: Any, specs: Any, results: Any) -> tuple[Audit, list[float], str]:
+    """The audit of `step`'s program of ``fun``, the bytes that it and XLA's own move, and what they are."""
     plan = ours.plan(*args)
     compiled = ours.lower(*args).compile()
     devices = plan.mesh.concrete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def best(logits: Callable[[Any], Any], prompt: np.ndarray, count: int) -> np.ndarray:
+    """``prompt`` and so many best tokens; what follows a token changes nothing, so that one shape does."""
+    tokens, run = np.pad(prompt.astype(np.int32), (0, count)), jax.jit(logits)
+    for at in range(len(prompt), len(tokens)):
+        tokens[at] = np.asarray(run(tokens[None]))[0, at - 1].argmax()
+    return tokens
+
+
 def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, ...]:
     """What the command says: exit status, output, errors."""
     monkeypatch.setattr(sys, "argv", ["autoshard", *map(str, arguments)])
@@ -79,9 +88,7 @@ def test_a_run_goes_on_from_a_prompt(trained: Path, step: int, monkeypatch: Any,
     )
     nnx.replace_by_pure_dict(state, names)
     nnx.update(model, state)
-    tokens = np.frombuffer(b"shards", np.uint8).astype(np.int32)
-    for _ in range(5):
-        tokens = np.append(tokens, np.int32(np.asarray(model(tokens[None]))[0, -1].argmax()))
+    tokens = best(model, np.frombuffer(b"shards", np.uint8), 5)
     asked = ["--step", step] if step == 1 else []
     code, out, err = say(monkeypatch, capsys, "generate", trained, "--prompt", "shards", "--tokens", 5, *asked)
     assert (code, out) == (0, bytes(np.uint8(tokens[6:])).decode("utf-8", "replace") + "\n"), err
@@ -99,11 +106,10 @@ def test_rows_are_drawn_each_by_itself(trained: Path, monkeypatch: Any, capsys: 
 def test_a_published_model_goes_on_from_numbers(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     folder = publish(tmp_path / "llama", "llama")
     found = autoshard.weights.open_pretrained(folder)
-    tokens, settings = [3, 1], decoder.DecoderSettings(**found.settings)
-    for _ in range(3):
-        tokens.append(int(decoder.logits(settings, found.read(), jnp.array([tokens]))[0, -1].argmax()))
+    settings, params = decoder.DecoderSettings(**found.settings), found.read()
+    tokens = best(lambda tokens: decoder.logits(settings, params, tokens), np.array([3, 1]), 3)
     code, out, err = say(monkeypatch, capsys, "generate", folder, "--ids", "3,1", "--tokens", 3, "--mesh", "cpu-8")
-    assert (code, [int(n) for n in out.split()]) == (0, tokens[2:]), err
+    assert (code, [int(n) for n in out.split()]) == (0, list(tokens[2:])), err
     for given, why in (
         (("--prompt", "text"), "give their numbers with --ids"),
         (("--ids", "3,x"), "--ids '3,x': give numbers with commas between them"),

@@ -31,7 +31,7 @@ from tests.attentions import (
     scores,
     trained,
 )
-from tests.combinations import every_second
+from tests.combinations import every_second, every_third
 
 
 def sharded(fun, layout):
@@ -41,7 +41,7 @@ def sharded(fun, layout):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), every_second(["full", "causal", "padded", "biased", "jax.nn groups"], LAYOUTS)
+    ("name", "layout"), every_third(["full", "causal", "padded", "biased", "jax.nn groups"], LAYOUTS)
 )
 def test_numbers_on_a_split_sequence(name, layout):
     fun, heads, _ = FORMS[name]
@@ -140,7 +140,7 @@ def test_fewer_bytes_are_sent_and_less_memory_used_than_by_xla_alone(name, heads
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    every_second(
+    every_third(
         ["full", "causal", "padded", "padded and causal", "window", "groups", "one key head"],
         ["sequence", "sequence and heads", "two axes in another order"],
     ),

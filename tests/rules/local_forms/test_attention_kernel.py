@@ -20,7 +20,7 @@ from autoshard.transforms.attention_kernels import KERNELS, unsupported_reason
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attend, attention_gradients, attention_p
 from tests.attentions import FORMS as WRITTEN
 from tests.attentions import HASTY, LAYOUTS, close, operands, trained
-from tests.combinations import every_second
+from tests.combinations import every_third
 
 BAND, SCALE = ScoreOp("band", -1e9, high=0), ScoreOp("scale", 0.3)
 REST = ((), *["float32"] * 4)
@@ -86,7 +86,7 @@ def said(plan):
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), every_second(["full", "one key head", "jax.nn groups", "causal", "groups"], SPLITS)
+    ("name", "split"), every_third(["full", "one key head", "jax.nn groups", "causal", "groups"], SPLITS)
 )
 def test_numbers_of_whatever_is_sharded(name, split, any_float):
     fun, heads, _ = WRITTEN[name]
@@ -103,7 +103,7 @@ def test_numbers_of_whatever_is_sharded(name, split, any_float):
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    every_second(["full", "causal", "groups"], ["sequence", "sequence and heads", "two axes in another order"]),
+    every_third(["full", "causal", "groups"], ["sequence", "sequence and heads", "two axes in another order"]),
 )
 def test_numbers_in_a_ring(name, split, any_float):
     """Three sequences, and heads that are few or split themselves: none can be traded."""

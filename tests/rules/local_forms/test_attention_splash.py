@@ -1,7 +1,7 @@
 """Splash attention in random shapes, masks and meshes: in float32 the numbers of the unsharded step, to 1e-5.
 
 The kernels are interpreted, which only a hardware table can ask for. ``AUTOSHARD_EXAMPLES`` is the number of
-attentions, 12 unless it is set, and ``AUTOSHARD_SEED`` draws others: `make kernels` runs 300.
+attentions, 9 unless it is set, and ``AUTOSHARD_SEED`` draws others: `make kernels` runs 300.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.backend.audit import audit
 from autoshard.machine.mesh import AttentionRates, LogicalMesh
 from tests.attentions import HASTY, trained
 
-EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "9"))
 SEED = int(os.environ.get("AUTOSHARD_SEED", "0"))
 KERNEL = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4))
 SPLITS = {

@@ -113,7 +113,8 @@ REAL, WHOLE = values("many", "float32", 1 << 18), values("many", "int32", 1 << 1
 
 
 def test_positions_are_not_sent_where_keys_are_gathered():
-    found, (ours, alone), table = compared(FORMS["argsort"], (REAL,), (COLUMNS,), COLUMNS, EIGHT)
+    fun = FORMS["argsort"]
+    found, (ours, alone), table = compared(step(fun, (COLUMNS,), EIGHT, COLUMNS), fun, (REAL,), (COLUMNS,), COLUMNS)
     assert found.clean, str(found)
     assert ours <= alone, table
 
@@ -130,6 +131,6 @@ def test_positions_are_not_sent_where_keys_are_gathered():
 )
 def test_fewer_bytes_travel_than_xla_alone_sends(fun, x, most):
     results = COLUMNS if jax.eval_shape(fun, x).shape == x.shape else P()
-    found, (ours, alone), table = compared(fun, (x,), (COLUMNS,), results, EIGHT)
+    found, (ours, alone), table = compared(step(fun, (COLUMNS,), EIGHT, results), fun, (x,), (COLUMNS,), results)
     assert found.clean, str(found)
     assert ours < most * alone, table
