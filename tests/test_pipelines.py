@@ -121,6 +121,21 @@ def decoder_plan(axes: dict[str, int], *, batch: int, link: str, **options: Any)
     return autoshard.jit(steps.train, mesh=mesh, donate_argnums=0, **options).plan(state, rows)
 
 
+def test_weights_are_gathered_once_before_a_pipeline() -> None:
+    """Not for each of its micro-batches, which would cost more than to move what they compute."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0].mean()
+
+    mesh = MeshConfig(axes={"stage": 2, "data": 4}, hardware="h100", links={"data": "infiniband"}, pipeline="stage")
+    state = jax.eval_shape(train_state, {"w": jax.ShapeDtypeStruct((8, 4096, 4096), jnp.float32)})
+    options: Any = {"microbatches": 16, "schedule": "1f1b", "passes": ["accumulate:data"]}
+    step = autoshard.jit(trained(loss), mesh=mesh, memory_budget="1.1GB", **options)
+    plan = step.plan(state, jax.ShapeDtypeStruct((4096, 4096), jnp.float32))
+    gathered = {c.count for c in plan.cost.collectives if c.axes == ("data",) and c.bytes > 1 << 20}
+    assert gathered == {1}
+
+
 def test_a_pipeline_is_taken_where_it_pays() -> None:
     """Over InfiniBand gradients take longer than a bubble; within a node they do not."""
     slow = decoder_plan({"pod": 4, "data": 8}, batch=16, link="infiniband")

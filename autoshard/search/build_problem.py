@@ -40,7 +40,7 @@ from autoshard.search.layout_problem import FactorAxes, LayoutProblem, StrategyL
 from autoshard.search.node_costs import NodeCosts
 from autoshard.search.problem import Array, Indices, ProblemBuilder
 from autoshard.search.spec_tables import Binding, SpecTables, all_splits, neighbouring_splits
-from autoshard.search.value_groups import PARAMETER, PARAMETER_COPY, DimMap, ValueGroups
+from autoshard.search.value_groups import PARAMETER, PARAMETER_COPY, PARAMETER_INSIDE, DimMap, ValueGroups
 
 ARGUMENT_BYTE_WEIGHT = 1e-6
 """Cost of a byte of an argument, in reads of a byte from memory: decides between layouts that are equal otherwise."""
@@ -256,7 +256,7 @@ class _LayoutProblemBuilder:
         return found
 
     def _is_parameter(self, v: int) -> bool:
-        return self.groups.phases[v] in (PARAMETER, PARAMETER_COPY) or v in self.limits.frozen
+        return self.groups.phases[v] in (PARAMETER, PARAMETER_COPY, PARAMETER_INSIDE) or v in self.limits.frozen
 
     def _near_specs(self, v: int, nodes: Sequence[int]) -> Iterator[Spec]:
         """The specs of a value in the near layouts, and those that ``nodes`` demand of it there."""

@@ -36,6 +36,8 @@ SharedDims = dict[int, dict[int, list[tuple[int, int]]]]
 later) that have one factor."""
 PARAMETER = "parameter"
 PARAMETER_COPY = "parameter copy"
+PARAMETER_INSIDE = "parameter inside"
+"""In the loop of a pipeline, before which what every micro-batch reads can be resharded once."""
 COLOR_REFINEMENTS = 2
 """How many nodes away from a group its surroundings reach."""
 SMALL_PROGRAM = 64
@@ -127,8 +129,8 @@ class ValueGroups:
         return found
 
     def _value_phases(self) -> list[str]:
-        """For each value `PARAMETER`, `PARAMETER_COPY` (of several casts and views of one that are read), or the phase
-        of the node that computes it; "" for all else."""
+        """For each value `PARAMETER`, `PARAMETER_INSIDE`, `PARAMETER_COPY` (of several casts and views of one that are
+        read), or the phase of the node that computes it; "" for all else."""
         graph, inputs = self.graph, self.graph.inputs
         roles = argument_roles(graph)
         parameters = {inputs[i] for i in roles.parameters}
@@ -142,12 +144,13 @@ class ValueGroups:
         """For each parameter, and each view of one, the parameter."""
         for node in graph.nodes:
             operands = [v for v in node.operands if self.non_scalar[v]]
-            of_parameter = (
-                bool(operands) and all(phases[v] == PARAMETER for v in operands) and self.coverage(node.kind).covering
-            )
+            whose = {phases[v] for v in operands}
+            of_parameter = whose in ({PARAMETER}, {PARAMETER_INSIDE}) and self.coverage(node.kind).covering
+            enters = graph.program.pipeline is not None and node.tie and node.trip_count == 1
+            own = (PARAMETER_INSIDE if enters else next(iter(whose))) if of_parameter else node.phase
             for v in node.results:
                 if not phases[v]:
-                    phases[v] = PARAMETER if of_parameter else node.phase if node.phase in (FORWARD, BACKWARD) else ""
+                    phases[v] = own if of_parameter or own in (FORWARD, BACKWARD) else ""
                     if of_parameter and operands[0] in of and node.kind.traits.view:
                         of[v] = of[operands[0]]
         read: dict[int, set[int]] = defaultdict(set)
