@@ -21,14 +21,14 @@ import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.machine.mesh_config import MeshConfig
 from benchmarks.baselines import abstract
-from benchmarks.cells import GPT_7B, GPT_66B, LLAMA_8B, LLAMA_70B, RESERVE
+from benchmarks.cells import GPT_7B, GPT_66B, GPT_175B, LLAMA_8B, LLAMA_70B, LLAMA_405B, RESERVE
 from benchmarks.figures import GIB
 from benchmarks.zoo import decoder
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A machine whose first axis is a slow link, and the mesh on it."""
+    """A machine whose first axis is a slow link, maybe others too, and the mesh on it."""
 
     axes: Mapping[str, int]
     where: Mapping[str, Any]
@@ -47,13 +47,30 @@ class Cluster:
 
 CLUSTERS = {
     "4x8 H100": Cluster({"node": 4, "model": 8}, {"gpu": "h100", "nodes": 4}),
-    "16x8 H100": Cluster({"node": 16, "model": 8}, {"gpu": "h100", "nodes": 16}),
+    "16x8 H100": Cluster(
+        {"stage": 4, "data": 4, "model": 8},
+        {"hardware": "h100", "links": {"stage": "infiniband", "data": "infiniband"}},
+    ),
     "2 x v5e:16x16": Cluster({"slice": 2, "data": 32, "model": 8}, {"tpu": "v5e:16x16", "slices": 2}),
     "2 x v5p:4x4x4": Cluster({"slice": 2, "data": 16, "model": 4}, {"tpu": "v5p:4x4x4", "slices": 2}),
+    "8 x v5p:4x4x4": Cluster({"slice": 8, "data": 16, "model": 4}, {"tpu": "v5p:4x4x4", "slices": 8}),
 }
-MODELS = {"GPT-3 7B": GPT_7B, "LLaMA-3 8B": LLAMA_8B, "GPT-3 66B": GPT_66B, "LLaMA-3 70B": LLAMA_70B}
+MODELS = {
+    "GPT-3 7B": GPT_7B,
+    "LLaMA-3 8B": LLAMA_8B,
+    "GPT-3 66B": GPT_66B,
+    "LLaMA-3 70B": LLAMA_70B,
+    "GPT-3 175B": GPT_175B,
+    "LLaMA-3 405B": LLAMA_405B,
+}
 SEQUENCE = 2048
-BATCHES = {"4x8 H100": (32, 128), "16x8 H100": (128, 512), "2 x v5e:16x16": (512,), "2 x v5p:4x4x4": (256,)}
+BATCHES = {
+    "4x8 H100": (32, 128),
+    "16x8 H100": (256, 512),
+    "2 x v5e:16x16": (512,),
+    "2 x v5p:4x4x4": (256,),
+    "8 x v5p:4x4x4": (512, 1024),
+}
 
 
 @dataclass(frozen=True)
