@@ -103,3 +103,10 @@ def test_small_products_and_long_rings_are_reduce_scattered_at_once(
     text = step.lower(normal(16, 32), normal(32, 24)).compile().as_text() or ""
     assert text.count(" reduce-scatter(") == 1
     assert " collective-permute" not in text
+
+
+@pytest.mark.parametrize("parts", range(2, 9))
+def test_a_ring_passes_every_device_of_a_line_in_hops_of_two_at_most(parts: int) -> None:
+    order = ring_products.folded(parts)
+    assert sorted(order) == list(range(parts))
+    assert max(abs(a - b) for a, b in zip(order, [*order[1:], order[0]], strict=True)) <= 2
