@@ -130,7 +130,8 @@ def main() -> None:
     cache, only, (platform, *words) = asked(sys.argv[1:], "--by-hand")
     if platform == "table":
         every = [Kept.of_platform(p) for p in ("tpu", "gpu")]
-        print(*summary(every), sep="\n")
+        for scheduled in (True, False):
+            print(*summary(every, scheduled=scheduled), "", sep="\n")
         for kept, cell in itertools.product(every, CELLS):
             if str(cell) in kept.cells:
                 print("", *details(kept, cell), sep="\n")

@@ -99,8 +99,13 @@ def _line(said: Mapping[str, object]) -> Line:
     return Line(**{**said, "differences": None if differences is None else tuple(differences)})  # type: ignore[arg-type]
 
 
-def summary(every: Sequence[Kept]) -> Iterator[str]:
-    """A line a cell, then the geometric mean."""
+def summary(every: Sequence[Kept], *, scheduled: bool | None = None) -> Iterator[str]:
+    """A line a cell, then the geometric mean.
+
+    Args:
+      scheduled: only cells whose ratio is of times as scheduled, or only the others; None: all.
+    """
+    cells = 0
     yield "| cell | floor, ms | predicted, ms | sum, ms | scheduled, ms | of peak | best by hand, ms | ratio | audit |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|---|"
     ratios: list[float] = []
@@ -109,8 +114,10 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
         lines = kept.of(cell)
         ours = next((line for line in lines if line.ours), None)
         rest = min((line for line in lines if line.fits and not line.ours), key=lambda line: line.seconds, default=None)
-        if ours is None:
+        is_scheduled = bool(rest and rest.scheduled and ours and ours.scheduled)
+        if ours is None or scheduled not in (None, is_scheduled):
             continue
+        cells += 1
         floor = kept.floors[str(cell)]
         words = [str(cell), *map(_milliseconds, (floor, ours.predicted_seconds, ours.sum))]
         words += [
@@ -126,7 +133,7 @@ def summary(every: Sequence[Kept]) -> Iterator[str]:
         yield "| " + " | ".join(words) + " |"
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        over = f"Over {len(ratios)} of {len(CELLS)} cells"
+        over = f"Over {len(ratios)} of {cells} cells"
         yield f"\n{over}: geometric mean {mean:.2f} of the best by hand, worst {max(ratios):.3f}."
     if errors:
         yield f"\nPredicted sums are off by {statistics.median(errors):.0%} (median), at most {max(errors):.0%}."

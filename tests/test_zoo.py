@@ -131,10 +131,12 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     assert set(again.lines) == {"a", "b", "c"}
     assert list(summary([again]))[2:] == [
         f"| {cell} | 250 | 450 | 500 | 420 | 60% | 1,000 (fsdp + full) | 0.50 | not clean |",
-        "\nOver 1 of 35 cells: geometric mean 0.50 of the best by hand, worst 0.500.",
+        "\nOver 1 of 1 cells: geometric mean 0.50 of the best by hand, worst 0.500.",
         "\nPredicted sums are off by 10% (median), at most 10%.",
     ]
+    assert len(list(summary([again], scheduled=True))) == 2
     again.lines["c"] = replace(fsdp, scheduled=0.6)
+    assert len(list(summary([again], scheduled=False))) == 2
     assert "| 420 | 60% | 600 (fsdp + full) | 0.70 | not clean |" in list(summary([again]))[2]
     said = "\n".join(details(again, cell))
     assert "| dp | **no** | 40.00 | - | - | - | - | 2 |" in said
