@@ -89,9 +89,7 @@ def checked(step: Callable[[Tree, Tree], tuple[Tree, Any]], keeps: bool) -> Call
         found = Checked(metrics, finite)
         if not mutates:
             return new, found
-        whole = flax_nnx.state(state)
-        flax_nnx.replace_by_pure_dict(whole, new)
-        flax_nnx.update(state, whole)
+        flax_nnx.update(state, jax.tree.unflatten(jax.tree.structure(flax_nnx.state(state)), jax.tree.leaves(new)))
         return found
 
     return run

@@ -111,10 +111,8 @@ def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
 
 
 def _filled(like: Any, values: Tree) -> Any:
-    """The NNX state of the structure ``like`` with these values."""
-    state = nnx.clone(like)
-    nnx.replace_by_pure_dict(state, values)
-    return state
+    """The NNX state of the structure ``like`` with these values, of which a variable may hold a tree."""
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(values))
 
 
 def decoder_model(config: ModelConfig) -> Model:

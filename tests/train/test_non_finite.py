@@ -75,15 +75,18 @@ def test_modules_that_a_skipped_step_would_change_are_as_before():
     class Net(nnx.Module):
         def __init__(self) -> None:
             self.x = nnx.Param(jnp.zeros(8))
+            self.seen = nnx.Variable({"steps": jnp.zeros(())})  # a tree in one variable
 
     def mutate(net: Net, batch: Any) -> Any:
         net.x[...] = net.x[...] + batch["x"].sum(0)
+        net.seen.set_value({"steps": net.seen.get_value()["steps"] + 1})
         return net.x[...].sum()
 
     net = Net()
     with pytest.warns(UserWarning, match="step 2: not finite: loss, state"):
         fit(mutate, net, batches({2: "x"}), steps=3, nan="skip")
     np.testing.assert_array_equal(net.x[...], np.full(8, summed(1, 3)))
+    assert net.seen.get_value()["steps"] == 2
 
 
 def test_more_than_ten_in_a_row_are_not_skipped():
