@@ -179,7 +179,10 @@ def test_momentum_in_the_host_s_memory():
 
 
 def test_what_fits_with_its_optimizer_on_the_host_alone():
-    """Unasked; memory of device and host is as the compiler has it, and loops read and write the host's."""
+    """Unasked; memory of device and host is as the compiler has it, and loops read and write the host's.
+
+    Of so many layers that no stack of weights' gradients fits into on-chip memory, where the compiler may put it.
+    """
     adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def layer(h, w):
@@ -195,21 +198,21 @@ def test_what_fits_with_its_optimizer_on_the_host_alone():
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
     params = {
-        k: jax.ShapeDtypeStruct((16, *s), "float32") for k, s in {"up": (1024, 4096), "down": (4096, 1024)}.items()
+        k: jax.ShapeDtypeStruct((32, *s), "float32") for k, s in {"up": (1024, 4096), "down": (4096, 1024)}.items()
     }
     state = jax.eval_shape(lambda p: {"params": p, "opt": adamw.init(p)}, params)
-    mesh = MeshConfig(axes={"data": 4}, tpu="v5e:2x2", memory_budget="480MiB")
+    mesh = MeshConfig(axes={"data": 4}, tpu="v5e:2x2", memory_budget="900MiB")
     step = autoshard.jit(train, mesh=mesh, donate_argnums=0)
     x = jax.ShapeDtypeStruct((4096, 1024), "float32")
     plan = step.plan(state, x)
     assert plan.passes[-1].written == "offload:optimizer"
     executable = step.lower(state, x).compile()
     used = memory_usage(executable, plan.mesh)
-    assert plan.memory.peak <= 480 * 2**20
+    assert plan.memory.peak <= 900 * 2**20
     assert used.peak == pytest.approx(plan.memory.peak, rel=0.1)
-    assert used.host == plan.memory.host == 4 * 64 * 2**20
+    assert used.host == plan.memory.host == 4 * 128 * 2**20
     text = executable.as_text()
-    assert len(re.findall(r"%dynamic-update-slice-start[\w.]* = \S*\(\(f32\[16,\S*S\(5\)\}", text)) >= 4
+    assert len(re.findall(r"%dynamic-update-slice-start[\w.]* = \S*\(\(f32\[32,\S*S\(5\)\}", text)) >= 4
     assert "host-call" not in text, "nothing is copied within the host's memory"
 
 
