@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,7 +34,6 @@ class _Edge:
     """[options of the other variable, options of this one]: the pair's cost as given."""
     message: Array
     """[options of this variable]: what of its cost has been moved to the pair."""
-    reverse: _Edge = field(init=False, repr=False)
 
 
 class PrunedProblem:
@@ -54,19 +53,20 @@ class PrunedProblem:
         self.options: list[Indices] = [np.arange(len(u)) for u in self.unary]
         """The remaining options of each variable, by their numbers in the problem as given."""
         self.order = _breadth_first_order(problem)
-        self.edges: dict[tuple[int, int], _Edge] = {}
-        """By two variables, the lower first: the direction of that one."""
-        self.incoming: list[list[_Edge]] = [[] for _ in self.unary]
-        self.outgoing: list[list[_Edge]] = [[] for _ in self.unary]
+        self.edges: dict[tuple[int, int], tuple[_Edge, _Edge]] = {}
+        """By two variables, the lower first: the direction of that one, and the other's."""
+        self.incoming: list[list[tuple[_Edge, _Edge]]] = [[] for _ in self.unary]
+        """By variable, both directions of each pair with an earlier one: its own first. The edges do not know of each
+        other, so that the tables, which may be gigabytes, are freed with the problem."""
+        self.outgoing: list[list[tuple[_Edge, _Edge]]] = [[] for _ in self.unary]
         position = {i: k for k, i in enumerate(self.order)}
         for (i, j), table in problem.pairwise.items():
             table = np.minimum(table, upper_bound)
             edge = _Edge(np.ascontiguousarray(table.T), np.zeros(len(self.unary[i])))
             reverse = _Edge(np.ascontiguousarray(table), np.zeros(len(self.unary[j])))
-            edge.reverse, reverse.reverse = reverse, edge
-            self.edges[i, j] = edge
-            (self.outgoing if position[i] < position[j] else self.incoming)[i].append(edge)
-            (self.outgoing if position[j] < position[i] else self.incoming)[j].append(reverse)
+            self.edges[i, j] = edge, reverse
+            (self.outgoing if position[i] < position[j] else self.incoming)[i].append((edge, reverse))
+            (self.outgoing if position[j] < position[i] else self.incoming)[j].append((reverse, edge))
 
     def sweep(self, upper_bound: float) -> None:
         """Raises the bound, and drops options that are in no assignment that costs less than ``upper_bound``."""
@@ -76,8 +76,8 @@ class PrunedProblem:
     def _sweep_once(self, upper_bound: float) -> None:
         for i in self.order:
             unary, incoming, outgoing = self.unary[i], self.incoming[i], self.outgoing[i]
-            for edge in incoming:
-                least = (edge.table + edge.reverse.message[:, None]).min(axis=0) + edge.message
+            for edge, reverse in incoming:
+                least = (edge.table + reverse.message[:, None]).min(axis=0) + edge.message
                 edge.message = edge.message - least
                 unary = unary + least
             least = float(unary.min())
@@ -88,7 +88,7 @@ class PrunedProblem:
                 unary = unary[keep]
                 self._drop_options(i, keep)
             share = unary / max(len(incoming), len(outgoing), 1)
-            for edge in outgoing:
+            for edge, _ in outgoing:
                 edge.message = edge.message + share
                 unary = unary - share
             self.unary[i] = unary
@@ -97,15 +97,16 @@ class PrunedProblem:
 
     def _drop_options(self, i: int, keep: np.ndarray) -> None:
         self.options[i] = self.options[i][keep]
-        for edge in (*self.incoming[i], *self.outgoing[i]):
+        for edge, reverse in (*self.incoming[i], *self.outgoing[i]):
             edge.table = np.ascontiguousarray(edge.table[:, keep])
-            edge.reverse.table = edge.reverse.table[keep]
+            reverse.table = reverse.table[keep]
             edge.message = edge.message[keep]
 
     def reparametrized(self) -> Problem:
         """The problem of the remaining options: each assignment costs ``bound`` less there than in the original."""
         pairwise = {
-            pair: edge.reverse.table + edge.message[:, None] + edge.reverse.message for pair, edge in self.edges.items()
+            pair: reverse.table + edge.message[:, None] + reverse.message
+            for pair, (edge, reverse) in self.edges.items()
         }
         return Problem(tuple(self.unary), pairwise)
 

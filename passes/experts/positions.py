@@ -26,28 +26,27 @@ def positions(atom: jx.Atom, made: Mapping[jx.Var, jx.JaxprEqn], known: Mapping[
     Args:
       made: the equation that makes each variable.
     """
-    found: dict[jx.Var, Array] = dict(known)
+    return _value(atom, made, dict(known))
 
-    def value(atom: jx.Atom) -> Array | None:
-        if isinstance(atom, jx.Literal):
-            return np.asarray(atom.val, jx.aval(atom).dtype)
-        if atom in found:
-            return found[atom]
-        eqn = made.get(atom)
-        evaluate = eqn and _EVALUATED.get(eqn.primitive)
-        if not eqn or not evaluate:
+
+def _value(atom: jx.Atom, made: Mapping[jx.Var, jx.JaxprEqn], found: dict[jx.Var, Array]) -> Array | None:
+    """The same; what it needs of others is added to ``found``."""
+    if isinstance(atom, jx.Literal):
+        return np.asarray(atom.val, jx.aval(atom).dtype)
+    if atom in found:
+        return found[atom]
+    eqn = made.get(atom)
+    evaluate = eqn and _EVALUATED.get(eqn.primitive)
+    if not eqn or not evaluate:
+        return None
+    operands: list[Array] = []
+    for a in eqn.invars:
+        x = _value(a, made, found)
+        if x is None:
             return None
-        operands: list[Array] = []
-        for a in eqn.invars:
-            x = value(a)
-            if x is None:
-                return None
-            operands.append(x)
-        out = np.asarray(evaluate(eqn.params, *operands)).astype(jx.aval(atom).dtype)
-        found[atom] = out
-        return out
-
-    return value(atom)
+        operands.append(x)
+    found[atom] = np.asarray(evaluate(eqn.params, *operands)).astype(jx.aval(atom).dtype)
+    return found[atom]
 
 
 def constants(jaxpr: jx.Jaxpr) -> dict[jx.Var, jx.JaxprEqn]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
 from autoshard.errors import PassError
 from autoshard.passes import Experts
+from autoshard.passes.experts.positions import positions
 from tests.experts import Params, added_up, arrays, gradient, products, scattered_back, sorted_back
 from tests.forms import HASTY, same
 from tests.programs import mesh, program
@@ -146,3 +149,19 @@ def test_experts_send_tokens_and_no_weights(devices: int):
     found = audit(step.lower(p, x).compile(), plan)
     assert found.clean, str(found)
     same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)
+
+
+def test_positions_are_freed_when_they_are_known():
+    """Large programs have gigabytes of them, in few objects: Python's search for cycles does not hurry for those."""
+    jaxpr = jax.make_jaxpr(lambda order: lax.div(order, 2))(np.arange(8)).jaxpr
+    known = {jaxpr.invars[0]: np.arange(8)}
+    order = weakref.ref(known[jaxpr.invars[0]])
+    gc.disable()
+    try:
+        np.testing.assert_array_equal(
+            positions(jaxpr.outvars[0], {e.outvars[0]: e for e in jaxpr.eqns}, known), [0, 0, 1, 1, 2, 2, 3, 3]
+        )
+        del known
+        assert order() is None
+    finally:
+        gc.enable()

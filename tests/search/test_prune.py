@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -52,3 +54,17 @@ def test_options_of_infinite_cost_are_dropped() -> None:
     assert pruned.bound == 1.0
     pruned.sweep(1.0)
     assert pruned.original_assignment([0, 0]) == (0, 1)
+
+
+def test_tables_are_freed_with_the_problem() -> None:
+    """They may be gigabytes, and to Python's search for cycles a few objects, which does not hurry for them."""
+    p = Problem((np.zeros(2), np.zeros(2)), {(0, 1): np.eye(2)})
+    pruned = PrunedProblem(p, 1.0)
+    pruned.sweep(1.0)
+    tables = [weakref.ref(edge.table) for edge in pruned.edges[0, 1]]
+    gc.disable()
+    try:
+        del pruned
+        assert [table() for table in tables] == [None, None]
+    finally:
+        gc.enable()
