@@ -295,7 +295,7 @@ def _reduce_scatter(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) ->
     axis with the fastest link comes first, so that slower ones carry less.
     """
     fastest = sorted(axes, key=lambda a: mesh.slowest_link((a,)).bandwidth, reverse=True)
-    if fastest == axes:
+    if fastest == list(axes):
         for axis in axes:
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
         return x

@@ -98,6 +98,15 @@ def test_the_axis_with_the_fastest_link_is_scattered_over_first() -> None:
     assert {c.axes: c.bytes for c in found.emitted} == {("b",): 16 * 24 * 4, ("a",): 16 * 24}
 
 
+def test_over_axes_of_equal_links_the_product_is_scattered_as_it_is() -> None:
+    """XLA for TPU makes all-reduces of what is reshaped first."""
+    specs = (P(None, ("a", "b")), P(("a", "b")))
+    step = autoshard.jit(jnp.matmul, mesh=PAIR, in_shardings=specs, out_shardings=P(("a", "b")))
+    text = step.lower(X, W).as_text()
+    assert text.count("stablehlo.reduce_scatter") == 2
+    assert "stablehlo.reshape" not in text
+
+
 def test_a_loop_carried_product_is_reduce_scattered_in_every_iteration() -> None:
     def fun(x: Any, ws: Any) -> Any:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
