@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,18 @@ def test_a_full_size_is_a_valid_configuration_and_traces(name: str):
         assert metrics["loss"].shape == ()
 
 
-def logits_of(config: TrainConfig, state: Any, tokens: np.ndarray) -> np.ndarray:
-    """Without a cache. tokens: int [row, position] -> [row, position, vocabulary]."""
+def logits_of(config: TrainConfig) -> Callable[[Any, np.ndarray], jax.Array]:
+    """Without a cache: the state and tokens, int [row, position] -> [row, position, vocabulary]."""
     if isinstance(config.model, ModelConfig):
-        model = Decoder(config.model, nnx.Rngs(0))
-        nnx.update(model, state["params"])
-        return np.asarray(model(tokens))
+        graph, like = nnx.split(nnx.eval_shape(lambda: Decoder(config.model, nnx.Rngs(0))))
+
+        def of_decoder(state: Any, tokens: np.ndarray) -> jax.Array:
+            params = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state["params"]))
+            return nnx.merge(graph, params)(tokens)
+
+        return jax.jit(of_decoder)
     model = own_model(config.model, work_of(config).batches.like)
-    return np.asarray(model.apply(state["params"], state["rest"], {"inputs": tokens}, None)[0])
+    return jax.jit(lambda state, tokens: model.apply(state["params"], state["rest"], {"inputs": tokens}, None)[0])
 
 
 @pytest.mark.parametrize("name", WRITERS if os.environ.get("AUTOSHARD_RECIPES") == "all" else ["llama3", "mixtral"])
@@ -107,9 +112,9 @@ def test_a_run_goes_on_from_a_prompt(name: str, tmp_path: Path):
     served = of_run(config)
     prompt = served.prompt(None, [3, 1, 4, 1], 2)
     texts = ["".join(parts) for parts in zip(*served.pieces(served.generator(), prompt, 5, 0), strict=True)]
-    tokens = np.pad(prompt, ((0, 0), (0, 5)))
+    tokens, logits = np.pad(prompt, ((0, 0), (0, 5))), logits_of(config)
     for at in range(4, 9):
-        tokens[:, at] = logits_of(config, state, tokens)[:, at - 1].argmax(-1)
+        tokens[:, at] = logits(state, tokens)[:, at - 1].argmax(-1)
     assert [text.split() for text in texts] == tokens[:, 4:].astype(str).tolist()
 
 
