@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autoshard.backend.hlo_attention import attention_seconds
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo_collectives import module_collectives
 from autoshard.backend.hlo_roofline import instruction_seconds, memory_bound_seconds, roofline_seconds
 from autoshard.backend.hlo_text import Computation, Instruction, Module, parse_hlo
 from autoshard.backend.hlo_trip_counts import run_counts
@@ -69,15 +69,19 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
     Args:
       mesh: the mesh that it was compiled for: gives the clock or the roofline, and the links.
     """
-    text = compiled.as_text() or ""
-    module, clock = parse_hlo(text), mesh.hardware.clock
+    return module_estimate(parse_hlo(compiled.as_text() or ""), mesh)
+
+
+def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
+    """`estimate` of a parsed module: of what runs when its entry does."""
+    clock = mesh.hardware.clock
     cycles: int | None = None
     if clock:
         cycles, exact = estimated_cycles(module, mesh.hardware)
         compute = cycles / clock
     else:
         compute, exact = roofline_seconds(module, mesh.hardware)
-    found = [(total_seconds(c, mesh), c.asynchronous) for c in collectives(text, mesh)]
+    found = [(total_seconds(c, mesh), c.asynchronous) for c in module_collectives(module, mesh)]
     blocking = sum(seconds for seconds, asynchronous in found if not asynchronous)
     return Estimate(compute, sum(seconds for seconds, _ in found), exact, cycles, blocking)
 

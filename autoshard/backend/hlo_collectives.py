@@ -48,7 +48,11 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
       text: HLO as from `jax.stages.Compiled.as_text`.
       mesh: the mesh that the program was compiled for, which maps device groups to axes.
     """
-    module = parse_hlo(text)
+    return module_collectives(parse_hlo(text), mesh)
+
+
+def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, ...]:
+    """`collectives` of a parsed module, those that run when its entry does."""
     runs = run_counts(module)
     group_axes = _GroupAxes(mesh)
     overlapped = {(name, start.name): start for name, start in _overlapped_starts(module)}

@@ -79,6 +79,10 @@ class Cost:
         """Seconds spent in collectives."""
         return self.seconds - self.compute
 
+    def scheduled(self, hidden: float) -> float:
+        """Seconds of the call where the share ``hidden`` of the transfers runs beside compute, as far as that lasts."""
+        return max(self.compute, hidden * self.transfers) + (1 - hidden) * self.transfers
+
     def __repr__(self) -> str:
         many = sum(c.count for c in self.collectives)
         return f"<Cost of a call: {time_text(self.compute)} compute, {time_text(self.transfers)} in {many} collectives>"

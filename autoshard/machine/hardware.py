@@ -84,6 +84,8 @@ class HardwareConfig(Config):
     """Whether XLA computes nothing while a reduce-scatter runs; those of products then run as rings beside them."""
     scoped_vmem: Bytes | None = None
     """How much of the on-chip memory plans ask XLA to let one fusion use; left out where they leave it to XLA."""
+    hidden_collectives: float = Field(default=0.0, ge=0, le=1)
+    """Share of the seconds of collectives that XLA runs beside compute in steps without a pipeline."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -112,6 +114,7 @@ class HardwareConfig(Config):
             self.sparse_core_collectives,
             self.blocking_reduce_scatters,
             self.scoped_vmem or 0,
+            self.hidden_collectives,
         )
 
 

@@ -91,6 +91,9 @@ class Hardware:
     """Whether XLA computes nothing while a reduce-scatter runs, so that those of products run as rings beside them."""
     scoped_vmem: int = 0
     """Bytes of on-chip memory that XLA is asked to let one fusion use; 0: as many as it does by itself."""
+    hidden_collectives: float = 0.0
+    """Share of the seconds of collectives that run beside compute, as far as that lasts, in steps as XLA schedules them
+    that have no pipeline."""
 
     @property
     def memory_rate(self) -> float:

@@ -16,7 +16,7 @@ from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.mesh_shapes import INNER_AXES, OUTER_AXIS, mesh_shapes
-from autoshard.machine.target import Target
+from autoshard.machine.target import Target, crossing_axes
 from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.strict_config import Bytes, Config, find_config
 
@@ -62,7 +62,7 @@ class MeshConfig(Config):
     gpu: str | None = None
     """GPU to compile for, present or not: ``a100``, ``b200``, ``h100`` or ``h200``. It implies devices and hardware."""
     nodes: Count = 1
-    """Number of nodes of such GPUs, consecutive along the first axis."""
+    """Number of nodes of such GPUs, consecutive along the first axis, or along as many of the first as it takes."""
     per_node: Count = Field(default=8, validate_default=True)
     """GPUs per node."""
     hardware: str | None = None
@@ -239,8 +239,9 @@ class MeshConfig(Config):
         table = self.hardware or (target.hardware if target else None)
         hardware = load_hardware(table) if table else hardware_of(jax.devices()[0].device_kind)
         chosen = {name: link for name, link in self.links.items() if name in axes}
-        if target and target.num_groups > 1:  # the first axis crosses slices or nodes
-            chosen = {next(iter(axes)): target.cross_group_link, **chosen}
+        if target and target.num_groups > 1:
+            crossing = [*axes][: crossing_axes(target, [*axes.values()])]
+            chosen = {**dict.fromkeys(crossing, target.cross_group_link), **chosen}
         try:
             _check_links(chosen.values(), hardware)
         except ValueError as error:
@@ -272,8 +273,8 @@ def _check_target(target: Target, groups: str, info: ValidationInfo) -> None:
     if devices is not None and devices != target.size:
         raise ValueError(f"{target} has {target.size} devices, not {devices}; leave `devices` out")
     if isinstance(axes, dict):
-        first = next(iter(fill_open_axis(axes, target.size).values()))
-        if first % target.num_groups:
+        first, *others = fill_open_axis(axes, target.size).values()
+        if not crossing_axes(target, (first, *others)):
             raise ValueError(f"{target.num_groups} {groups} do not divide the first axis, of size {first}")
 
 

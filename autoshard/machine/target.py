@@ -25,17 +25,30 @@ def is_available(target: Target) -> bool:
     return gpu_cluster.is_available(target) if isinstance(target, GpuCluster) else tpu_slice.is_available(target)
 
 
+def crossing_axes(target: Target, sizes: Sequence[int]) -> int:
+    """How many of the first axes cross slices or nodes, which are consecutive along them: one, or of nodes of GPUs as
+    many as it takes; 0 where they do not fit."""
+    whole, most = 1, len(sizes) if isinstance(target, GpuCluster) else 1
+    for n, size in enumerate(sizes[:most], 1):
+        if whole * size % target.num_groups == 0:
+            return n
+        if target.num_groups % (whole * size):
+            break
+        whole *= size
+    return 0
+
+
 def device_array(target: Target, sizes: Sequence[int]) -> np.ndarray:
     """The devices of ``target`` as an array of shape ``sizes``, with neighbours close in the network.
 
-    Slices or nodes are consecutive blocks along the first axis.
+    Slices or nodes are consecutive blocks along the first axis, nodes of GPUs along several where it takes them.
 
     Raises:
       MeshError: the compiler is not installed or refuses the topology, or ``sizes`` do not fit ``target``.
     """
     describe = gpu_cluster.topology_devices if isinstance(target, GpuCluster) else tpu_slice.topology_devices
     devices = tuple(jax.devices()) if is_available(target) else describe(target)
-    if math.prod(sizes) != len(devices) or sizes[0] % target.num_groups:
+    if math.prod(sizes) != len(devices) or not crossing_axes(target, sizes):
         shape = "x".join(map(str, sizes))
         groups = f", and {target.num_groups} must divide the first axis" if target.num_groups > 1 else ""
         raise MeshError(f"a mesh of {shape} does not fit {target}, which has {len(devices)} devices{groups}")

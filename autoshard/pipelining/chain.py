@@ -71,6 +71,12 @@ class Chain:
     def layers(self) -> int:
         return scan_groups(self.forward).length
 
+    @property
+    def scans(self) -> dict[Place, jx.JaxprEqn]:
+        """The scans over layers, by where they run."""
+        found: dict[Place, jx.JaxprEqn] = {"forward": self.forward}
+        return found if self.backward is None else {**found, "backward": self.backward}
+
     def where(self, atom: jx.Atom) -> Places:
         """The places of a value; of a literal none."""
         return frozenset() if isinstance(atom, jx.Literal) else self.places[atom]
@@ -127,6 +133,11 @@ def has_chain(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
 def has_scanned_layers(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
     """Whether ``jaxpr``, or a loop over micro-batches in it, has a scan over layers and its transpose."""
     return bool(_pairs(jaxpr, rules)) or has_chain(jaxpr, rules)
+
+
+def layer_scans(jaxpr: jx.Jaxpr, rules: Rules) -> set[jx.JaxprEqn]:
+    """The scans over layers of ``jaxpr`` that have a transpose, and these."""
+    return {scan for pair in _pairs(jaxpr, rules) for scan in pair}
 
 
 def _candidates(jaxpr: jx.Jaxpr, rules: Rules) -> list[tuple[jx.JaxprEqn, jx.JaxprEqn, jx.JaxprEqn]]:

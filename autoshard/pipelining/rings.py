@@ -35,6 +35,13 @@ def put(ring: Any, x: Any, slot: Any) -> Any:
     return lax.dynamic_update_index_in_dim(ring, kept, at, 0)
 
 
+def add_row(sums: Any, x: Any, chunk: Any, row: Any) -> Any:
+    """``sums`` [chunk, row, ...] with ``x`` [1, ...] added to one row."""
+    at = (chunk, row, *(0,) * (sums.ndim - 2))
+    before = lax.dynamic_slice(sums, at, (1, *x.shape))
+    return lax.dynamic_update_slice(sums, before + x[None].astype(sums.dtype), at)
+
+
 def summed(x: Any, axis: str) -> Any:
     """The sum over the stages; of booleans, whether any has one."""
     return lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)

@@ -16,8 +16,10 @@ from autoshard import jaxpr as jx
 from autoshard.cost.memory import Buffers, MemoryModel
 from autoshard.ir.graph import Graph
 from autoshard.pipelining.chain import Chain, scan_groups
+from autoshard.pipelining.segment import stacked_results
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stage_dims import StageDims, stacked_weights
+from autoshard.pipelining.stage_seconds import equations_that_add
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.tick_tables import TickTables
 from autoshard.search.candidates import Candidate
@@ -42,8 +44,10 @@ class StageMemory:
         self.buffers, values = self._with_hoisted(found), found.values.tolist()
         self.residuals = set(self._ids(self._read_by_backward()))
         self.layered = np.array([v in split.stacked_inside for v in values])
-        shares = {v: 0.0 if v in self.residuals else split.share(v) for v in set(values)}
+        added = set(self._ids(self._added_by_layers()))
+        shares = {v: 0.0 if v in self.residuals or v in added else split.share(v) for v in set(values)}
         self.share = np.array([shares[v] for v in values])
+        self.layered &= ~np.isin(found.values, [*added])
         self.arguments = sum(self._bytes(v) * split.share(v) for v in graph.inputs)
 
     def _with_hoisted(self, found: Buffers) -> Buffers:
@@ -61,6 +65,17 @@ class StageMemory:
         groups = scan_groups(self.chain.backward)
         rows = self.chain.backward.invars[groups.consts + groups.carry :]
         return [a for a in dict.fromkeys(rows) if isinstance(a, jx.Var) and self.chain.where(a)]
+
+    def _added_by_layers(self) -> list[jx.Var]:
+        """What each layer adds to the sums with a row for each, where nothing else reads it, never of all layers at
+        once; and those sums as an iteration leaves them: it writes them where they were."""
+        chain = self.chain
+        layered = {i for i, a in chain.sums.items() if isinstance(a, jx.Var) and a in chain.per_layer}
+        found = [e.outvars[0] for e, i in equations_that_add(chain).items() if i in layered]
+        for place in chain.scans:
+            whole = stacked_results(chain, place)
+            found += [v for v in chain.per_layer if chain.where(v) == frozenset({place}) and v not in whole]
+        return found
 
     def _ids(self, variables: Sequence[jx.Var]) -> list[int]:
         return [self.graph.ids[v] for v in variables if v in self.graph.ids]

@@ -17,10 +17,10 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
-from autoshard.pipelining.chain import Chain, scan_groups
+from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.exchange import exchanged
-from autoshard.pipelining.rings import cast_as, choose, pick, put, summed, without_specs, zeros
-from autoshard.pipelining.segment import evaluate
+from autoshard.pipelining.rings import add_row, cast_as, choose, pick, put, summed, without_specs, zeros
+from autoshard.pipelining.segment import evaluate, stacked_results
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.sums_of_parts import Additions, added_up
@@ -53,8 +53,9 @@ class StageProgram:
         self.outs = [n for n, v in self.stacked_out if chain.where(v)]
         xs = [] if self.b is None else self.xs(self.b, scan_groups(self.b))
         self.residuals = list(dict.fromkeys(a for a in xs if chain.where(a)))
-        stacked = [a for a in (*self.xs(self.f, self.f_groups), *xs) if self._is_invariant(a)]
-        self.weights = list(dict.fromkeys(stacked))
+        read = [a for a in (*self.xs(self.f, self.f_groups), *xs) if self._is_invariant(a)]
+        self.weights = list(dict.fromkeys(read))
+        self.stacked = {place: stacked_results(chain, place) for place in chain.scans}
         self.split = split_backward(self.b) if self.b is not None and stages.schedule.splits_backward else None
 
     def xs(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[Any]:
@@ -172,13 +173,13 @@ class StageProgram:
             self.evaluate(None, known, eqn.invars[: groups.consts]),
             self._own_rows(eqn, groups, known, state, weights, row),
         )
-        outs = self._over_layers(eqn, jx.regions(eqn)[0].body, groups.carry, consts, carry, xs, row)
-        made = dict(zip(eqn.outvars, outs, strict=True))
-        kept = self.evaluate("forward", {**known, **made}, self.residuals)
+        state, out, made = self._over_layers(
+            "forward", eqn, jx.regions(eqn)[0].body, eqn.outvars, consts, carry, xs, row, state, known
+        )
+        made |= known
+        kept = self.evaluate("forward", made, self.residuals)
         rings = zip(state["residuals"], kept, strict=True)
         state = {**state, "residuals": [put(ring, x, row["residual"]) for ring, x in rings]}
-        out = outs[: groups.carry]
-        made |= known
         state = self._add("forward", state, made, row)
         if self.b is None:
             end = row["part"] == self.parts - 1
@@ -206,19 +207,25 @@ class StageProgram:
 
         state, carry = choose(row["part"] == self.parts - 1, on_last, elsewhere, state, once_in=self.chunks)
         xs = self._own_rows(eqn, groups, known, state, weights, row)
-        consts, count = self.evaluate(None, known, eqn.invars[: groups.consts]), groups.carry
+        consts = self.evaluate(None, known, eqn.invars[: groups.consts])
         if self.split is None:
-            outs = self._over_layers(eqn, jx.regions(eqn)[0].body, count, consts, carry, xs, row)
-            made = {**known, **dict(zip(eqn.outvars, outs, strict=True))}
+            body = jx.regions(eqn)[0].body
+            state, out, made = self._over_layers(
+                "backward", eqn, body, eqn.outvars, consts, carry, xs, row, state, known
+            )
+            made |= known
             state = self._add("backward", state, made, row)
         else:
-            outs = self._over_layers(eqn, self.split.of_input, count, consts, carry, xs, row)
-            made = {**known, **dict(zip(eqn.outvars[:count], outs[:count], strict=True))}
-            rings = zip(state["kept"], outs[count:], strict=True)
+            results = [*eqn.outvars[: groups.carry], *self.split.kept]
+            state, out, made = self._over_layers(
+                None, eqn, self.split.of_input, results, consts, carry, xs, row, state, known
+            )
+            rings = zip(state["kept"], map(made.__getitem__, self.split.kept), strict=True)
             state = {**state, "kept": [put(ring, x, row["kept"]) for ring, x in rings]}
+            made |= known
         begin = row["part"] == 0
         state = choose(begin, lambda s: self._add("first", s, made, row), lambda s: s, state, once_in=self.chunks)
-        return state, self._nothing()[0], outs[:count]
+        return state, self._nothing()[0], out
 
     def _weights_backward(
         self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
@@ -229,9 +236,9 @@ class StageProgram:
         kept = [pick(ring, row["kept"]) for ring in state["kept"]]
         xs = [*self._own_rows(eqn, groups, known, state, weights, row), *kept]
         consts = self.evaluate(None, known, eqn.invars[: groups.consts])
-        outs = self._over_layers(eqn, self.split.of_weights, 0, consts, [], xs, row)
-        made = {**known, **dict(zip(eqn.outvars[groups.carry :], outs, strict=True))}
-        return self._add("backward", state, made, row), *self._nothing()
+        results, of_weights = eqn.outvars[groups.carry :], self.split.of_weights
+        state, _, made = self._over_layers("backward", eqn, of_weights, results, consts, [], xs, row, state, known)
+        return self._add("backward", state, made | known, row), *self._nothing()
 
     def _transpose(self) -> tuple[jx.JaxprEqn, jx.ScanGroups]:
         assert self.b is not None
@@ -257,18 +264,34 @@ class StageProgram:
         return [rows_of(a) for a in self.xs(eqn, groups)]
 
     def _over_layers(
-        self, eqn: jx.JaxprEqn, body: jx.Jaxpr, carries: int, consts: Values, carry: Values, xs: Values, row: Any
-    ) -> Values:
-        """The results of ``body`` on the layers of this stage, in the order of the scan ``eqn``.
+        self,
+        place: Place | None,
+        eqn: jx.JaxprEqn,
+        body: jx.Jaxpr,
+        results: Sequence[jx.Var],
+        consts: Values,
+        carry: Values,
+        xs: Values,
+        row: Any,
+        state: Any,
+        known: Known,
+    ) -> tuple[Any, Values, Known]:
+        """Runs ``body`` on the layers of this stage, in the order of the scan ``eqn``: the state with what layers add
+        to the sums with a row for each, the last carry, and ``results`` of ``body``, those with a row for each layer
+        only where something else reads them.
 
         Args:
-          carries: how many results of ``body`` are its carry.
+          place: where layers add to such sums; None where they do not.
         """
         count = jnp.asarray(self.stages.layers)[row["part"]]
         even = len(set(self.stages.layers)) == 1
+        carries = len(carry)
+        stacked = results[carries:]
+        added = [] if place is None else [self.chain.sums[i] for i in self.layer_sums]
+        kept = [place is None or v in self.stacked[place] for v in stacked]
 
-        def layer(carry: Values, row: Any) -> tuple[Values, Values]:
-            index, xs = row
+        def layer(state: tuple[Values, Values], of_layer: Any) -> tuple[tuple[Values, Values], Values]:
+            (carry, sums), (index, xs) = state, of_layer
 
             def run(carry: Values) -> tuple[Values, Values]:
                 outs = jx.replay(body, [*consts, *carry, *xs], self.axis)
@@ -277,29 +300,33 @@ class StageProgram:
             def leave(carry: Values) -> tuple[Values, Values]:
                 return carry, [zeros(jx.aval(v).shape, v) for v in body.outvars[carries:]]
 
-            return run(carry) if even else choose(index < count, run, leave, carry)
+            carry, ys = run(carry) if even else choose(index < count, run, leave, carry)
+            here = {**known, **{v: jnp.expand_dims(y, 0) for v, y in zip(stacked, ys, strict=True)}}
+            terms = self._terms(place, here, added)
+            sums = [s if x is None else add_row(s, x, row["chunk"], index) for s, x in zip(sums, terms, strict=True)]
+            return (carry, sums), [y for y, k in zip(ys, kept, strict=True) if k]
 
-        length = self.stages.rows.shape[1]
-        out, ys = lax.scan(layer, carry, (jnp.arange(length), xs), length, reverse=eqn.params["reverse"])
-        return [*out, *ys]
+        length, begin = self.stages.rows.shape[1], [] if place is None else state["layer_sums"]
+        rows = jnp.arange(length), xs
+        (out, sums), ys = lax.scan(layer, (carry, begin), rows, length, reverse=eqn.params["reverse"])
+        made = dict(zip(results[:carries], out, strict=True))
+        made |= dict(zip([v for v, k in zip(stacked, kept, strict=True) if k], ys, strict=True))
+        return (state if place is None else {**state, "layer_sums": sums}), out, made
 
     def _add(self, place: Any, state: Any, known: Known, row: Any) -> Any:
-        """``state`` with what ``place`` adds to the sums."""
+        """``state`` with what ``place`` adds to the sums without a row for each layer."""
         chain = self.chain
-        layered, plain = ([chain.sums[i] for i in side] for side in (self.layer_sums, self.sums))
+        plain = [chain.sums[i] for i in self.sums]
         stacked = [chain.body.outvars[len(self.carries) + n] for n in self.outs]
-        found = self._terms(place, known, [*layered, *plain, *stacked])
-        a, b = len(layered), len(layered) + len(plain)
-        layer_sums = [
-            s if x is None else s.at[row["chunk"]].add(x.astype(s.dtype))
-            for s, x in zip(state["layer_sums"], found[:a], strict=True)
+        found = self._terms(place, known, [*plain, *stacked])
+        sums = [
+            s if x is None else s + x.astype(s.dtype) for s, x in zip(state["sums"], found[: len(plain)], strict=True)
         ]
-        sums = [s if x is None else s + x.astype(s.dtype) for s, x in zip(state["sums"], found[a:b], strict=True)]
         outs = [
             s if x is None else s.at[row["microbatch"]].add(x.astype(s.dtype))
-            for s, x in zip(state["outs"], found[b:], strict=True)
+            for s, x in zip(state["outs"], found[len(plain) :], strict=True)
         ]
-        return {**state, "layer_sums": layer_sums, "sums": sums, "outs": outs}
+        return {**state, "sums": sums, "outs": outs}
 
     def _terms(self, place: Any, known: Known, results: Sequence[jx.Atom]) -> Values:
         """The terms of ``results`` that ``place`` computes, None of others."""

@@ -188,7 +188,7 @@ def _regions(graph: Graph, chain: Chain, *, splits: bool) -> Iterator[tuple[int,
     """The values made in the loop, each with where it is: in the chain's scans, around them at which stage, or, where
     any stage can compute it, of which equation of the loop's body. Where backwards are split, what comes after the
     scan that is their whole comes after their second part."""
-    adding = _adding(chain)
+    adding = equations_that_add(chain)
     for eqn in chain.body.eqns:
         where = "forward" if eqn is chain.forward else "backward" if eqn is chain.backward else ""
         if eqn in adding:
@@ -202,7 +202,7 @@ def _regions(graph: Graph, chain: Chain, *, splits: bool) -> Iterator[tuple[int,
         yield from ((graph.ids[v], where) for v in made if v in graph.ids)
 
 
-def _adding(chain: Chain) -> dict[jx.JaxprEqn, int]:
+def equations_that_add(chain: Chain) -> dict[jx.JaxprEqn, int]:
     """The equations that add to a sum over micro-batches, each with the carry of the loop that it is: who has what is
     added runs them."""
     begin, found = chain.groups.consts, dict[jx.JaxprEqn, int]()

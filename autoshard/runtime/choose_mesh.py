@@ -63,7 +63,8 @@ def plan_each(plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Gro
     errors: dict[str, Exception] = {}
     for ground in grounds:
         try:
-            planned.append(plan_on(ground, min((p.plan.cost.seconds for p in planned), default=math.inf)))
+            best = min((comparable_seconds(p.plan, or_pipeline=True) for p in planned), default=math.inf)
+            planned.append(plan_on(ground, best))
         except (AutoshardError, ValueError) as e:  # JAX raises ValueError for a spec that names no axis of the mesh
             errors[str(ground)] = e
     no_pipeline = dict.fromkeys(str(e) for e in errors.values() if isinstance(e, PipelineError))
@@ -79,11 +80,20 @@ def plan_each(plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Gro
 
 def fastest(candidates: Sequence[Planned]) -> Planned:
     """The plan with the least predicted time, with the others' meshes among its alternatives."""
-    best = min(candidates, key=lambda c: c.plan.cost.seconds)
+    or_pipeline = any(c.plan.pipeline for c in candidates)
+    best = min(candidates, key=lambda c: comparable_seconds(c.plan, or_pipeline=or_pipeline))
     others = [
         Alternative(str(_ground(c.plan)), c.plan.cost.seconds, c.plan.memory.peak) for c in candidates if c is not best
     ]
     return best._replace(plan=replace(best.plan, alternatives=(*best.plan.alternatives, *others)))
+
+
+def comparable_seconds(plan: PlanRecord, *, or_pipeline: bool) -> float:
+    """Seconds of a plan among others, with ``or_pipeline`` some of which have a pipeline: without one XLA runs
+    collectives beside compute, and stages wait for what they send each other."""
+    if plan.pipeline is not None or not or_pipeline:
+        return plan.cost.seconds
+    return plan.cost.scheduled(plan.mesh.hardware.hidden_collectives)
 
 
 def _ground(plan: PlanRecord) -> Ground:

@@ -294,6 +294,13 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         fitting.append((planned._replace(plan=plan), passes))
         return not _memory_bound(plan)
 
+    def try_more(passes: tuple[Pass, ...], with_optional: tuple[Pass, ...]) -> None:
+        """What a pipeline keeps for an optional pass may leave too little: tries it with passes that save more."""
+        first = tuple(p for p in with_optional if p not in passes)
+        sequences = [options.passes, *memory_saving_sequences(traced, options)]
+        more = sequences[sequences.index(passes) + 1 :]
+        bisect.bisect_left(more, True, key=lambda saving: try_passes(saving, (*first, *saving)))
+
     def fastest() -> tuple[Planned, tuple[Pass, ...]]:
         return min(fitting, key=lambda f: _preference(f[0].plan))
 
@@ -308,10 +315,13 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
             bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
     if fitting:
         _, passes = fastest()
-        axes = None if traced.pipeline is None else _batch_axes(fastest()[0].plan)
-        optional = () if axes == () else _with_optional(traced, passes, options, saving=False, batch_axes=axes)
-        for with_optional in optional:
-            try_passes(passes, with_optional)
+        axes = () if traced.pipeline is None else _batch_axes(fastest()[0].plan)
+        # Of a pipeline also along the first of the axes that split the batch alone, which are the slower ones.
+        each = [None] if traced.pipeline is None else [axes[:n] for n in range(len(axes), 0, -1)]
+        for batch_axes in each:
+            for with_optional in _with_optional(traced, passes, options, saving=False, batch_axes=batch_axes):
+                if not try_passes(passes, with_optional) and traced.pipeline is not None:
+                    try_more(passes, with_optional)
         return fastest()[0], is_short
     hint = "; or pass passes=['recompute:full']"
     if options.memory_saving_passes:

@@ -21,6 +21,7 @@ from autoshard.jaxpr import dtype_name
 from autoshard.jaxpr.arguments import ArgumentAval
 from autoshard.machine.mesh_config import mesh_config, resolve_mesh
 from autoshard.pipelining.chain import has_scanned_layers
+from autoshard.pipelining.layer_casts import cast_before_layers
 from autoshard.plan.adopt import adopt
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.shared_arguments import shared_arguments
@@ -139,8 +140,10 @@ def _trace(
         mesh = pipeline.stage_mesh
     with stage("trace", getattr(jitted, "__name__", "step")):
         program = trace(jitted, args, kwargs, mesh, rules=options.rules, donated=donated, pipeline=pipeline, **pins)
-    if pipeline is not None and not has_scanned_layers(program.jaxpr, program.rules):
-        program = program.with_jaxpr(roll_loops(program.jaxpr))
+    if pipeline is not None:
+        if not has_scanned_layers(program.jaxpr, program.rules):
+            program = program.with_jaxpr(roll_loops(program.jaxpr))
+        program = program.with_jaxpr(cast_before_layers(program.jaxpr, program.rules))
     program = pad_state(program, _stored_shapes(program, options))
     program = with_pins(program, config.specs() if config else {}, "the mesh's pin")
     program = program if options.like is None else pin_shared(program, options.like())

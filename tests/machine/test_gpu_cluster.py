@@ -35,6 +35,13 @@ def test_the_first_axis_crosses_nodes_over_infiniband():
     assert chosen.slowest_link(("data",)).name == "nvlink"
 
 
+def test_nodes_are_along_as_many_axes_as_it_takes():
+    mesh = resolve_mesh(MeshConfig(axes={"stage": 2, "data": 4, "model": 4}, gpu="h100", nodes=4))
+    assert [mesh.slowest_link((a,)).name for a in mesh.axis_names] == ["infiniband", "infiniband", "nvlink"]
+    with pytest.raises(ConfigError, match="4 nodes do not divide the first axis, of size 3"):
+        MeshConfig(axes={"stage": 3, "data": 4, "model": 4}, gpu="h100", nodes=4, per_node=12)
+
+
 def test_with_auto_axes_nodes_are_an_axis_of_their_own():
     assert all(
         mesh.axis_names[0] == "pod" and mesh.axis_sizes[0] == 2
