@@ -20,7 +20,6 @@ from autoshard.backend.hlo_collectives import module_collectives
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse_hlo
 from autoshard.backend.hlo_trip_counts import run_counts
 from autoshard.machine.collective import COLLECTIVE_PERMUTE
-from autoshard.machine.mesh import LogicalMesh
 from autoshard.pipelining.exchange import seconds_of_ticks
 from autoshard.pipelining.tick_tables import FORWARD, IDLE, TickTables, tick_tables
 from autoshard.plan.record import PlanRecord
@@ -37,7 +36,7 @@ def staged_seconds(text: str, plan: PlanRecord) -> float:
       plan: of the step; it has a pipeline.
 
     Raises:
-      ValueError: there is no loop over the ticks of its schedule.
+      ValueError: there is no loop over the ticks of its schedule with one over a stage's layers, two or more, in it.
     """
     assert plan.pipeline is not None
     module, tables = parse_hlo(text), tick_tables(plan.pipeline.schedule)
@@ -127,6 +126,8 @@ def _outside(
     return found, [total / times if times else 0.0] * routes
 
 
-def device_seconds(text: str, plan: PlanRecord, mesh: LogicalMesh) -> float:
+def step_seconds(text: str, plan: PlanRecord) -> float:
     """Seconds of a call of a compiled step, with a pipeline or without."""
-    return module_estimate(parse_hlo(text), mesh).scheduled if plan.pipeline is None else staged_seconds(text, plan)
+    if plan.pipeline is not None:
+        return staged_seconds(text, plan)
+    return module_estimate(parse_hlo(text), plan.mesh).scheduled
