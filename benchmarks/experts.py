@@ -5,8 +5,10 @@
 Training steps of decoders with the experts of Mixtral 8x7B and of DeepSeek-V2-Lite on four machines, as planned: the
 time is the cost model's. By hand, parameters and moments are placed as a table of `benchmarks.baselines` says, and all
 else is left to the planner, so that a table never costs more than by hand. Dense dispatch is GShard's: blocks with a
-capacity of 1.25, which drop tokens; planned by us, and with parameters by the same tables. Needs no compiler and no
-devices. The table is `benchmarks/results/experts.md`; of cells that WORD is not in it keeps the rows that are there.
+capacity of 1.25, which drop tokens; planned by us, and with parameters by the same tables. What XLA makes of a ragged
+product on GPUs, where it has no kernel for it, is not in the model: there a device with several experts, as DeepSeek's
+have, takes longer. Needs no compiler and no devices. The table is `benchmarks/results/experts.md`; of cells that WORD
+is not in it keeps the rows that are there.
 """
 
 from __future__ import annotations
