@@ -1,4 +1,4 @@
-"""A fortieth of the programs that JAX ships, of every group some, each on one of the meshes in turn; `make harness`
+"""A sixtieth of the programs that JAX ships, of every group some, each on one of the meshes in turn; `make harness`
 runs them all, on both."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from tests import corpus
 
-CHUNKS, EVERY = 8, 40
+CHUNKS, EVERY = 8, 60
 CORPUS = corpus.harnesses()
 CHOSEN = corpus.sample(CORPUS, EVERY)
 
 
-def test_the_sample_has_a_fortieth_of_every_group() -> None:
+def test_the_sample_has_a_sixtieth_of_every_group() -> None:
     whole, part = (Counter(h.group_name for h in some) for some in (CORPUS, [CORPUS[i] for i in CHOSEN]))
     assert part == {group: -(-n // EVERY) for group, n in whole.items()}
 

@@ -1,6 +1,6 @@
 """Random programs on random meshes under random pins and strategies: what one device computes.
 
-``AUTOSHARD_EXAMPLES`` is the number of programs, 60 unless it is set, and ``AUTOSHARD_SEED`` draws others. One that
+``AUTOSHARD_EXAMPLES`` is the number of programs, 40 unless it is set, and ``AUTOSHARD_SEED`` draws others. One that
 fails prints as a `Recipe`; without what it can do without, it belongs among `FOUND`.
 """
 
@@ -23,7 +23,7 @@ from autoshard.errors import SpecError
 from autoshard.runtime.verify import compare_arrays
 from tests.random_programs import Call, Recipe, draw
 
-EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "40"))
 SEED = int(os.environ.get("AUTOSHARD_SEED", "0"))
 CHUNKS = 10
 TOLERANCE = 1e-9
