@@ -129,8 +129,8 @@ def rows(cluster: Cluster, model: str, tokens: int, compiled: Callable[[Any, Any
             except jax.errors.JaxRuntimeError as e:
                 row = replace(row, how=f"{row.how}; refused: {str(e).splitlines()[0][:80]}")
             else:
-                read = None if found.refusal else step_seconds(found.text, plan)
-                row = replace(row, read=read, compiled_peak=None if found.refusal else found.peak)
+                if (used := found.memory_usage(plan.mesh)) is not None:
+                    row = replace(row, read=step_seconds(found.text, plan), compiled_peak=used.peak)
         yield row
 
 

@@ -191,7 +191,11 @@ class Executable[P: PlanRecord]:
         shapes = [abstract_argument(self.avals[i]) for i in places]
         caller_mesh_overridden = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         with caller_mesh_overridden, stage("lower", self.program.name):
-            return jitted.trace(*shapes).lower(**options)
+            lowered = jitted.trace(*shapes).lower(**options)
+        if not self.plan.mesh.is_available:
+            kinds = [self.plan.inputs[i].memory_kind for i in places], [p.memory_kind for p in self.plan.outputs]
+            jx.set_memory_kinds(lowered, *kinds)
+        return lowered
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

@@ -44,6 +44,7 @@ from autoshard.jaxpr.equation import (
     window_reads,
 )
 from autoshard.jaxpr.hi_primitives import CALL_HI_PRIMITIVE
+from autoshard.jaxpr.memory_kinds import set_memory_kinds
 from autoshard.jaxpr.nested import (
     Region,
     ScanGroups,
@@ -197,6 +198,7 @@ __all__ = [
     "represents_indices",
     "resized_var",
     "scan_groups",
+    "set_memory_kinds",
     "sharding_rule",
     "source",
     "splice",

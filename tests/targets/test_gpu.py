@@ -81,3 +81,32 @@ def test_attention_is_the_librarys_and_no_scores_are_in_memory(scan):
     assert set(kernels) == {"Softmax", "SoftmaxBackward"}
     assert not re.findall(r"\w+\[(?:\d+,)*512,512\]", text)
     assert c.audit.clean, str(c.audit)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_an_optimizer_on_the_host_is_in_neither_the_device_s_arguments_nor_its_results(scan):
+    """Also where a loop reads and writes the host's memory."""
+    train, state, batch = decoder(32, layers=3, d_model=256, heads=2, vocab=256, seq=64, scan=scan)
+    mesh = MeshConfig(axes={"data": 2, "model": 4}, gpu="h100", nodes=2, per_node=4)
+    step = autoshard.jit(train, mesh=mesh, strategy="fsdp+offload:optimizer", donate_argnums=0)
+    c = compile_plan(plan := step.plan(state, batch), step.lower(state, batch))
+    assert c.usage.host == plan.memory.host > plan.memory.parameters
+    assert c.usage.arguments == pytest.approx(plan.memory.parameters + plan.memory.inputs, rel=0.01)
+    assert c.usage.aliased > 0.99 * plan.memory.parameters
+    assert c.audit.clean, str(c.audit)
+
+
+def test_residuals_on_the_host():
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def block(h, w):
+        return jax.checkpoint(lambda h: jnp.tanh(jnp.tanh(h @ w) @ w.T), policy=policy)(h), None
+
+    def train(ws, x):
+        grads = jax.grad(lambda ws: (jax.lax.scan(block, x, ws)[0] ** 2).mean())(ws)
+        return ws - 0.1 * grads
+
+    step = autoshard.jit(train, mesh=MeshConfig(axes={"data": 8}, gpu="h100"), strategy="fsdp", donate_argnums=0)
+    ws, x = jax.ShapeDtypeStruct((4, 512, 1024), jnp.float32), jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    c = compile_plan(step.plan(ws, x), step.lower(ws, x))
+    assert c.usage.host == 4 * (4096 // 8) * (1024 + 512) * 4
