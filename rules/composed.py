@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,15 @@ from jax.extend.core import Primitive
 from autoshard.ir.rule import Aval, CollectiveBytes, Local, LocalWork, Rule, RuleFn
 from autoshard.jaxpr import dtype_bits, dtype_from_name
 from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL
-from autoshard.rules.local_forms.exchange_rows import capacity, exchange_rows
-from autoshard.transforms.grouped_rows import group_factor, grouped_rows_p, is_row_result, row_factor
+from autoshard.rules.local_forms.exchange_rows import exchange_rows
+from autoshard.transforms.grouped_rows import (
+    capacity,
+    group_capacity,
+    group_factor,
+    grouped_rows_p,
+    is_row_result,
+    row_factor,
+)
 from autoshard.transforms.grouped_rows import grouped_rows as compute_grouped_rows
 from autoshard.transforms.sum_of_products import Step, factor_sizes, sum_of_products_p
 
@@ -60,20 +68,33 @@ def _stored(steps: Sequence[Step], operands: int) -> list[Step]:
     return list(found.values())
 
 
-def grouped_rows(*operands: Aval, steps: tuple[Step, ...], rows: int, rule: Rule, groups: int, **params: Any) -> Rule:
-    """The groups are the local factor; the rows are split over their axes too."""
+def grouped_rows(
+    *operands: Aval,
+    steps: tuple[Step, ...],
+    rows: int,
+    rule: Rule,
+    groups: int,
+    in_blocks: bool,
+    in_range: bool,
+    **params: Any,
+) -> Rule:
+    """The groups are the local factor; the rows are split over their axes too.
+
+    Where the rows of each group are in blocks, products compute all places of these, and operands are put there.
+    """
     sizes = factor_sizes(rule, [x.shape for x in operands]) | {group_factor(rule): groups}
     of_rows = list(range(rows + 1))
     of_rows += [len(operands) + i for i, is_row in enumerate(is_row_result(rule)) if is_row]
-    compute = functools.partial(compute_grouped_rows, steps=steps, rows=rows, rule=rule, **params)
+    params |= {"steps": steps, "rows": rows, "rule": rule, "in_blocks": in_blocks, "in_range": in_range}
+    compute = functools.partial(compute_grouped_rows, **params)
 
     def fun(axes: tuple[str, ...], group_of: Any, *xs: Any) -> Any:
         if not axes:
             return compute(group_of, *xs, groups=groups)
-        own = groups // lax.axis_size(axes)
+        own, n = groups // lax.axis_size(axes), group_of.shape[0]
 
         def on_own_groups(group_of: Any, *received: Any) -> Any:
-            return compute(group_of, *received, *xs[rows:], groups=own)
+            return compute(group_of, *received, *xs[rows:], groups=own, expected=n)
 
         return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row_result(rule))
 
@@ -85,12 +106,21 @@ def grouped_rows(*operands: Aval, steps: tuple[Step, ...], rows: int, rule: Rule
         return (ALL_REDUCE, 4), *((ALL_TO_ALL, block) for block in blocks)
 
     def work(parts: Mapping[str, int]) -> LocalWork:
-        local = {f: n // parts.get(f, 1) for f, n in sizes.items()}
-        local[row_factor(rule)] //= parts.get(group_factor(rule), 1)
+        split, row = Counter(parts), row_factor(rule)
+        split[row] = parts.get(row, 1) * parts.get(group_factor(rule), 1)
+        local = {f: n // (split[f] or 1) for f, n in sizes.items()}
         flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
-        products = (s for s in steps if s.flops)
-        bits = sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in products)
-        return LocalWork(flops, bits // 8)
+        bits = 0.0
+        if in_blocks and local[row]:
+            own = local[group_factor(rule)]
+            padded = (own + (not in_range)) * group_capacity(local[row], own)
+            flops *= padded / local[row]
+            for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
+                shards = math.prod(split[f] or 1 for dim in dims for f in dim)
+                bits += math.prod(x.shape) / shards * padded / local[row] * dtype_bits(x.dtype)
+            local[row] = padded
+        bits += sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in steps if s.flops)
+        return LocalWork(flops, int(bits) // 8)
 
     local = Local(fun, collectives, used_when="always", work=work, alongside=row_factor(rule))
     return replace(rule, local=local)

@@ -27,10 +27,10 @@ from autoshard.cost.fusions import with_memory_traffic
 from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
 from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
 from autoshard.ir.dim_classes import argument_roles
-from autoshard.ir.graph import Graph, OpKind
+from autoshard.ir.graph import Graph, Node, OpKind
 from autoshard.ir.propagate import Layout, factor_axes
 from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
-from autoshard.machine.collective import ALL_REDUCE, Collective, collective_seconds
+from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, Collective, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.units import time_text
 
@@ -182,11 +182,21 @@ class CostModel:
                 collectives.append(t.collective)
         return Cost(compute + transfers, compute, tuple(collectives), host)
 
+    def _halos(self, node: Node, run: NodeCost) -> tuple[int, Spec, tuple[Collective, ...]] | None:
+        """Of which operand a node exchanges which halos; None without, or of several operands."""
+        operands = {halo.operand for halo in node.kind.rule.halos}
+        found = tuple(c for c in run.collectives if c.kind == COLLECTIVE_PERMUTE)
+        if not found or len(operands) != 1:
+            return None
+        (i,) = operands
+        return self.view_of.get(node.operands[i], node.operands[i]), run.in_specs[i], found
+
     def charges(self, layout: Layout) -> Iterator[Charge]:
         """What each node that executes adds to the cost under ``layout``, in order of execution."""
         specs, values = layout.specs, self.graph.values
         charged: set[tuple[int, Spec]] = set()
         sent: set[tuple[int, Collective]] = set()
+        halos_sent: set[tuple[int, Spec, tuple[Collective, ...]] | None] = set()
         for number, (node, run) in enumerate(zip(self.graph.nodes, self.node_costs(layout), strict=True)):
             if not node.trip_count:
                 continue
@@ -202,7 +212,13 @@ class CostModel:
             charged.update((v, required) for v, _, required, _ in moves)
             made_as = zip(node.results, run.out_specs, strict=True)
             moves += [(v, made, specs[v], True) for v, made in made_as if made != specs[v]]
-            issued = [Transfer(c, 0.0, 0) for c in run.collectives]
+            halos = self._halos(node, run)
+            again = halos is not None and halos in halos_sent
+            halos_sent.add(halos)
+            issued = [
+                Transfer(replace(c, redundant=True) if again and c.kind == COLLECTIVE_PERMUTE else c, 0.0, 0)
+                for c in run.collectives
+            ]
             for v, src, dst, made in moves:
                 for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
                     key = self.view_of.get(v, v), c

@@ -57,7 +57,8 @@ class Collective:
     """Of a collective-permute: the fraction of the devices that send to another device."""
     redundant: bool = False
     """Emitted: whether the same computation has an identical collective on the same operands, or this is XLA's
-    rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise."""
+    rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise, or sends
+    the same halos, before."""
 
     asynchronous: bool = False
     """Emitted: whether the device has other work between what starts it and what waits for it."""

@@ -86,6 +86,8 @@ class HardwareConfig(Config):
     """How much of the on-chip memory plans ask XLA to let one fusion use; left out where they leave it to XLA."""
     hidden_collectives: float = Field(default=0.0, ge=0, le=1)
     """Share of the seconds of collectives that XLA runs beside compute in steps without a pipeline."""
+    grouped_products: bool = True
+    """Whether XLA has a kernel for products of ragged groups; else it multiplies all rows with all groups."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -115,6 +117,7 @@ class HardwareConfig(Config):
             self.blocking_reduce_scatters,
             self.scoped_vmem or 0,
             self.hidden_collectives,
+            self.grouped_products,
         )
 
 

@@ -94,6 +94,8 @@ class Hardware:
     hidden_collectives: float = 0.0
     """Share of the seconds of collectives that run beside compute, as far as that lasts, in steps as XLA schedules them
     that have no pipeline."""
+    grouped_products: bool = True
+    """Whether XLA has a kernel for products of ragged groups; else it multiplies all rows with all groups."""
 
     @property
     def memory_rate(self) -> float:

@@ -4,13 +4,20 @@ In a mixture of experts each token goes to a few experts: programs sort the rows
 group of rows with its expert's matrices (`jax.lax.ragged_dot`) and sort the rows back. Which row is where after sorting
 depends on all rows. As one operation, the order of rows inside does not matter: each device sorts those that it has, or
 those that it is sent.
+
+Where the target has no kernel for products of ragged groups, XLA multiplies all rows with the matrices of all groups,
+and masks. There the rows of each group fill a block of fixed capacity, and the products are dense ones of all blocks.
+What does not fit waits for another round, so that no row is ever dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import Rule
@@ -33,6 +40,65 @@ def is_row_result(rule: Rule) -> list[bool]:
     return [row_factor(rule) in dims[0] for dims in rule.results]
 
 
+SLACK = 1.25
+"""Room of a block over the rows that it would have if they were evenly spread."""
+ALIGNMENT = 8
+"""The rows of a group's block are a multiple of so many: products of blocks contract them."""
+
+
+def capacity(rows: int, blocks: int) -> int:
+    """How many of ``rows`` one of so many ``blocks`` has room for."""
+    return min(rows, -(-int(rows * SLACK) // blocks))
+
+
+def group_capacity(rows: int, groups: int) -> int:
+    """The same of the block of a group."""
+    return -(-capacity(rows, groups) // ALIGNMENT) * ALIGNMENT
+
+
+def in_rounds(
+    once: Callable[[Any, Any], Sequence[Any]],
+    block_of: Any,
+    shape: tuple[int, int],
+    is_row_result: Sequence[bool],
+    rounds_of_all: Callable[[Any], Any] = lambda rounds: rounds,
+) -> tuple[Any, ...]:
+    """The results of rows that are put into blocks, in as many rounds as the fullest block takes.
+
+    Args:
+      once: ``once(source, filled)`` -> the results of one round: for each place [block x place] or a sum. ``source``,
+        [block x place], is the number of the row at each place, beyond all rows where there is none; ``filled``,
+        [block, place], is whether there is one.
+      block_of: [row], the block of each row; beyond the last block the row is in none, and has zeros.
+      shape: how many blocks there are, and how many rows one has room for.
+      is_row_result: of each result, whether it has a value for each row; else it is a sum.
+      rounds_of_all: of the rounds that these rows take, those that are gone through.
+    """
+    n, (blocks, places) = block_of.shape[0], shape
+    order = jnp.argsort(block_of)
+    counts = jnp.bincount(block_of, length=blocks).astype(jnp.int32)
+    starts = jnp.cumsum(counts) - counts
+    rounds = rounds_of_all(-(-jnp.max(counts) // places))
+
+    def one_round(i: Any) -> tuple[Any, Sequence[Any]]:
+        place = i * places + jnp.arange(places, dtype=jnp.int32)
+        filled = place < counts[:, None]
+        source = jnp.where(filled, jnp.take(order, starts[:, None] + place, mode="clip"), n).reshape(-1)
+        return source, once(source, filled)
+
+    def added(i: Any, totals: Sequence[Any]) -> list[Any]:
+        source, made = one_round(i)
+        return [
+            total.at[source].set(x, mode="drop") if is_row else total + x
+            for total, x, is_row in zip(totals, made, is_row_result, strict=True)
+        ]
+
+    _, made = jax.eval_shape(one_round, jnp.int32(0))
+    shapes = [(n, *x.shape[1:]) if is_row else x.shape for x, is_row in zip(made, is_row_result, strict=True)]
+    totals = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, made, strict=True)]
+    return tuple(lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(0), totals))[1])
+
+
 def grouped_rows(
     group_of: Any,
     *operands: Any,
@@ -42,6 +108,9 @@ def grouped_rows(
     rule: Rule,
     groups: int,
     flops: float,
+    in_blocks: bool,
+    in_range: bool,
+    expected: int | None = None,
 ) -> Any:
     """The results of ``steps`` on rows sorted by group; those with a value for each row in the order of the operands.
 
@@ -54,18 +123,63 @@ def grouped_rows(
       rule: factors of the operands and the results.
       groups: how many there are.
       flops: FLOPs of all products, for cost models that see only the primitive.
+      in_blocks: whether products are dense, of blocks of each group's rows; else they are ragged.
+      in_range: whether all groups are below ``groups``, but for rows whose results nobody reads.
+      expected: how many rows are of a group; None: all.
     """
     del flops
+    of_rows, others = [group_of, *operands[:rows]], operands[rows:]
+
+    def run(of_rows: Sequence[Any], sizes: Any, product: Callable[[Step, Sequence[Any]], Any] | None) -> list[Any]:
+        values = [*of_rows, *others]
+        size_of = factor_sizes(rule, [x.shape for x in values]) | {group_factor(rule): groups}
+        values.append(sizes)
+        for step in steps:
+            read = [values[x] if isinstance(x, int) else x.value for x in step.operands]
+            values.append(product(step, read) if product and is_product(step) else step.run(read, size_of))
+        return [values[i] for i in results]
+
+    if in_blocks:
+
+        def once(source: Any, filled: Any) -> Sequence[Any]:
+            taken = [jnp.take(x, source, axis=0, mode="fill", fill_value=0) for x in of_rows]
+            return run(taken, None, functools.partial(_product_of_blocks, groups=groups, filled=filled))
+
+        block_of = jnp.clip(group_of, 0, groups)
+        shape = (groups + (not in_range), group_capacity(expected or group_of.shape[0], groups))
+        return in_rounds(once, block_of, shape, is_row_result(rule))
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)
     sizes = jnp.bincount(group_of, length=groups).astype(jnp.int32)
-    values = [jnp.take(x, order, axis=0) for x in (group_of, *operands[:rows])]
-    values += [*operands[rows:], sizes]
-    size_of = factor_sizes(rule, [x.shape for x in values[:-1]]) | {group_factor(rule): groups}
-    for step in steps:
-        values.append(step.run([values[x] if isinstance(x, int) else x.value for x in step.operands], size_of))
-    found = zip(results, is_row_result(rule), strict=True)
-    return tuple(jnp.take(values[i], back, axis=0) if is_row else values[i] for i, is_row in found)
+    found = zip(run([jnp.take(x, order, axis=0) for x in of_rows], sizes, None), is_row_result(rule), strict=True)
+    return tuple(jnp.take(x, back, axis=0) if is_row else x for x, is_row in found)
+
+
+def is_product(step: Step) -> bool:
+    """Whether a step is a product of ragged groups."""
+    return "ragged_dot_dimension_numbers" in dict(step.params)
+
+
+def _product_of_blocks(step: Step, operands: Sequence[Any], groups: int, filled: Any) -> Any:
+    """A product of ragged groups whose rows are in blocks [block, place], one for each group, then those of none."""
+    params, (lhs, rhs, _) = dict(step.params), operands
+    numbers: lax.RaggedDotDimensionNumbers = params["ragged_dot_dimension_numbers"]
+    (contracted, others), _ = numbers.dot_dimension_numbers
+    dot = functools.partial(
+        lax.dot_general, precision=params["precision"], preferred_element_type=params["preferred_element_type"]
+    )
+
+    def blocks(x: Any) -> Any:
+        return x.reshape(*filled.shape, *x.shape[1:])[:groups]
+
+    def masked(x: Any) -> Any:
+        return jnp.where(filled[:groups].reshape(groups, -1, *[1] * (x.ndim - 1)), blocks(x), 0)
+
+    if 0 in contracted:
+        return dot(masked(lhs), masked(rhs), (((1,), (1,)), ((0,), (0,))))
+    made = dot(blocks(lhs), rhs, (([d + 1 for d in contracted], others), ((0,), numbers.rhs_group_dimensions)))
+    made = jnp.pad(made, [(0, filled.shape[0] - groups), *[(0, 0)] * (made.ndim - 1)])
+    return made.reshape(-1, *made.shape[2:])
 
 
 def _shapes(

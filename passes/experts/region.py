@@ -159,13 +159,16 @@ class Region:
         number |= dict.fromkeys(self.rows.groups, len(operands) + 1)
         number |= {e.outvars[0]: len(operands) + 2 + i for i, e in enumerate(self.eqns)}
         steps = tuple(self._step(p, number, name) for p in self.parts)
+        groups = next(iter(self.rows.groups.values()))
         params: dict[str, Any] = {
             "steps": steps,
             "rows": len(self.sources),
             "results": tuple(number[v] for v in self.results),
             "rule": rule,
-            "groups": next(iter(self.rows.groups.values())),
+            "groups": groups,
             "flops": sum(s.flops for s in steps),
+            "in_blocks": not self.rows.program.mesh.hardware.grouped_products,
+            "in_range": self.rows.is_below(self.rows.group_of, groups),
         }
         return self.eqns[-1].replace(
             primitive=grouped_rows_p,

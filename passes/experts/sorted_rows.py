@@ -178,7 +178,7 @@ class SortedRows:
         Rows of groups out of bounds must count as they are sorted: below zero with the first, beyond the last nowhere.
         """
         drops = GatherScatterMode.from_any(mode) == GatherScatterMode.FILL_OR_DROP
-        in_range = self._is_below(self.group_of, groups)
+        in_range = self.is_below(self.group_of, groups)
         margin = 0 if in_range else MARGIN
         tried = np.arange(-margin, groups + margin)
         bases = [self.group_of, *(v for v, e in self.entries.items() if e.source is self.group_of)]
@@ -199,14 +199,14 @@ class SortedRows:
                 )
         return False
 
-    def _is_below(self, atom: jx.Atom, groups: int) -> bool:
+    def is_below(self, atom: jx.Atom, groups: int) -> bool:
         """Whether integers are known to be from 0 up to ``groups``: they say which of so many elements are largest."""
         eqn = self.made.get(atom) if isinstance(atom, jx.Var) else None
         if eqn is None:
             return False
         traits = self.traits(eqn)
         if traits.keeps_constant or (traits.casts and groups <= np.iinfo(jx.aval(atom).dtype).max):
-            return self._is_below(eqn.invars[0], groups)
+            return self.is_below(eqn.invars[0], groups)
         if eqn.primitive is _prims.top_k_p and atom is eqn.outvars[1]:
             return jx.aval(eqn.invars[0]).shape[eqn.params["axis"]] <= groups
         return eqn.primitive is _prims.argmax_p and jx.aval(eqn.invars[0]).shape[eqn.params["axes"][0]] <= groups

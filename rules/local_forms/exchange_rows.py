@@ -11,19 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.spec import Axes
-
-SLACK = 1.25
-"""Room of a block over the rows that it would have if they were evenly spread."""
-
-
-def capacity(rows: int, parts: int) -> int:
-    """Rows in the block that a device with ``rows`` has for each of ``parts`` devices."""
-    return min(rows, -(-int(rows * SLACK) // parts))
+from autoshard.transforms.grouped_rows import capacity, in_rounds
 
 
 def exchange_rows(
@@ -46,31 +38,22 @@ def exchange_rows(
       is_row_result: of each result, whether it has a value for each row; else it is a sum for each group.
     """
     parts, n = lax.axis_size(axes), group_of.shape[0]
-    block = capacity(n, parts)
-    device = jnp.clip(group_of // groups, 0, parts - 1)
-    order = jnp.argsort(device)
-    counts = jnp.bincount(device, length=parts).astype(jnp.int32)
-    starts = jnp.cumsum(counts) - counts
-    rounds = lax.pmax(-(-jnp.max(counts) // block), axes)
+    places = capacity(n, parts)
     firsts = groups * jnp.arange(parts, dtype=group_of.dtype)[:, None]
 
     def exchange(x: Any) -> Any:
         return lax.all_to_all(x, axes, 0, 0, tiled=True)
 
-    def one_round(i: Any, totals: Sequence[Any]) -> list[Any]:
-        place = i * block + jnp.arange(block, dtype=jnp.int32)
-        filled = place < counts[:, None]
-        source = jnp.where(filled, jnp.take(order, starts[:, None] + place, mode="clip"), n)
-        groups_sent = jnp.where(filled, jnp.take(group_of, source, mode="clip") - firsts, groups)
-        source = source.reshape(-1)
+    def once(source: Any, filled: Any) -> list[Any]:
+        group = jnp.take(group_of, source, mode="clip").reshape(filled.shape) - firsts
         received = [exchange(jnp.take(x, source, axis=0, mode="fill", fill_value=0)) for x in rows]
-        made = compute(exchange(groups_sent.reshape(-1)), *received)
-        return [
-            total.at[source].set(exchange(x), mode="drop") if is_row else total + x
-            for total, x, is_row in zip(totals, made, is_row_result, strict=True)
-        ]
+        made = compute(exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
+        return [exchange(x) if is_row else x for x, is_row in zip(made, is_row_result, strict=True)]
 
-    shapes = jax.eval_shape(compute, group_of, *rows)
-    totals = [jnp.zeros(x.shape, x.dtype) for x in shapes]
-    done = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, one_round(*s)), (jnp.int32(0), totals))
-    return tuple(done[1])
+    return in_rounds(
+        once,
+        jnp.clip(group_of // groups, 0, parts - 1),
+        (parts, places),
+        is_row_result,
+        lambda rounds: lax.pmax(rounds, axes),
+    )

@@ -50,6 +50,22 @@ def test_a_product_runs_at_the_peak_of_its_wider_operand(left: str, right: str, 
     assert cost.seconds == pytest.approx(2 * n**3 / CHIP.flops[at_the_peak_of])
 
 
+def test_halos_that_a_convolution_and_the_gradient_of_its_window_read_are_said_to_be_sent_twice() -> None:
+    def fun(x, w, ct):
+        def conv(x, w):
+            return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        out, back = jax.vjp(conv, x, w)
+        return out, *back(ct)
+
+    rows = Spec(((), ("data",), (), ()))
+    shapes = ((2, 64, 64, 4), (3, 3, 4, 8), (2, 64, 64, 8))
+    cost = price(fun, shapes, rows, Spec(((),) * 4), rows, results=(rows, rows, Spec(((),) * 4)))
+    sent = [(c.bytes, c.redundant) for c in cost.collectives if c.kind == "collective-permute"]
+    row, changed = 4 * 2 * 64 * 4, 4 * 2 * 64 * 8
+    assert sorted(sent) == [(row, False), (row, False), (row, True), (row, True), (changed, False), (changed, False)]
+
+
 def test_a_thin_product_is_memory_bound() -> None:
     cost = price(lambda x, w: x @ w, ((1, 8192), (8192, 8192)), WHOLE, WHOLE)
     assert cost.compute == pytest.approx(4 * (8192 + 8192**2 + 8192) / CHIP.bandwidth)

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import autoshard
 from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
 from autoshard.errors import PassError
+from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes import Experts
 from autoshard.passes.experts.positions import positions
 from tests.experts import Params, added_up, arrays, gradient, products, scattered_back, sorted_back
@@ -28,28 +30,35 @@ from tests.programs import mesh, program
 EXCHANGING = ("dead_code", "one_hot", "transposed_products", "experts:recompute")
 
 
-def rewritten(fun: Callable[..., Any], *args: Any, option: str = "") -> tuple[Counter[str], Callable[..., Any]]:
+def on(whole: LogicalMesh, kind: str) -> LogicalMesh:
+    """The mesh of a chip with a kernel for ragged products, or without: products of blocks."""
+    return replace(whole, hardware=replace(whole.hardware, grouped_products=kind == "ragged"))
+
+
+def rewritten(
+    fun: Callable[..., Any], *args: Any, option: str = "", kind: str = "ragged"
+) -> tuple[Counter[str], Callable[..., Any]]:
     """How often each primitive occurs after the pass, and what it computes."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    after = Experts(option)(program(fun, shapes, mesh(x=8))).jaxpr
+    after = Experts(option)(program(fun, shapes, on(mesh(x=8), kind))).jaxpr
     run = jx.as_fun(after)
     return Counter(e.primitive.name for e in jx.walk(after)), lambda *xs: run(*jax.tree.leaves(xs))
 
 
 @pytest.mark.parametrize(
-    ("spelled", "k", "option"),
+    ("spelled", "k", "option", "kind"),
     [
-        (sorted_back, 1, "recompute"),
-        (sorted_back, 2, ""),
-        (added_up, 2, ""),
-        (added_up, 8, "recompute"),
-        (scattered_back, 8, "recompute"),
+        (sorted_back, 1, "recompute", "blocks"),
+        (sorted_back, 2, "", "ragged"),
+        (added_up, 2, "", "blocks"),
+        (added_up, 8, "recompute", "ragged"),
+        (scattered_back, 8, "recompute", "blocks"),
     ],
 )
-def test_forward_and_backward_become_one_operation_each(spelled: Any, option: str, k: int):
+def test_forward_and_backward_become_one_operation_each(spelled: Any, option: str, k: int, kind: str):
     p, x = arrays(40, 8, 16, 10, bias=k == 2)
     fun = gradient(spelled, k)
-    found, run = rewritten(fun, p, x, option=option)
+    found, run = rewritten(fun, p, x, option=option, kind=kind)
     assert (found["grouped_rows"], found["ragged_dot_general"], found["sort"]) == (2, 0, 0)
     same(run(p, x), jax.tree.leaves(jax.jit(fun)(p, x)))
 
@@ -69,16 +78,18 @@ def test_layers_that_are_scanned_and_recomputed():
     same(run(stacked, x), jax.tree.leaves(jax.jit(jax.grad(loss))(stacked, x)))
 
 
-def test_rows_that_are_read_in_sorted_order_are_sorted_for_that():
+@pytest.mark.parametrize("kind", ["ragged", "blocks"])
+def test_rows_that_are_read_in_sorted_order_are_sorted_for_that(kind: str):
+    """Some are of no group."""
     p, x = arrays(40, 8, 16, 10)
     group = np.sort(np.random.default_rng(0).integers(-1, 12, 40)).astype("int32")[::-1]
 
     def fun(p: Params, x: Any, group: Any) -> Any:
         order = jnp.argsort(group)
-        rows = products(p, x[order], jnp.bincount(group, length=10))
+        rows = jnp.cos(products(p, x[order], jnp.bincount(group, length=10)))
         return rows, jnp.cumsum(rows, 0), rows[jnp.argsort(order)]
 
-    found, run = rewritten(fun, p, x, group)
+    found, run = rewritten(fun, p, x, group, kind=kind)
     assert found["grouped_rows"] == 1
     same(run(p, x, group), list(jax.jit(fun)(p, x, group)))
 
@@ -109,25 +120,24 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("spelled", "groups", "k", "way", "beside"),
+    ("spelled", "groups", "k", "way", "beside", "kind"),
     [
-        (sorted_back, 8, 2, "experts", "bias"),
-        (sorted_back, 8, 2, "features", ""),
-        (added_up, 64, 8, "experts over both axes", "bias and shared"),
-        (scattered_back, 16, 1, "experts", "shared"),
-        (scattered_back, 16, 1, "rows", ""),
+        (sorted_back, 8, 2, "experts", "bias", "blocks"),
+        (sorted_back, 8, 2, "features", "", "blocks"),
+        (added_up, 64, 8, "experts over both axes", "bias and shared", "ragged"),
+        (scattered_back, 16, 1, "experts", "shared", "ragged"),
+        (scattered_back, 16, 1, "rows", "", "blocks"),
     ],
 )
 def test_equal_to_one_device_and_nothing_sent_that_was_not_planned(
-    spelled: Any, groups: int, k: int, way: str, beside: str
+    spelled: Any, groups: int, k: int, way: str, beside: str, kind: str
 ):
     p, x = arrays(64, 16, 64, groups, bias="bias" in beside, shared="shared" in beside)
     pins, tokens = WAYS[way]
     specs = (dict.fromkeys(p, P()) | pins, tokens)
     fun = gradient(spelled, k)
-    step = autoshard.jit(
-        fun, mesh=HASTY, passes=EXCHANGING, in_shardings=specs, out_shardings=(specs, tokens), strategy="replicated"
-    )
+    where: dict[str, Any] = {"mesh": on(HASTY, kind), "in_shardings": specs, "out_shardings": (specs, tokens)}
+    step = autoshard.jit(fun, passes=EXCHANGING, strategy="replicated", **where)
     same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)
     found = audit(step.lower(p, x).compile(), step.plan(p, x))
     assert found.clean, str(found)
@@ -149,6 +159,40 @@ def test_experts_send_tokens_and_no_weights(devices: int):
     found = audit(step.lower(p, x).compile(), plan)
     assert found.clean, str(found)
     same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)
+
+
+def test_places_of_blocks_that_no_row_fills_count_for_nothing():
+    """What is computed of them may be infinite."""
+    p, x = arrays(40, 8, 16, 10)
+
+    def loss(p: Params, x: Any) -> Any:
+        best = jnp.argmax(x @ p["gate"], -1)
+        order, sizes = jnp.argsort(best), jnp.bincount(best, length=10)
+        rows = lax.ragged_dot(1 / lax.ragged_dot(x[order], p["up"], sizes), p["down"], sizes)
+        return jnp.sum(rows[jnp.argsort(order)])
+
+    found, run = rewritten(jax.grad(loss), p, x, kind="blocks", option="recompute")
+    assert (found["grouped_rows"], found["ragged_dot_general"]) == (1, 0)
+    same(run(p, x), jax.tree.leaves(jax.jit(jax.grad(loss))(p, x)))
+
+
+def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty():
+    p, x = arrays(1024, 64, 256, 8)
+    fun, shard = gradient(added_up, 2), dict.fromkeys(("up", "gated", "down"), P("x"))
+    specs = ({**shard, "gate": P()}, P("x"))
+    price: dict[str, Any] = {}
+    for kind in ("ragged", "blocks"):
+        step = autoshard.jit(
+            fun,
+            mesh=on(mesh(x=4), kind),
+            passes=EXCHANGING,
+            in_shardings=specs,
+            out_shardings=(specs, P("x")),
+            strategy="replicated",
+        )
+        price[kind] = step.plan(p, x)
+    assert price["blocks"].cost.compute == pytest.approx(1.25 * price["ragged"].cost.compute, rel=0.05)
+    assert price["blocks"].memory.peak > price["ragged"].memory.peak
 
 
 def test_positions_are_freed_when_they_are_known():
