@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,26 @@ def test_a_pipeline_is_taken_where_it_pays(tmp_path: Path) -> None:
     over = [a.seconds for a in fast.alternatives if "with a pipeline over pod" in a.text]
     hidden = fast.mesh.hardware.hidden_collectives
     assert [fast.cost.scheduled(hidden) < s < fast.cost.seconds for s in over] == [True]
+
+
+def test_of_axes_that_are_alike_but_for_their_names_one_is_planned_as_stages() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+    def planned(pipeline: str, links: Mapping[str, str] | None = None, **options: Any) -> autoshard.Plan:
+        mesh = MeshConfig(axes={"a": 2, "b": 2}, hardware="h100", links=dict(links or {}), pipeline=pipeline)
+        return autoshard.jit(step, mesh=mesh, **options).plan(jnp.ones((4, 8, 8)), jnp.ones((16, 8)))
+
+    def tried(plan: autoshard.Plan) -> list[str]:
+        over = [a.text.partition("with a pipeline over ")[2] for a in plan.alternatives]
+        return sorted({*filter(None, over), *([plan.pipeline.axis] if plan.pipeline else [])})
+
+    assert tried(planned("auto")) == ["a"]
+    over_a, over_b = planned("a"), planned("b")
+    assert over_a.cost.seconds == over_b.cost.seconds
+    assert over_a.memory.peak == over_b.memory.peak
+    assert tried(planned("auto", {"b": "infiniband"})) == ["a", "b"]
+    assert tried(planned("auto", in_shardings=(None, P("b")))) == ["a", "b"]
 
 
 def test_a_plan_without_a_pipeline_says_why_none_was_considered() -> None:

@@ -85,7 +85,11 @@ def _bytes_read(liveness: Liveness, node: Node, at_hand: set[int]) -> Iterator[f
     which the operand has a part, the part."""
     values = liveness.graph.values
     for v, shape in zip(node.operands, node.kind.shapes, strict=False):
-        buffers = set(liveness.buffers_of(v)) - at_hand if v else set[int]()
-        buffers -= liveness.fused_into_product - liveness.allocated_at.keys()  # never in memory
+        buffers = {r for r in liveness.buffers_of(v) if r not in at_hand and _is_in_memory(liveness, r)} if v else set()
         at_hand |= buffers
         yield sum(min(values[r].bytes, math.prod(shape) * values[r].bits / 8) for r in buffers if not values[r].host)
+
+
+def _is_in_memory(liveness: Liveness, v: int) -> bool:
+    """Whether ``v`` is a buffer at some time, and not only a part of the product that it is fused into."""
+    return v not in liveness.fused_into_product or v in liveness.allocated_at

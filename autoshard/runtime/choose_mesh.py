@@ -50,11 +50,14 @@ class Ground:
         return f"the mesh {self.mesh}" + (f" with a pipeline over {self.stages}" if self.stages else "")
 
 
-def plan_each(plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Ground], name: str) -> list[Planned]:
+def plan_each(
+    plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Ground], name: str, *, leave_out_alike: bool
+) -> list[Planned]:
     """The plan on each of ``grounds`` that has one.
 
     Args:
       plan_on: takes also the seconds of the best plan on those before.
+      leave_out_alike: those whose plan is one before by other names (`_is_alike`) are not planned.
 
     Raises:
       AutoshardError: none has. Of the class of the first one's error; that error itself where all are equal.
@@ -62,6 +65,8 @@ def plan_each(plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Gro
     planned: list[Planned] = []
     errors: dict[str, Exception] = {}
     for ground in grounds:
+        if leave_out_alike and any(_is_alike(ground, p) for p in planned):
+            continue
         try:
             best = min((comparable_seconds(p.plan, or_pipeline=True) for p in planned), default=math.inf)
             planned.append(plan_on(ground, best))
@@ -98,3 +103,15 @@ def comparable_seconds(plan: PlanRecord, *, or_pipeline: bool) -> float:
 
 def _ground(plan: PlanRecord) -> Ground:
     return Ground(plan.mesh, plan.pipeline.axis if plan.pipeline else None)
+
+
+def _is_alike(ground: Ground, planned: Planned) -> bool:
+    """Whether a step is planned on ``ground`` as it was ``planned`` but for the names of axes: its stages lie along
+    another axis of the same mesh, with as many devices and the same link, all other axes follow one another as there,
+    and nothing in the step names one."""
+    mesh, over = planned.plan.mesh, _ground(planned.plan).stages
+    if ground.mesh != mesh or ground.stages is None or over is None or planned.graph.pins:
+        return False
+    links = {a: (mesh.shape[a], mesh.slowest_link((a,))) for a in mesh.nontrivial_axes}
+    one, other = ([link for a, link in links.items() if a != stages] for stages in (ground.stages, over))
+    return links[ground.stages] == links[over] and one == other

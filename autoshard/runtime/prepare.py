@@ -192,13 +192,17 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str, placed: Pla
       AutoshardError: no mesh has a plan.
     """
     config = mesh_config(options.mesh)
+    alike = options.request.strategy == "auto" and not options.refine
+    plan_all = functools.partial(
+        plan_each, functools.partial(_plan_on, trace_on, options), name=name, leave_out_alike=alike
+    )
     fixed = options.mesh is not None and (config is None or config.axes != "auto")
     like = None if fixed or options.like is None else options.like()
     if fixed or like is not None:
         mesh = resolve_mesh(options.mesh) if like is None else like.mesh
         grounds = [Ground(mesh, axis) for axis in (config.stage_axes(mesh) if config else (None,))]
         if len(grounds) > 1:
-            return plan_each(functools.partial(_plan_on, trace_on, options), grounds, name)
+            return plan_all(grounds)
         program = trace_on(*grounds)
         try:
             return [plan_within_memory(program, options)]
@@ -213,7 +217,7 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str, placed: Pla
     pins = options.in_shardings, options.out_shardings
     meshes = config.meshes() if config is not None else candidate_meshes(pins)
     grounds = [Ground(mesh, axis) for mesh in meshes for axis in (config.stage_axes(mesh) if config else (None,))]
-    return plan_each(functools.partial(_plan_on, trace_on, options), grounds, name)
+    return plan_all(grounds)
 
 
 def _plan_on(trace_on: TraceOn, options: Options, ground: Ground, to_beat: float) -> Planned:

@@ -62,8 +62,9 @@ def find_repeats(eqns: Sequence[jx.JaxprEqn], weighs: Any) -> list[Repeat]:
     """
     numbers = dict[Any, int]()
     keys = np.array([numbers.setdefault(_key(n, eqn), len(numbers)) for n, eqn in enumerate(eqns)])
-    heavy = np.cumsum([0, *(bool(weighs(eqn)) for eqn in eqns)])
-    rows = [r for r in _rows(keys) if heavy[r[0] + r[1]] > heavy[r[0]]]
+    weighty = np.array([bool(weighs(eqn)) for eqn in eqns])
+    heavy = np.cumsum([0, *weighty])
+    rows = [r for r in _rows(keys, _distances(keys, weighty)) if heavy[r[0] + r[1]] > heavy[r[0]]]
     rows.sort(key=lambda r: (-r[1] * r[2], r[1]))
     made = _made(eqns)
     found: list[Repeat] = []
@@ -129,9 +130,17 @@ def _has_jaxpr(param: Any) -> bool:
     return isinstance(param, jx.Jaxpr) or hasattr(param, "jaxpr")
 
 
-def _rows(keys: np.ndarray[Any, Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Blocks that repeat as (start, width, count, by how many equations they can begin later)."""
-    for width in range(1, len(keys) // MIN_LAYERS + 1):
+def _distances(keys: np.ndarray[Any, Any], weighty: np.ndarray[Any, Any]) -> list[int]:
+    """How far those ``weighty`` equations are apart that have one key: no other block that repeats has one of them."""
+    places = np.flatnonzero(weighty)
+    found = (np.subtract.outer(p, p) for key in np.unique(keys[places]) for p in [places[keys[places] == key]])
+    apart = {int(d) for distances in found for d in np.unique(distances)}
+    return sorted(d for d in apart if 0 < d <= len(keys) // MIN_LAYERS)
+
+
+def _rows(keys: np.ndarray[Any, Any], widths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Blocks of ``widths`` that repeat as (start, width, count, by how many equations they can begin later)."""
+    for width in widths:
         same = np.concatenate([[False], keys[:-width] == keys[width:], [False]])
         edges = np.flatnonzero(same[1:] != same[:-1])
         for begin, end in edges.reshape(-1, 2).tolist():
