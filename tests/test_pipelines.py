@@ -65,6 +65,7 @@ def test_other_axes_layers_that_do_not_divide_and_tied_embeddings() -> None:
     step, state = trained(decoder_loss), train_state(decoder_params(5, tied=True))
     mesh = MeshConfig(axes={"stage": 2, "data": 2, "model": 2}, pipeline="stage")
     planned = autoshard.jit(step, mesh=mesh, strategy="fsdp_tp", microbatches=4, schedule="gpipe")
+    assert "scatter-add" in {i.op for i in planned.plan(state, tokens(0)).islands}
     assert_trains_as_on_one_device(step, planned, state, 2)
 
 

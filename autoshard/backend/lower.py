@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,10 +117,10 @@ class _Lowering:
         return jaxpr.replace(eqns=eqns, outvars=outvars)
 
     def _island(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal], node: int | None) -> list[jx.JaxprEqn]:
-        """``eqn`` as a `jax.shard_map` of its local form, over all axes but those with a halo left to XLA."""
+        """``eqn`` as a `jax.shard_map` of its local form, over all axes but those with a halo left to XLA; a gather or
+        a scatter that has none on shards."""
         rule, island = self.islands[node or 0]
         local, sizes = rule.local, self.mesh.shape
-        assert local is not None
         left_to_xla = halo_axes(rule, island.in_specs, island.out_specs)
         if left_to_xla == set(sizes):
             return [eqn.replace(invars=invars)]
@@ -128,7 +128,8 @@ class _Lowering:
             tuple(s.without(left_to_xla).partition_spec() for s in side)
             for side in (island.in_specs, island.reduced_specs)
         )
-        placed = (*island.in_specs, *island.out_specs) if local.takes_specs else island.axes
+        placed = (*island.in_specs, *island.out_specs) if local is not None and local.takes_specs else island.axes
+        indexed = self._indexed(eqn, island) if local is None else None
         same_op = jx.bind_on_shards(
             eqn,
             [
@@ -144,7 +145,10 @@ class _Lowering:
             if ring is not None:
                 summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
                 return (_reduce_in_rings(summed, ring.left, island.reduced_specs[0], rule, self.logical_mesh),)
-            out = same_op(*operands) if local.fun is None else local.fun(placed, *operands)
+            if local is None or local.fun is None:
+                out = (indexed or same_op)(*operands)
+            else:
+                out = local.fun(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             specs = zip(results, island.out_specs, island.reduced_specs, strict=True)
             return tuple(_reduce_partials(x, spec, reduced, self.logical_mesh) for x, spec, reduced in specs)
@@ -158,6 +162,13 @@ class _Lowering:
             axis_names=set(sizes) - left_to_xla,
         )
         return jx.splice(mapped, eqn, invars)
+
+    def _indexed(self, eqn: jx.JaxprEqn, island: Island) -> Callable[..., Any]:
+        """A gather or a scatter on shards."""
+        split = island.in_specs[0].dims
+        if self.rules.traits(eqn.primitive).gathers:
+            return jx.gather_on_shards(eqn, split)
+        return jx.scatter_on_shards(eqn, split, [a for a, _ in island.out_specs[0].partial])
 
     def _ring(self, eqn: jx.JaxprEqn, rule: Rule, island: Island) -> Ring | None:
         """The ring that sums the result of a product, where XLA would wait for a reduce-scatter."""

@@ -33,11 +33,13 @@ class Traits:
     """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`, `cost.fusions`
     (it moves what it writes) and `ir.build_graph` (what is written into what leaves leaves too)."""
     gathers: bool = False
-    """It takes slices of operand 0 at the positions in operand 1. Asked by `ir.build_graph` (tied to its gradient) and
-    `cost.liveness` (where one element of each row is taken, XLA compares positions and fuses what it reads)."""
+    """It takes slices of operand 0 at the positions in operand 1. Asked by `ir.build_graph` (tied to its gradient),
+    `cost.liveness` (where one element of each row is taken, XLA compares positions and fuses what it reads),
+    `plan.constraints` and `backend.lower` (in a pipeline it runs on shards)."""
     scatters: bool = False
     """It writes operand 2 into operand 0 at the positions in operand 1. Asked by `cost.liveness` (where one element of
-    each row is written, XLA compares positions and fuses it)."""
+    each row is written, XLA compares positions and fuses it) and `plan.constraints` (in a pipeline it runs on
+    shards)."""
     scatter_adds: bool = False
     """It adds operand 2 to operand 0 at the positions in operand 1, as the gradient of a gather does. Asked by
     `ir.build_graph` (tied to what is gathered from) and `transforms.batch_parts` (its result is a sum over parts)."""

@@ -44,6 +44,7 @@ from autoshard.jaxpr.equation import (
     window_reads,
 )
 from autoshard.jaxpr.hi_primitives import CALL_HI_PRIMITIVE
+from autoshard.jaxpr.indexed_shards import gather_on_shards, scatter_on_shards
 from autoshard.jaxpr.memory_kinds import set_memory_kinds
 from autoshard.jaxpr.nested import (
     Region,
@@ -166,6 +167,7 @@ __all__ = [
     "execute",
     "find_primitive",
     "from_dispatch",
+    "gather_on_shards",
     "host_var",
     "is_array",
     "is_backward",
@@ -198,6 +200,7 @@ __all__ = [
     "represents_indices",
     "resized_var",
     "scan_groups",
+    "scatter_on_shards",
     "set_memory_kinds",
     "sharding_rule",
     "source",

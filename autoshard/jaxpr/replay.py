@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import source_info_util as _source
 from jax._src.shard_map import shard_map_p as _shard_map_p
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -40,9 +41,14 @@ def replay(jaxpr: Jaxpr, operands: Sequence[Any], apart: str) -> list[Any]:
     values: dict[Var, Any] = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
     for eqn in jaxpr.eqns:
-        read = [a.val if isinstance(a, Literal) else values[a] for a in eqn.invars]
+        read = [_number(a) if isinstance(a, Literal) else values[a] for a in eqn.invars]
         values.update(zip(eqn.outvars, replay_equation(eqn, read, mesh, apart), strict=True))
-    return [a.val if isinstance(a, Literal) else values[a] for a in jaxpr.outvars]
+    return [_number(a) if isinstance(a, Literal) else values[a] for a in jaxpr.outvars]
+
+
+def _number(literal: Literal) -> Any:
+    """The value of ``literal`` without the mesh of its trace, which JAX may keep in its type."""
+    return literal.val if aval(literal).weak_type else np.asarray(literal.val)
 
 
 def replay_equation(eqn: JaxprEqn, operands: Sequence[Any], mesh: AbstractMesh, apart: str) -> list[Any]:

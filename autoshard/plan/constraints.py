@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoshard.cost.cost import CostModel
+from autoshard.cost.cost import CostModel, NodeCost
 from autoshard.cost.reshard import reshard_path, spec_after_reduction
-from autoshard.ir.graph import Graph, Value
+from autoshard.ir.graph import Graph, Node, Value
+from autoshard.ir.program import Program
 from autoshard.ir.propagate import Layout
 from autoshard.ir.rule import halo_axes
 from autoshard.ir.spec import Spec
@@ -53,7 +54,8 @@ def sharding_constraints(
         if node.tie and not node.trip_count:
             continue
         guarded = (node.kind.traits.mispartitioned_by_xla or every) and not node.tie
-        alone = run.uses_local_form and not halo_axes(node.kind.rule, run.in_specs, run.out_specs)
+        on_shards = run.uses_local_form or _indexes_shards(node, run, graph.program)
+        alone = on_shards and not halo_axes(node.kind.rule, run.in_specs, run.out_specs)
         if not (node.tie or guarded or run.resharded or node.kind.flops or any(v in graph.pins for v in node.results)):
             continue
         for v, need in zip(node.operands, run.in_specs, strict=True):
@@ -70,7 +72,7 @@ def sharding_constraints(
                 constrain(v, need, n, "guarded_operand", only_here=True)
         for v, out_spec in zip(node.results, run.out_specs, strict=True):
             spec, value = layout.specs[v], graph.values[v]
-            if run.uses_local_form:
+            if on_shards:
                 out_spec = spec_after_reduction(out_spec, spec, value.shape, value.bits, mesh, sliced=True)
             before = out_spec
             if node.tie and node.operands:  # a loop's results have the specs of its initial values
@@ -143,13 +145,23 @@ def spec_across_region(outside: Spec, rank: int) -> Spec:
 
 
 def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island, ...]:
-    """The equations that run in their local form under ``layout``."""
+    """The equations that run in their local form under ``layout``; of a pipeline also gathers and scatters that are
+    split, as XLA (JAX 0.12) aborts where it splits them over some of the axes beside that of the stages."""
     found: list[Island] = []
     for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
-        if node.kind.rule.local and node.results and run.uses_local_form:
+        on_shards = node.kind.rule.local is not None and run.uses_local_form
+        if node.results and (on_shards or _indexes_shards(node, run, graph.program)):
             reduced = _reduced_specs(run.out_specs, node.results, graph, layout)
             found.append(Island(n, run.local_axes, run.in_specs, run.out_specs, reduced, node.kind.op, node.source))
     return tuple(found)
+
+
+def _indexes_shards(node: Node, run: NodeCost, program: Program) -> bool:
+    """Whether each device of a pipeline's stage gathers from its shard, or scatters into it."""
+    traits, specs = node.kind.traits, (*run.in_specs, *run.out_specs)
+    if program.pipeline is None or node.kind.rule.local is not None or any(s.partial for s in run.in_specs):
+        return False
+    return any(s.axes for s in specs) if traits.scatters else traits.gathers and any(s.partial for s in run.out_specs)
 
 
 def _reduced_specs(out_specs: Sequence[Spec], results: Sequence[int], graph: Graph, layout: Layout) -> tuple[Spec, ...]:

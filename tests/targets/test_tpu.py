@@ -230,3 +230,26 @@ def test_large_attention_is_splash_and_no_scores_are_in_memory():
     assert not re.findall(r"\w+\[(?:\d+,)*2048,2048\]", text)
     assert c.audit.clean, str(c.audit)
     assert len(re.findall(r"%splash_mha_fwd[\w.]* = ", text)) == 1, "none runs again for the gradient"
+
+
+def test_targets_are_looked_up_in_split_logits_of_a_pipeline():
+    """XLA (JAX 0.12) aborts where it splits a gather, or a scatter, over some of the axes beside that of the stages."""
+
+    def loss(params, x, y):
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params["layers"])
+        return optax.softmax_cross_entropy_with_integer_labels(h @ params["head"], y).mean()
+
+    def train(params, x, y):
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    mesh = MeshConfig(axes={"stage": 2, "data": 4, "model": 2}, tpu="v5e:4x4", pipeline="stage")
+    pins = {"layers": P("stage"), "head": P(None, "model")}, P("data"), P("data")
+    step = autoshard.jit(train, mesh=mesh, in_shardings=pins, microbatches=4, schedule="1f1b", donate_argnums=0)
+    shapes = {"layers": (4, 256, 256), "head": (256, 4096)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    x, y = jax.ShapeDtypeStruct((64, 32, 256), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.int32)
+    assert {"gather", "scatter-add"} <= {i.op for i in step.plan(params, x, y).islands}
+    text = step.lower(params, x, y).compile().as_text()
+    assert "f32[4,32,2048]" in text, "logits of a micro-batch, split over model"
+    assert not re.findall(r"f32\[\d+,32,4096\]", text)
