@@ -112,8 +112,9 @@ def grouped_rows(
         flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
         bits = 0.0
         if in_blocks and local[row]:
-            own = local[group_factor(rule)]
-            padded = (own + (not in_range)) * group_capacity(local[row], own)
+            own, shares = local[group_factor(rule)], split[group_factor(rule)] or 1
+            received = shares * capacity(local[row], shares)
+            padded = (own + (not in_range)) * group_capacity(received, own, local[row])
             flops *= padded / local[row]
             for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
                 shards = math.prod(split[f] or 1 for dim in dims for f in dim)

@@ -6,7 +6,7 @@ They are linear in each operand, so that one sum-partial operand gives a sum-par
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.halo import Halo, HaloWindow
-from autoshard.ir.rule import Aval, Local, Rule, RuleFn
+from autoshard.ir.rule import Aval, Local, LocalWork, Rule, RuleFn
 from autoshard.rules.builders import Label, build, is_integer, per_shard, rounded_kinds, table
 from autoshard.rules.local_forms.ragged_dot import sharded_ragged_dot
 from autoshard.rules.window import contracted_spatial_dim, output_size, sliding_dim
@@ -107,16 +107,23 @@ def ragged_dot_general(
     sides = (left, right, (), out)
     places = [(i, d) for i, dims in enumerate(sides) for d, f in enumerate(dims) if f == rows]
     groups = next(((i, d) for i, dims in enumerate(sides) for d, f in enumerate(dims) if f == "g"), None)
-    local = None
-    if groups is not None:
-        local = sharded_ragged_dot(partial(lax.ragged_dot_general, **params), places, groups)
-    return build(
-        operands,
-        [out],
-        kinds,
-        _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type),
-        local=local,
-    )
+    rule = build(operands, [out], kinds, _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type))
+    if groups is None:
+        return rule
+    dims, (count,) = (*rule.operands, *rule.results), group_sizes.shape
+    (group,) = dims[groups[0]][groups[1]]
+    free = (n for n, f in zip(rhs.shape, right, strict=True) if f not in (*left, "g"))
+    flops, with_rows = 2.0 * math.prod(lhs.shape) * math.prod(free), [x for x, _ in places if x < 2]
+
+    def work(parts: Mapping[str, int]) -> LocalWork:
+        """Without a kernel: every row with the matrices of all groups, of as many masked copies of the rows."""
+        shards = [math.prod(parts.get(f, 1) for dim in dims[x] for f in dim) for x in with_rows]
+        own = [math.prod(x.shape) * x.dtype.itemsize for x in ((lhs, rhs)[x] for x in with_rows)]
+        copied = sum(n / k for n, k in zip(own, shards, strict=True)) * count / parts.get(group, 1)
+        return LocalWork(flops * count / math.prod(parts.values()), int(copied))
+
+    local = sharded_ragged_dot(partial(lax.ragged_dot_general, **params), places, groups)
+    return replace(rule, local=replace(local, work=work))
 
 
 def scaled_dot(

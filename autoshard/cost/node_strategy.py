@@ -94,6 +94,8 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
         if sizes[other] % mesh.axes_size(split[other]) if other else any(s.partial for s in out_specs):
             collectives = None
     work = kind.rule.local.work if kind.rule.local is not None else None
+    if kind.traits.grouped_product and mesh.hardware.grouped_products:
+        work = None
     own = work({f: mesh.axes_size(axes) for f, axes in assignment.items()}) if work is not None else None
     return NodeStrategy(
         in_specs,

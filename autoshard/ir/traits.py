@@ -63,7 +63,8 @@ class Traits:
     `transforms.batch_parts`, `pipelining.chain` and `passes.sum_products`."""
     grouped_product: bool = False
     """It multiplies each group of rows of operand 0 with a matrix, or sums products over each group; operand 2 has the
-    sizes of the groups. Asked by `passes.experts`."""
+    sizes of the groups. Asked by `passes.experts`, and by `cost.node_strategy`: the work that its rule states is that
+    without a kernel (`Hardware.grouped_products`)."""
     any_size: bool = False
     """It runs as it is on any size of a dimension that its rule calls parallel, once the parameter that states the
     shape of its result follows. Asked by `passes.experts`, which runs it on some of the rows."""

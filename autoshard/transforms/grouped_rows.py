@@ -51,9 +51,9 @@ def capacity(rows: int, blocks: int) -> int:
     return min(rows, -(-int(rows * SLACK) // blocks))
 
 
-def group_capacity(rows: int, groups: int) -> int:
-    """The same of the block of a group."""
-    return -(-capacity(rows, groups) // ALIGNMENT) * ALIGNMENT
+def group_capacity(rows: int, groups: int, expected: int) -> int:
+    """The same of the block of a group, where so many of the ``rows`` are ``expected`` to be of a group."""
+    return -(-min(rows, -(-int(expected * SLACK) // groups)) // ALIGNMENT) * ALIGNMENT
 
 
 def in_rounds(
@@ -146,7 +146,8 @@ def grouped_rows(
             return run(taken, None, functools.partial(_product_of_blocks, groups=groups, filled=filled))
 
         block_of = jnp.clip(group_of, 0, groups)
-        shape = (groups + (not in_range), group_capacity(expected or group_of.shape[0], groups))
+        n = group_of.shape[0]
+        shape = (groups + (not in_range), group_capacity(n, groups, expected or n))
         return in_rounds(once, block_of, shape, is_row_result(rule))
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)

@@ -12,7 +12,8 @@ from jax import numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from autoshard.rules.local_forms.exchange_rows import capacity, exchange_rows
+from autoshard.rules.local_forms.exchange_rows import exchange_rows
+from autoshard.transforms.grouped_rows import capacity, group_capacity
 
 ROWS = 64
 RNG = np.random.default_rng(0)
@@ -49,3 +50,5 @@ def test_every_row_comes_back_and_is_counted_once(parts: int, groups: int, load:
 def test_a_block_has_room_for_a_quarter_more_than_an_even_load_and_never_for_more_than_all():
     assert [capacity(n, 8) for n in (1024, 8, 7, 1)] == [160, 2, 1, 1]
     assert capacity(6, 1) == 6
+    assert [group_capacity(1024, g, 1024) for g in (1, 8, 1000)] == [1024, 160, 8]
+    assert group_capacity(1280, 1, 1024) == 1280  # of what is sent to one device, places for all

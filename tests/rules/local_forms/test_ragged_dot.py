@@ -59,16 +59,19 @@ def test_rows_that_are_split_send_their_weights_gradient_alone():
     assert {(c.kind, c.bytes) for c in plan.cost.collectives} == {("all-reduce", w.nbytes)}
 
 
-def test_flops_are_those_of_each_row_with_one_group():
-    def loss(x: Any, w: Any, sizes: Any) -> Any:
+@pytest.mark.parametrize(("hardware", "growth"), [("tpu-v5e", 1.0), ("h100", 2.0)])
+def test_flops_are_those_of_each_row_with_one_group_or_with_all_where_there_is_no_kernel(hardware: str, growth: float):
+    def product(x: Any, w: Any, sizes: Any) -> Any:
         return lax.ragged_dot(x, w, sizes)
+
+    mesh = autoshard.MeshConfig(axes={"x": 8}, hardware=hardware)
 
     def plan(groups: int) -> Any:
         shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((8192, 4096), (groups, 4096, 8192))]
-        mesh = autoshard.MeshConfig(axes={"x": 8}, hardware="h100")
-        return autoshard.jit(loss, mesh=mesh).plan(*shapes, jax.ShapeDtypeStruct((groups,), "int32"))
+        return autoshard.jit(product, mesh=mesh).plan(*shapes, jax.ShapeDtypeStruct((groups,), "int32"))
 
-    few, many = (plan(groups).cost for groups in (2, 4))
-    flops, rate = 2 * 8192 * 4096 * 8192 / 8, autoshard.MeshConfig(axes={"x": 8}, hardware="h100").mesh().hardware
-    assert few.compute == pytest.approx(many.compute, rel=0.2)
-    assert few.compute >= flops / rate.product_rate("bfloat16")
+    few, many = (plan(groups) for groups in (2, 4))
+    flops, rate = 2 * 8192 * 4096 * 8192 / 8, mesh.mesh().hardware.product_rate("bfloat16")
+    assert few.cost.compute >= flops / rate * (1 if growth == 1 else 2)
+    assert many.cost.compute / few.cost.compute == pytest.approx(growth, rel=0.2)
+    assert growth == 1 or many.memory.peak >= 4 * 8192 * 4096 * 2 / 8
