@@ -110,7 +110,7 @@ def ragged_dot_general(
     rule = build(operands, [out], kinds, _bilinear_passthrough(lhs.dtype, rhs.dtype, preferred_element_type))
     if groups is None:
         return rule
-    dims, (count,) = (*rule.operands, *rule.results), group_sizes.shape
+    dims, count = (*rule.operands, *rule.results), math.prod(group_sizes.shape)
     (group,) = dims[groups[0]][groups[1]]
     free = (n for n, f in zip(rhs.shape, right, strict=True) if f not in (*left, "g"))
     flops, with_rows = 2.0 * math.prod(lhs.shape) * math.prod(free), [x for x, _ in places if x < 2]
