@@ -305,6 +305,9 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         return min(fitting, key=lambda f: _preference(f[0].plan))
 
     is_short = not try_passes(options.passes)
+    tried = () if fitting else tuple(_with_optional(traced, options.passes, options, saving=None))
+    for with_optional in tried:
+        is_short = not try_passes(options.passes, with_optional) and is_short
     if is_short:
         sequences = [options.passes, *memory_saving_sequences(traced, options)]
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
@@ -320,7 +323,8 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         each = [None] if traced.pipeline is None else [axes[:n] for n in range(len(axes), 0, -1)]
         for batch_axes in each:
             for with_optional in _with_optional(traced, passes, options, saving=False, batch_axes=batch_axes):
-                if not try_passes(passes, with_optional) and traced.pipeline is not None:
+                fits = with_optional in tried or try_passes(passes, with_optional)
+                if not fits and traced.pipeline is not None:
                     try_more(passes, with_optional)
         return fastest()[0], is_short
     hint = "; or pass passes=['recompute:full']"
@@ -335,12 +339,14 @@ def _with_optional(
     passes: tuple[Pass, ...],
     options: Options,
     *,
-    saving: bool,
+    saving: bool | None,
     batch_axes: tuple[str, ...] | None = None,
 ) -> Iterator[tuple[Pass, ...]]:
-    """``passes`` after each variant of each optional pass that saves memory, or of each that does not."""
-    chosen = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.saves_memory == saving))
-    return itertools.islice(with_optional_passes(traced, passes, chosen, batch_axes), 1, None)
+    """``passes`` after each variant of each optional pass that saves memory, or of each that does not; None: that makes
+    room."""
+    chosen = [p for p in options.optional_passes if (p.makes_room if saving is None else p.saves_memory == saving)]
+    options = replace(options, optional_passes=tuple(chosen))
+    return itertools.islice(with_optional_passes(traced, passes, options, batch_axes), 1, None)
 
 
 def _batch_axes(plan: PlanRecord) -> tuple[str, ...]:

@@ -39,6 +39,9 @@ class Pass:
     saves_memory: ClassVar[bool] = False
     """Whether the planner tries it only where memory is short, so that less need be recomputed."""
 
+    makes_room: ClassVar[bool] = False
+    """Whether it is there for speed, and yet a step may fit with it that does not without."""
+
     keeps_layers: ClassVar[bool] = False
     """Whether layers stay what they are, so that the planner may try it on a step that is split into stages."""
 

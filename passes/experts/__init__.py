@@ -38,6 +38,7 @@ class Experts(Pass):
     """Replaces ragged products of sorted rows by operations on rows in their own order."""
 
     name: ClassVar[str] = "experts"
+    makes_room: ClassVar[bool] = True
 
     option: str = ""
     """``"recompute"``: the backward part computes again what it reads of the forward part's products."""
