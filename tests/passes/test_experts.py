@@ -195,6 +195,21 @@ def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty():
     assert price["blocks"].memory.peak > price["ragged"].memory.peak
 
 
+def test_a_step_that_fits_with_blocks_alone_keeps_what_else_would_be_computed_again():
+    p, x = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays(4096, 64, 64, 32))
+    whole, fun = on(mesh(x=4), "blocks"), gradient(added_up, 2)
+
+    def planned(memory: float, passes: Any = None) -> Any:
+        small = replace(whole, hardware=replace(whole.hardware, memory=memory))
+        return autoshard.jit(fun, mesh=small, passes=passes).plan(p, x)
+
+    masked, blocks = (planned(1e12, passes).memory.peak for passes in ("dead_code", ("dead_code", "experts")))
+    assert masked > 2 * blocks
+    plan = planned(1.2 * blocks)
+    assert "experts" in {p.name for p in plan.passes}
+    assert not {p.name for p in plan.passes} & {"recompute", "offload", "microbatch"}
+
+
 def test_positions_are_freed_when_they_are_known():
     """Large programs have gigabytes of them, in few objects: Python's search for cycles does not hurry for those."""
     jaxpr = jax.make_jaxpr(lambda order: lax.div(order, 2))(np.arange(8)).jaxpr
