@@ -67,7 +67,7 @@ OPTIONS: Mapping[str, str] = {
     "tpu-v5e": f"{GATHERS} {REDUCTIONS}",
     "tpu-v5p": f"{OVERLAP} {REDUCTIONS} xla_tpu_megacore_fusion_allow_ags=false "
     "xla_enable_async_collective_permute=true xla_tpu_enable_ag_backward_pipelining=true",
-    "h100": "xla_gpu_enable_latency_hiding_scheduler=true",
+    "h100": "xla_gpu_enable_latency_hiding_scheduler=True",
 }
 """Of the compiler, by chip."""
 
