@@ -89,21 +89,25 @@ def grouped_rows(
     compute = functools.partial(compute_grouped_rows, **params)
 
     def fun(axes: tuple[str, ...], group_of: Any, *xs: Any) -> Any:
-        if not axes:
-            return compute(group_of, *xs, groups=groups)
-        own, n = groups // lax.axis_size(axes), group_of.shape[0]
+        if in_blocks or not axes:
+            return compute(group_of, *xs, groups=groups, axes=axes)
+        own = groups // lax.axis_size(axes)
 
         def on_own_groups(group_of: Any, *received: Any) -> Any:
-            return compute(group_of, *received, *xs[rows:], groups=own, expected=n)
+            return compute(group_of, *received, *xs[rows:], groups=own)
 
         return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row_result(rule))
+
+    def places(n: int, parts: int) -> int:
+        """Of the blocks that a device with ``n`` rows has for all groups, split into so many ``parts``."""
+        return (groups + parts * (not in_range)) * group_capacity(n, groups)
 
     def collectives(parts: int, shard_bytes: Sequence[int]) -> CollectiveBytes | None:
         n = shard_bytes[0] // operands[0].dtype.itemsize
         if n == 0:
             return None
-        blocks = [shard_bytes[i] // n * parts * capacity(n, parts) for i in of_rows]
-        return (ALL_REDUCE, 4), *((ALL_TO_ALL, block) for block in blocks)
+        sent = places(n, parts) if in_blocks else parts * capacity(n, parts)
+        return (ALL_REDUCE, 4), *((ALL_TO_ALL, shard_bytes[i] // n * sent) for i in of_rows)
 
     def work(parts: Mapping[str, int]) -> LocalWork:
         split, row = Counter(parts), row_factor(rule)
@@ -112,9 +116,7 @@ def grouped_rows(
         flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
         bits = 0.0
         if in_blocks and local[row]:
-            own, shares = local[group_factor(rule)], split[group_factor(rule)] or 1
-            received = shares * capacity(local[row], shares)
-            padded = (own + (not in_range)) * group_capacity(received, own, local[row])
+            padded = places(local[row], split[group_factor(rule)] or 1)
             flops *= padded / local[row]
             for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
                 shards = math.prod(split[f] or 1 for dim in dims for f in dim)

@@ -21,6 +21,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import Rule
+from autoshard.ir.spec import Axes
 from autoshard.transforms.primitive import define_primitive
 from autoshard.transforms.sum_of_products import Step, factor_sizes
 
@@ -51,9 +52,9 @@ def capacity(rows: int, blocks: int) -> int:
     return min(rows, -(-int(rows * SLACK) // blocks))
 
 
-def group_capacity(rows: int, groups: int, expected: int) -> int:
-    """The same of the block of a group, where so many of the ``rows`` are ``expected`` to be of a group."""
-    return -(-min(rows, -(-int(expected * SLACK) // groups)) // ALIGNMENT) * ALIGNMENT
+def group_capacity(rows: int, groups: int) -> int:
+    """The same of the block of a group."""
+    return -(-capacity(rows, groups) // ALIGNMENT) * ALIGNMENT
 
 
 def in_rounds(
@@ -110,7 +111,7 @@ def grouped_rows(
     flops: float,
     in_blocks: bool,
     in_range: bool,
-    expected: int | None = None,
+    axes: Axes = (),
 ) -> Any:
     """The results of ``steps`` on rows sorted by group; those with a value for each row in the order of the operands.
 
@@ -125,61 +126,88 @@ def grouped_rows(
       flops: FLOPs of all products, for cost models that see only the primitive.
       in_blocks: whether products are dense, of blocks of each group's rows; else they are ragged.
       in_range: whether all groups are below ``groups``, but for rows whose results nobody reads.
-      expected: how many rows are of a group; None: all.
+      axes: mesh axes that split the groups of blocks, which are exchanged over them.
     """
     del flops
     of_rows, others = [group_of, *operands[:rows]], operands[rows:]
 
-    def run(of_rows: Sequence[Any], sizes: Any, product: Callable[[Step, Sequence[Any]], Any] | None) -> list[Any]:
+    parts, is_row = lax.axis_size(axes) if axes else 1, is_row_result(rule)
+    own, summed = groups // parts, {x for step in steps if sums_rows(step) for x in step.operands}
+
+    def run(of_rows: Sequence[Any], sizes: Any, filled: Any = None) -> list[Any]:
+        """The results; of blocks, where ``filled`` [block, place] says which places have rows."""
         values = [*of_rows, *others]
-        size_of = factor_sizes(rule, [x.shape for x in values]) | {group_factor(rule): groups}
+        size_of = factor_sizes(rule, [x.shape for x in values]) | {group_factor(rule): own}
         values.append(sizes)
         for step in steps:
             read = [values[x] if isinstance(x, int) else x.value for x in step.operands]
-            values.append(product(step, read) if product and is_product(step) else step.run(read, size_of))
+            if filled is not None and (numbers := ragged_numbers(step)) is not None:
+                made = _product_of_blocks(step, numbers, read, own, filled.shape)
+            else:
+                made = step.run(read, size_of)
+            if filled is not None and len(values) in summed:  # nothing of a place without a row may count
+                made = jnp.where(filled.reshape(-1, *[1] * (made.ndim - 1)), made, 0)
+            values.append(made)
         return [values[i] for i in results]
 
     if in_blocks:
+        each, places = own + (not in_range), group_capacity(group_of.shape[0], groups)
+        block_of = jnp.clip(group_of, 0, groups)
+        if not in_range:  # behind each device's blocks one of rows that have no group
+            block_of = jnp.minimum(block_of + block_of // own, parts * each - 1)
+
+        def exchanged(x: Any, *, back: bool) -> Any:
+            """Places [device, block, place] to the devices of these blocks, there [block, device, place]; or back."""
+            if not axes:
+                return x
+            if back:
+                x = x.reshape(each, parts, places, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+            x = lax.all_to_all(x, axes, 0, 0, tiled=True)
+            return x if back else x.reshape(parts, each, places, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
         def once(source: Any, filled: Any) -> Sequence[Any]:
             taken = [jnp.take(x, source, axis=0, mode="fill", fill_value=0) for x in of_rows]
-            return run(taken, None, functools.partial(_product_of_blocks, groups=groups, filled=filled))
+            here = exchanged(filled.reshape(-1).astype(group_of.dtype), back=False) > 0
+            made = run([exchanged(x, back=False) for x in taken], None, here.reshape(each, -1))
+            return [exchanged(x, back=True) if row else x for x, row in zip(made, is_row, strict=True)]
 
-        block_of = jnp.clip(group_of, 0, groups)
-        n = group_of.shape[0]
-        shape = (groups + (not in_range), group_capacity(n, groups, expected or n))
-        return in_rounds(once, block_of, shape, is_row_result(rule))
+        most = functools.partial(lax.pmax, axis_name=axes) if axes else lambda rounds: rounds
+        return in_rounds(once, block_of, (parts * each, places), is_row, most)
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)
     sizes = jnp.bincount(group_of, length=groups).astype(jnp.int32)
-    found = zip(run([jnp.take(x, order, axis=0) for x in of_rows], sizes, None), is_row_result(rule), strict=True)
-    return tuple(jnp.take(x, back, axis=0) if is_row else x for x, is_row in found)
+    found = zip(run([jnp.take(x, order, axis=0) for x in of_rows], sizes), is_row, strict=True)
+    return tuple(jnp.take(x, back, axis=0) if row else x for x, row in found)
 
 
-def is_product(step: Step) -> bool:
-    """Whether a step is a product of ragged groups."""
-    return "ragged_dot_dimension_numbers" in dict(step.params)
+def ragged_numbers(step: Step) -> lax.RaggedDotDimensionNumbers | None:
+    """The dimensions of a product of ragged groups; None of any other step."""
+    return dict(step.params).get("ragged_dot_dimension_numbers")
 
 
-def _product_of_blocks(step: Step, operands: Sequence[Any], groups: int, filled: Any) -> Any:
-    """A product of ragged groups whose rows are in blocks [block, place], one for each group, then those of none."""
+def sums_rows(step: Step) -> bool:
+    """Whether a step sums products over the rows of each group."""
+    numbers = ragged_numbers(step)
+    return numbers is not None and 0 in numbers.dot_dimension_numbers[0][0]
+
+
+def _product_of_blocks(
+    step: Step, numbers: lax.RaggedDotDimensionNumbers, operands: Sequence[Any], groups: int, shape: tuple[int, int]
+) -> Any:
+    """A product of ragged groups whose rows are in blocks [block, place]: one for each group, then those of none."""
     params, (lhs, rhs, _) = dict(step.params), operands
-    numbers: lax.RaggedDotDimensionNumbers = params["ragged_dot_dimension_numbers"]
     (contracted, others), _ = numbers.dot_dimension_numbers
     dot = functools.partial(
         lax.dot_general, precision=params["precision"], preferred_element_type=params["preferred_element_type"]
     )
 
     def blocks(x: Any) -> Any:
-        return x.reshape(*filled.shape, *x.shape[1:])[:groups]
+        return x.reshape(*shape, *x.shape[1:])[:groups]
 
-    def masked(x: Any) -> Any:
-        return jnp.where(filled[:groups].reshape(groups, -1, *[1] * (x.ndim - 1)), blocks(x), 0)
-
-    if 0 in contracted:
-        return dot(masked(lhs), masked(rhs), (((1,), (1,)), ((0,), (0,))))
+    if sums_rows(step):
+        return dot(blocks(lhs), blocks(rhs), (((1,), (1,)), ((0,), (0,))))
     made = dot(blocks(lhs), rhs, (([d + 1 for d in contracted], others), ((0,), numbers.rhs_group_dimensions)))
-    made = jnp.pad(made, [(0, filled.shape[0] - groups), *[(0, 0)] * (made.ndim - 1)])
+    made = jnp.pad(made, [(0, shape[0] - groups), *[(0, 0)] * (made.ndim - 1)])
     return made.reshape(-1, *made.shape[2:])
 
 

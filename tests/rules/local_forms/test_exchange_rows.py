@@ -50,5 +50,4 @@ def test_every_row_comes_back_and_is_counted_once(parts: int, groups: int, load:
 def test_a_block_has_room_for_a_quarter_more_than_an_even_load_and_never_for_more_than_all():
     assert [capacity(n, 8) for n in (1024, 8, 7, 1)] == [160, 2, 1, 1]
     assert capacity(6, 1) == 6
-    assert [group_capacity(1024, g, 1024) for g in (1, 8, 1000)] == [1024, 160, 8]
-    assert group_capacity(1280, 1, 1024) == 1280  # of what is sent to one device, places for all
+    assert [group_capacity(1024, groups) for groups in (1, 8, 1000)] == [1024, 160, 8]
