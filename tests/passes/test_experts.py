@@ -143,6 +143,23 @@ def test_equal_to_one_device_and_nothing_sent_that_was_not_planned(
     assert found.clean, str(found)
 
 
+@pytest.mark.parametrize("kind", ["ragged", "blocks"])
+def test_rows_of_no_group_come_back_where_experts_are_split(kind: str):
+    p, x = arrays(64, 16, 64, 8)
+    group = np.random.default_rng(0).integers(-1, 11, 64).astype("int32")
+
+    def fun(p: Params, x: Any, group: Any) -> Any:
+        order = jnp.argsort(group)
+        return jnp.cos(products(p, x[order], jnp.bincount(group, length=8)))[jnp.argsort(order)]
+
+    pins, tokens = WAYS["experts over both axes"]
+    specs = (dict.fromkeys(p, P()) | pins, tokens, tokens)
+    where: dict[str, Any] = {"mesh": on(HASTY, kind), "in_shardings": specs, "out_shardings": tokens}
+    step = autoshard.jit(fun, passes=EXCHANGING, strategy="replicated", **where)
+    assert "all-to-all" in {c.kind for c in step.plan(p, x, group).cost.collectives}
+    same(step(p, x, group), jax.jit(fun)(p, x, group))
+
+
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_experts_send_tokens_and_no_weights(devices: int):
     p, x = arrays(64, 64, 256, 8)
