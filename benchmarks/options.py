@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from autoshard.backend.estimate import estimate
+from autoshard.cost.compiler_options import SCOPED_VMEM
 from benchmarks.answers import answer
 from benchmarks.target_cases import MIB, Case, options, planned
 
@@ -44,6 +45,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "latency hiding scheduler off": {"xla_tpu_enable_latency_hiding_scheduler": "false"},
     "windowed einsum always": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"},
     "windowed einsum never": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
+    **{f"{mib} MiB on the chip for a fusion": {SCOPED_VMEM: str(mib * 1024)} for mib in (16, 32, 48, 64)},
 }
 
 

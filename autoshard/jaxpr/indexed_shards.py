@@ -85,7 +85,9 @@ def scatter_on_shards(
             neutral = jnp.full_like(x, _NEUTRAL[eqn.primitive])
             x = jnp.where(lax.axis_index(tuple(shared)) == 0, x, neutral)
         mode = lax.GatherScatterMode.FILL_OR_DROP
-        return eqn.primitive.bind(x, jnp.stack(columns, -1), updates, **{**params, "mode": mode})
+        if columns:  # none where all of the operand is one window
+            indices = jnp.stack(columns, -1)
+        return eqn.primitive.bind(x, indices, updates, **{**params, "mode": mode})
 
     return run
 
@@ -93,6 +95,8 @@ def scatter_on_shards(
 def _columns(indices: Any) -> list[Any]:
     """The index of each indexed dimension, signed."""
     wide = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
+    if indices.dtype in (jnp.uint32, jnp.uint64):
+        indices = jnp.minimum(indices, jnp.iinfo(wide).max)
     return [indices[..., k].astype(wide) for k in range(indices.shape[-1])]
 
 

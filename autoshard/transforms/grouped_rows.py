@@ -90,14 +90,22 @@ def in_rounds(
     def added(i: Any, totals: Sequence[Any]) -> list[Any]:
         source, made = one_round(i)
         return [
-            total.at[source].set(x, mode="drop") if is_row else total + x
+            total.at[source].set(x, mode="drop") if is_row else total + x.astype(total.dtype)
             for total, x, is_row in zip(totals, made, is_row_result, strict=True)
         ]
 
     _, made = jax.eval_shape(one_round, jnp.int32(0))
-    shapes = [(n, *x.shape[1:]) if is_row else x.shape for x, is_row in zip(made, is_row_result, strict=True)]
-    totals = [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, made, strict=True)]
-    return tuple(lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(0), totals))[1])
+    totals = [
+        jnp.zeros((n, *x.shape[1:]), x.dtype) if is_row else jnp.zeros(x.shape, _dtype_of_sums(x.dtype))
+        for x, is_row in zip(made, is_row_result, strict=True)
+    ]
+    _, totals = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(0), totals))
+    return tuple(total.astype(x.dtype) for total, x in zip(totals, made, strict=True))
+
+
+def _dtype_of_sums(dtype: Any) -> Any:
+    """Many rounds add up: float32 of floats that are narrower."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def grouped_rows(
@@ -152,7 +160,8 @@ def grouped_rows(
 
     if in_blocks:
         each, places = own + (not in_range), group_capacity(group_of.shape[0], groups)
-        block_of = jnp.clip(group_of, 0, groups)
+        wide = jnp.int64 if group_of.dtype.itemsize == 8 else jnp.int32  # than the groups alone need
+        block_of = jnp.clip(group_of.astype(wide), 0, groups)
         if not in_range:  # behind each device's blocks one of rows that have no group
             block_of = jnp.minimum(block_of + block_of // own, parts * each - 1)
 

@@ -131,3 +131,24 @@ def test_updates_that_devices_have_apart_come_to_one_operand_once(kind: str) -> 
     specs = P(None, "model"), P("data"), P("data", "model")
     found = on_shards(together, specs, P(None, "model"), *operands)
     np.testing.assert_allclose(found, jx.bind_equation(eqn, operands, eqn.params)[0], rtol=1e-5)
+
+
+def test_updates_of_all_that_a_shard_has() -> None:
+    """One window, at no index."""
+    x, u = np.ones((8, 16), np.float32), np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+    numbers = lax.ScatterDimensionNumbers((0, 1), (), ())
+    eqn, operands = equation(
+        lambda x, i, u: lax.scatter_add(x, i, u, numbers), "scatter-add", x, np.zeros(0, np.int32), u
+    )
+    spec = P("data", "model")
+    part = jx.scatter_on_shards(eqn, [("data",), ("model",)], ())
+    same(x + u, on_shards(part, (spec, P(), spec), spec, *operands))
+
+
+def test_indices_that_no_signed_number_has_clip_to_the_last_row() -> None:
+    x, i = np.arange(16, dtype=np.float32), np.asarray([[3], [2**31 + 7], [2**32 - 1]], np.uint32)
+    numbers = lax.GatherDimensionNumbers((), (0,), (0,))
+    eqn, operands = equation(lambda x, i: lax.gather(x, i, numbers, (1,), mode="clip"), "gather", x, i)
+    part = jx.gather_on_shards(eqn, [("model",)])
+    found = on_shards(lambda x, i: lax.psum(part(x, i), "model"), (P("model"), P()), P(), *operands)
+    same([3.0, 15.0, 15.0], found)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
-from autoshard.transforms.grouped_rows import capacity, group_capacity
+from autoshard.transforms.grouped_rows import capacity, group_capacity, in_rounds
 
 ROWS = 64
 RNG = np.random.default_rng(0)
@@ -51,3 +51,14 @@ def test_a_block_has_room_for_a_quarter_more_than_an_even_load_and_never_for_mor
     assert [capacity(n, 8) for n in (1024, 8, 7, 1)] == [160, 2, 1, 1]
     assert capacity(6, 1) == 6
     assert [group_capacity(1024, groups) for groups in (1, 8, 1000)] == [1024, 160, 8]
+
+
+def test_sums_of_many_rounds_are_not_rounded_between_them() -> None:
+    """In bfloat16 2,048 and eight are 2,048 again."""
+    ones = jnp.ones((4096,), "bfloat16")
+
+    def once(source: Any, filled: Any) -> list[Any]:
+        return [jnp.take(ones, source, mode="fill", fill_value=0).sum()]
+
+    (total,) = in_rounds(once, jnp.zeros(4096, "int32"), (1, 8), [False])
+    assert (total.dtype, float(total)) == (jnp.bfloat16, 4096.0)
