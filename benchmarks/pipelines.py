@@ -60,6 +60,8 @@ class Cluster:
 CLUSTERS = {
     "4x8 H100": Cluster({"node": 4, "model": 8}, {"gpu": "h100", "nodes": 4}),
     "16x8 H100": Cluster({"stage": 4, "data": 4, "model": 8}, {"gpu": "h100", "nodes": 16}),
+    "4 x v5e:4x4": Cluster({"slice": 4, "data": 4, "model": 4}, {"tpu": "v5e:4x4", "slices": 4}),
+    "8 x v5e:4x4": Cluster({"slice": 8, "data": 4, "model": 4}, {"tpu": "v5e:4x4", "slices": 8}),
     "2 x v5e:16x16": Cluster({"slice": 2, "data": 32, "model": 8}, {"tpu": "v5e:16x16", "slices": 2}),
     "2 x v5p:4x4x4": Cluster({"slice": 2, "data": 16, "model": 4}, {"tpu": "v5p:4x4x4", "slices": 2}),
     "8 x v5p:4x4x4": Cluster({"slice": 8, "data": 16, "model": 4}, {"tpu": "v5p:4x4x4", "slices": 8}),

@@ -10,6 +10,8 @@ The text is that of ``compiled.as_text()`` on CPU, GPU and TPU:
 - A loop's body is in the text once; `autoshard.backend.hlo_trip_counts` gives its runs.
 - Device groups are lists ``{{0,1},{2,3}}``, iotas ``[4,2]<=[2,4]T(1,0)``, or axes of a mesh with names of the
   compiler's own, ``mesh['axis_0'=2,'axis_1'=4] {'axis_1'}``. Device numbers are row-major positions in the mesh.
+- Collectives between TPU slices are a ``send`` and a ``recv`` of the host (`autoshard.backend.hlo_slices`); the
+  ``send`` is counted.
 - Every branch of a conditional is counted as taken, but where that is known (`autoshard.jaxpr.branch_runs`).
 """
 
@@ -22,9 +24,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from autoshard.backend.hlo_slices import of_every_slice, slice_transfer, transfer_name
 from autoshard.backend.hlo_text import Computation, Instruction, Module, called, element_bits, parse_hlo
 from autoshard.backend.hlo_trip_counts import run_counts
-from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_KINDS, COLLECTIVE_PERMUTE, REDUCE_SCATTER, Collective
+from autoshard.machine.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVE_KINDS,
+    COLLECTIVE_PERMUTE,
+    REDUCE_SCATTER,
+    Collective,
+)
 from autoshard.machine.mesh import LogicalMesh
 
 Groups = tuple[tuple[int, ...], ...]
@@ -37,7 +47,18 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
-_NO_WORK = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
+_NO_WORK = (
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "parameter",
+    "recv",
+    "recv-done",
+    "send",
+    "send-done",
+    "tuple",
+)
 """Opcodes that take no time."""
 
 
@@ -54,7 +75,7 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
 def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, ...]:
     """`collectives` of a parsed module, those that run when its entry does."""
     runs = run_counts(module)
-    group_axes = _GroupAxes(mesh)
+    group_axes = _GroupAxes(mesh, module.partitions)
     overlapped = {(name, start.name): start for name, start in _overlapped_starts(module)}
     beside = _computations_below(module, overlapped.values())
     async_parts: set[tuple[str, str]] = set()
@@ -65,6 +86,24 @@ def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, .
             continue
         count, exact = runs[computation.name]
         for instruction in computation.instructions.values():
+            if instruction.opcode == "send" and (transfer := slice_transfer(instruction, module.partitions)):
+                axes, size = group_axes.of(transfer.kind, transfer.groups)
+                sent = shape_bytes(_tuple_elements(instruction.shape)[0])
+                found.append(
+                    Collective(
+                        kind=transfer.kind,
+                        axes=axes,
+                        bytes=sent * (size if transfer.kind == ALL_GATHER else 1),
+                        count=count,
+                        source=module.source(instruction) or module.caller_source(computation.name),
+                        operation=module.operation(instruction),
+                        computation=computation.name,
+                        exact=exact,
+                        share=_senders(transfer.groups) / mesh.size if transfer.kind == COLLECTIVE_PERMUTE else 1.0,
+                        asynchronous=computation.name in beside or (computation.name, instruction.name) in overlapped,
+                    )
+                )
+                continue
             kind = instruction.opcode.removesuffix("-start")
             if (
                 kind not in COLLECTIVE_KINDS
@@ -89,7 +128,7 @@ def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, .
                     operation=module.operation(instruction),
                     computation=computation.name,
                     exact=exact,
-                    share=_sending_devices(instruction.attributes) / mesh.size if kind == COLLECTIVE_PERMUTE else 1.0,
+                    share=group_axes.sending(instruction.attributes) if kind == COLLECTIVE_PERMUTE else 1.0,
                     redundant=redundant,
                     asynchronous=(
                         computation.name in beside
@@ -109,6 +148,12 @@ def _overlapped_starts(module: Module) -> Iterator[tuple[str, Instruction]]:
         for instruction in computation.instructions.values():
             if instruction.opcode.endswith("-start"):
                 begun[instruction.name] = instruction
+            elif instruction.opcode == "send" and (name := transfer_name(instruction)):
+                begun[name] = instruction
+            elif instruction.opcode == "recv-done":
+                for recv in instruction.names:
+                    received = computation.instructions.get(recv)
+                    begun.pop(transfer_name(received) if received else "", None)
             elif instruction.opcode.endswith("-done"):
                 for name in instruction.names:
                     begun.pop(name, None)
@@ -146,10 +191,9 @@ def _wraps_computation(instruction: Instruction, module: Module) -> bool:
     )
 
 
-def _sending_devices(attributes: str) -> int:
+def _senders(pairs: Groups) -> int:
     """Number of devices that a collective-permute sends from to another device."""
-    pairs = _PAIRS.search(attributes)
-    return len({pair[0] for pair in _parse_lists(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
+    return len({pair[0] for pair in pairs if pair[0] != pair[1]})
 
 
 def _is_later_part(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
@@ -205,8 +249,8 @@ def _parameter_bytes(computation: Computation) -> int:
 class _GroupAxes:
     """Maps device groups to mesh axes; each distinct text of ``replica_groups`` is parsed once."""
 
-    def __init__(self, mesh: LogicalMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: LogicalMesh, partitions: int = 0) -> None:
+        self.mesh, self.partitions = mesh, partitions
         self.names = [a for a, n in mesh.shape.items() if n > 1]
         self.ids = np.arange(mesh.size).reshape(mesh.axis_sizes)
         self.by_text: dict[str, tuple[tuple[str, ...] | None, int]] = {}
@@ -219,15 +263,30 @@ class _GroupAxes:
     def __call__(self, kind: str, attributes: str) -> tuple[tuple[str, ...] | None, int]:
         """The axes, None where no set of axes has these groups, and the number of devices in a group."""
         if kind == COLLECTIVE_PERMUTE:
-            pairs = _PAIRS.search(attributes)
-            return (self._permuted_axes(_parse_lists(pairs[1])), 2) if pairs else (None, 1)
+            return self.of(kind, pairs) if (pairs := self._pairs(attributes)) is not None else (None, 1)
         spelling = re.search(r"replica_groups=.*?(?=, [a-z_]+=(?!\()|$)", attributes)
         key = spelling[0] if spelling else ""
         if key not in self.by_text:
-            groups = replica_groups(key, self.mesh.size)
-            axes = self.by_groups.get(_unordered(groups)) if groups else None
-            self.by_text[key] = axes, max((len(g) for g in groups), default=1) if groups else 1
+            groups = replica_groups(key, self.partitions or self.mesh.size)
+            self.by_text[key] = self.of(kind, self._everywhere(groups)) if groups else (None, 1)
         return self.by_text[key]
+
+    def of(self, kind: str, groups: Groups) -> tuple[tuple[str, ...] | None, int]:
+        """`__call__` of groups of devices of the whole mesh, or of pairs of a source and a target."""
+        if kind == COLLECTIVE_PERMUTE:
+            return self._permuted_axes(groups), 2
+        return self.by_groups.get(_unordered(groups)), max((len(g) for g in groups), default=1)
+
+    def sending(self, attributes: str) -> float:
+        """The share of devices that a collective-permute sends from to another device."""
+        return _senders(self._pairs(attributes) or ()) / self.mesh.size
+
+    def _pairs(self, attributes: str) -> Groups | None:
+        pairs = _PAIRS.search(attributes)
+        return self._everywhere(_parse_lists(pairs[1])) if pairs else None
+
+    def _everywhere(self, groups: Groups) -> Groups:
+        return of_every_slice(groups, self.partitions, self.mesh.size)
 
     def _permuted_axes(self, pairs: Groups) -> tuple[str, ...] | None:
         """The axes in which some source-target pair differs."""

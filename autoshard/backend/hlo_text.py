@@ -17,6 +17,7 @@ _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
 _SOURCE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
 _KERNEL_METADATA = re.compile(r"\bkernel_metadata=\{\n(?:[^}\n].*\n)*\}")
 """What a Pallas kernel says of itself: the one attribute that is printed on several lines."""
+_PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 _OPERATION = re.compile(r'\bop_name="([^"]*)"')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 PEAK_DTYPES = {
@@ -61,11 +62,13 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Computations by name, the entry computation's name, and ``file:line`` by stack frame."""
+    """Computations by name, the entry computation's name, ``file:line`` by stack frame, and the number of devices that
+    the program is partitioned for, those of one slice where there are several; 0 if the text does not say."""
 
     computations: dict[str, Computation]
     entry: str
     frames: dict[str, str]
+    partitions: int = 0
 
     def source(self, instruction: Instruction) -> str:
         """``file:line`` of the user's code that an instruction comes from; empty if unknown."""
@@ -118,7 +121,9 @@ def parse_hlo(text: str) -> Module:
         elif (header := _HEADER.match(line)) and not line.startswith("HloModule"):
             name, instructions, root = header[2], {}, ""
             entry = header[2] if header[1] else entry
-    return Module(computations, entry or next(reversed(computations), ""), _frames(tables))
+    partitions = _PARTITIONS.search(text)
+    devices = int(partitions[1]) if partitions else 0
+    return Module(computations, entry or next(reversed(computations), ""), _frames(tables), devices)
 
 
 def _frames(tables: dict[str, dict[str, str]]) -> dict[str, str]:

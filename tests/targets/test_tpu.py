@@ -102,6 +102,17 @@ def test_slices_follow_one_another_along_the_first_axis():
     assert [{d.slice_index for d in row} for row in found] == [{0}, {0}, {1}, {1}]
 
 
+def test_collectives_between_slices_are_those_planned():
+    train, state, batch = decoder(16, layers=2, d_model=256, heads=2, vocab=512, seq=128)
+    mesh = MeshConfig(axes={"slice": 2, "data": 4}, tpu="v5e:2x2", slices=2)
+    step = autoshard.jit(train, mesh=mesh, strategy="zero1", donate_argnums=0)
+    executable, plan = step.lower(state, batch).compile(), step.plan(state, batch)
+    crossing = [c for c in collectives(executable.as_text(), plan.mesh) if c.axes and "slice" in c.axes]
+    planned = sum(c.total_bytes for c in plan.cost.collectives if c.axes and "slice" in c.axes)
+    assert 0.2 * planned < sum(c.total_bytes for c in crossing) <= planned
+    assert audit(executable, plan).clean
+
+
 def test_a_slice_that_the_compiler_does_not_know():
     with pytest.raises(MeshError, match="TPU v5e:3x5: libtpu refuses this topology"):
         device_array(TpuSlice("v5e:3x5"), (15,))
