@@ -30,7 +30,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
 from autoshard.backend.compilation import parse_out_of_memory
 from autoshard.backend.estimate import estimate
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.machine.mesh import LogicalMesh
 from benchmarks.answers import Answer, answer, asked, compilers, digest
 from benchmarks.baselines import BASELINES, POLICIES, abstract, lowered, options

@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.backend.estimate import Estimate, module_estimate, total_seconds
-from autoshard.backend.hlo_collectives import module_collectives
-from autoshard.backend.hlo_text import Computation, Instruction, Module, called, parse_hlo
-from autoshard.backend.hlo_trip_counts import run_counts
+from autoshard.backend.hlo.collectives import module_collectives
+from autoshard.backend.hlo.text import Computation, Instruction, Module, called, parse_hlo
+from autoshard.backend.hlo.trip_counts import run_counts
 from autoshard.machine.collective import COLLECTIVE_PERMUTE
 from autoshard.pipelining.exchange import seconds_of_ticks
 from autoshard.pipelining.tick_tables import FORWARD, IDLE, TickTables, tick_tables

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backend.audit import Audit, audit
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.machine.mesh import Link, LogicalMesh
 from tests.programs import CHIP, mesh
 

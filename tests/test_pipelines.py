@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import MeshConfig, Schedule
 from autoshard.api import DEFAULT_PASSES
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
 from autoshard.schedule.slots import Operation, Slot
 from autoshard.train.decoder import ModelConfig, make_steps

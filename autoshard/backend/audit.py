@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from autoshard.backend.estimate import Compiled
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.backend.known_rewrites import KindAxes, Rewrite, fit_rewrites
 from autoshard.ir.spec import Axes
 from autoshard.machine.collective import Collective

@@ -15,16 +15,11 @@ from pathlib import Path
 
 import jax
 
-from autoshard.backend import (
-    compilation,
-    estimate,
-    hlo_collectives,
-    hlo_roofline,
-    hlo_text,
-    hlo_trip_counts,
-)
+from autoshard.backend import compilation, estimate
 from autoshard.backend.compilation import Compilation, MemoryUsage, OutOfMemory
 from autoshard.backend.estimate import Estimate
+from autoshard.backend.hlo import attention, collectives, roofline, slices, trip_counts
+from autoshard.backend.hlo import text as hlo_text
 from autoshard.errors import CacheWarning, ConfigError
 from autoshard.machine import collective
 from autoshard.plan.record import PlanRecord
@@ -32,7 +27,7 @@ from autoshard.strict_config import Config
 
 CACHE_VARIABLE = "AUTOSHARD_CACHE"
 """Environment variable: the cache folder, where `jit` is given none."""
-PARSERS = (collective, compilation, estimate, hlo_collectives, hlo_roofline, hlo_text, hlo_trip_counts)
+PARSERS = (collective, compilation, estimate, attention, collectives, roofline, slices, hlo_text, trip_counts)
 """Modules that compute an entry from the compiler's output; their sources are part of the key."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that change what a compiler emits."""

@@ -4,7 +4,7 @@ The TPU compiler annotates every fusion with the cycles that it expects (`estima
 annotated once, so its cycles are multiplied by the trip count. It expects too many of fusions that memory bounds (two
 of elementwise ones, up to twelve times of some reductions): one without a product takes at most what its bytes take.
 Instructions that it does not annotate, and all instructions of the GPU and CPU compilers, are estimated by the chip's
-roofline; kernels for attention, by their share of the peak (`hlo_attention`). No compiler estimates collectives: their
+roofline; kernels for attention, by their share of the peak (`hlo.attention`). No compiler estimates collectives: their
 time is the link model's.
 """
 
@@ -14,11 +14,11 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
-from autoshard.backend.hlo_attention import attention_seconds
-from autoshard.backend.hlo_collectives import module_collectives
-from autoshard.backend.hlo_roofline import instruction_seconds, memory_bound_seconds, roofline_seconds
-from autoshard.backend.hlo_text import Computation, Instruction, Module, parse_hlo
-from autoshard.backend.hlo_trip_counts import run_counts
+from autoshard.backend.hlo.attention import attention_seconds
+from autoshard.backend.hlo.collectives import module_collectives
+from autoshard.backend.hlo.roofline import instruction_seconds, memory_bound_seconds, roofline_seconds
+from autoshard.backend.hlo.text import Computation, Instruction, Module, parse_hlo
+from autoshard.backend.hlo.trip_counts import run_counts
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, LogicalMesh
 

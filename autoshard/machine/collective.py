@@ -1,7 +1,7 @@
 """Collectives, planned and emitted, and their seconds by an alpha-beta (latency and bandwidth) model of rings.
 
 One record serves both what a plan predicts (`autoshard.cost`) and what XLA emitted
-(`autoshard.backend.hlo_collectives`), so that `autoshard.backend.audit` can compare them.
+(`autoshard.backend.hlo.collectives`), so that `autoshard.backend.audit` can compare them.
 """
 
 from __future__ import annotations

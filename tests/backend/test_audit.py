@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard.backend.audit import audit, audit_collectives, size_text
-from autoshard.backend.hlo_collectives import collectives, replica_groups, shape_bytes
+from autoshard.backend.hlo.collectives import collectives, replica_groups, shape_bytes
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from autoshard.backend.estimate import estimate
-from autoshard.backend.hlo_roofline import roofline_seconds
-from autoshard.backend.hlo_text import parse_hlo
+from autoshard.backend.hlo.roofline import roofline_seconds
+from autoshard.backend.hlo.text import parse_hlo
 from tests.programs import CHIP, mesh
 
 TEXT = """HloModule jit_step, is_scheduled=true

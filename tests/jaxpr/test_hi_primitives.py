@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.errors import RuleError
 from autoshard.rules import SHIPPED
 from autoshard.transforms.remat import is_recomputable

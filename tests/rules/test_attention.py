@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.rules import OWN
 from autoshard.rules.local_forms.attention_ring import key_reach, masked_score
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp

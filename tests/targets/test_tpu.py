@@ -18,7 +18,7 @@ import autoshard
 from autoshard.backend.audit import audit
 from autoshard.backend.compilation import compile_plan, memory_usage
 from autoshard.backend.estimate import estimate
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.errors import MeshError
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.machine.target import device_array

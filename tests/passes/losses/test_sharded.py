@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import autoshard
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes import Losses

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backend.audit import audit
-from autoshard.backend.hlo_collectives import collectives
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.machine.mesh import AttentionRates, LogicalMesh
 from autoshard.rules import OWN
 from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused

@@ -7,10 +7,10 @@ The text is that of ``compiled.as_text()`` on CPU, GPU and TPU:
   is counted. It emits a reduce-scatter as a fusion named ``all-reduce-scatter`` around an all-reduce of the padded
   operand: that is counted as a reduce-scatter of the fusion's operands. A collective-permute then moves the rows that
   padding put on a neighbour: that is counted as part of the reduce-scatter.
-- A loop's body is in the text once; `autoshard.backend.hlo_trip_counts` gives its runs.
+- A loop's body is in the text once; `autoshard.backend.hlo.trip_counts` gives its runs.
 - Device groups are lists ``{{0,1},{2,3}}``, iotas ``[4,2]<=[2,4]T(1,0)``, or axes of a mesh with names of the
   compiler's own, ``mesh['axis_0'=2,'axis_1'=4] {'axis_1'}``. Device numbers are row-major positions in the mesh.
-- Collectives between TPU slices are a ``send`` and a ``recv`` of the host (`autoshard.backend.hlo_slices`); the
+- Collectives between TPU slices are a ``send`` and a ``recv`` of the host (`autoshard.backend.hlo.slices`); the
   ``send`` is counted.
 - Every branch of a conditional is counted as taken, but where that is known (`autoshard.jaxpr.branch_runs`).
 """
@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autoshard.backend.hlo_slices import of_every_slice, slice_transfer, transfer_name
-from autoshard.backend.hlo_text import Computation, Instruction, Module, called, element_bits, parse_hlo
-from autoshard.backend.hlo_trip_counts import run_counts
+from autoshard.backend.hlo.slices import of_every_slice, slice_transfer, transfer_name
+from autoshard.backend.hlo.text import Computation, Instruction, Module, called, element_bits, parse_hlo
+from autoshard.backend.hlo.trip_counts import run_counts
 from autoshard.machine.collective import (
     ALL_GATHER,
     ALL_REDUCE,

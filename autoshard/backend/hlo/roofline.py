@@ -2,7 +2,7 @@
 
 Each instruction that runs as a kernel takes the larger of FLOPs / peak and bytes read and written / memory bandwidth,
 plus one kernel launch; in a loop, times its trip count. Kernels for attention run at their share of the peak
-(`hlo_attention`).
+(`hlo.attention`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from autoshard import jaxpr as jx
-from autoshard.backend.hlo_attention import attention_seconds
-from autoshard.backend.hlo_collectives import shape_bytes
-from autoshard.backend.hlo_text import Computation, Instruction, Module, called, peak_dtype
-from autoshard.backend.hlo_trip_counts import run_counts
+from autoshard.backend.hlo.attention import attention_seconds
+from autoshard.backend.hlo.collectives import shape_bytes
+from autoshard.backend.hlo.text import Computation, Instruction, Module, called, peak_dtype
+from autoshard.backend.hlo.trip_counts import run_counts
 from autoshard.machine.collective import COLLECTIVE_KINDS
 from autoshard.machine.mesh import Hardware
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from autoshard import jaxpr as jx
-from autoshard.backend.hlo_text import Computation, Instruction, Module, called
+from autoshard.backend.hlo.text import Computation, Instruction, Module, called
 
 
 class RunCount(NamedTuple):

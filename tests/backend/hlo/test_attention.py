@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.backend.estimate import estimated_cycles
-from autoshard.backend.hlo_text import parse_hlo
+from autoshard.backend.hlo.text import parse_hlo
 from autoshard.machine.hardware import load_hardware
 from autoshard.transforms.attention_kernels import peak_share
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.backend.hlo_collectives import collectives
-from autoshard.backend.hlo_slices import of_every_slice
+from autoshard.backend.hlo.collectives import collectives
+from autoshard.backend.hlo.slices import of_every_slice
 from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
 
 MESH = resolve_mesh(MeshConfig(axes={"slice": 2, "data": 4}, tpu="v5e:2x2", slices=2))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.backend.hlo_roofline import roofline_seconds
-from autoshard.backend.hlo_text import parse_hlo
+from autoshard.backend.hlo.roofline import roofline_seconds
+from autoshard.backend.hlo.text import parse_hlo
 from autoshard.machine.mesh import AttentionRates, Hardware, Link
 from autoshard.transforms.attention_kernels import peak_share
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from autoshard.backend.hlo_text import Instruction
+from autoshard.backend.hlo.text import Instruction
 from autoshard.machine.collective import (
     ALL_GATHER,
     ALL_REDUCE,

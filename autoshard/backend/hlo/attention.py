@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from autoshard.backend.hlo_text import Computation, Instruction, Module, peak_dtype
+from autoshard.backend.hlo.text import Computation, Instruction, Module, peak_dtype
 from autoshard.machine.mesh import Hardware
 from autoshard.transforms.attention_kernels import KERNELS, flops_at_peak
 
