@@ -30,7 +30,7 @@ from autoshard.machine.mesh import LogicalMesh
 Groups = tuple[tuple[int, ...], ...]
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<= ]*)\]")
-_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
+PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
@@ -148,8 +148,8 @@ def _wraps_computation(instruction: Instruction, module: Module) -> bool:
 
 def _sending_devices(attributes: str) -> int:
     """Number of devices that a collective-permute sends from to another device."""
-    pairs = _PAIRS.search(attributes)
-    return len({pair[0] for pair in _parse_lists(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
+    pairs = PAIRS.search(attributes)
+    return len({pair[0] for pair in listed_groups(pairs[1]) if pair[0] != pair[1]}) if pairs else 0
 
 
 def _is_later_part(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
@@ -219,8 +219,8 @@ class _GroupAxes:
     def __call__(self, kind: str, attributes: str) -> tuple[tuple[str, ...] | None, int]:
         """The axes, None where no set of axes has these groups, and the number of devices in a group."""
         if kind == COLLECTIVE_PERMUTE:
-            pairs = _PAIRS.search(attributes)
-            return (self._permuted_axes(_parse_lists(pairs[1])), 2) if pairs else (None, 1)
+            pairs = PAIRS.search(attributes)
+            return (self._permuted_axes(listed_groups(pairs[1])), 2) if pairs else (None, 1)
         spelling = re.search(r"replica_groups=.*?(?=, [a-z_]+=(?!\()|$)", attributes)
         key = spelling[0] if spelling else ""
         if key not in self.by_text:
@@ -252,7 +252,7 @@ def replica_groups(text: str, devices: int) -> Groups | None:
         ids = np.arange(math.prod(reshape)).reshape(reshape)
         return _rows((ids.transpose(perm) if perm else ids).reshape(dims))
     if listed := _LISTED.search(text):
-        return _parse_lists(listed[1]) or (tuple(range(devices)),)
+        return listed_groups(listed[1]) or (tuple(range(devices)),)
     return None
 
 
@@ -285,7 +285,7 @@ def _rows(ids: np.ndarray) -> Groups:
     return tuple(tuple(int(d) for d in row) for row in ids)
 
 
-def _parse_lists(text: str) -> Groups:
+def listed_groups(text: str) -> Groups:
     return tuple(_ints(row) for row in re.findall(r"\{([\d, ]*)\}", text))
 
 
