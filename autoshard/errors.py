@@ -188,6 +188,14 @@ class CacheWarning(UserWarning):
     """
 
 
+class PipelineWarning(UserWarning):
+    """All stages of a pipeline compute what any of them does, since XLA put a collective of all devices into it: the
+    results are the same, later.
+
+    Remedy: none is needed for them; look at the source line that the message names, or split other dimensions there.
+    """
+
+
 class PlacementWarning(UserWarning):
     """An argument was committed to another sharding than planned and had to be resharded.
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from autoshard.backend.estimate import Compiled
 from autoshard.backend.hlo.collectives import collectives
 from autoshard.backend.known_rewrites import KindAxes, Rewrite, fit_rewrites
+from autoshard.backend.stage_branches import Stray, stray_collectives
 from autoshard.ir.spec import Axes
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
@@ -37,6 +38,13 @@ class CostLike(Protocol):
     def collectives(self) -> Iterable[Collective]: ...
 
 
+class PipelineLike(Protocol):
+    """The part of a plan's pipeline that an audit uses."""
+
+    @property
+    def axis(self) -> str: ...
+
+
 class AuditedPlan(Protocol):
     """The part of a `Plan` that an audit uses."""
 
@@ -45,6 +53,9 @@ class AuditedPlan(Protocol):
 
     @property
     def cost(self) -> CostLike: ...
+
+    @property
+    def pipeline(self) -> PipelineLike | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,9 @@ class Audit:
 
     rows: tuple[Row, ...]
     explained: tuple[Explanation, ...]
+    strays: tuple[Stray, ...] = ()
+    """Collectives in what a stage of a pipeline runs by itself, in which devices of other stages take part too: on CPUs
+    and GPUs such a program waits for ever."""
 
     @property
     def planned(self) -> tuple[Collective, ...]:
@@ -100,8 +114,9 @@ class Audit:
 
     @property
     def clean(self) -> bool:
-        """Whether for every kind and axes the bytes agree within 5 % or a known rewrite explains why not."""
-        return not self.differences
+        """Whether for every kind and axes the bytes agree within 5 % or a known rewrite explains why not, and no stage
+        of a pipeline waits for another."""
+        return not self.differences and not self.strays
 
     def as_json(self) -> dict[str, object]:
         """The audit as plain JSON values."""
@@ -109,6 +124,7 @@ class Audit:
             "clean": self.clean,
             "rows": [asdict(row) | {"verdict": row.verdict} for row in self.rows],
             "explained": [asdict(e) for e in self.explained],
+            "strays": [asdict(s) for s in self.strays],
         }
 
     def lines(self) -> Iterator[tuple[str, Row | None]]:
@@ -120,8 +136,12 @@ class Audit:
             yield "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip(), row
         for e in self.explained:
             yield f"explained: {e}", None
+        for s in self.strays:
+            yield f"waits for other stages: {s.kind}, {short_source(s.source) or s.operation}", None
         n = len(self.differences)
-        yield "clean" if self.clean else f"not clean: {n} {'row differs' if n == 1 else 'rows differ'}", None
+        differ = [f"{n} {'row differs' if n == 1 else 'rows differ'}"] if n or not self.strays else []
+        waits = [f"{len(self.strays)} in which stages wait for others"] if self.strays else []
+        yield "clean" if self.clean else f"not clean: {', '.join([*differ, *waits])}", None
         if any(not c.exact for c in self.emitted):
             yield "+ marks a loop whose trip count is unknown: counted once, it may run more often", None
 
@@ -146,7 +166,10 @@ def audit(compiled: Compiled, plan: AuditedPlan) -> Audit:
       >>> autoshard.audit(step.lower(x).compile(), step.plan(x)).clean
       True
     """
-    return audit_collectives(plan.cost.collectives, collectives(compiled.as_text() or "", plan.mesh), plan.mesh)
+    text = compiled.as_text() or ""
+    found = audit_collectives(plan.cost.collectives, collectives(text, plan.mesh), plan.mesh)
+    pipeline = plan.pipeline
+    return found if pipeline is None else replace(found, strays=stray_collectives(text, plan.mesh, pipeline.axis))
 
 
 def audit_collectives(planned: Iterable[Collective], emitted: Iterable[Collective], mesh: LogicalMesh) -> Audit:

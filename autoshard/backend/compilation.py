@@ -1,10 +1,13 @@
-"""Compiles a planned step with its target's compiler and compares memory, time and collectives with the plan."""
+"""Compiles a planned step with its target's compiler and compares memory, time and collectives with the plan; and times
+of the stages up to there, in the log of ``autoshard`` at level DEBUG."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,12 +15,12 @@ import jax
 
 from autoshard.backend.audit import Audit, audit
 from autoshard.backend.estimate import Estimate, estimate, total_seconds
-from autoshard.backend.stage_log import stage
 from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.record import PlanRecord
-from autoshard.units import size_text
+from autoshard.units import size_text, time_text
 
+LOGGER = logging.getLogger("autoshard")
 _OUT_OF_MEMORY = (
     re.compile(r"required for .*?\(([\d.]+)([KMGT]?)i?B?\) exceeds available \w+ \(([\d.]+)([KMGT]?)i?B?\)"),
     re.compile(r"Used ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm"),
@@ -121,6 +124,15 @@ class Compilation:
             "refined": [asdict(t) for t in self.plan.refined],
             "audit": self.audit.as_json() if self.audit else None,
         }
+
+
+@contextlib.contextmanager
+def stage(name: str, step: str) -> Generator[None]:
+    """Logs how long the ``with`` block took, as ``train: search took 12.3 ms``."""
+    start = time.perf_counter()
+    yield
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        LOGGER.debug("%s: %s took %s", step, name, time_text(time.perf_counter() - start))
 
 
 def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:

@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
+from autoshard.backend.compilation import stage
 from autoshard.backend.lower import constrain
 from autoshard.backend.process_local import check_agreement, make_global, spans_processes
-from autoshard.backend.stage_log import stage
+from autoshard.backend.stage_branches import without_strays
 from autoshard.cost.compiler_options import user_options
 from autoshard.errors import MeshError, PlacementWarning, PlanError
 from autoshard.ir.graph import Graph
@@ -61,15 +62,38 @@ class Executable[P: PlanRecord]:
         pairs = zip(self.program.inputs, self.avals, strict=True)
         self.avals = tuple((tuple(x.aval.shape), *aval[1:3], x.memory_kind == "pinned_host") for x, aval in pairs)
 
-    @functools.cached_property
+    @property
     def jaxpr(self) -> jx.Jaxpr:
-        """The program with the plan's sharding constraints, over this machine's devices."""
+        """The program with the plan's sharding constraints, over this machine's devices; a pipeline staged.
+
+        Raises:
+          PipelineError: stages of the pipeline would wait for each other for ever.
+        """
+        return self._staged[0]
+
+    @functools.cached_property
+    def _staged(self) -> tuple[jx.Jaxpr, jax.stages.Lowered | None]:
+        """`jaxpr`, and it lowered, where it was compiled to know that its stages do not wait for each other."""
         jaxpr, pipeline = constrain(self.graph, self.plan, self.plan.jax_mesh), self.plan.pipeline
         if pipeline is None:
-            return jaxpr
+            return jaxpr, None
         chain = find_chain(jaxpr, self.program.name, self.program.rules)
-        stages = Stages(pipeline.axis, pipeline.schedule, pipeline.layers, pipeline.stored)
-        return pipelined_jaxpr(jaxpr, chain, stages, self.plan.jax_mesh)
+
+        def staged(together: bool) -> jx.Jaxpr:
+            stages = Stages(pipeline.axis, pipeline.schedule, pipeline.layers, pipeline.stored, together)
+            return pipelined_jaxpr(jaxpr, chain, stages, self.plan.jax_mesh)
+
+        if not self.plan.mesh.is_available or self.closes_over_tracers:
+            return staged(together=self.closes_over_tracers), None
+
+        def lower(jaxpr: jx.Jaxpr) -> jax.stages.Lowered:
+            return self._lower(self._in_order, jaxpr)
+
+        return without_strays(self.program.name, staged, lower, self._compile, self.plan.mesh, pipeline.axis)
+
+    @property
+    def _in_order(self) -> range:
+        return range(len(self.avals))
 
     @functools.cached_property
     def spans_processes(self) -> bool:
@@ -81,10 +105,12 @@ class Executable[P: PlanRecord]:
         """Whether the program closes over tracers of an outer trace, and so is valid within that trace only."""
         return jx.any_tracer(self.program.jaxpr.consts)
 
-    def eval_jaxpr(self, leaves: Sequence[Any]) -> Any:
-        """Evaluates the constrained program on flat arguments; called while `jax.jit` traces."""
+    def eval_jaxpr(self, leaves: Sequence[Any], jaxpr: jx.Jaxpr | None = None) -> Any:
+        """Evaluates the constrained program, `jaxpr` or the one given, on flat arguments; called while `jax.jit`
+        traces.
+        """
         assert tuple(map(argument_aval, leaves)) == self.avals
-        return self.program.out_tree.unflatten(jx.as_fun(self.jaxpr)(*leaves))
+        return self.program.out_tree.unflatten(jx.as_fun(jaxpr or self.jaxpr)(*leaves))
 
     @functools.cached_property
     def nested_jit(self) -> Any:
@@ -123,7 +149,7 @@ class Executable[P: PlanRecord]:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The step lowered as a function of flat arguments."""
-        return self.prelowered or self._lower(range(len(self.avals)))
+        return self.prelowered or self._staged[1] or self._lower(self._in_order)
 
     def lower_for_call(self, tree: Any, order: Sequence[int], **options: Any) -> jax.stages.Lowered:
         """The step lowered for calls whose ``(args, kwargs)`` have the structure ``tree``.
@@ -144,7 +170,7 @@ class Executable[P: PlanRecord]:
                     f"be lowered for {name}: name {platform} alone (platforms=[...] of jax.export.export), or plan the "
                     f"step over a mesh of {name} devices"
                 )
-        as_is = not options and list(order) == list(range(len(self.avals)))
+        as_is = not options and list(order) == list(self._in_order)
         lowered = self.lowered if as_is else self._lower(order, **options)
         if self.stores_padding:
             if options:
@@ -172,11 +198,11 @@ class Executable[P: PlanRecord]:
     def _refuse_other_machine(self, *_: Any, **__: Any) -> None:
         self.plan.mesh.require_available(self.program.name)
 
-    def _lower(self, order: Sequence[int], **options: Any) -> jax.stages.Lowered:
+    def _lower(self, order: Sequence[int], jaxpr: jx.Jaxpr | None = None, **options: Any) -> jax.stages.Lowered:
         places = [order.index(i) for i in range(len(self.avals))]  # the program's argument at each position of the call
 
         def step(*given: Any) -> Any:
-            return jax.tree.leaves(self.eval_jaxpr([given[i] for i in order]))
+            return jax.tree.leaves(self.eval_jaxpr([given[i] for i in order], jaxpr))
 
         step.__name__ = self.program.name
         jx.name_arguments(step, [self.plan.inputs[i].path for i in places])
@@ -200,7 +226,9 @@ class Executable[P: PlanRecord]:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step, a function of flat arguments."""
-        lowered = self.lowered
+        return self._compile(self.lowered)
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         with stage("compile", self.program.name):
             return lowered.compile()
 

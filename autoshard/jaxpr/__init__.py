@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from autoshard.jaxpr.branch_runs import branch_runs, branch_shares
+from autoshard.jaxpr.branch_runs import branch_runs, branch_shares, branches_of_stages
 from autoshard.jaxpr.dispatch import (
     CompileOnlyLowered,
     FastPath,
@@ -148,6 +148,7 @@ __all__ = [
     "bodies_with_operand",
     "branch_runs",
     "branch_shares",
+    "branches_of_stages",
     "calls_one_body",
     "check_jaxpr",
     "clear_dispatcher",

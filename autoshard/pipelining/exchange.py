@@ -30,7 +30,7 @@ def exchanged(tables: TickTables, axis: str, activations: list[Any], gradients: 
     else:
         branches = [lambda sent, pairs=pairs: without_specs(send(pairs, sent)) for pairs in tables.exchanges]
         runs = np.bincount(tables.exchange, minlength=len(branches)).tolist()
-        with jx.branch_runs(runs, len(tables.ticks)):
+        with jx.branch_runs(runs, len(tables.ticks), together=True):
             arrived = lax.switch(number, branches, sent)
     return arrived[: len(tables.activations)], arrived[len(tables.activations) :]
 

@@ -63,13 +63,23 @@ def without_specs(results: Any) -> Any:
     )
 
 
-def choose(condition: Any, if_true: Any, if_false: Any, *operands: Any, once_in: int = 1) -> Any:
+def choose(
+    condition: Any, if_true: Any, if_false: Any, *operands: Any, once_in: int = 1, together: bool = False
+) -> Any:
     """`jax.lax.cond`, whose branches may constrain what they return.
 
     Args:
       once_in: of so many runs, on a stage where it ever holds, the condition holds in one.
+      together: run both branches, so that devices of all stages meet in what they have in them.
     """
+    if together:
+        return kept_where(condition, if_true(*operands), if_false(*operands))
     with jx.branch_runs((once_in, 1), once_in):
         return lax.cond(
             condition, lambda *xs: without_specs(if_true(*xs)), lambda *xs: without_specs(if_false(*xs)), *operands
         )
+
+
+def kept_where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """One of two trees of arrays, by a scalar."""
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), if_true, if_false)

@@ -12,14 +12,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.exchange import exchanged
-from autoshard.pipelining.rings import add_row, cast_as, choose, pick, put, summed, without_specs, zeros
+from autoshard.pipelining.operation import operate, operate_together
+from autoshard.pipelining.rings import add_row, cast_as, choose, pick, put, summed, zeros
 from autoshard.pipelining.segment import evaluate, stacked_results
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
@@ -39,6 +39,7 @@ class StageProgram:
     def __init__(self, chain: Chain, stages: Stages, additions: Additions) -> None:
         self.chain, self.stages, self.axis, self.additions = chain, stages, stages.axis, additions
         self.tables: TickTables = tick_tables(stages.schedule)
+        self.choose = functools.partial(choose, together=stages.together)
         self.chunks = stages.schedule.chunks
         self.parts = stages.schedule.stages * self.chunks
         groups, body = chain.groups, chain.body
@@ -89,19 +90,17 @@ class StageProgram:
                 "operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final",
             )
         }  # fmt: skip
-        columns["exchange"] = jnp.asarray(tables.exchange)
+        columns |= {"exchange": jnp.asarray(tables.exchange), "anywhere": jnp.asarray(tables.anywhere)}
         for name, routes in (("a", tables.activations), ("g", tables.gradients)):
             columns |= {f"{name}{n}": jnp.asarray(r.slot)[:, stage] for n, r in enumerate(routes)}
 
         branches = [self._idle, self._forward, *([self._backward] if self.b is not None else [])]
         branches += [self._weights_backward] if self.split else []
         bound = [functools.partial(b, weights=weights, whole=known, batch=batch) for b in branches]
-        opened = [lambda *xs, run=run: without_specs(run(*xs)) for run in bound]
-        runs = np.bincount(tables.operation[:, 0], minlength=len(branches)).tolist()
+        operates = operate_together if self.stages.together else operate
 
         def tick(state: dict[str, Values], row: dict[str, Any]) -> tuple[Any, None]:
-            with jx.branch_runs(runs, len(tables.ticks)):
-                state, activation, gradient = lax.switch(row["operation"], opened, state, row)
+            state, activation, gradient = operates(bound, tables, state, row)
             arrived = exchanged(tables, self.axis, activation, gradient, row["exchange"])
             for name, routes in zip("ag", arrived, strict=True):
                 for n, values in enumerate(routes):
@@ -183,7 +182,7 @@ class StageProgram:
         state = self._add("forward", state, made, row)
         if self.b is None:
             end = row["part"] == self.parts - 1
-            state = choose(end, lambda s: self._add("last", s, made, row), lambda s: s, state, once_in=self.chunks)
+            state = self.choose(end, lambda s: self._add("last", s, made, row), lambda s: s, state, once_in=self.chunks)
         else:
             finals = zip(state["final"], out, strict=True)
             state = {**state, "final": [put(ring, x, row["final"]) for ring, x in finals]}
@@ -205,7 +204,7 @@ class StageProgram:
         def elsewhere(state: Any) -> tuple[Any, Values]:
             return state, [pick(ring, row["gradient"]) for ring in state["g"]]
 
-        state, carry = choose(row["part"] == self.parts - 1, on_last, elsewhere, state, once_in=self.chunks)
+        state, carry = self.choose(row["part"] == self.parts - 1, on_last, elsewhere, state, once_in=self.chunks)
         xs = self._own_rows(eqn, groups, known, state, weights, row)
         consts = self.evaluate(None, known, eqn.invars[: groups.consts])
         if self.split is None:
@@ -224,7 +223,7 @@ class StageProgram:
             state = {**state, "kept": [put(ring, x, row["kept"]) for ring, x in rings]}
             made |= known
         begin = row["part"] == 0
-        state = choose(begin, lambda s: self._add("first", s, made, row), lambda s: s, state, once_in=self.chunks)
+        state = self.choose(begin, lambda s: self._add("first", s, made, row), lambda s: s, state, once_in=self.chunks)
         return state, self._nothing()[0], out
 
     def _weights_backward(
@@ -245,7 +244,7 @@ class StageProgram:
         return self.b, scan_groups(self.b)
 
     def _first_or_received(self, is_first: Any, make: Callable[[], Values], ring: Values, slot: Any) -> Values:
-        return choose(is_first, make, lambda: [pick(r, slot) for r in ring], once_in=self.chunks)
+        return self.choose(is_first, make, lambda: [pick(r, slot) for r in ring], once_in=self.chunks)
 
     def _own_rows(
         self, eqn: jx.JaxprEqn, groups: jx.ScanGroups, known: Known, state: Any, weights: Values, row: Any
@@ -300,7 +299,7 @@ class StageProgram:
             def leave(carry: Values) -> tuple[Values, Values]:
                 return carry, [zeros(jx.aval(v).shape, v) for v in body.outvars[carries:]]
 
-            carry, ys = run(carry) if even else choose(index < count, run, leave, carry)
+            carry, ys = run(carry) if even else self.choose(index < count, run, leave, carry)
             here = {**known, **{v: jnp.expand_dims(y, 0) for v, y in zip(stacked, ys, strict=True)}}
             terms = self._terms(place, here, added)
             sums = [s if x is None else add_row(s, x, row["chunk"], index) for s, x in zip(sums, terms, strict=True)]

@@ -23,6 +23,9 @@ class Stages:
     """Number of layers of each part."""
     stored: bool = True
     """Whether arguments have a row for each layer, and a stage stores its own; else all stages store all layers."""
+    together: bool = False
+    """Whether all stages run what any of them does at a tick, and each keeps what is its own: where devices of several
+    stages meet in it."""
 
     @functools.cached_property
     def rows(self) -> np.ndarray[Any, Any]:

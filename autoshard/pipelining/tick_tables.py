@@ -57,6 +57,11 @@ class TickTables:
     """Number of slots on a stage, the most of any: of activations, gradients, residuals, kept values and finals."""
 
     @functools.cached_property
+    def anywhere(self) -> npt.NDArray[np.bool_]:
+        """[tick, operation]: whether a stage has it."""
+        return np.stack([(self.operation == n).any(1) for n in range(WEIGHTS + 1)], 1)
+
+    @functools.cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """What goes from stage to stage after a tick, of all ticks that differ in it.
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from autoshard.backend.compilation import stage
 from autoshard.backend.executable import Executable
-from autoshard.backend.stage_log import stage
 from autoshard.errors import AutoshardError, MemoryBudgetError
 from autoshard.ir.program import PipelineRequest, Program, with_pins
 from autoshard.ir.trace import trace

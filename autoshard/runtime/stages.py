@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from autoshard.backend.stage_log import stage
+from autoshard.backend.compilation import stage
 from autoshard.errors import MemoryBudgetError
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph

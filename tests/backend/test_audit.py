@@ -498,6 +498,7 @@ class Cost:
 class Plan:
     mesh: LogicalMesh
     cost: Cost
+    pipeline: None = None
 
 
 def test_audit_of_a_compiled_program() -> None:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from autoshard import MeshConfig
 from autoshard import jaxpr as jx
+from autoshard.backend.stage_branches import stray_collectives
 from autoshard.pipelining.chain import find_chain
 from autoshard.pipelining.executor import run_pipelined
 from autoshard.pipelining.stages import Stages
@@ -36,22 +38,27 @@ def plain_loss(params: Any, batch: Any) -> jax.Array:
     return cross_entropy(x @ params["embed"].T, batch["y"])
 
 
-def pipelined(step: Callable[..., Any], args: Any, schedule: Schedule, layers: tuple[int, ...]) -> Any:
+def pipelined(
+    step: Callable[..., Any], args: Any, schedule: Schedule, layers: tuple[int, ...], *, together: bool = False
+) -> Any:
     """The results of ``step`` with its chain of layers over as many stages as ``schedule`` has, of two devices each."""
-    stages = schedule.stages
-    mesh = jax.make_mesh((stages, min(2, 8 // stages)), ("stage", "model"), axis_types=(AxisType.Auto,) * 2)
+    axes = {"stage": schedule.stages, "model": min(2, 8 // schedule.stages)}
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 2)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jx.normalize(jax.make_jaxpr(step)(*args))
         chain = find_chain(jaxpr, "step", SHIPPED)
-        run = jax.jit(lambda *xs: run_pipelined(jaxpr, chain, Stages("stage", schedule, layers), mesh, xs))
-        flat = run(*jax.tree.leaves(args))
+        stages = Stages("stage", schedule, layers, together=together)
+        run, flat = jax.jit(lambda *xs: run_pipelined(jaxpr, chain, stages, mesh, xs)), jax.tree.leaves(args)
+        compiled = run.lower(*flat).compile()
+        assert not stray_collectives(compiled.as_text() or "", MeshConfig(axes=axes).mesh(), "stage")
+        flat = compiled(*flat)
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(step, *args)), flat)
 
 
 def assert_equal_to_one_device(
-    step: Callable[..., Any], args: Any, schedule: Schedule, layers: tuple[int, ...]
+    step: Callable[..., Any], args: Any, schedule: Schedule, layers: tuple[int, ...], *, together: bool = False
 ) -> None:
-    expected, found = jax.jit(step)(*args), pipelined(step, args, schedule, layers)
+    expected, found = jax.jit(step)(*args), pipelined(step, args, schedule, layers, together=together)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
 
 
@@ -72,6 +79,13 @@ def test_losses_and_gradients_are_those_of_one_device(
     schedule = Schedule.named(name, stages=stages, microbatches=microbatches)
     step = accumulated(plain_loss, microbatches)
     assert_equal_to_one_device(step, (params_of(sum(layers)), tokens(0)), schedule, layers)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("interleaved:2", (1, 2, 1, 1)), ("zb-h1", (2, 1))])
+def test_all_stages_compute_what_any_does(name: str, layers: tuple[int, ...]) -> None:
+    schedule = Schedule.named(name, stages=2, microbatches=4)
+    args = params_of(sum(layers)), tokens(0)
+    assert_equal_to_one_device(accumulated(plain_loss, 4), args, schedule, layers, together=True)
 
 
 @pytest.mark.skipif(not ALL, reason="AUTOSHARD_COMBINATIONS=all runs it")

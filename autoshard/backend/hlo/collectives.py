@@ -40,7 +40,7 @@ from autoshard.machine.mesh import LogicalMesh
 Groups = tuple[tuple[int, ...], ...]
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<= ]*)\]")
-_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
+PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
@@ -282,8 +282,8 @@ class _GroupAxes:
         return _senders(self._pairs(attributes) or ()) / self.mesh.size
 
     def _pairs(self, attributes: str) -> Groups | None:
-        pairs = _PAIRS.search(attributes)
-        return self._everywhere(_parse_lists(pairs[1])) if pairs else None
+        pairs = PAIRS.search(attributes)
+        return self._everywhere(listed_groups(pairs[1])) if pairs else None
 
     def _everywhere(self, groups: Groups) -> Groups:
         return of_every_slice(groups, self.partitions, self.mesh.size)
@@ -311,7 +311,7 @@ def replica_groups(text: str, devices: int) -> Groups | None:
         ids = np.arange(math.prod(reshape)).reshape(reshape)
         return _rows((ids.transpose(perm) if perm else ids).reshape(dims))
     if listed := _LISTED.search(text):
-        return _parse_lists(listed[1]) or (tuple(range(devices)),)
+        return listed_groups(listed[1]) or (tuple(range(devices)),)
     return None
 
 
@@ -344,7 +344,7 @@ def _rows(ids: np.ndarray) -> Groups:
     return tuple(tuple(int(d) for d in row) for row in ids)
 
 
-def _parse_lists(text: str) -> Groups:
+def listed_groups(text: str) -> Groups:
     return tuple(_ints(row) for row in re.findall(r"\{([\d, ]*)\}", text))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _ASSIGN = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -14,6 +14,7 @@ _CALLED = re.compile(
     r"=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
+_PARENT = re.compile(r"\bparent_frame_id=(\d+)")
 _SOURCE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
 _KERNEL_METADATA = re.compile(r"\bkernel_metadata=\{\n(?:[^}\n].*\n)*\}")
 """What a Pallas kernel says of itself: the one attribute that is printed on several lines."""
@@ -62,12 +63,14 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Computations by name, the entry computation's name, ``file:line`` by stack frame, and the number of devices that
-    the program is partitioned for, those of one slice where there are several; 0 if the text does not say."""
+    """Computations by name, the entry computation's name, ``file:line`` by stack frame, by frame the one around it, and
+    the number of devices that the program is partitioned for, those of one slice where there are several; 0 if the text
+    does not say."""
 
     computations: dict[str, Computation]
     entry: str
     frames: dict[str, str]
+    around: dict[str, str] = field(default_factory=dict[str, str])
     partitions: int = 0
 
     def source(self, instruction: Instruction) -> str:
@@ -77,6 +80,14 @@ class Module:
         if named := _SOURCE.search(instruction.attributes):
             return f"{named[1]}:{named[2]}" if named[2] else named[1]
         return ""
+
+    def source_outside(self, instruction: Instruction, folder: str) -> str:
+        """`source`, of the innermost frame whose file is not in ``folder``; empty if unknown."""
+        found = _FRAME_ID.search(instruction.attributes)
+        frame = found[1] if found else ""
+        while frame and self.frames.get(frame, "").startswith(folder):
+            frame = self.around.get(frame, "")
+        return self.frames.get(frame, "") if frame else ""
 
     def operation(self, instruction: Instruction) -> str:
         """JAX's ``op_name`` of an instruction, such as ``jit(step)/jvp()/dot_general``; empty if unknown."""
@@ -121,9 +132,11 @@ def parse_hlo(text: str) -> Module:
         elif (header := _HEADER.match(line)) and not line.startswith("HloModule"):
             name, instructions, root = header[2], {}, ""
             entry = header[2] if header[1] else entry
+    rows = tables["StackFrames"].items()
+    around = {key: str(int(found[1]) - 1) for key, row in rows if (found := _PARENT.search(row))}  # printed plus one
     partitions = _PARTITIONS.search(text)
     devices = int(partitions[1]) if partitions else 0
-    return Module(computations, entry or next(reversed(computations), ""), _frames(tables), devices)
+    return Module(computations, entry or next(reversed(computations), ""), _frames(tables), around, devices)
 
 
 def _frames(tables: dict[str, dict[str, str]]) -> dict[str, str]:
