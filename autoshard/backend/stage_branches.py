@@ -20,6 +20,7 @@ import numpy as np
 
 from autoshard import jaxpr as jx
 from autoshard.backend.hlo.collectives import PAIRS, listed_groups, replica_groups
+from autoshard.backend.hlo.slices import of_every_slice, slice_transfer
 from autoshard.backend.hlo.text import Instruction, Module, called, parse_hlo
 from autoshard.backend.hlo.trip_counts import trip_count
 from autoshard.errors import PipelineError, PipelineWarning
@@ -54,25 +55,29 @@ def stray_collectives(text: str, mesh: LogicalMesh, axis: str) -> tuple[Stray, .
     return tuple(
         Stray(i.opcode.removesuffix("-start"), module.operation(i), module.source_outside(i, _PACKAGE))
         for i in _in_branches(module)
-        if not _within_a_stage(i, stage_of, pairwise)
+        if not _within_a_stage(i, stage_of, pairwise, module.partitions)
     )
 
 
-def _within_a_stage(instruction: Instruction, stage_of: np.ndarray, pairwise: bool) -> bool:
+def _within_a_stage(instruction: Instruction, stage_of: np.ndarray, pairwise: bool, partitions: int) -> bool:
     """Whether an instruction is no collective, or one in which only devices of one stage meet.
 
     Args:
       pairwise: in a permute only the two devices of a pair meet.
+      partitions: of the program, as `Module` has it.
     """
-    kind = instruction.opcode.removesuffix("-start")
-    if kind not in COLLECTIVE_KINDS:
+    kind, devices = instruction.opcode.removesuffix("-start"), len(stage_of)
+    if transfer := slice_transfer(instruction, partitions):
+        groups = transfer.groups
+    elif kind not in COLLECTIVE_KINDS:
         return True
-    if kind == COLLECTIVE_PERMUTE:
+    elif kind == COLLECTIVE_PERMUTE:
         pairs = PAIRS.search(instruction.attributes)
-        groups = listed_groups(pairs[1]) if pairs and pairwise else None
+        groups = of_every_slice(listed_groups(pairs[1]), partitions, devices) if pairs and pairwise else None
     else:
         named = _GROUPS.search(instruction.attributes)
-        groups = replica_groups(named[0], len(stage_of)) if named else None
+        groups = replica_groups(named[0], partitions or devices) if named else None
+        groups = of_every_slice(groups, partitions, devices) if groups is not None else None
     return groups is not None and all(len({*stage_of[list(group)].tolist()}) == 1 for group in groups)
 
 
