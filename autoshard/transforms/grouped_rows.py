@@ -79,6 +79,7 @@ def in_rounds(
       rounds_of_all: of the rounds that these rows take, those that are gone through.
     """
     n, (blocks, places) = block_of.shape[0], shape
+    block_of = block_of.astype(jnp.int32)  # of groups it may be narrower than places are counted in
     order = jnp.argsort(block_of)
     counts = jnp.bincount(block_of, length=blocks).astype(jnp.int32)
     starts = jnp.cumsum(counts) - counts
@@ -95,12 +96,12 @@ def in_rounds(
         return (place_of >= i * places) & (place_of < (i + 1) * places)
 
     def of_rows(i: Any, x: Any) -> Any:
-        at = jnp.where(in_round(i), block_of.astype(jnp.int32) * places + place_of - i * places, blocks * places)
+        at = jnp.where(in_round(i), block_of * places + place_of - i * places, blocks * places)
         return jnp.take(x, at, axis=0, mode="fill", fill_value=0)
 
-    first = [of_rows(0, x) if is_row else x for x, is_row in zip(one_round(0), is_row_result, strict=True)]
+    first = tuple(of_rows(0, x) if is_row else x for x, is_row in zip(one_round(0), is_row_result, strict=True))
     if places >= n:
-        return tuple(first)
+        return first
 
     def added(i: Any, totals: Sequence[Any]) -> list[Any]:
         def both(total: Any, x: Any, is_row: bool) -> Any:
