@@ -89,6 +89,8 @@ def grouped_rows(
     compute = functools.partial(compute_grouped_rows, **params)
 
     def fun(axes: tuple[str, ...], group_of: Any, *xs: Any) -> Any:
+        if in_blocks or axes:
+            group_of = _apart(group_of, xs[:rows])
         if in_blocks or not axes:
             return compute(group_of, *xs, groups=groups, axes=axes)
         own = groups // lax.axis_size(axes)
@@ -127,6 +129,15 @@ def grouped_rows(
 
     local = Local(fun, collectives, used_when="always", work=work, alongside=row_factor(rule))
     return replace(rule, local=local)
+
+
+def _apart(group_of: Any, rows: Sequence[Any]) -> Any:
+    """``group_of`` as another value to XLA than it is to operations on other ``rows``.
+
+    A backward part sends and computes again what the forward part did. XLA would see that it is the same, and keep it
+    in memory from the one to the other.
+    """
+    return lax.optimization_barrier((group_of, *(x[:1] for x in rows)))[0]
 
 
 TABLE: dict[Primitive, RuleFn] = {grouped_rows_p: grouped_rows, sum_of_products_p: sum_of_products}

@@ -1,6 +1,6 @@
 """Compiler options of a plan: those that it sets for its target, and those that it may pass on from a file.
 
-All are for TPU, the first three where memory is tight. Measured in benchmarks/results/options.md.
+All but the last are for TPU, the first three where memory is tight. Measured in benchmarks/results/options.md.
 
 *Fused all-gathers.* XLA fuses the asynchronous all-gather of a weight into the convolution before it. That hides the
 all-gather, but such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its
@@ -19,6 +19,10 @@ default XLA has the TensorCore do it, which computes nothing meanwhile.
 
 *On-chip memory of a fusion.* What a product reads and writes passes through on-chip memory in blocks. By default XLA
 lets one fusion have less of it than large products on a v6e need to keep the matrix units busy.
+
+*All-reduces combined.* Experts whose rows are exchanged give the gradients of all their weights at once. XLA for GPU
+combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
+There the plan raises that size.
 """
 
 from __future__ import annotations
@@ -50,7 +54,15 @@ SPARSE_CORE_COLLECTIVES = {
 """The options that give collectives over one and more dimensions of the torus to the SparseCores."""
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """The option that says how much on-chip memory one fusion may use."""
-OWN_OPTIONS = NO_ALL_GATHER_FUSION | LATE_REMATERIALIZATION | SCHEDULING_IN_ALL_MEMORY | SPARSE_CORE_COLLECTIVES
+ALL_REDUCES_COMBINED = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28}
+"""The option that raises the bytes up to which all-reduces become one."""
+OWN_OPTIONS = (
+    NO_ALL_GATHER_FUSION
+    | LATE_REMATERIALIZATION
+    | SCHEDULING_IN_ALL_MEMORY
+    | SPARSE_CORE_COLLECTIVES
+    | ALL_REDUCES_COMBINED
+)
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
 its inverse of the memory is predicted to be used, XLA may come to recompute."""
@@ -127,17 +139,16 @@ def conflicting_options(given: CompilerOptions) -> dict[str, Any]:
     return {name: x for name, x in given if NO_ALL_GATHER_FUSION.get(name, x) != x}
 
 
-def effective_options(
-    mesh: LogicalMesh, peak: float, disable_fusion: bool, given: CompilerOptions = ()
-) -> CompilerOptions:
+def effective_options(graph: Graph, peak: float, disable_fusion: bool, given: CompilerOptions = ()) -> CompilerOptions:
     """The options that the program is compiled with, sorted: ``given`` override the plan's own.
 
     Args:
-      mesh: the target.
+      graph: the program, with its target.
       peak: predicted peak, in bytes per device.
       disable_fusion: what `should_disable_all_gather_fusion` says.
       given: the user's compiler options.
     """
+    mesh = graph.program.mesh
     tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
     sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
     own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (
@@ -145,7 +156,12 @@ def effective_options(
     )
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)
+    own |= ALL_REDUCES_COMBINED if mesh.platform == "gpu" and _exchanges_rows(graph) else {}
     return tuple(sorted({**own, **dict(given)}.items()))
+
+
+def _exchanges_rows(graph: Graph) -> bool:
+    return any(n.kind.rule.local is not None and n.kind.rule.local.alongside for n in graph.nodes)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

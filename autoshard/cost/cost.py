@@ -196,7 +196,7 @@ class CostModel:
         specs, values = layout.specs, self.graph.values
         charged: set[tuple[int, Spec]] = set()
         sent: set[tuple[int, Collective]] = set()
-        halos_sent: set[tuple[int, Spec, tuple[Collective, ...]] | None] = set()
+        sent_on_shards: set[object] = set()
         for number, (node, run) in enumerate(zip(self.graph.nodes, self.node_costs(layout), strict=True)):
             if not node.trip_count:
                 continue
@@ -212,13 +212,13 @@ class CostModel:
             charged.update((v, required) for v, _, required, _ in moves)
             made_as = zip(node.results, run.out_specs, strict=True)
             moves += [(v, made, specs[v], True) for v, made in made_as if made != specs[v]]
-            halos = self._halos(node, run)
-            again = halos is not None and halos in halos_sent
-            halos_sent.add(halos)
+            halos, first = self._halos(node, run), [self.view_of.get(v, v) for v in node.operands[:1]]
+            keys = [halos if c.kind == COLLECTIVE_PERMUTE else (*first, c) for c in run.collectives]
             issued = [
-                Transfer(replace(c, redundant=True) if again and c.kind == COLLECTIVE_PERMUTE else c, 0.0, 0)
-                for c in run.collectives
+                Transfer(replace(c, redundant=True) if key and key in sent_on_shards else c, 0.0, 0)
+                for key, c in zip(keys, run.collectives, strict=True)
             ]
+            sent_on_shards.update(keys)
             for v, src, dst, made in moves:
                 for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
                     key = self.view_of.get(v, v), c

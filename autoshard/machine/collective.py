@@ -58,7 +58,7 @@ class Collective:
     redundant: bool = False
     """Emitted: whether the same computation has an identical collective on the same operands, or this is XLA's
     rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise, or sends
-    the same halos, before."""
+    the same halos, before; of a local form, whether one with the same first operand has sent as much."""
 
     asynchronous: bool = False
     """Emitted: whether the device has other work between what starts it and what waits for it."""

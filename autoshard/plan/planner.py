@@ -83,7 +83,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         considered=len(s.tried),
         bound=s.bound,
         compiler_options=effective_options(
-            program.mesh, best.memory.peak, best.all_gather_fusion_disabled, request.compiler_options
+            graph, best.memory.peak, best.all_gather_fusion_disabled, request.compiler_options
         ),
         profile=profile_step(s.memory_model, layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled),
         in_tree=program.in_tree,

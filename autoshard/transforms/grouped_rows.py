@@ -16,10 +16,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax import numpy as jnp
 
+from autoshard import jaxpr as jx
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Axes
 from autoshard.transforms.primitive import define_primitive
@@ -66,6 +66,9 @@ def in_rounds(
 ) -> tuple[Any, ...]:
     """The results of rows that are put into blocks, in as many rounds as the fullest block takes.
 
+    The first is no part of the loop over the others: what it sends can be hidden by what is around it, and of its
+    results nothing is added up.
+
     Args:
       once: ``once(source, filled)`` -> the results of one round: for each place [block x place] or a sum. ``source``,
         [block x place], is the number of the row at each place, beyond all rows where there is none; ``filled``,
@@ -76,31 +79,48 @@ def in_rounds(
       rounds_of_all: of the rounds that these rows take, those that are gone through.
     """
     n, (blocks, places) = block_of.shape[0], shape
+    block_of = block_of.astype(jnp.int32)  # of groups it may be narrower than places are counted in
     order = jnp.argsort(block_of)
     counts = jnp.bincount(block_of, length=blocks).astype(jnp.int32)
     starts = jnp.cumsum(counts) - counts
-    rounds = rounds_of_all(-(-jnp.max(counts) // places))
+    position = jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
+    place_of = jnp.where(block_of < blocks, position - jnp.take(starts, block_of, mode="clip"), -1)
 
-    def one_round(i: Any) -> tuple[Any, Sequence[Any]]:
+    def one_round(i: Any) -> Sequence[Any]:
         place = i * places + jnp.arange(places, dtype=jnp.int32)
         filled = place < counts[:, None]
         source = jnp.where(filled, jnp.take(order, starts[:, None] + place, mode="clip"), n).reshape(-1)
-        return source, once(source, filled)
+        return once(source, filled)
+
+    def in_round(i: Any) -> Any:
+        return (place_of >= i * places) & (place_of < (i + 1) * places)
+
+    def of_rows(i: Any, x: Any) -> Any:
+        at = jnp.where(in_round(i), block_of * places + place_of - i * places, blocks * places)
+        return jnp.take(x, at, axis=0, mode="fill", fill_value=0)
+
+    first = tuple(of_rows(0, x) if is_row else x for x, is_row in zip(one_round(0), is_row_result, strict=True))
+    if places >= n:
+        return first
 
     def added(i: Any, totals: Sequence[Any]) -> list[Any]:
-        source, made = one_round(i)
-        return [
-            total.at[source].set(x, mode="drop") if is_row else total + x.astype(total.dtype)
-            for total, x, is_row in zip(totals, made, is_row_result, strict=True)
-        ]
+        def both(total: Any, x: Any, is_row: bool) -> Any:
+            if not is_row:
+                return total + x.astype(total.dtype)
+            return jnp.where(in_round(i).reshape(-1, *[1] * (x.ndim - 1)), of_rows(i, x), total)
 
-    _, made = jax.eval_shape(one_round, jnp.int32(0))
-    totals = [
-        jnp.zeros((n, *x.shape[1:]), x.dtype) if is_row else jnp.zeros(x.shape, _dtype_of_sums(x.dtype))
-        for x, is_row in zip(made, is_row_result, strict=True)
-    ]
-    _, totals = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(0), totals))
-    return tuple(total.astype(x.dtype) for total, x in zip(totals, made, strict=True))
+        return [both(*each) for each in zip(totals, one_round(i), is_row_result, strict=True)]
+
+    def others(rounds: Any, *first: Any) -> tuple[Any, ...]:
+        totals = [
+            x if is_row else x.astype(_dtype_of_sums(x.dtype)) for x, is_row in zip(first, is_row_result, strict=True)
+        ]
+        _, totals = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(1), totals))
+        return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
+
+    rounds = rounds_of_all(-(-jnp.max(counts) // places))
+    with jx.branch_runs((1, 0), 1):  # with an even load
+        return lax.cond(rounds > 1, others, lambda _, *first: first, rounds, *first)
 
 
 def _dtype_of_sums(dtype: Any) -> Any:

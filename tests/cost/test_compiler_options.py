@@ -1,11 +1,15 @@
 """Compiler options that plans set for their targets."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autoshard import MeshConfig, Plan, jit
 from autoshard.cost.compiler_options import (
+    ALL_REDUCES_COMBINED,
     HARMLESS,
     LATE_REMATERIALIZATION,
     NO_ALL_GATHER_FUSION,
@@ -17,6 +21,7 @@ from autoshard.cost.compiler_options import (
 )
 from autoshard.errors import MemoryBudgetError, PlanError
 from benchmarks.target_cases import PROGRAMS
+from tests.experts import added_up, arrays, gradient
 
 SLICE = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="320KiB")
 IMAGES, FILTERS = jax.ShapeDtypeStruct((16, 32, 32, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
@@ -131,6 +136,18 @@ def test_sparse_cores_run_collectives_and_fusions_have_on_chip_memory_where_a_ch
     given = jit(product, mesh=mesh, compiler_options=asked).plan(IMAGES, FILTERS)
     assert dict(given.compiler_options) == {**expected, **asked}
     assert dict(user_options(given.compiler_options, given.mesh)) == asked
+
+
+def test_all_reduces_are_combined_on_gpus_where_experts_exchange_rows():
+    args: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays(64, 16, 64, 8))
+    experts = {name: P("data") if len(w.shape) == 3 else P() for name, w in args[0].items()}
+    mesh = MeshConfig(axes={"data": 8}, gpu="h100")
+    where: dict[str, Any] = {"mesh": mesh, "strategy": "replicated", "passes": ("dead_code", "experts")}
+    specs = (experts, P("data"))
+    plan = jit(gradient(added_up, 2), in_shardings=specs, out_shardings=(specs, P("data")), **where).plan(*args)
+    assert dict(plan.compiler_options) == ALL_REDUCES_COMBINED
+    assert not user_options(plan.compiler_options, plan.mesh)
+    assert not jit(product, mesh=mesh).plan(IMAGES, FILTERS).compiler_options
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax import numpy as jnp
@@ -176,6 +177,43 @@ def test_experts_send_tokens_and_no_weights(devices: int):
     found = audit(step.lower(p, x).compile(), plan)
     assert found.clean, str(found)
     same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "blocks"])
+def test_losses_of_loads_clipping_and_counts_of_what_a_capacity_drops_are_those_of_one_device(kind: str):
+    """A step as people write it: a capacity of its own, two losses of the router, and a norm over all experts."""
+    p, x = arrays(64, 16, 64, 8)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+    def loss(p: Params, x: Any) -> Any:
+        logits = x @ p["gate"]
+        weights, chosen = lax.top_k(jax.nn.softmax(logits), 2)
+        flat = chosen.reshape(-1)
+        arrived = jnp.take_along_axis(jnp.cumsum(jax.nn.one_hot(flat, 8, dtype="int32"), 0), flat[:, None], 1)[:, 0]
+        expert = jnp.where(arrived <= 20, flat, 8)
+        order = jnp.argsort(expert)
+        rows = products(p, x[order // 2], jnp.bincount(expert, length=8))[jnp.argsort(order)]
+        rows = jnp.where((expert < 8)[:, None], rows, 0).reshape(*chosen.shape, -1)
+        loads = jnp.mean(jax.nn.one_hot(chosen, 8), (0, 1))
+        balance = 8 * jnp.sum(loads * jnp.mean(jax.nn.softmax(logits), 0))
+        of_router = balance + jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+        error = jnp.mean((x - jnp.einsum("tkd,tk->td", rows, weights)) ** 2)
+        return error + 0.01 * of_router, {"balance": balance, "dropped": jnp.sum(expert == 8)}
+
+    def train(state: Any, x: Any) -> Any:
+        grads, said = jax.grad(loss, has_aux=True)(state[0], x)
+        updates, moments = optimizer.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), moments), said | {"norm": optax.tree.norm(grads)}
+
+    state = (p, optimizer.init(p))
+    by_expert = jax.tree.map(lambda w: P(("x", "y")) if np.ndim(w) == 3 else P(), state)
+    specs: dict[str, Any] = {"in_shardings": (by_expert, P(("x", "y"))), "out_shardings": (by_expert, P())}
+    step = autoshard.jit(train, mesh=on(HASTY, kind), passes=EXCHANGING, strategy="replicated", **specs)
+    assert "all-to-all" in {c.kind for c in step.plan(state, x).cost.collectives}
+    got, want = step(state, x), jax.jit(train)(state, x)
+    assert got[1]["dropped"] == want[1]["dropped"] > 0
+    assert want[1]["norm"] > 0.1
+    same(got, want, scale=1e-3)
 
 
 def test_places_of_blocks_that_no_row_fills_count_for_nothing():

@@ -47,6 +47,22 @@ def test_every_row_comes_back_and_is_counted_once(parts: int, groups: int, load:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_what_one_round_sends_is_in_no_loop_so_that_a_shared_expert_can_hide_it():
+    """Schedulers move what a collective waits for beside others, but not into a loop or out of it."""
+    mesh, shape = Mesh(np.asarray(jax.devices()), ("x",)), jax.ShapeDtypeStruct
+
+    def on_shard(group_of: Any, rows: Any, shared: Any) -> Any:
+        out, _ = exchange_rows(("x",), partial(computed, 2), group_of, [rows], 2, [True, False])
+        return out + rows @ shared
+
+    specs: Any = (P("x"), P("x"), P())
+    sharded = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False)
+    traced = jax.make_jaxpr(sharded)(shape((64,), "int32"), shape((64, 4), "float32"), shape((4, 4), "float32"))
+    (body,) = (e.params["jaxpr"] for e in traced.jaxpr.eqns if e.primitive.name == "shard_map")
+    assert [e.primitive.name for e in body.eqns].count("all_to_all") == 3
+    assert "while" not in {e.primitive.name for e in body.eqns}
+
+
 def test_a_block_has_room_for_a_quarter_more_than_an_even_load_and_never_for_more_than_all():
     assert [capacity(n, 8) for n in (1024, 8, 7, 1)] == [160, 2, 1, 1]
     assert capacity(6, 1) == 6
