@@ -36,20 +36,24 @@ from autoshard.runs.report import (
     NonFiniteEvent,
     PhaseEvent,
     Report,
+    SlowDevicesEvent,
     StepEvent,
     StragglerEvent,
     make_report,
 )
 from autoshard.runs.run_folder import RunFolder, write_json
+from autoshard.runs.run_log import RunLog
 from autoshard.runs.wandb_run import WandbRun
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
+from autoshard.train.host_times import HostTimes
+from autoshard.train.meeting import Meeting
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
-from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds
+from autoshard.train.processes import SizedPlacer, from_first, in_any, is_first, peak_seconds
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
@@ -193,6 +197,7 @@ class _RunContext:
 
     config: TrainConfig
     folder: RunFolder
+    events: RunLog
     console: Console
     work: Work
     progress: ProgressLine
@@ -202,7 +207,7 @@ class _RunContext:
     def log(self, event: Event) -> None:
         """Adds ``event`` to the folder's log."""
         if is_first():
-            self.folder.append([event])
+            self.events.append(event)
             self.wandb.append(event)
 
     def to_stop(self) -> bool:
@@ -225,8 +230,8 @@ def _run_remaining(
     wandb = WandbRun(folder, asked, config.model_dump(mode="json"))
     from_first(wandb.begin)
     line = ProgressLine(console, config.last_step, *work.batches.amount, config.log_every)
-    with contextlib.closing(wandb), line as progress:
-        run = _RunContext(config, folder, console, work, progress, stop, wandb)
+    with contextlib.closing(wandb), line as progress, RunLog(folder) as events:
+        run = _RunContext(config, folder, events, console, work, progress, stop, wandb)
         last = None
         for index, phase in enumerate(config.all_phases):
             if phase.until > done:
@@ -241,6 +246,7 @@ def _run_remaining(
             state = checkpoint.restore(folder.checkpoints, done, plan=last.plan)
             metrics, batches = _mean_metrics(last, state, work.batches.final())
             held_out = metrics.get("loss")
+    events.flush()
     report = from_first(lambda: _write_report(run, last, done, held_out, batches))
     run.say(str(report))
     return report
@@ -306,6 +312,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
     keep = config.checkpoint.keep if policy is None else policy.kept(config.checkpoint.keep, config.checkpoint.every)
 
     def save(number: int, state: Tree, position: Any) -> None:
+        run.events.flush()
         extra = {"batches": position, "config": config.model_dump(mode="json")}
         checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
 
@@ -317,20 +324,22 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
         done = f"; going back to step {event.restored}" if event.restored is not None else "; the step is skipped"
         run.say(event.text(jax.process_count()) + ("" if event.did == "stop" else done))
 
-    def late(event: StragglerEvent) -> None:
+    def late(event: StragglerEvent | SlowDevicesEvent) -> None:
         run.log(event)
         run.say(event.text)
 
     def saved() -> Sequence[int]:
         return from_first(lambda: checkpoint.steps(run.folder.checkpoints))
 
+    host = HostTimes()
     return Duties(
         log=lambda number, metrics: _log_step(run, number, metrics),
         save=save,
         saves=lambda number: number % config.checkpoint.every == 0,
         evaluate=lambda number, state: _log_held_out(run, planned, state, number),
         evaluates=lambda number: planned.evaluate is not None and (number == last or number % (every or last) == 0),
-        stops=Meeting(run.stop, ready, config.log_every, last, late),
+        stops=Meeting(run.stop, ready, host, config.log_every, last, late),
+        host=host,
         failed=None if policy is None else NonFiniteWatch(policy, saved, restore, tell).answer,
     )
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -20,17 +19,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, ConfigError, PeerError
 from autoshard.jaxpr import dtype_from_name, product_flops
 from autoshard.plan.decisions import Place
-from autoshard.runs.report import StragglerEvent
-from autoshard.runs.stragglers import Waits, straggler
 from autoshard.runtime.plan import Plan
 from autoshard.shared_folder import of_all
 from autoshard.strict_files import shortened
 from autoshard.train.sources import ChosenRows, arrays_only
-from autoshard.train.stop_signals import StopSignals
 
 _LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|[Hh]eartbeat|Connection (reset|closed|refused)")
 """In what JAX says where another process cannot be reached; it has no class or code of its own for that."""
@@ -231,55 +226,3 @@ def peak_seconds(step: Callable[[Any, Any], Any], plan: Plan) -> float | None:
     hardware, traced = plan.mesh.hardware, jax.make_jaxpr(step)(*plan.in_avals)
     seconds = [flops / hardware.peak_flops(dtype) for dtype, flops in product_flops(traced.jaxpr).items()]
     return math.fsum(seconds) / plan.mesh.size
-
-
-class Meeting:
-    """What several processes tell one another every few steps: whether to stop, whether their batches are the same, and
-    who keeps the others waiting.
-
-    Args:
-      stop: whether this process was asked to.
-      ready: this process's batches.
-      every: steps between two meetings.
-      last: the last step, after which all meet too.
-      tell: called in all processes with what was found about one.
-    """
-
-    def __init__(
-        self,
-        stop: StopSignals,
-        ready: Prefetched,
-        every: int,
-        last: int,
-        tell: Callable[[StragglerEvent], None],
-    ) -> None:
-        self._stop, self._ready, self._every, self._last, self._tell = stop, ready, every, last, tell
-        self._since = time.perf_counter()
-        self._named: int | None = None
-
-    def __call__(self, number: int) -> bool:
-        """Whether to stop after step ``number``; all processes say the same.
-
-        Raises:
-          ConfigError: in every process, if the batches that they placed differ.
-        """
-        if jax.process_count() == 1:
-            return self._stop.requested
-        if number % self._every and number != self._last:
-            return False
-        waits, passed = self._ready.take_waits() or [0.0], time.perf_counter() - self._since
-        step = number + 1 - len(waits) + waits.index(max(waits))
-        own = [int(self._stop.requested), self._ready.digest, step]
-        own += [min(round(seconds * 1e6), 2**32 - 1) for seconds in (sum(waits), max(waits), passed)]
-        table = of_all(np.asarray(own, np.uint32))
-        if len(set(table[:, 1].tolist())) != 1:
-            raise ConfigError(
-                f"the batches up to step {number} are not the same in all {jax.process_count()} processes: give each "
-                "the same, such as by a fixed seed, or, with a plan, the rows that plan.local_rows names"
-            )
-        self._since = time.perf_counter()
-        found = straggler([Waits(step, *(n / 1e6 for n in seconds)) for step, *seconds in table[:, 2:].tolist()])
-        if found is not None and found.process != self._named:
-            self._tell(found)
-        self._named = None if found is None else found.process
-        return bool(table[:, 0].any())
