@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, median_high
 
+import numpy as np
+
 from autoshard.runs.report import Cause, SlowDevicesEvent, StragglerEvent
 
 SHARE = 0.1
@@ -21,6 +23,8 @@ LEAST = 0.05
 """Seconds that it is late beyond the others; steps of a millisecond differ by more than a share."""
 SLOWER = 1.3
 """What its devices take for the product, in what those of the others do."""
+AGAIN = 3
+"""How often in a row devices are found slower than those of others before it is said."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,51 @@ def slow_devices(step: int, seconds: Sequence[float]) -> SlowDevicesEvent | None
     if seconds[number] <= SLOWER * others:
         return None
     return SlowDevicesEvent(step=step, process=number, seconds=seconds[number], others=others)
+
+
+def latest(number: int, late: Sequence[float]) -> tuple[int, float, float]:
+    """Before which step, up to ``number``, the process was latest; all seconds that it was, and those before that."""
+    late = late or [0.0]
+    return number + 1 - len(late) + late.index(max(late)), sum(late), max(late)
+
+
+def as_row(
+    flags: Sequence[int],
+    batches: tuple[int, float, float],
+    host: tuple[int, float, float],
+    passed: float,
+    measured: float,
+) -> np.ndarray:
+    """What one process tells: uint32 [11], seconds as microseconds."""
+    seconds = [*batches[1:], *host[1:], passed, measured]
+    told = [min(round(each * 1e6), 2**32 - 1) for each in seconds]
+    return np.asarray([*flags, batches[0], *told[:2], host[0], *told[2:]], np.uint32)
+
+
+@dataclass
+class Findings:
+    """Who is found to keep the others waiting, and was not at the meeting before."""
+
+    late: frozenset[tuple[Cause, int]] = frozenset()
+    slow: tuple[int, int] = (-1, 0)
+    """The process with the slowest devices, and how often in a row they were measured as that."""
+
+    def __call__(self, number: int, told: np.ndarray) -> list[StragglerEvent | SlowDevicesEvent]:
+        """What is new after step ``number``.
+
+        Args:
+          told: of each process what `as_row` gives after the flags.
+        """
+        late: list[StragglerEvent] = []
+        causes: tuple[tuple[Cause, int], ...] = (("batches", 0), ("host", 3))
+        for cause, first in causes:
+            parts = [Lateness(int(row[first]), *(row[[first + 1, first + 2, 6]] / 1e6).tolist()) for row in told]
+            late += [found] if (found := straggler(cause, parts)) else []
+        new: list[StragglerEvent | SlowDevicesEvent] = [e for e in late if (e.cause, e.process) not in self.late]
+        self.late = frozenset((e.cause, e.process) for e in late)
+        if told[:, 7].all():
+            found = slow_devices(number, (told[:, 7] / 1e6).tolist())
+            process = -1 if found is None else found.process
+            self.slow = process, self.slow[1] + 1 if process == self.slow[0] else 1
+            new += [found] if found is not None and self.slow[1] == AGAIN else []
+        return new

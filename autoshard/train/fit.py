@@ -19,6 +19,7 @@ from autoshard.api import jit
 from autoshard.batches.padding import Padding
 from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, CheckpointError, PlanError
+from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
 from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, SlowDevicesEvent, StepEvent, StragglerEvent
 from autoshard.runs.run_folder import RunFolder
@@ -26,10 +27,8 @@ from autoshard.runs.run_log import RunLog
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
-from autoshard.train.host_times import HostTimes
-from autoshard.train.meeting import Meeting
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
-from autoshard.train.processes import SizedPlacer, abstract, from_first, is_first
+from autoshard.train.processes import Meeting, SizedPlacer, abstract, from_first, is_first
 from autoshard.train.sources import Mapped, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
 from autoshard.train.stop_signals import StopSignals

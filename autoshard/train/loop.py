@@ -29,6 +29,7 @@ from autoshard.batches.padding import WEIGHTS
 from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ConfigError
 from autoshard.pages.page import brief, page
+from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
 from autoshard.runs.report import (
     Event,
@@ -49,11 +50,9 @@ from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
-from autoshard.train.host_times import HostTimes
-from autoshard.train.meeting import Meeting
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
-from autoshard.train.processes import SizedPlacer, from_first, in_any, is_first, peak_seconds
+from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of

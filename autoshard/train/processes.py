@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +20,25 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from autoshard.backend.process_local import local_dim
+from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, ConfigError, PeerError
 from autoshard.jaxpr import dtype_from_name, product_flops
 from autoshard.plan.decisions import Place
+from autoshard.runs.device_probe import device_seconds
+from autoshard.runs.host_times import HostTimes
+from autoshard.runs.report import SlowDevicesEvent, StragglerEvent
+from autoshard.runs.stragglers import Findings, as_row, latest
 from autoshard.runtime.plan import Plan
 from autoshard.shared_folder import of_all
 from autoshard.strict_files import shortened
 from autoshard.train.sources import ChosenRows, arrays_only
+from autoshard.train.stop_signals import StopSignals
 
 _LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|[Hh]eartbeat|Connection (reset|closed|refused)")
 """In what JAX says where another process cannot be reached; it has no class or code of its own for that."""
+PROBE_SECONDS = 60.0
+"""Between two moments at which the devices are measured."""
 LOST_CODE = os.EX_TEMPFAIL
 """Exit code of a process that lost another, or to which not all came: start again."""
 
@@ -118,7 +128,8 @@ def same_in_all(digest: int) -> bool:
 class BatchPlacer:
     """Puts batches on the mesh of a plan, as its argument 1: a process copies to its devices the rows that they hold.
 
-    A process brings a whole batch, or, of several processes, only the rows that `Plan.local_rows` names. Whole batches
+    A process brings a whole batch, or, of several processes, only the rows that `Plan.local_rows` names, of each array
+    its own, along the first dimension that is split between processes. Whole batches
     are the same in every process: their digest is kept to compare.
     """
 
@@ -147,14 +158,18 @@ class BatchPlacer:
         return self._tree.unflatten(placed)
 
     def _placed(self, x: Any, place: Place, sharding: NamedSharding) -> Any:
-        several, dtype = jax.process_count() > 1, dtype_from_name(place.dtype)
+        several, dtype, dim = jax.process_count() > 1, dtype_from_name(place.dtype), 0
         x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
         if jax.dtypes.canonicalize_dtype(x.dtype) != dtype:
             raise ArgumentError(f"{place.path} of {self._plan.name} is {place.dtype}, and a batch has {x.dtype}")
         whole = x.shape == place.shape
-        rows = self._plan.local_rows(place.path) if several and place.shape and not whole else None
-        if not whole and (rows is None or x.shape != (len(rows), *place.shape[1:])):
-            brought = "" if rows is None else f"; or {len(rows)} rows of it, those of plan.local_rows({place.path!r})"
+        part = None
+        if several and place.shape and not whole:
+            dim = local_dim(sharding, place.stored_shape)
+            part = (*place.shape[:dim], len(self._plan.local_rows(place.path, dim)), *place.shape[dim + 1 :])
+        if not whole and x.shape != part:
+            named = "" if part is None else f"{place.path!r}{f', {dim}' if dim else ''}"
+            brought = "" if part is None else f"; or {list(part)} of it, of the rows of plan.local_rows({named})"
             raise ArgumentError(
                 f"{place.path} of {self._plan.name} is {list(place.shape)}{brought}, and a batch has {list(x.shape)}: "
                 "batches of other sizes need a step planned for them"
@@ -163,7 +178,7 @@ class BatchPlacer:
             return x if self._stored else jax.device_put(x, sharding)
         if self._stored:
             return np.asarray(x, dtype)  # the step pads it
-        if rows is not None:
+        if part is not None:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x, dtype), place.shape)
         if several and not isinstance(x, ChosenRows):
             self.digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8), self.digest)
@@ -226,3 +241,61 @@ def peak_seconds(step: Callable[[Any, Any], Any], plan: Plan) -> float | None:
     hardware, traced = plan.mesh.hardware, jax.make_jaxpr(step)(*plan.in_avals)
     seconds = [flops / hardware.peak_flops(dtype) for dtype, flops in product_flops(traced.jaxpr).items()]
     return math.fsum(seconds) / plan.mesh.size
+
+
+class Meeting:
+    """What several processes tell one another every few steps: whether to stop, whether their batches are the same, and
+    who keeps the others waiting.
+
+    Args:
+      stop: whether this process was asked to.
+      ready: this process's batches.
+      host: how late this process's host was.
+      every: steps between two meetings.
+      last: the last step, after which all meet too.
+      tell: called in all processes with what was found about one.
+      probe: seconds that this process's devices take for a product.
+    """
+
+    def __init__(
+        self,
+        stop: StopSignals,
+        ready: Prefetched,
+        host: HostTimes,
+        every: int,
+        last: int,
+        tell: Callable[[StragglerEvent | SlowDevicesEvent], None],
+        probe: Callable[[], float] = device_seconds,
+    ) -> None:
+        self._stop, self._ready, self._host, self._every, self._last = stop, ready, host, every, last
+        self._tell, self._probe = tell, probe
+        self._since = self._probed = time.perf_counter()
+        self._measured = 0.0
+        self._found = Findings()
+
+    def __call__(self, number: int) -> bool:
+        """Whether to stop after step ``number``; all processes say the same.
+
+        Raises:
+          ConfigError: in every process, if the batches that they placed differ.
+        """
+        if jax.process_count() == 1:
+            return self._stop.requested
+        if number % self._every and number != self._last:
+            return False
+        now = time.perf_counter()
+        flags = [int(self._stop.requested), int(now - self._probed >= PROBE_SECONDS), self._ready.digest]
+        batches, host = (latest(number, times) for times in (self._ready.take_waits(), self._host.take()))
+        table = of_all(as_row(flags, batches, host, now - self._since, self._measured))
+        if len(set(table[:, 2].tolist())) != 1:
+            raise ConfigError(
+                f"the batches up to step {number} are not the same in all {jax.process_count()} processes: give each "
+                "the same, such as by a fixed seed, or, with a plan, the rows that plan.local_rows names"
+            )
+        for event in self._found(number, table[:, 3:]):
+            self._tell(event)
+        self._measured = 0.0
+        if table[0, 1]:  # all at once, now that their devices have nothing to do
+            self._probed, self._measured = now, self._probe()
+        self._since = time.perf_counter()
+        return bool(table[:, 0].any())

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError
+from autoshard.runs.host_times import HostTimes
 from autoshard.runtime import nnx
 from autoshard.strict_files import cut
-from autoshard.train.host_times import HostTimes
 from autoshard.train.non_finite import Checked
 from autoshard.train.sources import Tree
 

@@ -58,4 +58,5 @@ class HostTimes:
 
 
 def _ready(results: Any) -> bool:
-    return all(x.is_ready() for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
+    arrays: list[Any] = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+    return all(x.is_ready() for x in arrays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from autoshard.train.host_times import HostTimes
+from autoshard.runs.host_times import HostTimes
 
 
 class Running:
@@ -32,7 +32,7 @@ def test_a_host_is_late_by_what_it_does_itself_while_its_devices_wait(at: list[f
     with host.aside():
         at[0] += 3.0  # it waits for others
     step(0.25, jnp.ones(()).block_until_ready())
-    monkeypatch.setattr("autoshard.train.host_times.jax.Array", Running)
+    monkeypatch.setattr("autoshard.runs.host_times.jax.Array", Running)
     at[0] += 2.0
     step(0.25, [Running()])  # its devices had enough to do
     assert host.take() == [0.0, 0.5, 0.0]
