@@ -142,6 +142,7 @@ class PlannedPhase:
     """The planned step and eval function of a phase, and the abstract values of their arguments."""
 
     work: Work
+    phase: Phase
     step: Step
     evaluate: Step | None
     """Of what ``work.steps.evaluated`` gives, and a batch; None where nothing is evaluated."""
@@ -187,7 +188,7 @@ def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> P
     if work.is_evaluated:
         state_and_batch = (steps.evaluated(plan.in_specs[0]), plan.in_specs[1])
         evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=state_and_batch)
-    return PlannedPhase(work, step, evaluate, plan, state, batch, padded=config.pad is not None)
+    return PlannedPhase(work, phase, step, evaluate, plan, state, batch, padded=config.pad is not None)
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,12 @@ def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
     compiled = planned.step.lower(planned.state, planned.batch).compile()
     event = PhaseEvent(step=done, mesh=str(planned.plan.mesh), collectives=str(audit(compiled, planned.plan)))
     earlier = [e for e in run.folder.events() if isinstance(e, PhaseEvent)]
+    if earlier and earlier[-1].mesh != event.mesh:
+        (amount, unit), parts = run.work.batches.amount, run.config.microbatches_on(planned.phase.mesh)
+        run.say(
+            f"the mesh was {earlier[-1].mesh} until step {done}: the state is placed anew, and a step takes the same "
+            f"{amount:,} {unit} in the same order{f', in {parts} micro-batches' if parts else ''}"
+        )
     if not earlier or earlier[-1].model_copy(update={"step": done}) != event:
         run.log(event)
 
