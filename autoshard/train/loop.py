@@ -52,7 +52,7 @@ from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
-from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds
+from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds, same_entries
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
@@ -72,7 +72,8 @@ def train(
       The report; None if the run was stopped.
 
     Raises:
-      ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed.
+      ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed; or several
+        processes have other configurations.
       CheckpointError: the folder is in use, or has files that are no run's, or checkpoints of another state.
       MeshError: a phase's mesh needs more devices than are available.
 
@@ -93,6 +94,7 @@ def train(
       1
     """
     console = console or Console(soft_wrap=True, quiet=not is_first())
+    same_entries(config.entries(), "configuration")
     folder = RunFolder(epath.Path(config.checkpoint.dir))
     _check_devices(config, 0 if fresh else from_first(lambda: checkpoint.latest(folder.checkpoints)) or 0)
     with contextlib.ExitStack() as stack:
@@ -321,8 +323,9 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
 
     def tell(event: NonFiniteEvent) -> None:
         run.log(event)
-        done = f"; going back to step {event.restored}" if event.restored is not None else "; the step is skipped"
-        run.say(event.text(jax.process_count()) + ("" if event.did == "stop" else done))
+        done = f"going back to step {event.restored}" if event.restored is not None else "the step is skipped"
+        if event.did != "stop":  # else an error says the same
+            run.say(f"{event.text(jax.process_count())}; {done}")
 
     def late(event: StragglerEvent | SlowDevicesEvent) -> None:
         run.log(event)

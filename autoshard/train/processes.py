@@ -125,6 +125,24 @@ def same_in_all(digest: int) -> bool:
     return len(set(of_all(np.asarray(digest, np.uint32)).tolist())) == 1
 
 
+def same_entries(own: dict[str, Any], what: str) -> None:
+    """Compares the entries that every process has of ``what`` by name.
+
+    Raises:
+      ConfigError: in every process, if they differ; in that where they do, with the name of the first.
+    """
+    first = from_first(lambda: own)
+    name = next((name for name in sorted(own | first) if own.get(name) != first.get(name)), None)
+    different = np.flatnonzero(of_all(np.asarray(name is not None)))
+    if name is not None:
+        raise ConfigError(
+            f"{name} is {shortened(own.get(name))} in process {jax.process_index()}, and {shortened(first.get(name))} "
+            "in process 0: all take the same steps"
+        )
+    if different.size:
+        raise ConfigError(f"process {different[0]} has another {what}; its error says in what")
+
+
 class BatchPlacer:
     """Puts batches on the mesh of a plan, as its argument 1: a process copies to its devices the rows that they hold.
 
