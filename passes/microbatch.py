@@ -12,7 +12,7 @@ the loop, the pass ``accumulate`` sees to, as in loops that users write.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -67,8 +67,14 @@ class Microbatch(Pass):
         jaxpr = _with_batched_indices(jx.eliminate_dead_code(program.jaxpr))
         cuts = self._cuts(program)
         try:
-            region = batch_region(jaxpr, {jaxpr.invars[i]: c for i, c in cuts.items()}, program.rules, program.mesh)
-            return program.with_jaxpr(jx.eliminate_dead_code(_with_loop(jaxpr, region, self.parts)))
+            try:
+                return self._in_parts(program, jaxpr, cuts)
+            except ChunkError:
+                if len({cut.outer for cut in cuts.values()}) == 1:
+                    raise
+                # Patches of several images a row: the same examples are in the same part if all are cut alike.
+                outer = math.gcd(*(cut.outer for cut in cuts.values()))
+                return self._in_parts(program, jaxpr, {i: replace(cut, outer=outer) for i, cut in cuts.items()})
         except ChunkError as e:
             raise MicrobatchError(
                 f"{program.name} is not computed in {self.parts} micro-batches: {e}, at "
@@ -76,6 +82,11 @@ class Microbatch(Pass):
                 "passes=['recompute:full'] to save memory",
                 e.source,
             ) from None
+
+    def _in_parts(self, program: Program, jaxpr: jx.Jaxpr, cuts: Mapping[int, Cut]) -> Program:
+        """``program``, of these equations, with its flat arguments cut."""
+        region = batch_region(jaxpr, {jaxpr.invars[i]: c for i, c in cuts.items()}, program.rules, program.mesh)
+        return program.with_jaxpr(jx.eliminate_dead_code(_with_loop(jaxpr, region, self.parts)))
 
     def _cuts(self, program: Program) -> dict[int, Cut]:
         """How the flat arguments that have the batch are cut.

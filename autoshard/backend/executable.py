@@ -266,14 +266,17 @@ class Executable[P: PlanRecord]:
 
     @functools.cached_property
     def _agreed(self) -> bool:
-        """Whether all processes that share the mesh have made the same plan: else they would run different programs,
-        and wait for one another.
+        """Whether all processes that share the mesh have made the same plan of the same program: else they would wait
+        for one another, or compute with other numbers.
 
         Raises:
           PlanError: in every process, if they have not.
         """
         text = json.dumps(plan_to_json(self.plan), sort_keys=True)
         check_agreement(self.plan.jax_mesh, text, f"the plan of {self.program.name}")
+        program = self.lowered.as_text()  # numbers that are written in it are no part of the plan
+        if "callback" not in program:  # has the address of its function, another one in each process
+            check_agreement(self.plan.jax_mesh, program, f"the program of {self.program.name}")
         return True
 
     def _is_result(self, i: int, leaf: jax.Array) -> bool:

@@ -8,7 +8,7 @@ true tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,9 @@ class Padding:
       buckets: sizes by the names of dimensions, such as ``[{"rows": 8, "length": 128}, {"rows": 8, "length": 512}]``. A
         batch goes into the first that holds all of it.
       dims: for each array of a batch, which is a dictionary, the names of its dimensions, the first ones; None where a
-        dimension is never padded. ``weights`` may be among them without being in the batches. What is not named here
-        stays as it is.
+        dimension is never padded: ``{"tokens": ["rows", "length"], "positions": [None, "rows", "length"], "patches":
+        ["patches"], "grid": ["images"]}``. ``inputs.patches`` is an array of a dictionary within. ``weights`` may be
+        among them without being in the batches. What is not named here stays as it is.
       fill: the number that an array is padded with, 0 by default; of ``weights`` it is 0.
 
     Raises:
@@ -73,11 +74,12 @@ class Padding:
             raise ArgumentError(
                 f"a batch that is padded is a dictionary of arrays, and this is a {type(batch).__name__}"
             )
-        if missing := [name for name in self.dims if name not in batch and name != WEIGHTS]:
+        arrays = dict(_named(batch))
+        if missing := [name for name in self.dims if name not in arrays and name != WEIGHTS]:
             raise ArgumentError(
-                f"a batch lacks {cut(missing[0])!r}, which is to be padded; it has {sorted(batch)[:20]}"
+                f"a batch lacks {cut(missing[0])!r}, which is to be padded; it has {sorted(arrays)[:20]}"
             )
-        found, sizes = dict(batch), self._sizes(batch)
+        found, sizes = dict[str, Any](), self._sizes(arrays)
         bucket = next((b for b in self.buckets if all(n <= b[name] for name, n in sizes.items())), None)
         if bucket is None:
             large = {name: n for name, n in sizes.items() if n > max(b[name] for b in self.buckets)} or sizes
@@ -85,15 +87,15 @@ class Padding:
                 f"a batch has {_sizes_text(large)}, and no bucket is as large: {', '.join(map(str, self.buckets))}"
             )
         for name, dims in self.dims.items():
-            if name not in batch:
-                found[name] = self._true(batch, dims, bucket)
+            if name not in arrays:
+                found[name] = self._true(arrays, dims, bucket)
                 continue
             fill = 0 if name == WEIGHTS else self.fill.get(name, 0)
-            rows = batch[name]
+            rows = arrays[name]
             if isinstance(rows, list):
                 rows = [_padded(row, dims[1:], bucket, fill) for row in rows]
             found[name] = _padded(rows, dims, bucket, fill)
-        return found
+        return _replaced({WEIGHTS: None, **batch} if WEIGHTS in found else batch, found)
 
     def _sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """The sizes of the named dimensions."""
@@ -124,6 +126,23 @@ class Padding:
             ones = [np.ones(np.shape(row)[: rank - 1], np.float32) for row in rows]
             return _padded([_padded(one, dims[1:], bucket, 0) for one in ones], dims, bucket, 0)
         return _padded(np.ones(_shape(like, rows, dims)[:rank], np.float32), dims, bucket, 0)
+
+
+def _named(batch: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in a dictionary and in those within it, by names with dots between the keys."""
+    for key, x in batch.items():
+        if isinstance(x, Mapping):
+            yield from _named(x, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", x
+
+
+def _replaced(batch: Mapping[str, Any], found: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """``batch`` with what is ``found`` in the place of what has these names."""
+    return {
+        key: _replaced(x, found, f"{within}{key}.") if isinstance(x, Mapping) else found.get(f"{within}{key}", x)
+        for key, x in batch.items()
+    }
 
 
 def _shape(name: str, x: Any, dims: Sequence[str | None]) -> tuple[int, ...]:

@@ -199,7 +199,11 @@ def _restore_key(leaf: LeafEntry, words: Any, target: RestoreTarget, *, raw: boo
         words = np.zeros(aval.shape, aval.dtype)
     if raw:
         return words
-    return _put(jax.random.wrap_key_data(jnp.asarray(words), impl=cast(Any, leaf.impl)), target.sharding)
+    if target.sharding is not None:  # that of the keys, whose words are in further dimensions
+        words = _put(np.asarray(words), target.sharding)
+    keys = jax.random.wrap_key_data(jnp.asarray(words), impl=cast(Any, leaf.impl))
+    same = target.sharding is None or target.sharding.is_equivalent_to(keys.sharding, keys.ndim)
+    return keys if same else jax.device_put(keys, target.sharding)
 
 
 def key_words(leaf: LeafEntry) -> Any:

@@ -93,16 +93,21 @@ class NonFiniteEvent(_Frozen):
         return f"{line}; its batch is finite"
 
 
+Cause = Literal["batches", "host"]
+"""By what a process is late: its batches come late, or its host works while its devices wait."""
+
+
 class StragglerEvent(_Frozen):
-    """A process kept the others waiting, since its batches came late: most before step ``step``."""
+    """A process kept the others waiting: most before step ``step``."""
 
     event: Literal["straggler"] = "straggler"
     step: NonNegativeInt
     process: NonNegativeInt
+    cause: Cause = "batches"
     seconds: float
-    """That it waited for the batch of that step."""
+    """That it was late before that step."""
     total: float
-    """Seconds that it waited for batches since the processes compared before."""
+    """Seconds that it was late since the processes compared before."""
     others: float
     """The same of the others, their median."""
     passed: float
@@ -111,13 +116,34 @@ class StragglerEvent(_Frozen):
     @property
     def text(self) -> str:
         """One line for a person."""
+        what = "its batches came" if self.cause == "batches" else "its host was"
         return (
-            f"process {self.process} keeps the others waiting: its batches came {self.total:.2f} s late in "
-            f"{self.passed:.2f} s, {self.seconds:.2f} s of that before step {self.step}; theirs {self.others:.2f} s"
+            f"process {self.process} keeps the others waiting: {what} {self.total:.2f} s late in {self.passed:.2f} s, "
+            f"{self.seconds:.2f} s of that before step {self.step}; theirs {self.others:.2f} s"
         )
 
 
-Event = PhaseEvent | StepEvent | HeldOutEvent | NonFiniteEvent | StragglerEvent
+class SlowDevicesEvent(_Frozen):
+    """The devices of a process are slower than those of the others, measured after step ``step``."""
+
+    event: Literal["slow_devices"] = "slow_devices"
+    step: NonNegativeInt
+    process: NonNegativeInt
+    seconds: float
+    """That the slowest of its devices takes for a product."""
+    others: float
+    """The same of the others, their median."""
+
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        return (
+            f"process {self.process} keeps the others waiting: after step {self.step} a device of it takes "
+            f"{self.seconds * 1e3:.2f} ms for what takes theirs {self.others * 1e3:.2f} ms"
+        )
+
+
+Event = PhaseEvent | StepEvent | HeldOutEvent | NonFiniteEvent | StragglerEvent | SlowDevicesEvent
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads an event of any kind."""
 
@@ -215,7 +241,7 @@ def make_report(
                 losses.pop(event.step, None)  # the step came to nothing
             case HeldOutEvent():
                 held[len(starts) - 1, event.step] = math.nan if event.loss is None else event.loss
-            case StragglerEvent():
+            case StragglerEvent() | SlowDevicesEvent():
                 pass
     phases = [
         PhaseReport(

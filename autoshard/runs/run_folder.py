@@ -12,8 +12,8 @@
     RUN/wandb.json       the run at Weights & Biases, and what its package writes in RUN/wandb/
     RUN/report.json      the report, once the run is finished
 
-An event is written before the checkpoint that follows it, so the log up to a checkpoint is complete whenever the
-checkpoint is. Events after the last checkpoint of a killed run are dropped when it is resumed.
+An event is written before the checkpoint that follows it (`autoshard.runs.run_log`), so the log up to a checkpoint is
+complete whenever the checkpoint is. Events after the last checkpoint of a killed run are dropped when it is resumed.
 """
 
 from __future__ import annotations
@@ -195,16 +195,22 @@ class RunFolder:
         (self.root / name).write_bytes(first_events(time.time(), step + 1))
         return damaged
 
-    def append(self, events: Sequence[Event]) -> None:
-        """Adds events to the log, and their metrics to the table and to the newest event file."""
+    def append(self, events: Sequence[Event], times: Sequence[float] | None = None) -> None:
+        """Adds events to the log, and their metrics to the table and to the newest event file.
+
+        Args:
+          times: when each came, in seconds since 1970; now if absent.
+        """
         with self.log.open("a") as file:
             file.write("".join(map(_line, events)))
-        rows = [row for event in events if (row := metrics_row(event))]
+        times = times or [time.time()] * len(events)
+        timed = [(when, row) for when, event in zip(times, events, strict=True) if (row := metrics_row(event))]
+        rows = [row for _, row in timed]
         if files := sorted(self.root.glob("events.out.tfevents.*")):
             with files[-1].open("ab") as file:
-                for row in rows:
+                for when, row in timed:
                     metrics = {name: value for name, value in row.items() if name != "step"}
-                    file.write(scalar_event(time.time(), int(row["step"]), metrics))
+                    file.write(scalar_event(when, int(row["step"]), metrics))
         with self.table.open() if self.table.exists() else io.StringIO() as file:
             columns = next(csv.reader(file), [])
         if all(row.keys() <= set(columns) for row in rows):

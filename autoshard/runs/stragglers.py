@@ -1,43 +1,121 @@
-"""Which of several processes keeps the others waiting, by what each waited for its own batches.
+"""Which of several processes keeps the others waiting, and by what: its batches, its host, or its devices.
 
-Steps are taken together: where one process has to wait for a batch, all wait for that process, and the clock of none of
-them says which. What each waits before it starts its part of a step is its own.
+Steps are taken together: where one process is late, all wait for it, and the clock of none of them says which. So each
+measures what is its own: how long it waited for its batches, how long its host worked while its devices had nothing to
+do, and what its devices take for one product that no other takes part in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_high
 
-from autoshard.runs.report import StragglerEvent
+import numpy as np
+
+from autoshard.runs.report import Cause, SlowDevicesEvent, StragglerEvent
 
 SHARE = 0.1
-"""Of the time since the last meeting: what a process waits beyond the others before it is named."""
+"""Of the time since the last meeting: what a process is late beyond the others before it is named."""
 TIMES = 2.0
-"""What it waits, in that of the others."""
+"""What it is late, in that of the others."""
+LEAST = 0.05
+"""Seconds that it is late beyond the others; steps of a millisecond differ by more than a share."""
+SLOWER = 1.3
+"""What its devices take for the product, in what those of the others do."""
+AGAIN = 3
+"""How often in a row devices are found slower than those of others before it is said."""
 
 
 @dataclass(frozen=True)
-class Waits:
-    """How one process waited for its batches since all met last."""
+class Lateness:
+    """How late one process was since all met last, by one cause."""
 
     step: int
-    """That for whose batch it waited longest."""
+    """Before which it was latest."""
     total: float
     """Seconds, over all steps."""
     longest: float
-    """Seconds, for that step."""
+    """Seconds, before that step."""
     passed: float
     """Seconds since all met."""
 
 
-def straggler(waits: Sequence[Waits]) -> StragglerEvent | None:
-    """The process, of two or more, that kept the others waiting; None where none did. ``waits`` are by process."""
-    number = max(range(len(waits)), key=lambda n: waits[n].total)
-    most, others = waits[number], median(each.total for n, each in enumerate(waits) if n != number)
-    if most.total - others <= SHARE * most.passed or most.total <= TIMES * others:
+def straggler(cause: Cause, late: Sequence[Lateness]) -> StragglerEvent | None:
+    """The process, of two or more, that kept the others waiting; None where none did. ``late`` are by process."""
+    number = max(range(len(late)), key=lambda n: late[n].total)
+    most, others = late[number], median(each.total for n, each in enumerate(late) if n != number)
+    beyond = most.total - others
+    if beyond <= max(SHARE * most.passed, LEAST) or most.total <= TIMES * others:
         return None
     return StragglerEvent(
-        step=most.step, process=number, seconds=most.longest, total=most.total, others=others, passed=most.passed
+        step=most.step,
+        process=number,
+        cause=cause,
+        seconds=most.longest,
+        total=most.total,
+        others=others,
+        passed=most.passed,
     )
+
+
+def slow_devices(step: int, seconds: Sequence[float]) -> SlowDevicesEvent | None:
+    """The process, of two or more, whose devices are slower than those of the others; None where none are.
+
+    Args:
+      step: after which all measured.
+      seconds: that the slowest device of each process took for the same product, by process.
+    """
+    number = max(range(len(seconds)), key=lambda n: seconds[n])
+    others = median_high(each for n, each in enumerate(seconds) if n != number)
+    if seconds[number] <= SLOWER * others:
+        return None
+    return SlowDevicesEvent(step=step, process=number, seconds=seconds[number], others=others)
+
+
+def latest(number: int, late: Sequence[float]) -> tuple[int, float, float]:
+    """Before which step, up to ``number``, the process was latest; all seconds that it was, and those before that."""
+    late = late or [0.0]
+    return number + 1 - len(late) + late.index(max(late)), sum(late), max(late)
+
+
+def as_row(
+    flags: Sequence[int],
+    batches: tuple[int, float, float],
+    host: tuple[int, float, float],
+    passed: float,
+    measured: float,
+) -> np.ndarray:
+    """What one process tells: uint32 [11], seconds as microseconds."""
+    seconds = [*batches[1:], *host[1:], passed, measured]
+    told = [min(round(each * 1e6), 2**32 - 1) for each in seconds]
+    return np.asarray([*flags, batches[0], *told[:2], host[0], *told[2:]], np.uint32)
+
+
+@dataclass
+class Findings:
+    """Who is found to keep the others waiting, and was not at the meeting before."""
+
+    late: frozenset[tuple[Cause, int]] = frozenset()
+    slow: tuple[int, int] = (-1, 0)
+    """The process with the slowest devices, and how often in a row they were measured as that."""
+
+    def __call__(self, number: int, told: np.ndarray) -> list[StragglerEvent | SlowDevicesEvent]:
+        """What is new after step ``number``.
+
+        Args:
+          told: of each process what `as_row` gives after the flags.
+        """
+        late: list[StragglerEvent] = []
+        causes: tuple[tuple[Cause, int], ...] = (("batches", 0), ("host", 3))
+        for cause, first in causes:
+            parts = [Lateness(int(row[first]), *(row[[first + 1, first + 2, 6]] / 1e6).tolist()) for row in told]
+            late += [found] if (found := straggler(cause, parts)) else []
+        new: list[StragglerEvent | SlowDevicesEvent] = [e for e in late if (e.cause, e.process) not in self.late]
+        self.late = frozenset((e.cause, e.process) for e in late)
+        if told[:, 7].all():
+            found = slow_devices(number, (told[:, 7] / 1e6).tolist())
+            process = -1 if found is None else found.process
+            self.slow = process, self.slow[1] + 1 if process == self.slow[0] else 1
+            new += [found] if found is not None and self.slow[1] == AGAIN else []
+        return new

@@ -133,8 +133,9 @@ class Plan(PlanRecord):
 
         Args:
           local: where several processes share the mesh, what is in a process's own memory is not the whole argument
-            but this process's rows of it: those that `local_rows` names, with every other dimension whole. Scalars
-            are the same in every process. All processes of the mesh must call `put`.
+            but this process's rows of it: those that `local_rows` names, with every other dimension whole. Rows are
+            of dimension 0, or of the first that is split between processes: of positions [3, batch, seq] they may be
+            those of dimension 1. Scalars are the same in every process. All processes of the mesh must call `put`.
 
         Raises:
           ArgumentError: they differ from the plan's in structure or shape; names the first that does. Or, in every
@@ -163,15 +164,15 @@ class Plan(PlanRecord):
         placed = nnx.merge(parts, placed, {})[0] if parts.module_args else placed
         return placed[0] if len(args) == 1 else placed
 
-    def local_rows(self, path: str) -> np.ndarray:
-        """Which rows (indices of dimension 0) of the argument ``path`` the devices of this process hold, in order:
-        int64 [rows]. On a mesh of one process, all.
+    def local_rows(self, path: str, dim: int = 0) -> np.ndarray:
+        """Which rows (indices of dimension ``dim``) of the argument ``path`` the devices of this process hold, in
+        order: int64 [rows]. On a mesh of one process, all.
 
         Of data that every process can read, ``data[plan.local_rows("x")]`` is what it brings to `put` with
-        ``local=True``.
+        ``local=True``; each array of a batch has its own rows, of as many as it has.
 
         Raises:
-          SpecError: no argument has this path, or it is a scalar, which has no rows.
+          SpecError: no argument has this path, or it is a scalar, which has no rows, or has no such dimension.
           MeshError: this process lacks the mesh's devices.
         """
         self.mesh.require_available(f"local_rows for {self.name}")
@@ -181,8 +182,10 @@ class Plan(PlanRecord):
         place = self.inputs[paths.index(path)]
         if not place.shape:
             raise SpecError(f"{path} of {self.name} is a scalar, which has no rows: every process brings it")
-        rows = local_rows(self.flat_in_shardings[paths.index(path)], place.stored_shape)
-        return rows[rows < place.shape[0]]
+        if not 0 <= dim < len(place.shape):
+            raise SpecError(f"{path} of {self.name} is {list(place.shape)}, and has no dimension {dim}")
+        rows = local_rows(self.flat_in_shardings[paths.index(path)], place.stored_shape, dim)
+        return rows[rows < place.shape[dim]]
 
     def _misfit(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -285,6 +286,13 @@ class TrainConfig(Config):
             raise ValueError("`eval.data` is for data of one's own: text has held-out files")
         return self
 
+    @field_validator("nan", mode="before")
+    @classmethod
+    def _policy(cls, nan: object) -> object:
+        if nan is not None and not re.fullmatch(PATTERN, str(nan)):
+            raise ValueError("write 'stop', 'skip', or 'rewind 20' for 20 steps")
+        return nan
+
     @field_validator("phases")
     @classmethod
     def _one_schedule(cls, phases: tuple[Phase, ...], info: ValidationInfo) -> tuple[Phase, ...]:
@@ -319,6 +327,11 @@ class TrainConfig(Config):
         """This configuration with ``mesh`` in the place of each phase's."""
         phases = tuple(phase.model_copy(update={"mesh": mesh}) for phase in self.phases)
         return self.model_copy(update={"phases": phases} if phases else {"mesh": mesh})
+
+    def entries(self) -> dict[str, Any]:
+        """All entries by dotted key, but for where this process finds the text."""
+        found = _dotted("", self.model_dump(mode="json", by_alias=True))
+        return {key.removeprefix("."): value for key, value in found.items() if key != ".data.source"}
 
     def microbatches_on(self, mesh: MeshConfig) -> int | None:
         """The parts in which a step computes its batch on a mesh; None leaves them to the planner.

@@ -19,9 +19,11 @@ from autoshard.api import jit
 from autoshard.batches.padding import Padding
 from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, CheckpointError, PlanError
+from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
-from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, StepEvent, StragglerEvent
+from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, SlowDevicesEvent, StepEvent, StragglerEvent
 from autoshard.runs.run_folder import RunFolder
+from autoshard.runs.run_log import RunLog
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
@@ -148,6 +150,7 @@ def fit(
         record = stack.enter_context(_recording(log, done, steps, _batch_size(chosen)))
 
         def save(number: int, state: Tree, position: Any) -> None:
+            record.flush()
             if folder is not None:
                 checkpoint.save(folder, number, state, plan=chosen, extra={"batches": position}, keep=keep)
 
@@ -161,13 +164,15 @@ def fit(
         watch = None if policy is None else NonFiniteWatch(policy, saved, restore, record.not_finite)
         keep = KEEP if policy is None else policy.kept(KEEP, every or steps)
         ready = Prefetched(source, place, steps - done)
+        host = HostTimes()
         duties = Duties(
             log=record.step,
             save=save,
             saves=lambda number: every is not None and number % every == 0,
             evaluate=lambda number, state: _evaluate(evaluate, number, state, record),
             evaluates=lambda number: evaluate is not None and (number == steps or number % (every or steps) == 0),
-            stops=Meeting(stop, ready, AGREE_EVERY, steps, record.straggler),
+            stops=Meeting(stop, ready, host, AGREE_EVERY, steps, record.straggler),
+            host=host,
             failed=None if watch is None else watch.answer,
         )
         if done < steps:
@@ -226,15 +231,20 @@ class _Record:
     """What the user's function is given, or written to a folder with a line of progress."""
 
     log: Log | None = None
-    folder: RunFolder | None = None
+    folder: RunLog | None = None
     progress: ProgressLine | None = None
+
+    def flush(self) -> None:
+        """Writes what is not yet in the folder."""
+        if self.folder is not None:
+            self.folder.flush()
 
     def step(self, number: int, metrics: Numbers) -> None:
         """Step ``number`` was taken."""
         if self.log is not None:
             self.log(number, metrics)
         if self.folder is not None:
-            self.folder.append([StepEvent.of(number, metrics)])
+            self.folder.append(StepEvent.of(number, metrics))
         if self.progress is not None:
             self.progress.step(number, metrics.get("loss"))
 
@@ -243,21 +253,21 @@ class _Record:
         if self.log is not None:
             self.log(number, {f"eval_{name}": value for name, value in metrics.items()})
         if self.folder is not None:
-            self.folder.append([HeldOutEvent.of(number, metrics)])
+            self.folder.append(HeldOutEvent.of(number, metrics))
         if self.progress is not None:
             self.progress.restart()
 
-    def straggler(self, event: StragglerEvent) -> None:
+    def straggler(self, event: StragglerEvent | SlowDevicesEvent) -> None:
         """A process kept the others waiting."""
         if self.folder is not None:
-            self.folder.append([event])
+            self.folder.append(event)
         if is_first():
             warnings.warn(event.text, stacklevel=2)
 
     def not_finite(self, event: NonFiniteEvent) -> None:
         """A step was not finite."""
         if self.folder is not None:
-            self.folder.append([event])
+            self.folder.append(event)
         if is_first() and event.did != "stop":  # else an error says the same
             warnings.warn(event.text(jax.process_count()), stacklevel=2)
 
@@ -274,4 +284,5 @@ def _recording(log: Log | epath.PathLike | None, done: int, steps: int, examples
         console = Console(soft_wrap=True)
         with folder.locked(), ProgressLine(console, steps, examples, "examples", 10) as progress:
             folder.drop_events_after(done)
-            yield _Record(None, folder, progress)
+            with RunLog(folder) as events:
+                yield _Record(None, events, progress)

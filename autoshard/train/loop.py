@@ -29,6 +29,7 @@ from autoshard.batches.padding import WEIGHTS
 from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ConfigError
 from autoshard.pages.page import brief, page
+from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
 from autoshard.runs.report import (
     Event,
@@ -36,11 +37,13 @@ from autoshard.runs.report import (
     NonFiniteEvent,
     PhaseEvent,
     Report,
+    SlowDevicesEvent,
     StepEvent,
     StragglerEvent,
     make_report,
 )
 from autoshard.runs.run_folder import RunFolder, write_json
+from autoshard.runs.run_log import RunLog
 from autoshard.runs.wandb_run import WandbRun
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import Step
@@ -49,7 +52,7 @@ from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
-from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds
+from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds, same_entries
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
@@ -69,7 +72,8 @@ def train(
       The report; None if the run was stopped.
 
     Raises:
-      ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed.
+      ConfigError: the run in the folder was begun with another model, data, optimizer, batch or seed; or several
+        processes have other configurations.
       CheckpointError: the folder is in use, or has files that are no run's, or checkpoints of another state.
       MeshError: a phase's mesh needs more devices than are available.
 
@@ -90,6 +94,7 @@ def train(
       1
     """
     console = console or Console(soft_wrap=True, quiet=not is_first())
+    same_entries(config.entries(), "configuration")
     folder = RunFolder(epath.Path(config.checkpoint.dir))
     _check_devices(config, 0 if fresh else from_first(lambda: checkpoint.latest(folder.checkpoints)) or 0)
     with contextlib.ExitStack() as stack:
@@ -139,6 +144,7 @@ class PlannedPhase:
     """The planned step and eval function of a phase, and the abstract values of their arguments."""
 
     work: Work
+    phase: Phase
     step: Step
     evaluate: Step | None
     """Of what ``work.steps.evaluated`` gives, and a batch; None where nothing is evaluated."""
@@ -184,7 +190,7 @@ def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> P
     if work.is_evaluated:
         state_and_batch = (steps.evaluated(plan.in_specs[0]), plan.in_specs[1])
         evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=state_and_batch)
-    return PlannedPhase(work, step, evaluate, plan, state, batch, padded=config.pad is not None)
+    return PlannedPhase(work, phase, step, evaluate, plan, state, batch, padded=config.pad is not None)
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,7 @@ class _RunContext:
 
     config: TrainConfig
     folder: RunFolder
+    events: RunLog
     console: Console
     work: Work
     progress: ProgressLine
@@ -202,7 +209,7 @@ class _RunContext:
     def log(self, event: Event) -> None:
         """Adds ``event`` to the folder's log."""
         if is_first():
-            self.folder.append([event])
+            self.events.append(event)
             self.wandb.append(event)
 
     def to_stop(self) -> bool:
@@ -225,8 +232,8 @@ def _run_remaining(
     wandb = WandbRun(folder, asked, config.model_dump(mode="json"))
     from_first(wandb.begin)
     line = ProgressLine(console, config.last_step, *work.batches.amount, config.log_every)
-    with contextlib.closing(wandb), line as progress:
-        run = _RunContext(config, folder, console, work, progress, stop, wandb)
+    with contextlib.closing(wandb), line as progress, RunLog(folder) as events:
+        run = _RunContext(config, folder, events, console, work, progress, stop, wandb)
         last = None
         for index, phase in enumerate(config.all_phases):
             if phase.until > done:
@@ -241,6 +248,7 @@ def _run_remaining(
             state = checkpoint.restore(folder.checkpoints, done, plan=last.plan)
             metrics, batches = _mean_metrics(last, state, work.batches.final())
             held_out = metrics.get("loss")
+    events.flush()
     report = from_first(lambda: _write_report(run, last, done, held_out, batches))
     run.say(str(report))
     return report
@@ -306,6 +314,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
     keep = config.checkpoint.keep if policy is None else policy.kept(config.checkpoint.keep, config.checkpoint.every)
 
     def save(number: int, state: Tree, position: Any) -> None:
+        run.events.flush()
         extra = {"batches": position, "config": config.model_dump(mode="json")}
         checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
 
@@ -314,23 +323,26 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
 
     def tell(event: NonFiniteEvent) -> None:
         run.log(event)
-        done = f"; going back to step {event.restored}" if event.restored is not None else "; the step is skipped"
-        run.say(event.text(jax.process_count()) + ("" if event.did == "stop" else done))
+        done = f"going back to step {event.restored}" if event.restored is not None else "the step is skipped"
+        if event.did != "stop":  # else an error says the same
+            run.say(f"{event.text(jax.process_count())}; {done}")
 
-    def late(event: StragglerEvent) -> None:
+    def late(event: StragglerEvent | SlowDevicesEvent) -> None:
         run.log(event)
         run.say(event.text)
 
     def saved() -> Sequence[int]:
         return from_first(lambda: checkpoint.steps(run.folder.checkpoints))
 
+    host = HostTimes()
     return Duties(
         log=lambda number, metrics: _log_step(run, number, metrics),
         save=save,
         saves=lambda number: number % config.checkpoint.every == 0,
         evaluate=lambda number, state: _log_held_out(run, planned, state, number),
         evaluates=lambda number: planned.evaluate is not None and (number == last or number % (every or last) == 0),
-        stops=Meeting(run.stop, ready, config.log_every, last, late),
+        stops=Meeting(run.stop, ready, host, config.log_every, last, late),
+        host=host,
         failed=None if policy is None else NonFiniteWatch(policy, saved, restore, tell).answer,
     )
 
@@ -340,6 +352,12 @@ def _log_phase(run: _RunContext, planned: PlannedPhase, done: int) -> None:
     compiled = planned.step.lower(planned.state, planned.batch).compile()
     event = PhaseEvent(step=done, mesh=str(planned.plan.mesh), collectives=str(audit(compiled, planned.plan)))
     earlier = [e for e in run.folder.events() if isinstance(e, PhaseEvent)]
+    if earlier and earlier[-1].mesh != event.mesh:
+        (amount, unit), parts = run.work.batches.amount, run.config.microbatches_on(planned.phase.mesh)
+        run.say(
+            f"the mesh was {earlier[-1].mesh} until step {done}: the state is placed anew, and a step takes the same "
+            f"{amount:,} {unit} in the same order{f', in {parts} micro-batches' if parts else ''}"
+        )
     if not earlier or earlier[-1].model_copy(update={"step": done}) != event:
         run.log(event)
 

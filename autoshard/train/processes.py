@@ -20,12 +20,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from autoshard.backend.process_local import local_dim
 from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, ConfigError, PeerError
 from autoshard.jaxpr import dtype_from_name, product_flops
 from autoshard.plan.decisions import Place
-from autoshard.runs.report import StragglerEvent
-from autoshard.runs.stragglers import Waits, straggler
+from autoshard.runs.device_probe import device_seconds
+from autoshard.runs.host_times import HostTimes
+from autoshard.runs.report import SlowDevicesEvent, StragglerEvent
+from autoshard.runs.stragglers import Findings, as_row, latest
 from autoshard.runtime.plan import Plan
 from autoshard.shared_folder import of_all
 from autoshard.strict_files import shortened
@@ -34,6 +37,8 @@ from autoshard.train.stop_signals import StopSignals
 
 _LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|[Hh]eartbeat|Connection (reset|closed|refused)")
 """In what JAX says where another process cannot be reached; it has no class or code of its own for that."""
+PROBE_SECONDS = 60.0
+"""Between two moments at which the devices are measured."""
 LOST_CODE = os.EX_TEMPFAIL
 """Exit code of a process that lost another, or to which not all came: start again."""
 
@@ -120,10 +125,29 @@ def same_in_all(digest: int) -> bool:
     return len(set(of_all(np.asarray(digest, np.uint32)).tolist())) == 1
 
 
+def same_entries(own: dict[str, Any], what: str) -> None:
+    """Compares the entries that every process has of ``what`` by name.
+
+    Raises:
+      ConfigError: in every process, if they differ; in that where they do, with the name of the first.
+    """
+    first = from_first(lambda: own)
+    name = next((name for name in sorted(own | first) if own.get(name) != first.get(name)), None)
+    different = np.flatnonzero(of_all(np.asarray(name is not None)))
+    if name is not None:
+        raise ConfigError(
+            f"{name} is {shortened(own.get(name))} in process {jax.process_index()}, and {shortened(first.get(name))} "
+            "in process 0: all take the same steps"
+        )
+    if different.size:
+        raise ConfigError(f"process {different[0]} has another {what}; its error says in what")
+
+
 class BatchPlacer:
     """Puts batches on the mesh of a plan, as its argument 1: a process copies to its devices the rows that they hold.
 
-    A process brings a whole batch, or, of several processes, only the rows that `Plan.local_rows` names. Whole batches
+    A process brings a whole batch, or, of several processes, only the rows that `Plan.local_rows` names, of each array
+    its own, along the first dimension that is split between processes. Whole batches
     are the same in every process: their digest is kept to compare.
     """
 
@@ -152,14 +176,18 @@ class BatchPlacer:
         return self._tree.unflatten(placed)
 
     def _placed(self, x: Any, place: Place, sharding: NamedSharding) -> Any:
-        several, dtype = jax.process_count() > 1, dtype_from_name(place.dtype)
+        several, dtype, dim = jax.process_count() > 1, dtype_from_name(place.dtype), 0
         x = x if isinstance(x, ChosenRows | jax.Array) else np.asarray(x)
         if jax.dtypes.canonicalize_dtype(x.dtype) != dtype:
             raise ArgumentError(f"{place.path} of {self._plan.name} is {place.dtype}, and a batch has {x.dtype}")
         whole = x.shape == place.shape
-        rows = self._plan.local_rows(place.path) if several and place.shape and not whole else None
-        if not whole and (rows is None or x.shape != (len(rows), *place.shape[1:])):
-            brought = "" if rows is None else f"; or {len(rows)} rows of it, those of plan.local_rows({place.path!r})"
+        part = None
+        if several and place.shape and not whole:
+            dim = local_dim(sharding, place.stored_shape)
+            part = (*place.shape[:dim], len(self._plan.local_rows(place.path, dim)), *place.shape[dim + 1 :])
+        if not whole and x.shape != part:
+            named = "" if part is None else f"{place.path!r}{f', {dim}' if dim else ''}"
+            brought = "" if part is None else f"; or {list(part)} of it, of the rows of plan.local_rows({named})"
             raise ArgumentError(
                 f"{place.path} of {self._plan.name} is {list(place.shape)}{brought}, and a batch has {list(x.shape)}: "
                 "batches of other sizes need a step planned for them"
@@ -168,7 +196,7 @@ class BatchPlacer:
             return x if self._stored else jax.device_put(x, sharding)
         if self._stored:
             return np.asarray(x, dtype)  # the step pads it
-        if rows is not None:
+        if part is not None:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x, dtype), place.shape)
         if several and not isinstance(x, ChosenRows):
             self.digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8), self.digest)
@@ -240,22 +268,28 @@ class Meeting:
     Args:
       stop: whether this process was asked to.
       ready: this process's batches.
+      host: how late this process's host was.
       every: steps between two meetings.
       last: the last step, after which all meet too.
       tell: called in all processes with what was found about one.
+      probe: seconds that this process's devices take for a product.
     """
 
     def __init__(
         self,
         stop: StopSignals,
         ready: Prefetched,
+        host: HostTimes,
         every: int,
         last: int,
-        tell: Callable[[StragglerEvent], None],
+        tell: Callable[[StragglerEvent | SlowDevicesEvent], None],
+        probe: Callable[[], float] = device_seconds,
     ) -> None:
-        self._stop, self._ready, self._every, self._last, self._tell = stop, ready, every, last, tell
-        self._since = time.perf_counter()
-        self._named: int | None = None
+        self._stop, self._ready, self._host, self._every, self._last = stop, ready, host, every, last
+        self._tell, self._probe = tell, probe
+        self._since = self._probed = time.perf_counter()
+        self._measured = 0.0
+        self._found = Findings()
 
     def __call__(self, number: int) -> bool:
         """Whether to stop after step ``number``; all processes say the same.
@@ -267,19 +301,19 @@ class Meeting:
             return self._stop.requested
         if number % self._every and number != self._last:
             return False
-        waits, passed = self._ready.take_waits() or [0.0], time.perf_counter() - self._since
-        step = number + 1 - len(waits) + waits.index(max(waits))
-        own = [int(self._stop.requested), self._ready.digest, step]
-        own += [min(round(seconds * 1e6), 2**32 - 1) for seconds in (sum(waits), max(waits), passed)]
-        table = of_all(np.asarray(own, np.uint32))
-        if len(set(table[:, 1].tolist())) != 1:
+        now = time.perf_counter()
+        flags = [int(self._stop.requested), int(now - self._probed >= PROBE_SECONDS), self._ready.digest]
+        batches, host = (latest(number, times) for times in (self._ready.take_waits(), self._host.take()))
+        table = of_all(as_row(flags, batches, host, now - self._since, self._measured))
+        if len(set(table[:, 2].tolist())) != 1:
             raise ConfigError(
                 f"the batches up to step {number} are not the same in all {jax.process_count()} processes: give each "
                 "the same, such as by a fixed seed, or, with a plan, the rows that plan.local_rows names"
             )
+        for event in self._found(number, table[:, 3:]):
+            self._tell(event)
+        self._measured = 0.0
+        if table[0, 1]:  # all at once, now that their devices have nothing to do
+            self._probed, self._measured = now, self._probe()
         self._since = time.perf_counter()
-        found = straggler([Waits(step, *(n / 1e6 for n in seconds)) for step, *seconds in table[:, 2:].tolist()])
-        if found is not None and found.process != self._named:
-            self._tell(found)
-        self._named = None if found is None else found.process
         return bool(table[:, 0].any())

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError, ConfigError
-from autoshard.strict_files import shortened
+from autoshard.strict_files import cut, shortened
 
 type Tree = Any
 """A pytree."""
@@ -42,22 +42,26 @@ class ChosenRows:
     """Some rows of an array, none of which is read before it is asked for: ``rows[index]`` reads those alone.
 
     Args:
-      array: a numpy array or memory map [rows, ...], or what has its ``shape``, ``dtype`` and indexing by an array.
+      array: a numpy array or memory map, or what has its ``shape``, ``dtype`` and indexing by an array.
       chosen: int64 [batch], which rows.
+      dim: the dimension of the array that they are of.
     """
 
-    def __init__(self, array: Any, chosen: np.ndarray) -> None:
-        self._array, self._chosen = array, chosen
-        self.shape = (len(chosen), *array.shape[1:])
+    def __init__(self, array: Any, chosen: np.ndarray, dim: int = 0) -> None:
+        self._array, self._chosen, self._dim = array, chosen, dim
+        self.shape = (*array.shape[:dim], len(chosen), *array.shape[dim + 1 :])
         self.dtype = np.dtype(array.dtype)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        rows, *rest = index
-        return np.asarray(self._array[self._chosen[rows]])[(slice(None), *rest)]
+        before, rows, rest = index[: self._dim], index[self._dim], index[self._dim + 1 :]
+        return np.asarray(self._read(self._chosen[rows]))[(*before, slice(None), *rest)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # what is read is a copy
-        return np.asarray(self._array[self._chosen], dtype)
+        return np.asarray(self._read(self._chosen), dtype)
+
+    def _read(self, rows: np.ndarray) -> Any:
+        return self._array[(*[slice(None)] * self._dim, rows)] if self._dim else self._array[rows]
 
 
 class Rows(Iterator[Tree]):
@@ -67,12 +71,15 @@ class Rows(Iterator[Tree]):
     reads only the rows that its devices hold.
 
     Args:
-      arrays: a pytree of numpy arrays or memory maps [rows, ...].
+      arrays: a pytree of numpy arrays or memory maps.
       batch: rows per batch, over all devices.
       seed: shuffles the rows, in every pass anew; None takes them in order.
+      dims: which dimension of each array its rows are: 0, one number for all, or a pytree of the arrays' structure,
+        such as ``{"tokens": 0, "positions": 1}``.
 
     Raises:
-      ArgumentError: no array, arrays of different numbers of rows, or a batch below one row.
+      ArgumentError: no array, arrays of different numbers of rows, a dimension that one lacks, ``dims`` of another
+        structure, or a batch below one row.
 
     Example:
       >>> rows = autoshard.train.Rows({"x": np.arange(6)}, batch=4)
@@ -84,14 +91,20 @@ class Rows(Iterator[Tree]):
       True
     """
 
-    def __init__(self, arrays: Tree, batch: int, seed: int | None = None) -> None:
+    def __init__(self, arrays: Tree, batch: int, seed: int | None = None, dims: Tree = 0) -> None:
         leaves, self._tree = jax.tree.flatten(arrays)
-        lengths = {np.shape(x)[0] if np.ndim(x) else None for x in leaves}
+        self._dims: list[int] = [dims] * len(leaves) if isinstance(dims, int) else jax.tree.leaves(dims)
+        if not isinstance(dims, int) and jax.tree.structure(dims) != self._tree:
+            raise ArgumentError(f"dims={cut(str(dims))}: give one number, or one for each array of {self._tree}")
+        pairs = [*zip(leaves, self._dims, strict=True)]
+        lengths = {np.shape(x)[d] if 0 <= d < np.ndim(x) else None for x, d in pairs}
         if len(lengths) != 1 or None in lengths or 0 in lengths:
             paths = jax.tree_util.tree_flatten_with_path(arrays)[0]
             found = ", ".join(f"{jax.tree_util.keystr(p) or 'the array'} {list(np.shape(x))}" for p, x in paths[:5])
+            which = "" if not any(self._dims) else f", which are dimensions {self._dims[:5]}"
             raise ArgumentError(
-                f"an array data set has arrays of the same number of rows, their first dimension: {found or 'no array'}"
+                "an array data set has arrays of the same number of rows, their first dimension or that which `dims` "
+                f"names{which}: {found or 'no array'}"
             )
         if operator.index(batch) < 1:
             raise ArgumentError(f"batch={batch}: a batch has one row or more")
@@ -108,7 +121,7 @@ class Rows(Iterator[Tree]):
             start += len(chosen[-1])
         self._taken += 1
         rows = np.concatenate(chosen)
-        return self._tree.unflatten([ChosenRows(x, rows) for x in self._leaves])
+        return self._tree.unflatten([ChosenRows(x, rows, d) for x, d in zip(self._leaves, self._dims, strict=True)])
 
     def _order_of_pass(self, number: int) -> np.ndarray:
         if self._seed is None:

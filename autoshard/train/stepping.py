@@ -6,13 +6,14 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError
+from autoshard.runs.host_times import HostTimes
 from autoshard.runtime import nnx
 from autoshard.strict_files import cut
 from autoshard.train.non_finite import Checked
@@ -51,6 +52,8 @@ class Duties:
     failed: Callable[[int, Checked, Tree, Tree], Tree | None] | None = None
     """Of a checked step whose numbers are not all finite: the step, what it found, the newest state, and its batch;
     gives the state to go on with, or None for the newest."""
+    host: HostTimes = field(default_factory=HostTimes)
+    """Measures how late this process is for each step by what it does itself."""
 
 
 def take_steps(
@@ -73,9 +76,11 @@ def take_steps(
       ArgumentError: the batches ended before the last step; the state after the last batch is saved.
     """
     pending: deque[tuple[int, Any, Tree]] = deque()
+    host = duties.host
     for number in numbers:
         try:
-            batch = next(batches)
+            with host.aside():
+                batch = next(batches)
         except StopIteration:
             while pending:
                 state = _settled(duties, pending, state)
@@ -84,17 +89,20 @@ def take_steps(
                 f"the batches ended after step {number - 1} of {numbers[-1]}, whose state is saved where the run has a "
                 "folder; give batches that do not end, such as a data set that repeats, or fewer steps"
             ) from None
-        state, metrics = step(state, batch)
+        with host.starting([metrics for _, metrics, _ in pending]):
+            state, metrics = step(state, batch)
         pending.append((number, metrics, batch if isinstance(metrics, Checked) else None))
-        stopping = duties.stops(number)
+        with host.aside():
+            stopping = duties.stops(number)
         saves = stopping or number == numbers[-1] or duties.saves(number)
         evaluates = duties.evaluates(number)
         while len(pending) > (0 if saves or evaluates else 1):  # stays one step behind, so as not to wait for results
             state = _settled(duties, pending, state)
-        if evaluates:
-            duties.evaluate(number, state)
-        if saves:
-            duties.save(number, state, batches.get_state())
+        with host.aside():
+            if evaluates:
+                duties.evaluate(number, state)
+            if saves:
+                duties.save(number, state, batches.get_state())
         if stopping:
             return state, number
     return state, numbers[-1] if numbers else numbers.start - 1
@@ -145,29 +153,31 @@ def _settled(duties: Duties, pending: deque[tuple[int, Any, Tree]], state: Tree)
     Where another one takes the place of ``state``, the steps after it came to nothing: they are logged and not judged.
     """
     number, metrics, batch = pending.popleft()
+    with duties.host.aside():
+        found = scalars(metrics.metrics if isinstance(metrics, Checked) else metrics)
+    duties.log(number, found)
     if not isinstance(metrics, Checked):
-        duties.log(number, scalars(metrics))
         return state
-    duties.log(number, scalars(metrics.metrics))
     if np.asarray(metrics.finite).all():
         return state
     assert duties.failed is not None  # who checks a step says what to do
     if (instead := duties.failed(number, metrics, state, batch)) is None:
         return state
-    for later, found, _ in pending:
-        duties.log(later, scalars(found.metrics))
+    for later, each, _ in pending:
+        duties.log(later, scalars(each.metrics))
     pending.clear()
     return instead
 
 
 def scalars(metrics: Any) -> Numbers:
     """The numbers among ``metrics`` by name: a dotted path, and ``loss`` of one number alone; arrays are left out."""
-    found: dict[str, float] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator=".") or "loss"
-        if np.ndim(leaf) == 0 and np.asarray(leaf).dtype.kind in "biufV":
-            found[name] = float(leaf)
-    return found
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator=".") or "loss": leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]
+        if np.ndim(leaf) == 0
+    }
+    found = {name: np.asarray(x) for name, x in jax.device_get(named).items()}  # all on their way at once
+    return {name: float(x) for name, x in found.items() if x.dtype.kind in "biufV"}
 
 
 def uniform(step: Callable[[Tree, Tree], Any], state: Tree) -> Callable[[Tree, Tree], tuple[Tree, Any]]:

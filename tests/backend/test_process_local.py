@@ -12,6 +12,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.backend.process_local import held_rows
 from autoshard.errors import AutoshardError, SpecError
 from tests.two_processes import run
 
@@ -88,6 +89,12 @@ def program() -> dict[str, Any]:
         found[f"{name} rows"] = numbers.tolist()
         found[f"{name} sum"] = outcome(lambda p=plan, n=numbers: p.put(same[n], 1.0, local=True)[0].sum(axis=1))
         found[f"{name} differ"] = outcome(lambda p=plan, n=numbers: p.put(mine[n], 1.0, local=True))
+
+    plan = total(mesh=DATA, in_shardings=(P(None, "data"), None)).plan(same.T, 1.0)
+    numbers = plan.local_rows("x", 1)
+    found["own columns"] = [numbers.tolist(), outcome(lambda: plan.put(same.T[:, numbers], 1.0, local=True)[0].sum(0))]
+    found["all columns"] = outcome(lambda: plan.put(same.T, 1.0, local=True)[0].sum(axis=0))
+    found["all columns of one"] = outcome(lambda: plan.put(same.T if me else same.T[:, numbers], 1.0, local=True))
     return found
 
 
@@ -167,6 +174,29 @@ def test_rows_of_several_processes_are_compared_whole(found, name):
         assert "of x are not the same in processes 0 and 1, which both have devices" in one[f"{name} differ"]
 
 
+def test_rows_may_be_of_the_dimension_that_is_split_between_processes(found):
+    """As positions [3, batch, seq] are, beside tokens [batch, seq]."""
+    for process, one in enumerate(found):
+        assert one["own columns"] == [[2 * process, 2 * process + 1], [1.0, 5.0, 9.0, 13.0]]
+        assert one["all columns"] == [1.0, 5.0, 9.0, 13.0]
+        assert "one process brings all and another its rows" in one["all columns of one"]
+
+
+def test_the_rows_of_a_process_are_those_of_its_devices_in_every_dimension():
+    """Of four processes with two devices each: patches [patches, width], positions [3, batch, seq], and a grid."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for shape, spec, dim, rows in (
+        ((32, 5), P("data"), 0, [*range(8, 16)]),
+        ((3, 8, 16), P(None, "data"), 1, [2, 3]),
+        ((3, 8, 16), P(None, "data"), 0, [0, 1, 2]),
+        ((3, 8, 16), P(None, None, ("model", "data")), 2, [2, 3, 10, 11]),
+        ((6, 3), P(), 0, [*range(6)]),
+    ):
+        indices = jax.sharding.NamedSharding(mesh, spec).devices_indices_map(shape)
+        second = [indices[device] for device in mesh.devices[1]]
+        assert held_rows(second, shape, dim).tolist() == rows
+
+
 def test_one_process_has_all_rows():
     x = np.arange(16.0).reshape(8, 2)
     step = autoshard.jit(sums, mesh={"data": 4}, in_shardings=(P("data"), None))
@@ -175,5 +205,8 @@ def test_one_process_has_all_rows():
     assert step(*plan.put(x, 2.0, local=True)) == 240.0
     with pytest.raises(SpecError, match=r"no argument of sums is called 'y'; known: 'scale', 'x'"):
         plan.local_rows("y")
+    assert plan.local_rows("x", 1).tolist() == [0, 1]
+    with pytest.raises(SpecError, match=r"x of sums is \[8, 2\], and has no dimension 2"):
+        plan.local_rows("x", 2)
     with pytest.raises(SpecError, match="scale of sums is a scalar"):
         plan.local_rows("scale")

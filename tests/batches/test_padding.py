@@ -50,6 +50,32 @@ def test_rows_of_different_lengths_are_one_array():
     assert found["weights"].dtype == np.float32
 
 
+def test_each_array_has_dimensions_of_its_own_also_within_a_dictionary():
+    """As Qwen2-VL reads them: patches of all images of a batch in a row, and where each text and image is."""
+    padding = Padding(
+        [{"rows": 2, "length": 4, "patches": 8, "images": 3}],
+        {
+            "inputs.tokens": ("rows", "length"),
+            "inputs.positions": (None, "rows", "length"),
+            "inputs.patches": ("patches",),
+            "inputs.grid": ("images",),
+            "weights": ("rows", "length"),
+        },
+        {"inputs.grid": 1},
+    )
+    inputs = {"tokens": np.ones((1, 3)), "positions": np.ones((3, 1, 3)), "patches": np.ones((6, 5))}
+    found = padding({"inputs": {**inputs, "grid": np.full((2, 3), 2), "name": "a"}, "id": 7})
+    assert {name: x.shape for name, x in found["inputs"].items() if name != "name"} == {
+        "tokens": (2, 4),
+        "positions": (3, 2, 4),
+        "patches": (8, 5),
+        "grid": (3, 3),
+    }
+    assert found["inputs"]["grid"].tolist() == [[2, 2, 2], [2, 2, 2], [1, 1, 1]]
+    assert found["weights"].tolist() == [[1, 1, 1, 0], [0] * 4]
+    assert (found["inputs"]["name"], found["id"]) == ("a", 7)
+
+
 def test_weights_that_a_batch_has_are_padded_with_nothing():
     padding = Padding([{"rows": 3}], {"label": ("rows",), "weights": ("rows",)}, {"label": 7})
     found = padding({"label": np.zeros(2, int), "weights": np.full(2, 0.5)})

@@ -116,6 +116,18 @@ def test_a_part_has_rows_of_every_device():
     assert (8, 1, 1, WIDTH) in shapes  # of each eighth of the batch
 
 
+def test_patches_in_a_row_are_cut_with_the_texts_that_they_are_of():
+    """Four patches a text: 64 in the batch, of which eight devices could have a part where of the texts four can."""
+    patches = normal(4 * BATCH, WIDTH, seed=6)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        of_texts = (batch["patches"] @ params["in"]).reshape(BATCH, 4, WIDTH).sum(1)
+        return optax.softmax_cross_entropy_with_integer_labels(of_texts @ params["out"], batch["y"]).mean()
+
+    state = {"params": PARAMS, "momentum": jax.tree.map(jnp.zeros_like, PARAMS)}
+    assert loops(in_parts(4, step_of(loss), state, {"patches": patches, "y": DATA["y"]}), 4)
+
+
 def test_partial_sums_are_added_up_after_the_loop():
     after = in_parts_of(2, mean, then=(Accumulate("data"),))
     (loop,) = loops(after, 2)

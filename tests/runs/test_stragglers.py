@@ -1,10 +1,14 @@
-"""Which of several processes is named, of what each waited for its batches."""
+"""Which of several processes is named, of how late each was."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from autoshard.runs.stragglers import Waits, straggler
+from autoshard.runs.report import SlowDevicesEvent, StragglerEvent
+from autoshard.runs.stragglers import Findings, Lateness, as_row, latest, slow_devices, straggler
 
 
 @pytest.mark.parametrize(
@@ -14,12 +18,12 @@ from autoshard.runs.stragglers import Waits, straggler
         ((0.0, 0.0, 1.5), 2),
         ((2.0, 0.0), 0),
         ((0.0, 0.9, 0.0), None),  # hardly any of ten seconds
-        ((3.0, 3.2, 3.1), None),  # all wait
+        ((3.0, 3.2, 3.1), None),  # all are late
         ((2.0, 3.9), None),
     ],
 )
-def test_who_waits_long_and_longer_than_the_others_is_named(totals: tuple[float, ...], named: int | None):
-    found = straggler([Waits(10 + n, total, total / 2, 10.0) for n, total in enumerate(totals)])
+def test_who_is_late_and_later_than_the_others_is_named(totals: tuple[float, ...], named: int | None):
+    found = straggler("batches", [Lateness(10 + n, total, total / 2, 10.0) for n, total in enumerate(totals)])
     assert (None if found is None else found.process) == named
     if found is not None:
         assert found.step == 10 + found.process
@@ -27,3 +31,54 @@ def test_who_waits_long_and_longer_than_the_others_is_named(totals: tuple[float,
             f"process {named} keeps the others waiting: its batches came {totals[found.process]:.2f}"
         )
         assert f"{totals[found.process] / 2:.2f} s of that before step {found.step}" in found.text
+
+
+def test_milliseconds_are_not_late():
+    assert straggler("host", [Lateness(2, total, total, 0.02) for total in (0.0, 0.01)]) is None
+    found = straggler("host", [Lateness(2, total, total, 0.2) for total in (0.0, 0.1)])
+    assert found is not None
+    assert "its host was 0.10 s late in 0.20 s" in found.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [((1.0, 1.4, 1.0), 1), ((2.0, 1.0), 0), ((1.0, 1.2, 1.0), None), ((1.4, 1.4, 1.4), None), ((0.5, 1.0, 1.0), None)],
+)
+def test_slow_devices_are_named(seconds: tuple[float, ...], named: int | None):
+    found = slow_devices(7, [each / 1e3 for each in seconds])
+    assert (None if found is None else found.process) == named
+    if found is not None:
+        assert f"after step 7 a device of it takes {seconds[found.process]:.2f} ms for what" in found.text
+
+
+def told(batches: Any = (0, 0, 0), host: Any = (0, 0, 0), measured: float = 0) -> np.ndarray:
+    """What three processes tell; process 1 takes ``measured`` for what the others do in a millisecond."""
+    rows = [
+        as_row([0, 0, 7], (11, b, b), (12, h, h), 2.0, measured and (measured if n == 1 else 1e-3))
+        for n, (b, h) in enumerate(zip(batches, host, strict=True))
+    ]
+    return np.stack(rows)[:, 3:]
+
+
+def test_a_straggler_is_named_once_and_again_after_it_was_in_time():
+    find = Findings()
+    first, second = find(20, told(batches=(0, 1, 0), host=(0, 0, 0.5)))
+    assert isinstance(first, StragglerEvent)
+    assert isinstance(second, StragglerEvent)
+    assert (first.cause, first.process, first.step, first.seconds) == ("batches", 1, 11, 1.0)
+    assert (second.cause, second.process, second.step, second.passed) == ("host", 2, 12, 2.0)
+    assert find(30, told(batches=(0, 1, 0))) == []
+    assert find(40, told()) == []
+    assert [event.process for event in find(50, told(batches=(0, 1, 0)))] == [1]
+
+
+def test_devices_that_are_slow_three_times_in_a_row_are_named_once():
+    find = Findings()
+    found = [find(step, told(measured=m)) for step, m in enumerate((2e-3, 2e-3, 1e-3, 2e-3, 0, 2e-3, 2e-3, 2e-3))]
+    assert [len(each) for each in found] == [0, 0, 0, 0, 0, 0, 1, 0]
+    assert found[6] == [SlowDevicesEvent(step=6, process=1, seconds=2e-3, others=1e-3)]
+
+
+def test_the_latest_step_is_named():
+    assert latest(20, [0.0, 0.5, 0.25]) == (19, 0.75, 0.5)
+    assert latest(20, []) == (20, 0.0, 0.0)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import checkpoint
@@ -280,6 +281,60 @@ def test_batches_of_any_lengths_train_as_unpadded_ones_with_a_plan_for_each_buck
         np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     np.testing.assert_allclose(found["table"], state["table"], rtol=1e-5, atol=1e-7)
     assert int(found["tokens"]) == sum(map(sum, lengths))
+
+
+def pictured(batch: Any) -> Any:
+    """A loss over texts whose image tokens, 0, are the patches of all images in a row: as Qwen2-VL's."""
+
+    def loss_of(params: Any) -> Any:
+        is_image = batch["tokens"] == 0
+        number = jnp.clip(jnp.cumsum(is_image.ravel()) - 1, 0)
+        patches = (batch["patches"] @ params["patch"])[number].reshape(*is_image.shape, 8)
+        found = jnp.where(is_image[..., None], patches, params["table"][batch["tokens"]])
+        found += params["at"][batch["positions"]].sum(0)
+        losses = optax.softmax_cross_entropy_with_integer_labels(found @ params["out"], batch["tokens"])
+        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+    return loss_of
+
+
+def pictured_step(params: Any, batch: Any) -> Any:
+    loss, gradient = jax.value_and_grad(pictured(batch))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), loss
+
+
+def test_each_array_of_a_batch_has_its_own_rows():
+    """Tokens [batch, seq], positions [3, batch, seq], patches [patches of all images, width], grids [images, 3]."""
+    drawn = np.random.default_rng(0)
+    params = {"table": (16, 8), "patch": (5, 8), "at": (9, 8), "out": (8, 16)}
+    start = {name: drawn.standard_normal(shape, np.float32) / 3 for name, shape in params.items()}
+    batches: list[Any] = []
+    for rows, length in ((4, 6), (3, 8), (4, 3)):
+        tokens, sizes = drawn.integers(1, 16, (rows, length), np.int32), drawn.integers(1, 4, rows)
+        tokens[np.arange(length) < sizes[:, None]] = 0
+        patches = drawn.standard_normal((int(sizes.sum()), 5), np.float32)
+        positions = drawn.integers(0, 9, (3, rows, length), np.int32)
+        grid = np.stack([sizes, sizes * 0 + 1, sizes * 0 + 1], 1)
+        weights = (tokens != 0).astype(np.float32)
+        batches.append({"tokens": tokens, "positions": positions, "patches": patches, "weights": weights, "grid": grid})
+    dims = {
+        "tokens": ("rows", "length"),
+        "weights": ("rows", "length"),
+        "positions": (None, "rows", "length"),
+        "patches": ("patches",),
+        "grid": ("rows",),
+    }
+    pad = Padding([{"rows": 4, "length": 8, "patches": n} for n in (8, 16)], dims)
+    step = autoshard.jit(pictured_step, mesh={"data": 4}, strategy="dp", donate_argnums=0)
+    losses: list[float] = []
+    found = fit(step, start, batches, steps=3, pad=pad, log=lambda _, metrics: losses.append(metrics["loss"]))
+    split = step.plan(start, jax.tree.map(jnp.asarray, pad(batches[0]))).in_specs[1]
+    assert (split["tokens"], split["positions"]) == (P("data"), P(None, "data"))
+    state: Any = start
+    for batch, loss in zip(batches, losses, strict=True):
+        state, wanted = jax.jit(pictured_step)(state, batch)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), found, state)
 
 
 def test_padding_keeps_the_state_where_the_first_plan_has_it():

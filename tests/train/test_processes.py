@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from autoshard import checkpoint, cli
+from autoshard import checkpoint, cli, jit
 from autoshard.errors import AutoshardError
 from autoshard.machine.hardware import load_hardware
 from autoshard.train.config import TrainConfig
@@ -73,6 +74,32 @@ def count(state: Any, batch: dict[str, Any]) -> Any:
     return state + batch["row"].sum(), {}
 
 
+def drawn(state: Any, batch: dict[str, Any]) -> Any:
+    """Counts rows, beside a key that is saved."""
+    return {"key": jax.random.split(state["key"])[0], "rows": state["rows"] + batch["row"].sum()}, {}
+
+
+def paired(state: Any, batch: dict[str, Any]) -> Any:
+    return state + (batch["x"] * batch["at"].sum(0)).sum(), {}
+
+
+def pair(n: int) -> dict[str, np.ndarray]:
+    """Of the shapes of tokens [batch, seq] and positions [3, batch, seq]."""
+    return {
+        "at": n + np.arange(24, dtype=np.float32).reshape(3, 4, 2),
+        "x": np.arange(8, dtype=np.float32).reshape(4, 2),
+    }
+
+
+def own_rows() -> float:
+    """`paired` over three batches, of which each process brings its rows."""
+    split = {"at": P(None, "data"), "x": P("data")}
+    plan = jit(paired, mesh={"data": 4}, in_shardings=(None, split)).plan(jnp.zeros(()), pair(0))
+    at, x = plan.local_rows("batch['at']", 1), plan.local_rows("batch['x']")
+    batches = [{"at": pair(n)["at"][:, at], "x": pair(n)["x"][x]} for n in range(3)]
+    return float(fit(paired, jnp.zeros(()), batches, steps=3, plan=plan))
+
+
 def program(folder: str) -> dict[str, Any]:
     """Runs in each of two processes."""
     root, me = Path(folder), jax.process_index()
@@ -83,9 +110,20 @@ def program(folder: str) -> dict[str, Any]:
     cli.app(["train", str(root / "config.yaml")], standalone_mode=False)  # resumes
     found["again"] = trained(recipe(root, "two"))
     found["refused"] = trained(recipe(root, "two", batch=4))
+    found["other rate"] = trained(recipe(root, "rate", optimizer={"learning_rate": 1e-2 + 1e-3 * me}))
     found["other text"] = trained(recipe(root, "other", data={"source": str(root / f"text{me or ''}"), "holdout": 4}))
 
     found["sum"] = float(fit(count, jnp.zeros(()), rows(late=me == 1), steps=20, log=root / "late"))
+
+    for steps in (2, 4):
+        start = {"key": jax.random.key(3), "rows": jnp.zeros(())}
+        state = fit(drawn, start, rows(late=False), steps=steps, checkpoints=root / "keys")
+    found["key"] = np.asarray(jax.random.key_data(state["key"]).addressable_data(0)).tolist()
+    found["own rows"] = own_rows()
+    try:
+        fit(lambda state, batch: (state + (1 + me) * batch["row"].sum(), {}), jnp.zeros(()), rows(late=False), steps=1)
+    except AutoshardError as error:
+        found["other program"] = str(error)
 
     found["first"] = from_first(lambda: {"process": me})
     found["any"] = [in_any(False), in_any(me == 1)]
@@ -155,6 +193,27 @@ def test_what_the_first_process_refuses_is_refused_in_both(found: list[dict[str,
 
 def test_other_text_in_one_process_is_refused_in_both(found: list[dict[str, Any]]):
     assert all("is not the same in all 2 processes" in one["other text"] for one in found)
+
+
+def test_keys_are_restored_where_several_processes_hold_them(found: list[dict[str, Any]]):
+    key = jax.random.key(3)
+    for _ in range(4):
+        key = jax.random.split(key)[0]
+    assert [one["key"] for one in found] == [jax.random.key_data(key).tolist()] * 2
+
+
+def test_each_process_brings_its_rows_of_each_array(found: list[dict[str, Any]]):
+    wanted = sum(float((batch["x"] * batch["at"].sum(0)).sum()) for batch in map(pair, range(3)))
+    assert [one["own rows"] for one in found] == [wanted] * 2
+
+
+def test_a_number_that_differs_in_the_programs_is_refused_in_both(found: list[dict[str, Any]]):
+    assert all("is not the same in processes 0 and 1" in one["other program"] for one in found)
+
+
+def test_other_entries_in_one_process_are_refused_in_both_and_named(found: list[dict[str, Any]]):
+    assert "process 1 has another configuration" in found[0]["other rate"]
+    assert "optimizer.learning_rate is 0.011 in process 1, and 0.01 in process 0" in found[1]["other rate"]
 
 
 def test_a_process_whose_batches_come_late_is_named_with_the_step(root: Path, found: list[dict[str, Any]]):

@@ -84,6 +84,21 @@ def test_rows_are_read_when_they_are_asked_for():
     assert array.read == [1, 2]
 
 
+def test_rows_may_be_of_another_dimension_of_each_array():
+    """As positions [3, rows, length] are, beside tokens [rows, length]."""
+    tokens, positions = np.arange(20).reshape(10, 2), np.arange(60).reshape(3, 10, 2)
+    batch = next(Rows({"at": positions, "x": tokens}, 4, seed=0, dims={"at": 1, "x": 0}))
+    assert batch["at"].shape == (3, 4, 2)
+    np.testing.assert_array_equal(np.asarray(batch["at"])[1], np.asarray(batch["x"]) + 20)
+    np.testing.assert_array_equal(
+        batch["at"][slice(0, 2), slice(1, 3), slice(0, 1)], np.asarray(batch["at"])[:2, 1:3, :1]
+    )
+    with pytest.raises(ArgumentError, match=r"which are dimensions \[1, 1\]: \['at'\] \[3, 10, 2\], \['x'\]"):
+        Rows({"at": positions, "x": tokens}, 4, dims=1)
+    with pytest.raises(ArgumentError, match="one for each array of"):
+        Rows({"at": positions, "x": tokens}, 4, dims={"at": 1})
+
+
 def test_arrays_of_different_numbers_of_rows_are_refused():
     with pytest.raises(ArgumentError, match=r"\['x'\] \[3\], \['y'\] \[4\]"):
         Rows({"x": np.zeros(3), "y": np.zeros(4)}, 2)
