@@ -69,10 +69,12 @@ from autoshard.jaxpr.normalization import (
 )
 from autoshard.jaxpr.origin import (
     autodiff_phase,
+    given_name,
     is_backward,
     is_differentiated,
     name_arguments,
     outside_autodiff,
+    scopes,
     source,
 )
 from autoshard.jaxpr.padded_array import (
@@ -168,6 +170,7 @@ __all__ = [
     "find_primitive",
     "from_dispatch",
     "gather_on_shards",
+    "given_name",
     "host_var",
     "is_array",
     "is_backward",
@@ -200,6 +203,7 @@ __all__ = [
     "represents_indices",
     "resized_var",
     "scan_groups",
+    "scopes",
     "scatter_on_shards",
     "set_memory_kinds",
     "sharding_rule",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jax._src import api_util as _api
 from jax._src import source_info_util as _source
+from jax._src.ad_checkpoint import name_p as _name_p
 from jax.extend.core import JaxprEqn
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
@@ -64,6 +65,17 @@ def is_backward(eqn: JaxprEqn) -> bool:
 def is_differentiated(eqn: JaxprEqn) -> bool:
     """Whether the equation is part of a differentiated function, forward or backward."""
     return "jvp" in _transforms(eqn)
+
+
+def given_name(eqn: JaxprEqn) -> str | None:
+    """The name that `jax.ad_checkpoint.checkpoint_name` gives the value that passes through ``eqn``, if it does."""
+    return eqn.params["name"] if eqn.primitive is _name_p else None
+
+
+def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The `jax.named_scope`s around the equation, from the outermost, as the user names them; not einsum's own."""
+    found = [p.name for p in eqn.source_info.name_stack.stack if isinstance(p, _source.Scope)]
+    return tuple(name for name in found if "->" not in name)
 
 
 def _transforms(eqn: JaxprEqn) -> set[str]:
