@@ -25,6 +25,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
 from autoshard.ir.program import Program
 from autoshard.transforms import remat
+from autoshard.transforms.held_sets import Price, choose_held, layer_loops, price_of_held
 from autoshard.transforms.pipeline import Pass
 from autoshard.transforms.residual_names import ALL, ResidualGroup, layers_again, residual_groups
 from autoshard.transforms.split_scans import split_scans
@@ -57,6 +58,7 @@ class Recompute(Pass):
     """
 
     name: ClassVar[str] = "recompute"
+    decides_held: ClassVar[bool] = True
 
     policy: str | Policy = "full"
     """``"full"``, ``"products:3"``, the name of a policy in `jax.checkpoint_policies`, a policy: (primitive, *avals,
@@ -64,19 +66,19 @@ class Recompute(Pass):
     how many layers."""
 
     @classmethod
-    def by_name(cls, again: Mapping[str, int | str]) -> Recompute:
-        """The pass that makes the values of these names or patterns again, in so many layers or ``"all"``.
+    def by_name(cls, again: Any) -> Recompute:
+        """The pass that makes values again, in so many layers or ``"all"`` of them by name or pattern.
 
         Raises:
           PassError: a name or a count that is none.
         """
-        if not isinstance(again, Mapping) or not all(isinstance(p, str) for p in again):
+        if not isinstance(again, Mapping):
             raise PassError(f"recompute={again!r}: must map names or patterns to numbers of layers or {ALL!r}")
         for pattern, count in again.items():
+            if not isinstance(pattern, str) or not pattern or set(pattern) & set(",= \t\n"):
+                raise PassError(f"recompute: {pattern!r} is no name or pattern of a value")
             if count != ALL and (type(count) is not int or count < 0):
                 raise PassError(f"recompute: {pattern!r} is made again in {count!r} layers; say a number or {ALL!r}")
-            if not pattern or set(pattern) & set(",= \t\n"):
-                raise PassError(f"recompute: {pattern!r} is no name or pattern of a value")
         return cls(",".join(f"{pattern}={count}" for pattern, count in again.items()) or "*=0")
 
     def __post_init__(self) -> None:
@@ -98,9 +100,42 @@ class Recompute(Pass):
         count = len(products(program.jaxpr))
         return tuple(Recompute(f"products:{n}" if n else "full") for n in range(count, -1, -1))
 
+    def within(
+        self,
+        program: Program,
+        prices: Mapping[str, tuple[float, float]],
+        held: Mapping[str, int],
+        layouts: Sequence[tuple[float, float]],
+    ) -> tuple[Pass, float] | None:
+        """The variant by name that takes least time (`autoshard.transforms.held_sets`)."""
+        groups = [g for g in residual_groups(program) if g.name in prices]
+        priced = {name: Price(*price) for name, price in prices.items()}
+        loops = layer_loops(program.jaxpr, groups, priced, lambda e: not remat.is_recomputable(e, program.rules))
+        now = price_of_held(loops, [held] * len(loops))
+        may_differ = program.pipeline is None and not any(e.effects for e in jx.walk(program.jaxpr))
+        found: list[tuple[float, list[dict[str, int]]]] = []
+        for seconds, room in layouts if loops else ():
+            if now.bytes + room >= 0:
+                chosen = choose_held(loops, now.bytes + room, may_differ=may_differ)
+                found.append((seconds - now.seconds + price_of_held(loops, chosen).seconds, chosen))
+        if not found:
+            return None
+        seconds, chosen = min(found, key=lambda f: f[0])
+        again = Counter[str]()
+        for loop, counts in zip(loops, chosen, strict=True):
+            again.update({name: loop.layers - counts.get(name, 0) for name in loop.needed})
+        layers = {g.name: g.layers for g in groups}
+        if all(count >= layers[name] for name, count in again.items()):
+            return Recompute("full"), seconds
+        return Recompute.by_name({n: ALL if c >= layers[n] else c for n, c in again.items() if c}), seconds
+
     def change(self, before: Program, after: Program) -> str:
         sizes = " -> ".join(f"{remat.residual_bytes(p) / 2**20:.3g}" for p in (before, after))
-        left = [] if self.asked else [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
+        left = (
+            []
+            if self.asked
+            else [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
+        )
         return f"residuals {sizes} MiB" + ("; not recomputed: " + ", ".join(left) if left else "")
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -19,6 +20,13 @@ LIBRARIES = tuple(
     for base in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     for name in ("jax", "flax", "optax", "chex", "autoshard")
 ) + (PACKAGE,)
+
+RECOMPUTE = "recompute"
+"""The scope of what the backward part makes again by autoshard's doing."""
+_AGAIN = frozenset({RECOMPUTE, "rematted_computation"})
+"""And by that of `jax.checkpoint`."""
+
+_PART = re.compile(r"layers_(\d+)_to_(\d+)")
 
 
 def user_line(traceback: Any) -> str:
@@ -75,7 +83,27 @@ def given_name(eqn: JaxprEqn) -> str | None:
 def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The `jax.named_scope`s around the equation, from the outermost, as the user names them; not einsum's own."""
     found = [p.name for p in eqn.source_info.name_stack.stack if isinstance(p, _source.Scope)]
-    return tuple(name for name in found if "->" not in name)
+    ours = {*_AGAIN, "checkpoint"}
+    return tuple(name for name in found if "->" not in name and name not in ours and not _PART.fullmatch(name))
+
+
+def as_layers(eqn: JaxprEqn, first: int, end: int) -> JaxprEqn:
+    """``eqn``, a scan over layers ``first`` to ``end`` of one that was cut, marked so; profiles show it."""
+    stack = eqn.source_info.name_stack.extend(f"layers_{first}_to_{end}")
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def part_of_scan(eqn: JaxprEqn) -> tuple[int, str] | None:
+    """Of a scan that `as_layers` marked, what is equal for the other parts of the scan that was cut."""
+    *before, last = eqn.source_info.name_stack.stack or ("",)
+    if not (isinstance(last, _source.Scope) and _PART.fullmatch(last.name)):
+        return None
+    return id(eqn.source_info.traceback), str(before)
+
+
+def is_made_again(eqn: JaxprEqn) -> bool:
+    """Whether the equation is a copy of one of the forward part, which the backward part runs again."""
+    return any(isinstance(p, _source.Scope) and p.name in _AGAIN for p in eqn.source_info.name_stack.stack)
 
 
 def _transforms(eqn: JaxprEqn) -> set[str]:

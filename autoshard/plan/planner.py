@@ -20,6 +20,7 @@ from autoshard.jaxpr import dtype_name
 from autoshard.pipelining.price import PipelinePrice, price_pipeline
 from autoshard.plan.constraints import islands, sharding_constraints
 from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, PipelinePlan, Place, PlaceReason
+from autoshard.plan.held_values import held_values
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.solved_layouts import most_common
@@ -85,6 +86,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         compiler_options=effective_options(
             program.mesh, best.memory.peak, best.all_gather_fusion_disabled, request.compiler_options
         ),
+        residuals=held_values(graph, layout, s.memory_model),
         profile=profile_step(s.memory_model, layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled),
         in_tree=program.in_tree,
         out_tree=program.out_tree,

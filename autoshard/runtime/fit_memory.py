@@ -18,7 +18,7 @@ from autoshard.pipelining.chain import has_chain
 from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.relax import best_relaxation
-from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
+from autoshard.runtime.options import Options, memory_saving_sequences, passes_of, with_optional_passes
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.search.search import explore
 from autoshard.transforms.pipeline import Pass
@@ -28,6 +28,11 @@ MIN_SAVING = 0.01
 """Least share of the peak memory that dropping a demand must save to be proposed."""
 MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for passes that save some, or micro-batches, to be tried."""
+
+MIN_HELD_GAIN = 0.003
+"""Least share of the step's time that holding other values must gain, by the prices of the last plan, to be planned."""
+MAX_HELD = 3
+"""Most choices of held values that are planned, each by the prices of the plan before it."""
 
 
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
@@ -92,7 +97,15 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options) -
     sequences = [options.passes, *memory_saving_sequences(traced, options)]
     chosen = max((i for i, passes in enumerate(sequences) if written.issuperset(map(str, passes))), default=0)
     in_parts = options.microbatch is not None and any(p.name == options.microbatch.name for p in plan.passes)
-    if in_parts or _memory_bound(plan) or chosen == 0:
+    if in_parts:
+        return True
+    deciding = {p.name for p in options.memory_saving_passes if p.decides_held}
+    if chosen == 0 and deciding & {p.name for p in plan.passes}:  # values are held one by one
+        freed = _offloaded_bytes(traced, options) / traced.mesh.size
+        transfers = 2 * freed / traced.mesh.hardware.host_bandwidth
+        passes = passes_of(plan, traced, options)
+        return _with_held_values(traced, (), passes, plan, freed, options.request)[1] + transfers < plan.cost.seconds
+    if _memory_bound(plan) or chosen == 0:
         return True
     less_saving = [less.passes, *memory_saving_sequences(traced, less)][:chosen]
     request = replace(options.request, memory_budget=plan.memory_budget)
@@ -304,18 +317,62 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
     def fastest() -> tuple[Planned, tuple[Pass, ...]]:
         return min(fitting, key=lambda f: _preference(f[0].plan))
 
+    def improve(passes: tuple[Pass, ...], *first: Pass) -> bool:
+        """Plans with ``first`` and ``passes``, then holds other values as the prices of the best plan and what its
+        layouts leave of the memory say, while that is faster; whether values were held so."""
+        tried, taken, budget = {passes}, 0.0, budget_of(request, traced)
+        if not is_planned(passes, first):
+            return False
+        best, chosen = fitting[-1][0].plan, None
+        for _ in range(MAX_HELD):
+            chosen, seconds = _with_held_values(traced, first, passes, best, -taken, request)
+            while taken and chosen in tried and taken < budget / 4:
+                taken += MIN_SAVING * budget
+                chosen, seconds = _with_held_values(traced, first, passes, best, -taken, request)
+            if chosen is None or chosen in tried or seconds > best.cost.seconds * (1 - MIN_HELD_GAIN):
+                break
+            tried.add(chosen)
+            if not is_planned(chosen, first):
+                taken += errors[-1].least - budget
+            elif (found := fitting[-1][0].plan).cost.seconds < best.cost.seconds:
+                best, taken = found, 0.0
+            elif _memory_bound(found):
+                taken += found.alternatives[0].peak - budget
+            else:
+                break
+        return chosen is not None
+
+    def helps(first: Pass, saving: tuple[Pass, ...]) -> bool:
+        """Whether with ``first`` beside the passes that save most memory the step is faster, or needs less."""
+        alone = next((f[0].plan for f in fitting if f[1] == saving), None)
+        if not is_planned(saving, (first,)) or alone is None:
+            return True
+        found = fitting[-1][0].plan
+        smaller = found.memory.peak < alone.memory.peak * (1 - MIN_SAVING)
+        return smaller or found.cost.seconds < alone.cost.seconds * (1 - MIN_HELD_GAIN)
+
+    def is_planned(passes: tuple[Pass, ...], first: tuple[Pass, ...]) -> bool:
+        count = len(fitting)
+        try_passes(passes, (*first, *passes))
+        return len(fitting) > count
+
     is_short = not try_passes(options.passes)
     tried = () if fitting else tuple(_with_optional(traced, options.passes, options, saving=None))
     for with_optional in tried:
         is_short = not try_passes(options.passes, with_optional) and is_short
     if is_short:
         sequences = [options.passes, *memory_saving_sequences(traced, options)]
+        by_value = traced.pipeline is None and improve(sequences[-1])
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
-        enough = bisect.bisect_left(sequences, True, lo=1, key=try_passes)
+        enough = len(sequences) if by_value else bisect.bisect_left(sequences, True, lo=1, key=try_passes)
         axes = _batch_axes(fitting[0][0].plan) if fitting else None
         for first, *_ in _with_optional(traced, (), options, saving=True, batch_axes=axes):
-            less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
-            bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
+            # With an optional pass that saves memory, one that saves less may do.
+            if not by_value:
+                less = sequences[:enough]
+                bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
+            elif not try_passes(options.passes, (first, *options.passes)) and helps(first, sequences[-1]):
+                improve(fastest()[1], first)
     if fitting:
         _, passes = fastest()
         axes = () if traced.pipeline is None else _batch_axes(fastest()[0].plan)
@@ -332,6 +389,34 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
     lowest = min(reversed(errors), key=lambda e: e.least)
     raise MemoryBudgetError(f"{lowest}{hint}", lowest.least) from None
+
+
+def _with_held_values(
+    traced: Program,
+    first: tuple[Pass, ...],
+    passes: tuple[Pass, ...],
+    plan: PlanRecord,
+    more: float,
+    request: PlanRequest,
+) -> tuple[tuple[Pass, ...] | None, float]:
+    """``passes`` with, in the place of the one that decides what is held for the backward part, the one of its kind
+    with which the step takes least time, and the seconds that it then takes; None where none decides that.
+
+    Args:
+      plan: has the prices, what is held now, and the layouts that it was chosen from.
+      more: bytes per device that may be held beyond the budget of ``request``.
+    """
+    prices = {r.name: (float(r.bytes), r.seconds) for r in plan.residuals}
+    held = {r.name: r.layers - r.again for r in plan.residuals}
+    limit = budget_of(request, traced) + more
+    layouts = [(plan.cost.seconds, limit - plan.memory.peak)]
+    layouts += [(a.seconds, limit - a.peak) for a in plan.alternatives]
+    for i, decides in enumerate(passes):
+        if decides.decides_held:
+            program, _ = run_passes(traced, (*first, *passes[:i]), request)
+            found = decides.within(program, prices, held, layouts)
+            return (None, math.inf) if found is None else ((*passes[:i], found[0], *passes[i + 1 :]), found[1])
+    return None, math.inf
 
 
 def _with_optional(

@@ -237,6 +237,9 @@ class TrainConfig(Config):
     ``data_axes``. With it ``microbatches`` is derived for each mesh, or has to agree."""
     data_axes: tuple[str, ...] = ("data",)
     """Mesh axes that ``micro_batch`` counts as splitting the batch."""
+    recompute: dict[str, Annotated[StrictInt, Field(ge=0)] | Literal["all"]] | None = None
+    """What the backward part makes again, by name or pattern, and in how many layers: ``{"*.mlp.up": 12, attention:
+    all}``; left out, the planner decides. See `autoshard.jit`."""
     passes: tuple[str, ...] | None = None
     """Rewrites of the step before it is planned; left out, those of `autoshard.jit`."""
     eval: EvalConfig = EvalConfig()
@@ -283,6 +286,12 @@ class TrainConfig(Config):
             raise ValueError("`pad` is for data of one's own: text is cut into windows of one length")
         if text and self.eval.data is not None:
             raise ValueError("`eval.data` is for data of one's own: text has held-out files")
+        return self
+
+    @model_validator(mode="after")
+    def _one_recompute(self) -> Self:
+        if self.recompute is not None and self.passes is not None:
+            raise ValueError("give `recompute`, or `recompute:...` among `passes`, and not both")
         return self
 
     @field_validator("phases")

@@ -14,7 +14,7 @@ import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autoshard import jaxpr as jx
@@ -38,7 +38,7 @@ class Member(NamedTuple):
     layers: int
     """Of the scan; 1 outside of one."""
     scan: jx.JaxprEqn | None
-    """The forward scan over layers that it is in."""
+    """The scan over layers that it is in."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class ResidualGroup:
     key: ResidualKey
     members: tuple[Member, ...]
     """In order of execution."""
+    again: int = 0
+    """In how many layers the backward part makes it again."""
 
     @property
     def layers(self) -> int:
@@ -65,12 +67,17 @@ def residual_key(eqn: jx.JaxprEqn) -> ResidualKey | None:
 
 def residual_groups(program: Program) -> tuple[ResidualGroup, ...]:
     """The residual groups of the forward parts of ``program``, in order of first execution."""
-    walk = _Walk(program)
     found: dict[tuple[ResidualKey, str], list[tuple[str, Member]]] = defaultdict(list)
-    for name, member in walk.members(program.jaxpr.eqns, inside=False):
+    again: dict[tuple[ResidualKey, str], int] = defaultdict(int)
+    for name, member, is_again in _Walk(program).members(program.jaxpr.eqns, _Place()):
         key = residual_key(member.eqn)
         assert key is not None
-        found[key, unnumbered(name)].append((name, member))
+        if is_again:
+            same = [k for k in found if k[0] == key]  # the parameter's path may be lost on the way
+            which = (key, unnumbered(name))
+            again[which if which in found else next(iter(same), which)] += member.layers
+        else:
+            found[key, unnumbered(name)].append((name, member))
     groups: list[ResidualGroup] = []
     taken: dict[str, int] = defaultdict(int)
     for (key, common), members in found.items():
@@ -78,8 +85,19 @@ def residual_groups(program: Program) -> tuple[ResidualGroup, ...]:
         name = names.pop() if len(names) == 1 else common.replace("#", "*")
         taken[name] += 1
         name = name if taken[name] == 1 else f"{name}#{taken[name]}"
-        groups.append(ResidualGroup(name, key, tuple(m for _, m in members)))
+        groups.append(ResidualGroup(name, key, tuple(m for _, m in members), again[key, common]))
     return tuple(groups)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where equations are: in the forward part, in the backward part, in what that makes again, in which scan."""
+
+    forward: bool = False
+    backward: bool = False
+    again: bool = False
+    layers: int = 1
+    scan: jx.JaxprEqn | None = None
 
 
 class _Walk:
@@ -93,33 +111,34 @@ class _Walk:
             names = path_names(leaf.path)
             self.paths[v] = ".".join(names[1:] or names)
 
-    def members(
-        self, eqns: Sequence[jx.JaxprEqn], *, inside: bool, layers: int = 1, scan: jx.JaxprEqn | None = None
-    ) -> Iterator[tuple[str, Member]]:
+    def members(self, eqns: Sequence[jx.JaxprEqn], at: _Place) -> Iterator[tuple[str, Member, bool]]:
+        """Name, member, and whether it is one that the backward part makes again."""
         named = {e.invars[0]: name for e in eqns if (name := jx.given_name(e)) is not None}
         products = set[jx.Var]()
         for eqn in eqns:
             traits = self.rules.traits(eqn.primitive)
-            if eqn.invars and (traits.view or traits.fused_into_consumer or traits.moves_data or traits.casts):
+            if traits.identity:
+                self._carry(eqn.invars, eqn.outvars)
+            elif eqn.invars and (traits.view or traits.fused_into_consumer or traits.moves_data or traits.casts):
                 self._carry(eqn.invars[:1], eqn.outvars[:1])
-            forward = inside or remat.is_forward(eqn)
-            if forward and residual_key(eqn):
+            backward, again = at.backward or jx.is_backward(eqn), at.again or jx.is_made_again(eqn)
+            forward = at.forward or (remat.is_forward(eqn) and not backward and not again)
+            if (forward or again) and residual_key(eqn):
                 name = jx.given_name(eqn)
                 if name is None:
                     products.update(eqn.outvars)
                     name = next((named[v] for v in eqn.outvars if v in named), None) or self._name(eqn)
                 elif eqn.invars[0] in products:
                     continue  # the product is called so
-                yield _plain(name), Member(eqn, layers, scan)
-            if not (forward or not jx.is_differentiated(eqn)):
-                continue
-            groups = jx.scan_groups(eqn) if forward and not inside else None
+                yield _plain(name), Member(eqn, at.layers, at.scan), again
+            groups = jx.scan_groups(eqn) if jx.is_differentiated(eqn) and at.scan is None else None
+            inside = replace(at, forward=forward, backward=backward, again=again)
+            inside = inside if groups is None else replace(inside, layers=groups.length, scan=eqn)
             for region in jx.regions(eqn):
                 carried = {i for _, i in region.carries}
                 entering = [w for w in region.inputs if w.inside not in carried]
                 self._carry([eqn.invars[w.outside] for w in entering], [region.body.invars[w.inside] for w in entering])
-                here = (layers, scan) if groups is None else (groups.length, eqn)
-                yield from self.members(region.body.eqns, inside=forward, layers=here[0], scan=here[1])
+                yield from self.members(region.body.eqns, inside)
 
     def _carry(self, sources: Iterable[jx.Atom], targets: Iterable[jx.Var]) -> None:
         for a, b in zip(sources, targets, strict=True):

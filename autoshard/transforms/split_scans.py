@@ -44,7 +44,9 @@ def _linked(jaxpr: jx.Jaxpr, cuts: Mapping[jx.JaxprEqn, frozenset[int]]) -> dict
             groups = jx.scan_groups(eqn) if jx.is_backward(eqn) and not eqn.effects else None
             if groups is None:
                 continue
-            read = [maker[v] for v in eqn.invars[groups.consts + groups.carry :] if isinstance(v, jx.Var) and v in maker]
+            read = [
+                maker[v] for v in eqn.invars[groups.consts + groups.carry :] if isinstance(v, jx.Var) and v in maker
+            ]
             together = [e for e in (*read, eqn) if e in found and _length(e) == groups.length]
             union = frozenset().union(*(found[e] for e in together))
             for e in (*together, eqn) if together else ():
@@ -98,7 +100,8 @@ class _Split:
             stacked = [_resized(v, end - first) for v in eqn.outvars[groups.carry :]]
             self.parts |= {(v, first, end): w for v, w in zip(eqn.outvars[groups.carry :], stacked, strict=True)}
             sizes, operands = (groups.consts, groups.carry, groups.xs), [*eqn.invars[:n], *carry, *xs]
-            self.eqns.append(jx.rebuild_scan(eqn, own, sizes, operands, [*out, *stacked], end - first))
+            part = jx.rebuild_scan(eqn, own, sizes, operands, [*out, *stacked], end - first)
+            self.eqns.append(jx.as_layers(part, first, end))
             carry = list(out)
         for v in eqn.outvars[groups.carry :]:
             if v in self.read_whole:
