@@ -115,8 +115,10 @@ def jit(
         no others run. None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
         "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is fastest, or
         ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of ``"sum_products"``, where it
-        is faster so; and where memory rules out the fastest layout, ``"recompute:full"`` or the values to make again by name, ``"recompute:NAME=12,NAME=all"``, among them, or ``"losses"`` before them so that less is recomputed, if that is faster than other layouts; and
-        ``"offload:optimizer"`` after them where nothing else fits, or only what is slower.
+        is faster so; and where memory rules out the fastest layout, among them ``"recompute:full"``, or values to make
+        again by name and number of layers, ``"recompute:mlp.up=12,attention=all"``, or ``"losses"`` before them so that
+        less is recomputed, if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing
+        else fits, or only what is slower.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.

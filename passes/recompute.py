@@ -5,8 +5,8 @@ it works on the traced step, which is differentiated already. `autoshard.transfo
 
 Between saving nothing and saving all are ``recompute:products:1``, ``products:2``, ...: that many matrix products of
 the forward part are saved, those with most FLOPs per byte first; the same product in all layers counts as one. And
-``recompute:*.mlp.up=12,attention=all`` makes values again by name (`autoshard.transforms.residual_names`), each in so
-many layers, the first ones, and holds the other products. A scan over layers is cut in two for that.
+``recompute:*.mlp.up=12,attention=all`` makes values again by name (`autoshard.transforms.held_values.names`), each in
+so many layers, the first ones, and holds the other products. A scan over layers is cut in two for that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
 from autoshard.ir.program import Program
 from autoshard.transforms import remat
-from autoshard.transforms.held_sets import Price, choose_held, layer_loops, price_of_held
+from autoshard.transforms.held_values.names import ALL, ResidualGroup, layers_again, residual_groups
+from autoshard.transforms.held_values.sets import Price, choose_held, layer_loops, price_of_held
+from autoshard.transforms.held_values.split_scans import split_scans
 from autoshard.transforms.pipeline import Pass
-from autoshard.transforms.residual_names import ALL, ResidualGroup, layers_again, residual_groups
-from autoshard.transforms.split_scans import split_scans
 
 Policy = Callable[..., Any]
 
@@ -107,7 +107,7 @@ class Recompute(Pass):
         held: Mapping[str, int],
         layouts: Sequence[tuple[float, float]],
     ) -> tuple[Pass, float] | None:
-        """The variant by name that takes least time (`autoshard.transforms.held_sets`)."""
+        """The variant by name that takes least time (`autoshard.transforms.held_values.sets`)."""
         groups = [g for g in residual_groups(program) if g.name in prices]
         priced = {name: Price(*price) for name, price in prices.items()}
         loops = layer_loops(program.jaxpr, groups, priced, lambda e: not remat.is_recomputable(e, program.rules))

@@ -262,8 +262,8 @@ class _Builder:
                 self.parts.setdefault(of, []).append((begin, len(self.nodes)))
 
     def tie_parts(self) -> None:
-        """Ties the values of the layers of a scan that was cut (`transforms.split_scans`), which differ in what they
-        hold and in nothing else: they are to have one layout, and the layout problem stays as small as it was."""
+        """Ties the values of the layers of a scan that was cut in parts, which differ in what they hold and in nothing
+        else: they are to have one layout, and the layout problem stays as small as it was."""
         for parts in self.parts.values():
             alike: dict[tuple[int, str, str], list[list[int]]] = {}
             for p, (begin, end) in enumerate(parts):

@@ -10,6 +10,7 @@ is called ``name#2``.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections import defaultdict
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autoshard import jaxpr as jx
-from autoshard.errors import PassError, nearest
+from autoshard.errors import PassError
 from autoshard.ir.program import Program
 from autoshard.ir.rule_registry import Rules
 from autoshard.jaxpr.paths import path_names, unnumbered
@@ -177,10 +178,9 @@ def layers_again(groups: Sequence[ResidualGroup], asked: Mapping[str, int | None
         matched = [g for g in groups if matches(g.name, pattern)]
         if not matched:
             names = ", ".join(found) or "none: nothing is differentiated"
-            raise PassError(
-                f"recompute: {pattern!r} is the name of no value that may be held{nearest(pattern, found)}; there are "
-                f"{names}"
-            )
+            near = difflib.get_close_matches(pattern.lstrip("*."), found, 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise PassError(f"recompute: no value that may be held is called {pattern!r}{hint}; there are {names}")
         for group in matched:
             if count is not None and count > group.layers:
                 raise PassError(

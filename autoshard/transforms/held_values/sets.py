@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from autoshard import jaxpr as jx
 from autoshard.transforms import remat
-from autoshard.transforms.residual_names import ResidualGroup
+from autoshard.transforms.held_values.names import ResidualGroup
 
 MAX_VALUES = 10
 """Most values of a loop that are decided, those that take longest to make again; of others none is held."""
