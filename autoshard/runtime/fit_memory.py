@@ -104,7 +104,7 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options) -
         freed = _offloaded_bytes(traced, options) / traced.mesh.size
         transfers = 2 * freed / traced.mesh.hardware.host_bandwidth
         passes = passes_of(plan, traced, options)
-        return _with_held_values(traced, (), passes, plan, freed, options.request)[1] + transfers < plan.cost.seconds
+        return _held_by_value(traced, passes, plan, freed, options.request)[1] + transfers < plan.cost.seconds
     if _memory_bound(plan) or chosen == 0:
         return True
     less_saving = [less.passes, *memory_saving_sequences(traced, less)][:chosen]
@@ -289,6 +289,7 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
     """
     fitting: list[tuple[Planned, tuple[Pass, ...]]] = []
+    ran: list[tuple[Pass, ...]] = []
     errors: list[MemoryBudgetError] = []
 
     def try_passes(passes: tuple[Pass, ...], with_optional: tuple[Pass, ...] | None = None) -> bool:
@@ -305,6 +306,7 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
             note = Diagnostic(f"{added} was added: without it, {without}")
             plan = replace(plan, diagnostics=(*plan.diagnostics, note))
         fitting.append((planned._replace(plan=plan), passes))
+        ran.append(with_optional or passes)
         return not _memory_bound(plan)
 
     def try_more(passes: tuple[Pass, ...], with_optional: tuple[Pass, ...]) -> None:
@@ -317,44 +319,33 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
     def fastest() -> tuple[Planned, tuple[Pass, ...]]:
         return min(fitting, key=lambda f: _preference(f[0].plan))
 
-    def improve(passes: tuple[Pass, ...], *first: Pass) -> bool:
-        """Plans with ``first`` and ``passes``, then holds other values as the prices of the best plan and what its
-        layouts leave of the memory say, while that is faster; whether values were held so."""
-        tried, taken, budget = {passes}, 0.0, budget_of(request, traced)
-        if not is_planned(passes, first):
-            return False
-        best, chosen = fitting[-1][0].plan, None
+    def hold_by_value() -> None:
+        """From the fastest plan that makes values again, holds other values as its prices and what its layouts leave of
+        the memory say, and so on from what that gives while it is faster."""
+        deciding = [i for i, passes in enumerate(ran) if any(p.decides_held for p in passes)]
+        if not deciding:
+            return
+        start = min(deciding, key=lambda i: _preference(fitting[i][0].plan))
+        best, (_, passes), sequence = fitting[start][0].plan, fitting[start], ran[start]
+        tried, taken, budget = {*sequence}, 0.0, budget_of(request, traced)
         for _ in range(MAX_HELD):
-            chosen, seconds = _with_held_values(traced, first, passes, best, -taken, request)
+            chosen, seconds = _held_by_value(traced, sequence, best, -taken, request)
             while taken and chosen in tried and taken < budget / 4:
                 taken += MIN_SAVING * budget
-                chosen, seconds = _with_held_values(traced, first, passes, best, -taken, request)
+                chosen, seconds = _held_by_value(traced, sequence, best, -taken, request)
             if chosen is None or chosen in tried or seconds > best.cost.seconds * (1 - MIN_HELD_GAIN):
-                break
+                return
             tried.add(chosen)
-            if not is_planned(chosen, first):
+            count = len(fitting)
+            try_passes(*(tuple(chosen if p.decides_held else p for p in s) for s in (passes, sequence)))
+            if len(fitting) == count:
                 taken += errors[-1].least - budget
             elif (found := fitting[-1][0].plan).cost.seconds < best.cost.seconds:
                 best, taken = found, 0.0
             elif _memory_bound(found):
                 taken += found.alternatives[0].peak - budget
             else:
-                break
-        return chosen is not None
-
-    def helps(first: Pass, saving: tuple[Pass, ...]) -> bool:
-        """Whether with ``first`` beside the passes that save most memory the step is faster, or needs less."""
-        alone = next((f[0].plan for f in fitting if f[1] == saving), None)
-        if not is_planned(saving, (first,)) or alone is None:
-            return True
-        found = fitting[-1][0].plan
-        smaller = found.memory.peak < alone.memory.peak * (1 - MIN_SAVING)
-        return smaller or found.cost.seconds < alone.cost.seconds * (1 - MIN_HELD_GAIN)
-
-    def is_planned(passes: tuple[Pass, ...], first: tuple[Pass, ...]) -> bool:
-        count = len(fitting)
-        try_passes(passes, (*first, *passes))
-        return len(fitting) > count
+                return
 
     is_short = not try_passes(options.passes)
     tried = () if fitting else tuple(_with_optional(traced, options.passes, options, saving=None))
@@ -362,17 +353,14 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         is_short = not try_passes(options.passes, with_optional) and is_short
     if is_short:
         sequences = [options.passes, *memory_saving_sequences(traced, options)]
-        by_value = traced.pipeline is None and improve(sequences[-1])
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
-        enough = len(sequences) if by_value else bisect.bisect_left(sequences, True, lo=1, key=try_passes)
+        enough = bisect.bisect_left(sequences, True, lo=1, key=try_passes)
         axes = _batch_axes(fitting[0][0].plan) if fitting else None
         for first, *_ in _with_optional(traced, (), options, saving=True, batch_axes=axes):
-            # With an optional pass that saves memory, one that saves less may do.
-            if not by_value:
-                less = sequences[:enough]
-                bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
-            elif not try_passes(options.passes, (first, *options.passes)) and helps(first, sequences[-1]):
-                improve(fastest()[1], first)
+            less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
+            bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
+        if traced.pipeline is None and options.memory_saving_passes:
+            hold_by_value()
     if fitting:
         _, passes = fastest()
         axes = () if traced.pipeline is None else _batch_axes(fastest()[0].plan)
@@ -391,19 +379,14 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
     raise MemoryBudgetError(f"{lowest}{hint}", lowest.least) from None
 
 
-def _with_held_values(
-    traced: Program,
-    first: tuple[Pass, ...],
-    passes: tuple[Pass, ...],
-    plan: PlanRecord,
-    more: float,
-    request: PlanRequest,
-) -> tuple[tuple[Pass, ...] | None, float]:
-    """``passes`` with, in the place of the one that decides what is held for the backward part, the one of its kind
-    with which the step takes least time, and the seconds that it then takes; None where none decides that.
+def _held_by_value(
+    traced: Program, passes: tuple[Pass, ...], plan: PlanRecord, more: float, request: PlanRequest
+) -> tuple[Pass | None, float]:
+    """What to take in place of the pass among ``passes`` that decides what is held for the backward part, for the step
+    to take least time, and the seconds that it then takes; None where none decides that.
 
     Args:
-      plan: has the prices, what is held now, and the layouts that it was chosen from.
+      plan: made with ``passes``. It has the prices, what is held now, and the layouts that it was chosen from.
       more: bytes per device that may be held beyond the budget of ``request``.
     """
     prices = {r.name: (float(r.bytes), r.seconds) for r in plan.residuals}
@@ -413,9 +396,8 @@ def _with_held_values(
     layouts += [(a.seconds, limit - a.peak) for a in plan.alternatives]
     for i, decides in enumerate(passes):
         if decides.decides_held:
-            program, _ = run_passes(traced, (*first, *passes[:i]), request)
-            found = decides.within(program, prices, held, layouts)
-            return (None, math.inf) if found is None else ((*passes[:i], found[0], *passes[i + 1 :]), found[1])
+            program, _ = run_passes(traced, passes[:i], request)
+            return decides.within(program, prices, held, layouts) or (None, math.inf)
     return None, math.inf
 
 
