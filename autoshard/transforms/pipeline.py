@@ -32,6 +32,8 @@ class Pass:
       look: 1 equations seen (1 -> 1 equations)
       >>> Look.from_option(None) == Look()
       True
+      >>> Look().within(plan, prices={}, held={}, layouts=[]) is None  # it decides on no values to hold
+      True
     """
 
     name: ClassVar[str]
