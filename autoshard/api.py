@@ -18,7 +18,7 @@ from autoshard.ir.rule import Local, RuleFn
 from autoshard.ir.rule_check import check_rule
 from autoshard.ir.rule_registry import AnyRule
 from autoshard.machine.mesh_config import AUTO, MeshConfig, MeshLike, mesh_config
-from autoshard.passes import PASSES, Microbatch, Offload
+from autoshard.passes import PASSES, Microbatch, Offload, Recompute
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
 from autoshard.rules import SHIPPED, STRUCTURAL
@@ -64,6 +64,7 @@ def jit(
     microbatches: int | None = None,
     schedule: str | Schedule | None = None,
     pad_state: bool = False,
+    recompute: Mapping[str, int | str] | None = None,
     passes: Sequence[str | Pass] | None = None,
     rules: Mapping[Primitive | str, AnyRule] | None = None,
     strict: bool = False,
@@ -105,13 +106,19 @@ def jit(
       pad_state: whether state that the mesh does not divide is stored with padding: 50,257 rows as 50,264 over 8
         devices, where they would be whole on each else. Such an argument comes back as a `PaddedArray`: a `jax.Array`
         with its true shape and values, whose `stored` has the padding. Nothing that the step computes changes.
+      recompute: what the backward part makes again instead of holding it: names or patterns of values, as
+        ``plan.residuals`` has them, and in how many layers, the first ones, or ``"all"``: ``{"*.mlp.up": 12,
+        "attention": "all"}``. Of patterns that match one name the last counts. Other results of products and what is
+        named by `jax.ad_checkpoint.checkpoint_name` are held; all else is made again from these. None leaves it to the
+        planner, which holds everything where that fits.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
         no others run. None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
         "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is fastest, or
         ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of ``"sum_products"``, where it
-        is faster so; and where memory rules out the fastest layout, ``"recompute:products:N"`` or ``"recompute:full"``
-        among them, or ``"losses"`` before them so that less is recomputed, if that is faster than other layouts; and
-        ``"offload:optimizer"`` after them where nothing else fits, or only what is slower.
+        is faster so; and where memory rules out the fastest layout, among them ``"recompute:full"``, or values to make
+        again by name and number of layers, ``"recompute:mlp.up=12,attention=all"``, or ``"losses"`` before them so that
+        less is recomputed, if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing
+        else fits, or only what is slower.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.
@@ -155,6 +162,7 @@ def jit(
             microbatches=microbatches,
             schedule=schedule,
             pad_state=pad_state,
+            recompute=recompute,
             passes=passes,
             rules=rules,
             strict=strict,
@@ -176,12 +184,15 @@ def jit(
         raise ArgumentError(f"refine={refine!r}: must be the number of layouts to compile and choose from, 0 or more")
     if refine and isinstance(strategy, Plan):
         raise ArgumentError(f"refine={refine}: a plan given as the strategy is not refined; leave one of them out")
+    if recompute is not None and passes is not None:
+        raise ArgumentError("recompute= and passes=: put 'recompute:NAME=all' among the passes, or leave one out")
     request = PlanRequest(
         preset,
         budget,
         strict,
         compiler_options=tuple(sorted((compiler_options or {}).items())),
     )
+    decided = passes is not None or recompute is not None
     static_nums, static_names = _positions_and_names(fun, static_argnums, static_argnames)
     pipeline = None if config is None else config.pipeline
     alone = microbatches == 1 and pipeline is None
@@ -195,8 +206,8 @@ def jit(
             like=_like(like, strategy),
             request=request,
             rules=_rules(rules),
-            passes=(*parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES), *offload),
-            memory_saving_passes=(*parse_passes(MEMORY_SAVING_PASSES, PASSES), *offload) if passes is None else (),
+            passes=(*_passes(passes, recompute), *offload),
+            memory_saving_passes=() if decided else (*parse_passes(MEMORY_SAVING_PASSES, PASSES), *offload),
             optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, PASSES),
             microbatch=None if whole else Microbatch(microbatches or 0),
             offload=None if offload or passes is not None else Offload(),
@@ -213,6 +224,14 @@ def jit(
             cache=cache,
         ),
     )
+
+
+def _passes(passes: Sequence[str | Pass] | None, recompute: Mapping[str, int | str] | None) -> tuple[Pass, ...]:
+    """The passes that run in any case: those given, or the default ones with what ``recompute`` says among them."""
+    if recompute is None:
+        return parse_passes(DEFAULT_PASSES if passes is None else passes, PASSES)
+    again = Recompute.by_name(recompute)
+    return tuple(again if isinstance(p, Recompute) else p for p in parse_passes(MEMORY_SAVING_PASSES, PASSES))
 
 
 def _parse_strategy(strategy: Any) -> tuple[str, tuple[Pass, ...]]:

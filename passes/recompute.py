@@ -4,11 +4,14 @@ For a user ``passes=["recompute:full"]`` does what `jax.checkpoint` around each 
 it works on the traced step, which is differentiated already. `autoshard.transforms.remat` is the rewrite.
 
 Between saving nothing and saving all are ``recompute:products:1``, ``products:2``, ...: that many matrix products of
-the forward part are saved, those with most FLOPs per byte first; the same product in all layers counts as one.
+the forward part are saved, those with most FLOPs per byte first; the same product in all layers counts as one. And
+``recompute:*.mlp.up=12,attention=all`` makes values again by name (`autoshard.transforms.held_values.names`), each in
+so many layers, the first ones, and holds the other products. A scan over layers is cut in two for that.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections import Counter
@@ -22,6 +25,9 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
 from autoshard.ir.program import Program
 from autoshard.transforms import remat
+from autoshard.transforms.held_values.names import ALL, ResidualGroup, layers_again, residual_groups
+from autoshard.transforms.held_values.sets import Price, choose_held, layer_loops, price_of_held
+from autoshard.transforms.held_values.split_scans import split_scans
 from autoshard.transforms.pipeline import Pass
 
 Policy = Callable[..., Any]
@@ -39,7 +45,7 @@ def _named() -> Mapping[str, Policy]:
 
 POLICIES = _named()
 Product = tuple[str, str, tuple[int, ...], str]
-"""Source line, primitive, shape and dtype: the same in all layers."""
+"""As `residual_key` has it."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +58,41 @@ class Recompute(Pass):
     """
 
     name: ClassVar[str] = "recompute"
+    decides_held: ClassVar[bool] = True
 
     policy: str | Policy = "full"
-    """``"full"``, ``"products:3"``, the name of a policy in `jax.checkpoint_policies`, or a policy: (primitive, *avals,
-    **params) -> whether results are saved."""
+    """``"full"``, ``"products:3"``, the name of a policy in `jax.checkpoint_policies`, a policy: (primitive, *avals,
+    **params) -> whether results are saved; or ``"*.mlp.up=12,attention=all"``: what is made again, by pattern, and in
+    how many layers."""
+
+    @classmethod
+    def by_name(cls, again: Any) -> Recompute:
+        """The pass that makes values again, in so many layers or ``"all"`` of them by name or pattern.
+
+        Raises:
+          PassError: a name or a count that is none.
+        """
+        if not isinstance(again, Mapping):
+            raise PassError(f"recompute={again!r}: must map names or patterns to numbers of layers or {ALL!r}")
+        for pattern, count in again.items():
+            if not isinstance(pattern, str) or not pattern or set(pattern) & set(",= \t\n"):
+                raise PassError(f"recompute: {pattern!r} is no name or pattern of a value")
+            if count != ALL and (type(count) is not int or count < 0):
+                raise PassError(f"recompute: {pattern!r} is made again in {count!r} layers; say a number or {ALL!r}")
+        return cls(",".join(f"{pattern}={count}" for pattern, count in again.items()) or "*=0")
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, str) and self.policy not in POLICIES and self._count is None:
-            known = (*POLICIES, "products:1")
+        if isinstance(self.policy, str) and self.policy not in POLICIES and self._count is None and not self.asked:
+            known = (*POLICIES, "products:1", "NAME=all")
             raise PassError(f"recompute has no policy {self.policy!r}{nearest(self.policy, known)}")
         if not isinstance(self.policy, str) and not callable(self.policy):
             raise PassError(f"recompute takes a policy or the name of one, not {self.policy!r}")
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr, self.is_saved(program))
+        if self.asked:
+            after = self._by_name(program)
+        else:
+            after = _rewritten(program.jaxpr, self.is_saved(program))
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
@@ -73,9 +100,42 @@ class Recompute(Pass):
         count = len(products(program.jaxpr))
         return tuple(Recompute(f"products:{n}" if n else "full") for n in range(count, -1, -1))
 
+    def within(
+        self,
+        program: Program,
+        prices: Mapping[str, tuple[float, float]],
+        held: Mapping[str, int],
+        layouts: Sequence[tuple[float, float]],
+    ) -> tuple[Pass, float] | None:
+        """The variant by name that takes least time (`autoshard.transforms.held_values.sets`)."""
+        groups = [g for g in residual_groups(program) if g.name in prices]
+        priced = {name: Price(*price) for name, price in prices.items()}
+        loops = layer_loops(program.jaxpr, groups, priced, lambda e: not remat.is_recomputable(e, program.rules))
+        now = price_of_held(loops, [held] * len(loops))
+        may_differ = program.pipeline is None and not any(e.effects for e in jx.walk(program.jaxpr))
+        found: list[tuple[float, list[dict[str, int]]]] = []
+        for seconds, room in layouts if loops else ():
+            if now.bytes + room >= 0:
+                chosen = choose_held(loops, now.bytes + room, may_differ=may_differ)
+                found.append((seconds - now.seconds + price_of_held(loops, chosen).seconds, chosen))
+        if not found:
+            return None
+        seconds, chosen = min(found, key=lambda f: f[0])
+        again = Counter[str]()
+        for loop, counts in zip(loops, chosen, strict=True):
+            again.update({name: loop.layers - counts.get(name, 0) for name in loop.needed})
+        layers = {g.name: g.layers for g in groups}
+        if all(count >= layers[name] for name, count in again.items()):
+            return Recompute("full"), seconds
+        return Recompute.by_name({n: ALL if c >= layers[n] else c for n, c in again.items() if c}), seconds
+
     def change(self, before: Program, after: Program) -> str:
         sizes = " -> ".join(f"{remat.residual_bytes(p) / 2**20:.3g}" for p in (before, after))
-        left = [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
+        left = (
+            []
+            if self.asked
+            else [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
+        )
         return f"residuals {sizes} MiB" + ("; not recomputed: " + ", ".join(left) if left else "")
 
     def __str__(self) -> str:
@@ -92,6 +152,66 @@ class Recompute(Pass):
             return here or any(allows(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
 
         return lambda eqn: not remat.is_recomputable(eqn, program.rules) or allows(eqn)
+
+    @functools.cached_property
+    def asked(self) -> Mapping[str, int | None]:
+        """By name or pattern, in how many layers a value is made again, None for all; empty of other policies."""
+        parts = self.policy.split(",") if isinstance(self.policy, str) and "=" in self.policy else []
+        found: dict[str, int | None] = {}
+        for part in parts:
+            name, _, count = part.strip().rpartition("=")
+            if not name.strip() or not (count == ALL or count.isdecimal()):
+                raise PassError(f"recompute: {part!r} is not NAME={ALL} or NAME=NUMBER of layers")
+            found.pop(name.strip(), None)
+            found[name.strip()] = None if count == ALL else int(count)
+        return found
+
+    def again(self, program: Program) -> tuple[tuple[ResidualGroup, int], ...] | None:
+        """Each value that may be held, and in how many layers it is made again; None of a policy that says no such.
+
+        Raises:
+          PassError: names that `layers_again` refuses.
+        """
+        groups = residual_groups(program)
+        if self.asked:
+            counts = layers_again(groups, self.asked)
+            return tuple((g, counts[g.name]) for g in groups)
+        return None
+
+    def _by_name(self, program: Program) -> jx.Jaxpr:
+        """The jaxpr that makes again what `asked` names, scans cut where layers differ."""
+        members: dict[jx.JaxprEqn, int] = {}
+        cuts: dict[jx.JaxprEqn, frozenset[int]] = {}
+        for group, count in self.again(program) or ():
+            for member in group.members:
+                here = min(count, member.layers)
+                members[member.eqn] = here
+                count -= here
+                if member.scan is not None and 0 < here < member.layers:
+                    cuts[member.scan] = cuts.get(member.scan, frozenset()) | {here}
+        for scan in cuts:
+            if scan.effects or program.pipeline is not None:
+                why = "it has effects" if scan.effects else "a pipeline runs it"
+                raise PassError(
+                    f"recompute: the layers of the scan at {jx.source(scan)} cannot differ, for {why}; say {ALL!r} or 0"
+                )
+
+        copies: dict[jx.JaxprEqn, tuple[jx.JaxprEqn, int]] = {}
+
+        def is_held(eqn: jx.JaxprEqn) -> bool:
+            known, first = copies.get(eqn, (eqn, 0))
+            held = known in members and members[known] <= first
+            return held or any(is_held(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
+
+        def is_saved(eqn: jx.JaxprEqn) -> bool:
+            return not remat.is_recomputable(eqn, program.rules) or is_held(eqn)
+
+        def split(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
+            jaxpr, found = split_scans(jaxpr, cuts)
+            copies.update(found)
+            return jaxpr
+
+        return _rewritten(program.jaxpr, is_saved, split)
 
     @property
     def _count(self) -> int | None:
@@ -134,12 +254,15 @@ def _inner_definitions(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
                 yield from (e for e in region.body.eqns if end in e.outvars)
 
 
-def _rewritten(jaxpr: jx.Jaxpr, is_saved: remat.SavePolicy) -> jx.Jaxpr:
+def _rewritten(
+    jaxpr: jx.Jaxpr, is_saved: remat.SavePolicy, split: Callable[[jx.Jaxpr], jx.Jaxpr] = lambda j: j
+) -> jx.Jaxpr:
     eqns = [  # bodies may have a forward and a backward part of their own, as in gradient accumulation
-        e if jx.is_differentiated(e) else jx.map_bodies(e, lambda b: _rewritten(b, is_saved)) for e in jaxpr.eqns
+        e if jx.is_differentiated(e) else jx.map_bodies(e, lambda b: _rewritten(b, is_saved, split)) for e in jaxpr.eqns
     ]
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         jaxpr = jx.with_eqns(jaxpr, eqns)
+    jaxpr = split(jaxpr)
     return remat.recompute_in_straight_line(remat.recompute_in_scans(jaxpr, is_saved), is_saved)
 
 

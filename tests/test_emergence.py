@@ -65,7 +65,7 @@ def test_as_memory_tightens_values_are_made_again_and_then_parameters_lie_in_par
     plans = [plan_of(n) for n in names]
     passes = [" ".join(q.written for q in p.passes) for p in plans]
     assert ["recompute" in p for p in passes] == [False, True, True, True]
-    assert ["recompute:products" in p for p in passes] == [False, True, True, False]
+    assert ["recompute:full" in p for p in passes] == [False, False, False, True]
     assert ["data" in specs(n)["params mlp up"] for n in names] == [False, False, False, True]
     assert all(p.memory_budget is None or p.memory.peak <= p.memory_budget for p in plans)
     seconds, peaks = [p.cost.seconds for p in plans], [p.memory.peak for p in plans]

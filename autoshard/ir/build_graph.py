@@ -51,6 +51,7 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     outputs = tuple(builder.read(a) for a in program.jaxpr.outvars)
     for x, gradient in builder.gathered_with_gradients():
         builder.tie("gradient", x, gradient, False, 0, "", PLAIN)
+    builder.tie_parts()
     kinds: dict[tuple[OpKind, int], OpKind] = {}
     for i, count in combined_reduction_counts(
         builder.nodes, builder.values, any_shape=program.mesh.hardware.combined_all_reduces
@@ -108,6 +109,8 @@ class _Builder:
         self.names: set[str] = set()
         """Names of all operations, to report rules that match none."""
         self.loops: list[tuple[int, int]] = []
+        self.parts: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        """First and last node of the scans that are parts of one, by `jx.part_of_scan`."""
 
     def read(self, atom: jx.Var | jx.Literal) -> int:
         return 0 if isinstance(atom, jx.Literal) else self.ids[atom]
@@ -255,6 +258,25 @@ class _Builder:
                 self.tie(name, ends[wire.inside], results[wire.outside], wire.stacked, count, source, phase, traits)
             if region.carries or region.trip_count > 1 or not region.trip_count_known:
                 self.loops.append((begin, len(self.nodes) - 1))
+            if (of := jx.part_of_scan(eqn)) is not None:
+                self.parts.setdefault(of, []).append((begin, len(self.nodes)))
+
+    def tie_parts(self) -> None:
+        """Ties the values of the layers of a scan that was cut in parts, which differ in what they hold and in nothing
+        else: they are to have one layout, and the layout problem stays as small as it was."""
+        for parts in self.parts.values():
+            alike: dict[tuple[int, str, str], list[list[int]]] = {}
+            for p, (begin, end) in enumerate(parts):
+                for i in range(begin, end):
+                    node = self.nodes[i]
+                    each = alike.setdefault((id(node.kind), node.source, node.phase), [[] for _ in parts])
+                    each[p].append(i)
+            for first, *others in alike.values():
+                for other in others:
+                    for i, j in zip(first, other, strict=True) if len(first) == len(other) else ():
+                        a, b = self.nodes[i], self.nodes[j]
+                        for v, w in zip(a.results, b.results, strict=True):
+                            self.tie("layers", v, w, False, 0, a.source, a.phase)
 
     def gathered_with_gradients(self) -> list[tuple[int, int]]:
         """Arrays that are gathered from, each with its gradient: the backward scatter-add at the same indices.

@@ -227,12 +227,20 @@ def scan_groups(eqn: JaxprEqn) -> ScanGroups | None:
 
 
 def rebuild_scan(
-    eqn: JaxprEqn, body: Jaxpr, groups: tuple[int, int, int], operands: Sequence[Atom], results: Sequence[Var]
+    eqn: JaxprEqn,
+    body: Jaxpr,
+    groups: tuple[int, int, int],
+    operands: Sequence[Atom],
+    results: Sequence[Var],
+    length: int | None = None,
 ) -> JaxprEqn:
-    """The scan ``eqn`` with another body, operands and results; ``groups``: how many operands are consts, carry, xs."""
+    """The scan ``eqn`` with another body, operands and results, and another ``length`` where one is given; ``groups``:
+    how many operands are consts, carry, xs."""
     consts, carry, xs = map(_ft.nones, groups)
+    resized = {} if length is None else {"length": length, "unroll": min(int(eqn.params["unroll"]), length)}
     params = dict(
         eqn.params,
+        **resized,
         jaxpr=body,
         ft_in=_ft.pack((consts, carry, xs)),
         ft_out=_ft.pack((carry, _ft.nones(len(results) - groups[1]))),

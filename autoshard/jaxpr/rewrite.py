@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from autoshard.jaxpr.arguments import IN_HOST_MEMORY, in_host_memory
 from autoshard.jaxpr.nested import regions, with_bodies
 from autoshard.jaxpr.normalization import normalize
+from autoshard.jaxpr.origin import RECOMPUTE
 from autoshard.jaxpr.value import Atom, aval
 
 
@@ -174,12 +175,15 @@ def with_eqns(
 
 
 def clone_eqn(eqn: JaxprEqn, operands: Sequence[Atom], like: JaxprEqn | None = None) -> JaxprEqn:
-    """A copy of ``eqn`` on other operands, with fresh results and bodies; with the autodiff phase of ``like``."""
+    """A copy of ``eqn`` on other operands, with fresh results and bodies; with the autodiff phase of ``like``.
+
+    `is_made_again` is true of it.
+    """
     bodies = [normalize(r.body) for r in regions(eqn)]
     copy = with_bodies(eqn, bodies) if bodies else eqn
     stack = eqn.source_info.name_stack
-    if like is not None:
-        stack = like.source_info.name_stack.extend("recompute") + stack
+    before = _source.NameStack() if like is None else like.source_info.name_stack
+    stack = before.extend(RECOMPUTE) + stack
     return copy.replace(
         invars=list(operands),
         outvars=[Var(v.aval) for v in eqn.outvars],

@@ -46,6 +46,26 @@ it is an operand or a result of an operation that XLA partitions wrongly by itse
 
 
 @dataclass(frozen=True)
+class HeldValue:
+    """A value of the forward part that may be held for the backward part, or made again there, in all layers."""
+
+    name: str
+    """As `autoshard.jit`'s ``recompute`` takes it."""
+    source: str
+    """``file:line`` of the user's code."""
+    layers: int
+    """That compute it."""
+    held: int
+    """Layers of which the backward part reads it as the forward part made it."""
+    again: int
+    """Layers in which the backward part makes it again; in others it needs it neither way."""
+    bytes: int
+    """Per device, in one layer."""
+    seconds: float
+    """To make it again in one layer, from what it is computed from."""
+
+
+@dataclass(frozen=True)
 class Place:
     """One flat argument or result and its spec."""
 

@@ -12,18 +12,28 @@ from autoshard.cost.compiler_options import effective_options
 from autoshard.cost.memory import Memory, MemoryModel
 from autoshard.cost.profile_step import profile_step
 from autoshard.ir.dim_classes import DimClass
-from autoshard.ir.graph import Diagnostic, Graph
+from autoshard.ir.graph import BACKWARD, Diagnostic, Graph, Node
 from autoshard.ir.program import Leaf, Program, aval_text
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, replicated
-from autoshard.jaxpr import dtype_name
+from autoshard.jaxpr import dtype_name, source
 from autoshard.pipelining.price import PipelinePrice, price_pipeline
 from autoshard.plan.constraints import islands, sharding_constraints
-from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, PipelinePlan, Place, PlaceReason
+from autoshard.plan.decisions import (
+    Alternative,
+    BatchDim,
+    Constraint,
+    DimSplit,
+    HeldValue,
+    PipelinePlan,
+    Place,
+    PlaceReason,
+)
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.solved_layouts import most_common
 from autoshard.search.strategies import preset_remarks
+from autoshard.transforms.held_values.names import ResidualGroup, residual_groups
 from autoshard.transforms.pipeline import PassReport
 
 MAX_ALTERNATIVES = 8
@@ -85,6 +95,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         compiler_options=effective_options(
             graph, best.memory.peak, best.all_gather_fusion_disabled, request.compiler_options
         ),
+        residuals=tuple(_held_values(graph, layout, s.memory_model)),
         profile=profile_step(s.memory_model, layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled),
         in_tree=program.in_tree,
         out_tree=program.out_tree,
@@ -258,6 +269,46 @@ def describe_splits(splits: Iterable[tuple[str, Axes]], zero_stage: int, storage
     if zero_stage:
         words.append(f"{'state' if zero_stage == 3 else 'optimizer state'} sharded over {'+'.join(storage_axes)}")
     return words
+
+
+def _held_values(graph: Graph, layout: Layout, model: MemoryModel) -> Iterator[HeldValue]:
+    """The values of ``graph``'s program that may be held, in order of first execution, priced under ``layout``."""
+    maker = {v: i for i, node in enumerate(graph.nodes) if not node.tie for v in node.results}
+    return (_held_value(g, graph, layout, model, maker) for g in residual_groups(graph.program))
+
+
+def _held_value(
+    group: ResidualGroup, graph: Graph, layout: Layout, model: MemoryModel, maker: dict[int, int]
+) -> HeldValue:
+    held, size, seconds = 0, 0, 0.0
+    for member in group.members:
+        made = [graph.ids[v] for v in member.eqn.outvars if v in graph.ids]
+        if any(_is_read_backward(graph, v) for v in made):
+            held += member.layers
+        size = max(size, sum(model.size(v, layout.specs[v]) for v in made))
+        nodes = {maker[v] for v in made if v in maker}
+        seconds = max(seconds, sum(model.cost_model.node_cost(n, layout).seconds for n in nodes))
+    again, at = min(group.again, group.layers), source(group.members[0].eqn)
+    return HeldValue(group.name, at, group.layers, min(held, group.layers - again), again, size, seconds)
+
+
+def _is_read_backward(graph: Graph, v: int) -> bool:
+    """Whether the backward part reads value ``v``, as it is or as a view of it."""
+    todo, seen = [v], {v}
+    while todo:
+        for node in _readers(graph, todo.pop()):
+            if node.phase == BACKWARD and not node.tie:
+                return True
+            traits = node.kind.traits
+            if (node.tie and node.trip_count) or traits.view or traits.fused_into_consumer or traits.casts:
+                new = set(node.results) - seen
+                seen |= new
+                todo += new
+    return False
+
+
+def _readers(graph: Graph, v: int) -> Iterator[Node]:
+    return (graph.nodes[i] for i in graph.uses[v] if v in graph.nodes[i].operands)
 
 
 def _conflicts(graph: Graph, layout: Layout) -> Iterator[Diagnostic]:

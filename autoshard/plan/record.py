@@ -20,7 +20,17 @@ from autoshard.ir.program import TreeDef
 from autoshard.ir.spec import Axes
 from autoshard.jaxpr import as_stored, dtype_from_name, true_sharding
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.plan.decisions import Alternative, BatchDim, Constraint, DimSplit, Island, PipelinePlan, Place, Trial
+from autoshard.plan.decisions import (
+    Alternative,
+    BatchDim,
+    Constraint,
+    DimSplit,
+    HeldValue,
+    Island,
+    PipelinePlan,
+    Place,
+    Trial,
+)
 from autoshard.plan.grouping import bytes_per_device
 from autoshard.plan.treedef import treedef_to_json
 from autoshard.transforms.pipeline import PassReport
@@ -65,6 +75,9 @@ class PlanRecord:
     bound: float = 0.0
     """Lower bound, in seconds, of the cost model over all layouts of the search space; 0 where none was computed."""
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
+    residuals: tuple[HeldValue, ...] = ()
+    """What is held for the backward part and what is made again there, by name, in order of execution; empty where
+    nothing is differentiated."""
     refined: tuple[Trial, ...] = ()
     """The layouts that were compiled to choose from, the predicted best first; empty without ``refine``."""
     profile: StepProfile | None = field(default=None, compare=False, repr=False)

@@ -18,7 +18,7 @@ from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.grouping import ArrayGroup, bytes_per_device, note_of, report_rows
 from autoshard.plan.reasons import constraint_group, constraint_reason
 from autoshard.plan.record import PlanRecord
-from autoshard.plan.review_cost import alternatives, compiled_layouts, cost, memory, pipeline
+from autoshard.plan.review_cost import alternatives, compiled_layouts, cost, memory, pipeline, residuals
 from autoshard.units import size_text, time_text
 
 MAX_CONSTRAINTS = 12
@@ -35,6 +35,8 @@ def review(plan: PlanRecord) -> Iterator[Section]:
     yield _arguments(plan)
     yield _results(plan)
     yield memory(plan)
+    if plan.residuals:
+        yield residuals(plan)
     yield cost(plan)
     if plan.refined:
         yield compiled_layouts(plan.refined)

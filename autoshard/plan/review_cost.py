@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autoshard.machine.collective import CollectiveKind, collective_seconds
-from autoshard.plan.decisions import Alternative, PipelinePlan, Trial
+from autoshard.plan.decisions import Alternative, HeldValue, PipelinePlan, Trial
 from autoshard.plan.document import Section, Table, plural, short_source
 from autoshard.plan.grouping import bytes_per_device
 from autoshard.plan.record import PlanRecord
@@ -16,6 +16,8 @@ from autoshard.units import size_text, time_text
 MAX_COLLECTIVES = 24
 """Most rows of the table of collectives; what is left out is summed up beneath it."""
 
+MAX_RESIDUALS = 24
+"""Most rows of the table of what is held and what is made again."""
 
 MAX_TICKS = 48
 """Most ticks of a stage that its row has."""
@@ -32,6 +34,32 @@ def memory(plan: PlanRecord) -> Section:
     sentence += " The classes need not add up to it: they are not all live at once."
     rows = [(n, size_text(b), f"{b / m.peak:.0%}" if m.peak and n != "host" else "") for n, b in m.items()]
     return Section("Memory", (sentence,), Table(("class", "per device", "of the peak"), tuple(rows), frozenset({1, 2})))
+
+
+def residuals(plan: PlanRecord) -> Section:
+    """What the backward part reads as it was made, what it makes again, and at what price."""
+    held = sum(r.held * r.bytes for r in plan.residuals)
+    again = sum(r.again * r.seconds for r in plan.residuals)
+    sentence = (
+        f"For the backward part {size_text(held)} per device of what is below are held, and {time_text(again)} a call "
+        "are spent to make values again. Bytes and seconds are of one layer."
+    )
+    order = sorted(plan.residuals, key=lambda r: -max(r.held, r.again) * r.bytes)
+    rows = [
+        (r.name, _what_becomes(r), str(r.layers), size_text(r.bytes), time_text(r.seconds), short_source(r.source))
+        for r in order[:MAX_RESIDUALS]
+    ]
+    left = len(order) - MAX_RESIDUALS
+    remarks = (f"{plural(left, 'smaller value')} left out: plan.residuals has each.",) if left > 0 else ()
+    head = ("value", "is", "layers", "bytes", "to make again", "at")
+    return Section("Held and made again", (sentence,), Table(head, tuple(rows), frozenset({2, 3, 4})), remarks)
+
+
+def _what_becomes(r: HeldValue) -> str:
+    """Whether a value is held or made again, and in how many of its layers where they differ."""
+    each = [("held", r.held), ("made again", r.again)]
+    found = [name if n == r.layers else f"{name} in {n}" for name, n in each if n]
+    return ", ".join(found) or "not needed"
 
 
 def cost(plan: PlanRecord) -> Section:

@@ -18,7 +18,7 @@ from autoshard.pipelining.chain import has_chain
 from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.relax import best_relaxation
-from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
+from autoshard.runtime.options import Options, memory_saving_sequences, passes_of, with_optional_passes
 from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.search.search import explore
 from autoshard.transforms.pipeline import Pass
@@ -28,6 +28,11 @@ MIN_SAVING = 0.01
 """Least share of the peak memory that dropping a demand must save to be proposed."""
 MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for passes that save some, or micro-batches, to be tried."""
+
+MIN_HELD_GAIN = 0.003
+"""Least share of the step's time that holding other values must gain, by the prices of the last plan, to be planned."""
+MAX_HELD = 3
+"""Most choices of held values that are planned, each by the prices of the plan before it."""
 
 
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
@@ -92,7 +97,15 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options) -
     sequences = [options.passes, *memory_saving_sequences(traced, options)]
     chosen = max((i for i, passes in enumerate(sequences) if written.issuperset(map(str, passes))), default=0)
     in_parts = options.microbatch is not None and any(p.name == options.microbatch.name for p in plan.passes)
-    if in_parts or _memory_bound(plan) or chosen == 0:
+    if in_parts:
+        return True
+    deciding = {p.name for p in options.memory_saving_passes if p.decides_held}
+    if chosen == 0 and deciding & {p.name for p in plan.passes}:  # values are held one by one
+        freed = _offloaded_bytes(traced, options) / traced.mesh.size
+        transfers = 2 * freed / traced.mesh.hardware.host_bandwidth
+        passes = passes_of(plan, traced, options)
+        return _held_by_value(traced, passes, plan, freed, options.request)[1] + transfers < plan.cost.seconds
+    if _memory_bound(plan) or chosen == 0:
         return True
     less_saving = [less.passes, *memory_saving_sequences(traced, less)][:chosen]
     request = replace(options.request, memory_budget=plan.memory_budget)
@@ -276,6 +289,7 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
     """
     fitting: list[tuple[Planned, tuple[Pass, ...]]] = []
+    ran: list[tuple[Pass, ...]] = []
     errors: list[MemoryBudgetError] = []
 
     def try_passes(passes: tuple[Pass, ...], with_optional: tuple[Pass, ...] | None = None) -> bool:
@@ -292,6 +306,7 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
             note = Diagnostic(f"{added} was added: without it, {without}")
             plan = replace(plan, diagnostics=(*plan.diagnostics, note))
         fitting.append((planned._replace(plan=plan), passes))
+        ran.append(with_optional or passes)
         return not _memory_bound(plan)
 
     def try_more(passes: tuple[Pass, ...], with_optional: tuple[Pass, ...]) -> None:
@@ -303,6 +318,34 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
 
     def fastest() -> tuple[Planned, tuple[Pass, ...]]:
         return min(fitting, key=lambda f: _preference(f[0].plan))
+
+    def hold_by_value() -> None:
+        """From the fastest plan that makes values again, holds other values as its prices and what its layouts leave of
+        the memory say, and so on from what that gives while it is faster."""
+        deciding = [i for i, passes in enumerate(ran) if any(p.decides_held for p in passes)]
+        if not deciding:
+            return
+        start = min(deciding, key=lambda i: _preference(fitting[i][0].plan))
+        best, (_, passes), sequence = fitting[start][0].plan, fitting[start], ran[start]
+        tried, taken, budget = {*sequence}, 0.0, budget_of(request, traced)
+        for _ in range(MAX_HELD):
+            chosen, seconds = _held_by_value(traced, sequence, best, -taken, request)
+            while taken and chosen in tried and taken < budget / 4:
+                taken += MIN_SAVING * budget
+                chosen, seconds = _held_by_value(traced, sequence, best, -taken, request)
+            if chosen is None or chosen in tried or seconds > best.cost.seconds * (1 - MIN_HELD_GAIN):
+                return
+            tried.add(chosen)
+            count = len(fitting)
+            try_passes(*(tuple(chosen if p.decides_held else p for p in s) for s in (passes, sequence)))
+            if len(fitting) == count:
+                taken += errors[-1].least - budget
+            elif (found := fitting[-1][0].plan).cost.seconds < best.cost.seconds:
+                best, taken = found, 0.0
+            elif _memory_bound(found):
+                taken += found.alternatives[0].peak - budget
+            else:
+                return
 
     is_short = not try_passes(options.passes)
     tried = () if fitting else tuple(_with_optional(traced, options.passes, options, saving=None))
@@ -316,6 +359,8 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         for first, *_ in _with_optional(traced, (), options, saving=True, batch_axes=axes):
             less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
             bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
+        if traced.pipeline is None and options.memory_saving_passes:
+            hold_by_value()
     if fitting:
         _, passes = fastest()
         axes = () if traced.pipeline is None else _batch_axes(fastest()[0].plan)
@@ -332,6 +377,28 @@ def _plan_within_budget(traced: Program, options: Options, request: PlanRequest)
         hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
     lowest = min(reversed(errors), key=lambda e: e.least)
     raise MemoryBudgetError(f"{lowest}{hint}", lowest.least) from None
+
+
+def _held_by_value(
+    traced: Program, passes: tuple[Pass, ...], plan: PlanRecord, more: float, request: PlanRequest
+) -> tuple[Pass | None, float]:
+    """What to take in place of the pass among ``passes`` that decides what is held for the backward part, for the step
+    to take least time, and the seconds that it then takes; None where none decides that.
+
+    Args:
+      plan: made with ``passes``. It has the prices, what is held now, and the layouts that it was chosen from.
+      more: bytes per device that may be held beyond the budget of ``request``.
+    """
+    prices = {r.name: (float(r.bytes), r.seconds) for r in plan.residuals}
+    held = {r.name: r.layers - r.again for r in plan.residuals}
+    limit = budget_of(request, traced) + more
+    layouts = [(plan.cost.seconds, limit - plan.memory.peak)]
+    layouts += [(a.seconds, limit - a.peak) for a in plan.alternatives]
+    for i, decides in enumerate(passes):
+        if decides.decides_held:
+            program, _ = run_passes(traced, passes[:i], request)
+            return decides.within(program, prices, held, layouts) or (None, math.inf)
+    return None, math.inf
 
 
 def _with_optional(

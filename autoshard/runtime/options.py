@@ -13,7 +13,7 @@ from autoshard.machine.mesh_config import MeshLike
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
 from autoshard.schedule.schedule import Schedule
-from autoshard.transforms.pipeline import Pass, Pipeline
+from autoshard.transforms.pipeline import Pass
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,21 @@ def pass_sequences(program: Program, options: Options, max_saving: int | None = 
 
 
 def passes_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pass, ...]:
-    """The candidate sequence of passes that ``plan`` was made with; ``options.passes`` where none is."""
+    """The sequence of passes that ``plan`` was made with; ``options.passes`` where these options name none such."""
     options, first = options.as_for(plan), parts_of(plan, program, options)
-    program, _ = Pipeline(first).run(program)
     ran = [p.written for p in plan.passes[len(first) :]]
-    return *first, *next((s for s in pass_sequences(program, options) if [*map(str, s)] == ran), options.passes)
+    given = (*options.optional_passes, *options.memory_saving_passes, *options.passes)
+    known = {str(p): p for p in given}
+    by_name = {p.name: p for p in given}
+    if ran == [*map(str, options.passes)] or not all(
+        text in known or text.partition(":")[0] in by_name for text in ran
+    ):
+        return *first, *options.passes
+    found: list[Pass] = []
+    for text in ran:
+        name, colon, option = text.partition(":")
+        found.append(known[text] if text in known else by_name[name].from_option(option if colon else None))
+    return *first, *found
 
 
 def parts_of(plan: PlanRecord, program: Program, options: Options) -> tuple[Pass, ...]:

@@ -238,6 +238,9 @@ class TrainConfig(Config):
     ``data_axes``. With it ``microbatches`` is derived for each mesh, or has to agree."""
     data_axes: tuple[str, ...] = ("data",)
     """Mesh axes that ``micro_batch`` counts as splitting the batch."""
+    recompute: dict[str, Annotated[StrictInt, Field(ge=0)] | Literal["all"]] | None = None
+    """What the backward part makes again, by name or pattern, and in how many layers: ``{"*.mlp.up": 12, attention:
+    all}``; left out, the planner decides. See `autoshard.jit`."""
     passes: tuple[str, ...] | None = None
     """Rewrites of the step before it is planned; left out, those of `autoshard.jit`."""
     eval: EvalConfig = EvalConfig()
@@ -292,6 +295,12 @@ class TrainConfig(Config):
         if nan is not None and not re.fullmatch(PATTERN, str(nan)):
             raise ValueError("write 'stop', 'skip', or 'rewind 20' for 20 steps")
         return nan
+
+    @model_validator(mode="after")
+    def _one_recompute(self) -> Self:
+        if self.recompute is not None and self.passes is not None:
+            raise ValueError("give `recompute`, or `recompute:...` among `passes`, and not both")
+        return self
 
     @field_validator("phases")
     @classmethod

@@ -181,6 +181,7 @@ def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> P
         strategy=config.strategy,
         microbatches=config.microbatches_on(phase.mesh),
         refine=config.refine,
+        recompute=config.recompute,
         passes=config.passes,
         donate_argnums=0,
     )

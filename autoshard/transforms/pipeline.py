@@ -32,6 +32,8 @@ class Pass:
       look: 1 equations seen (1 -> 1 equations)
       >>> Look.from_option(None) == Look()
       True
+      >>> Look().within(plan, prices={}, held={}, layouts=[]) is None  # it decides on no values to hold
+      True
     """
 
     name: ClassVar[str]
@@ -47,6 +49,9 @@ class Pass:
 
     moves_state: ClassVar[bool] = False
     """Whether it puts carried arguments in another memory than the step's function has them in."""
+
+    decides_held: ClassVar[bool] = False
+    """Whether it decides what is held for the backward part (`within`)."""
 
     def __call__(self, program: Program) -> Program:
         """The rewritten program.
@@ -67,6 +72,25 @@ class Pass:
           batch_axes: the mesh axes that split the batch in a plan without this pass; None where there is no plan.
         """
         return (self,) if self(program) is not program else ()
+
+    def within(
+        self,
+        program: Program,
+        prices: Mapping[str, tuple[float, float]],
+        held: Mapping[str, int],
+        layouts: Sequence[tuple[float, float]],
+    ) -> tuple[Pass, float] | None:
+        """The pass that holds, of the values that a step may hold for its backward part, those with which the step
+        takes least time, and the seconds that it then takes; None where this pass decides nothing of the kind.
+
+        Args:
+          prices: by name of a value, bytes per device in one layer, and seconds to make it again there.
+          held: by name, in how many layers it is held now.
+          layouts: of each layout to choose from, the seconds of the step with what is held now, and the bytes per
+            device that may be held beyond it; below 0, by how much less.
+        """
+        del program, prices, held, layouts
+        return None
 
     @classmethod
     def from_option(cls, option: str | None) -> Self:

@@ -96,30 +96,53 @@ def recompute_in_scans(jaxpr: jx.Jaxpr, is_saved: SavePolicy) -> jx.Jaxpr:
     Stacked results that nothing reads any more stay; dead code elimination removes them.
     """
     eqns = list(jaxpr.eqns)
-    readers: dict[jx.Var, set[int]] = defaultdict(set)
-    for i, eqn in enumerate(eqns):
-        for v in _variables(eqn.invars):
-            readers[v].add(i)
-    results = set(_variables(jaxpr.outvars))
+    readers = _readers(jaxpr)
     changed = False
     for i, eqn in enumerate(jaxpr.eqns):
         groups = jx.scan_groups(eqn) if is_forward(eqn) else None
         if groups is None:
             continue
-        stacked = eqn.outvars[groups.carry :]
         removable = {
             v
-            for v in stacked
-            if v not in results and readers[v] and all(_reads_slices(eqns[j], v, groups.length) for j in readers[v])
+            for v in eqn.outvars[groups.carry :]
+            if readers[v] and all(j is not None and _reads_slices(eqns[j], v, groups.length) for j in readers[v])
         }
         scans = _ScanPair(eqn, groups, is_saved, removable)
-        scans.slice_bodies({j: eqns[j] for j in sorted({j for v in removable for j in readers[v]})})
+        scans.slice_bodies({j: eqns[j] for j in sorted({j for v in removable for j in readers[v] if j is not None})})
         if scans.freed_bytes > scans.added_bytes:
             eqns[i] = scans.forward()
             for j in scans.slices:
                 eqns[j] = scans.backward(eqns[j], j)
             changed = True
     return jx.with_eqns(jaxpr, eqns) if changed else jaxpr
+
+
+def stacked_residuals(jaxpr: jx.Jaxpr, scan: jx.JaxprEqn) -> set[jx.Var]:
+    """The values in the body of a forward scan of ``jaxpr`` that it stacks for backward scans alone, and that these may
+    make again."""
+    groups, body, readers = jx.scan_groups(scan), jx.regions(scan)[0].body, _readers(jaxpr)
+    if groups is None:
+        return set()
+    ys = zip(body.outvars[groups.carry :], scan.outvars[groups.carry :], strict=True)
+    return {
+        a
+        for a, v in ys
+        if isinstance(a, jx.Var)
+        and a not in body.invars
+        and readers[v]
+        and all(j is not None and _reads_slices(jaxpr.eqns[j], v, groups.length) for j in readers[v])
+    }
+
+
+def _readers(jaxpr: jx.Jaxpr) -> defaultdict[jx.Var, set[int | None]]:
+    """By variable, the equations that read it; None stands for the results."""
+    readers: defaultdict[jx.Var, set[int | None]] = defaultdict(set)
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in _variables(eqn.invars):
+            readers[v].add(i)
+    for v in _variables(jaxpr.outvars):
+        readers[v].add(None)
+    return readers
 
 
 def _reads_slices(eqn: jx.JaxprEqn, var: jx.Var, length: int) -> bool:
@@ -218,23 +241,12 @@ def recompute_in_straight_line(jaxpr: jx.Jaxpr, is_saved: SavePolicy) -> jx.Jaxp
     """
     backward = [jx.is_backward(e) for e in jaxpr.eqns]
     first_use: dict[jx.Var, int] = {}
-    read_elsewhere = set(_variables(jaxpr.outvars))
-    forward_parts: list[list[jx.JaxprEqn]] = [[]]
     for i, eqn in enumerate(jaxpr.eqns):
-        if backward[i]:
-            for v in _variables(eqn.invars):
-                first_use.setdefault(v, i)
-            if forward_parts[-1]:
-                forward_parts.append([])  # what comes later is another function's forward part
-        elif is_forward(eqn):
-            forward_parts[-1].append(eqn)
-        else:
-            read_elsewhere |= set(_variables(eqn.invars))
-    crossing = residuals(jaxpr)
+        for v in _variables(eqn.invars) if backward[i] else ():
+            first_use.setdefault(v, i)
     recomputed_at: dict[int, list[tuple[ProgramSlice, list[jx.Var]]]] = defaultdict(list)
-    for part in forward_parts:
-        for work, targets in _segments(part, crossing, read_elsewhere, is_saved):
-            recomputed_at[min(first_use[v] for v in targets)].append((work, targets))
+    for work, targets in _straight_segments(jaxpr, is_saved):
+        recomputed_at[min(first_use[v] for v in targets)].append((work, targets))
     if not recomputed_at:
         return jaxpr
     cotangents = {v for e, b in zip(jaxpr.eqns, backward, strict=True) if b for v in e.outvars}
@@ -256,6 +268,29 @@ def recompute_in_straight_line(jaxpr: jx.Jaxpr, is_saved: SavePolicy) -> jx.Jaxp
         if backward[i] and eqn.outvars:
             latest = eqn.outvars[0]
     return jx.with_eqns(jaxpr, code)
+
+
+def unrolled_residuals(jaxpr: jx.Jaxpr, is_saved: SavePolicy) -> tuple[set[jx.Var], set[jx.Var]]:
+    """Of unrolled layers, the residuals that would be recomputed, and what would be saved to recompute them from."""
+    segments = list(_straight_segments(jaxpr, is_saved))
+    return {v for _, targets in segments for v in targets}, {v for work, _ in segments for v in work.inputs}
+
+
+def _straight_segments(jaxpr: jx.Jaxpr, is_saved: SavePolicy) -> Iterator[tuple[ProgramSlice, list[jx.Var]]]:
+    """What to recompute of the unrolled forward parts of ``jaxpr``, and for which residuals."""
+    read_elsewhere = set(_variables(jaxpr.outvars))
+    forward_parts: list[list[jx.JaxprEqn]] = [[]]
+    for eqn in jaxpr.eqns:
+        if jx.is_backward(eqn):
+            if forward_parts[-1]:
+                forward_parts.append([])  # what comes later is another function's forward part
+        elif is_forward(eqn):
+            forward_parts[-1].append(eqn)
+        else:
+            read_elsewhere |= set(_variables(eqn.invars))
+    crossing = residuals(jaxpr)
+    for part in forward_parts:
+        yield from _segments(part, crossing, read_elsewhere, is_saved)
 
 
 def _segments(

@@ -18,6 +18,8 @@ from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import PASSES, Recompute
 from autoshard.passes.recompute import products
 from autoshard.rules import SHIPPED
+from autoshard.transforms.held_values.names import residual_groups
+from autoshard.transforms.held_values.sets import LayerLoop, choose_held, price_of_held
 from autoshard.transforms.pipeline import Pipeline, parse_passes
 from autoshard.transforms.remat import residual_bytes
 
@@ -450,3 +452,127 @@ def test_a_policy_that_answers_otherwise_is_refused():
         Recompute(offload)(before)
     with pytest.raises(PassError, match="takes a policy or the name of one, not 3"):
         Recompute(3)
+
+
+def named_step(params, x):
+    """Two unrolled layers whose values are called by a name, a scope and a parameter."""
+
+    def loss(params):
+        h = x
+        for layer in params:
+            a = checkpoint_name(h @ layer["in"], "entry")
+            b = checkpoint_name(jnp.sin(a), "wave")
+            with jax.named_scope("mixer"):
+                c = jnp.einsum("bi,bj->ij", b, b)
+            h = jnp.tanh(jnp.tanh(b @ c) @ layer["out"])
+        return (h * h).sum()
+
+    return jax.value_and_grad(loss)(params)
+
+
+@functools.cache
+def named():
+    args = [{"in": normal(i, 8, 8), "out": normal(9 - i, 8, 8)} for i in range(2)], normal(4, 4, 8)
+    return traced(named_step, *args), args
+
+
+def test_values_are_called_as_the_user_knows_them():
+    groups = residual_groups(named()[0])
+    assert [(g.name, g.layers) for g in groups] == [
+        ("entry", 2), ("wave", 2), ("mixer", 2), (groups[3].name, 2), ("*.out", 2)
+    ]  # fmt: skip
+    assert groups[3].name.startswith("test_recompute.py:")
+    for scanned in (True, False):
+        found = {g.name: g.layers for g in residual_groups(decoder(scanned)[0])}
+        assert found.keys() > {f"layers.{n}" for n in ("q", "k", "v", "o", "up", "down")}
+        assert found.pop("embed") == 1
+        assert set(found.values()) == {LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("scanned", "again", "products", "scans"),
+    [
+        (True, {"*": "all"}, 7, 2),
+        (True, {"layers.up": 1}, 1, 4),
+        (True, {"*.up": 1, "layers.q": 3, "layers.k": "all"}, 6, 6),
+        (False, {"*.up": 1, "layers.q": 2}, 3, 0),
+        (True, {"*": "all", "*.up": 0}, 6, 2),
+        (True, {}, 0, 2),
+    ],
+)
+def test_values_are_made_again_by_name_in_as_many_layers(scanned, again, products, scans):
+    before, args = decoder(scanned)
+    recompute = Recompute.by_name(again)
+    after, (report,) = Pipeline((recompute,)).run(before)
+    assert Recompute.from_option(report.written.partition(":")[2]) == recompute
+    assert count(after, "scan") == scans
+    assert products == sum(jx.is_made_again(e) and e.primitive.name == "dot_general" for e in jx.walk(after.jaxpr))
+    least, most = (residual_bytes(rewritten(before, p)[0]) for p in ("*=all", "*=0"))
+    assert least <= residual_bytes(after) <= most * 1.2  # parts of the stacked weights are copies
+    asked = {name: LAYERS if n == "all" else n for name, n in again.items() if "*" not in name}
+    assert {g.name: g.again for g in residual_groups(after) if g.name in asked} == asked
+    for a, b in zip(decoder_run(scanned, None)[0], compiled(after, args)(*jax.tree.leaves(args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("again", "text"),
+    [
+        ({"layers.upp": "all"}, r"is called 'layers.upp'; did you mean 'layers.up'\?; there are layers.q, layers.k"),
+        ({"*.up": 5}, "'layers.up' cannot be made again in 5 layers: it has 4"),
+        ({"*.up": -1}, r"in -1 layers; say a number or 'all'"),
+        ({"a,b": 1}, "'a,b' is no name or pattern of a value"),
+        (["*.up"], "must map names or patterns to numbers of layers"),
+    ],
+)
+def test_names_and_counts_that_say_nothing(again, text):
+    with pytest.raises(PassError, match=text):
+        Recompute.by_name(again)(decoder(True)[0])
+    with pytest.raises(PassError, match="is not NAME=all or NAME=NUMBER"):
+        Recompute("layers.up=some")
+
+
+def test_layers_with_effects_cannot_differ():
+    def body(c, w):
+        jax.debug.print("{}", c[0, 0])
+        return jnp.tanh(c @ w), None
+
+    before, _ = mlp(body)
+    with pytest.raises(PassError, match="cannot differ, for it has effects; say 'all' or 0"):
+        Recompute.by_name({"*": 2})(before)
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}], ids=str)
+def test_a_scan_is_cut_whichever_way_it_runs(options):
+    def body(c, w):
+        c = jnp.tanh(jnp.sin(c @ w))
+        return c, c @ w.T  # read as a whole
+
+    before, args = mlp(body, **options)
+    after, _ = rewritten(before, f"{residual_groups(before)[0].name}=2")
+    assert count(after, "scan") == 2 * count(before, "scan")
+    agree(before, after, args)
+
+
+def test_what_is_held_takes_least_time_within_the_room():
+    """Against every pair of sets and every number of layers; of two loops the room is divided."""
+    rng = np.random.default_rng(0)
+    names, layers = ("a", "b", "c"), 5
+    sizes, times = rng.uniform(1, 9, 3), rng.uniform(1, 9, 3)
+    held = np.array([[s >> i & 1 for i in range(3)] for s in range(8)])
+    loop = LayerLoop(layers, names, names, (1 - held) @ times, held @ sizes)
+    for room in (0, 11, 37, 55, 1000):
+        (found,) = choose_held([loop], room)
+        price = price_of_held([loop], [found])
+        assert price.bytes <= room + 1e-9
+        every = [
+            k * loop.seconds[low] + (layers - k) * loop.seconds[high]
+            for low in range(8)
+            for high in range(8)
+            for k in range(layers + 1)
+            if not low & ~high and k * loop.bytes[low] + (layers - k) * loop.bytes[high] <= room
+        ]
+        assert price.seconds == pytest.approx(min(every))
+        both = price_of_held([loop, loop], choose_held([loop, loop], 2 * room))
+        assert both.bytes <= 2 * room + 1e-9
+        assert both.seconds <= 2 * price.seconds * 1.2

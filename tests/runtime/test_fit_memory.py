@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autoshard
-from autoshard.errors import MemoryBudgetError
+from autoshard.errors import ArgumentError, MemoryBudgetError
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 
 HARDWARE = Hardware("chip", {"float32": 1e12}, 8e9, 1e12, {"link": Link("link", 1e11, 1e-7)}, 1e-8)
@@ -56,3 +57,63 @@ def test_what_fits_only_in_micro_batches_is_planned_so_without_being_asked():
     again = autoshard.jit(train, mesh=MESH, donate_argnums=0, strategy=found).plan(*ARGUMENTS)
     assert again.passes == found.passes
     assert again.in_specs == found.in_specs
+
+
+WIDE, DEEP = 256, 6
+
+
+def wide_step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+    def loss(params: Any) -> jax.Array:
+        def layer(h: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            return h + jnp.tanh(jnp.sin(h @ p["up"]) @ p["mid"]) @ p["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def wide_shapes(batch: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+    sizes = {"up": (WIDE, 2 * WIDE), "mid": (2 * WIDE, WIDE), "down": (WIDE, WIDE)}
+    state = {name: jax.ShapeDtypeStruct((DEEP, *shape), jnp.float32) for name, shape in sizes.items()}
+    return state, jax.ShapeDtypeStruct((batch, WIDE), jnp.float32)
+
+
+def wide(**options: Any) -> Any:
+    return autoshard.jit(wide_step, mesh=MESH, donate_argnums=0, microbatches=1, **options).plan(*wide_shapes(65536))
+
+
+def test_memory_that_is_left_holds_values_of_some_layers() -> None:
+    """Never slower than what saves a number of products; nothing is recomputed that need not be."""
+    most, least = (wide(passes=["dead_code", f"recompute:{p}"]).memory.peak for p in ("*=0", "full"))
+    before = 0.0
+    for share in (0.7, 0.1):
+        budget = int(least + share * (most - least))
+        found = wide(memory_budget=budget)
+        products = [wide(passes=["dead_code", f"recompute:products:{n}"]) for n in range(4)]
+        fitting = [p.cost.seconds for p in products if p.memory.peak <= budget]
+        assert found.memory.peak <= budget
+        assert found.cost.seconds <= min(fitting)
+        assert before <= found.cost.seconds
+        before = found.cost.seconds
+        (partly,) = [r for r in found.residuals if 0 < r.again < r.layers]
+        assert partly.held + partly.again == DEEP
+        assert f"{partly.name}={partly.again}" in str([p.written for p in found.passes])
+        assert "made again in" in found.explain()
+    again = autoshard.jit(wide_step, mesh=MESH, donate_argnums=0, strategy=found)
+    assert again.plan(*wide_shapes(65536)).passes == found.passes
+
+
+def test_layers_that_differ_give_the_numbers_of_the_plain_step() -> None:
+    options: dict[str, Any] = {"mesh": {"data": 4, "model": 2}, "donate_argnums": 0, "strategy": "fsdp_tp"}
+    step = autoshard.jit(wide_step, recompute={"up": 2, "mid": 4, "down": "all"}, **options)
+    keys = jax.random.split(jax.random.key(0), 4)
+    state, x = wide_shapes(64)
+    state = {n: jax.random.normal(k, s.shape) / 16 for (n, s), k in zip(state.items(), keys, strict=False)}
+    batch = jax.random.normal(keys[3], x.shape)
+    plain = jax.jit(wide_step)(state, batch)
+    plan = step.plan(state, batch)
+    assert {r.name: (r.held, r.again) for r in plan.residuals} == {"up": (4, 2), "mid": (2, 4), "down": (0, 0)}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), plain, step(state, batch))
+    with pytest.raises(ArgumentError, match="recompute= and passes="):
+        autoshard.jit(wide_step, recompute={"up": 2}, passes=["dead_code"])

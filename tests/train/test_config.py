@@ -40,6 +40,11 @@ def test_one_mesh_is_one_phase(tmp_path: Path):
     assert (config.last_step, config.min_devices) == (10, 4)
 
 
+def test_what_is_made_again_is_said_by_name_and_number_of_layers(tmp_path: Path):
+    config = read(tmp_path, PLAIN + 'recompute: {"*.mlp.up": 12, attention: all}')
+    assert config.recompute == {"*.mlp.up": 12, "attention": "all"}
+
+
 def test_the_devices_are_those_of_the_largest_phase(tmp_path: Path):
     config = read(tmp_path, PHASES)
     assert [phase.until for phase in config.all_phases] == [4, 10]

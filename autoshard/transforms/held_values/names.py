@@ -1,0 +1,196 @@
+"""The values that a step may hold for its backward part, as the user knows them.
+
+A *residual group* is one value of a layer: the result of a matrix product or of attention, or what the user calls by
+`jax.ad_checkpoint.checkpoint_name`, in all layers together. All else is made again from these, which costs next to
+nothing. A group is called, in this order, by the name of `checkpoint_name`; ``attention``; the path of the parameter
+that the product multiplies by, without the argument's name (``params.mlp.up``); the user's named scopes; the source
+line. Where the names of a group's layers differ by numbers they become ``*``; of two values with one name the second
+is called ``name#2``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autoshard import jaxpr as jx
+from autoshard.errors import PassError
+from autoshard.ir.program import Program
+from autoshard.ir.rule_registry import Rules
+from autoshard.jaxpr.paths import path_names, unnumbered
+from autoshard.transforms import remat
+
+ALL = "all"
+"""The count of a value that is made again in all layers."""
+
+ResidualKey = tuple[str, str, tuple[int, ...], str]
+"""Source line, primitive, shape and dtype: the same in all layers."""
+
+
+class Member(NamedTuple):
+    """A residual in one layer, or in all layers of a scan."""
+
+    eqn: jx.JaxprEqn
+    layers: int
+    """Of the scan; 1 outside of one."""
+    scan: jx.JaxprEqn | None
+    """The scan over layers that it is in."""
+
+
+@dataclass(frozen=True)
+class ResidualGroup:
+    """One value of a layer, in all layers."""
+
+    name: str
+    key: ResidualKey
+    members: tuple[Member, ...]
+    """In order of execution."""
+    again: int = 0
+    """In how many layers the backward part makes it again."""
+
+    @property
+    def layers(self) -> int:
+        return sum(m.layers for m in self.members)
+
+
+def residual_key(eqn: jx.JaxprEqn) -> ResidualKey | None:
+    """What is equal for the same product, or the same named value, of all layers; None of anything else."""
+    if not jx.contraction_flops(eqn) and jx.given_name(eqn) is None:
+        return None
+    result = jx.aval(eqn.outvars[0])
+    return jx.source(eqn), eqn.primitive.name, result.shape, jx.dtype_name(result.dtype)
+
+
+def residual_groups(program: Program) -> tuple[ResidualGroup, ...]:
+    """The residual groups of the forward parts of ``program``, in order of first execution."""
+    found: dict[tuple[ResidualKey, str], list[tuple[str, Member]]] = defaultdict(list)
+    again: dict[tuple[ResidualKey, str], int] = defaultdict(int)
+    for name, member, is_again in _Walk(program).members(program.jaxpr.eqns, _Place()):
+        key = residual_key(member.eqn)
+        assert key is not None
+        if is_again:
+            same = [k for k in found if k[0] == key]  # the parameter's path may be lost on the way
+            which = (key, unnumbered(name))
+            again[which if which in found else next(iter(same), which)] += member.layers
+        else:
+            found[key, unnumbered(name)].append((name, member))
+    groups: list[ResidualGroup] = []
+    taken: dict[str, int] = defaultdict(int)
+    for (key, common), members in found.items():
+        names = {name for name, _ in members}
+        name = names.pop() if len(names) == 1 else common.replace("#", "*")
+        taken[name] += 1
+        name = name if taken[name] == 1 else f"{name}#{taken[name]}"
+        groups.append(ResidualGroup(name, key, tuple(m for _, m in members), again[key, common]))
+    return tuple(groups)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where equations are: in the forward part, in the backward part, in what that makes again, in which scan."""
+
+    forward: bool = False
+    backward: bool = False
+    again: bool = False
+    layers: int = 1
+    scan: jx.JaxprEqn | None = None
+
+
+class _Walk:
+    """Finds the members and their names; knows which variables are parameters, as they are or as views."""
+
+    def __init__(self, program: Program) -> None:
+        self.rules: Rules = program.rules
+        self.carried = {program.jaxpr.invars[i] for i, _ in program.carries}
+        self.paths: dict[jx.Var, str] = {}
+        for v, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
+            names = path_names(leaf.path)
+            self.paths[v] = ".".join(names[1:] or names)
+
+    def members(self, eqns: Sequence[jx.JaxprEqn], at: _Place) -> Iterator[tuple[str, Member, bool]]:
+        """Name, member, and whether it is one that the backward part makes again."""
+        named = {e.invars[0]: name for e in eqns if (name := jx.given_name(e)) is not None}
+        products = set[jx.Var]()
+        for eqn in eqns:
+            traits = self.rules.traits(eqn.primitive)
+            if traits.identity:
+                self._carry(eqn.invars, eqn.outvars)
+            elif eqn.invars and (traits.view or traits.fused_into_consumer or traits.moves_data or traits.casts):
+                self._carry(eqn.invars[:1], eqn.outvars[:1])
+            backward, again = at.backward or jx.is_backward(eqn), at.again or jx.is_made_again(eqn)
+            forward = at.forward or (remat.is_forward(eqn) and not backward and not again)
+            if (forward or again) and residual_key(eqn):
+                name = jx.given_name(eqn)
+                if name is None:
+                    products.update(eqn.outvars)
+                    name = next((named[v] for v in eqn.outvars if v in named), None) or self._name(eqn)
+                elif eqn.invars[0] in products:
+                    continue  # the product is called so
+                yield _plain(name), Member(eqn, at.layers, at.scan), again
+            groups = jx.scan_groups(eqn) if jx.is_differentiated(eqn) and at.scan is None else None
+            inside = replace(at, forward=forward, backward=backward, again=again)
+            inside = inside if groups is None else replace(inside, layers=groups.length, scan=eqn)
+            for region in jx.regions(eqn):
+                carried = {i for _, i in region.carries}
+                entering = [w for w in region.inputs if w.inside not in carried]
+                self._carry([eqn.invars[w.outside] for w in entering], [region.body.invars[w.inside] for w in entering])
+                yield from self.members(region.body.eqns, inside)
+
+    def _carry(self, sources: Iterable[jx.Atom], targets: Iterable[jx.Var]) -> None:
+        for a, b in zip(sources, targets, strict=True):
+            if isinstance(a, jx.Var) and a in self.paths:
+                self.paths[b] = self.paths[a]
+                if a in self.carried:
+                    self.carried.add(b)
+
+    def _name(self, eqn: jx.JaxprEqn) -> str:
+        operands = [v for v in eqn.invars if isinstance(v, jx.Var) and v in self.paths]
+        operands.sort(key=lambda v: v in self.carried)
+        if eqn.primitive.name == "attention":
+            return "attention"
+        if operands:
+            return self.paths[operands[-1]]
+        return ".".join(jx.scopes(eqn)) or jx.source(eqn).rpartition("/")[2] or eqn.primitive.name
+
+
+def _plain(name: str) -> str:
+    """``name`` without the characters that separate names where they are written in one line."""
+    return re.sub(r"[,=\s]+", "_", name)
+
+
+def layers_again(groups: Sequence[ResidualGroup], asked: Mapping[str, int | None]) -> dict[str, int]:
+    """In how many of its layers each group is made again, by its name.
+
+    Args:
+      asked: by pattern (`fnmatch`; ``*.mlp.up`` is also ``mlp.up``), a number of layers, or None for all; of several
+        patterns that match a name the last one counts.
+
+    Raises:
+      PassError: a pattern that matches nothing, or more layers than there are.
+    """
+    found = {g.name: 0 for g in groups}
+    for pattern, count in asked.items():
+        matched = [g for g in groups if matches(g.name, pattern)]
+        if not matched:
+            names = ", ".join(found) or "none: nothing is differentiated"
+            near = difflib.get_close_matches(pattern.lstrip("*."), found, 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise PassError(f"recompute: no value that may be held is called {pattern!r}{hint}; there are {names}")
+        for group in matched:
+            if count is not None and count > group.layers:
+                raise PassError(
+                    f"recompute: {group.name!r} cannot be made again in {count} layers: it has {group.layers}"
+                )
+            found[group.name] = group.layers if count is None else count
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether ``pattern`` names the group called ``name``."""
+    plain = name.rpartition("#")[0] or name
+    return name == pattern or any(fnmatch.fnmatchcase(n, pattern) for n in (name, plain, f".{name}", f".{plain}"))
