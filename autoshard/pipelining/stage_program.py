@@ -19,7 +19,7 @@ from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.exchange import exchanged
 from autoshard.pipelining.operation import operate, operate_together
-from autoshard.pipelining.rings import add_row, cast_as, choose, pick, put, summed, zeros
+from autoshard.pipelining.rings import add_row, cast_as, choose, pick, planned_specs, put, split_as, summed, zeros
 from autoshard.pipelining.segment import evaluate, stacked_results
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
@@ -39,6 +39,7 @@ class StageProgram:
     def __init__(self, chain: Chain, stages: Stages, additions: Additions) -> None:
         self.chain, self.stages, self.axis, self.additions = chain, stages, stages.axis, additions
         self.tables: TickTables = tick_tables(stages.schedule)
+        self.specs = planned_specs(chain.body)
         self.choose = functools.partial(choose, together=stages.together)
         self.chunks = stages.schedule.chunks
         self.parts = stages.schedule.stages * self.chunks
@@ -106,9 +107,9 @@ class StageProgram:
                 for n, values in enumerate(routes):
                     kept = zip(state[name], values, strict=True)
                     state = {**state, name: [put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
-            return state, None
+            return self._split(state), None
 
-        state, _ = lax.scan(tick, self._empty(), columns)
+        state, _ = lax.scan(tick, self._split(self._empty()), columns)
         own = [added_up(self.additions.get(i, ()), x, self.axis) for i, x in zip(self.sums, state["sums"], strict=True)]
         sums, outs = ([summed(x, self.axis) for x in found] for found in (own, state["outs"]))
         return [*map(self._by_layer, self.layer_sums, state["layer_sums"])], sums, outs
@@ -145,6 +146,21 @@ class StageProgram:
                 zeros((length, *jx.aval(v).shape), v)
                 for v in (chain.body.outvars[len(self.carries) + n] for n in self.outs)
             ],
+        }
+
+    def _split(self, state: dict[str, Values]) -> dict[str, Values]:
+        """``state``, split as the plan has what is in it; what no constraint speaks of is left to XLA."""
+        carried = {
+            "a": (self._carry(self.f), 1, 0),
+            "g": (self._carry(self.b), 1, 0),
+            "residuals": (self.residuals, 2, 1),
+            "final": (self._carry(self.f), 1, 0),
+            "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1),
+            "sums": ([self.carries[i] for i in self.sums], 0, 0),
+        }
+        return state | {
+            name: [split_as(x, self.specs.get(v), *dims) for x, v in zip(state[name], variables, strict=True)]
+            for name, (variables, *dims) in carried.items()
         }
 
     def _carry(self, eqn: jx.JaxprEqn | None) -> list[jx.Var]:
