@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,33 @@ def add_row(sums: Any, x: Any, chunk: Any, row: Any) -> Any:
 def summed(x: Any, axis: str) -> Any:
     """The sum over the stages; of booleans, whether any has one."""
     return lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)
+
+
+def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
+    """The specs to which the equations of ``body`` constrain its variables."""
+    found: dict[jx.Var, PartitionSpec] = {}
+    for eqn in filter(jx.is_constraint, body.eqns):
+        (x,), (y,), spec = eqn.invars, eqn.outvars, eqn.params["sharding"].spec
+        found[y] = spec
+        if isinstance(x, jx.Var):
+            found.setdefault(x, spec)
+    return found
+
+
+def split_as(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 0) -> Any:
+    """``x`` with the dimensions that ``spec`` splits split so; what it does not split is left to XLA, which may know
+    from what comes after the loop that less than a whole is enough.
+
+    Args:
+      added, dropped: dimensions that ``x`` has ahead of those of ``spec``, and first ones of ``spec`` that it lacks.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    entries = [PartitionSpec.UNCONSTRAINED] * added
+    entries += [axes or PartitionSpec.UNCONSTRAINED for axes in (spec or ())][dropped:]
+    if not mesh.auto_axes or all(axes is PartitionSpec.UNCONSTRAINED for axes in entries):
+        return x
+    entries += [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(entries))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def without_specs(results: Any) -> Any:

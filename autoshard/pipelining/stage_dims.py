@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from autoshard import jaxpr as jx
 from autoshard.ir.dim_classes import label_dims
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import PipelineRequest
 from autoshard.ir.spec import Spec
+from autoshard.machine.mesh import LogicalMesh
 from autoshard.pipelining.chain import Chain, scan_groups
 
 
@@ -37,6 +39,7 @@ class StageDims:
                     self.stacked_inside.add(v)
                 else:
                     self.dims[v] = (*self.dims[v], number - int(dims.start[v]))
+        self.shapes = {v: graph.values[v].shape for v in self.dims}
         self.stored = not self.dims.keys().isdisjoint(graph.inputs)
         if not self.stored:  # stacked in the executable only
             self.dims.clear()
@@ -44,18 +47,33 @@ class StageDims:
     def spec(self, spec: Spec, value: int) -> Spec:
         """``spec`` of a value with its first dimension of layers, if it has one, split over the stages."""
         for d in self.dims.get(value, ())[:1]:
-            axes = spec.dims[d]
-            if self.axis in spec.axes:
-                return spec
-            for split in ((self.axis, *axes), (self.axis,)):
-                if self.layers % self.mesh.axes_size(split) == 0:
-                    return spec.with_dim(d, split)
+            return over_stages(spec, d, self.shapes[value], self.axis, self.mesh)
         return spec
 
     def share(self, value: int) -> float:
         """Of a value's bytes, what a stage has."""
         dims = self.dims.get(value, ())
         return 1 / self.mesh.shape[self.axis] if dims and self.layers % self.mesh.shape[self.axis] == 0 else 1.0
+
+
+def over_stages(spec: Spec, dim: int, shape: Sequence[int], axis: str, mesh: LogicalMesh) -> Spec:
+    """``spec`` of a value of ``shape`` with dimension ``dim``, that of layers, split over ``axis`` where it can be.
+
+    Axes that split the layers of a stage no further go to the largest other dimension that they divide, of equals the
+    last, as does the same value with parts of a sum ahead: each device has as much of it as the plan says.
+    """
+    axes, layers = spec.dims[dim], shape[dim]
+    if axis in spec.axes or layers % mesh.shape[axis]:
+        return spec
+    if layers % mesh.axes_size((axis, *axes)) == 0:
+        return spec.with_dim(dim, (axis, *axes))
+    spec = spec.with_dim(dim, (axis,))
+    for a in axes:
+        fits = [d for d, n in enumerate(shape) if d != dim and n % mesh.axes_size((*spec.dims[d], a)) == 0]
+        if fits:
+            d = max(fits, key=lambda d: (shape[d], d))
+            spec = spec.with_dim(d, (*spec.dims[d], a))
+    return spec
 
 
 def stacked_weights(chain: Chain) -> list[jx.Var]:

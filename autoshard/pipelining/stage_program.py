@@ -19,7 +19,7 @@ from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.exchange import exchanged
 from autoshard.pipelining.operation import operate, operate_together
-from autoshard.pipelining.rings import add_row, cast_as, choose, pick, put, summed, zeros
+from autoshard.pipelining.rings import add_row, cast_as, choose, pick, planned_specs, put, split_as, summed, zeros
 from autoshard.pipelining.segment import evaluate, stacked_results
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
@@ -39,6 +39,7 @@ class StageProgram:
     def __init__(self, chain: Chain, stages: Stages, additions: Additions) -> None:
         self.chain, self.stages, self.axis, self.additions = chain, stages, stages.axis, additions
         self.tables: TickTables = tick_tables(stages.schedule)
+        self.specs = planned_specs(chain.body)
         self.choose = functools.partial(choose, together=stages.together)
         self.chunks = stages.schedule.chunks
         self.parts = stages.schedule.stages * self.chunks
@@ -106,9 +107,9 @@ class StageProgram:
                 for n, values in enumerate(routes):
                     kept = zip(state[name], values, strict=True)
                     state = {**state, name: [put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
-            return state, None
+            return self._split(state), None
 
-        state, _ = lax.scan(tick, self._empty(), columns)
+        state, _ = lax.scan(tick, self._split(self._empty()), columns)
         own = [added_up(self.additions.get(i, ()), x, self.axis) for i, x in zip(self.sums, state["sums"], strict=True)]
         sums, outs = ([summed(x, self.axis) for x in found] for found in (own, state["outs"]))
         return [*map(self._by_layer, self.layer_sums, state["layer_sums"])], sums, outs
@@ -147,6 +148,21 @@ class StageProgram:
             ],
         }
 
+    def _split(self, state: dict[str, Values]) -> dict[str, Values]:
+        """``state``, split as the plan has what is in it; what no constraint speaks of is left to XLA."""
+        carried = {
+            "a": (self._carry(self.f), 1, 0),
+            "g": (self._carry(self.b), 1, 0),
+            "residuals": (self.residuals, 2, 1),
+            "final": (self._carry(self.f), 1, 0),
+            "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1),
+            "sums": ([self.carries[i] for i in self.sums], 0, 0),
+        }
+        return state | {
+            name: [split_as(x, self.specs.get(v), *dims) for x, v in zip(state[name], variables, strict=True)]
+            for name, (variables, *dims) in carried.items()
+        }
+
     def _carry(self, eqn: jx.JaxprEqn | None) -> list[jx.Var]:
         """What a scan over layers carries, as the variables of its last values."""
         return [] if eqn is None else eqn.outvars[: scan_groups(eqn).carry]
@@ -181,8 +197,7 @@ class StageProgram:
         state = {**state, "residuals": [put(ring, x, row["residual"]) for ring, x in rings]}
         state = self._add("forward", state, made, row)
         if self.b is None:
-            end = row["part"] == self.parts - 1
-            state = self.choose(end, lambda s: self._add("last", s, made, row), lambda s: s, state, once_in=self.chunks)
+            state = self._add_where(row["part"] == self.parts - 1, "last", state, made, row)
         else:
             finals = zip(state["final"], out, strict=True)
             state = {**state, "final": [put(ring, x, row["final"]) for ring, x in finals]}
@@ -195,16 +210,17 @@ class StageProgram:
         eqn, groups = self._transpose()
         init, carries = eqn.invars[groups.consts : groups.consts + groups.carry], self._carry(self.f)
 
-        def on_last(state: Any) -> tuple[Any, Values]:
-            final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
+        final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
+        received = [pick(ring, row["gradient"]) for ring in state["g"]]
+
+        def on_last(sums: Any) -> tuple[Any, Values]:
             there = {**known, **final}
             begin = cast_as(self.evaluate("last", there, init), self._carry(eqn))
-            return self._add("last", state, there, row), begin
+            return self._add("last", sums, there, row), begin
 
-        def elsewhere(state: Any) -> tuple[Any, Values]:
-            return state, [pick(ring, row["gradient"]) for ring in state["g"]]
-
-        state, carry = self.choose(row["part"] == self.parts - 1, on_last, elsewhere, state, once_in=self.chunks)
+        last, sums = row["part"] == self.parts - 1, self._sums_of(state)
+        sums, carry = self.choose(last, on_last, lambda s: (s, received), sums, once_in=self.chunks)
+        state = state | sums
         xs = self._own_rows(eqn, groups, known, state, weights, row)
         consts = self.evaluate(None, known, eqn.invars[: groups.consts])
         if self.split is None:
@@ -222,9 +238,7 @@ class StageProgram:
             rings = zip(state["kept"], map(made.__getitem__, self.split.kept), strict=True)
             state = {**state, "kept": [put(ring, x, row["kept"]) for ring, x in rings]}
             made |= known
-        begin = row["part"] == 0
-        state = self.choose(begin, lambda s: self._add("first", s, made, row), lambda s: s, state, once_in=self.chunks)
-        return state, self._nothing()[0], out
+        return self._add_where(row["part"] == 0, "first", state, made, row), self._nothing()[0], out
 
     def _weights_backward(
         self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
@@ -326,6 +340,16 @@ class StageProgram:
             for s, x in zip(state["outs"], found[len(plain) :], strict=True)
         ]
         return {**state, "sums": sums, "outs": outs}
+
+    def _add_where(self, condition: Any, place: Any, state: Any, known: Known, row: Any) -> Any:
+        """`_add` where ``condition`` holds."""
+        add = functools.partial(self._add, place, known=known, row=row)
+        return state | self.choose(condition, add, lambda s: s, self._sums_of(state), once_in=self.chunks)
+
+    def _sums_of(self, state: Any) -> dict[str, Values]:
+        """What `_add` reads and changes: what goes through a conditional takes XLA's default layout, which slots of
+        residuals do not have, and would be copied whole."""
+        return {name: state[name] for name in ("sums", "outs")}
 
     def _terms(self, place: Any, known: Known, results: Sequence[jx.Atom]) -> Values:
         """The terms of ``results`` that ``place`` computes, None of others."""
