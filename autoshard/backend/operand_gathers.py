@@ -1,0 +1,133 @@
+"""Which operands of products are gathered in a ring beside their product, and which one turn of a scan early.
+
+Both are for gathers that XLA would wait for (`autoshard.plan.exposed_gathers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh, NamedSharding
+
+from autoshard import jaxpr as jx
+from autoshard.backend.early_gathers import MIN_TURNS, EarlyGather, steps_from_slice
+from autoshard.backend.ring_products import GatherRing
+from autoshard.ir.graph import Graph
+from autoshard.ir.spec import Spec
+from autoshard.plan.exposed_gathers import exposed_values
+from autoshard.plan.record import PlanRecord
+
+Gathered = tuple[int, Spec]
+"""A value and the spec that it is read with."""
+NONE: Mapping[Gathered, Any] = {}
+
+
+class Change(NamedTuple):
+    """Specs of a value before and after it is gathered."""
+
+    before: Spec
+    after: Spec
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Equations that are lowered together."""
+
+    eqns: tuple[jx.JaxprEqn, ...]
+    rings: tuple[GatherRing, ...] = ()
+    """In which each of them, if they are products, gathers the same operand; () of an equation without."""
+    shared: bool = False
+    """Whether others read the operand as gathered too."""
+
+
+@dataclass(frozen=True)
+class OperandGathers:
+    """Operands that products wait for."""
+
+    value_of: Mapping[jx.Var, int]
+    changes: Mapping[tuple[int, int], Change]
+    """By value and node."""
+    node_of: Callable[[jx.JaxprEqn], int | None]
+    ring_of: Callable[[jx.JaxprEqn, int, Change], GatherRing | None]
+    """The ring in which an equation could gather an operand."""
+
+    def change(self, eqn: jx.JaxprEqn, operand: int) -> Change | None:
+        """Of an operand that ``eqn`` waits for."""
+        var, node = eqn.invars[operand], self.node_of(eqn)
+        return None if node is None or isinstance(var, jx.Literal) else self.changes.get((self.value_of[var], node))
+
+    def gathered(self, eqn: jx.JaxprEqn, operand: int) -> Gathered | None:
+        """What ``eqn`` waits for and reads as this operand."""
+        change, var = self.change(eqn, operand), eqn.invars[operand]
+        return None if change is None or isinstance(var, jx.Literal) else (self.value_of[var], change.after)
+
+    def bundles(self, jaxpr: jx.Jaxpr, early: Mapping[Gathered, Any] = NONE) -> list[Bundle]:
+        """The equations of ``jaxpr`` in order. Products that gather one operand in a ring are one bundle, which comes
+        before all else that reads it gathered.
+
+        Args:
+          early: what is gathered already.
+        """
+        found, taken = list[tuple[float, Bundle]](), set[int]()
+        made_at = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        for key, each in self._readers(jaxpr).items():
+            first, able = each[0][0], list[tuple[int, GatherRing]]()
+            for n, operand in each:
+                eqn, change = jaxpr.eqns[n], self.change(jaxpr.eqns[n], operand)
+                ready = all(made_at.get(a, -1) < first for a in eqn.invars if isinstance(a, jx.Var))
+                once = sum(a is eqn.invars[operand] for a in eqn.invars) == 1
+                if key not in early and ready and once and change and n not in taken:
+                    ring = self.ring_of(eqn, operand, change)
+                    able += [(n, ring)] if ring else []
+            # Where the parts of one are added up it has a ring of its own.
+            able = [one for one in able if one[1].result_dim is not None] or able[:1]
+            if able:
+                rings = tuple(ring for _, ring in able)
+                bundle = Bundle(tuple(jaxpr.eqns[n] for n, _ in able), rings, shared=len(each) > len(able))
+                found.append((first, bundle))
+                taken.update(n for n, _ in able)
+        alone = [(n + 0.5, Bundle((eqn,))) for n, eqn in enumerate(jaxpr.eqns) if n not in taken]
+        return [bundle for _, bundle in sorted((*found, *alone), key=lambda one: one[0])]
+
+    def _readers(self, jaxpr: jx.Jaxpr) -> dict[Gathered, list[tuple[int, int]]]:
+        """The equations, and which of their operands, that wait for a value."""
+        found: dict[Gathered, list[tuple[int, int]]] = {}
+        for n, eqn in enumerate(jaxpr.eqns if self.changes else ()):
+            for i in range(len(eqn.invars)):
+                if key := self.gathered(eqn, i):
+                    found.setdefault(key, []).append((n, i))
+        return found
+
+    def early(self, eqn: jx.JaxprEqn, body: jx.Jaxpr, mesh: Mesh) -> dict[Gathered, EarlyGather]:
+        """What the turns of a scan wait for and have no ring for, and can gather one turn early."""
+        groups, found = jx.scan_groups(eqn), dict[Gathered, EarlyGather]()
+        if groups is None or not groups.iterates or groups.length < MIN_TURNS or not self.changes:
+            return found
+        in_rings = {
+            (id(reader), ring.operand)
+            for bundle in self.bundles(body)
+            for reader, ring in zip(bundle.eqns, bundle.rings, strict=False)
+        }
+        for key, each in self._readers(body).items():
+            reader, i = body.eqns[each[0][0]], each[0][1]
+            var, change = reader.invars[i], self.change(reader, i)
+            if not isinstance(var, jx.Var) or change is None or any((id(body.eqns[n]), i) in in_rings for n, i in each):
+                continue
+            if steps := steps_from_slice(body, var, groups.consts + groups.carry):
+                shardings = tuple(NamedSharding(mesh, spec.partition_spec()) for spec in change)
+                found[key] = EarlyGather(var.aval, *steps, shardings)
+        return found
+
+
+def exposed_changes(graph: Graph, plan: PlanRecord) -> dict[tuple[int, int], Change]:
+    """By value and node, the operands that are gathered while XLA would wait."""
+    if not plan.mesh.hardware.blocking_gathers:
+        return {}
+    exposed = exposed_values(graph)
+    return {
+        (c.value, c.node): Change(c.resharded_from, c.spec)
+        for c in plan.intermediates
+        if c.node is not None and c.resharded_from and c.value in exposed and not c.waypoints
+    }
