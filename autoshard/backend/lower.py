@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend import ring_products
-from autoshard.backend.early_gathers import EarlyGather, scan_with_early_gathers
-from autoshard.backend.operand_gathers import NONE, Bundle, Change, Gathered, OperandGathers, exposed_changes
+from autoshard.backend.operand_gathers import Bundle, Change, Gathered, OperandGathers, exposed_changes
 from autoshard.backend.ring_products import GatherRing, Ring, first_ring, gather_ring, gathered_products
 from autoshard.ir.graph import Graph
 from autoshard.ir.halo import with_halo
@@ -85,18 +84,8 @@ class _Lowering:
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
 
-    def jaxpr(
-        self,
-        jaxpr: jx.Jaxpr,
-        outputs: Sequence[Sequence[NamedSharding]] = (),
-        early: Mapping[Gathered, EarlyGather] = NONE,
-    ) -> jx.Jaxpr:
-        """``jaxpr`` constrained.
-
-        Args:
-          outputs: the shardings to constrain each of its results to, in turn.
-          early: values that it has as further inputs with another spec, by value and spec.
-        """
+    def jaxpr(self, jaxpr: jx.Jaxpr, outputs: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
+        """``jaxpr`` constrained; ``outputs`` are the shardings to constrain each of its results to, in turn."""
         eqns: list[jx.JaxprEqn] = []
         now: dict[jx.Var, jx.Atom] = {}  # the constrained variable that replaces an original one from here on
 
@@ -110,9 +99,8 @@ class _Lowering:
         if jaxpr.eqns:
             for var in jaxpr.invars:
                 constrain_result(var, jaxpr.eqns[0])
-        ready = {key: jx.Var(gather.aval) for key, gather in early.items()}
-        shared = dict(ready)  # and operands as rings have gathered them
-        for bundle in self.gathers.bundles(jaxpr, early):
+        shared: dict[Gathered, jx.Var] = {}  # operands as rings have gathered them
+        for bundle in self.gathers.bundles(jaxpr):
             if bundle.rings:
                 operands = [
                     self._operands(eqn, shared, now, eqns, ring)
@@ -124,26 +112,18 @@ class _Lowering:
                 continue
             (eqn,) = bundle.eqns
             node, invars = self._node(eqn), self._operands(eqn, shared, now, eqns)
-            regions, ahead = jx.regions(eqn), dict[Gathered, EarlyGather]()
-            bodies = list[jx.Jaxpr]()
+            regions = jx.regions(eqn)
             if regions and not self._is_opaque(regions):
                 entries = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.inputs]
                 for i, outside, inside in entries:
                     if outside is invars[i] and not isinstance(outside, jx.Literal):
                         shardings = self._tie_shardings(eqn.invars[i], inside)
                         invars[i] = self._constrain_through(outside, shardings, eqn, eqns)
-                ahead = self.gathers.early(eqn, regions[0].body, self.mesh)
-                bodies = [self.jaxpr(r.body, self._body_result_shardings(eqn, r), ahead) for r in regions]
-                eqn = eqn if ahead else jx.with_bodies(eqn, bodies)
+                eqn = jx.with_bodies(eqn, [self.jaxpr(r.body, self._body_result_shardings(eqn, r)) for r in regions])
             if self.rules.traits(eqn.primitive).constrains:
                 self._user_constraint(eqn, invars[0], now, eqns)
                 continue
-            if ahead:
-                eqns += jx.splice(scan_with_early_gathers(eqn, bodies[0], list(ahead.values())), eqn, invars)
-            elif node in self.islands:
-                eqns += self._island(eqn, invars, node)
-            else:
-                eqns += self._equation(eqn, invars)
+            eqns += self._island(eqn, invars, node) if node in self.islands else self._equation(eqn, invars)
             for var in eqn.outvars:
                 constrain_result(var, eqn, node)
         last = jaxpr.eqns[-1] if jaxpr.eqns else None
@@ -151,7 +131,7 @@ class _Lowering:
             a if isinstance(a, jx.Literal) else self._constrain_through(now.get(a, a), shardings, last, eqns)
             for a, shardings in zip(jaxpr.outvars, outputs or [()] * len(jaxpr.outvars), strict=True)
         ]
-        return jaxpr.replace(invars=[*jaxpr.invars, *ready.values()], eqns=eqns, outvars=outvars)
+        return jaxpr.replace(eqns=eqns, outvars=outvars)
 
     def _node(self, eqn: jx.JaxprEqn) -> int | None:
         return self.node_of_results.get(tuple(self.value_of[v] for v in eqn.outvars))

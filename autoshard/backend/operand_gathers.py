@@ -1,18 +1,15 @@
-"""Which operands of products are gathered in a ring beside their product, and which one turn of a scan early.
+"""Which operands of products are gathered in a ring beside their products.
 
-Both are for gathers that XLA would wait for (`autoshard.plan.exposed_gathers`).
+Those whose gather XLA would wait for (`autoshard.plan.exposed_gathers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from jax.sharding import Mesh, NamedSharding
+from typing import NamedTuple
 
 from autoshard import jaxpr as jx
-from autoshard.backend.early_gathers import MIN_TURNS, EarlyGather, steps_from_slice
 from autoshard.backend.ring_products import GatherRing
 from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
@@ -21,7 +18,6 @@ from autoshard.plan.record import PlanRecord
 
 Gathered = tuple[int, Spec]
 """A value and the spec that it is read with."""
-NONE: Mapping[Gathered, Any] = {}
 
 
 class Change(NamedTuple):
@@ -63,22 +59,18 @@ class OperandGathers:
         change, var = self.change(eqn, operand), eqn.invars[operand]
         return None if change is None or isinstance(var, jx.Literal) else (self.value_of[var], change.after)
 
-    def bundles(self, jaxpr: jx.Jaxpr, early: Mapping[Gathered, Any] = NONE) -> list[Bundle]:
+    def bundles(self, jaxpr: jx.Jaxpr) -> list[Bundle]:
         """The equations of ``jaxpr`` in order. Products that gather one operand in a ring are one bundle, which comes
-        before all else that reads it gathered.
-
-        Args:
-          early: what is gathered already.
-        """
+        before all else that reads it gathered."""
         found, taken = list[tuple[float, Bundle]](), set[int]()
         made_at = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        for key, each in self._readers(jaxpr).items():
+        for each in self._readers(jaxpr).values():
             first, able = each[0][0], list[tuple[int, GatherRing]]()
             for n, operand in each:
                 eqn, change = jaxpr.eqns[n], self.change(jaxpr.eqns[n], operand)
                 ready = all(made_at.get(a, -1) < first for a in eqn.invars if isinstance(a, jx.Var))
                 once = sum(a is eqn.invars[operand] for a in eqn.invars) == 1
-                if key not in early and ready and once and change and n not in taken:
+                if ready and once and change and n not in taken:
                     ring = self.ring_of(eqn, operand, change)
                     able += [(n, ring)] if ring else []
             # Where the parts of one are added up it has a ring of its own.
@@ -98,26 +90,6 @@ class OperandGathers:
             for i in range(len(eqn.invars)):
                 if key := self.gathered(eqn, i):
                     found.setdefault(key, []).append((n, i))
-        return found
-
-    def early(self, eqn: jx.JaxprEqn, body: jx.Jaxpr, mesh: Mesh) -> dict[Gathered, EarlyGather]:
-        """What the turns of a scan wait for and have no ring for, and can gather one turn early."""
-        groups, found = jx.scan_groups(eqn), dict[Gathered, EarlyGather]()
-        if groups is None or not groups.iterates or groups.length < MIN_TURNS or not self.changes:
-            return found
-        in_rings = {
-            (id(reader), ring.operand)
-            for bundle in self.bundles(body)
-            for reader, ring in zip(bundle.eqns, bundle.rings, strict=False)
-        }
-        for key, each in self._readers(body).items():
-            reader, i = body.eqns[each[0][0]], each[0][1]
-            var, change = reader.invars[i], self.change(reader, i)
-            if not isinstance(var, jx.Var) or change is None or any((id(body.eqns[n]), i) in in_rings for n, i in each):
-                continue
-            if steps := steps_from_slice(body, var, groups.consts + groups.carry):
-                shardings = tuple(NamedSharding(mesh, spec.partition_spec()) for spec in change)
-                found[key] = EarlyGather(var.aval, *steps, shardings)
         return found
 
 

@@ -215,8 +215,6 @@ class ScanGroups:
     length: int
     iterates: bool
     """Whether a loop remains after lowering: False where it is fully unrolled or runs at most once."""
-    reverse: bool
-    """Whether it begins with the last of what it iterates over."""
 
 
 def scan_groups(eqn: JaxprEqn) -> ScanGroups | None:
@@ -225,7 +223,7 @@ def scan_groups(eqn: JaxprEqn) -> ScanGroups | None:
         return None
     p = eqn.params
     consts, carry, xs = (len(group) for group in p["ft_in"].unpack())
-    return ScanGroups(consts, carry, xs, p["length"], p["length"] > max(1, int(p["unroll"])), p["reverse"])
+    return ScanGroups(consts, carry, xs, p["length"], iterates=p["length"] > max(1, int(p["unroll"])))
 
 
 def rebuild_scan(
