@@ -21,8 +21,11 @@ from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Spec
 from autoshard.plan.exposed_gathers import gathered_axis
 
-MAX_PARTS = 8
-"""Devices of a ring: each part is an instruction of its own."""
+MAX_PARTS = 16
+"""Devices of a ring in which sums travel: a side of a v5e's torus has as many, and each part is an instruction of its
+own. A longer axis has several such rings, whose sums a second one adds up."""
+MAX_GATHERED = 8
+"""Devices of a ring in which an operand does."""
 MIN_PRODUCT = 1 << 20
 """Elements of a part of a product: smaller ones leave the chip's units idle."""
 MIN_SUM = 1 << 16
@@ -39,6 +42,8 @@ class Ring:
     operands: tuple[tuple[int, int], ...]
     """Operands of the operation that have that dimension, and which of theirs it is."""
     parts: int
+    rings: int
+    """The axis has as many rings of ``parts`` neighbours."""
     left: Spec
     """Of the result after the ring."""
 
@@ -59,14 +64,55 @@ class Ring:
 
     def _sum(self, part: Callable[[Any], Any]) -> Any:
         """Inside of a `jax.shard_map` over ``axis``."""
-        total = None
-        for step in range(1, self.parts + 1):
-            own = part(_device_before(self.axis, self.parts, step))
-            total = own if total is None else own + _sent_on(total, self.axis, self.parts)
-        return total
+        total = _summed(part, _Place(self.axis, self.parts, 1, self.rings * self.parts))
+        if self.rings == 1:
+            return total
+        size = total.shape[self.dim] // self.rings
+        across = _Place(self.axis, self.rings, self.parts, self.rings * self.parts)
+        return _summed(lambda n: _part(total, self.dim, n, size), across)
 
     def _cut(self, x: Any, dim: int, part: Any) -> Any:
-        return _part(x, dim, part, x.shape[dim] // self.parts)
+        """What the devices at the place ``part`` of all rings keep."""
+        size = x.shape[dim] // self.parts // self.rings
+        if self.rings == 1:
+            return _part(x, dim, part, size)
+        before, after = x.shape[:dim], x.shape[dim + 1 :]
+        x = x.reshape(*before, self.rings, self.parts, size, *after)
+        return jax.lax.dynamic_index_in_dim(x, part, dim + 1, keepdims=False).reshape(
+            *before, self.rings * size, *after
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rings along a mesh axis of ``size`` devices, each of ``parts`` that are ``stride`` apart."""
+
+    axis: str
+    parts: int
+    stride: int
+    size: int
+
+    def before(self, step: int) -> Any:
+        """The place of the device that is ``step`` before this one in its ring."""
+        order = folded(self.parts)
+        place = jnp.asarray(np.argsort(order))[jax.lax.axis_index(self.axis) // self.stride % self.parts]
+        return jnp.asarray(order)[(place - step) % self.parts]
+
+    def sent_on(self, x: Any) -> Any:
+        """What the device before this one in its ring has of ``x``."""
+        order = folded(self.parts)
+        after = dict(zip(order, [*order[1:], order[0]], strict=True))
+        places = [(n, n // self.stride % self.parts) for n in range(self.size)]
+        return jax.lax.ppermute(x, self.axis, [(n, n + (after[at] - at) * self.stride) for n, at in places])
+
+
+def _summed(part: Callable[[Any], Any], ring: _Place) -> Any:
+    """The sum over a ring of the part of this device."""
+    total = None
+    for step in range(1, ring.parts + 1):
+        own = part(ring.before(step))
+        total = own if total is None else own + ring.sent_on(total)
+    return total
 
 
 @dataclass(frozen=True)
@@ -107,16 +153,16 @@ def gathered_products(
 ) -> tuple[list[Any], Any]:
     """Products that gather one operand, the same array, in one ring, and if they ``keep`` it that operand as gathered;
     inside a `jax.shard_map` over the axis."""
-    ring = rings[0]
+    ring, place = rings[0], _Place(rings[0].axis, rings[0].parts, 1, rings[0].parts)
     x, whole, results = operands[0][ring.operand], None, [None] * len(rings)
     for step in range(ring.parts):
-        device = _device_before(ring.axis, ring.parts, step)
+        device = place.before(step)
         for n, (one, operation) in enumerate(zip(rings, operations, strict=True)):
             results[n] = one.add(results[n], operation(*one.cut(operands[n], x, device)), device)
         if keep:
             whole = _put(whole, x, ring.dim, device, ring.parts)
         if step < ring.parts - 1:
-            x = _sent_on(x, ring.axis, ring.parts)
+            x = place.sent_on(x)
     return results, whole
 
 
@@ -126,19 +172,6 @@ def _put(whole: Any, part: Any, dim: int, device: Any, parts: int) -> Any:
     if whole is None:
         whole = jax.lax.empty((*part.shape[:dim], size * parts, *part.shape[dim + 1 :]), part.dtype)
     return jax.lax.dynamic_update_slice_in_dim(whole, part, device * size, dim)
-
-
-def _device_before(axis: str, parts: int, step: int) -> Any:
-    """The device that is ``step`` before this one in the ring."""
-    order = folded(parts)
-    place = jnp.asarray(np.argsort(order))[jax.lax.axis_index(axis)]
-    return jnp.asarray(order)[(place - step) % parts]
-
-
-def _sent_on(x: Any, axis: str, parts: int) -> Any:
-    """What the device before this one in the ring has of ``x``."""
-    order = folded(parts)
-    return jax.lax.ppermute(x, axis, [(order[i - 1], device) for i, device in enumerate(order)])
 
 
 def _part(x: Any, dim: int, part: Any, size: int) -> Any:
@@ -168,11 +201,12 @@ def first_ring(
         (axis, *_), factor = after[len(before) :] or ("",), rule.results[0][dim]
         if axis not in sums or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
             continue
-        parts = sizes[axis]
-        if parts <= MAX_PARTS and shape[dim] % parts == 0 and math.prod(shape) >= parts * least:
+        whole = sizes[axis]
+        parts = min(whole, MAX_PARTS)
+        if shape[dim] % whole == 0 and whole % parts == 0 and math.prod(shape) >= parts * least:
             places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
             left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != axis))
-            return Ring(axis, dim, places, parts, left.with_dim(dim, (*before, axis)))
+            return Ring(axis, dim, places, parts, whole // parts, left.with_dim(dim, (*before, axis)))
     return None
 
 
@@ -201,7 +235,7 @@ def gather_ring(
     if not in_result and whole > math.prod(shapes[operand]):  # sums would take longer than the gather
         return None
     least = MIN_PRODUCT * (parts if in_result else 1)
-    if not 1 < parts <= MAX_PARTS or shapes[operand][dim] % parts or whole < least:
+    if not 1 < parts <= MAX_GATHERED or shapes[operand][dim] % parts or whole < least:
         return None
     others = tuple(
         (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand
