@@ -19,8 +19,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend import ring_products
-from autoshard.backend.operand_gathers import Bundle, Change, Gathered, OperandGathers, exposed_changes
-from autoshard.backend.ring_products import GatherRing, Ring, first_ring, gather_ring, gathered_products
+from autoshard.backend.ring_products import (
+    Bundle,
+    Change,
+    Gathered,
+    GatherRing,
+    OperandGathers,
+    Ring,
+    exposed_changes,
+    first_ring,
+    gather_ring,
+    gathered_products,
+)
 from autoshard.ir.graph import Graph
 from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes

@@ -11,21 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard import jaxpr as jx
+from autoshard.cost.exposed_gathers import exposed_values, gathered_axis
+from autoshard.ir.graph import Graph
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Spec
-from autoshard.plan.exposed_gathers import gathered_axis
+from autoshard.plan.record import PlanRecord
 
-MAX_PARTS = 16
-"""Devices of a ring in which sums travel: a side of a v5e's torus has as many, and each part is an instruction of its
-own. A longer axis has several such rings, whose sums a second one adds up."""
-MAX_GATHERED = 8
-"""Devices of a ring in which an operand does."""
+MAX_PARTS = 8
+"""Devices of a ring: each part is an instruction of its own."""
 MIN_PRODUCT = 1 << 20
 """Elements of a part of a product: smaller ones leave the chip's units idle."""
 MIN_SUM = 1 << 16
@@ -42,8 +42,6 @@ class Ring:
     operands: tuple[tuple[int, int], ...]
     """Operands of the operation that have that dimension, and which of theirs it is."""
     parts: int
-    rings: int
-    """The axis has as many rings of ``parts`` neighbours."""
     left: Spec
     """Of the result after the ring."""
 
@@ -64,55 +62,14 @@ class Ring:
 
     def _sum(self, part: Callable[[Any], Any]) -> Any:
         """Inside of a `jax.shard_map` over ``axis``."""
-        total = _summed(part, _Place(self.axis, self.parts, 1, self.rings * self.parts))
-        if self.rings == 1:
-            return total
-        size = total.shape[self.dim] // self.rings
-        across = _Place(self.axis, self.rings, self.parts, self.rings * self.parts)
-        return _summed(lambda n: _part(total, self.dim, n, size), across)
+        total = None
+        for step in range(1, self.parts + 1):
+            own = part(_device_before(self.axis, self.parts, step))
+            total = own if total is None else own + _sent_on(total, self.axis, self.parts)
+        return total
 
     def _cut(self, x: Any, dim: int, part: Any) -> Any:
-        """What the devices at the place ``part`` of all rings keep."""
-        size = x.shape[dim] // self.parts // self.rings
-        if self.rings == 1:
-            return _part(x, dim, part, size)
-        before, after = x.shape[:dim], x.shape[dim + 1 :]
-        x = x.reshape(*before, self.rings, self.parts, size, *after)
-        return jax.lax.dynamic_index_in_dim(x, part, dim + 1, keepdims=False).reshape(
-            *before, self.rings * size, *after
-        )
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Rings along a mesh axis of ``size`` devices, each of ``parts`` that are ``stride`` apart."""
-
-    axis: str
-    parts: int
-    stride: int
-    size: int
-
-    def before(self, step: int) -> Any:
-        """The place of the device that is ``step`` before this one in its ring."""
-        order = folded(self.parts)
-        place = jnp.asarray(np.argsort(order))[jax.lax.axis_index(self.axis) // self.stride % self.parts]
-        return jnp.asarray(order)[(place - step) % self.parts]
-
-    def sent_on(self, x: Any) -> Any:
-        """What the device before this one in its ring has of ``x``."""
-        order = folded(self.parts)
-        after = dict(zip(order, [*order[1:], order[0]], strict=True))
-        places = [(n, n // self.stride % self.parts) for n in range(self.size)]
-        return jax.lax.ppermute(x, self.axis, [(n, n + (after[at] - at) * self.stride) for n, at in places])
-
-
-def _summed(part: Callable[[Any], Any], ring: _Place) -> Any:
-    """The sum over a ring of the part of this device."""
-    total = None
-    for step in range(1, ring.parts + 1):
-        own = part(ring.before(step))
-        total = own if total is None else own + ring.sent_on(total)
-    return total
+        return _part(x, dim, part, x.shape[dim] // self.parts)
 
 
 @dataclass(frozen=True)
@@ -153,16 +110,16 @@ def gathered_products(
 ) -> tuple[list[Any], Any]:
     """Products that gather one operand, the same array, in one ring, and if they ``keep`` it that operand as gathered;
     inside a `jax.shard_map` over the axis."""
-    ring, place = rings[0], _Place(rings[0].axis, rings[0].parts, 1, rings[0].parts)
+    ring = rings[0]
     x, whole, results = operands[0][ring.operand], None, [None] * len(rings)
     for step in range(ring.parts):
-        device = place.before(step)
+        device = _device_before(ring.axis, ring.parts, step)
         for n, (one, operation) in enumerate(zip(rings, operations, strict=True)):
             results[n] = one.add(results[n], operation(*one.cut(operands[n], x, device)), device)
         if keep:
             whole = _put(whole, x, ring.dim, device, ring.parts)
         if step < ring.parts - 1:
-            x = place.sent_on(x)
+            x = _sent_on(x, ring.axis, ring.parts)
     return results, whole
 
 
@@ -172,6 +129,19 @@ def _put(whole: Any, part: Any, dim: int, device: Any, parts: int) -> Any:
     if whole is None:
         whole = jax.lax.empty((*part.shape[:dim], size * parts, *part.shape[dim + 1 :]), part.dtype)
     return jax.lax.dynamic_update_slice_in_dim(whole, part, device * size, dim)
+
+
+def _device_before(axis: str, parts: int, step: int) -> Any:
+    """The device that is ``step`` before this one in the ring."""
+    order = folded(parts)
+    place = jnp.asarray(np.argsort(order))[jax.lax.axis_index(axis)]
+    return jnp.asarray(order)[(place - step) % parts]
+
+
+def _sent_on(x: Any, axis: str, parts: int) -> Any:
+    """What the device before this one in the ring has of ``x``."""
+    order = folded(parts)
+    return jax.lax.ppermute(x, axis, [(order[i - 1], device) for i, device in enumerate(order)])
 
 
 def _part(x: Any, dim: int, part: Any, size: int) -> Any:
@@ -201,12 +171,11 @@ def first_ring(
         (axis, *_), factor = after[len(before) :] or ("",), rule.results[0][dim]
         if axis not in sums or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
             continue
-        whole = sizes[axis]
-        parts = min(whole, MAX_PARTS)
-        if shape[dim] % whole == 0 and whole % parts == 0 and math.prod(shape) >= parts * least:
+        parts = sizes[axis]
+        if parts <= MAX_PARTS and shape[dim] % parts == 0 and math.prod(shape) >= parts * least:
             places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
             left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != axis))
-            return Ring(axis, dim, places, parts, whole // parts, left.with_dim(dim, (*before, axis)))
+            return Ring(axis, dim, places, parts, left.with_dim(dim, (*before, axis)))
     return None
 
 
@@ -235,9 +204,98 @@ def gather_ring(
     if not in_result and whole > math.prod(shapes[operand]):  # sums would take longer than the gather
         return None
     least = MIN_PRODUCT * (parts if in_result else 1)
-    if not 1 < parts <= MAX_GATHERED or shapes[operand][dim] % parts or whole < least:
+    if not 1 < parts <= MAX_PARTS or shapes[operand][dim] % parts or whole < least:
         return None
     others = tuple(
         (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand
     )
     return GatherRing(axis, parts, operand, dim, others, in_result[0] if in_result else None)
+
+
+Gathered = tuple[int, Spec]
+"""A value and the spec that it is read with."""
+
+
+class Change(NamedTuple):
+    """Specs of a value before and after it is gathered."""
+
+    before: Spec
+    after: Spec
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Equations that are lowered together."""
+
+    eqns: tuple[jx.JaxprEqn, ...]
+    rings: tuple[GatherRing, ...] = ()
+    """In which each of them, if they are products, gathers the same operand; () of an equation without."""
+    shared: bool = False
+    """Whether others read the operand as gathered too."""
+
+
+@dataclass(frozen=True)
+class OperandGathers:
+    """Operands that products wait for."""
+
+    value_of: Mapping[jx.Var, int]
+    changes: Mapping[tuple[int, int], Change]
+    """By value and node."""
+    node_of: Callable[[jx.JaxprEqn], int | None]
+    ring_of: Callable[[jx.JaxprEqn, int, Change], GatherRing | None]
+    """The ring in which an equation could gather an operand."""
+
+    def change(self, eqn: jx.JaxprEqn, operand: int) -> Change | None:
+        """Of an operand that ``eqn`` waits for."""
+        var, node = eqn.invars[operand], self.node_of(eqn)
+        return None if node is None or isinstance(var, jx.Literal) else self.changes.get((self.value_of[var], node))
+
+    def gathered(self, eqn: jx.JaxprEqn, operand: int) -> Gathered | None:
+        """What ``eqn`` waits for and reads as this operand."""
+        change, var = self.change(eqn, operand), eqn.invars[operand]
+        return None if change is None or isinstance(var, jx.Literal) else (self.value_of[var], change.after)
+
+    def bundles(self, jaxpr: jx.Jaxpr) -> list[Bundle]:
+        """The equations of ``jaxpr`` in order. Products that gather one operand in a ring are one bundle, which comes
+        before all else that reads it gathered."""
+        found, taken = list[tuple[float, Bundle]](), set[int]()
+        made_at = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        for each in self._readers(jaxpr).values():
+            first, able = each[0][0], list[tuple[int, GatherRing]]()
+            for n, operand in each:
+                eqn, change = jaxpr.eqns[n], self.change(jaxpr.eqns[n], operand)
+                ready = all(made_at.get(a, -1) < first for a in eqn.invars if isinstance(a, jx.Var))
+                once = sum(a is eqn.invars[operand] for a in eqn.invars) == 1
+                if ready and once and change and n not in taken:
+                    ring = self.ring_of(eqn, operand, change)
+                    able += [(n, ring)] if ring else []
+            # Where the parts of one are added up it has a ring of its own.
+            able = [one for one in able if one[1].result_dim is not None] or able[:1]
+            if able:
+                rings = tuple(ring for _, ring in able)
+                bundle = Bundle(tuple(jaxpr.eqns[n] for n, _ in able), rings, shared=len(each) > len(able))
+                found.append((first, bundle))
+                taken.update(n for n, _ in able)
+        alone = [(n + 0.5, Bundle((eqn,))) for n, eqn in enumerate(jaxpr.eqns) if n not in taken]
+        return [bundle for _, bundle in sorted((*found, *alone), key=lambda one: one[0])]
+
+    def _readers(self, jaxpr: jx.Jaxpr) -> dict[Gathered, list[tuple[int, int]]]:
+        """The equations, and which of their operands, that wait for a value."""
+        found: dict[Gathered, list[tuple[int, int]]] = {}
+        for n, eqn in enumerate(jaxpr.eqns if self.changes else ()):
+            for i in range(len(eqn.invars)):
+                if key := self.gathered(eqn, i):
+                    found.setdefault(key, []).append((n, i))
+        return found
+
+
+def exposed_changes(graph: Graph, plan: PlanRecord) -> dict[tuple[int, int], Change]:
+    """By value and node, the operands that are gathered while XLA would wait."""
+    if not plan.mesh.hardware.blocking_gathers:
+        return {}
+    exposed = exposed_values(graph)
+    return {
+        (c.value, c.node): Change(c.resharded_from, c.spec)
+        for c in plan.intermediates
+        if c.node is not None and c.resharded_from and c.value in exposed and not c.waypoints
+    }

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.cost.cost import CostModel, NodeCost
+from autoshard.cost.exposed_gathers import exposed_values, gathered_axis
 from autoshard.cost.reshard import reshard_path, spec_after_reduction
 from autoshard.ir.graph import Graph, Node, Value
 from autoshard.ir.program import Program
@@ -15,7 +16,6 @@ from autoshard.ir.spec import Spec
 from autoshard.machine.collective import ALL_GATHER, ALL_TO_ALL, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Constraint, ConstraintReason, Island
-from autoshard.plan.exposed_gathers import exposed_values, gathered_axis
 
 
 def sharding_constraints(

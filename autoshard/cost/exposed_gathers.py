@@ -10,7 +10,8 @@ def exposed_values(graph: Graph) -> frozenset[int]:
     """The values that a product reads before any other has run since what they are computed from, or since the
     iteration of the loop has begun. Kernels of their own count for nothing: XLA gathers beside its own products alone.
     """
-    carried = {n.results[0] for n in graph.nodes if n.tie and n.results[0] < n.operands[0]}  # results of loops too
+    ties = [n for n in graph.nodes if n.tie and n.operands]
+    carried = {n.results[0] for n in ties if n.results[0] < n.operands[0]}  # results of loops too
     made: dict[int, int] = {}  # how many products there are up to the last one that a value is computed from
     products, found = 0, set[int]()
     for node in graph.nodes:
@@ -19,7 +20,7 @@ def exposed_values(graph: Graph) -> frozenset[int]:
             found.update(v for v in node.operands if made.get(v, -1) == products)
             products += 1
         is_slice = node.tie and len(node.kind.shapes[0]) > len(node.kind.shapes[-1])
-        now = node.kind.flops or is_slice or (node.tie and node.results[0] in carried)
+        now = node.kind.flops or is_slice or not carried.isdisjoint(node.results)
         since = products if now else max((made.get(v, -1) for v in node.operands), default=-1)
         made.update(dict.fromkeys(node.results, since))
     return frozenset(found)
