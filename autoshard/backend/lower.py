@@ -149,7 +149,7 @@ class _Lowering:
     def _gather_ring(self, eqn: jx.JaxprEqn, operand: int, change: Change) -> GatherRing | None:
         """The ring in which a product gathers an operand, where it has no other ring."""
         node = self._node(eqn)
-        if node not in self.islands or not jx.contraction_flops(eqn):
+        if node is None or node not in self.islands or not jx.contraction_flops(eqn):
             return None
         rule, island = self.islands[node]
         if (rule.local and rule.local.fun) or len(eqn.outvars) > 1 or self._ring(eqn, rule, island):
@@ -319,7 +319,7 @@ class _Lowering:
         for i, var in enumerate(eqn.invars):
             if isinstance(var, jx.Literal) or (ring is not None and ring.operand == i):
                 found.append(var if isinstance(var, jx.Literal) else now.get(var, var))
-            elif (key := self.gathers.gathered(eqn, i)) in shared:
+            elif (key := self.gathers.gathered(eqn, i)) is not None and key in shared:
                 found.append(shared[key])
             else:
                 shardings = self.operand_shardings.get((self.value_of[var], node), ()) if node is not None else ()
