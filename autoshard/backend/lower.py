@@ -19,7 +19,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend import ring_products
-from autoshard.backend.ring_products import Ring, first_ring
+from autoshard.backend.ring_products import (
+    Bundle,
+    Change,
+    Gathered,
+    GatherRing,
+    OperandGathers,
+    Ring,
+    exposed_changes,
+    first_ring,
+    gather_ring,
+    gathered_products,
+)
 from autoshard.ir.graph import Graph
 from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
@@ -44,7 +55,10 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     outputs = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
     nodes = {graph.nodes[n].results: n for n in (*readers, *islands)}
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
-    lowering = _Lowering(graph.ids, results, operands, nodes, ties, islands, mesh, plan.mesh, graph.program.rules)
+    gathered = exposed_changes(graph, plan)
+    lowering = _Lowering(
+        graph.ids, results, operands, nodes, ties, islands, gathered, mesh, plan.mesh, graph.program.rules
+    )
     return lowering.jaxpr(graph.program.jaxpr, outputs)
 
 
@@ -58,6 +72,7 @@ class _Lowering:
       node_of_results: nodes with operand constraints or an island, by the values that they define.
       tie_shardings: constraints on what enters, leaves or is carried around a nested jaxpr, by value before and after.
       islands: rule and island by node.
+      gathered: specs before and after of operands that products wait for, by value and node.
       mesh, logical_mesh: the mesh with devices, and with links.
     """
 
@@ -69,11 +84,13 @@ class _Lowering:
         node_of_results: Mapping[tuple[int, ...], int],
         tie_shardings: Mapping[tuple[int, ...], Sequence[NamedSharding]],
         islands: Mapping[int, tuple[Rule, Island]],
+        gathered: Mapping[tuple[int, int], Change],
         mesh: Mesh,
         logical_mesh: LogicalMesh,
         rules: Rules,
     ) -> None:
         self.value_of, self.node_of_results, self.islands = value_of, node_of_results, islands
+        self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
 
@@ -92,9 +109,19 @@ class _Lowering:
         if jaxpr.eqns:
             for var in jaxpr.invars:
                 constrain_result(var, jaxpr.eqns[0])
-        for eqn in jaxpr.eqns:
-            node = self.node_of_results.get(tuple(self.value_of[v] for v in eqn.outvars))
-            invars = [a if isinstance(a, jx.Literal) else self._operand(a, node, eqn, now, eqns) for a in eqn.invars]
+        shared: dict[Gathered, jx.Var] = {}  # operands as rings have gathered them
+        for bundle in self.gathers.bundles(jaxpr):
+            if bundle.rings:
+                operands = [
+                    self._operands(eqn, shared, now, eqns, ring)
+                    for eqn, ring in zip(bundle.eqns, bundle.rings, strict=True)
+                ]
+                eqns += self._in_one_ring(bundle, operands, shared)
+                for eqn in bundle.eqns:
+                    constrain_result(eqn.outvars[0], eqn, self._node(eqn))
+                continue
+            (eqn,) = bundle.eqns
+            node, invars = self._node(eqn), self._operands(eqn, shared, now, eqns)
             regions = jx.regions(eqn)
             if regions and not self._is_opaque(regions):
                 entries = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.inputs]
@@ -115,6 +142,65 @@ class _Lowering:
             for a, shardings in zip(jaxpr.outvars, outputs or [()] * len(jaxpr.outvars), strict=True)
         ]
         return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+    def _node(self, eqn: jx.JaxprEqn) -> int | None:
+        return self.node_of_results.get(tuple(self.value_of[v] for v in eqn.outvars))
+
+    def _gather_ring(self, eqn: jx.JaxprEqn, operand: int, change: Change) -> GatherRing | None:
+        """The ring in which a product gathers an operand, where it has no other ring."""
+        node = self._node(eqn)
+        if node is None or node not in self.islands or not jx.contraction_flops(eqn):
+            return None
+        rule, island = self.islands[node]
+        if (rule.local and rule.local.fun) or len(eqn.outvars) > 1 or self._ring(eqn, rule, island):
+            return None
+        sides = zip((*eqn.invars, *eqn.outvars), (*island.in_specs, *island.out_specs), strict=True)
+        shapes = [self._shard_shape(a, spec) for a, spec in sides]
+        return gather_ring(rule, operand, *change, shapes, self.mesh.shape)
+
+    def _shard_shape(self, atom: jx.Atom, spec: Spec) -> list[int]:
+        sizes = self.mesh.shape
+        return [n // math.prod(sizes[a] for a in axes) for n, axes in zip(jx.aval(atom).shape, spec.dims, strict=True)]
+
+    def _in_one_ring(
+        self, bundle: Bundle, operands: Sequence[Sequence[jx.Atom]], shared: dict[Gathered, jx.Var]
+    ) -> list[jx.JaxprEqn]:
+        """Products as one `jax.shard_map` in which they gather an operand; it is added to ``shared`` where others read
+        it too."""
+        like, ring = bundle.eqns[0], bundle.rings[0]
+        islands = [self.islands[self._node(eqn) or 0][1] for eqn in bundle.eqns]
+        change, key = self.gathers.change(like, ring.operand), self.gathers.gathered(like, ring.operand)
+        assert change is not None
+        assert key is not None
+        ops = [jx.bind_on_shards(eqn, []) for eqn in bundle.eqns]
+        ins = [
+            [change.before if i == r.operand else s for i, s in enumerate(island.in_specs)]
+            for island, r in zip(islands, bundle.rings, strict=True)
+        ]
+        ends = list(itertools.accumulate(map(len, ins)))
+
+        def on_shards(*flat: Any) -> tuple[Any, ...]:
+            each = [flat[end - len(specs) : end] for end, specs in zip(ends, ins, strict=True)]
+            alone = [lambda *parts, op=op: op(*parts)[0] for op in ops]
+            made, whole = gathered_products(bundle.rings, alone, each, keep=bundle.shared)
+            results = [
+                _reduce_partials(x, island.out_specs[0], island.reduced_specs[0], self.logical_mesh)
+                for x, island in zip(made, islands, strict=True)
+            ]
+            return (*results, whole) if bundle.shared else tuple(results)
+
+        outvars, outs = [eqn.outvars[0] for eqn in bundle.eqns], [island.reduced_specs[0] for island in islands]
+        if bundle.shared:
+            shared[key] = jx.Var(like.invars[ring.operand].aval)
+            outvars, outs = [*outvars, shared[key]], [*outs, change.after]
+        mapped = jax.shard_map(
+            on_shards,
+            mesh=self.mesh,
+            in_specs=tuple(s.partition_spec() for specs in ins for s in specs),
+            out_specs=tuple(s.partition_spec() for s in outs),
+            check_vma=False,
+        )
+        return jx.splice(mapped, like.replace(outvars=outvars), [a for atoms in operands for a in atoms])
 
     def _island(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal], node: int | None) -> list[jx.JaxprEqn]:
         """``eqn`` as a `jax.shard_map` of its local form, over all axes but those with a halo left to XLA; a gather or
@@ -176,9 +262,9 @@ class _Lowering:
         if not waits or own or not jx.contraction_flops(eqn) or rule.halos:
             return None
         (made,), (reduced,), sizes = island.out_specs, island.reduced_specs, dict(self.mesh.shape)
-        whole = jx.aval(eqn.outvars[0]).shape
-        shape = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(whole, made.dims, strict=True)]
-        return first_ring(rule, made, reduced, shape, sizes, ring_products.MIN_PRODUCT)
+        return first_ring(
+            rule, made, reduced, self._shard_shape(eqn.outvars[0], made), sizes, ring_products.MIN_PRODUCT
+        )
 
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
@@ -220,12 +306,25 @@ class _Lowering:
             else self.tie_shardings.get((self.value_of[before], self.value_of[after]), ())
         )
 
-    def _operand(
-        self, var: jx.Var, node: int | None, eqn: jx.JaxprEqn, now: Mapping[jx.Var, jx.Atom], eqns: list[jx.JaxprEqn]
-    ) -> jx.Atom:
-        current = now.get(var, var)
-        shardings = self.operand_shardings.get((self.value_of[var], node), ()) if node is not None else ()
-        return self._constrain_through(current, shardings, eqn, eqns)
+    def _operands(
+        self,
+        eqn: jx.JaxprEqn,
+        shared: Mapping[Gathered, jx.Var],
+        now: Mapping[jx.Var, jx.Atom],
+        eqns: list[jx.JaxprEqn],
+        ring: GatherRing | None = None,
+    ) -> list[jx.Atom]:
+        """The operands with the specs that ``eqn`` reads them with, but for one that ``ring`` gathers."""
+        node, found = self._node(eqn), list[jx.Atom]()
+        for i, var in enumerate(eqn.invars):
+            if isinstance(var, jx.Literal) or (ring is not None and ring.operand == i):
+                found.append(var if isinstance(var, jx.Literal) else now.get(var, var))
+            elif (key := self.gathers.gathered(eqn, i)) is not None and key in shared:
+                found.append(shared[key])
+            else:
+                shardings = self.operand_shardings.get((self.value_of[var], node), ()) if node is not None else ()
+                found.append(self._constrain_through(now.get(var, var), shardings, eqn, eqns))
+        return found
 
     def _constrain_through(
         self, var: jx.Atom, shardings: Sequence[NamedSharding], like: jx.JaxprEqn | None, eqns: list[jx.JaxprEqn]

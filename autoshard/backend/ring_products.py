@@ -1,8 +1,9 @@
-"""Products whose partial sums are reduce-scattered in a ring, beside the product.
+"""Products whose partial sums are reduce-scattered in a ring, or an operand all-gathered in one, beside the product.
 
 Each device computes the part of its product that another one keeps, adds what its neighbour has summed of it, and sends
 the sum on, while it computes the next part (Wang et al., "Overlap Communication with Dependent Computation via
-Decomposition in Large Deep Learning Models", ASPLOS 2023). A device's own part comes last, and stays.
+Decomposition in Large Deep Learning Models", ASPLOS 2023). A device's own part comes last, and stays. Of an operand
+that is gathered a device multiplies its own part first, and sends each part on while it multiplies it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard import jaxpr as jx
+from autoshard.cost.exposed_gathers import exposed_values, gathered_axis
+from autoshard.ir.graph import Graph
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Spec
+from autoshard.plan.record import PlanRecord
 
 MAX_PARTS = 8
 """Devices of a ring: each part is an instruction of its own."""
@@ -57,17 +62,90 @@ class Ring:
 
     def _sum(self, part: Callable[[Any], Any]) -> Any:
         """Inside of a `jax.shard_map` over ``axis``."""
-        order, total = folded(self.parts), None
-        onwards = [(order[i - 1], device) for i, device in enumerate(order)]
-        place = jnp.asarray(np.argsort(order))[jax.lax.axis_index(self.axis)]
+        total = None
         for step in range(1, self.parts + 1):
-            own = part(jnp.asarray(order)[(place - step) % self.parts])
-            total = own if total is None else own + jax.lax.ppermute(total, self.axis, onwards)
+            own = part(_device_before(self.axis, self.parts, step))
+            total = own if total is None else own + _sent_on(total, self.axis, self.parts)
         return total
 
     def _cut(self, x: Any, dim: int, part: Any) -> Any:
-        size = x.shape[dim] // self.parts
-        return jax.lax.dynamic_slice_in_dim(x, part * size, size, dim)
+        return _part(x, dim, part, x.shape[dim] // self.parts)
+
+
+@dataclass(frozen=True)
+class GatherRing:
+    """An operand of a product that is all-gathered over one mesh axis."""
+
+    axis: str
+    parts: int
+    operand: int
+    dim: int
+    """Of the operand: gathered over ``axis``."""
+    others: tuple[tuple[int, int], ...]
+    """Other operands that have that dimension, whole, and which of theirs it is."""
+    result_dim: int | None
+    """Which of the result's it is; None: it is summed over."""
+
+    def cut(self, operands: Sequence[Any], part: Any, device: Any) -> list[Any]:
+        """The operands of the product of a part that ``device`` has."""
+        found, size = [*operands], part.shape[self.dim]
+        for operand, dim in self.others:
+            found[operand] = _part(operands[operand], dim, device, size)
+        found[self.operand] = part
+        return found
+
+    def add(self, result: Any, made: Any, device: Any) -> Any:
+        """The result with the product of the part of ``device``; ``result``: None at first."""
+        if self.result_dim is None:
+            return made if result is None else result + made
+        return _put(result, made, self.result_dim, device, self.parts)
+
+
+def gathered_products(
+    rings: Sequence[GatherRing],
+    operations: Sequence[Callable[..., Any]],
+    operands: Sequence[Sequence[Any]],
+    *,
+    keep: bool,
+) -> tuple[list[Any], Any]:
+    """Products that gather one operand, the same array, in one ring, and if they ``keep`` it that operand as gathered;
+    inside a `jax.shard_map` over the axis."""
+    ring = rings[0]
+    x, whole, results = operands[0][ring.operand], None, [None] * len(rings)
+    for step in range(ring.parts):
+        device = _device_before(ring.axis, ring.parts, step)
+        for n, (one, operation) in enumerate(zip(rings, operations, strict=True)):
+            results[n] = one.add(results[n], operation(*one.cut(operands[n], x, device)), device)
+        if keep:
+            whole = _put(whole, x, ring.dim, device, ring.parts)
+        if step < ring.parts - 1:
+            x = _sent_on(x, ring.axis, ring.parts)
+    return results, whole
+
+
+def _put(whole: Any, part: Any, dim: int, device: Any, parts: int) -> Any:
+    """``whole``, None at first, with the part of ``device``."""
+    size = part.shape[dim]
+    if whole is None:
+        whole = jax.lax.empty((*part.shape[:dim], size * parts, *part.shape[dim + 1 :]), part.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, device * size, dim)
+
+
+def _device_before(axis: str, parts: int, step: int) -> Any:
+    """The device that is ``step`` before this one in the ring."""
+    order = folded(parts)
+    place = jnp.asarray(np.argsort(order))[jax.lax.axis_index(axis)]
+    return jnp.asarray(order)[(place - step) % parts]
+
+
+def _sent_on(x: Any, axis: str, parts: int) -> Any:
+    """What the device before this one in the ring has of ``x``."""
+    order = folded(parts)
+    return jax.lax.ppermute(x, axis, [(order[i - 1], device) for i, device in enumerate(order)])
+
+
+def _part(x: Any, dim: int, part: Any, size: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(x, part * size, size, dim)
 
 
 def folded(parts: int) -> list[int]:
@@ -99,3 +177,125 @@ def first_ring(
             left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != axis))
             return Ring(axis, dim, places, parts, left.with_dim(dim, (*before, axis)))
     return None
+
+
+def gather_ring(
+    rule: Rule, operand: int, before: Spec, after: Spec, shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]
+) -> GatherRing | None:
+    """The ring in which an operand of a product with one result is all-gathered; None where it is not.
+
+    Args:
+      before: of the operand.
+      after: in which the product reads it.
+      shapes: of one device's operands, as the product reads them, and of its result.
+      sizes: of the mesh axes.
+    """
+    gathered = gathered_axis(before, after)
+    if gathered is None or rule.halos:
+        return None
+    dim, axis = gathered
+    factor = rule.operands[operand][dim]
+    if len(factor) != 1:
+        return None
+    in_result = [d for d, f in enumerate(rule.results[0]) if f == factor]
+    if rule.kind(factor[0]) != ("parallel" if in_result else "sum"):
+        return None
+    parts, whole = sizes[axis], math.prod(shapes[-1])
+    if not in_result and whole > math.prod(shapes[operand]):  # sums would take longer than the gather
+        return None
+    least = MIN_PRODUCT * (parts if in_result else 1)
+    if not 1 < parts <= MAX_PARTS or shapes[operand][dim] % parts or whole < least:
+        return None
+    others = tuple(
+        (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand
+    )
+    return GatherRing(axis, parts, operand, dim, others, in_result[0] if in_result else None)
+
+
+Gathered = tuple[int, Spec]
+"""A value and the spec that it is read with."""
+
+
+class Change(NamedTuple):
+    """Specs of a value before and after it is gathered."""
+
+    before: Spec
+    after: Spec
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Equations that are lowered together."""
+
+    eqns: tuple[jx.JaxprEqn, ...]
+    rings: tuple[GatherRing, ...] = ()
+    """In which each of them, if they are products, gathers the same operand; () of an equation without."""
+    shared: bool = False
+    """Whether others read the operand as gathered too."""
+
+
+@dataclass(frozen=True)
+class OperandGathers:
+    """Operands that products wait for."""
+
+    value_of: Mapping[jx.Var, int]
+    changes: Mapping[tuple[int, int], Change]
+    """By value and node."""
+    node_of: Callable[[jx.JaxprEqn], int | None]
+    ring_of: Callable[[jx.JaxprEqn, int, Change], GatherRing | None]
+    """The ring in which an equation could gather an operand."""
+
+    def change(self, eqn: jx.JaxprEqn, operand: int) -> Change | None:
+        """Of an operand that ``eqn`` waits for."""
+        var, node = eqn.invars[operand], self.node_of(eqn)
+        return None if node is None or isinstance(var, jx.Literal) else self.changes.get((self.value_of[var], node))
+
+    def gathered(self, eqn: jx.JaxprEqn, operand: int) -> Gathered | None:
+        """What ``eqn`` waits for and reads as this operand."""
+        change, var = self.change(eqn, operand), eqn.invars[operand]
+        return None if change is None or isinstance(var, jx.Literal) else (self.value_of[var], change.after)
+
+    def bundles(self, jaxpr: jx.Jaxpr) -> list[Bundle]:
+        """The equations of ``jaxpr`` in order. Products that gather one operand in a ring are one bundle, which comes
+        before all else that reads it gathered."""
+        found, taken = list[tuple[float, Bundle]](), set[int]()
+        made_at = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        for each in self._readers(jaxpr).values():
+            first, able = each[0][0], list[tuple[int, GatherRing]]()
+            for n, operand in each:
+                eqn, change = jaxpr.eqns[n], self.change(jaxpr.eqns[n], operand)
+                ready = all(made_at.get(a, -1) < first for a in eqn.invars if isinstance(a, jx.Var))
+                once = sum(a is eqn.invars[operand] for a in eqn.invars) == 1
+                if ready and once and change and n not in taken:
+                    ring = self.ring_of(eqn, operand, change)
+                    able += [(n, ring)] if ring else []
+            # Where the parts of one are added up it has a ring of its own.
+            able = [one for one in able if one[1].result_dim is not None] or able[:1]
+            if able:
+                rings = tuple(ring for _, ring in able)
+                bundle = Bundle(tuple(jaxpr.eqns[n] for n, _ in able), rings, shared=len(each) > len(able))
+                found.append((first, bundle))
+                taken.update(n for n, _ in able)
+        alone = [(n + 0.5, Bundle((eqn,))) for n, eqn in enumerate(jaxpr.eqns) if n not in taken]
+        return [bundle for _, bundle in sorted((*found, *alone), key=lambda one: one[0])]
+
+    def _readers(self, jaxpr: jx.Jaxpr) -> dict[Gathered, list[tuple[int, int]]]:
+        """The equations, and which of their operands, that wait for a value."""
+        found: dict[Gathered, list[tuple[int, int]]] = {}
+        for n, eqn in enumerate(jaxpr.eqns if self.changes else ()):
+            for i in range(len(eqn.invars)):
+                if key := self.gathered(eqn, i):
+                    found.setdefault(key, []).append((n, i))
+        return found
+
+
+def exposed_changes(graph: Graph, plan: PlanRecord) -> dict[tuple[int, int], Change]:
+    """By value and node, the operands that are gathered while XLA would wait."""
+    if not plan.mesh.hardware.blocking_gathers:
+        return {}
+    exposed = exposed_values(graph)
+    return {
+        (c.value, c.node): Change(c.resharded_from, c.spec)
+        for c in plan.intermediates
+        if c.node is not None and c.resharded_from and c.value in exposed and not c.waypoints
+    }

@@ -82,6 +82,9 @@ class HardwareConfig(Config):
     then ask."""
     blocking_reduce_scatters: bool = False
     """Whether XLA computes nothing while a reduce-scatter runs; those of products then run as rings beside them."""
+    blocking_gathers: bool = False
+    """Whether XLA computes nothing while the operand of a product is gathered that another one has just made; such
+    gathers then run as rings beside the product."""
     scoped_vmem: Bytes | None = None
     """How much of the on-chip memory plans ask XLA to let one fusion use; left out where they leave it to XLA."""
     hidden_collectives: float = Field(default=0.0, ge=0, le=1)
@@ -115,6 +118,7 @@ class HardwareConfig(Config):
             self.memory_efficiency,
             self.sparse_core_collectives,
             self.blocking_reduce_scatters,
+            self.blocking_gathers,
             self.scoped_vmem or 0,
             self.hidden_collectives,
             self.grouped_products,

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.cost.cost import CostModel, NodeCost
+from autoshard.cost.exposed_gathers import exposed_values, gathered_axis
 from autoshard.cost.reshard import reshard_path, spec_after_reduction
 from autoshard.ir.graph import Graph, Node, Value
 from autoshard.ir.program import Program
@@ -146,11 +147,18 @@ def spec_across_region(outside: Spec, rank: int) -> Spec:
 
 def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island, ...]:
     """The equations that run in their local form under ``layout``; of a pipeline also gathers and scatters that are
-    split, as XLA (JAX 0.12) aborts where it splits them over some of the axes beside that of the stages."""
+    split, as XLA (JAX 0.12) aborts where it splits them over some of the axes beside that of the stages; and products
+    of which XLA would wait for the gather of an operand."""
     found: list[Island] = []
+    exposed = exposed_values(graph) if graph.program.mesh.hardware.blocking_gathers else frozenset()
     for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
         on_shards = node.kind.rule.local is not None and run.uses_local_form
-        if node.results and (on_shards or _indexes_shards(node, run, graph.program)):
+        waits = any(
+            v in exposed and gathered_axis(layout.specs[v], need)
+            for v, need in zip(node.operands, run.in_specs, strict=True)
+        )
+        waits = waits and node.kind.rule.local is not None and node.kind.rule.local.fun is None
+        if node.results and (on_shards or waits or _indexes_shards(node, run, graph.program)):
             reduced = _reduced_specs(run.out_specs, node.results, graph, layout)
             found.append(Island(n, run.local_axes, run.in_specs, run.out_specs, reduced, node.kind.op, node.source))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Products that are reduce-scattered in a ring: the same sums, sent by permutes alone."""
+"""Products that are reduce-scattered in a ring or gather an operand in one: the same results, sent by permutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from autoshard.backend.audit import audit
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 
 LINK = {"link": Link("link", 1e10, 1e-6)}
-HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, LINK, 1e-6, blocking_reduce_scatters=True)
+HARDWARE = Hardware(
+    "cpu", {"float32": 1e11}, 8e9, 1e10, LINK, 1e-6, blocking_reduce_scatters=True, blocking_gathers=True
+)
 
 
 def mesh(**axes: int) -> LogicalMesh:
@@ -103,6 +105,50 @@ def test_small_products_and_long_rings_are_reduce_scattered_at_once(
     text = step.lower(normal(16, 32), normal(32, 24)).compile().as_text() or ""
     assert text.count(" reduce-scatter(") == 1
     assert " collective-permute" not in text
+
+
+def _kept(h: Any, *specs: P) -> Any:
+    """The hidden layer, split as each of the specs says in turn."""
+    for spec in specs:
+        h = jax.lax.with_sharding_constraint(h, spec)
+    return h
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("axes", "hidden", "weight", "out"),
+    [
+        ({"a": 8}, P("a"), P(None, "a"), P(None, "a")),
+        ({"a": 4, "b": 2}, P(("b", "a")), P(None, "a"), P("b", "a")),
+        ({"a": 2, "b": 4}, P("a", "b"), P(), P("a")),
+    ],
+    ids=["rows", "behind", "columns, which are summed over"],
+)
+@pytest.mark.parametrize("readers", [1, 2])
+def test_an_operand_that_travels_beside_its_product_is_gathered(
+    axes: Any, hidden: P, weight: P, out: P, dtype: str, readers: int
+) -> None:
+    x, v = (jnp.asarray(a, dtype) for a in (normal(64, 16), normal(16, 32, seed=1)))
+    ws = [jnp.asarray(normal(32, 16 if out == P("a") else 64, seed=n), dtype) for n in range(readers)]
+
+    def fun(x: Any, v: Any, ws: Any) -> Any:
+        h = _kept(jnp.tanh(x @ v), hidden)
+        return [h @ w for w in ws]
+
+    rows = P(hidden[0]) if weight == P() else hidden
+    step = autoshard.jit(
+        fun, mesh=mesh(**axes), in_shardings=(rows, P(), [weight] * readers), out_shardings=[out] * readers
+    )
+    h = np.asarray(jnp.tanh(x @ v), "f4")
+    for made, w in zip(step(x, v, ws), ws, strict=True):
+        wanted = h @ np.asarray(w, "f4")
+        np.testing.assert_allclose(np.asarray(made, "f4"), wanted, **_bounds(dtype, wanted))
+    compiled = step.lower(x, v, ws).compile()
+    text = compiled.as_text() or ""
+    assert text.count(" collective-permute(") == axes["b" if weight == P() else "a"] - 1
+    assert " all-gather(" not in text
+    if dtype == "float32":
+        assert audit(compiled, step.plan(x, v, ws)).clean
 
 
 @pytest.mark.parametrize("parts", range(2, 9))
