@@ -28,10 +28,9 @@ MIN_SAVING = 0.01
 """Least share of the peak memory that dropping a demand must save to be proposed."""
 MIN_GAIN = 0.02
 """Least share of the step's time that memory must cost for passes that save some, or micro-batches, to be tried."""
-
 MIN_HELD_GAIN = 0.01
-"""Least share of the step's time that holding other values must gain, by the prices of the last plan, to be planned: a scan
-may be cut in two for it, which compiles for twice as long."""
+"""Least share of the step's time that holding other values must gain, by the prices of the last plan, to be planned: a
+scan may be cut in two for it, which compiles for twice as long."""
 MAX_HELD = 3
 """Most choices of held values that are planned, each by the prices of the plan before it."""
 
