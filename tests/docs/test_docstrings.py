@@ -122,7 +122,7 @@ def wrong_calls(folder: str) -> Iterator[tuple[str, Any]]:
     model = autoshard.weights.open_pretrained(folder + "/llama")
     demo = named_config("configs/train/demo.yaml")
     saved = demo.checkpoint.model_copy(update={"dir": folder + "/run"})
-    large = [demo.phases[0].model_copy(update={"mesh": autoshard.MeshConfig(axes={"data": 16})})]
+    large = (demo.phases[0].model_copy(update={"mesh": autoshard.MeshConfig(axes={"data": 16})}),)
     begun = demo.model_copy(update={"checkpoint": saved, "phases": large})
     yield "autoshard.jit", lambda: autoshard.jit(jnp.sin, mesh={"data": 8}, strategy="fastest")
     yield "autoshard.MeshConfig", lambda: autoshard.MeshConfig(axes={})
