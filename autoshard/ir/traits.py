@@ -15,20 +15,22 @@ class Traits:
 
     fused_into_consumer: bool = False
     """XLA computes it where it is read, for nothing: broadcasts, casts, reshapes, transposes. Asked by
-    `cost.node_strategy` (no compute time), `cost.liveness` (no buffer), `cost.fusions` (moves nothing) and
-    `passes.sum_products` (rounds nothing)."""
+    `cost.node_strategy` (no compute time), `cost.liveness` (no buffer), `cost.fusions` (moves nothing),
+    `passes.sum_products` (rounds nothing), `plan.planner` (what is held for the backward part is what it is computed
+    from) and `transforms.held_values` (it has its operand's name)."""
     view: bool = False
     """Its result is its first operand in another order, shape or dtype, so that XLA finds a reshard of one to be the
-    reshard of the other. Asked by `cost.cost` and `cost.profile_step` (one reshard serves both), and
-    `search.value_groups` (a parameter in another order)."""
+    reshard of the other. Asked by `cost.cost` and `cost.profile_step` (one reshard serves both),
+    `search.value_groups` (a parameter in another order), `plan.planner` and `transforms.held_values` (its name is its
+    operand's)."""
     broadcasts: bool = False
     """It broadcasts its operand, or positions, to its result, whose size can be chosen. Asked by `cost.cost` (that of
     a scalar is recomputed at each use), `passes.pad_uneven` (it is computed at the padded size) and
     `transforms.batch_parts` (it is computed for a part)."""
     moves_data: bool = False
     """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
-    by `cost.liveness` (no buffer), `cost.profile_step` and `cost.fusions` (part of what reads it), and
-    `passes.sum_products` (rounds nothing)."""
+    by `cost.liveness` (no buffer), `cost.profile_step` and `cost.fusions` (part of what reads it),
+    `passes.sum_products` (rounds nothing) and `transforms.held_values` (it has its operand's name)."""
     in_place_operand: int | None = None
     """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`, `cost.fusions`
     (it moves what it writes) and `ir.build_graph` (what is written into what leaves leaves too)."""
@@ -50,7 +52,8 @@ class Traits:
     """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`, and
     `transforms.batch_parts` (the gradient of a kernel is a sum over the batch)."""
     identity: bool = False
-    """Its i-th result is its i-th operand. Asked by `ir.build_graph` (each pair on its own)."""
+    """Its i-th result is its i-th operand. Asked by `ir.build_graph` (each pair on its own) and
+    `transforms.held_values` (each has its operand's name)."""
     constrains: bool = False
     """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven`,
     `transforms.batch_parts` and `backend.lower` (the plan's own takes its place), and `pipelining.chain`."""
@@ -70,7 +73,8 @@ class Traits:
     shape of its result follows. Asked by `passes.experts`, which runs it on some of the rows."""
     casts: bool = False
     """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
-    `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain`, `passes.attention` and `passes.experts`."""
+    `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain`, `passes.attention`, `passes.experts`,
+    `plan.planner` and `transforms.held_values`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums` and
     `passes.sum_products`, which carry sums over parts through it, and by `pipelining`, sums over stages; what no

@@ -24,6 +24,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.rule_registry import Rules
 from autoshard.jaxpr.paths import path_names, unnumbered
 from autoshard.transforms import remat
+from autoshard.transforms.attention_op import attention_p
 
 ALL = "all"
 """The count of a value that is made again in all layers."""
@@ -151,7 +152,7 @@ class _Walk:
     def _name(self, eqn: jx.JaxprEqn) -> str:
         operands = [v for v in eqn.invars if isinstance(v, jx.Var) and v in self.paths]
         operands.sort(key=lambda v: v in self.carried)
-        if eqn.primitive.name == "attention":
+        if eqn.primitive is attention_p:
             return "attention"
         if operands:
             return self.paths[operands[-1]]
