@@ -95,7 +95,7 @@ def _with_ends(module: Module, branch: str, *, before: bool, after: bool) -> Mod
             taken = names[after if is_after else before]
             changed[name] = replace(instruction, opcode="call", attributes=f"to_apply=%{taken}")
     computations = {**module.computations, branch: replace(computation, instructions=changed)}
-    return Module(computations, branch, module.frames)
+    return replace(module, computations=computations, entry=branch)
 
 
 def _outside(
@@ -109,7 +109,7 @@ def _outside(
         left = dict(computations[computation.name].instructions)
         left[switch.name] = replace(switch, attributes="")
         computations[computation.name] = replace(computation, instructions=left)
-    rest = Module(computations, module.entry, module.frames)
+    rest = replace(module, computations=computations)
     counts, axis = run_counts(rest), (plan.pipeline.axis,)
     sent = [
         c
