@@ -197,8 +197,7 @@ class StageProgram:
         state = {**state, "residuals": [put(ring, x, row["residual"]) for ring, x in rings]}
         state = self._add("forward", state, made, row)
         if self.b is None:
-            end = row["part"] == self.parts - 1
-            state = self.choose(end, lambda s: self._add("last", s, made, row), lambda s: s, state, once_in=self.chunks)
+            state = self._add_where(row["part"] == self.parts - 1, "last", state, made, row)
         else:
             finals = zip(state["final"], out, strict=True)
             state = {**state, "final": [put(ring, x, row["final"]) for ring, x in finals]}
@@ -211,16 +210,17 @@ class StageProgram:
         eqn, groups = self._transpose()
         init, carries = eqn.invars[groups.consts : groups.consts + groups.carry], self._carry(self.f)
 
-        def on_last(state: Any) -> tuple[Any, Values]:
-            final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
+        final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
+        received = [pick(ring, row["gradient"]) for ring in state["g"]]
+
+        def on_last(sums: Any) -> tuple[Any, Values]:
             there = {**known, **final}
             begin = cast_as(self.evaluate("last", there, init), self._carry(eqn))
-            return self._add("last", state, there, row), begin
+            return self._add("last", sums, there, row), begin
 
-        def elsewhere(state: Any) -> tuple[Any, Values]:
-            return state, [pick(ring, row["gradient"]) for ring in state["g"]]
-
-        state, carry = self.choose(row["part"] == self.parts - 1, on_last, elsewhere, state, once_in=self.chunks)
+        last, sums = row["part"] == self.parts - 1, self._sums_of(state)
+        sums, carry = self.choose(last, on_last, lambda s: (s, received), sums, once_in=self.chunks)
+        state = state | sums
         xs = self._own_rows(eqn, groups, known, state, weights, row)
         consts = self.evaluate(None, known, eqn.invars[: groups.consts])
         if self.split is None:
@@ -238,9 +238,7 @@ class StageProgram:
             rings = zip(state["kept"], map(made.__getitem__, self.split.kept), strict=True)
             state = {**state, "kept": [put(ring, x, row["kept"]) for ring, x in rings]}
             made |= known
-        begin = row["part"] == 0
-        state = self.choose(begin, lambda s: self._add("first", s, made, row), lambda s: s, state, once_in=self.chunks)
-        return state, self._nothing()[0], out
+        return self._add_where(row["part"] == 0, "first", state, made, row), self._nothing()[0], out
 
     def _weights_backward(
         self, state: Any, row: Any, weights: Values, whole: Known, batch: Known
@@ -342,6 +340,16 @@ class StageProgram:
             for s, x in zip(state["outs"], found[len(plain) :], strict=True)
         ]
         return {**state, "sums": sums, "outs": outs}
+
+    def _add_where(self, condition: Any, place: Any, state: Any, known: Known, row: Any) -> Any:
+        """`_add` where ``condition`` holds."""
+        add = functools.partial(self._add, place, known=known, row=row)
+        return state | self.choose(condition, add, lambda s: s, self._sums_of(state), once_in=self.chunks)
+
+    def _sums_of(self, state: Any) -> dict[str, Values]:
+        """What `_add` reads and changes: what goes through a conditional takes XLA's default layout, which slots of
+        residuals do not have, and would be copied whole."""
+        return {name: state[name] for name in ("sums", "outs")}
 
     def _terms(self, place: Any, known: Known, results: Sequence[jx.Atom]) -> Values:
         """The terms of ``results`` that ``place`` computes, None of others."""
