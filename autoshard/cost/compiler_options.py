@@ -1,6 +1,6 @@
 """Compiler options of a plan: those that it sets for its target, and those that it may pass on from a file.
 
-All but the last are for TPU, the first three where memory is tight. Measured in benchmarks/results/options.md.
+The first five are for TPU, three of them where memory is tight. Measured in benchmarks/results/options.md.
 
 *Fused all-gathers.* XLA fuses the asynchronous all-gather of a weight into the convolution before it. That hides the
 all-gather, but such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its
@@ -23,6 +23,10 @@ lets one fusion have less of it than large products on a v6e need to keep the ma
 *All-reduces combined.* Experts whose rows are exchanged give the gradients of all their weights at once. XLA for GPU
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
 There the plan raises that size.
+
+*Copies by regions.* The slots of a pipeline's residuals pass through the conditional of a tick, which reads one or
+writes one. XLA for CPU proves that they need no copy only if it looks into the branches, and by default it does not:
+it copies all slots at every tick.
 """
 
 from __future__ import annotations
@@ -56,12 +60,15 @@ SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """The option that says how much on-chip memory one fusion may use."""
 ALL_REDUCES_COMBINED = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28}
 """The option that raises the bytes up to which all-reduces become one."""
+COPIES_BY_REGIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
+"""The option that has XLA for CPU look into branches before it copies what passes through them."""
 OWN_OPTIONS = (
     NO_ALL_GATHER_FUSION
     | LATE_REMATERIALIZATION
     | SCHEDULING_IN_ALL_MEMORY
     | SPARSE_CORE_COLLECTIVES
     | ALL_REDUCES_COMBINED
+    | COPIES_BY_REGIONS
 )
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
@@ -114,6 +121,7 @@ HARMLESS = frozenset(
         *SCHEDULING_IN_ALL_MEMORY,
         SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
+        *COPIES_BY_REGIONS,
     }
 )
 """Options that decide how a program is compiled and nothing else. XLA has others that write or read files that they
@@ -158,6 +166,12 @@ def effective_options(graph: Graph, peak: float, disable_fusion: bool, given: Co
     own |= _scoped_vmem(mesh)
     own |= ALL_REDUCES_COMBINED if mesh.platform == "gpu" and _exchanges_rows(graph) else {}
     return tuple(sorted({**own, **dict(given)}.items()))
+
+
+def pipeline_options(options: CompilerOptions, mesh: LogicalMesh) -> CompilerOptions:
+    """``options`` with those that a pipeline over ``mesh`` is compiled with as well."""
+    own = COPIES_BY_REGIONS if mesh.platform == "cpu" else {}
+    return tuple(sorted({**own, **dict(options)}.items()))
 
 
 def _exchanges_rows(graph: Graph) -> bool:

@@ -15,6 +15,7 @@ from autoshard.cost.compiler_options import (
     conflicting_options,
     effective_options,
     other_options,
+    pipeline_options,
     should_disable_all_gather_fusion,
     user_options,
 )
@@ -80,6 +81,8 @@ def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[Pla
     peak = math.inf if has_own else plan.memory.peak  # a plan that disables the fusion needs that again
     disable = should_disable_all_gather_fusion(graph, peak, budget_of(request, program), given)
     options = effective_options(graph, plan.memory.peak, disable, given)
+    if plan.pipeline is not None:
+        options = pipeline_options(options, plan.mesh)
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.cost.compiler_options import effective_options
+from autoshard.cost.compiler_options import effective_options, pipeline_options
 from autoshard.cost.memory import Memory, MemoryModel
 from autoshard.cost.profile_step import profile_step
 from autoshard.ir.dim_classes import DimClass
@@ -140,6 +140,7 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
         cost=priced.cost,
         memory=_staged_memory(record.memory, priced, best.layout, s.memory_model, peak),
         bound=0.0,
+        compiler_options=pipeline_options(record.compiler_options, split.mesh),
         profile=None,
         alternatives=tuple(
             Alternative(_described(p), p.cost.seconds, p.memory.peak) for p in others[:MAX_ALTERNATIVES]
