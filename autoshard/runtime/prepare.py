@@ -28,7 +28,8 @@ from autoshard.plan.shared_arguments import shared_arguments
 from autoshard.runtime.carried_state import CarriedSpecs, note_carried, pin_carried
 from autoshard.runtime.choose_mesh import Ground, candidate_meshes, fastest, plan_each
 from autoshard.runtime.dump import dump_stages
-from autoshard.runtime.fit_memory import plan_within_memory, relaxation_hint
+from autoshard.runtime.fit_memory.on_host import plan_within_memory
+from autoshard.runtime.fit_memory.relaxation import relaxation_hint
 from autoshard.runtime.options import Options, parts_of, pass_sequences, passes_of
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.refine import refine

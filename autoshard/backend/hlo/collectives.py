@@ -34,6 +34,7 @@ from autoshard.machine.collective import (
     COLLECTIVE_PERMUTE,
     REDUCE_SCATTER,
     Collective,
+    CollectiveKind,
 )
 from autoshard.machine.mesh import LogicalMesh
 
@@ -81,28 +82,50 @@ def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, .
     async_parts: set[tuple[str, str]] = set()
     earlier: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: list[Collective] = []
+
+    def add(
+        computation: Computation,
+        instruction: Instruction,
+        kind: CollectiveKind,
+        axes: tuple[str, ...] | None,
+        payloads: tuple[int, ...],
+        *,
+        share: float = 1.0,
+        redundant: bool = False,
+    ) -> None:
+        """The collective that ``instruction`` starts, in ``computation``."""
+        count, exact = runs[computation.name]
+        found.append(
+            Collective(
+                kind=kind,
+                axes=axes,
+                bytes=sum(payloads),
+                count=count,
+                source=module.source(instruction) or module.caller_source(computation.name),
+                operation=module.operation(instruction),
+                computation=computation.name,
+                exact=exact,
+                share=share,
+                redundant=redundant,
+                asynchronous=(
+                    computation.name in beside
+                    or (computation.name, instruction.name) in overlapped
+                    or _CHAIN.search(instruction.attributes) is not None
+                ),
+                parts=payloads if len(payloads) > 1 else (),
+            )
+        )
+
     for computation in module.computations.values():
         if computation.name not in runs:
             continue
-        count, exact = runs[computation.name]
         for instruction in computation.instructions.values():
             if instruction.opcode == "send" and (transfer := slice_transfer(instruction, module.partitions)):
                 axes, size = group_axes.of(transfer.kind, transfer.groups)
                 sent = shape_bytes(_tuple_elements(instruction.shape)[0])
-                found.append(
-                    Collective(
-                        kind=transfer.kind,
-                        axes=axes,
-                        bytes=sent * (size if transfer.kind == ALL_GATHER else 1),
-                        count=count,
-                        source=module.source(instruction) or module.caller_source(computation.name),
-                        operation=module.operation(instruction),
-                        computation=computation.name,
-                        exact=exact,
-                        share=_senders(transfer.groups) / mesh.size if transfer.kind == COLLECTIVE_PERMUTE else 1.0,
-                        asynchronous=computation.name in beside or (computation.name, instruction.name) in overlapped,
-                    )
-                )
+                payload = sent * (size if transfer.kind == ALL_GATHER else 1)
+                share = _senders(transfer.groups) / mesh.size if transfer.kind == COLLECTIVE_PERMUTE else 1.0
+                add(computation, instruction, transfer.kind, axes, (payload,), share=share)
                 continue
             kind = instruction.opcode.removesuffix("-start")
             if (
@@ -118,26 +141,9 @@ def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, .
             same = computation.name, kind, instruction.operands, axes, sum(payloads)
             redundant = ".remat" in instruction.name or (bool(instruction.operands.strip()) and same in earlier)
             earlier.add(same)
-            found.append(
-                Collective(
-                    kind=REDUCE_SCATTER if is_scatter or ends_scatter else kind,
-                    axes=axes,
-                    bytes=sum(payloads),
-                    count=count,
-                    source=module.source(instruction) or module.caller_source(computation.name),
-                    operation=module.operation(instruction),
-                    computation=computation.name,
-                    exact=exact,
-                    share=group_axes.sending(instruction.attributes) if kind == COLLECTIVE_PERMUTE else 1.0,
-                    redundant=redundant,
-                    asynchronous=(
-                        computation.name in beside
-                        or (computation.name, instruction.name) in overlapped
-                        or _CHAIN.search(instruction.attributes) is not None
-                    ),
-                    parts=payloads if len(payloads) > 1 else (),
-                )
-            )
+            share = group_axes.sending(instruction.attributes) if kind == COLLECTIVE_PERMUTE else 1.0
+            kind = REDUCE_SCATTER if is_scatter or ends_scatter else kind
+            add(computation, instruction, kind, axes, payloads, share=share, redundant=redundant)
     return tuple(found)
 
 

@@ -1,0 +1,170 @@
+"""Plans of a step in micro-batches: where memory is short, and of a pipeline."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autoshard.errors import MemoryBudgetError, SpecError
+from autoshard.ir.graph import Diagnostic
+from autoshard.ir.program import Program
+from autoshard.pipelining.chain import has_chain
+from autoshard.plan.planner import PlanRequest, budget_of
+from autoshard.runtime.fit_memory.preference import MIN_GAIN, axes_of_batch, is_memory_bound, preference
+from autoshard.runtime.fit_memory.within_budget import plan_within_budget, with_each_optional
+from autoshard.runtime.options import Options, memory_saving_sequences
+from autoshard.runtime.stages import Planned, plan_program, run_passes
+from autoshard.transforms.pipeline import Pass
+from autoshard.units import time_text
+
+
+def plan_on_device(traced: Program, options: Options, to_beat: float, free_seconds: Callable[[], float]) -> Planned:
+    """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
+
+    Below the threshold XLA compiles the plan as it is; above it, XLA recomputes values of its own choice.
+
+    Raises:
+      MemoryBudgetError: nothing fits.
+    """
+    if traced.pipeline is not None:
+        options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.keeps_layers))
+    threshold = traced.mesh.hardware.remat_threshold
+    if threshold < budget_of(options.request, traced):
+        with contextlib.suppress(MemoryBudgetError):
+            return _plan_in_parts(
+                traced, options, replace(options.request, memory_budget=threshold), to_beat, free_seconds
+            )
+    return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
+
+
+def _plan_in_parts(
+    traced: Program, options: Options, request: PlanRequest, to_beat: float, free_seconds: Callable[[], float]
+) -> Planned:
+    """Plans ``traced`` within the budget of ``request``, in as many micro-batches as the user asked for. Where that is
+    open and memory makes the step slower, or nothing fits, the fewest with which nothing is recomputed are tried; where
+    nothing fits, the fewest with passes that save memory too. The fastest plan is returned.
+
+    Raises:
+      MicrobatchError: the step is not computable in the number of micro-batches that the user gave.
+      SpecError: a preset does not split parts as small.
+      MemoryBudgetError: nothing fits.
+    """
+    if options.microbatch is None:
+        return plan_within_budget(traced, options, request)[0]
+    if options.microbatches is not None:
+        program, asked = run_passes(traced, (options.microbatch,), request)
+        try:
+            return plan_within_budget(program, options, asked)[0]._replace(traced=traced)
+        except SpecError as e:
+            raise SpecError(f"for each of {options.microbatches} micro-batches: {e}") from None
+    if traced.pipeline is not None:
+        return _plan_staged(traced, options, request, to_beat)
+    try:
+        whole, is_short = plan_within_budget(traced, options, request)
+        if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * free_seconds():
+            return whole
+        fitting, why = [whole], f"the fastest plan takes {time_text(whole.plan.cost.seconds)}"
+    except MemoryBudgetError as e:
+        fitting, why = list[Planned](), e
+    variants = options.microbatch.variants(traced)
+    too_slow = False  # in fewer parts the fastest layout does not fit, and in these it is slower than what fits whole
+
+    def in_parts(parts: Pass, *, saving: bool) -> Planned | None:
+        """The plan in ``parts``, if one fits: with the passes that save most memory, or with none of them, and then
+        only if no faster layout was too large."""
+        program, asked = run_passes(traced, (parts,), request)
+        *_, passes = options.passes, *(memory_saving_sequences(program, options) if saving else ())
+        with contextlib.suppress(MemoryBudgetError):
+            planned = plan_program(program, passes, asked)
+            if saving or not is_memory_bound(planned.plan):
+                return planned
+            nonlocal too_slow
+            too_slow = bool(fitting) and planned.plan.alternatives[0].seconds >= fitting[0].plan.cost.seconds
+        return None
+
+    def enough(parts: Pass, *, saving: bool) -> bool:
+        try:
+            return too_slow or in_parts(parts, saving=saving) is not None
+        except SpecError:  # a preset cannot split so small a part
+            return True
+
+    def fewest(saving: bool) -> tuple[Pass, ...]:
+        n = bisect.bisect_left(variants, True, key=lambda parts: enough(parts, saving=saving))
+        return variants[n : n + 1]
+
+    note = functools.partial(with_note, traced)
+    with contextlib.suppress(SpecError):
+        for parts in fewest(saving=False):
+            if not too_slow and (planned := in_parts(parts, saving=False)) is not None:
+                fitting += [note(p, parts, why) for p in (planned, *_with_faster_passes(planned, options, request))]
+    with contextlib.suppress(SpecError, MemoryBudgetError):
+        for parts in () if isinstance(why, str) else fewest(saving=True):
+            program, asked = run_passes(traced, (parts,), request)
+            fitting.append(note(plan_within_budget(program, options, asked)[0], parts, why))
+    if not fitting:
+        assert isinstance(why, MemoryBudgetError)
+        raise why
+    return min(fitting, key=lambda p: preference(p.plan))
+
+
+def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_beat: float) -> Planned:
+    """The pipeline with the number of micro-batches with which it is fastest: that of the loop over micro-batches that
+    the step has, or else, of numbers doubled again and again, the best next to which both neighbours are slower.
+
+    Raises:
+      PipelineError: no pipeline runs the step.
+      MemoryBudgetError, SpecError: with no number of micro-batches it fits, or a preset splits them.
+    """
+    assert options.microbatch is not None
+    assert traced.pipeline is not None
+    if has_chain(traced.jaxpr, traced.rules):
+        return plan_within_budget(traced, options, request)[0]
+    variants, stages = options.microbatch.variants(traced), traced.pipeline.stages
+    if not variants:
+        return plan_within_budget(traced, options, request)[0]  # says why there is no chain
+    errors: list[MemoryBudgetError | SpecError] = []
+
+    @functools.cache
+    def in_parts(n: int) -> Planned | None:
+        try:
+            program, asked = run_passes(traced, (variants[n],), request)
+            return plan_within_budget(program, options, asked)[0]._replace(traced=traced)
+        except (MemoryBudgetError, SpecError) as e:
+            errors.append(e)
+            return None
+
+    def seconds(n: int) -> float:
+        planned = in_parts(n)
+        return math.inf if planned is None else planned.plan.cost.seconds
+
+    best = min((2 * stages).bit_length() - 2, len(variants) - 1)  # as many as twice the stages
+    start = in_parts(best)
+    hopeless = start is not None and start.plan.pipeline is not None and max(start.plan.pipeline.seconds) > to_beat
+    for step in () if hopeless else (1, -1):
+        while 0 <= best + step < len(variants) and seconds(best + step) <= seconds(best):
+            best += step
+    planned = in_parts(best)
+    if planned is None:
+        raise errors[0]
+    return planned
+
+
+def with_note(traced: Program, planned: Planned, added: Pass, why: MemoryBudgetError | str, price: str = "") -> Planned:
+    """The plan of ``traced`` with the pass ``added``, the reason for it, and what it costs."""
+    note = Diagnostic(f"{added} was added: without it, {why}{price}")
+    plan = replace(planned.plan, diagnostics=(*planned.plan.diagnostics, note))
+    return planned._replace(traced=traced, plan=plan)
+
+
+def _with_faster_passes(planned: Planned, options: Options, request: PlanRequest) -> Iterator[Planned]:
+    """Plans with each optional pass that makes steps faster, such as reductions once after the loop over micro-batches
+    along the axes that split the batch in ``planned``."""
+    asked = replace(request, passes=planned.plan.passes[:1])
+    axes = axes_of_batch(planned.plan)
+    for passes in with_each_optional(planned.traced, options.passes, options, saving=False, batch_axes=axes):
+        with contextlib.suppress(MemoryBudgetError):
+            yield plan_program(planned.traced, passes, asked)

@@ -1,0 +1,116 @@
+"""Plans within the memory budget, with the optimizer's state on the host where that is faster."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoshard.errors import MemoryBudgetError
+from autoshard.ir.program import Program
+from autoshard.plan.record import PlanRecord
+from autoshard.runtime.fit_memory.held_by_value import held_by_value
+from autoshard.runtime.fit_memory.in_parts import plan_on_device, with_note
+from autoshard.runtime.fit_memory.preference import axes_of_batch, is_memory_bound, preference
+from autoshard.runtime.fit_memory.within_budget import with_each_optional
+from autoshard.runtime.options import Options, memory_saving_sequences, passes_of
+from autoshard.runtime.stages import Planned, plan_program, run_passes
+from autoshard.units import size_text, time_text
+
+
+def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
+    """Plans ``traced`` within the memory budget. Where nothing fits, or memory costs more time than the optimizer's
+    state would take to come from the host and go back, that state is kept on the host if the step is faster so.
+
+    Args:
+      to_beat: seconds of the best plan so far. A pipeline whose busiest stage alone takes longer is not tried in other
+        numbers of micro-batches.
+
+    Raises:
+      MemoryBudgetError: nothing fits.
+    """
+    free_seconds = _seconds_without_budget(traced, options)
+    try:
+        planned = plan_on_device(traced, options, to_beat, free_seconds)
+    except MemoryBudgetError as e:
+        planned, why = None, e
+    else:
+        may_help = _may_be_faster_offloaded(traced, planned, options, free_seconds)
+        if not (may_help and _offload_frees_passes(traced, planned, options)):
+            return planned
+        why = f"the fastest plan takes {time_text(planned.plan.cost.seconds)}"
+    with contextlib.suppress(MemoryBudgetError):
+        if options.offload is not None and _offloaded_bytes(traced, options):
+            offloading = options.with_offload()
+            found = plan_on_device(traced, offloading, to_beat, _seconds_without_budget(traced, offloading))
+            if planned is None or preference(found.plan) < preference(planned.plan):
+                return with_note(traced, found, options.offload, why, _host_text(found.plan))
+    if planned is None:
+        assert isinstance(why, MemoryBudgetError)
+        raise why
+    return planned
+
+
+def _seconds_without_budget(traced: Program, options: Options) -> Callable[[], float]:
+    """Seconds of the fastest layout, whatever memory it takes: planned once, when they are asked for."""
+    request = replace(options.request, memory_budget=math.inf)
+    return functools.cache(lambda: plan_program(traced, options.passes, request).plan.cost.seconds)
+
+
+def _may_be_faster_offloaded(
+    traced: Program, planned: Planned, options: Options, free_seconds: Callable[[], float]
+) -> bool:
+    """Whether memory makes ``planned`` slower by more than the optimizer's state takes over the host's link."""
+    bandwidth, short = traced.mesh.hardware.host_bandwidth, is_memory_bound(planned.plan)
+    changed = [p.written for p in planned.plan.passes] != [str(p) for p in options.passes]
+    if not (bandwidth and (short or changed)):
+        return False
+    transfers = 2 * _offloaded_bytes(traced, options) / traced.mesh.size / bandwidth
+    if not 0 < transfers < planned.plan.cost.seconds:
+        return False
+    return free_seconds() + transfers < planned.plan.cost.seconds
+
+
+def _offload_frees_passes(traced: Program, planned: Planned, options: Options) -> bool:
+    """Whether, with the optimizer's state on the host, a layout faster than that of ``planned`` may fit, or passes that
+    save less memory and take less time: the next less saving sequence that fits, with whichever optional pass, says so.
+    """
+    plan, less = planned.plan, options.with_offload()
+    written = {p.written for p in plan.passes}
+    sequences = [options.passes, *memory_saving_sequences(traced, options)]
+    chosen = max((i for i, passes in enumerate(sequences) if written.issuperset(map(str, passes))), default=0)
+    in_parts = options.microbatch is not None and any(p.name == options.microbatch.name for p in plan.passes)
+    if in_parts:
+        return True
+    deciding = {p.name for p in options.memory_saving_passes if p.decides_held}
+    if chosen == 0 and deciding & {p.name for p in plan.passes}:  # values are held one by one
+        freed = _offloaded_bytes(traced, options) / traced.mesh.size
+        transfers = 2 * freed / traced.mesh.hardware.host_bandwidth
+        passes = passes_of(plan, traced, options)
+        return held_by_value(traced, passes, plan, freed, options.request)[1] + transfers < plan.cost.seconds
+    if is_memory_bound(plan) or chosen == 0:
+        return True
+    less_saving = [less.passes, *memory_saving_sequences(traced, less)][:chosen]
+    request = replace(options.request, memory_budget=plan.memory_budget)
+    saving = with_each_optional(traced, (), options, saving=True, batch_axes=axes_of_batch(plan))
+    for optional in ((), *saving):
+        with contextlib.suppress(MemoryBudgetError):
+            for passes in reversed(less_saving):
+                if plan_program(traced, (*optional, *passes), request).plan.cost.seconds < plan.cost.seconds:
+                    return True
+    return False
+
+
+def _offloaded_bytes(traced: Program, options: Options) -> int:
+    """Of all devices together, the bytes that the host may take; 0 where it has no memory of its own."""
+    if options.offload is None or traced.pipeline is not None or not traced.mesh.hardware.host_bandwidth:
+        return 0
+    program, _ = run_passes(traced, (options.offload,), options.request)
+    return sum(leaf.bytes for leaf in program.inputs if leaf.offloaded)
+
+
+def _host_text(plan: PlanRecord) -> str:
+    size, seconds = size_text(plan.memory.host, 2), time_text(plan.cost.host)
+    return f"; {size} per device are on the host, and take {seconds} a call to come and go"
