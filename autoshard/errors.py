@@ -13,7 +13,7 @@ from collections.abc import Iterable
 class AutoshardError(Exception):
     """Base class of every error that autoshard raises on purpose.
 
-    Remedy: catch it to tell what autoshard refuses from a fault of JAX or of the step itself.
+    Remedy: catch it to separate what autoshard refuses from a fault of JAX or of the step itself.
     """
 
 

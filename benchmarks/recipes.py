@@ -1,4 +1,4 @@
-"""Compiles the recipes at full size, for a TPU slice and for H100s, and tells whether each fits in memory.
+"""Compiles the recipes at full size, for a TPU slice and for H100s, and says whether each fits in memory.
 
     python -m benchmarks.recipes [tpu|gpu] [WORD]
 

@@ -34,7 +34,7 @@ from autoshard.checkpoint.tensor_files.headers import open_tensors
 from autoshard.errors import CheckpointError
 from autoshard.shared_folder import held
 
-_UNPROVEN = "nothing tells whether its numbers are those that were written"
+_UNPROVEN = "nothing says whether its numbers are those that were written"
 
 
 class Condition(NamedTuple):

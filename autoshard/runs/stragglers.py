@@ -86,10 +86,10 @@ def as_row(
     passed: float,
     measured: float,
 ) -> np.ndarray:
-    """What one process tells: uint32 [11], seconds as microseconds."""
+    """What one process sends to the meeting: uint32 [11], seconds as microseconds."""
     seconds = [*batches[1:], *host[1:], passed, measured]
-    told = [min(round(each * 1e6), 2**32 - 1) for each in seconds]
-    return np.asarray([*flags, batches[0], *told[:2], host[0], *told[2:]], np.uint32)
+    micros = [min(round(each * 1e6), 2**32 - 1) for each in seconds]
+    return np.asarray([*flags, batches[0], *micros[:2], host[0], *micros[2:]], np.uint32)
 
 
 @dataclass
@@ -100,21 +100,21 @@ class Findings:
     slow: tuple[int, int] = (-1, 0)
     """The process with the slowest devices, and how often in a row they were measured as that."""
 
-    def __call__(self, number: int, told: np.ndarray) -> list[StragglerEvent | SlowDevicesEvent]:
+    def __call__(self, number: int, rows: np.ndarray) -> list[StragglerEvent | SlowDevicesEvent]:
         """What is new after step ``number``.
 
         Args:
-          told: of each process what `as_row` gives after the flags.
+          rows: of each process what `as_row` gives after the flags.
         """
         late: list[StragglerEvent] = []
         causes: tuple[tuple[Cause, int], ...] = (("batches", 0), ("host", 3))
         for cause, first in causes:
-            parts = [Lateness(int(row[first]), *(row[[first + 1, first + 2, 6]] / 1e6).tolist()) for row in told]
+            parts = [Lateness(int(row[first]), *(row[[first + 1, first + 2, 6]] / 1e6).tolist()) for row in rows]
             late += [found] if (found := straggler(cause, parts)) else []
         new: list[StragglerEvent | SlowDevicesEvent] = [e for e in late if (e.cause, e.process) not in self.late]
         self.late = frozenset((e.cause, e.process) for e in late)
-        if told[:, 7].all():
-            found = slow_devices(number, (told[:, 7] / 1e6).tolist())
+        if rows[:, 7].all():
+            found = slow_devices(number, (rows[:, 7] / 1e6).tolist())
             process = -1 if found is None else found.process
             self.slow = process, self.slow[1] + 1 if process == self.slow[0] else 1
             new += [found] if found is not None and self.slow[1] == AGAIN else []

@@ -322,7 +322,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
     def restore(number: int) -> Tree:
         return checkpoint.restore(run.folder.checkpoints, number, plan=planned.plan)
 
-    def tell(event: NonFiniteEvent) -> None:
+    def report(event: NonFiniteEvent) -> None:
         run.log(event)
         done = f"going back to step {event.restored}" if event.restored is not None else "the step is skipped"
         if event.did != "stop":  # else an error says the same
@@ -344,7 +344,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
         evaluates=lambda number: planned.evaluate is not None and (number == last or number % (every or last) == 0),
         stops=Meeting(run.stop, ready, host, config.log_every, last, late),
         host=host,
-        failed=None if policy is None else NonFiniteWatch(policy, saved, restore, tell).answer,
+        failed=None if policy is None else NonFiniteWatch(policy, saved, restore, report).answer,
     )
 
 

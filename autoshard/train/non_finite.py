@@ -144,7 +144,7 @@ class NonFiniteWatch:
     """The steps whose checkpoints are whole, oldest first; the same in every process."""
     restore: Callable[[int], Tree]
     """The state of such a step."""
-    tell: Callable[[NonFiniteEvent], None]
+    report: Callable[[NonFiniteEvent], None]
     """Logs what was seen."""
     last: int = -1
     """The last step that was not finite."""
@@ -174,12 +174,12 @@ class NonFiniteWatch:
         elif self.in_a_row > MAX_IN_A_ROW[policy.action]:
             why = f"{policy.action} was the answer {MAX_IN_A_ROW[policy.action]} times in a row already"
         elif policy.action == "skip":
-            self.tell(event)
+            self.report(event)
             return None
         elif goals := [n for n in saved if n <= number - policy.steps]:
-            self.tell(event.model_copy(update={"restored": max(goals)}))
+            self.report(event.model_copy(update={"restored": max(goals)}))
             return self.restore(max(goals))
         else:
             why = f"no checkpoint is {policy.steps} steps or more before it to go back to: {kept}"
-        self.tell(event.model_copy(update={"did": "stop"}))
+        self.report(event.model_copy(update={"did": "stop"}))
         raise NonFiniteError(f"{event.text(jax.process_count())}; {why}")

@@ -262,7 +262,7 @@ def peak_seconds(step: Callable[[Any, Any], Any], plan: Plan) -> float | None:
 
 
 class Meeting:
-    """What several processes tell one another every few steps: whether to stop, whether their batches are the same, and
+    """What several processes exchange every few steps: whether to stop, whether their batches are the same, and
     who keeps the others waiting.
 
     Args:
@@ -271,7 +271,7 @@ class Meeting:
       host: how late this process's host was.
       every: steps between two meetings.
       last: the last step, after which all meet too.
-      tell: called in all processes with what was found about one.
+      report: called in all processes with what was found about one.
       probe: seconds that this process's devices take for a product.
     """
 
@@ -282,11 +282,11 @@ class Meeting:
         host: HostTimes,
         every: int,
         last: int,
-        tell: Callable[[StragglerEvent | SlowDevicesEvent], None],
+        report: Callable[[StragglerEvent | SlowDevicesEvent], None],
         probe: Callable[[], float] = device_seconds,
     ) -> None:
         self._stop, self._ready, self._host, self._every, self._last = stop, ready, host, every, last
-        self._tell, self._probe = tell, probe
+        self._report, self._probe = report, probe
         self._since = self._probed = time.perf_counter()
         self._measured = 0.0
         self._found = Findings()
@@ -311,7 +311,7 @@ class Meeting:
                 "the same, such as by a fixed seed, or, with a plan, the rows that plan.local_rows names"
             )
         for event in self._found(number, table[:, 3:]):
-            self._tell(event)
+            self._report(event)
         self._measured = 0.0
         if table[0, 1]:  # all at once, now that their devices have nothing to do
             self._probed, self._measured = now, self._probe()

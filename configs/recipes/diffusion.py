@@ -10,7 +10,7 @@ from flax import linen as nn
 
 
 class Residual(nn.Module):
-    """Two convolutions, told the time between them. x: [row, y, x, channel], time: [row, feature]."""
+    """Two convolutions, given the time between them. x: [row, y, x, channel], time: [row, feature]."""
 
     width: int
     groups: int

@@ -23,7 +23,7 @@ FUNCTIONS = {
 
 
 def settings_of(config):
-    """What the family's functions are to be told."""
+    """The settings of the family's functions."""
     family = family_of(config)
     return FUNCTIONS[family.model][0](**family.model_settings(config))
 

@@ -130,7 +130,7 @@ def test_what_killed_programs_left_is_completed_or_removed(saved: Path) -> None:
     assert checkpoint.restore(saved)["b"].tolist() == [2] * 8
 
 
-UNPROVEN = "it has no digests, so nothing tells whether its numbers are those that were written"
+UNPROVEN = "it has no digests, so nothing says whether its numbers are those that were written"
 
 
 def test_what_others_wrote_is_not_repaired_and_not_called_whole(tmp_path: Path) -> None:

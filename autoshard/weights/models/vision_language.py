@@ -53,7 +53,7 @@ def logits(
     tokens: int [B, S]; positions: int [3, B, S], of `token_positions`; patches: [N, T, Y, X, C], in blocks of
     `VisionLanguageSettings.merged_side` squared -> float32 [B, S, V].
     """
-    return told(settings, params, tokens, positions, encoded(settings, params["vision"], patches, grid))
+    return logits_of_seen(settings, params, tokens, positions, encoded(settings, params["vision"], patches, grid))
 
 
 def logits_of_equal_images(
@@ -69,10 +69,10 @@ def logits_of_equal_images(
     tokens: int [B, S]; positions: int [B, 3, S]; patches: [B, N, T, Y, X, C] -> float32 [B, S, V].
     """
     seen = jax.vmap(lambda image: encoded(settings, params["vision"], image, [grid]))(patches)
-    return told(settings, params, tokens, jnp.moveaxis(positions, 1, 0), seen.reshape(-1, seen.shape[-1]))
+    return logits_of_seen(settings, params, tokens, jnp.moveaxis(positions, 1, 0), seen.reshape(-1, seen.shape[-1]))
 
 
-def told(
+def logits_of_seen(
     settings: VisionLanguageSettings, params: Tree, tokens: jax.Array, positions: jax.Array, seen: jax.Array
 ) -> jax.Array:
     """Next-token logits of text and of what the tower made of its images. seen: [places of all images, D]; the others
