@@ -91,11 +91,15 @@ class StageMemory:
         usage, on_chip = self.model.usage_of(scaled)
         usage = usage - on_chip
         saved = sum(map(self._bytes, self.residuals))
-        # One slot more: a stage reads those of a micro-batch, or makes them, beside its slots.
-        residuals = saved * most * (tables.slots[2] + 1) / self.chain.layers
-        usage[self.loop] += round(
-            residuals + self._slots(tables) + self._kept(stages, tables) + self._moved(stages) + self._sums()
-        )
+        # One slot more: a loop over layers reads those of a micro-batch, or makes them, beside the slots. Of one layer
+        # XLA makes no loop.
+        residuals = saved * most * (tables.slots[2] + (most > 1)) / self.chain.layers
+        usage[self.loop] += round(residuals + self._slots(tables) + self._kept(stages, tables) + self._sums())
+        if not stages.in_order:
+            usage[max(self.loop.start - 1, 0)] += self._moved(stacked_weights(self.chain))
+            usage[min(self.loop.stop, len(usage) - 1)] += self._moved(
+                [self.chain.loop.outvars[i] for i in self.chain.sums]
+            )
         return StageBytes(round(self.arguments) + int(usage.max()), round(residuals))
 
     def _slots(self, tables: TickTables) -> int:
@@ -118,9 +122,7 @@ class StageMemory:
         kept = self._ids(split_backward(self.chain.backward).kept)
         return sum(map(self._bytes, kept)) * max(stages.layers) * tables.slots[3]
 
-    def _moved(self, stages: Stages) -> float:
-        """Of the rows of all layers, which are gathered to give each stage its own, where it does not keep them."""
-        if stages.in_order:
-            return 0
-        moved = self._ids([*stacked_weights(self.chain), *(self.chain.loop.outvars[i] for i in self.chain.sums)])
-        return sum(self._bytes(v) * (1 - self.split.share(v)) for v in moved)
+    def _moved(self, variables: Sequence[jx.Var]) -> int:
+        """Of the rows of other stages' layers, which are gathered before the loop, for a stage to take those that it
+        runs, and after it, for it to take those that it stores."""
+        return round(sum(self._bytes(v) * (1 - self.split.share(v)) for v in self._ids(variables)))

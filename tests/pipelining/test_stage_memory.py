@@ -17,14 +17,17 @@ from tests.pipelined_steps import decoder_loss, decoder_params, train_state, tra
 MESH = MeshConfig(axes={"stage": 4, "model": 2}, pipeline="stage")
 
 
-def memory(schedule: str) -> Memory:
+def memory(schedule: str, layers: int) -> Memory:
     step = autoshard.jit(trained(decoder_loss), mesh=MESH, strategy="tp", microbatches=8, schedule=schedule)
-    return step.plan(train_state(decoder_params(4)), tokens(0)).memory
+    return step.plan(train_state(decoder_params(layers)), tokens(0)).memory
 
 
-def test_residuals_have_a_slot_for_each_micro_batch_in_flight_and_one_that_is_read_or_made() -> None:
-    one, other = memory("gpipe"), memory("1f1b")
-    assert one.residuals / other.residuals == pytest.approx((8 + 1) / (4 + 1))
+@pytest.mark.parametrize(("layers", "beside"), [(4, 0), (8, 1)])
+def test_residuals_have_a_slot_for_each_micro_batch_in_flight_and_one_that_a_loop_over_layers_reads_or_makes(
+    layers: int, beside: int
+) -> None:
+    one, other = memory("gpipe", layers), memory("1f1b", layers)
+    assert one.residuals / other.residuals == pytest.approx((8 + beside) / (4 + beside))
     assert one.peak - other.peak >= one.residuals - other.residuals
 
 
