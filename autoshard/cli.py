@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import jax
 import typer
@@ -23,10 +25,11 @@ from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
 from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
 from autoshard.train.config import TrainConfig, named_config
-from autoshard.train.launch import launch
+from autoshard.train.launch import launch, supervised
 from autoshard.train.loop import plan_phase, train
-from autoshard.train.processes import LOST_CODE, connect, lost_peer
-from autoshard.train.stop_signals import StopSignals
+from autoshard.train.peers import LOST_CODE, SUPERVISED, PeerWatch
+from autoshard.train.processes import connect, lost_peer
+from autoshard.train.stop_signals import StopSignals, write_error
 
 MAX_VIRTUAL_DEVICES = 1024
 """CPU devices that a process is divided into at most."""
@@ -89,8 +92,13 @@ def train_command(
     if distributed or any(given is not None for given in cluster):
         if not distributed and None in cluster:
             raise ConfigError("--coordinator, --processes and --id belong together: give all three")
+        if SUPERVISED not in os.environ:
+            _supervise(config)
         connect(*cluster, wait, heartbeat)
     recipe = named_config(config)
+    watch = None
+    if jax.distributed.is_initialized():
+        watch = PeerWatch(heartbeat, functools.partial(_leave, recipe))
     finished = False
     with StopSignals() as stop:
         try:
@@ -100,13 +108,31 @@ def train_command(
             if not stop.requested:
                 raise
         except (jax.errors.JaxRuntimeError, CheckpointError) as error:
-            if (lost := lost_peer(error)) is None:
+            if (lost := lost_peer(error, watch)) is None:
                 raise
-            typer.echo(f"error: {lost}; {_next_start(recipe)}", err=True)
-            os._exit(LOST_CODE)  # at its end JAX would wait for the other one
+            _leave(recipe, str(lost))
+        finally:
+            if watch is not None:
+                watch.end(finished=finished or stop.requested)
         if stop.requested or not finished:
             typer.echo(f"stopped; {_next_start(recipe)}", err=True)
             raise typer.Exit(stop.exit_code)
+
+
+def _leave(recipe: TrainConfig, why: str) -> NoReturn:
+    """Ends this process at once: in its orderly end JAX would wait for processes that are lost."""
+    write_error(f"error: {why}; {_next_start(recipe)}\n")
+    os._exit(LOST_CODE)
+
+
+def _supervise(config: Path) -> NoReturn:
+    """Runs this command in a process of its own: where JAX aborts one, this one says why in a line."""
+    code = supervised(sys.argv[1:])
+    if code == 128 + signal.SIGABRT:
+        lost = "process 0, which keeps the processes together, is lost"
+        write_error(f"error: {lost}; {_next_start(TrainConfig.load(config))}\n")
+        code = LOST_CODE
+    sys.exit(code)
 
 
 def _next_start(recipe: TrainConfig) -> str:
@@ -131,12 +157,18 @@ def launch_command(
 
     Exit status: as that of `train`; of a process that was ended by a signal, 128 and its number.
     """
-    config = next((each for each in arguments[1:] if not each.startswith("-")), None)
-    if arguments[0] != "train" or config is None:
+    given: dict[str, Any] = {}
+    if arguments[0] == "train":
+        command: Any = typer.main.get_command(app)
+        train_options = command.commands["train"].make_context("train", [*arguments[1:]], resilient_parsing=True)
+        given = train_options.params
+    if given.get("config") is None:
         raise ConfigError("launch runs `train CONFIG`: autoshard launch --processes 4 -- train CONFIG")
-    recipe = TrainConfig.load(config)
-    ended = launch(arguments, processes, HEARTBEAT_SECONDS)
-    if ended.by is not None:
+    recipe = TrainConfig.load(given["config"])
+    ended = launch(arguments, processes, given["heartbeat"])
+    if ended.lost:
+        typer.echo(f"error: process 0 of {processes} is lost; {_next_start(recipe)}", err=True)
+    elif ended.by is not None:
         typer.echo(
             f"process {ended.process} of {processes} was ended by {ended.by.name}, and the others with it; "
             f"{_next_start(recipe)}",

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 from autoshard import checkpoint
-from autoshard.train.processes import LOST_CODE
+from autoshard.train.peers import LOST_CODE
 from benchmarks.kills import main
 from benchmarks.numbered_rows import LAST, launched_process, losses, training_config
 

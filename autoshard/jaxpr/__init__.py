@@ -90,6 +90,7 @@ from autoshard.jaxpr.padded_array import (
     true_sharding,
     with_true_shapes,
 )
+from autoshard.jaxpr.process_store import process_store
 from autoshard.jaxpr.replay import is_constraint, is_shard_map, replay, replay_equation
 from autoshard.jaxpr.rewrite import (
     as_fun,
@@ -201,6 +202,7 @@ __all__ = [
     "optimization_barrier",
     "outside_autodiff",
     "part_of_scan",
+    "process_store",
     "product_flops",
     "rebuild_scan",
     "regions",

@@ -26,6 +26,9 @@ SLOWER = 1.3
 AGAIN = 3
 """How often in a row devices are found slower than those of others before it is said."""
 
+PASSED = 9
+"""Where a row of `as_row` has what passed since all met, in microseconds."""
+
 
 @dataclass(frozen=True)
 class Lateness:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoshard.train.peers import LOST_CODE, SUPERVISED
 from autoshard.train.stop_signals import SIGNALS
 
 POLL_SECONDS = 0.02
@@ -29,6 +30,8 @@ GRACE_SECONDS = 2.0
 """In which the others may end by themselves where one ended with an error, that all of them may have found."""
 HELD_SECONDS = 0.1
 """For which what the first process writes to standard error is held back: it may only be that another is gone."""
+ABORT_SECONDS = 0.5
+"""For which what a supervised process writes there is held back: JAX may be aborting it, and write where."""
 SHOWN = 20_000
 """Characters of what a failed process wrote, the last."""
 
@@ -40,11 +43,13 @@ class Ended:
     code: int
     """Exit code of the first to fail, as shells give it; 0 where all are finished."""
     process: int | None = None
-    """Which failed first."""
+    """Which failed first, or was lost."""
     by: signal.Signals | None = None
     """The signal that ended it from outside."""
     errors: str = ""
     """What it wrote, where that has not been shown."""
+    lost: bool = False
+    """Whether the others could not reach it."""
 
 
 def launch(arguments: Sequence[str], processes: int, wait: float) -> Ended:
@@ -67,15 +72,41 @@ def launch(arguments: Sequence[str], processes: int, wait: float) -> Ended:
         stack.enter_context(_passed_on(started))
         for n, path in enumerate(errors):
             kept: Any = stack.enter_context(path.open("wb")) if n else None
-            # A group of its own: Ctrl-C reaches it from here alone, once.
             each = [*command, "--id", str(n)]
-            started.append(subprocess.Popen(each, stdout=kept, stderr=kept or subprocess.PIPE, process_group=0))
+            started.append(_start(each, stdout=kept, stderr=kept or subprocess.PIPE))
         shown = threading.Thread(target=_show_errors, args=(started,))
         shown.start()
         ended = _watched(started, errors, wait)
         _end(started)
         shown.join()
         return ended
+
+
+def supervised(arguments: Sequence[str]) -> int:
+    """Runs ``python -m autoshard ARGUMENTS`` in a process of its own, and passes signals on to it.
+
+    Returns:
+      Its exit code, as shells give it. What JAX wrote where it aborted the process is left out.
+    """
+    with contextlib.ExitStack() as stack:
+        process = _start([sys.executable, "-m", "autoshard", *arguments], stderr=subprocess.PIPE)
+        stack.callback(_end, [process])
+        stack.enter_context(_passed_on([process]))
+        assert process.stderr is not None
+        while written := os.read(process.stderr.fileno(), 1 << 16):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ABORT_SECONDS)
+            if process.returncode != -signal.SIGABRT:
+                sys.stderr.write(written.decode(errors="replace"))
+                sys.stderr.flush()
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _start(command: Sequence[str], stdout: Any = None, stderr: Any = None) -> subprocess.Popen[bytes]:
+    """Starts a process that knows of being waited for, in a group of its own: Ctrl-C reaches it from here alone."""
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ | {SUPERVISED: "1"}  # no warnings of JAX's own runtime
+    return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, process_group=0)
 
 
 def _show_errors(started: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -97,6 +128,8 @@ def _watched(started: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path],
         time.sleep(POLL_SECONDS)
     first = min(failed, key=lambda n: started[n].returncode > 0)  # the others may have ended for that it was killed
     code: int = started[first].returncode
+    if code == -signal.SIGABRT and first and started[0].poll() is None:  # JAX: process 0 cannot be reached
+        return Ended(LOST_CODE, 0, lost=True)
     if code < 0:
         return Ended(128 - code, first, signal.Signals(-code))
     _wait(started, wait if code in STOPPED else GRACE_SECONDS)

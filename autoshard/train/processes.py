@@ -28,10 +28,11 @@ from autoshard.plan.decisions import Place
 from autoshard.runs.device_probe import device_seconds
 from autoshard.runs.host_times import HostTimes
 from autoshard.runs.report import SlowDevicesEvent, StragglerEvent
-from autoshard.runs.stragglers import Findings, as_row, latest
+from autoshard.runs.stragglers import PASSED, Findings, as_row, latest
 from autoshard.runtime.plan import Plan
 from autoshard.shared_folder import of_all
 from autoshard.strict_files import shortened
+from autoshard.train.peers import LOST_CODE, PeerWatch
 from autoshard.train.sources import ChosenRows, arrays_only
 from autoshard.train.stop_signals import StopSignals
 
@@ -39,14 +40,16 @@ _LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|[Hh]eartbeat|Connection 
 """In what JAX says where another process cannot be reached; it has no class or code of its own for that."""
 PROBE_SECONDS = 60.0
 """Between two moments at which the devices are measured."""
-LOST_CODE = os.EX_TEMPFAIL
-"""Exit code of a process that lost another, or to which not all came: start again."""
+MEET_SECONDS = 1.0
+"""After which, or after each longer step, processes meet: a request to stop waits no longer."""
 
 
-def lost_peer(error: BaseException) -> PeerError | None:
-    """The error that says that another process was lost, if that is what ``error`` is about."""
+def lost_peer(error: BaseException, watch: PeerWatch | None) -> PeerError | None:
+    """The error that says which other process was lost, if that is what ``error`` is about."""
     if jax.process_count() == 1 or not _LOST.search(str(error)):
         return None
+    if watch is not None and (process := watch.lost()) is not None:
+        return PeerError(watch.lost_text([process]))
     reason = shortened(str(error).splitlines()[0])
     return PeerError(f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}")
 
@@ -66,6 +69,7 @@ def connect(coordinator: str | None, processes: int | None, process_id: int | No
     if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", coordinator):
         raise ConfigError(f"--coordinator {coordinator!r}: give a host and a port, such as 10.0.0.1:8476")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_recoverability", True)  # else JAX aborts where any process is lost
     where = "" if coordinator is None else f" to {coordinator}"
     line = f"error: not all {processes or ''} processes came{where} within {wait} seconds\n".replace("  ", " ")
     watch = threading.Timer(wait, _leave, (line,))  # JAX would abort, with a stack trace
@@ -269,7 +273,7 @@ class Meeting:
       stop: whether this process was asked to.
       ready: this process's batches.
       host: how late this process's host was.
-      every: steps between two meetings.
+      every: steps between two meetings, at most.
       last: the last step, after which all meet too.
       report: called in all processes with what was found about one.
       probe: seconds that this process's devices take for a product.
@@ -289,6 +293,10 @@ class Meeting:
         self._report, self._probe = report, probe
         self._since = self._probed = time.perf_counter()
         self._measured = 0.0
+        self._steps = 0
+        """Taken since the last meeting."""
+        self._between = 1
+        """Steps from the last meeting to the next."""
         self._found = Findings()
 
     def __call__(self, number: int) -> bool:
@@ -299,7 +307,8 @@ class Meeting:
         """
         if jax.process_count() == 1:
             return self._stop.requested
-        if number % self._every and number != self._last:
+        self._steps += 1
+        if self._steps < self._between and number != self._last:
             return False
         now = time.perf_counter()
         flags = [int(self._stop.requested), int(now - self._probed >= PROBE_SECONDS), self._ready.digest]
@@ -312,6 +321,9 @@ class Meeting:
             )
         for event in self._found(number, table[:, 3:]):
             self._report(event)
+        # From what passed in any process, so that all say the same.
+        seconds = max(float(table[:, PASSED].max()) / 1e6 / self._steps, 1e-6)
+        self._between, self._steps = max(1, min(self._every, int(MEET_SECONDS / seconds))), 0
         self._measured = 0.0
         if table[0, 1]:  # all at once, now that their devices have nothing to do
             self._probed, self._measured = now, self._probe()

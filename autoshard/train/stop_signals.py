@@ -6,12 +6,17 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from autoshard.train.peers import SUPERVISED
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what schedulers send before they take a machine away."""
+REPEAT_SECONDS = 1.0
+"""In which a signal to a process that is supervised may come twice: to itself, and passed on."""
 RETRY_SECONDS = 0.01
 """After an interrupt that was raised where Python ignores exceptions, as in the garbage collector's callbacks."""
 
@@ -27,6 +32,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first signal received."""
+        self._at = 0.0
         self._deferred = False
         self._before: dict[signal.Signals, Any] = {}
         self._unraisable_before = sys.unraisablehook
@@ -66,12 +72,14 @@ class StopSignals:
             self._deferred = False
 
     def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.signal == number and SUPERVISED in os.environ and time.monotonic() - self._at < REPEAT_SECONDS:
+            return
         if self.signal is not None:
-            _write("stopped at once: what was not saved is lost\n")
+            write_error("stopped at once: what was not saved is lost\n")
             os._exit(self.exit_code)
-        self.signal = signal.Signals(number)
+        self.signal, self._at = signal.Signals(number), time.monotonic()
         self._interrupt()
-        _write(f"{self.signal.name}: saving after this step; the next signal stops at once\n")
+        write_error(f"{self.signal.name}: stopping, with the state saved; the next signal stops at once\n")
 
     def _interrupt(self, *_: Any) -> None:
         if not self._deferred:
@@ -84,7 +92,7 @@ class StopSignals:
             self._unraisable_before(ignored)
 
 
-def _write(text: str) -> None:
+def write_error(text: str) -> None:
     """Writes to standard error past Python's buffers, which a signal may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

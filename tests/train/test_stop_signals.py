@@ -63,7 +63,7 @@ def test_a_signal_that_is_deferred_only_asks(capfd: pytest.CaptureFixture[str]) 
         with stop.deferred():
             signal.raise_signal(signal.SIGTERM)
         assert stop.requested
-    assert capfd.readouterr().err == "SIGTERM: saving after this step; the next signal stops at once\n"
+    assert capfd.readouterr().err == "SIGTERM: stopping, with the state saved; the next signal stops at once\n"
 
 
 def test_without_a_signal_all_is_as_before() -> None:

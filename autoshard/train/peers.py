@@ -1,0 +1,94 @@
+"""Whether the other processes of a run are there: each says so again and again in JAX's key-value store.
+
+That store is in process 0. Where it cannot be reached, JAX ends a process with SIGABRT and a stack trace, so each runs
+under one that says it in a line (`autoshard.train.launch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from autoshard.jaxpr import process_store
+
+SUPERVISED = "AUTOSHARD_SUPERVISED"
+"""Environment variable of a process that another one waits for, to say how it ended."""
+LOST_CODE = os.EX_TEMPFAIL
+"""Exit code of a process that lost another, or to which not all came: start again."""
+BEAT_SECONDS = 1.0
+_FOLDER = "autoshard/alive/"
+_ENDED = "ended"
+
+
+class PeerWatch:
+    """Says that this process is there, in a thread of its own, and sees whether the others do.
+
+    Args:
+      heartbeat: seconds after which a process that is not heard of counts as lost.
+      leave: called in the thread where one is lost, with a text that says which; it ends this process.
+    """
+
+    def __init__(self, heartbeat: float, leave: Callable[[str], None]) -> None:
+        self._store, self._own, count = process_store()
+        self._heartbeat, self._leave = heartbeat, leave
+        self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(count), ("", time.monotonic()))
+        self._parent = os.getppid() if SUPERVISED in os.environ else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="peers")
+        self._thread.start()
+
+    def lost(self) -> int | None:
+        """The first other process that is not heard of for some beats; waits for one up to the heartbeat."""
+        until = time.monotonic() + self._heartbeat
+        while time.monotonic() < until:
+            if late := self._late(min(3 * BEAT_SECONDS, self._heartbeat)):
+                return late[0]
+            time.sleep(BEAT_SECONDS / 4)
+        return None
+
+    def end(self, *, finished: bool) -> None:
+        """Stops. Processes that have ``finished`` wait for each other: without process 0 JAX would end the others."""
+        self._stop.set()
+        self._thread.join()
+        if finished and self._say(_ENDED):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._store.wait_at_barrier(f"{_FOLDER}{_ENDED}", round(1000 * self._heartbeat))
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stop.wait(BEAT_SECONDS if beat else 0):
+            beat += 1
+            if self._parent is not None and os.getppid() != self._parent:
+                self._leave("the process that started this one is gone")
+            if self._say(str(beat)) and (late := self._late(self._heartbeat)):
+                self._leave(self.lost_text(late))
+
+    def _say(self, word: str) -> bool:
+        """Writes it, and reads what the others wrote; whether that could be done."""
+        try:
+            self._store.key_value_set(f"{_FOLDER}{self._own}", word, allow_overwrite=True)
+            found: Mapping[str, str] = dict(self._store.key_value_dir_get(_FOLDER))
+        except jax.errors.JaxRuntimeError:  # process 0 cannot be reached: JAX ends this process
+            return False
+        now = time.monotonic()
+        for name, heard in found.items():
+            process = int(name.rpartition("/")[2])
+            if heard != self._heard[process][0]:
+                self._heard[process] = heard, now
+        return True
+
+    def lost_text(self, processes: Sequence[int]) -> str:
+        """That ``processes`` are lost, in words."""
+        names = ", ".join(map(str, processes))
+        which = f"process {names} of {len(self._heard)} is" if len(processes) == 1 else f"processes {names} are"
+        return f"{which} lost"
+
+    def _late(self, seconds: float) -> list[int]:
+        now = time.monotonic()
+        others = ((p, *heard) for p, heard in self._heard.items() if p != self._own)
+        return [p for p, word, at in others if word != _ENDED and now - at > seconds]
