@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -25,10 +24,10 @@ from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
 from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
 from autoshard.train.config import TrainConfig, named_config
-from autoshard.train.launch import launch, supervised
 from autoshard.train.loop import plan_phase, train
-from autoshard.train.peers import LOST_CODE, SUPERVISED, PeerWatch
-from autoshard.train.processes import connect, lost_peer
+from autoshard.train.processes.connection import check_address, connect, lost_peer
+from autoshard.train.processes.launch import launch, supervised
+from autoshard.train.processes.peers import LOST_CODE, SUPERVISED, PeerWatch
 from autoshard.train.stop_signals import StopSignals, write_error
 
 MAX_VIRTUAL_DEVICES = 1024
@@ -83,7 +82,8 @@ def train_command(
     --coordinator, --processes and --id, the processes train together; the folder must be one that all share.
     `autoshard launch` starts several on this machine.
 
-    The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, the second stops at once.
+    The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, among several processes
+    within a second or after the next one; the second stops at once.
 
     Exit status: 0 the run is finished; 2 an error; 75 another process was lost, start again; 130 stopped by SIGINT; 143
     stopped by SIGTERM, in all processes after the same step: what schedulers take for a reason to start it again.
@@ -92,37 +92,33 @@ def train_command(
     if distributed or any(given is not None for given in cluster):
         if not distributed and None in cluster:
             raise ConfigError("--coordinator, --processes and --id belong together: give all three")
+        check_address(coordinator)
         if SUPERVISED not in os.environ:
             _supervise(config)
         connect(*cluster, wait, heartbeat)
     recipe = named_config(config)
     watch = None
     if jax.distributed.is_initialized():
-        watch = PeerWatch(heartbeat, functools.partial(_leave, recipe))
-    finished = False
+        watch = PeerWatch(heartbeat, lambda why: write_error(f"error: {why}; {_next_start(recipe)}\n"))
+    finished = saved = False
     with StopSignals() as stop:
         try:
             use_platform(recipe, processes=processes or 1)
             finished = train(recipe, fresh=fresh, stop=stop) is not None
+            saved = True
         except KeyboardInterrupt:
             if not stop.requested:
                 raise
         except (jax.errors.JaxRuntimeError, CheckpointError) as error:
-            if (lost := lost_peer(error, watch)) is None:
+            if watch is None or (lost := lost_peer(error, watch)) is None:
                 raise
-            _leave(recipe, str(lost))
+            watch.leave(str(lost))
         finally:
             if watch is not None:
-                watch.end(finished=finished or stop.requested)
+                watch.end(finished=saved)
         if stop.requested or not finished:
             typer.echo(f"stopped; {_next_start(recipe)}", err=True)
             raise typer.Exit(stop.exit_code)
-
-
-def _leave(recipe: TrainConfig, why: str) -> NoReturn:
-    """Ends this process at once: in its orderly end JAX would wait for processes that are lost."""
-    write_error(f"error: {why}; {_next_start(recipe)}\n")
-    os._exit(LOST_CODE)
 
 
 def _supervise(config: Path) -> NoReturn:

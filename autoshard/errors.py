@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class AutoshardError(Exception):
@@ -15,6 +16,16 @@ class AutoshardError(Exception):
 
     Remedy: catch it to separate what autoshard refuses from a fault of JAX or of the step itself.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Also of those that take more than a message: processes send each other what they raised."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[AutoshardError], args: tuple[Any, ...], attributes: dict[str, Any]) -> AutoshardError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class MeshError(AutoshardError):

@@ -3,9 +3,9 @@
     python -m benchmarks.kills_together [--trials 30] [--seed 0]
 
 A trial is a run on numbered rows by two or four processes that `autoshard launch` starts, on one mesh of four devices.
-After a step that is drawn, one of them is killed with SIGKILL or gets SIGTERM; or it never comes, and the others are
-started by themselves. All have to end, with the exit code and the line that say which it was and from where the next
-start goes on, or for whom they waited. One, two or four processes resume the run. In the end every row has to have been
+After a step that is drawn, one of them is killed with SIGKILL, halted with SIGSTOP or gets SIGTERM; or each is started
+by itself, as on hosts, and one gets such a signal or never comes. All have to end, with the exit code and the line that
+say which it was and from where the next start goes on, or for whom they waited. One, two or four processes resume the run. In the end every row has to have been
 seen once, the log to have each step once, and the losses to be those of one process that nothing disturbed, bit for
 bit: they are of sums that are exact in any order. Where processes compute nothing for `LIMIT_SECONDS`, they hang.
 The table, written anew after each trial, is `benchmarks/results/kills_together.md`; `make kills` runs these trials too.
@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 from autoshard import checkpoint
-from autoshard.train.peers import LOST_CODE
+from autoshard.train.processes.peers import LOST_CODE
 from benchmarks.kills import main
 from benchmarks.numbered_rows import LAST, launched_process, losses, training_config
 
@@ -48,10 +48,13 @@ LIMIT_SECONDS = 60
 By the clock alone a hang cannot be told from a machine with other work."""
 WORK_SECONDS = 0.5
 """Of processor time, in which a process did more than look whether to go on."""
+HEARTBEAT_SECONDS = 10
+"""After which a halted process counts as lost."""
 WAIT_SECONDS = 5
 """That processes wait for one that never comes."""
-CODES = {signal.SIGKILL: 137, signal.SIGTERM: 143}
+CODES = {signal.SIGKILL: 137, signal.SIGSTOP: LOST_CODE, signal.SIGTERM: 143}
 SAID = {
+    signal.SIGSTOP: r"error: process \d of \d is lost; (step \d+|nothing) is saved",
     signal.SIGKILL: r"process \d of \d was ended by SIGKILL, and the others with it; (step \d+|nothing) is saved",
     signal.SIGTERM: r"stopped; step \d+ is saved, and the same command resumes from there",
 }
@@ -120,7 +123,7 @@ class Watch:
 def disturbed(path: Path, number: signal.Signals, processes: int, draw: random.Random, tally: Tally) -> str:
     """A launch of which one process gets a signal after a step; what was wrong with it, or nothing."""
     victim, step = draw.randrange(processes), draw.randint(1, LAST - 3)
-    running = start(path, processes=processes)
+    running = start(path, "--heartbeat", str(HEARTBEAT_SECONDS), processes=processes)
     try:
         watch = Watch(running, processes)
         while running.poll() is None and not any(n >= step for n, _ in losses(path.with_suffix(""))):
@@ -141,26 +144,47 @@ def disturbed(path: Path, number: signal.Signals, processes: int, draw: random.R
     return ""
 
 
-def without(path: Path, processes: int, draw: random.Random) -> str:
-    """All processes of a run but one, which wait for it in vain; what was wrong, or nothing."""
+def apart(path: Path, number: signal.Signals | None, processes: int, draw: random.Random, tally: Tally) -> str:
+    """Processes that are each started by itself, of which one gets a signal after a step, or never comes; what was
+    wrong, or nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    missing = draw.randrange(processes)
-    more = ["--coordinator", address, "--processes", str(processes), "--wait", str(WAIT_SECONDS), "--id"]
-    come = [start(path, *more, str(n)) for n in range(processes) if n != missing]
+    victim, step = draw.randrange(processes), draw.randint(1, LAST - 3)
+    more = ["--coordinator", address, "--processes", str(processes), "--heartbeat", str(HEARTBEAT_SECONDS)]
+    more += ["--wait", str(WAIT_SECONDS), "--id"] if number is None else ["--id"]
+    come = {n: start(path, *more, str(n)) for n in range(processes) if n != victim or number is not None}
+    what = f"{number.name if number else 'nothing'} to {victim} of {processes}, apart"
     try:
-        said = [Watch(each).said() for each in come]
+        if number is not None:
+            while not any(n >= step for n, _ in losses(path.with_suffix(""))):
+                if any(each.poll() is not None for each in come.values()):
+                    return f"{what}: ended before: {[each.communicate()[1] for each in come.values()]}"
+                time.sleep(0.02)
+            process = launched_process(come[victim].pid, victim)
+            assert process is not None
+            struck = time.monotonic()
+            os.kill(process, number)
+            if number is not signal.SIGTERM:
+                gone = come.pop(victim)
+        said = {n: Watch(each).said() for n, each in come.items()}
+        if number is not None:
+            tally.seconds.append(time.monotonic() - struck)
     except TimeoutError as error:
-        return f"without {missing} of {processes}: {error}"
+        return f"{what}: {error}"
     finally:
-        for each in come:
-            each.kill()
-            each.wait()
-    line = f"error: not all {processes} processes came to {address} within {WAIT_SECONDS} seconds\n"
-    if any(each.returncode != LOST_CODE for each in come) or said != [line] * len(come):
-        return f"without {missing} of {processes}: exit codes {[each.returncode for each in come]}, and said: {said}"
-    return ""
+        for n, each in come.items():
+            end(each, n + 1)
+        if number is not None and number is not signal.SIGTERM:
+            end(gone, victim + 1)
+    lost = "process 0, which keeps the processes together," if victim == 0 else f"process {victim} of {processes}"
+    expected = {
+        None: rf"error: not all {processes} processes came to {address} within {WAIT_SECONDS} seconds\n",
+        signal.SIGTERM: rf"({signal.SIGTERM.name}: [^\n]*\n)?stopped; step \d+ is saved, and [^\n]*\n",
+    }.get(number, rf"error: {lost} is lost; (step \d+|nothing) is saved[^\n]*\n")
+    code = 143 if number is signal.SIGTERM else LOST_CODE
+    wrong = [n for n, each in come.items() if each.returncode != code or not re.fullmatch(expected, said[n])]
+    return f"{what}: exit codes {[each.returncode for each in come.values()]}, and said: {said}" if wrong else ""
 
 
 def trial(folder: Path, whole: list[tuple[int, float]], draw: random.Random, tally: Tally) -> str:
@@ -169,10 +193,12 @@ def trial(folder: Path, whole: list[tuple[int, float]], draw: random.Random, tal
     (folder / "slow").touch()
     path = training_config(folder, "run", DEVICES)
     processes, then = draw.choice((2, 4)), draw.choice((1, 2, 4))
-    number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGTERM, None))
-    tally.trials[f"one of {processes} {'never comes' if number is None else f'gets {number.name}'}"] += 1
+    number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGTERM, None))
+    alone = number is None or draw.choice((False, True))
+    what = "never comes" if number is None else f"gets {number.name}"
+    tally.trials[f"one of {processes}{', each started by itself,' if alone else ''} {what}"] += 1
     tally.resumed[f"as {then}"] += 1
-    wrong = without(path, processes, draw) if number is None else disturbed(path, number, processes, draw, tally)
+    wrong = (apart if number is None or alone else disturbed)(path, number, processes, draw, tally)
     if wrong:
         return wrong
     (folder / "slow").unlink()

@@ -28,7 +28,9 @@ from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
-from autoshard.train.processes import Meeting, SizedPlacer, abstract, from_first, is_first
+from autoshard.train.processes.agreement import from_first, is_first
+from autoshard.train.processes.meeting import Meeting
+from autoshard.train.processes.placing import SizedPlacer, abstract
 from autoshard.train.sources import Mapped, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
 from autoshard.train.stop_signals import StopSignals
@@ -58,8 +60,8 @@ def fit(
     """Takes ``step`` until step ``steps``, from the newest checkpoint if there is one, and returns the last state.
 
     The same program resumes after it was stopped or killed: on the same or other devices, with the same batches in the
-    same order. SIGTERM and SIGINT save the state after the step that is being taken, in all processes after the same,
-    and then raise `SystemExit` with 143, and `KeyboardInterrupt`; a second signal ends the process at once.
+    same order. SIGTERM and SIGINT save the state after the step that is being taken, of several processes within a second
+    or after the next one, and then raise `SystemExit` with 143, and `KeyboardInterrupt`; a second signal ends the process at once.
 
     Args:
       step: ``step(state, batch)`` -> the next state and metrics (a pytree, whose scalars are logged; one number alone
@@ -275,14 +277,15 @@ class _Record:
 @contextlib.contextmanager
 def _recording(log: Log | epath.PathLike | None, done: int, steps: int, examples: int | None) -> Generator[_Record]:
     """Where metrics go, in the first process; nowhere in the others."""
-    if log is None or not is_first():
-        yield _Record()
-    elif callable(log):
-        yield _Record(log)
-    else:
+    with contextlib.ExitStack() as stack:
+        if log is None or callable(log):
+            yield _Record(log if is_first() else None)
+            return
         folder = RunFolder(epath.Path(log))
-        console = Console(soft_wrap=True)
-        with folder.locked(), ProgressLine(console, steps, examples, "examples", 10) as progress:
-            folder.drop_events_after(done)
-            with RunLog(folder) as events:
-                yield _Record(None, events, progress)
+        from_first(lambda: stack.enter_context(folder.locked()))
+        from_first(lambda: folder.drop_events_after(done))
+        if not is_first():
+            yield _Record()
+            return
+        progress = stack.enter_context(ProgressLine(Console(soft_wrap=True), steps, examples, "examples", 10))
+        yield _Record(None, stack.enter_context(RunLog(folder)), progress)

@@ -52,7 +52,10 @@ from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
-from autoshard.train.processes import Meeting, SizedPlacer, from_first, in_any, is_first, peak_seconds, same_entries
+from autoshard.train.peak import peak_seconds
+from autoshard.train.processes.agreement import from_first, in_any, is_first, same_entries
+from autoshard.train.processes.meeting import Meeting
+from autoshard.train.processes.placing import SizedPlacer
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of

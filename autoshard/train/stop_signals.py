@@ -11,7 +11,7 @@ from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from autoshard.train.peers import SUPERVISED
+from autoshard.train.processes.peers import SUPERVISED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what schedulers send before they take a machine away."""

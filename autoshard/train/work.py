@@ -20,7 +20,8 @@ from autoshard.train.config import DataConfig, TrainConfig
 from autoshard.train.decoder import ModelConfig, Steps, make_steps
 from autoshard.train.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.own_model import Model, cross_entropy, decoder_model, make_own_steps, own_model, own_steps
-from autoshard.train.processes import abstract, same_in_all
+from autoshard.train.processes.agreement import same_in_all
+from autoshard.train.processes.placing import abstract
 from autoshard.train.sources import Mapped, Source, Tree, arrays_only, source_of
 
 

@@ -24,8 +24,9 @@ srun --kill-on-bad-exit=0 --wait=120 bash -c \
 	'exec autoshard train "$1" --coordinator "$2" --processes "$SLURM_NTASKS" --id "$SLURM_PROCID"' \
 	train "$config" "$coordinator" || code=$?
 
-# 143: stopped, and saved. 75: a process was lost. Both go on from the newest checkpoint.
-if ((code == 143 || code == 75)); then
-	scontrol requeue "$SLURM_JOB_ID"
-fi
+# srun gives the highest code of the tasks. 143: stopped, and saved. 75: a process was lost. 137, 134: that process, where
+# it was killed or aborted. All go on from the newest checkpoint; an error of the configuration, 2, does not.
+case $code in
+75 | 134 | 137 | 143) scontrol requeue "$SLURM_JOB_ID" ;;
+esac
 exit "$code"

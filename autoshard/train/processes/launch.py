@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoshard.train.peers import LOST_CODE, SUPERVISED
+from autoshard.train.processes.peers import LOST_CODE, SUPERVISED
 from autoshard.train.stop_signals import SIGNALS
 
 POLL_SECONDS = 0.02
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 STOPPED = tuple(128 + each for each in SIGNALS)
 """Exit codes of a process that saved its state because a signal asked it to stop."""
 GRACE_SECONDS = 2.0
@@ -105,7 +106,9 @@ def supervised(arguments: Sequence[str]) -> int:
 
 def _start(command: Sequence[str], stdout: Any = None, stderr: Any = None) -> subprocess.Popen[bytes]:
     """Starts a process that knows of being waited for, in a group of its own: Ctrl-C reaches it from here alone."""
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ | {SUPERVISED: "1"}  # no warnings of JAX's own runtime
+    environment = os.environ | {SUPERVISED: "1"}
+    if environment.get(LOG_LEVEL, "1") == "1":  # what JAX sets: with the warnings of its own runtime
+        environment[LOG_LEVEL] = "2"
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, process_group=0)
 
 

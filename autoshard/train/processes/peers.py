@@ -1,7 +1,7 @@
 """Whether the other processes of a run are there: each says so again and again in JAX's key-value store.
 
 That store is in process 0. Where it cannot be reached, JAX ends a process with SIGABRT and a stack trace, so each runs
-under one that says it in a line (`autoshard.train.launch`).
+under one that says it in a line (`autoshard.train.processes.launch`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import jax
 
@@ -30,12 +31,12 @@ class PeerWatch:
 
     Args:
       heartbeat: seconds after which a process that is not heard of counts as lost.
-      leave: called in the thread where one is lost, with a text that says which; it ends this process.
+      say: says why this process is left, as `lost_text` has it.
     """
 
-    def __init__(self, heartbeat: float, leave: Callable[[str], None]) -> None:
+    def __init__(self, heartbeat: float, say: Callable[[str], None]) -> None:
         self._store, self._own, count = process_store()
-        self._heartbeat, self._leave = heartbeat, leave
+        self._heartbeat, self._say_why = heartbeat, say
         self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(count), ("", time.monotonic()))
         self._parent = os.getppid() if SUPERVISED in os.environ else None
         self._stop = threading.Event()
@@ -52,21 +53,25 @@ class PeerWatch:
         return None
 
     def end(self, *, finished: bool) -> None:
-        """Stops. Processes that have ``finished`` wait for each other: without process 0 JAX would end the others."""
+        """Stops. Processes that have ``finished`` wait for each other, and then leave the store, process 0 last: it has
+        the store, without which JAX would abort them."""
         self._stop.set()
         self._thread.join()
         if finished and self._say(_ENDED):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._store.wait_at_barrier(f"{_FOLDER}{_ENDED}", round(1000 * self._heartbeat))
+            if self._own == 0:
+                time.sleep(BEAT_SECONDS)
+            jax.distributed.shutdown()
 
     def _run(self) -> None:
         beat = 0
         while not self._stop.wait(BEAT_SECONDS if beat else 0):
             beat += 1
             if self._parent is not None and os.getppid() != self._parent:
-                self._leave("the process that started this one is gone")
+                self.leave("the process that started this one is gone")
             if self._say(str(beat)) and (late := self._late(self._heartbeat)):
-                self._leave(self.lost_text(late))
+                self.leave(self.lost_text(late))
 
     def _say(self, word: str) -> bool:
         """Writes it, and reads what the others wrote; whether that could be done."""
@@ -81,6 +86,13 @@ class PeerWatch:
             if heard != self._heard[process][0]:
                 self._heard[process] = heard, now
         return True
+
+    def leave(self, why: str) -> NoReturn:
+        """Ends this process at once: in its orderly end JAX would wait for processes that are lost."""
+        self._say_why(why)
+        if self._own == 0:
+            time.sleep(2 * BEAT_SECONDS)  # the others find the same, while they can reach the store
+        os._exit(LOST_CODE)
 
     def lost_text(self, processes: Sequence[int]) -> str:
         """That ``processes`` are lost, in words."""

@@ -20,7 +20,7 @@ from autoshard.train.loop import train
 from benchmarks.numbered_rows import LAST, ROWS, launched_process, losses, training_config
 from tests.forked import command
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def launched(path: Path, moment: Callable[[], bool], number: signal.Signals) -> tuple[int | None, str]:

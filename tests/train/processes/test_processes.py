@@ -24,7 +24,8 @@ from autoshard.machine.hardware import load_hardware
 from autoshard.train.config import TrainConfig
 from autoshard.train.fit import fit
 from autoshard.train.loop import train
-from autoshard.train.processes import from_first, in_any, peak_seconds, same_in_all
+from autoshard.train.peak import peak_seconds
+from autoshard.train.processes.agreement import from_first, in_any, same_in_all
 from autoshard.train.stop_signals import StopSignals
 from tests.two_processes import run
 

@@ -1,0 +1,72 @@
+"""Connects the processes of a run, and says which of them was lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+
+import jax
+
+from autoshard.errors import ConfigError, PeerError
+from autoshard.strict_files import shortened
+from autoshard.train.processes.peers import LOST_CODE, PeerWatch
+
+_LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|[Hh]eartbeat|Connection (reset|closed|refused)")
+"""In what JAX says where another process cannot be reached; it has no class or code of its own for that."""
+
+
+def lost_peer(error: BaseException, watch: PeerWatch) -> PeerError | None:
+    """The error that says which other process was lost, if that is what ``error`` is about."""
+    if jax.process_count() == 1 or not _LOST.search(str(error)):
+        return None
+    if (process := watch.lost()) is not None:
+        return PeerError(watch.lost_text([process]))
+    reason = shortened(str(error).splitlines()[0])
+    return PeerError(f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}")
+
+
+def check_address(coordinator: str | None) -> None:
+    """Raises ConfigError where ``coordinator`` is no host with a port."""
+    if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", coordinator):
+        raise ConfigError(f"--coordinator {coordinator!r}: give a host and a port, such as 10.0.0.1:8476")
+
+
+def connect(coordinator: str | None, processes: int | None, process_id: int | None, wait: int, heartbeat: int) -> None:
+    """Connects this process to the others: to those named, or to those of the cluster that started it.
+
+    Where they do not come the process ends, with a line that says so and `LOST_CODE`.
+
+    Args:
+      wait: seconds to wait for them.
+      heartbeat: seconds after which a process that is not heard of counts as lost, and the others end.
+
+    Raises:
+      ConfigError: JAX finds no cluster.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_recoverability", True)  # else JAX aborts where any process is lost
+    where = "" if coordinator is None else f" to {coordinator}"
+    line = f"error: not all {processes or ''} processes came{where} within {wait} seconds\n".replace("  ", " ")
+    watch = threading.Timer(wait, _leave, (line,))  # JAX would abort, with a stack trace
+    watch.daemon = True
+    watch.start()
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            process_id,
+            initialization_timeout=wait + 30,
+            heartbeat_timeout_seconds=heartbeat,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        found = "--coordinator: " if coordinator else "--distributed: JAX finds no cluster that started this process: "
+        raise ConfigError(f"{found}{reason}") from None
+    finally:
+        watch.cancel()
+
+
+def _leave(line: str) -> None:
+    os.write(2, line.encode())
+    os._exit(LOST_CODE)
