@@ -25,7 +25,7 @@ from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
 from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
 from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.loop import plan_phase, train
-from autoshard.train.processes.connection import check_address, connect, lost_peer
+from autoshard.train.processes.connection import check_address, connect, has_peers, lost_peer
 from autoshard.train.processes.launch import launch, supervised
 from autoshard.train.processes.peers import LOST_CODE, SUPERVISED, PeerWatch
 from autoshard.train.stop_signals import StopSignals, write_error
@@ -78,8 +78,8 @@ def train_command(
 ) -> None:
     """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint.
 
-    With --distributed, started once on each host by Slurm, Open MPI, Kubernetes or on a TPU slice, or with
-    --coordinator, --processes and --id, the processes train together; the folder must be one that all share.
+    Started by Slurm or Open MPI as one of several, or with --distributed on each host of a TPU slice or of Kubernetes,
+    or with --coordinator, --processes and --id, the processes train together; the folder must be one that all share.
     `autoshard launch` starts several on this machine.
 
     The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, among several processes
@@ -89,8 +89,9 @@ def train_command(
     stopped by SIGTERM, in all processes after the same step: what schedulers take for a reason to start it again.
     """
     cluster = (coordinator, processes, process_id)
-    if distributed or any(given is not None for given in cluster):
-        if not distributed and None in cluster:
+    named = any(given is not None for given in cluster)
+    if distributed or named or has_peers():
+        if named and not distributed and None in cluster:
             raise ConfigError("--coordinator, --processes and --id belong together: give all three")
         check_address(coordinator)
         if SUPERVISED not in os.environ:

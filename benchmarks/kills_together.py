@@ -5,9 +5,10 @@
 A trial is a run on numbered rows by two or four processes that `autoshard launch` starts, on one mesh of four devices.
 After a step that is drawn, one of them is killed with SIGKILL, halted with SIGSTOP or gets SIGTERM; or each is started
 by itself, as on hosts, and one gets such a signal or never comes. All have to end, with the exit code and the line that
-say which it was and from where the next start goes on, or for whom they waited. One, two or four processes resume the run. In the end every row has to have been
-seen once, the log to have each step once, and the losses to be those of one process that nothing disturbed, bit for
-bit: they are of sums that are exact in any order. Where processes compute nothing for `LIMIT_SECONDS`, they hang.
+say which it was and from where the next start goes on, or for whom they waited. One, two or four processes resume the
+run. In the end every row has to have been seen once, the log to have each step once, and the losses to be those of one
+process that nothing disturbed, bit for bit: they are of sums that are exact in any order. Where processes compute
+nothing for `LIMIT_SECONDS`, they hang.
 The table, written anew after each trial, is `benchmarks/results/kills_together.md`; `make kills` runs these trials too.
 """
 

@@ -28,15 +28,19 @@ def test_the_slurm_script_passes_shellcheck():
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
-@pytest.mark.parametrize(("ends", "again"), [(0, False), (2, False), (75, True), (143, True)])
+@pytest.mark.parametrize(
+    ("ends", "again"),
+    [((0, 0), False), ((2, 2), False), ((75, 75), True), ((143, 143), True), ((75, 137), True), ((134, 75), True)],
+)
 def test_the_slurm_script_starts_a_process_a_task_and_is_queued_again_where_that_helps(
-    tmp_path: Path, ends: int, again: bool
+    tmp_path: Path, ends: tuple[int, int], again: bool
 ):
+    """srun gives the highest code of the tasks."""
     commands = {
         "scontrol": f'[[ $1 == show ]] && printf "node7\\nnode8\\n" || echo "$@" >>{tmp_path}/requeued',
         "srun": "while [[ $1 == --* ]]; do shift; done\n"
-        'code=0; for n in 0 1; do SLURM_PROCID=$n "$@" || code=$?; done; exit $code',
-        "autoshard": f'echo "$@" >>{tmp_path}/started; exit {ends}',
+        'code=0; for n in 0 1; do SLURM_PROCID=$n "$@" || code=$(($? > code ? $? : code)); done; exit $code',
+        "autoshard": f'ends=({ends[0]} {ends[1]}); echo "$@" >>{tmp_path}/started; exit "${{ends[SLURM_PROCID]}}"',
     }
     for name, text in commands.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -44,7 +48,7 @@ def test_the_slurm_script_starts_a_process_a_task_and_is_queued_again_where_that
     slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456", "SLURM_NTASKS": "2"}
     environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run([SLURM], check=False, env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (ends, "")
+    assert (ended.returncode, ended.stderr) == (max(ends), "")
     common = "train configs/train/demo.yaml --coordinator node7:23456 --processes 2 --id"
     assert (tmp_path / "started").read_text() == f"{common} 0\n{common} 1\n"
     requeued = tmp_path / "requeued"
@@ -84,6 +88,10 @@ def test_the_pods_of_the_job_set_find_one_another():
     name = found["metadata"]["name"]
     assert (program, verb) == ("autoshard", "train")
     assert spec["completionMode"] == "Indexed"
+    (ends,) = spec["podFailurePolicy"]["rules"]
+    assert (ends["action"], ends["onExitCodes"]["containerName"]) == ("FailJob", container["name"])
+    (then,) = found["spec"]["failurePolicy"]["rules"]
+    assert (then["action"], then["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     assert spec["completions"] == spec["parallelism"] == int(given["--processes"])
     (port,) = (each["containerPort"] for each in container["ports"])
     assert given["--coordinator"] == f"{name}-{job['name']}-0-0.{name}:{port}"

@@ -60,8 +60,9 @@ def fit(
     """Takes ``step`` until step ``steps``, from the newest checkpoint if there is one, and returns the last state.
 
     The same program resumes after it was stopped or killed: on the same or other devices, with the same batches in the
-    same order. SIGTERM and SIGINT save the state after the step that is being taken, of several processes within a second
-    or after the next one, and then raise `SystemExit` with 143, and `KeyboardInterrupt`; a second signal ends the process at once.
+    same order. SIGTERM and SIGINT save the state after the step that is being taken, of several processes within a
+    second or after the next one, and then raise `SystemExit` with 143, and `KeyboardInterrupt`; a second signal ends
+    the process at once.
 
     Args:
       step: ``step(state, batch)`` -> the next state and metrics (a pytree, whose scalars are logged; one number alone

@@ -372,3 +372,20 @@ def test_a_loss_needs_targets(tmp_path: Path):
 
 def inputs_alone() -> Any:
     return {"inputs": IMAGES["inputs"]}
+
+
+def test_the_files_of_the_guide_train_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/own_model.md").read_text().partition("## From a configuration")[2]
+    models, config = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "yaml"))
+    (tmp_path / "models.py").write_text(models)
+    shorter = {"steps: 10000": "steps: 4", "every: 500": "every: 2", "data: -1": "data: 8"}
+    for long, short in shorter.items():
+        assert long in config
+        config = config.replace(long, short)
+    (tmp_path / "cnn.yaml").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    report = train(named_config(tmp_path / "cnn.yaml"), console=Console(quiet=True))
+    assert report is not None
+    assert report.held_out is not None
+    assert checkpoint.steps(tmp_path / "runs/cnn/checkpoints")[-1] == 4

@@ -12,6 +12,8 @@ from autoshard.errors import ConfigError, PeerError
 from autoshard.strict_files import shortened
 from autoshard.train.processes.peers import LOST_CODE, PeerWatch
 
+_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+"""Environment variables with the number of processes that were started together."""
 _LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|[Hh]eartbeat|Connection (reset|closed|refused)")
 """In what JAX says where another process cannot be reached; it has no class or code of its own for that."""
 
@@ -24,6 +26,11 @@ def lost_peer(error: BaseException, watch: PeerWatch) -> PeerError | None:
         return PeerError(watch.lost_text([process]))
     reason = shortened(str(error).splitlines()[0])
     return PeerError(f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}")
+
+
+def has_peers() -> bool:
+    """Whether Slurm's srun or Open MPI's mpirun started this process as one of several."""
+    return any(os.environ.get(name, "1") != "1" for name in _SIZES)
 
 
 def check_address(coordinator: str | None) -> None:

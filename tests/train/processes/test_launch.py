@@ -17,6 +17,7 @@ from autoshard import checkpoint, cli
 from autoshard.errors import ConfigError
 from autoshard.train.config import named_config
 from autoshard.train.loop import train
+from autoshard.train.processes.connection import has_peers
 from benchmarks.numbered_rows import LAST, ROWS, launched_process, losses, training_config
 from tests.forked import command
 
@@ -72,6 +73,8 @@ def test_killed_stopped_and_resumed_on_other_processes_no_row_is_lost(tmp_path: 
     [
         (["launch", "--processes", "2", "--", "plan", "x.yaml"], "launch runs `train CONFIG`"),
         (["launch", "--processes", "2", "--", "train"], "launch runs `train CONFIG`"),
+        (["launch", "--processes", "2", "--", "train", "--heartbeat", "5"], "launch runs `train CONFIG`"),
+        (["launch", "--processes", "2", "--", "train", "--heartbeat", "5", "none.yaml"], "cannot read none.yaml"),
         (["train", "x.yaml", "--id", "0"], "belong together: give all three"),
         (["train", "x.yaml", "--coordinator", "here", "--processes", "2", "--id", "0"], "give a host and a port"),
     ],
@@ -86,3 +89,13 @@ def test_peers_that_never_come_are_one_line(tmp_path: Path):
     waits = command("train", training_config(tmp_path, "run", 2), *arguments)
     assert waits.communicate()[1] == "error: not all 2 processes came to 127.0.0.1:9 within 1 seconds\n"
     assert waits.returncode == 75
+
+
+def test_a_task_of_several_knows_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    assert not has_peers()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert not has_peers()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert has_peers()
