@@ -25,8 +25,9 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
 from autoshard.ir.program import Program
 from autoshard.transforms import remat
-from autoshard.transforms.held_values.names import ALL, ResidualGroup, layers_again, residual_groups
-from autoshard.transforms.held_values.sets import Price, choose_held, layer_loops, price_of_held
+from autoshard.transforms.held_values.in_order import choose_again, price_of_again
+from autoshard.transforms.held_values.names import ALL, ResidualGroup, asked_for, layers_again, residual_groups
+from autoshard.transforms.held_values.sets import Price, layer_loops
 from autoshard.transforms.held_values.split_scans import split_scans
 from autoshard.transforms.pipeline import Pass
 
@@ -108,26 +109,24 @@ class Recompute(Pass):
         layouts: Sequence[tuple[float, float]],
     ) -> tuple[Pass, float] | None:
         """The variant by name that takes least time (`autoshard.transforms.held_values.sets`)."""
-        groups = [g for g in residual_groups(program) if g.name in prices]
+        every = residual_groups(program)
+        groups = [g for g in every if g.name in prices]
         priced = {name: Price(*price) for name, price in prices.items()}
         loops = layer_loops(program.jaxpr, groups, priced, lambda e: not remat.is_recomputable(e, program.rules))
-        now = price_of_held(loops, [held] * len(loops))
+        now = price_of_again(loops, groups, {g.name: g.layers - held.get(g.name, 0) for g in groups})
         may_differ = program.pipeline is None and not any(e.effects for e in jx.walk(program.jaxpr))
-        found: list[tuple[float, list[dict[str, int]]]] = []
+        found: list[tuple[float, dict[str, int]]] = []
         for seconds, room in layouts if loops else ():
             if now.bytes + room >= 0:
-                chosen = choose_held(loops, now.bytes + room, may_differ=may_differ)
-                found.append((seconds - now.seconds + price_of_held(loops, chosen).seconds, chosen))
+                again, price = choose_again(loops, groups, now.bytes + room, may_differ=may_differ)
+                found.append((seconds - now.seconds + price.seconds, again))
         if not found:
             return None
-        seconds, chosen = min(found, key=lambda f: f[0])
-        again = Counter[str]()
-        for loop, counts in zip(loops, chosen, strict=True):
-            again.update({name: loop.layers - counts.get(name, 0) for name in loop.needed})
-        layers = {g.name: g.layers for g in groups}
-        if all(count >= layers[name] for name, count in again.items()):
+        seconds, again = min(found, key=lambda f: f[0])
+        needed = {name for loop in loops for name in loop.needed}
+        if all(again[g.name] >= g.layers for g in groups if g.name in needed):
             return Recompute("full"), seconds
-        return Recompute.by_name({n: ALL if c >= layers[n] else c for n, c in again.items() if c}), seconds
+        return Recompute.by_name(asked_for(every, again)), seconds
 
     def change(self, before: Program, after: Program) -> str:
         sizes = " -> ".join(f"{remat.residual_bytes(p) / 2**20:.3g}" for p in (before, after))
@@ -183,10 +182,8 @@ class Recompute(Pass):
         members: dict[jx.JaxprEqn, int] = {}
         cuts: dict[jx.JaxprEqn, frozenset[int]] = {}
         for group, count in self.again(program) or ():
-            for member in group.members:
-                here = min(count, member.layers)
+            for member, here in group.first(count):
                 members[member.eqn] = here
-                count -= here
                 if member.scan is not None and 0 < here < member.layers:
                     cuts[member.scan] = cuts.get(member.scan, frozenset()) | {here}
         for scan in cuts:

@@ -5,13 +5,14 @@ A *residual group* is one value of a layer: the result of a matrix product or of
 nothing. A group is called, in this order, by the name of `checkpoint_name`; ``attention``; the path of the parameter
 that the product multiplies by, without the argument's name (``params.mlp.up``); the user's named scopes; the source
 line. Where the names of a group's layers differ by numbers they become ``*``; of two values with one name the second
-is called ``name#2``.
+is called ``name#2``, which patterns match as they match ``name``.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,13 @@ class ResidualGroup:
     def layers(self) -> int:
         return sum(m.layers for m in self.members)
 
+    def first(self, layers: int) -> Iterator[tuple[Member, int]]:
+        """Each member, and how many of its layers are among the first ``layers`` of the group."""
+        for member in self.members:
+            here = min(layers, member.layers)
+            layers -= here
+            yield member, here
+
 
 def residual_key(eqn: jx.JaxprEqn) -> ResidualKey | None:
     """What is equal for the same product, or the same named value, of all layers; None of anything else."""
@@ -81,12 +89,13 @@ def residual_groups(program: Program) -> tuple[ResidualGroup, ...]:
         else:
             found[key, unnumbered(name)].append((name, member))
     groups: list[ResidualGroup] = []
-    taken: dict[str, int] = defaultdict(int)
+    taken: set[str] = set()
     for (key, common), members in found.items():
         names = {name for name, _ in members}
-        name = names.pop() if len(names) == 1 else common.replace("#", "*")
-        taken[name] += 1
-        name = name if taken[name] == 1 else f"{name}#{taken[name]}"
+        plain = names.pop() if len(names) == 1 else common.replace("#", "*")
+        numbered = (f"{plain}#{n}" for n in itertools.count(2))
+        name = next(n for n in itertools.chain((plain,), numbered) if n not in taken)
+        taken.add(name)
         groups.append(ResidualGroup(name, key, tuple(m for _, m in members), again[key, common]))
     return tuple(groups)
 
@@ -168,8 +177,9 @@ def layers_again(groups: Sequence[ResidualGroup], asked: Mapping[str, int | None
     """In how many of its layers each group is made again, by its name.
 
     Args:
-      asked: by pattern (`fnmatch`; ``*.mlp.up`` is also ``mlp.up``), a number of layers, or None for all; of several
-        patterns that match a name the last one counts.
+      asked: by pattern (`fnmatch`; ``*.mlp.up`` is also ``mlp.up``), a number of layers, or None for all. What is
+        said of a group's own name counts for it, wherever that stands; else the last of the patterns that match. A name
+        is a pattern too: ``attention`` is also ``attention#2``, unless that is asked for itself.
 
     Raises:
       PassError: a pattern that matches nothing, or more layers than there are.
@@ -183,12 +193,25 @@ def layers_again(groups: Sequence[ResidualGroup], asked: Mapping[str, int | None
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise PassError(f"recompute: no value that may be held is called {pattern!r}{hint}; there are {names}")
         for group in matched:
+            if group.name != pattern and group.name in asked:
+                continue
             if count is not None and count > group.layers:
+                hint = "" if group.name == pattern else f" (it matches {pattern!r}; say its own number too)"
                 raise PassError(
-                    f"recompute: {group.name!r} cannot be made again in {count} layers: it has {group.layers}"
+                    f"recompute: {group.name!r} cannot be made again in {count} layers: it has {group.layers}{hint}"
                 )
             found[group.name] = group.layers if count is None else count
     return found
+
+
+def asked_for(groups: Sequence[ResidualGroup], again: Mapping[str, int]) -> dict[str, int | str]:
+    """By name, the numbers of layers or `ALL` of which `layers_again` makes just ``again``, with 0 for other groups."""
+    named = [g.name for g in groups if again.get(g.name)]
+    return {
+        g.name: ALL if again.get(g.name, 0) >= g.layers else again.get(g.name, 0)
+        for g in groups
+        if any(matches(g.name, name) for name in named)
+    }
 
 
 def matches(name: str, pattern: str) -> bool:

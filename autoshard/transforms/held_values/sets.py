@@ -62,14 +62,13 @@ class LayerLoop:
     """[sets]: of one layer."""
     bytes: FloatArray
     """[sets]: of one layer, per device."""
+    eqns: frozenset[jx.JaxprEqn] = frozenset()
+    """That make the values."""
 
-    def number(self, held: Mapping[str, int]) -> tuple[int, int, int]:
-        """(S_low, S_high, k) closest to ``held``, in how many layers each value is held."""
-        counts = [held.get(name, 0) for name in self.names]
-        low = sum(1 << i for i, n in enumerate(counts) if n >= self.layers)
-        high = sum(1 << i for i, n in enumerate(counts) if n)
-        partly = [n for n in counts if 0 < n < self.layers]
-        return low, high, self.layers - max(partly, default=0)
+    def sets(self, held: Mapping[str, int]) -> list[int]:
+        """The set of each layer where the last ``held`` layers hold a value, by name."""
+        first = [self.layers - held.get(name, 0) for name in self.names]
+        return [sum(1 << i for i, start in enumerate(first) if layer >= start) for layer in range(self.layers)]
 
 
 def layer_loops(
@@ -122,7 +121,7 @@ def _loop(
     needed = tuple(dict.fromkeys(n for e in eqns if everything.again.get(e, _NONE).any() for n in sorted(made_by[e])))
     names = tuple(sorted(sorted(needed, key=lambda n: -prices[n].seconds)[:MAX_VALUES], key=needed.index))
     found = _walk(eqns, made_by, targets, entering, names, prices, is_held_anyway)
-    return LayerLoop(layers, names, needed, found.seconds / share, found.bytes / share)
+    return LayerLoop(layers, names, needed, found.seconds / share, found.bytes / share, frozenset(by_eqn))
 
 
 _NONE: BoolArray = np.zeros(1, bool)
@@ -172,12 +171,12 @@ def _inner(eqn: jx.JaxprEqn) -> list[jx.JaxprEqn]:
 
 def price_of_held(loops: Sequence[LayerLoop], held: Sequence[Mapping[str, int]]) -> Price:
     """Bytes per device of what is held in these loops, and seconds to make the rest again; ``held``: by name, in how
-    many layers."""
+    many layers, the last ones."""
     size, seconds = 0.0, 0.0
     for loop, counts in zip(loops, held, strict=True):
-        low, high, k = loop.number(counts)
-        size += float(k * loop.bytes[low] + (loop.layers - k) * loop.bytes[high])
-        seconds += float(k * loop.seconds[low] + (loop.layers - k) * loop.seconds[high])
+        sets = loop.sets(counts)
+        size += float(loop.bytes[sets].sum())
+        seconds += float(loop.seconds[sets].sum())
     return Price(size, seconds)
 
 
@@ -192,17 +191,18 @@ def choose_held(loops: Sequence[LayerLoop], room: float, *, may_differ: bool = T
 
 
 def _divided(loops: Sequence[LayerLoop], room: float) -> list[float]:
-    """The room of each loop: for steps along the hulls, the most seconds for each byte first."""
+    """The room of each loop: for steps along the hulls, the most seconds for each byte first; of equals the last loop,
+    as the first layers make values again."""
     steps: list[tuple[float, int, float]] = []
     for i, loop in enumerate(loops):
         hull = _hull(loop)
         for a, b in pairwise(hull):
             size = float(loop.bytes[b] - loop.bytes[a])
-            steps.append((-float(loop.seconds[a] - loop.seconds[b]) / size, i, size * loop.layers))
+            steps.append((-float(loop.seconds[a] - loop.seconds[b]) / size, -i, size * loop.layers))
     rooms = [0.0 for _ in loops]
-    for _, i, size in sorted(steps):
+    for _, minus, size in sorted(steps):
         given = min(size, room)
-        rooms[i] += given
+        rooms[-minus] += given
         room -= given
     return rooms
 

@@ -1,8 +1,8 @@
 """Scans over layers cut into several, one after the other, so that layers may differ in what they hold.
 
 A forward scan is cut with the backward scans that read what it stacks: their residuals stay in parts. What comes in
-stacked is sliced, which copies it; what goes out stacked and is read as a whole is put together again. So arguments and
-results of the step keep their shapes.
+stacked is sliced, which copies it; what goes out stacked and is read as a whole, or by a scan that is cut elsewhere, is
+put together again. So arguments and results of the step keep their shapes.
 """
 
 from __future__ import annotations
@@ -70,10 +70,13 @@ class _Split:
         """Stacks and layers (first, end) of them -> the variable that has those."""
         self.eqns: list[jx.JaxprEqn] = []
         self.read_whole = {v for v in jaxpr.outvars if isinstance(v, jx.Var)}
+        maker = {v: e for e in cuts for v in e.outvars}
         for eqn in jaxpr.eqns:
             groups = jx.scan_groups(eqn) if eqn in cuts else None
-            whole = eqn.invars if groups is None else eqn.invars[: groups.consts + groups.carry]
-            self.read_whole |= {v for v in whole if isinstance(v, jx.Var)}
+            stacks = len(eqn.invars) if groups is None else groups.consts + groups.carry
+            for i, v in enumerate(eqn.invars):
+                if isinstance(v, jx.Var) and not (i >= stacks and v in maker and cuts[maker[v]] == cuts[eqn]):
+                    self.read_whole.add(v)
 
     def jaxpr(self) -> jx.Jaxpr:
         for eqn in self.before.eqns:
