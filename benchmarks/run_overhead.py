@@ -144,7 +144,7 @@ def main() -> int:
                 f"{found.more_cpu() * 1e3:.2f} | {ALLOWED[name]:.0%} |"
             )
     command = f"python -m benchmarks.run_overhead --rounds {given.rounds} --steps {given.steps}"
-    ran = f"`{command}`, {date.today()}, jax {jax.__version__}, {os.cpu_count()} cores with other work on them."
+    ran = f"`{command}`, {date.today()}, jax {jax.__version__}, {os.cpu_count()} cores."
     text = (
         "Median over the rounds of what a step of a run takes beyond a bare step, in blocks that alternate within one\n"
         f"process, of {given.steps} steps or twice as many. A megabyte of shuffled rows a step, 32 MiB of state saved\n"
