@@ -39,6 +39,9 @@ MAX_DEPTH = 32
 MAX_MISTAKES = 20
 """Invalid entries that one error names."""
 
+PLACE = "place"
+"""Of a validation's context: gives the file and line, ``FILE:LINE``, of the entry at some keys."""
+
 type Keys = tuple[int | str, ...]
 
 _SCALARS = {"bool", "float", "int", "null"}
@@ -147,12 +150,14 @@ def parse_yaml[Model: BaseModel](
         raise ConfigError(f"{file}:{line}: the character {error.character:#x} is not allowed in YAML") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}:1: expected keys and values, found {type(values).__name__}")
+
+    def place(keys: Keys) -> str:
+        return f"{file}:{_line_of(node, keys)}"
+
     try:
-        return model.model_validate(values, context={**(context or {}), "file": file})
+        return model.model_validate(values, context={**(context or {}), "file": file, PLACE: place})
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(_error_lines(model, error, values, lambda keys: f"{file}:{_line_of(node, keys)}"))
-        ) from None
+        raise ConfigError("\n".join(_error_lines(model, error, values, place))) from None
 
 
 class _Loader(yaml.SafeLoader):

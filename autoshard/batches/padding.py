@@ -8,14 +8,19 @@ true tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard.errors import ArgumentError
 from autoshard.strict_files import cut
+
+type _Array = Any
+"""An array, or a list of rows of different sizes, numpy arrays of one dtype."""
 
 WEIGHTS = "weights"
 """The array that is made where `Padding.dims` names it and a batch lacks it."""
@@ -32,7 +37,8 @@ class Padding:
         dimension is never padded: ``{"tokens": ["rows", "length"], "positions": [None, "rows", "length"], "patches":
         ["patches"], "grid": ["images"]}``. ``inputs.patches`` is an array of a dictionary within. ``weights`` may be
         among them without being in the batches. What is not named here stays as it is.
-      fill: the number that an array is padded with, 0 by default; of ``weights`` it is 0.
+      fill: the number that an array is padded with, 0 by default; of ``weights`` it is 0. The array's dtype has to
+        have it: no -0.5 among integers.
 
     Raises:
       ArgumentError: no bucket or no named dimension, a bucket without a size for each, or a fill of another array. Of a
@@ -63,12 +69,13 @@ class Padding:
             raise ArgumentError(f"fill: {sorted(self.fill)} must be arrays that are padded, and not {WEIGHTS!r}")
 
     def __call__(self, batch: Any) -> dict[str, Any]:
-        """``batch`` padded. An array may come as a list of its rows, whose lengths differ: they are of the second
-        dimension that is named.
+        """``batch`` padded. An array may come as a list or tuple of its rows, whose sizes differ along dimensions that
+        are named. ``weights`` that are made are one where every array that begins with their dimensions has something.
 
         Raises:
-          ArgumentError: a batch that is no dictionary, lacks an array, has one of other dimensions, or is larger than
-            every bucket; names the array and the sizes.
+          ArgumentError: a batch that is no dictionary, lacks an array, has one of other dimensions, rows that differ
+            where nothing is padded, or a dtype without the fill, or is larger than every bucket; names the array and
+            the sizes.
         """
         if not isinstance(batch, Mapping):
             raise ArgumentError(
@@ -79,6 +86,7 @@ class Padding:
             raise ArgumentError(
                 f"a batch lacks {cut(missing[0])!r}, which is to be padded; it has {sorted(arrays)[:20]}"
             )
+        arrays = {name: _read(name, arrays[name], dims) for name, dims in self.dims.items() if name in arrays}
         found, sizes = dict[str, Any](), self._sizes(arrays)
         bucket = next((b for b in self.buckets if all(n <= b[name] for name, n in sizes.items())), None)
         if bucket is None:
@@ -90,11 +98,7 @@ class Padding:
             if name not in arrays:
                 found[name] = self._true(arrays, dims, bucket)
                 continue
-            fill = 0 if name == WEIGHTS else self.fill.get(name, 0)
-            rows = arrays[name]
-            if isinstance(rows, list):
-                rows = [_padded(row, dims[1:], bucket, fill) for row in rows]
-            found[name] = _padded(rows, dims, bucket, fill)
+            found[name] = _padded(name, arrays[name], dims, bucket, self.fill.get(name, 0))
         return _replaced({WEIGHTS: None, **batch} if WEIGHTS in found else batch, found)
 
     def _sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
@@ -113,19 +117,21 @@ class Padding:
                     )
         return {name: size for name, (size, _) in sizes.items()}
 
-    def _true(self, batch: Mapping[str, Any], dims: Sequence[str | None], bucket: Mapping[str, int]) -> np.ndarray:
-        """float32 weights of these dimensions: one where an array with the most of them has something true."""
-        named = [name for name in dims if name is not None]
-        if len(named) < len(dims):
+    def _true(self, batch: Mapping[str, _Array], dims: Sequence[str | None], bucket: Mapping[str, int]) -> np.ndarray:
+        """float32 weights of these dimensions: one where each array that begins with them has something true."""
+        named, rank = [name for name in dims if name is not None], len(dims)
+        if len(named) < rank:
             raise ArgumentError(f"{WEIGHTS!r} is made of dimensions that have a name")
-        like = max((a for a in self.dims if a in batch), key=lambda a: len({*dims} & {*self.dims[a]}))
-        if list(self.dims[like][: len(named)]) != named:
+        like = [batch[name] for name, of in self.dims.items() if name in batch and list(of[:rank]) == named]
+        if not like:
             raise ArgumentError(f"no array begins with the dimensions {named}, of which {WEIGHTS!r} is to be made")
-        rows, rank = batch[like], len(named)
-        if isinstance(rows, list) and rank > 1:
-            ones = [np.ones(np.shape(row)[: rank - 1], np.float32) for row in rows]
-            return _padded([_padded(one, dims[1:], bucket, 0) for one in ones], dims, bucket, 0)
-        return _padded(np.ones(_shape(like, rows, dims)[:rank], np.float32), dims, bucket, 0)
+        ones = [
+            [np.ones(row.shape[: rank - 1], np.float32) for row in x]
+            if isinstance(x, list) and rank > 1
+            else np.ones(_shape(WEIGHTS, x, dims)[:rank], np.float32)
+            for x in like
+        ]
+        return np.minimum.reduce([_padded(WEIGHTS, each, dims, bucket, 0) for each in ones])
 
 
 def _named(batch: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,23 +151,68 @@ def _replaced(batch: Mapping[str, Any], found: Mapping[str, Any], within: str = 
     }
 
 
-def _shape(name: str, x: Any, dims: Sequence[str | None]) -> tuple[int, ...]:
+def _read(name: str, x: Any, dims: Sequence[str | None]) -> _Array:
+    """An array as it comes; of a list of rows one array, or a list of arrays of a dtype where their sizes differ."""
+    if not isinstance(x, list | tuple):
+        return x
+    try:
+        rows = [np.asarray(row) for row in x]
+    except ValueError:
+        raise ArgumentError(
+            f"{name!r} is a list whose rows are lists of different sizes: give each as an array"
+        ) from None
+    if not rows:
+        raise ArgumentError(
+            f"{name!r} is a list of no rows, whose dtype and dimensions {list(dims)} are not known: leave the batch "
+            "out, or give an array, such as np.zeros((0, 8), np.int32)"
+        )
+    dtype = np.result_type(*{row.dtype for row in rows if row.size} or {rows[0].dtype})  # [] is float64
+    rows, shapes = [row.astype(dtype, copy=False) for row in rows], list(dict.fromkeys(row.shape for row in rows))
+    if len(shapes) == 1:
+        return np.stack(rows)
+    differ = [n for n, sizes in enumerate(itertools.zip_longest(*shapes), start=1) if len(set(sizes)) > 1]
+    if len({*map(len, shapes)}) > 1 or any(n >= len(dims) or dims[n] is None for n in differ):
+        raise ArgumentError(
+            f"{name!r} has rows of {' and '.join(str(list(shape)) for shape in shapes[:3])}, and of its dimensions "
+            f"{list(dims)} are padded: give all rows as many dimensions, and name those that differ, such as "
+            f"{{{name!r}: ['rows', 'length']}}"
+        )
+    return rows
+
+
+def _shape(name: str, x: _Array, dims: Sequence[str | None]) -> tuple[int, ...]:
     """The shape of an array, or of a list of rows that are as large as the largest is."""
-    shapes = [np.shape(row) for row in x] if isinstance(x, list) else []
-    if shapes and len({len(shape) for shape in shapes}) == 1:
-        shape = (len(shapes), *(max(sizes) for sizes in zip(*shapes, strict=True)))
-    else:
-        shape = np.shape(x)
+    rows = [row.shape for row in x] if isinstance(x, list) else []
+    shape = (len(rows), *(max(sizes) for sizes in zip(*rows, strict=True))) if rows else np.shape(x)
     if len(shape) < len(dims):
         raise ArgumentError(f"{name!r} has the dimensions {list(dims)}, and a batch has one of {list(shape)}")
     return shape
 
 
-def _padded(x: Any, dims: Sequence[str | None], bucket: Mapping[str, int], fill: float) -> np.ndarray:
+def _padded(name: str, x: _Array, dims: Sequence[str | None], bucket: Mapping[str, int], fill: float) -> np.ndarray:
+    if isinstance(x, list):
+        x = np.stack([_padded(name, row, dims[1:], bucket, fill) for row in x])
     x = np.asarray(x)
     wanted = [size if name is None else bucket[name] for name, size in zip(dims, x.shape, strict=False)]
     more = [(0, want - size) for want, size in zip(wanted, x.shape, strict=False)]
-    return np.pad(x, [*more, *[(0, 0)] * (x.ndim - len(more))], constant_values=np.asarray(fill, x.dtype))
+    return np.pad(x, [*more, *[(0, 0)] * (x.ndim - len(more))], constant_values=_fill_of(name, x, fill))
+
+
+def _fill_of(name: str, x: np.ndarray, fill: float) -> np.ndarray:
+    """``fill`` in the dtype of ``x``, which has it: integers exactly, floats rounded."""
+    try:
+        with np.errstate(all="ignore"):
+            made = np.asarray(fill).astype(x.dtype)
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        has = np.isfinite(made) == np.isfinite(fill) if is_float else made == fill
+    except (OverflowError, TypeError, ValueError):
+        made, has = x, False
+    if not has or x.dtype.kind not in "biufcV":  # V: bfloat16 and its like
+        raise ArgumentError(
+            f"{name!r} is {x.dtype} {list(x.shape)}, which cannot be padded with {fill!r}: give a `fill` that "
+            f"{x.dtype} has, or the array another dtype"
+        )
+    return made
 
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ do, and what its devices take for one product that no other takes part in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median, median_high
 
 import numpy as np
@@ -44,36 +44,40 @@ class Lateness:
     """Seconds since all met."""
 
 
-def straggler(cause: Cause, late: Sequence[Lateness]) -> StragglerEvent | None:
-    """The process, of two or more, that kept the others waiting; None where none did. ``late`` are by process."""
-    number = max(range(len(late)), key=lambda n: late[n].total)
-    most, others = late[number], median(each.total for n, each in enumerate(late) if n != number)
-    beyond = most.total - others
-    if beyond <= max(SHARE * most.passed, LEAST) or most.total <= TIMES * others:
-        return None
-    return StragglerEvent(
-        step=most.step,
-        process=number,
-        cause=cause,
-        seconds=most.longest,
-        total=most.total,
-        others=others,
-        passed=most.passed,
-    )
+def stragglers(cause: Cause, late: Sequence[Lateness]) -> list[StragglerEvent]:
+    """The processes, of two or more, that kept the others waiting. ``late`` are by process."""
+    found: list[StragglerEvent] = []
+    for number, own in enumerate(late):
+        others = median(each.total for n, each in enumerate(late) if n != number)
+        if own.total - others <= max(SHARE * own.passed, LEAST) or own.total <= TIMES * others:
+            continue
+        found.append(
+            StragglerEvent(
+                step=own.step,
+                process=number,
+                cause=cause,
+                seconds=own.longest,
+                total=own.total,
+                others=others,
+                passed=own.passed,
+            )
+        )
+    return found
 
 
-def slow_devices(step: int, seconds: Sequence[float]) -> SlowDevicesEvent | None:
-    """The process, of two or more, whose devices are slower than those of the others; None where none are.
+def slow_devices(step: int, seconds: Sequence[float]) -> list[SlowDevicesEvent]:
+    """The processes, of two or more, whose devices are slower than those of the others.
 
     Args:
       step: after which all measured.
       seconds: that the slowest device of each process took for the same product, by process.
     """
-    number = max(range(len(seconds)), key=lambda n: seconds[n])
-    others = median_high(each for n, each in enumerate(seconds) if n != number)
-    if seconds[number] <= SLOWER * others:
-        return None
-    return SlowDevicesEvent(step=step, process=number, seconds=seconds[number], others=others)
+    found: list[SlowDevicesEvent] = []
+    for number, own in enumerate(seconds):
+        others = median_high(each for n, each in enumerate(seconds) if n != number)
+        if own > SLOWER * others:
+            found.append(SlowDevicesEvent(step=step, process=number, seconds=own, others=others))
+    return found
 
 
 def latest(number: int, late: Sequence[float]) -> tuple[int, float, float]:
@@ -100,8 +104,8 @@ class Findings:
     """Who is found to keep the others waiting, and was not at the meeting before."""
 
     late: frozenset[tuple[Cause, int]] = frozenset()
-    slow: tuple[int, int] = (-1, 0)
-    """The process with the slowest devices, and how often in a row they were measured as that."""
+    slow: dict[int, int] = field(default_factory=dict[int, int])
+    """How often in a row the devices of a process were found slower, by process."""
 
     def __call__(self, number: int, rows: np.ndarray) -> list[StragglerEvent | SlowDevicesEvent]:
         """What is new after step ``number``.
@@ -113,12 +117,11 @@ class Findings:
         causes: tuple[tuple[Cause, int], ...] = (("batches", 0), ("host", 3))
         for cause, first in causes:
             parts = [Lateness(int(row[first]), *(row[[first + 1, first + 2, 6]] / 1e6).tolist()) for row in rows]
-            late += [found] if (found := straggler(cause, parts)) else []
+            late += stragglers(cause, parts)
         new: list[StragglerEvent | SlowDevicesEvent] = [e for e in late if (e.cause, e.process) not in self.late]
         self.late = frozenset((e.cause, e.process) for e in late)
         if rows[:, 7].all():
-            found = slow_devices(number, (rows[:, 7] / 1e6).tolist())
-            process = -1 if found is None else found.process
-            self.slow = process, self.slow[1] + 1 if process == self.slow[0] else 1
-            new += [found] if found is not None and self.slow[1] == AGAIN else []
+            slow = slow_devices(number, (rows[:, 7] / 1e6).tolist())
+            self.slow = {e.process: self.slow.get(e.process, 0) + 1 for e in slow}
+            new += [e for e in slow if self.slow[e.process] == AGAIN]
         return new

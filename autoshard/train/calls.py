@@ -6,6 +6,7 @@ the same entries from anywhere else, such as a run's folder, imports nothing.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import Discriminator, Field, PrivateAttr, ValidationInfo, field_validator
 
-from autoshard.errors import ConfigError, nearest
+from autoshard.errors import ArgumentError, ConfigError, nearest
 from autoshard.strict_config import Config
 from autoshard.strict_files import cut
 
@@ -42,6 +43,7 @@ class Call(Config):
     """Arguments that the run gives by position."""
 
     _target: Callable[..., Any] | None = PrivateAttr(default=None)
+    _at: str = PrivateAttr(default="")
 
     @field_validator("call")
     @classmethod
@@ -82,15 +84,48 @@ class Call(Config):
         """
         if self._target is None:
             raise ConfigError(
-                f"{self.call} is not imported: a call is imported only from a configuration that is named on the "
-                "command line. From Python, use autoshard.train.fit"
+                f"{self.at}{self.call} is not imported: a call is imported only from a configuration that is named on "
+                "the command line. From Python, use autoshard.train.fit"
             )
         target = self._target
 
         def call(*args: Any, **given: Any) -> Any:
             return target(*args, **{n: x for n, x in given.items() if takes(target, n)}, **self.arguments)
 
-        return call
+        return self.named(call)
+
+    @property
+    def at(self) -> str:
+        """Where the entry stands, before what is said of it: ``FILE:LINE: KEY: ``; "" if it stands nowhere."""
+        return self._at
+
+    def stands(self, at: str) -> None:
+        """Says where the entry stands."""
+        self._at = at
+
+    def named[**P, T](self, function: Callable[P, T]) -> Callable[P, T]:
+        """``function``, what is called or what that gave, whose errors name this entry: those that are shown as one
+        line in it, others, which keep their traceback, in a note below.
+        """
+
+        @functools.wraps(function)
+        def run(*args: P.args, **given: P.kwargs) -> T:
+            try:
+                return function(*args, **given)
+            except StopIteration:
+                raise
+            except (ArgumentError, ConfigError, OSError) as error:
+                if str(error).startswith(name):
+                    raise
+                found = OSError if isinstance(error, OSError) else ConfigError
+                raise found(f"{name}: {error}") from error
+            except Exception as error:
+                if (note := f"{name} raised this, or what it gave") not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
+                raise
+
+        name = f"{self.at}{self.call}"
+        return run
 
     def model_post_init(self, context: Any, /) -> None:
         if isinstance(context, Mapping) and context.get(IMPORTS):

@@ -13,6 +13,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PrivateAttr,
     StrictInt,
     Tag,
     ValidationInfo,
@@ -24,7 +25,7 @@ from autoshard.batches.padding import Padding
 from autoshard.batches.sizes import batch_sizes
 from autoshard.errors import ArgumentError, ConfigError
 from autoshard.machine.mesh_config import MeshConfig, mesh_config
-from autoshard.strict_config import Config, load_yaml
+from autoshard.strict_config import PLACE, Config, load_yaml
 from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, ModelCall
 from autoshard.train.data import STDLIB, VOCAB
 from autoshard.train.decoder import MAX_SIZE, ModelConfig
@@ -52,6 +53,10 @@ Strategy = Literal[
     "zero3",
     "zero3+offload:optimizer",
 ]
+
+
+_PLACED = ("model", "data", "optimizer", "loss", "step", "batch", "micro_batch", "eval.data")
+"""Entries that something may be said of after the configuration was read."""
 
 
 def _relative_path(value: str, info: ValidationInfo) -> epath.Path:
@@ -260,6 +265,21 @@ class TrainConfig(Config):
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """The JAX platform to run on; None is JAX's default."""
 
+    _at: dict[str, str] = PrivateAttr(default={})
+
+    def model_post_init(self, context: Any, /) -> None:
+        place = (context or {}).get(PLACE)
+        for key in _PLACED:
+            self._at[key] = f"{place(tuple(key.split('.')))}: {key}: " if place else f"{key}: "
+        calls = {key: getattr(self, key) for key in _PLACED if "." not in key} | {"eval.data": self.eval.data}
+        for key, call in calls.items():
+            if isinstance(call, Call):
+                call.stands(self.at(key))
+
+    def at(self, key: str) -> str:
+        """Where the entry ``key`` stands, before what is said of it: ``FILE:LINE: KEY: ``."""
+        return self._at[key]
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         given = [key for key in ("model", "optimizer", "loss") if key in self.model_fields_set]
@@ -351,13 +371,15 @@ class TrainConfig(Config):
         if self.micro_batch is None:
             return self.microbatches
         if mesh.axes == "auto":
-            raise ConfigError("`micro_batch` needs a mesh with axes, to know how many devices split the batch")
+            raise ConfigError(
+                f"{self.at('micro_batch')}it needs a mesh with axes, to know how many devices split the batch"
+            )
         axes = mesh.mesh().shape
         shards = math.prod(axes[name] for name in self.data_axes if name in axes)
         try:
             sizes = batch_sizes(self.batch, micro=self.micro_batch, accumulation=self.microbatches, shards=shards)
         except ArgumentError as error:
-            raise ConfigError(f"micro_batch, on {mesh.mesh()}: {error}") from None
+            raise ConfigError(f"{self.at('micro_batch')}on {mesh.mesh()}: {error}") from None
         return sizes.accumulation
 
     def resuming(self, settings: Mapping[str, Any]) -> TrainConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -80,16 +80,18 @@ def own_model(call: Call, batch: Tree) -> Model:
 
     jax.eval_shape(look)
     if isinstance(found, nnx.Module):
-        return _nnx_model(made)
-    if isinstance(found, linen.Module):
-        return _linen_model(found, batch)
-    if isinstance(found, tuple) and len(found) in (2, 4) and all(map(callable, found)):
-        return _plain_model(*found)
-    raise ConfigError(
-        f"model: {call.call} gives a {type(found).__name__}; a model is a Flax NNX or Linen module, or a pair of "
-        "functions: init(key) -> params, and apply(params, inputs) -> outputs; two more, where it decodes with a "
-        "cache: step(params, cache, tokens, position) -> logits, cache, and new_cache(params, rows, length)"
-    )
+        model = _nnx_model(made)
+    elif isinstance(found, linen.Module):
+        model = _linen_model(found, batch)
+    elif isinstance(found, tuple) and len(found) in (2, 4) and all(map(callable, found)):
+        model = _plain_model(*found)
+    else:
+        raise ConfigError(
+            f"{call.at}{call.call} gives a {type(found).__name__}; a model is a Flax NNX or Linen module, or a pair of "
+            "functions: init(key) -> params, and apply(params, inputs) -> outputs; two more, where it decodes with a "
+            "cache: step(params, cache, tokens, position) -> logits, cache, and new_cache(params, rows, length)"
+        )
+    return replace(model, init=call.named(model.init), apply=call.named(model.apply))
 
 
 def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
@@ -260,11 +262,12 @@ def own_steps(call: Call) -> Steps:
     given = call.resolved()()
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not all(map(callable, given)):
         raise ConfigError(
-            f"step: {call.call} gives a {type(given).__name__}; it must give functions, (init, step) or (init, step, "
-            "evaluate): init(key) -> state, step(state, batch) -> (state, metrics), evaluate(state, batch) -> metrics"
+            f"{call.at}{call.call} gives a {type(given).__name__}; it must give functions, (init, step) or "
+            "(init, step, evaluate): init(key) -> state, step(state, batch) -> (state, metrics), "
+            "evaluate(state, batch) -> metrics"
         )
-    init, step = given[:2]
-    evaluate = given[2] if len(given) == 3 else None
+    init, step = map(call.named, given[:2])
+    evaluate = call.named(given[2]) if len(given) == 3 else None
     made = nnx.eval_shape(lambda: init(jax.random.key(0)))
     if not has_modules(made):
         return Steps(init, uniform(step, made), evaluate, lambda state: state)

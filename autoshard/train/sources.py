@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import itertools
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
@@ -93,9 +94,11 @@ class Rows(Iterator[Tree]):
 
     def __init__(self, arrays: Tree, batch: int, seed: int | None = None, dims: Tree = 0) -> None:
         leaves, self._tree = jax.tree.flatten(arrays)
-        self._dims: list[int] = [dims] * len(leaves) if isinstance(dims, int) else jax.tree.leaves(dims)
-        if not isinstance(dims, int) and jax.tree.structure(dims) != self._tree:
+        each = [dims] * len(leaves) if isinstance(dims, numbers.Integral) else jax.tree.leaves(dims)
+        of_all = isinstance(dims, numbers.Integral) or jax.tree.structure(dims) == self._tree
+        if not of_all or not all(isinstance(d, numbers.Integral) for d in each):
             raise ArgumentError(f"dims={cut(str(dims))}: give one number, or one for each array of {self._tree}")
+        self._dims = [operator.index(d) for d in each]
         pairs = [*zip(leaves, self._dims, strict=True)]
         lengths = {np.shape(x)[d] if 0 <= d < np.ndim(x) else None for x, d in pairs}
         if len(lengths) != 1 or None in lengths or 0 in lengths:
@@ -130,7 +133,8 @@ class Rows(Iterator[Tree]):
 
     @property
     def _made_of(self) -> dict[str, Any]:
-        return {"rows": self._rows, "batch": self._batch, "seed": self._seed}
+        dims = self._dims if len(set(self._dims)) > 1 else self._dims[0]
+        return {"rows": self._rows, "batch": self._batch, "seed": self._seed, "dims": dims}
 
     def get_state(self) -> Any:
         """The position as strict JSON."""
@@ -147,6 +151,7 @@ class Rows(Iterator[Tree]):
                 pass
             case _:
                 raise ConfigError(f"a saved position has the keys 'made_of' and 'taken'; this is {shortened(state)}")
+        made_of = {"dims": 0, **made_of}  # which it lacks if it is older than they are
         for name, value in self._made_of.items():
             if made_of.get(name) != value:
                 raise ConfigError(

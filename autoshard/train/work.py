@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,10 @@ class _TextBatches:
     @functools.cached_property
     def _read(self) -> data.Corpus:
         source = self.source
-        found = data.corpus(source.source, include=source.include, exclude=source.exclude, holdout=source.holdout)
+        try:
+            found = data.corpus(source.source, include=source.include, exclude=source.exclude, holdout=source.holdout)
+        except ConfigError as error:
+            raise ConfigError(f"{self.config.at('data')}{error}") from None
         if not same_in_all(zlib.crc32(found.heldout, zlib.crc32(found.train))):
             raise ConfigError(f"the text in {source.source} is not the same in all {jax.process_count()} processes")
         return found
@@ -114,6 +117,23 @@ class _TextBatches:
 
 
 @dataclass(frozen=True)
+class _Named:
+    """A source whose errors name the entry that gives it."""
+
+    source: Source
+    call: Call
+
+    def __next__(self) -> Tree:
+        return self.call.named(self.source.__next__)()
+
+    def get_state(self) -> Any:
+        return self.source.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self.call.named(self.source.set_state)(state)
+
+
+@dataclass(frozen=True)
 class _OwnBatches:
     """What functions of the configuration give."""
 
@@ -125,13 +145,16 @@ class _OwnBatches:
     def like(self) -> Tree:
         first = next(self.train(), None)
         if first is None:
-            raise ConfigError(f"data: {self.source.call} gives no batch")
+            raise ConfigError(f"{self.source.at}{self.source.call} gives no batch")
         like = jax.tree.map(abstract, arrays_only(first))
         rows = {x.shape[0] for x in jax.tree.leaves(like) if x.shape}
+        if not rows:
+            raise ConfigError(f"{self.source.at}nothing in a batch of {self.source.call} is an array of rows")
         if self.config.batch not in rows:
             raise ConfigError(
-                f"batch is {self.config.batch}, and the first dimensions of a batch of {self.source.call} are "
-                f"{sorted(rows)}: give the same in both, or arrays, whose rows are taken `batch` at a time"
+                f"{self.config.at('batch')}it is {self.config.batch}, and the first dimensions of a batch of "
+                f"{self.source.call} are {sorted(rows)}: give the same in both, or arrays, whose rows are "
+                "taken `batch` at a time"
             )
         return like
 
@@ -140,16 +163,16 @@ class _OwnBatches:
         return self.config.batch, "examples"
 
     def train(self) -> Source:
-        return self._padded(source_of(self.source.resolved()(), self.config.batch, self.config.seed))
+        return self._source(self.source, self.config.seed)
 
-    def _padded(self, source: Source) -> Source:
-        pad = self.config.pad
-        return source if pad is None else Mapped(source, pad.padding)
+    def _source(self, call: Call, seed: int | None) -> Source:
+        source, pad = call.named(source_of)(call.resolved()(), self.config.batch, seed), self.config.pad
+        return _Named(source if pad is None else Mapped(source, pad.padding), call)
 
     def held_out(self, count: int) -> Iterator[Tree]:
         if self.config.eval.data is None:
             return
-        source = self._padded(source_of(self.config.eval.data.resolved()(), self.config.batch))
+        source = self._source(self.config.eval.data, None)
         for _ in range(count):
             if (batch := next(source, None)) is None:
                 return
@@ -177,7 +200,9 @@ def work_of(config: TrainConfig) -> Work:
     batches = batches_of(config)
     steps = steps_of(config, batches.like)
     if config.eval.data is not None and steps.evaluate is None:
-        raise ConfigError("eval.data: the `step` gives (init, step) alone; let it give (init, step, evaluate)")
+        raise ConfigError(
+            f"{config.eval.data.at}the `step` gives (init, step) alone; let it give (init, step, evaluate)"
+        )
     held_out = config.eval.data is not None or isinstance(config.data, DataConfig)
     return Work(batches, steps, held_out and steps.evaluate is not None)
 
@@ -211,7 +236,8 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
         update, rate = optimizer.resolved()(), None
         if not isinstance(update, optax.GradientTransformation):
             raise ConfigError(
-                f"optimizer: {optimizer.call} gives a {type(update).__name__}, and not an optax.GradientTransformation"
+                f"{optimizer.at}{optimizer.call} gives a {type(update).__name__}, and not an "
+                "optax.GradientTransformation"
             )
     return make_own_steps(applied, update, cross_entropy if loss is None else loss.resolved(), rate, precision)
 

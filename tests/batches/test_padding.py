@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -74,6 +75,65 @@ def test_each_array_has_dimensions_of_its_own_also_within_a_dictionary():
     assert found["inputs"]["grid"].tolist() == [[2, 2, 2], [2, 2, 2], [1, 1, 1]]
     assert found["weights"].tolist() == [[1, 1, 1, 0], [0] * 4]
     assert (found["inputs"]["name"], found["id"]) == ("a", 7)
+
+
+@pytest.mark.parametrize(
+    "order", [("tokens", "at", "segments"), ("segments", "tokens", "at"), ("at", "segments", "tokens")]
+)
+def test_weights_are_of_what_every_array_has_whichever_is_named_first(order: tuple[str, ...]):
+    dims = {"tokens": ("rows", "length"), "segments": ("rows", "length"), "at": (None, "rows", "length")}
+    padding = Padding([{"rows": 3, "length": 4}], {name: dims[name] for name in order} | {"weights": dims["tokens"]})
+    tokens = [np.arange(1, 3), np.arange(1, 4)]
+    found = padding({"tokens": tokens, "segments": np.zeros((2, 3), int), "at": np.zeros((3, 2, 3))})
+    assert found["weights"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0] * 4]
+
+
+def test_rows_may_be_numbers_lists_or_larger_in_two_dimensions():
+    assert Padding([{"rows": 4}], {"x": ("rows",)})({"x": [1, 2, 3]})["x"].tolist() == [1, 2, 3, 0]
+    padding = Padding([{"rows": 2, "height": 3, "width": 3}], {"x": ("rows", "height", "width")}, {"x": -1})
+    found = padding({"x": (np.ones((2, 1), np.int8), np.ones((1, 2), np.int8))})["x"]
+    assert found.tolist() == [[[1, -1, -1], [1, -1, -1], [-1] * 3], [[1, 1, -1], [-1] * 3, [-1] * 3]]
+    assert found.dtype == np.int8
+    lengths = Padding([{"rows": 2, "length": 2}], {"x": ("rows", "length"), "weights": ("rows", "length")})
+    found = lengths({"x": [[], [5, 6]]})
+    assert (found["x"].tolist(), found["x"].dtype.kind) == ([[0, 0], [5, 6]], "i")
+    assert found["weights"].tolist() == [[0, 0], [1, 1]]
+    by_row = Padding([{"rows": 3, "length": 2}], {"x": ("rows", "length"), "weights": ("rows",)})
+    assert by_row({"x": [[1], [5, 6]]})["weights"].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("x", "dims", "fill", "message"),
+    [
+        ([np.arange(3), np.arange(2)], ["rows"], 0, r"'x' has rows of \[3\] and \[2\], .* name those that differ"),
+        ((np.arange(3), np.arange(2)), ["rows"], 0, r"'x' has rows of \[3\] and \[2\], .* name those that differ"),
+        ([np.arange(3), np.arange(2)], ["rows", None], 0, r"of its dimensions \['rows', None\] are padded"),
+        ([np.arange(3), np.ones((2, 2))], ["rows"], 0, r"\[3\] and \[2, 2\], .* all rows as many dimensions"),
+        ([[[1], [1, 2]], [[1], [2]]], ["rows"], 0, "rows are lists of different sizes: give each as an array"),
+        ([], ["rows"], 0, r"'x' is a list of no rows, .*: leave the batch out, or give an array"),
+        (np.ones(3, np.uint8), ["rows"], -1, r"'x' is uint8 \[3\], which cannot be padded with -1: give a `fill`"),
+        (np.ones(3, np.uint8), ["rows"], -1.0, "cannot be padded with -1.0"),
+        (np.ones(3, np.int32), ["rows"], -0.5, "cannot be padded with -0.5"),
+        ([1, 2], ["rows"], float("nan"), r"int64 \[2\], which cannot be padded with nan"),
+        (np.ones(3, np.int32), ["rows"], 2**70, "cannot be padded with 1180591620717411303424"),
+        (np.ones(3, np.float16), ["rows"], 1e9, "cannot be padded with 1000000000.0"),
+        (["a"], ["rows"], 0, r"'x' is <U1 \[1\], which cannot be padded with 0"),
+    ],
+)
+def test_what_cannot_be_padded_is_refused_by_name(x: Any, dims: Any, fill: float, message: str):
+    bucket = {name: 4 for name in dims if name is not None}
+    with pytest.raises(ArgumentError, match=message):
+        Padding([bucket], {"x": dims}, {"x": fill})({"x": x})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [("int32", -100), ("uint8", 255.0), ("float32", 0.1), ("float32", np.inf), ("bfloat16", -1), ("bool", 1)],
+)
+def test_a_fill_is_of_the_dtype_of_its_array(dtype: str, fill: float):
+    found = Padding([{"rows": 2}], {"x": ["rows"]}, {"x": fill})({"x": np.zeros(1, jnp.dtype(dtype))})["x"]
+    assert found.dtype == jnp.dtype(dtype)
+    assert found[1] == np.asarray(fill).astype(jnp.dtype(dtype))
 
 
 def test_weights_that_a_batch_has_are_padded_with_nothing():

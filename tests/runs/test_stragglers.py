@@ -8,46 +8,53 @@ import numpy as np
 import pytest
 
 from autoshard.runs.report import SlowDevicesEvent, StragglerEvent
-from autoshard.runs.stragglers import Findings, Lateness, as_row, latest, slow_devices, straggler
+from autoshard.runs.stragglers import Findings, Lateness, as_row, latest, slow_devices, stragglers
 
 
 @pytest.mark.parametrize(
     ("totals", "named"),
     [
-        ((0.0, 3.0, 0.1, 0.1), 1),
-        ((0.0, 0.0, 1.5), 2),
-        ((2.0, 0.0), 0),
-        ((0.0, 0.9, 0.0), None),  # hardly any of ten seconds
-        ((3.0, 3.2, 3.1), None),  # all are late
-        ((2.0, 3.9), None),
+        ((0.0, 3.0, 0.1, 0.1), [1]),
+        ((0.0, 0.0, 1.5), [2]),
+        ((2.0, 0.0), [0]),
+        ((0.0, 0.9, 0.0), []),  # hardly any of ten seconds
+        ((3.0, 3.2, 3.1), []),  # all are late
+        ((2.0, 3.9), []),
+        ((3.0, 0.0, 3.0, 0.1), [0, 2]),
     ],
 )
-def test_who_is_late_and_later_than_the_others_is_named(totals: tuple[float, ...], named: int | None):
-    found = straggler("batches", [Lateness(10 + n, total, total / 2, 10.0) for n, total in enumerate(totals)])
-    assert (None if found is None else found.process) == named
-    if found is not None:
+def test_who_is_late_and_later_than_the_others_is_named(totals: tuple[float, ...], named: list[int]):
+    events = stragglers("batches", [Lateness(10 + n, total, total / 2, 10.0) for n, total in enumerate(totals)])
+    assert [found.process for found in events] == named
+    for found in events:
         assert found.step == 10 + found.process
         assert found.text.startswith(
-            f"process {named} keeps the others waiting: its batches came {totals[found.process]:.2f}"
+            f"process {found.process} keeps the others waiting: its batches came {totals[found.process]:.2f}"
         )
         assert f"{totals[found.process] / 2:.2f} s of that before step {found.step}" in found.text
 
 
 def test_milliseconds_are_not_late():
-    assert straggler("host", [Lateness(2, total, total, 0.02) for total in (0.0, 0.01)]) is None
-    found = straggler("host", [Lateness(2, total, total, 0.2) for total in (0.0, 0.1)])
-    assert found is not None
+    assert stragglers("host", [Lateness(2, total, total, 0.02) for total in (0.0, 0.01)]) == []
+    (found,) = stragglers("host", [Lateness(2, total, total, 0.2) for total in (0.0, 0.1)])
     assert "its host was 0.10 s late in 0.20 s" in found.text
 
 
 @pytest.mark.parametrize(
     ("seconds", "named"),
-    [((1.0, 1.4, 1.0), 1), ((2.0, 1.0), 0), ((1.0, 1.2, 1.0), None), ((1.4, 1.4, 1.4), None), ((0.5, 1.0, 1.0), None)],
+    [
+        ((1.0, 1.4, 1.0), [1]),
+        ((2.0, 1.0), [0]),
+        ((1.0, 1.2, 1.0), []),
+        ((1.4, 1.4, 1.4), []),
+        ((0.5, 1.0, 1.0), []),
+        ((1.0, 2.0, 1.0, 2.0), [1, 3]),
+    ],
 )
-def test_slow_devices_are_named(seconds: tuple[float, ...], named: int | None):
-    found = slow_devices(7, [each / 1e3 for each in seconds])
-    assert (None if found is None else found.process) == named
-    if found is not None:
+def test_slow_devices_are_named(seconds: tuple[float, ...], named: list[int]):
+    events = slow_devices(7, [each / 1e3 for each in seconds])
+    assert [found.process for found in events] == named
+    for found in events:
         assert f"after step 7 a device of it takes {seconds[found.process]:.2f} ms for what" in found.text
 
 
@@ -77,6 +84,16 @@ def test_devices_that_are_slow_three_times_in_a_row_are_named_once():
     found = [find(step, told(measured=m)) for step, m in enumerate((2e-3, 2e-3, 1e-3, 2e-3, 0, 2e-3, 2e-3, 2e-3))]
     assert [len(each) for each in found] == [0, 0, 0, 0, 0, 0, 1, 0]
     assert found[6] == [SlowDevicesEvent(step=6, process=1, seconds=2e-3, others=1e-3)]
+
+
+def test_two_processes_that_are_slower_in_turn_are_both_named():
+    """Two of four, of which now the one is slowest and now the other."""
+    find, found = Findings(), list[list[int]]()
+    for step in range(4):
+        seconds = [1e-3, 1e-3, 2e-3 + step % 2 * 1e-5, 2e-3 + (step + 1) % 2 * 1e-5]
+        rows = [as_row([0, 0, 7], (1, 0, 0), (1, 0.5 * (each > 1e-3), 0), 2.0, each) for each in seconds]
+        found.append([event.process for event in find(step, np.stack(rows)[:, 3:])])
+    assert found == [[2, 3], [], [2, 3], []]  # their hosts, and their devices
 
 
 def test_the_latest_step_is_named():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from autoshard.errors import ConfigError
-from autoshard.train.calls import takes
+from autoshard.train.calls import Call, takes
 from autoshard.train.config import TrainConfig, named_config
 
 CONFIG = """
@@ -24,12 +25,16 @@ checkpoint: {dir: run}
 """
 MODELS = """
 import marks_own_pieces
+from autoshard.errors import ArgumentError
 
 def make(width, depth=2, *, rngs):
     return width
 
 def data():
     return []
+
+def fails(kind):
+    raise {"type": TypeError, "file": FileNotFoundError, "argument": ArgumentError}[kind]("no width")
 
 def mean(outputs, batch, scale=1.0):
     return scale
@@ -92,6 +97,32 @@ def test_an_error_names_the_line_and_what_is_nearest(config: Path, old: str, new
     config.write_text(CONFIG.replace(old, new))
     with pytest.raises(ConfigError, match=message):
         named_config(config)
+
+
+def test_what_a_call_raises_names_its_entry(config: Path):
+    def calls(kind: str) -> Callable[[], object]:
+        new = f'"own_pieces.models:fails", with: {{kind: {kind}}}'
+        config.write_text(CONFIG.replace('"own_pieces.models:data"', new))
+        call = named_config(config).data
+        assert isinstance(call, Call)
+        return call.named(call.resolved())  # as where what it gives calls it again
+
+    name = f"{config}:5: data: own_pieces.models:fails"
+    with pytest.raises(TypeError, match="^no width") as caught:
+        calls("type")()
+    assert caught.value.__notes__ == [f"{name} raised this, or what it gave"]
+    for kind, shown in (("file", OSError), ("argument", ConfigError)):  # which are shown without a traceback
+        with pytest.raises(shown, match=f"^{re.escape(name)}: no width$") as caught:
+            calls(kind)()
+        assert str(caught.value.__cause__) == "no width"
+
+
+def test_what_is_said_of_an_entry_later_names_its_line(config: Path):
+    config.write_text(CONFIG.replace("steps: 10", "steps: 10\nmicro_batch: 3"))
+    read = named_config(config)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(config))}:9: micro_batch: on .*: a batch of 8 is not"):
+        read.microbatches_on(read.all_phases[0].mesh)
+    assert read.on_mesh(read.all_phases[0].mesh).at("batch") == f"{config}:6: batch: "
 
 
 def test_what_a_function_takes():

@@ -263,7 +263,7 @@ def test_a_config_may_ask_for_micro_batches(text: Path, tmp_path: Path):
     assert plan_phase(config, config.all_phases[0]).plan.passes[0].written == "microbatch:2"
     derived = recipe(text, tmp_path / "run", phases=(), mesh=mesh, steps=2, micro_batch=1)
     assert plan_phase(derived, derived.all_phases[0]).plan.passes[0].written == "microbatch:2"
-    with pytest.raises(ConfigError, match=r"micro_batch, on .*data=4.*: a batch of 8 is not a multiple of 3 .* = 12"):
+    with pytest.raises(ConfigError, match=r"micro_batch: on .*data=4.*: a batch of 8 is not a multiple of 3 .* = 12"):
         derived.model_copy(update={"micro_batch": 3}).microbatches_on(derived.all_phases[0].mesh)
     with pytest.raises(ConfigError, match="microbatches"):
         recipe(text, tmp_path / "run", microbatches=0)

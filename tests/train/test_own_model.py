@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,6 +132,11 @@ def packed() -> Any:
 def bigram() -> Any:
     """A table of logits."""
     return lambda key: jax.random.normal(key, (16, 16)), lambda table, tokens: table[tokens]
+
+
+def names() -> Any:
+    """Batches of text alone."""
+    return [{"name": "a"}]
 
 
 def nothing() -> None:
@@ -349,17 +355,53 @@ def test_a_decoder_takes_an_own_optimizer(tmp_path: Path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"model": call("nothing")}, "nothing gives a NoneType; a model is a Flax NNX or Linen module"),
-        ({"model": call("plain", width=4), "optimizer": call("nothing")}, "and not an optax.GradientTransformation"),
-        ({"step": call("nothing")}, r"it must give functions, \(init, step\)"),
-        ({"step": call("plain", width=4)}, r"eval.data: the `step` gives \(init, step\) alone"),
-        ({"model": call("plain", width=4), "data": call("nothing")}, "NoneType is neither arrays, nor an iterable"),
+        (
+            {"model": call("nothing")},
+            r"yaml:\d+: model: .*nothing gives a NoneType; a model is a Flax NNX or Linen module",
+        ),
+        (
+            {"model": call("plain", width=4), "optimizer": call("nothing")},
+            r"yaml:\d+: optimizer: .* and not an optax.GradientTransformation",
+        ),
+        ({"step": call("nothing")}, r"yaml:\d+: step: .* it must give functions, \(init, step\)"),
+        ({"step": call("plain", width=4)}, r"yaml:\d+: eval.data: the `step` gives \(init, step\) alone"),
+        (
+            {"model": call("plain", width=4), "data": call("nothing")},
+            r"yaml:\d+: data: .* NoneType is neither arrays, nor an iterable",
+        ),
+        (
+            {"model": call("plain", width=4), "data": call("names")},
+            r"yaml:\d+: data: nothing in a batch of .*:names is",
+        ),
+        (
+            {"model": call("bigram"), "data": call("packed")},
+            r"yaml:\d+: batch: it is 16, and .*:packed are \[2\]: give",
+        ),
+        (
+            {
+                "model": call("bigram"),
+                "data": call("ragged"),
+                "pad": {"buckets": [{"rows": 16, "length": 3}], "dims": {"inputs": ["rows", "length"]}},
+            },
+            r"yaml:\d+: data: .*:ragged: a batch has length 8, and no bucket is as large",
+        ),
     ],
 )
 def test_what_gives_something_else_is_refused(tmp_path: Path, entries: Any, message: str):
     read = named_config(config(tmp_path, **entries))
     with pytest.raises(AutoshardError, match=message):
         plan_phase(read, read.all_phases[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "own"), [("model", call("plain", width="abc")), ("step", call("whole_step", rate="a"))]
+)
+def test_what_fails_within_an_entry_is_told_beside_its_traceback(tmp_path: Path, key: str, own: Any):
+    read = named_config(config(tmp_path, **{key: own}))
+    with pytest.raises(TypeError) as caught:
+        plan_phase(read, read.all_phases[0])
+    named = rf"run.yaml:\d+: {key}: {re.escape(own['call'])} raised this, or what it gave"
+    assert len([note for note in caught.value.__notes__ if re.search(named, note)]) == 1  # beside JAX's own
 
 
 def test_a_loss_needs_targets(tmp_path: Path):

@@ -58,10 +58,11 @@ def taken(step: Any, state: Any, bad: int = 2) -> tuple[Any, list[dict[str, floa
 
 
 @pytest.mark.parametrize(
-    ("strategy", "microbatches"), [("zero1", None), ("zero2", None), ("zero3", 2), ("dp", 4), ("fsdp_tp", None)]
+    ("strategy", "microbatches"),
+    [("zero1", None), ("zero2", None), ("zero3", 2), ("dp", 4), ("fsdp_tp", None), ("zero1", 2), ("zero2", 2)],
 )
 def test_scales_masters_and_skipped_steps_are_those_of_one_device(strategy: str, microbatches: int | None):
-    precision = Precision(params="float32", master="float32", loss_scale="dynamic")
+    precision = Precision(params="bfloat16", compute="float32", master="float32", loss_scale="dynamic")
     start = precision.init(params(), ADAM)
     wanted, losses = taken(jax.jit(make_step(precision)), start)
     given: dict[str, Any] = {"mesh": {"data": 2, "model": 2}, "strategy": strategy, "microbatches": microbatches}
@@ -74,6 +75,10 @@ def test_scales_masters_and_skipped_steps_are_those_of_one_device(strategy: str,
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=1e-5, atol=1e-7)
+    for name, master in found["master"].items():
+        rounded = master.astype(jnp.bfloat16)
+        np.testing.assert_array_equal(found["params"][name], rounded)
+        assert np.any(np.asarray(master) != np.asarray(rounded, np.float32))  # what is updated has more bits
 
 
 def test_a_skipped_step_changes_the_scale_alone():

@@ -95,8 +95,24 @@ def test_rows_may_be_of_another_dimension_of_each_array():
     )
     with pytest.raises(ArgumentError, match=r"which are dimensions \[1, 1\]: \['at'\] \[3, 10, 2\], \['x'\]"):
         Rows({"at": positions, "x": tokens}, 4, dims=1)
-    with pytest.raises(ArgumentError, match="one for each array of"):
-        Rows({"at": positions, "x": tokens}, 4, dims={"at": 1})
+    for dims in ({"at": 1}, {"at": 1, "x": 0.5}, "1"):
+        with pytest.raises(ArgumentError, match="one for each array of"):
+            Rows({"at": positions, "x": tokens}, 4, dims=dims)
+
+
+def test_a_position_is_of_rows_along_the_same_dimension():
+    """Of square arrays nothing else tells."""
+    square = {"x": np.arange(16).reshape(4, 4), "y": np.arange(16).reshape(4, 4)}
+    second = Rows(square, 2, dims=np.int64(1))
+    assert json.loads(json.dumps(second.get_state()))["made_of"]["dims"] == 1
+    for dims in (0, {"x": 1, "y": 0}):
+        for one, other in ((Rows(square, 2, dims=dims), second), (second, Rows(square, 2, dims=dims))):
+            with pytest.raises(ConfigError, match=r"with dims=.*, and these have dims="):
+                one.set_state(other.get_state())
+    older = {"made_of": {"rows": 4, "batch": 2, "seed": None}, "taken": 1}
+    Rows(square, 2).set_state(older)
+    with pytest.raises(ConfigError, match="with dims=0, and these have dims=1"):
+        second.set_state(older)
 
 
 def test_arrays_of_different_numbers_of_rows_are_refused():
