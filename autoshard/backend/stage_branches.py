@@ -68,7 +68,7 @@ def _within_a_stage(instruction: Instruction, stage_of: np.ndarray, pairwise: bo
     """
     kind, devices = instruction.opcode.removesuffix("-start"), len(stage_of)
     if transfer := slice_transfer(instruction, partitions):
-        groups = transfer.groups
+        groups = transfer.groups or None  # unknown: of all
     elif kind not in COLLECTIVE_KINDS:
         return True
     elif kind == COLLECTIVE_PERMUTE:

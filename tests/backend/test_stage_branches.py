@@ -3,6 +3,7 @@ them, against one device."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,15 @@ def test_who_takes_part(fun: Any, strays: list[str]) -> None:
     mesh = MeshConfig(axes=AXES).mesh()
     assert [s.kind for s in stray_collectives(in_a_branch(fun), mesh, "stage")] == strays
     assert not stray_collectives(in_a_branch(fun, together=True), mesh, "stage")
+
+
+@pytest.mark.parametrize(("target", "strays"), [('_xla_megascale_target="{1}x{0:7}",', []), ("", ["send"])])
+def test_a_transfer_between_slices_whose_devices_are_not_known_is_of_all(target: str, strays: list[str]) -> None:
+    attributes = f'frontend_attributes={{{target}_xla_megascale_transfer_type="ALL_REDUCE"}}'
+    text = in_a_branch(lambda x: lax.psum(x, "model")).replace(" all-reduce(", " send(")
+    text = re.sub(r"(send\(.*)replica_groups=[^ ]*,", rf"\1{attributes},", text)
+    assert attributes in text
+    assert [s.kind for s in stray_collectives(text, MeshConfig(axes=AXES).mesh(), "stage")] == strays
 
 
 def pinned(x: jax.Array) -> jax.Array:
