@@ -152,7 +152,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(root: Path) -> list[dict[str, Any]]:
     """What `program` returned in each process."""
-    return run("tests.train.test_processes:program", str(root))
+    return run("tests.train.processes.test_processes:program", str(root))
 
 
 @pytest.fixture(scope="module")
