@@ -6,6 +6,7 @@ under one that says it in a line (`autoshard.train.processes.launch`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -53,16 +54,23 @@ class PeerWatch:
         return None
 
     def end(self, *, finished: bool) -> None:
-        """Stops. Processes that have ``finished`` wait for each other, and then leave the store, process 0 last: it has
-        the store, without which JAX would abort them."""
+        """Stops. Where this process has ``finished`` the others expect no more of it but that it waits for them at its
+        end."""
         self._stop.set()
         self._thread.join()
         if finished and self._say(_ENDED):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._store.wait_at_barrier(f"{_FOLDER}{_ENDED}", round(1000 * self._heartbeat))
-            if self._own == 0:
-                time.sleep(BEAT_SECONDS)
-            jax.distributed.shutdown()
+            atexit.register(self._depart)
+
+    def _depart(self) -> None:
+        """Waits for the others, which end too, and leaves the store, process 0 last: it has the store, without which
+        JAX would abort them."""
+        if process_store().client is not self._store:
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._store.wait_at_barrier(f"{_FOLDER}{_ENDED}", round(1000 * self._heartbeat))
+        if self._own == 0:
+            time.sleep(BEAT_SECONDS)
+        jax.distributed.shutdown()
 
     def _run(self) -> None:
         beat = 0

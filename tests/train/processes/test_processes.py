@@ -180,7 +180,7 @@ def test_two_processes_take_the_steps_of_one(root: Path, found: list[dict[str, A
 
 def test_a_run_that_one_process_is_asked_to_stop_is_stopped_in_both(found: list[dict[str, Any]]):
     assert [one["stopped"] for one in found] == [None, None]
-    assert [one["saved"] for one in found] == [2, 2]
+    assert [one["saved"] for one in found] == [1, 1]  # after the step, though the log is written every second one
 
 
 def test_what_the_first_process_refuses_is_refused_in_both(found: list[dict[str, Any]]):
