@@ -23,6 +23,7 @@ from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
 from autoshard.transforms.grouped_rows import (
     capacity,
+    exchanges,
     group_capacity,
     group_factor,
     grouped_rows_p,
@@ -100,16 +101,18 @@ def grouped_rows(
 
         return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row_result(rule))
 
-    def places(n: int, parts: int) -> int:
-        """Of the blocks that a device with ``n`` rows has for all groups, split into so many ``parts``."""
-        return (groups + parts * (not in_range)) * group_capacity(n, groups)
+    def places(n: int, parts: int) -> tuple[int, int]:
+        """Exchanges of a device with ``n`` rows, and the places in one, of all groups, split into so many ``parts``."""
+        count, each = exchanges(group_capacity(n, groups)) if parts > 1 else (1, group_capacity(n, groups))
+        return count, (groups + parts * (not in_range)) * each
 
     def collectives(parts: int, shard_bytes: Sequence[int]) -> CollectiveBytes | None:
         n = shard_bytes[0] // operands[0].dtype.itemsize
         if n == 0:
             return None
-        sent = places(n, parts) if in_blocks else parts * capacity(n, parts)
-        return (ALL_REDUCE, 4), *((ALL_TO_ALL, shard_bytes[i] // n * sent) for i in of_rows)
+        count, sent = places(n, parts) if in_blocks else exchanges(capacity(n, parts))
+        sent *= 1 if in_blocks else parts
+        return (ALL_REDUCE, 4), *((ALL_TO_ALL, shard_bytes[i] // n * sent) for i in of_rows for _ in range(count))
 
     def work(parts: Mapping[str, int]) -> LocalWork:
         split, row = Counter(parts), row_factor(rule)
@@ -118,7 +121,7 @@ def grouped_rows(
         flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
         bits = 0.0
         if in_blocks and local[row]:
-            padded = places(local[row], split[group_factor(rule)] or 1)
+            padded = math.prod(places(local[row], split[group_factor(rule)] or 1))
             flops *= padded / local[row]
             for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
                 shards = math.prod(split[f] or 1 for dim in dims for f in dim)

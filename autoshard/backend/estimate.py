@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autoshard.backend.hlo.attention import attention_seconds
-from autoshard.backend.hlo.collectives import module_collectives
-from autoshard.backend.hlo.roofline import instruction_seconds, memory_bound_seconds, roofline_seconds
+from autoshard.backend.hlo.collectives import located_collectives
+from autoshard.backend.hlo.roofline import (
+    instruction_seconds,
+    kernel_seconds,
+    memory_bound_seconds,
+    roofline_seconds,
+)
 from autoshard.backend.hlo.text import Computation, Instruction, Module, parse_hlo
 from autoshard.backend.hlo.trip_counts import run_counts
+from autoshard.backend.hlo.waits import Transfer, waiting_seconds
 from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.machine.mesh import Hardware, LogicalMesh
 
@@ -45,7 +51,7 @@ class Estimate:
     cycles: int | None = None
     """What ``compute`` is computed from; None where that is the roofline."""
     blocking: float = 0.0
-    """Of the collectives that are not asynchronous: the device computes nothing meanwhile."""
+    """In which the device computes nothing and waits for collectives."""
 
     @property
     def seconds(self) -> float:
@@ -54,8 +60,8 @@ class Estimate:
 
     @property
     def scheduled(self) -> float:
-        """With asynchronous collectives hidden by compute as far as it lasts, and the others not."""
-        return max(self.compute, self.transfers - self.blocking) + self.blocking
+        """As the compiler ordered the program, which hides what is beside a collective as far as that lasts."""
+        return self.compute + self.blocking
 
     @property
     def overlapped(self) -> float:
@@ -74,16 +80,22 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
 
 def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
     """`estimate` of a parsed module: of what runs when its entry does."""
-    clock = mesh.hardware.clock
+    hardware, clock = mesh.hardware, mesh.hardware.clock
     cycles: int | None = None
     if clock:
-        cycles, exact = estimated_cycles(module, mesh.hardware)
-        compute = cycles / clock
+        cycles, exact = estimated_cycles(module, hardware)
+        compute, work = cycles / clock, lambda i, within: _cycles(i, within, module, hardware) / clock
     else:
-        compute, exact = roofline_seconds(module, mesh.hardware)
-    found = [(total_seconds(c, mesh), c.asynchronous) for c in module_collectives(module, mesh)]
-    blocking = sum(seconds for seconds, asynchronous in found if not asynchronous)
-    return Estimate(compute, sum(seconds for seconds, _ in found), exact, cycles, blocking)
+        compute, exact = roofline_seconds(module, hardware)
+        work = kernel_seconds(module, hardware)
+    found = located_collectives(module, mesh)
+    once = {
+        key: Transfer(collective_seconds(c.kind, axes, c.bytes, mesh), mesh.slowest_link(axes).name)
+        for key, c in found.items()
+        for axes in [mesh.axis_names if c.axes is None else c.axes]
+    }
+    waits = waiting_seconds(module, once, work)
+    return Estimate(compute, sum(total_seconds(c, mesh) for c in found.values()), exact, cycles, waits)
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:

@@ -1,6 +1,6 @@
 """Compiler options of a plan: those that it sets for its target, and those that it may pass on from a file.
 
-The first five are for TPU, three of them where memory is tight. Measured in benchmarks/results/options.md.
+The first six are for TPU, three of them where memory is tight. Measured in benchmarks/results/options.md.
 
 *Fused all-gathers.* XLA fuses the asynchronous all-gather of a weight into the convolution before it. That hides the
 all-gather, but such a convolution cannot be overwritten by its elementwise consumer, which then needs a buffer of its
@@ -19,6 +19,9 @@ default XLA has the TensorCore do it, which computes nothing meanwhile.
 
 *On-chip memory of a fusion.* What a product reads and writes passes through on-chip memory in blocks. By default XLA
 lets one fusion have less of it than large products on a v6e need to keep the matrix units busy.
+
+*All-to-alls beside products.* Experts whose rows are exchanged send them in parts, one beside the products of another
+(`autoshard.transforms.grouped_rows`). By default XLA for TPU has every all-to-all waited for.
 
 *All-reduces combined.* Experts whose rows are exchanged give the gradients of all their weights at once. XLA for GPU
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
@@ -58,6 +61,8 @@ SPARSE_CORE_COLLECTIVES = {
 """The options that give collectives over one and more dimensions of the torus to the SparseCores."""
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """The option that says how much on-chip memory one fusion may use."""
+ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
+"""The option that lets all-to-alls run beside what does not wait for them."""
 ALL_REDUCES_COMBINED = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28}
 """The option that raises the bytes up to which all-reduces become one."""
 COPIES_BY_REGIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
@@ -67,6 +72,7 @@ OWN_OPTIONS = (
     | LATE_REMATERIALIZATION
     | SCHEDULING_IN_ALL_MEMORY
     | SPARSE_CORE_COLLECTIVES
+    | ASYNC_ALL_TO_ALL
     | ALL_REDUCES_COMBINED
     | COPIES_BY_REGIONS
 )
@@ -119,6 +125,7 @@ HARMLESS = frozenset(
         "xla_tpu_enable_latency_hiding_scheduler",
         "xla_tpu_overlap_compute_collective_tc",
         *SCHEDULING_IN_ALL_MEMORY,
+        *ASYNC_ALL_TO_ALL,
         SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
         *COPIES_BY_REGIONS,
@@ -164,7 +171,8 @@ def effective_options(graph: Graph, peak: float, disable_fusion: bool, given: Co
     )
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)
-    own |= ALL_REDUCES_COMBINED if mesh.platform == "gpu" and _exchanges_rows(graph) else {}
+    if _exchanges_rows(graph):
+        own |= {"tpu": ASYNC_ALL_TO_ALL, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
     return tuple(sorted({**own, **dict(given)}.items()))
 
 

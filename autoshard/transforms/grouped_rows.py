@@ -57,17 +57,30 @@ def group_capacity(rows: int, groups: int) -> int:
     return -(-capacity(rows, groups) // ALIGNMENT) * ALIGNMENT
 
 
+EXCHANGES = 2
+"""Exchanges of the rows of an even load: the products of one are computed while another sends."""
+LEAST_PLACES = 128
+"""Places that a block has in each exchange, where there are several: products of fewer rows take longer."""
+
+
+def exchanges(places: int) -> tuple[int, int]:
+    """In how many exchanges the rows of an even load are sent, which fill blocks of so many places; places in each."""
+    count = EXCHANGES if places >= EXCHANGES * LEAST_PLACES else 1
+    return count, -(-places // (count * ALIGNMENT)) * ALIGNMENT if count > 1 else places
+
+
 def in_rounds(
     once: Callable[[Any, Any], Sequence[Any]],
     block_of: Any,
     shape: tuple[int, int],
     is_row_result: Sequence[bool],
     rounds_of_all: Callable[[Any], Any] = lambda rounds: rounds,
+    at_once: int = 1,
 ) -> tuple[Any, ...]:
     """The results of rows that are put into blocks, in as many rounds as the fullest block takes.
 
-    The first is no part of the loop over the others: what it sends can be hidden by what is around it, and of its
-    results nothing is added up.
+    The first ``at_once`` are no part of the loop over the others: what one sends can be hidden by what another computes
+    and by what is around them.
 
     Args:
       once: ``once(source, filled)`` -> the results of one round: for each place [block x place] or a sum. ``source``,
@@ -77,6 +90,7 @@ def in_rounds(
       shape: how many blocks there are, and how many rows one has room for.
       is_row_result: of each result, whether it has a value for each row; else it is a sum.
       rounds_of_all: of the rounds that these rows take, those that are gone through.
+      at_once: how many rounds are gone through in any case; an even load takes no more.
     """
     n, (blocks, places) = block_of.shape[0], shape
     block_of = block_of.astype(jnp.int32)  # of groups it may be narrower than places are counted in
@@ -92,22 +106,27 @@ def in_rounds(
         source = jnp.where(filled, jnp.take(order, starts[:, None] + place, mode="clip"), n).reshape(-1)
         return once(source, filled)
 
-    def in_round(i: Any) -> Any:
-        return (place_of >= i * places) & (place_of < (i + 1) * places)
-
-    def of_rows(i: Any, x: Any) -> Any:
-        at = jnp.where(in_round(i), block_of * places + place_of - i * places, blocks * places)
+    def rows_of(x: Any, i: Any, rounds: int = 1) -> Any:
+        """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of other rows."""
+        place = place_of - i * places
+        at = ((place // places) * blocks + block_of) * places + place % places
+        at = jnp.where((place_of >= 0) & (place >= 0) & (place < rounds * places), at, rounds * blocks * places)
         return jnp.take(x, at, axis=0, mode="fill", fill_value=0)
 
-    first = tuple(of_rows(0, x) if is_row else x for x, is_row in zip(one_round(0), is_row_result, strict=True))
-    if places >= n:
+    made = zip(*(one_round(i) for i in range(at_once)), strict=True)
+    first = tuple(
+        rows_of(jnp.concatenate(each), 0, at_once) if is_row else _sum(each)
+        for each, is_row in zip(made, is_row_result, strict=True)
+    )
+    if at_once * places >= n:
         return first
 
     def added(i: Any, totals: Sequence[Any]) -> list[Any]:
         def both(total: Any, x: Any, is_row: bool) -> Any:
             if not is_row:
                 return total + x.astype(total.dtype)
-            return jnp.where(in_round(i).reshape(-1, *[1] * (x.ndim - 1)), of_rows(i, x), total)
+            here = (place_of >= i * places) & (place_of < (i + 1) * places)
+            return jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), rows_of(x, i), total)
 
         return [both(*each) for each in zip(totals, one_round(i), is_row_result, strict=True)]
 
@@ -115,12 +134,19 @@ def in_rounds(
         totals = [
             x if is_row else x.astype(_dtype_of_sums(x.dtype)) for x, is_row in zip(first, is_row_result, strict=True)
         ]
-        _, totals = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(1), totals))
+        _, totals = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals))
         return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
 
     rounds = rounds_of_all(-(-jnp.max(counts) // places))
     with jx.branch_runs((1, 0), 1):  # with an even load
-        return lax.cond(rounds > 1, others, lambda _, *first: first, rounds, *first)
+        return lax.cond(rounds > at_once, others, lambda _, *first: first, rounds, *first)
+
+
+def _sum(parts: Sequence[Any]) -> Any:
+    """Their sum, rounded once."""
+    if len(parts) == 1:
+        return parts[0]
+    return sum(x.astype(_dtype_of_sums(x.dtype)) for x in parts).astype(parts[0].dtype)
 
 
 def _dtype_of_sums(dtype: Any) -> Any:
@@ -179,7 +205,8 @@ def grouped_rows(
         return [values[i] for i in results]
 
     if in_blocks:
-        each, places = own + (not in_range), group_capacity(group_of.shape[0], groups)
+        each, n = own + (not in_range), group_of.shape[0]
+        at_once, places = exchanges(group_capacity(n, groups)) if axes else (1, group_capacity(n, groups))
         wide = jnp.int64 if group_of.dtype.itemsize == 8 else jnp.int32  # than the groups alone need
         block_of = jnp.clip(group_of.astype(wide), 0, groups)
         if not in_range:  # behind each device's blocks one of rows that have no group
@@ -201,7 +228,7 @@ def grouped_rows(
             return [exchanged(x, back=True) if row else x for x, row in zip(made, is_row, strict=True)]
 
         most = functools.partial(lax.pmax, axis_name=axes) if axes else lambda rounds: rounds
-        return in_rounds(once, block_of, (parts * each, places), is_row, most)
+        return in_rounds(once, block_of, (parts * each, places), is_row, most, at_once)
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)
     sizes = jnp.bincount(group_of, length=groups).astype(jnp.int32)

@@ -2,7 +2,8 @@
 
 Shapes are static, loads are not: each device has a block of fixed capacity for every other, a little larger than rows
 evenly spread would fill. What does not fit waits for another round, in which all devices exchange blocks again, until
-no row is left: one round where the load is even, and never a row dropped. (GShard, arXiv:2006.16668, drops them;
+no row is left, and never a row is dropped. With an even load one round suffices; where blocks are large it is two of
+half blocks, of which one can be computed while the other is sent. (GShard, arXiv:2006.16668, drops them;
 MegaBlocks, arXiv:2211.15841, needs as much room as if all rows went to one device.)
 """
 
@@ -15,7 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.spec import Axes
-from autoshard.transforms.grouped_rows import capacity, in_rounds
+from autoshard.transforms.grouped_rows import capacity, exchanges, in_rounds
 
 
 def exchange_rows(
@@ -38,7 +39,7 @@ def exchange_rows(
       is_row_result: of each result, whether it has a value for each row; else it is a sum for each group.
     """
     parts, n = lax.axis_size(axes), group_of.shape[0]
-    places = capacity(n, parts)
+    at_once, places = exchanges(capacity(n, parts))
     firsts = groups * jnp.arange(parts, dtype=group_of.dtype)[:, None]
 
     def exchange(x: Any) -> Any:
@@ -56,4 +57,5 @@ def exchange_rows(
         (parts, places),
         is_row_result,
         lambda rounds: lax.pmax(rounds, axes),
+        at_once,
     )

@@ -75,13 +75,18 @@ def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
 
 def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, ...]:
     """`collectives` of a parsed module, those that run when its entry does."""
-    runs = run_counts(module)
+    return tuple(located_collectives(module, mesh).values())
+
+
+def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, str], Collective]:
+    """The same, each by the computation and the instruction that starts it."""
+    runs, callers = run_counts(module), module.caller_sources()
     group_axes = _GroupAxes(mesh, module.partitions)
     overlapped = {(name, start.name): start for name, start in _overlapped_starts(module)}
-    beside = _computations_below(module, overlapped.values())
-    async_parts: set[tuple[str, str]] = set()
+    beside = computations_below(module, overlapped.values())
+    async_parts: set[str] = set()
     earlier: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
-    found: list[Collective] = []
+    found: dict[tuple[str, str], Collective] = {}
 
     def add(
         computation: Computation,
@@ -95,25 +100,23 @@ def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, .
     ) -> None:
         """The collective that ``instruction`` starts, in ``computation``."""
         count, exact = runs[computation.name]
-        found.append(
-            Collective(
-                kind=kind,
-                axes=axes,
-                bytes=sum(payloads),
-                count=count,
-                source=module.source(instruction) or module.caller_source(computation.name),
-                operation=module.operation(instruction),
-                computation=computation.name,
-                exact=exact,
-                share=share,
-                redundant=redundant,
-                asynchronous=(
-                    computation.name in beside
-                    or (computation.name, instruction.name) in overlapped
-                    or _CHAIN.search(instruction.attributes) is not None
-                ),
-                parts=payloads if len(payloads) > 1 else (),
-            )
+        found[computation.name, instruction.name] = Collective(
+            kind=kind,
+            axes=axes,
+            bytes=sum(payloads),
+            count=count,
+            source=module.source(instruction) or callers.get(computation.name, ""),
+            operation=module.operation(instruction),
+            computation=computation.name,
+            exact=exact,
+            share=share,
+            redundant=redundant,
+            asynchronous=(
+                computation.name in beside
+                or (computation.name, instruction.name) in overlapped
+                or bool(chain_of(instruction))
+            ),
+            parts=payloads if len(payloads) > 1 else (),
         )
 
     for computation in module.computations.values():
@@ -144,7 +147,7 @@ def module_collectives(module: Module, mesh: LogicalMesh) -> tuple[Collective, .
             share = group_axes.sending(instruction.attributes) if kind == COLLECTIVE_PERMUTE else 1.0
             kind = REDUCE_SCATTER if is_scatter or ends_scatter else kind
             add(computation, instruction, kind, axes, payloads, share=share, redundant=redundant)
-    return tuple(found)
+    return found
 
 
 def _overlapped_starts(module: Module) -> Iterator[tuple[str, Instruction]]:
@@ -168,7 +171,7 @@ def _overlapped_starts(module: Module) -> Iterator[tuple[str, Instruction]]:
                 begun.clear()
 
 
-def _computations_below(module: Module, roots: Iterable[Instruction]) -> set[str]:
+def computations_below(module: Module, roots: Iterable[Instruction]) -> set[str]:
     """Computations that ``roots`` call, and those that these call."""
     found: set[str] = set()
     inner = [name for instruction in roots for _, name in called(instruction)]
@@ -202,16 +205,18 @@ def _senders(pairs: Groups) -> int:
     return len({pair[0] for pair in pairs if pair[0] != pair[1]})
 
 
-def _is_later_part(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
+def _is_later_part(instruction: Instruction, seen: set[str]) -> bool:
     """Whether this is a later part of an asynchronous collective in ``seen``; adds it if it is the first."""
+    chain = chain_of(instruction)
+    is_later = chain in seen
+    seen.update([chain] if chain else ())
+    return is_later
+
+
+def chain_of(instruction: Instruction) -> str:
+    """What is the same of all parts of one asynchronous collective that fusions share; empty for other instructions."""
     chain, channel = _CHAIN.search(instruction.attributes), _CHANNEL.search(instruction.attributes)
-    if chain is None or channel is None:
-        return False
-    key = chain[1], channel[1]
-    if key in seen:
-        return True
-    seen.add(key)
-    return False
+    return f"{chain[1]}, {channel[1]}" if chain and channel else ""
 
 
 def shape_bytes(shape: str) -> int:

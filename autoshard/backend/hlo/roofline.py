@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from autoshard import jaxpr as jx
 from autoshard.backend.hlo.attention import attention_seconds
@@ -41,6 +41,17 @@ own.
 
 def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
     """Seconds of one call without its collectives, and whether every loop's trip count is known."""
+    seconds_of, total, exact = kernel_seconds(module, hardware), 0.0, True
+    for name, (times, known) in run_counts(module).items():
+        computation = module.computations[name]
+        seconds = sum(seconds_of(i, computation) for i in computation.instructions.values())
+        total += times * seconds
+        exact = exact and (known or not seconds)
+    return total, exact
+
+
+def kernel_seconds(module: Module, hardware: Hardware) -> Callable[[Instruction, Computation], float]:
+    """The seconds of an instruction and its computation; none of what is inside a kernel, free, or a collective."""
     inner = {
         name
         for computation in module.computations.values()
@@ -49,16 +60,13 @@ def roofline_seconds(module: Module, hardware: Hardware) -> tuple[float, bool]:
         for key, name in called(instruction)
         if key in _KERNEL_BODIES
     }
-    total, exact = 0.0, True
-    for name, (times, known) in run_counts(module).items():
-        if name in inner:
-            continue
-        computation = module.computations[name]
-        for instruction in computation.instructions.values():
-            if instruction.opcode not in _FREE and instruction.opcode not in _COLLECTIVES:
-                total += times * instruction_seconds(instruction, computation, module, hardware)
-                exact = exact and known
-    return total, exact
+
+    def seconds(instruction: Instruction, computation: Computation) -> float:
+        if computation.name in inner or instruction.opcode in _FREE or instruction.opcode in _COLLECTIVES:
+            return 0.0
+        return instruction_seconds(instruction, computation, module, hardware)
+
+    return seconds
 
 
 def instruction_seconds(

@@ -94,13 +94,14 @@ class Module:
         named = _OPERATION.search(instruction.attributes)
         return named[1] if named else ""
 
-    def caller_source(self, name: str) -> str:
-        """``file:line`` of the first instruction that calls computation ``name``; empty if unknown."""
+    def caller_sources(self) -> dict[str, str]:
+        """By computation, ``file:line`` of the first instruction that calls it; empty if unknown."""
+        found: dict[str, str] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
-                if any(callee == name for _, callee in called(instruction)):
-                    return self.source(instruction)
-        return ""
+                for _, name in called(instruction):
+                    found.setdefault(name, self.source(instruction))
+        return found
 
 
 def called(instruction: Instruction) -> Iterator[tuple[str, str]]:

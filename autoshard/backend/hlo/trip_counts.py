@@ -48,7 +48,7 @@ def run_counts(module: Module) -> dict[str, RunCount]:
     calls: dict[str, list[tuple[str, Fraction, bool]]] = {name: [] for name in module.computations}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
-            for (_, callee), times in zip(called(instruction), _times(instruction, computation, module), strict=True):
+            for (_, callee), times in zip(called(instruction), times_called(instruction, computation, module), strict=True):
                 if callee in calls:
                     calls[callee].append((computation.name, *times))
     found: dict[str, RunCount] = {module.entry: ONCE}
@@ -64,7 +64,7 @@ def run_counts(module: Module) -> dict[str, RunCount]:
     return {name: total(name) for name in module.computations if total(name).runs > 0}
 
 
-def _times(instruction: Instruction, caller: Computation, module: Module) -> Iterator[tuple[Fraction, bool]]:
+def times_called(instruction: Instruction, caller: Computation, module: Module) -> Iterator[tuple[Fraction, bool]]:
     """How often each computation that an instruction calls runs when it does, and whether that is known."""
     keys = [key for key, _ in called(instruction)]
     if instruction.opcode == "while":
