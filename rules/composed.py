@@ -2,7 +2,8 @@
 
 - `autoshard.transforms.sum_of_products`: partial sums of its results are reduced.
 - `autoshard.transforms.grouped_rows`: rows are parallel, since each device sorts its own. Where the groups are split,
-  rows are split over the same devices too, which exchange them (`autoshard.rules.local_forms.exchange_rows`).
+  rows are split over the same devices too, which exchange them (`autoshard.rules.local_forms.exchange_rows`); or all of
+  these have the same rows, and each computes those of its groups, so that results are partial.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from autoshard.ir.rule import Aval, CollectiveBytes, Local, LocalWork, Rule, RuleFn
+from autoshard.ir.spec import Spec
 from autoshard.jaxpr import dtype_bits, dtype_from_name
 from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
@@ -74,34 +76,42 @@ def grouped_rows(
     steps: tuple[Step, ...],
     rows: int,
     rule: Rule,
+    results: tuple[int, ...],
     groups: int,
     in_blocks: bool,
     in_range: bool,
     **params: Any,
 ) -> Rule:
-    """The groups are the local factor; the rows are split over their axes too.
+    """The groups are the local factor; the rows are split over their axes too, or the groups in place.
 
     Where the rows of each group are in blocks, products compute all places of these, and operands are put there.
     """
+    group, row = group_factor(rule), row_factor(rule)
+    in_place = group.upper()  # other factors have small letters
+    ends = enumerate((*rule.operands, *rule.results))
+    value, dim = next((i, dims.index((group,))) for i, dims in ends if (group,) in dims)
     sizes = factor_sizes(rule, [x.shape for x in operands]) | {group_factor(rule): groups}
     of_rows = list(range(rows + 1))
     of_rows += [len(operands) + i for i, is_row in enumerate(is_row_result(rule)) if is_row]
-    params |= {"steps": steps, "rows": rows, "rule": rule, "in_blocks": in_blocks, "in_range": in_range}
+    params |= {"steps": steps, "rows": rows, "results": results, "rule": rule}
+    params |= {"in_blocks": in_blocks, "in_range": in_range}
     compute = functools.partial(compute_grouped_rows, **params)
 
-    def fun(axes: tuple[str, ...], group_of: Any, *xs: Any) -> Any:
+    def fun(specs: Sequence[Spec], group_of: Any, *xs: Any) -> Any:
+        axes, rows_over = specs[value].dims[dim], specs[0].dims[0]
+        stay = not set(axes) <= set(rows_over)
         if in_blocks or axes:
             group_of = _apart(group_of, xs[:rows])
         if in_blocks or not axes:
-            return compute(group_of, *xs, groups=groups, axes=axes)
+            return compute(group_of, *xs, groups=groups, axes=axes, in_place=stay)
         own = groups // lax.axis_size(axes)
 
         def on_own_groups(group_of: Any, *received: Any) -> Any:
             return compute(group_of, *received, *xs[rows:], groups=own)
 
-        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row_result(rule))
+        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row_result(rule), in_place=stay)
 
-    def places(n: int, parts: int) -> tuple[int, int]:
+    def places(n: int, parts: int, groups: int = groups) -> tuple[int, int]:
         """Exchanges of a device with ``n`` rows, and the places in one, of all groups, split into so many ``parts``."""
         count, each = exchanges(group_capacity(n, groups)) if parts > 1 else (1, group_capacity(n, groups))
         return count, (groups + parts * (not in_range)) * each
@@ -115,13 +125,14 @@ def grouped_rows(
         return (ALL_REDUCE, 4), *((ALL_TO_ALL, shard_bytes[i] // n * sent) for i in of_rows for _ in range(count))
 
     def work(parts: Mapping[str, int]) -> LocalWork:
-        split, row = Counter(parts), row_factor(rule)
-        split[row] = parts.get(row, 1) * parts.get(group_factor(rule), 1)
+        split, sent, own = Counter(parts), parts.get(group, 1), parts.get(in_place, 1)
+        split[group] = sent * own
+        split[row] = parts.get(row, 1) * split[group]
         local = {f: n // (split[f] or 1) for f, n in sizes.items()}
-        flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
+        flops = sum(s.flops / own / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
         bits = 0.0
         if in_blocks and local[row]:
-            padded = math.prod(places(local[row], split[group_factor(rule)] or 1))
+            padded = math.prod(places(local[row], sent, groups // own))
             flops *= padded / local[row]
             for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
                 shards = math.prod(split[f] or 1 for dim in dims for f in dim)
@@ -130,8 +141,14 @@ def grouped_rows(
         bits += sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in steps if s.flops)
         return LocalWork(flops, int(bits) // 8)
 
-    local = Local(fun, collectives, used_when="always", work=work, alongside=row_factor(rule))
-    return replace(rule, local=local)
+    made = [steps[i - len(operands) - 1] for i in results]
+    if any(is_row and s.dtype == "bool" for s, is_row in zip(made, is_row_result(rule), strict=True)):
+        in_place = None  # no sum
+    form = Local(fun, collectives, "always", work=work, takes_specs=True, alongside=row, in_place=in_place)
+    if in_place is None:
+        return replace(rule, local=form)
+    kinds, of_size = sorted((*rule.kinds, (in_place, "sum"))), sorted((*rule.sizes, (in_place, groups)))
+    return replace(rule, kinds=tuple(kinds), sizes=tuple(of_size), local=form)
 
 
 def _apart(group_of: Any, rows: Sequence[Any]) -> Any:

@@ -272,6 +272,7 @@ def cheapest_node_cost(
     state = [s.dims for s in specs]
     proposed = (factor_axes(kind, state, mesh.shape, first) for first in (None, *range(len(specs))))
     found = _deduplicated(expressible_factors(kind, assignment, mesh) for assignment in proposed)
+    found = _deduplicated([*found, *(_in_place(kind, assignment) for assignment in found)])
     best = _cheapest_of(kind, specs, found, mesh, free_operands)
     if not any(k in REDUCTION_KINDS for _, k in kind.rule.kinds):
         return best
@@ -306,6 +307,12 @@ def _cheapest_of(
 
 def _deduplicated(assignments: Iterable[dict[str, Axes]]) -> list[dict[str, Axes]]:
     return list({tuple(sorted(a.items())): a for a in assignments}.values())
+
+
+def _in_place(kind: OpKind, assignment: Mapping[str, Axes]) -> dict[str, Axes]:
+    """The assignment in which the local factor is split in place (`Local.in_place`), where it can be."""
+    in_place = kind.rule.local.in_place if kind.rule.local is not None else None
+    return {in_place if in_place and kind.rule.kind(f) == "local" else f: axes for f, axes in assignment.items()}
 
 
 def _reshards(

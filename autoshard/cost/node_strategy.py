@@ -91,7 +91,9 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
     collectives = _strategy_collectives(kind, in_specs, out_specs, assignment, mesh)
     if (local := _local_axes(kind, assignment)) and kind.rule.local is not None:
         other = kind.rule.local.alongside
-        if sizes[other] % mesh.axes_size(split[other]) if other else any(s.partial for s in out_specs):
+        if sizes[other] % mesh.axes_size(split.get(other, ())) if other else any(s.partial for s in out_specs):
+            collectives = None
+        if kind.rule.local.in_place in assignment:
             collectives = None
     work = kind.rule.local.work if kind.rule.local is not None else None
     if kind.traits.grouped_product and mesh.hardware.grouped_products:
@@ -136,11 +138,14 @@ def _local_axes(kind: OpKind, assignment: Mapping[str, Axes]) -> Axes:
 
 
 def _with_axes_alongside(kind: OpKind, assignment: Mapping[str, Axes]) -> Mapping[str, Axes]:
-    """``assignment`` with the axes of the local factor on the factor that is split alongside it too."""
-    other = kind.rule.local.alongside if kind.rule.local is not None else None
-    if other is None:
+    """``assignment`` with the axes of the local factor on the factor that is split alongside it too; or, where it is
+    split in place, with these axes."""
+    local = kind.rule.local
+    if local is None or local.alongside is None:
         return assignment
-    return {**assignment, other: assignment.get(other, ()) + _local_axes(kind, assignment)}
+    if local.in_place in assignment:
+        return {**assignment, next(f for f, k in kind.rule.kinds if k == "local"): assignment[local.in_place]}
+    return {**assignment, local.alongside: assignment.get(local.alongside, ()) + _local_axes(kind, assignment)}
 
 
 def _in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:

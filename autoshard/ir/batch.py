@@ -188,7 +188,8 @@ def _work(kind: OpKind, nodes: Sequence[Node], dims: Dims) -> _Work:
     at = dims.start[np.array([n.values for n in nodes], dtype=np.int64).reshape(len(nodes), -1)]
     columns = sorted(_signs(kind, len(nodes[0].operands)), key=lambda column: column[2])
     labels = [dims.label[at[:, i] + d] for i, d, _ in columns]
-    work = float(np.prod([float(n) for _, n in kind.factor_sizes]))
+    factors = kind.rule.factors
+    work = float(np.prod([float(n) for f, n in kind.factor_sizes if f in factors]))
     return _Work(
         work * np.array([n.trip_count for n in nodes]),
         np.stack(labels, axis=1) if labels else np.zeros((len(nodes), 0), dtype=np.int64),

@@ -393,6 +393,8 @@ def _without_unmovable_splits(rule: Rule, bits: Sequence[int], mesh: LogicalMesh
     if not kept:
         return rule
     before = dict(rule.kinds)
+    if rule.local is not None and rule.local.in_place is not None and any(before.get(f) == "local" for f in kept):
+        kept.add(rule.local.in_place)
     kinds = before | dict.fromkeys(kept, "whole")
     local = None if "local" in before.values() and "local" not in kinds.values() else rule.local
     return replace(rule, kinds=tuple(sorted(kinds.items())), local=local)

@@ -100,6 +100,10 @@ class Local:
     alongside: str | None = None
     """A factor whose dimensions the axes of the local factor split too, minor to its own: what they hold is exchanged
     among the devices of these axes, so that no result is partial over them."""
+    in_place: str | None = None
+    """A factor of kind ``sum`` that no dimension has, to split in place of the local factor: its axes split the
+    dimensions of that one, and none ``alongside``. Nothing is exchanged, and results without these dimensions are
+    partial: each device computes its part of what all of them have."""
     parallel: frozenset[str] = frozenset()
     """Reduced factors that no product among the steps contracts: products compute independent elements along them,
     which a later step sums."""

@@ -69,6 +69,22 @@ def exchanges(places: int) -> tuple[int, int]:
     return count, -(-places // (count * ALIGNMENT)) * ALIGNMENT if count > 1 else places
 
 
+def device_of(group_of: Any, own: int, axes: Axes, *, in_place: bool) -> tuple[Any, Any]:
+    """The device that has each row's group, and the group's number there.
+
+    Args:
+      group_of: [row], the group of each row, as of `grouped_rows`. A row that has no group is of the last device, where
+        its number is ``own`` or more.
+      own: how many groups a device has.
+      axes: mesh axes that split the groups.
+      in_place: whether devices are not told apart, but 0 is this one and 1 any other.
+    """
+    group_of = group_of.astype(jnp.int64 if group_of.dtype.itemsize == 8 else jnp.int32)  # than the groups alone need
+    device = jnp.clip(group_of // own, 0, lax.axis_size(axes) - 1 if axes else 0)
+    number = jnp.maximum(group_of - device * own, 0)
+    return (jnp.where(device == lax.axis_index(axes), 0, 1) if in_place else device), number
+
+
 def in_rounds(
     once: Callable[[Any, Any], Sequence[Any]],
     block_of: Any,
@@ -166,6 +182,7 @@ def grouped_rows(
     in_blocks: bool,
     in_range: bool,
     axes: Axes = (),
+    in_place: bool = False,
 ) -> Any:
     """The results of ``steps`` on rows sorted by group; those with a value for each row in the order of the operands.
 
@@ -181,12 +198,14 @@ def grouped_rows(
       in_blocks: whether products are dense, of blocks of each group's rows; else they are ragged.
       in_range: whether all groups are below ``groups``, but for rows whose results nobody reads.
       axes: mesh axes that split the groups of blocks, which are exchanged over them.
+      in_place: whether in place of that all devices of ``axes`` have the same rows, and each computes those of its
+        groups; the others have zeros.
     """
     del flops
     of_rows, others = [group_of, *operands[:rows]], operands[rows:]
 
-    parts, is_row = lax.axis_size(axes) if axes else 1, is_row_result(rule)
-    own, summed = groups // parts, {x for step in steps if sums_rows(step) for x in step.operands}
+    own, is_row = groups // (lax.axis_size(axes) if axes else 1), is_row_result(rule)
+    summed = {x for step in steps if sums_rows(step) for x in step.operands}
 
     def run(of_rows: Sequence[Any], sizes: Any, filled: Any = None) -> list[Any]:
         """The results; of blocks, where ``filled`` [block, place] says which places have rows."""
@@ -205,12 +224,12 @@ def grouped_rows(
         return [values[i] for i in results]
 
     if in_blocks:
-        each, n = own + (not in_range), group_of.shape[0]
+        each, n = own + (not in_range), group_of.shape[0]  # the last block is of rows that have no group
+        device, number = device_of(group_of, own, axes, in_place=in_place)
+        axes = () if in_place else axes
+        parts = lax.axis_size(axes) if axes else 1
         at_once, places = exchanges(group_capacity(n, groups)) if axes else (1, group_capacity(n, groups))
-        wide = jnp.int64 if group_of.dtype.itemsize == 8 else jnp.int32  # than the groups alone need
-        block_of = jnp.clip(group_of.astype(wide), 0, groups)
-        if not in_range:  # behind each device's blocks one of rows that have no group
-            block_of = jnp.minimum(block_of + block_of // own, parts * each - 1)
+        block_of = jnp.minimum(device * each + jnp.minimum(number, own), parts * each)
 
         def exchanged(x: Any, *, back: bool) -> Any:
             """Places [device, block, place] to the devices of these blocks, there [block, device, place]; or back."""

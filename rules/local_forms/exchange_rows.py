@@ -16,7 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.spec import Axes
-from autoshard.transforms.grouped_rows import capacity, exchanges, in_rounds
+from autoshard.transforms.grouped_rows import capacity, device_of, exchanges, in_rounds
 
 
 def exchange_rows(
@@ -26,6 +26,8 @@ def exchange_rows(
     rows: Sequence[Any],
     groups: int,
     is_row_result: Sequence[bool],
+    *,
+    in_place: bool = False,
 ) -> tuple[Any, ...]:
     """The results of this device's rows, and the sums over all rows for this device's groups.
 
@@ -37,25 +39,27 @@ def exchange_rows(
       rows: the values of these.
       groups: how many a device has.
       is_row_result: of each result, whether it has a value for each row; else it is a sum for each group.
+      in_place: whether ``axes`` do not split the rows: all devices have the same, and nothing is sent. Each computes
+        those of its groups, and has zeros for the others.
     """
-    parts, n = lax.axis_size(axes), group_of.shape[0]
-    at_once, places = exchanges(capacity(n, parts))
-    firsts = groups * jnp.arange(parts, dtype=group_of.dtype)[:, None]
+    parts, even_load = lax.axis_size(axes), capacity(group_of.shape[0], lax.axis_size(axes))
+    parts, at_once, places = (1, 1, even_load) if in_place else (parts, *exchanges(even_load))
+    device, number = device_of(group_of, groups, axes, in_place=in_place)
 
     def exchange(x: Any) -> Any:
-        return lax.all_to_all(x, axes, 0, 0, tiled=True)
+        return x if in_place else lax.all_to_all(x, axes, 0, 0, tiled=True)
 
     def once(source: Any, filled: Any) -> list[Any]:
-        group = jnp.take(group_of, source, mode="clip").reshape(filled.shape) - firsts
+        group = jnp.take(number.astype(group_of.dtype), source, mode="clip").reshape(filled.shape)
         received = [exchange(jnp.take(x, source, axis=0, mode="fill", fill_value=0)) for x in rows]
         made = compute(exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
         return [exchange(x) if is_row else x for x, is_row in zip(made, is_row_result, strict=True)]
 
     return in_rounds(
         once,
-        jnp.clip(group_of // groups, 0, parts - 1),
+        device,
         (parts, places),
         is_row_result,
-        lambda rounds: lax.pmax(rounds, axes),
+        lambda rounds: rounds if in_place else lax.pmax(rounds, axes),
         at_once,
     )
