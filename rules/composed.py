@@ -26,13 +26,14 @@ from autoshard.rules.local_forms.exchange_rows import exchange_rows
 from autoshard.transforms.grouped_rows import (
     capacity,
     exchanges,
+    finished,
     group_capacity,
     group_factor,
     grouped_rows_p,
     is_row_result,
     row_factor,
+    sorted_rows,
 )
-from autoshard.transforms.grouped_rows import grouped_rows as compute_grouped_rows
 from autoshard.transforms.sum_of_products import Step, factor_sizes, sum_of_products_p
 
 
@@ -43,7 +44,7 @@ def sum_of_products(*operands: Aval, steps: tuple[Step, ...], rule: Rule, **_: A
     def work(parts: Mapping[str, int]) -> LocalWork:
         local = {f: n // parts.get(f, 1) for f, n in sizes.items()}
         flops = sum(s.flops / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
-        bits = sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in stored)
+        bits = sum(_bits(s, local) for s in stored)
         return LocalWork(flops, bits // 8)
 
     reads = [[x for x in s.operands if isinstance(x, int)] for s in steps if s.flops]
@@ -80,24 +81,30 @@ def grouped_rows(
     groups: int,
     in_blocks: bool,
     in_range: bool,
-    **params: Any,
+    after: tuple[tuple[Step, ...], ...],
+    last: int,
+    flops: float,
 ) -> Rule:
     """The groups are the local factor; the rows are split over their axes too, or the groups in place.
 
     Where the rows of each group are in blocks, products compute all places of these, and operands are put there.
     """
-    group, row = group_factor(rule), row_factor(rule)
+    del flops
+    group, row, (_, *picks) = group_factor(rule), row_factor(rule), rule.operands[0][0]
     in_place = group.upper()  # other factors have small letters
     ends = enumerate((*rule.operands, *rule.results))
     value, dim = next((i, dims.index((group,))) for i, dims in ends if (group,) in dims)
-    sizes = factor_sizes(rule, [x.shape for x in operands]) | {group_factor(rule): groups}
-    of_rows = list(range(rows + 1))
-    of_rows += [len(operands) + i for i, is_row in enumerate(is_row_result(rule)) if is_row]
-    params |= {"steps": steps, "rows": rows, "results": results, "rule": rule}
-    params |= {"in_blocks": in_blocks, "in_range": in_range}
-    compute = functools.partial(compute_grouped_rows, **params)
+    sizes = factor_sizes(rule, [x.shape for x in operands]) | {group: groups}
+    count, is_row = len(operands) - last, is_row_result(rule)
+    made = [steps[i - count - 1] for i in results]
+    compute = functools.partial(
+        sorted_rows, steps=steps, rows=rows, results=results, rule=rule, in_blocks=in_blocks, in_range=in_range
+    )
 
-    def fun(specs: Sequence[Spec], group_of: Any, *xs: Any) -> Any:
+    def fun(specs: Sequence[Spec], *xs: Any) -> Any:
+        return finished(on_shards(specs, *xs[:count]), xs, after, rule)
+
+    def on_shards(specs: Sequence[Spec], group_of: Any, *xs: Any) -> Any:
         axes, rows_over = specs[value].dims[dim], specs[0].dims[0]
         stay = not set(axes) <= set(rows_over)
         if in_blocks or axes:
@@ -109,7 +116,7 @@ def grouped_rows(
         def on_own_groups(group_of: Any, *received: Any) -> Any:
             return compute(group_of, *received, *xs[rows:], groups=own)
 
-        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row_result(rule), in_place=stay)
+        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row, in_place=stay)
 
     def places(n: int, parts: int, groups: int = groups) -> tuple[int, int]:
         """Exchanges of a device with ``n`` rows, and the places in one, of all groups, split into so many ``parts``."""
@@ -120,9 +127,20 @@ def grouped_rows(
         n = shard_bytes[0] // operands[0].dtype.itemsize
         if n == 0:
             return None
-        count, sent = places(n, parts) if in_blocks else exchanges(capacity(n, parts))
+        times, sent = places(n, parts) if in_blocks else exchanges(capacity(n, parts))
         sent *= 1 if in_blocks else parts
-        return (ALL_REDUCE, 4), *((ALL_TO_ALL, shard_bytes[i] // n * sent) for i in of_rows for _ in range(count))
+        of_rows = [shard_bytes[i] // n for i in range(rows + 1)]
+        of_rows += [row_bytes(i, shard_bytes[len(operands) + i], n) for i in range(len(results)) if is_row[i]]
+        return (ALL_REDUCE, 4), *((ALL_TO_ALL, size * sent) for size in of_rows for _ in range(times))
+
+    def row_bytes(i: int, shard_bytes: int, n: int) -> int:
+        """Bytes of each of ``n`` rows of a result, of which so many are left in the end."""
+        then, features = after[i], made[i].dims[1:]
+        bits = dtype_bits(dtype_from_name(made[i].dtype))
+        if then and not all(d in then[-1].dims for d in features):  # what is contracted is whole
+            return math.prod(made[i].shape(sizes)[1:]) * bits // 8
+        left = n // sizes[picks[0]] if then else n
+        return shard_bytes // left * bits // dtype_bits(dtype_from_name((made[i], *then)[-1].dtype))
 
     def work(parts: Mapping[str, int]) -> LocalWork:
         split, sent, own = Counter(parts), parts.get(group, 1), parts.get(in_place, 1)
@@ -130,25 +148,29 @@ def grouped_rows(
         split[row] = parts.get(row, 1) * split[group]
         local = {f: n // (split[f] or 1) for f, n in sizes.items()}
         flops = sum(s.flops / own / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
-        bits = 0.0
-        if in_blocks and local[row]:
-            padded = math.prod(places(local[row], sent, groups // own))
-            flops *= padded / local[row]
+        n = local[row] * math.prod(sizes[f] for f in picks)
+        own_order = local | {row: n * own} | dict.fromkeys(picks, 1)
+        bits = float(sum(_bits(s, own_order) for s, then in zip(made, after, strict=True) if then))
+        if in_blocks and n:
+            padded = math.prod(places(n, sent, groups // own))
+            flops *= padded / n
             for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
                 shards = math.prod(split[f] or 1 for dim in dims for f in dim)
-                bits += math.prod(x.shape) / shards * padded / local[row] * dtype_bits(x.dtype)
-            local[row] = padded
-        bits += sum(math.prod(s.shape(local)) * dtype_bits(dtype_from_name(s.dtype)) for s in steps if s.flops)
+                bits += math.prod(x.shape) / shards * padded / n * dtype_bits(x.dtype)
+            local |= {row: padded} | dict.fromkeys(picks, 1)
+        bits += sum(_bits(s, local) for s in steps if s.flops)
         return LocalWork(flops, int(bits) // 8)
 
-    made = [steps[i - len(operands) - 1] for i in results]
-    if any(is_row and s.dtype == "bool" for s, is_row in zip(made, is_row_result(rule), strict=True)):
-        in_place = None  # no sum
     form = Local(fun, collectives, "always", work=work, takes_specs=True, alongside=row, in_place=in_place)
-    if in_place is None:
-        return replace(rule, local=form)
+    if any(s.dtype == "bool" for s, of_row in zip(made, is_row, strict=True) if of_row):
+        return replace(rule, local=replace(form, in_place=None))  # they have no sum
     kinds, of_size = sorted((*rule.kinds, (in_place, "sum"))), sorted((*rule.sizes, (in_place, groups)))
     return replace(rule, kinds=tuple(kinds), sizes=tuple(of_size), local=form)
+
+
+def _bits(step: Step, sizes: Mapping[str, int]) -> int:
+    """Bits of the result of a step, for factors of these sizes."""
+    return math.prod(step.shape(sizes)) * dtype_bits(dtype_from_name(step.dtype))
 
 
 def _apart(group_of: Any, rows: Sequence[Any]) -> Any:

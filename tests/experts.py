@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+
+from autoshard.ir.rule import Rule
+from autoshard.rules.composed import grouped_rows
+from autoshard.transforms.grouped_rows import grouped_rows_p
 
 Params = Mapping[str, Any]
 
@@ -98,3 +103,18 @@ def gradient(experts: Callable[[Params, Any, int], Any], k: int) -> Callable[[Pa
         return jnp.sum(out**2) / len(x), out
 
     return jax.grad(loss, argnums=(0, 1), has_aux=True)
+
+
+def split_only(form: str) -> Mapping[Any, Callable[..., Rule]]:
+    """Rules by which experts are split in one form alone: rows are "exchanged", or computed "in place"."""
+
+    def rule(*operands: Any, **params: Any) -> Rule:
+        found = grouped_rows(*operands, **params)
+        assert found.local is not None
+        if form == "in place":
+            return replace(found, local=replace(found.local, collectives=lambda *_: None))
+        factor = found.local.in_place
+        kinds, sizes = (tuple((f, x) for f, x in of if f != factor) for of in (found.kinds, found.sizes))
+        return replace(found, kinds=kinds, sizes=sizes, local=replace(found.local, in_place=None))
+
+    return {grouped_rows_p: rule}

@@ -143,8 +143,8 @@ def _with_axes_alongside(kind: OpKind, assignment: Mapping[str, Axes]) -> Mappin
     local = kind.rule.local
     if local is None or local.alongside is None:
         return assignment
-    if local.in_place in assignment:
-        return {**assignment, next(f for f, k in kind.rule.kinds if k == "local"): assignment[local.in_place]}
+    if in_place := assignment.get(local.in_place or "", ()):
+        return {**assignment, next(f for f, k in kind.rule.kinds if k == "local"): in_place}
     return {**assignment, local.alongside: assignment.get(local.alongside, ()) + _local_axes(kind, assignment)}
 
 

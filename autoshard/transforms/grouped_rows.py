@@ -123,7 +123,7 @@ def in_rounds(
         return once(source, filled)
 
     def rows_of(x: Any, i: Any, rounds: int = 1) -> Any:
-        """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of other rows."""
+        """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of others."""
         place = place_of - i * places
         at = ((place // places) * blocks + block_of) * places + place % places
         at = jnp.where((place_of >= 0) & (place >= 0) & (place < rounds * places), at, rounds * blocks * places)
@@ -150,7 +150,9 @@ def in_rounds(
         totals = [
             x if is_row else x.astype(_dtype_of_sums(x.dtype)) for x, is_row in zip(first, is_row_result, strict=True)
         ]
-        _, totals = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals))
+        _, totals = lax.while_loop(
+            lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals)
+        )
         return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
 
     rounds = rounds_of_all(-(-jnp.max(counts) // places))
@@ -162,7 +164,7 @@ def _sum(parts: Sequence[Any]) -> Any:
     """Their sum, rounded once."""
     if len(parts) == 1:
         return parts[0]
-    return sum(x.astype(_dtype_of_sums(x.dtype)) for x in parts).astype(parts[0].dtype)
+    return functools.reduce(jnp.add, [x.astype(_dtype_of_sums(x.dtype)) for x in parts]).astype(parts[0].dtype)
 
 
 def _dtype_of_sums(dtype: Any) -> Any:
@@ -173,12 +175,50 @@ def _dtype_of_sums(dtype: Any) -> Any:
 def grouped_rows(
     group_of: Any,
     *operands: Any,
+    after: tuple[tuple[Step, ...], ...],
+    last: int,
+    rule: Rule,
+    flops: float,
+    **params: Any,
+) -> Any:
+    """What is made of the results of `sorted_rows`.
+
+    Args:
+      group_of: [row], the group of each row; below zero it is the first, and from ``groups`` on the row has none.
+      operands: those of `sorted_rows`, then those that steps of ``after`` read.
+      after: of each result, what is computed of it where rows are in their own order. Values are numbered: ``group_of``
+        and the operands, the result, then what steps make.
+      last: how many operands are of ``after``.
+      rule: factors of the operands and the results.
+      flops: FLOPs of all products, for cost models that see only the primitive.
+      params: other parameters of `sorted_rows`.
+    """
+    del flops
+    made = sorted_rows(group_of, *operands[: len(operands) - last], rule=rule, **params)
+    return finished(made, (group_of, *operands), after, rule)
+
+
+def finished(results: Sequence[Any], operands: Sequence[Any], after: Sequence[Sequence[Step]], rule: Rule) -> Any:
+    """``results`` after the steps of `grouped_rows`, of which all ``operands`` are given, or shards of them."""
+    size_of = factor_sizes(rule, [x.shape for x in operands])
+
+    def last(x: Any, steps: Sequence[Step]) -> Any:
+        values = [*operands, x]
+        for step in steps:
+            values.append(step.run([values[x] if isinstance(x, int) else x.value for x in step.operands], size_of))
+        return values[-1]
+
+    return tuple(map(last, results, after))
+
+
+def sorted_rows(
+    group_of: Any,
+    *operands: Any,
     steps: tuple[Step, ...],
     rows: int,
     results: tuple[int, ...],
     rule: Rule,
     groups: int,
-    flops: float,
     in_blocks: bool,
     in_range: bool,
     axes: Axes = (),
@@ -187,21 +227,19 @@ def grouped_rows(
     """The results of ``steps`` on rows sorted by group; those with a value for each row in the order of the operands.
 
     Args:
-      group_of: [row], the group of each row; below zero it is the first, and from ``groups`` on the row has none.
+      group_of: as of `grouped_rows`.
       operands: arrays with a value for each row, then others, which are the same for all rows.
       steps: their values are numbered: ``group_of`` and the operands, the sizes of the groups, then the steps' results.
       rows: how many operands have a value for each row.
       results: numbers of the values that are results.
       rule: factors of the operands and the results.
       groups: how many there are.
-      flops: FLOPs of all products, for cost models that see only the primitive.
       in_blocks: whether products are dense, of blocks of each group's rows; else they are ragged.
       in_range: whether all groups are below ``groups``, but for rows whose results nobody reads.
       axes: mesh axes that split the groups of blocks, which are exchanged over them.
       in_place: whether in place of that all devices of ``axes`` have the same rows, and each computes those of its
         groups; the others have zeros.
     """
-    del flops
     of_rows, others = [group_of, *operands[:rows]], operands[rows:]
 
     own, is_row = groups // (lax.axis_size(axes) if axes else 1), is_row_result(rule)
@@ -287,10 +325,17 @@ def _product_of_blocks(
 
 
 def _shapes(
-    *operands: Any, steps: tuple[Step, ...], results: tuple[int, ...], rule: Rule, groups: int, **_: Any
+    *operands: Any,
+    steps: tuple[Step, ...],
+    results: tuple[int, ...],
+    rule: Rule,
+    groups: int,
+    after: tuple[tuple[Step, ...], ...],
+    last: int,
+    **_: Any,
 ) -> Any:
     sizes = factor_sizes(rule, [x.shape for x in operands]) | {group_factor(rule): groups}
-    made: Sequence[Step] = [steps[i - len(operands) - 1] for i in results]
+    made = [(steps[i - (len(operands) - last) - 1], *then)[-1] for i, then in zip(results, after, strict=True)]
     avals = [(step.shape(sizes), jnp.dtype(step.dtype)) for step in made]
     return tuple(operands[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in avals)
 

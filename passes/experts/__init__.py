@@ -3,7 +3,8 @@
 A mixture of experts without dropped tokens sorts the rows of all tokens by expert, runs ragged products
 (`jax.lax.ragged_dot`) and sorts the rows back: MegaBlocks (arXiv:2211.15841), MaxText, most implementations of Mixtral
 and DeepSeek. Sorted by all devices together, each row may come from any device. But rows do not depend on one another,
-so that each device may sort its own, or exchange them with the devices that have their experts
+so that each device may sort its own, or exchange them with the devices that have their experts; or devices that all
+have the same rows compute those of their experts, and what tokens make of these is summed
 (`autoshard.transforms.grouped_rows`).
 
 The forward and the backward part are an operation each. What the backward part reads of the products of the forward
@@ -24,6 +25,7 @@ from jax import numpy as jnp
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.ir.program import Program
+from autoshard.passes.experts.picks import Picks
 from autoshard.passes.experts.positions import constants, with_constants, without_repeats
 from autoshard.passes.experts.region import Region
 from autoshard.passes.experts.sorted_rows import Exit, SortedRows, sorts
@@ -80,7 +82,7 @@ class Experts(Pass):
                 done = 0
             else:
                 done += 1
-        return jaxpr if changed else given
+        return jx.with_eqns(jaxpr, list(_in_order(Picks(program, jaxpr).joined()))) if changed else given
 
     def _with_bodies(self, program: Program, eqn: jx.JaxprEqn, outside: Mapping[jx.Var, jx.JaxprEqn]) -> jx.JaxprEqn:
         """``eqn`` with its bodies rewritten; itself where nothing is.

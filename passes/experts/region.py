@@ -15,6 +15,7 @@ import numpy as np
 from autoshard import jaxpr as jx
 from autoshard.ir.rule import Rule, factor_names
 from autoshard.passes.experts.sorted_rows import SortedRows
+from autoshard.transforms.composed_rule import InnerDim
 from autoshard.transforms.grouped_rows import grouped_rows_p
 from autoshard.transforms.sum_of_products import Constant, Step
 
@@ -169,6 +170,8 @@ class Region:
             "flops": sum(s.flops for s in steps),
             "in_blocks": not self.rows.program.mesh.hardware.grouped_products,
             "in_range": self.rows.is_below(self.rows.group_of, groups),
+            "after": ((),) * len(self.results),
+            "last": 0,
         }
         return self.eqns[-1].replace(
             primitive=grouped_rows_p,
@@ -178,24 +181,34 @@ class Region:
         )
 
     def _step(self, part: _Part, number: Mapping[jx.Var, int], name: Mapping[int, str]) -> Step:
-        eqn, v = part.eqn, part.eqn.outvars[0]
-        root, flops = self.factors.root, jx.contraction_flops(eqn)
-        made = zip(part.dims[-1], jx.aval(v).shape, strict=True)
+        root, flops = self.factors.root, jx.contraction_flops(part.eqn)
+        made = zip(part.dims[-1], jx.aval(part.eqn.outvars[0]).shape, strict=True)
         split = {name[root(f)] for dims in part.dims for f in dims if root(f) in name}
-
-        def read(atom: jx.Atom) -> int | Constant:
-            if isinstance(atom, jx.Literal):
-                dtype = jx.aval(atom).dtype
-                return Constant(jx.dtype_name(dtype), np.asarray(atom.val, dtype).tobytes())
-            return number[atom]
-
-        return Step(
-            eqn.primitive,
-            tuple(sorted((k, None if k in ("sharding", "out_sharding") else x) for k, x in eqn.params.items())),
-            tuple(map(read, eqn.invars)),
-            tuple((name.get(root(f), n),) for f, n in made),
-            jx.dtype_name(jx.aval(v).dtype),
-            self.rows.traits(eqn).shape_param,
-            flops,
-            tuple(sorted(split)) if flops else (),
+        found = step(
+            part.eqn, number, [(name.get(root(f), n),) for f, n in made], self.rows.traits(part.eqn).shape_param
         )
+        return found._replace(flops=flops, factors=tuple(sorted(split)) if flops else ())
+
+
+def step(eqn: jx.JaxprEqn, number: Mapping[jx.Var, int], dims: Sequence[InnerDim], shape_param: str | None) -> Step:
+    """``eqn`` as a step, without FLOPs.
+
+    Args:
+      number: of the values that it may read.
+      dims: of its result.
+    """
+
+    def read(atom: jx.Atom) -> int | Constant:
+        if isinstance(atom, jx.Literal):
+            dtype = jx.aval(atom).dtype
+            return Constant(jx.dtype_name(dtype), np.asarray(atom.val, dtype).tobytes())
+        return number[atom]
+
+    return Step(
+        eqn.primitive,
+        tuple(sorted((k, None if k in ("sharding", "out_sharding") else x) for k, x in eqn.params.items())),
+        tuple(map(read, eqn.invars)),
+        tuple(dims),
+        jx.dtype_name(jx.aval(eqn.outvars[0]).dtype),
+        shape_param,
+    )

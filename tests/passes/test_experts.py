@@ -24,7 +24,7 @@ from autoshard.errors import PassError
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes import Experts
 from autoshard.passes.experts.positions import positions
-from tests.experts import Params, added_up, arrays, gradient, products, scattered_back, sorted_back
+from tests.experts import Params, added_up, arrays, gradient, products, scattered_back, sorted_back, split_only
 from tests.forms import HASTY, same
 from tests.programs import mesh, program
 
@@ -62,6 +62,40 @@ def test_forward_and_backward_become_one_operation_each(spelled: Any, option: st
     found, run = rewritten(fun, p, x, option=option, kind=kind)
     assert (found["grouped_rows"], found["ragged_dot_general"], found["sort"]) == (2, 0, 0)
     same(run(p, x), jax.tree.leaves(jax.jit(fun)(p, x)))
+
+
+def of_rows(fun: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
+    """The shapes of what the operations of the pass make, but for gradients of matrices."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    after = Experts("recompute")(program(fun, shapes, mesh(x=8))).jaxpr
+    made = [v for e in jx.walk(after) if e.primitive.name == "grouped_rows" for v in e.outvars]
+    return sorted(jx.aval(v).shape for v in made if jx.aval(v).shape[0] != 10)
+
+
+def test_what_tokens_make_of_their_rows_is_made_inside():
+    p, x = arrays(40, 8, 16, 10)
+    tokens, weights, rows = (40, 8), (40, 2), (80, 8)
+
+    def again(p: Params, x: Any, k: int) -> Any:
+        return jax.checkpoint(lambda p, x: sorted_back(p, x, k))(p, x)
+
+    assert of_rows(gradient(again, 2), p, x) == [weights, tokens, tokens]
+    assert of_rows(gradient(added_up, 2), p, x) == [tokens, tokens, (80,)]
+    assert of_rows(gradient(sorted_back, 2), p, x) == [tokens, rows]  # the backward part reads them too
+
+    def largest(p: Params, x: Any) -> Any:
+        flat = lax.top_k(x @ p["gate"], 2)[1].reshape(-1)
+        order = jnp.argsort(flat)
+        made = products(p, x[order // 2], jnp.bincount(flat, length=10))[jnp.argsort(order)]
+        return jnp.max(made.reshape(40, 2, 8), 1)
+
+    def both(p: Params, x: Any) -> Any:
+        flat = lax.top_k(x @ p["gate"], 2)[1].reshape(-1)
+        order = jnp.argsort(flat)
+        made = products(p, x[order // 2], jnp.bincount(flat, length=10))[jnp.argsort(order)]
+        return jnp.sum(made.reshape(40, 2, 8), 1), made[::2]
+
+    assert of_rows(largest, p, x) == of_rows(both, p, x) == [rows]
 
 
 def test_layers_that_are_scanned_and_recomputed():
@@ -116,6 +150,7 @@ WAYS = {
     "rows": ({}, P(("x", "y"))),
     "experts": ({"up": P("y"), "gated": P("y"), "down": P("y")}, P(("x", "y"))),
     "experts over both axes": (dict.fromkeys(("up", "gated", "down"), P(("x", "y"))), P(("x", "y"))),
+    "experts in place": ({"up": P("y"), "gated": P("y"), "down": P("y")}, P("x")),
     "features": ({"up": P(None, None, "y"), "gated": P(None, None, "y"), "down": P(None, "y")}, P("x")),
 }
 
@@ -128,24 +163,36 @@ WAYS = {
         (added_up, 64, 8, "experts over both axes", "bias and shared", "ragged"),
         (scattered_back, 16, 1, "experts", "shared", "ragged"),
         (scattered_back, 16, 1, "rows", "", "blocks"),
+        (sorted_back, 8, 2, "experts in place", "", "blocks"),
+        (sorted_back, 16, 4, "experts in place", "bias and shared", "ragged"),
+        (added_up, 8, 2, "experts in place", "bias", "ragged"),
+        (scattered_back, 8, 2, "experts in place", "", "ragged"),
     ],
 )
 def test_equal_to_one_device_and_nothing_sent_that_was_not_planned(
     spelled: Any, groups: int, k: int, way: str, beside: str, kind: str
 ):
-    p, x = arrays(64, 16, 64, groups, bias="bias" in beside, shared="shared" in beside)
+    """Loads are uneven: of a device's experts some have more rows than an even load has for all, and one has none."""
+    in_place = way == "experts in place"
+    p, x = arrays(256 if in_place else 64, 16, 64, groups, bias="bias" in beside, shared="shared" in beside)
     pins, tokens = WAYS[way]
     specs = (dict.fromkeys(p, P()) | pins, tokens)
     fun = gradient(spelled, k)
     where: dict[str, Any] = {"mesh": on(HASTY, kind), "in_shardings": specs, "out_shardings": (specs, tokens)}
-    step = autoshard.jit(fun, passes=EXCHANGING, strategy="replicated", **where)
+    rules = split_only("in place" if in_place else "exchanged")
+    step = autoshard.jit(fun, passes=EXCHANGING, strategy="replicated", rules=rules, **where)
     same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)
-    found = audit(step.lower(p, x).compile(), step.plan(p, x))
+    plan = step.plan(p, x)
+    sent = {c.kind for c in plan.cost.collectives}
+    assert ("all-to-all" in sent) == (way in ("experts", "experts over both axes"))
+    assert not in_place or sent == {"all-reduce"}, sent
+    found = audit(step.lower(p, x).compile(), plan)
     assert found.clean, str(found)
 
 
+@pytest.mark.parametrize("form", ["exchanged", "in place"])
 @pytest.mark.parametrize("kind", ["ragged", "blocks"])
-def test_rows_of_no_group_come_back_where_experts_are_split(kind: str):
+def test_rows_of_no_group_come_back_where_experts_are_split(kind: str, form: str):
     p, x = arrays(64, 16, 64, 8)
     group = np.random.default_rng(0).integers(-1, 11, 64).astype("int32")
 
@@ -153,34 +200,41 @@ def test_rows_of_no_group_come_back_where_experts_are_split(kind: str):
         order = jnp.argsort(group)
         return jnp.cos(products(p, x[order], jnp.bincount(group, length=8)))[jnp.argsort(order)]
 
-    pins, tokens = WAYS["experts over both axes"]
+    pins, tokens = WAYS["experts over both axes" if form == "exchanged" else "experts in place"]
     specs = (dict.fromkeys(p, P()) | pins, tokens, tokens)
     where: dict[str, Any] = {"mesh": on(HASTY, kind), "in_shardings": specs, "out_shardings": tokens}
-    step = autoshard.jit(fun, passes=EXCHANGING, strategy="replicated", **where)
-    assert "all-to-all" in {c.kind for c in step.plan(p, x, group).cost.collectives}
+    step = autoshard.jit(fun, passes=EXCHANGING, strategy="replicated", rules=split_only(form), **where)
+    sent = {c.kind for c in step.plan(p, x, group).cost.collectives}
+    assert sent == {"all-reduce", "all-to-all"} if form == "exchanged" else sent == {"all-reduce"}, sent
     same(step(p, x, group), jax.jit(fun)(p, x, group))
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_experts_send_tokens_and_no_weights(devices: int):
-    p, x = arrays(64, 64, 256, 8)
+@pytest.mark.parametrize(("tokens", "devices"), [(64, 2), (1024, 8)])
+def test_experts_send_tokens_and_no_weights(tokens: int, devices: int):
+    """Each to its experts' devices, or where these are few to all."""
+    p, x = arrays(tokens, 64, 256, 8)
     fun = gradient(added_up, 2)
     shard = dict.fromkeys(("up", "gated", "down"), P("x"))
     specs = ({**shard, "gate": P()}, P("x"))
     step = autoshard.jit(fun, mesh=mesh(x=devices), in_shardings=specs, out_shardings=(specs, P("x")))
     plan = step.plan(p, x)
     sent = {c.kind: max(d.bytes for d in plan.cost.collectives if d.kind == c.kind) for c in plan.cost.collectives}
-    assert sent.keys() == {"all-to-all", "all-reduce"}, plan.cost.collectives
-    assert sent["all-reduce"] == p["gate"].nbytes
-    assert sent["all-to-all"] <= 1.25 * x.nbytes * 2 / devices + 8 * 64 * 4
+    if devices == 2:
+        assert sent.keys() == {"all-gather", "reduce-scatter", "all-reduce"}, plan.cost.collectives
+        assert sent["reduce-scatter"] == x.nbytes
+        assert sent["all-gather"] <= 2 * x.nbytes < p["up"].nbytes
+    else:
+        assert sent.keys() == {"all-to-all", "all-reduce"}, plan.cost.collectives
+        assert sent["all-reduce"] == p["gate"].nbytes
+        assert sent["all-to-all"] <= 1.25 * x.nbytes * 2 / devices + 8 * 64 * 4
     assert "experts:recompute" in str(plan.explain())
     found = audit(step.lower(p, x).compile(), plan)
     assert found.clean, str(found)
     same(step(p, x), jax.jit(fun)(p, x), scale=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["ragged", "blocks"])
-def test_losses_of_loads_clipping_and_counts_of_what_a_capacity_drops_are_those_of_one_device(kind: str):
+@pytest.mark.parametrize(("kind", "form"), [("ragged", "exchanged"), ("blocks", "exchanged"), ("ragged", "in place")])
+def test_losses_of_loads_clipping_and_counts_of_what_a_capacity_drops_are_those_of_one_device(kind: str, form: str):
     """A step as people write it: a capacity of its own, two losses of the router, and a norm over all experts."""
     p, x = arrays(64, 16, 64, 8)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -206,10 +260,12 @@ def test_losses_of_loads_clipping_and_counts_of_what_a_capacity_drops_are_those_
         return (optax.apply_updates(state[0], updates), moments), said | {"norm": optax.tree.norm(grads)}
 
     state = (p, optimizer.init(p))
-    by_expert = jax.tree.map(lambda w: P(("x", "y")) if np.ndim(w) == 3 else P(), state)
-    specs: dict[str, Any] = {"in_shardings": (by_expert, P(("x", "y"))), "out_shardings": (by_expert, P())}
-    step = autoshard.jit(train, mesh=on(HASTY, kind), passes=EXCHANGING, strategy="replicated", **specs)
-    assert "all-to-all" in {c.kind for c in step.plan(state, x).cost.collectives}
+    pins, tokens = WAYS["experts over both axes" if form == "exchanged" else "experts in place"]
+    by_expert = jax.tree.map(lambda w: pins["up"] if np.ndim(w) == 3 else P(), state)
+    specs: dict[str, Any] = {"in_shardings": (by_expert, tokens), "out_shardings": (by_expert, P())}
+    specs |= {"rules": split_only(form), "strategy": "replicated"}
+    step = autoshard.jit(train, mesh=on(HASTY, kind), passes=EXCHANGING, **specs)
+    assert ("all-to-all" in {c.kind for c in step.plan(state, x).cost.collectives}) == (form == "exchanged")
     got, want = step(state, x), jax.jit(train)(state, x)
     assert got[1]["dropped"] == want[1]["dropped"] > 0
     assert want[1]["norm"] > 0.1
