@@ -118,10 +118,11 @@ def grouped_rows(
 
         return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row, in_place=stay)
 
-    def places(n: int, parts: int, groups: int = groups) -> tuple[int, int]:
-        """Exchanges of a device with ``n`` rows, and the places in one, of all groups, split into so many ``parts``."""
+    def places(n: int, parts: int, own: int = 1) -> tuple[int, int]:
+        """Exchanges of a device with ``n`` rows, and the places in one, of all groups, split into so many ``parts``, or
+        of the groups of one of its ``own`` parts in place."""
         count, each = exchanges(group_capacity(n, groups)) if parts > 1 else (1, group_capacity(n, groups))
-        return count, (groups + parts * (not in_range)) * each
+        return count, (groups // own + parts * (not in_range)) * each
 
     def collectives(parts: int, shard_bytes: Sequence[int]) -> CollectiveBytes | None:
         n = shard_bytes[0] // operands[0].dtype.itemsize
@@ -152,7 +153,7 @@ def grouped_rows(
         own_order = local | {row: n * own} | dict.fromkeys(picks, 1)
         bits = float(sum(_bits(s, own_order) for s, then in zip(made, after, strict=True) if then))
         if in_blocks and n:
-            padded = math.prod(places(n, sent, groups // own))
+            padded = math.prod(places(n * own, sent, own))
             flops *= padded / n
             for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
                 shards = math.prod(split[f] or 1 for dim in dims for f in dim)

@@ -287,10 +287,11 @@ def test_places_of_blocks_that_no_row_fills_count_for_nothing():
     same(run(p, x), jax.tree.leaves(jax.jit(jax.grad(loss))(p, x)))
 
 
-def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty():
+@pytest.mark.parametrize(("form", "tokens"), [("exchanged", P("x")), ("in place", P())])
+def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty(form: str, tokens: P):
     p, x = arrays(1024, 64, 256, 8)
     fun, shard = gradient(added_up, 2), dict.fromkeys(("up", "gated", "down"), P("x"))
-    specs = ({**shard, "gate": P()}, P("x"))
+    specs = ({**shard, "gate": P()}, tokens)
     price: dict[str, Any] = {}
     for kind in ("ragged", "blocks"):
         step = autoshard.jit(
@@ -298,7 +299,8 @@ def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty():
             mesh=on(mesh(x=4), kind),
             passes=EXCHANGING,
             in_shardings=specs,
-            out_shardings=(specs, P("x")),
+            out_shardings=(specs, tokens),
+            rules=split_only(form),
             strategy="replicated",
         )
         price[kind] = step.plan(p, x)
