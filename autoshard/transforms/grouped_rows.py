@@ -107,7 +107,7 @@ def in_rounds(
         return once(source, filled)
 
     def rows_of(x: Any, i: Any, rounds: int = 1) -> Any:
-        """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of other rows."""
+        """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of others."""
         place = place_of - i * places
         at = ((place // places) * blocks + block_of) * places + place % places
         at = jnp.where((place_of >= 0) & (place >= 0) & (place < rounds * places), at, rounds * blocks * places)
@@ -134,7 +134,9 @@ def in_rounds(
         totals = [
             x if is_row else x.astype(_dtype_of_sums(x.dtype)) for x, is_row in zip(first, is_row_result, strict=True)
         ]
-        _, totals = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals))
+        _, totals = lax.while_loop(
+            lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals)
+        )
         return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
 
     rounds = rounds_of_all(-(-jnp.max(counts) // places))
@@ -146,7 +148,8 @@ def _sum(parts: Sequence[Any]) -> Any:
     """Their sum, rounded once."""
     if len(parts) == 1:
         return parts[0]
-    return sum(x.astype(_dtype_of_sums(x.dtype)) for x in parts).astype(parts[0].dtype)
+    dtype = parts[0].dtype
+    return functools.reduce(jnp.add, [x.astype(_dtype_of_sums(dtype)) for x in parts]).astype(dtype)
 
 
 def _dtype_of_sums(dtype: Any) -> Any:
