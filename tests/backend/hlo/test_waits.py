@@ -53,6 +53,12 @@ def test_work_hides_no_more_than_it_lasts():
     assert waits(lines, {"a": (5, "ici")}, {"f": 7, "last": 100}) == 0
 
 
+def test_a_start_may_be_waited_for_through_an_update():
+    update = "%u = f32[8] async-update(%a), calls=%part"
+    lines = ["%a = f32[8] async-start(%p), calls=%part", update, "%d = f32[8] async-done(%u)", LAST]
+    assert waits(lines, {"sent": (5, "ici")}, {"last": 100}, BODY) == 5
+
+
 def test_links_of_one_kind_run_one_after_the_other_and_others_at_the_same_time():
     lines = [started("a"), started("b"), ended("a"), ended("b"), LAST]
     assert waits(lines, {"a": (5, "ici"), "b": (4, "ici")}, {}) == 9
