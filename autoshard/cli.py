@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import jax
 import typer
@@ -49,7 +49,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 runs_app = typer.Typer(invoke_without_command=True)
 app.add_typer(runs_app, name="runs")
 
-SchemaName = Literal["train", "mesh", "hardware"]
+SCHEMAS = {"train": TrainConfig, "mesh": MeshConfig, "hardware": HardwareConfig}
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training configuration in YAML.")]
 MeshOption = Annotated[
     str | None,
@@ -334,11 +334,12 @@ def mesh_command(
 
 @app.command("schema")
 def schema_command(
-    of: Annotated[SchemaName, typer.Argument(metavar="NAME", help="What a file configures: train, mesh, hardware.")],
+    of: Annotated[str, typer.Argument(metavar="NAME", help=f"What a file configures: {', '.join(SCHEMAS)}.")],
 ) -> None:
     """Print the JSON schema of a kind of configuration, with which editors complete and check YAML files."""
-    model = {"train": TrainConfig, "mesh": MeshConfig, "hardware": HardwareConfig}[of]
-    typer.echo(json.dumps(model.model_json_schema(), indent=1))
+    if of not in SCHEMAS:
+        raise ConfigError(f"there is no schema {of!r}{nearest(of, SCHEMAS)}")
+    typer.echo(json.dumps(SCHEMAS[of].model_json_schema(), indent=1))
 
 
 @runs_app.callback()

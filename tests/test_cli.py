@@ -268,6 +268,12 @@ def test_the_schema_takes_what_ships_and_no_misspelt_key(kind: str, inside: Call
             jsonschema.validate(entries | {"model": own | {"wiht": {}}}, schema)
 
 
+def test_a_misspelt_word_is_answered_with_the_nearest(inside: Callable[..., Any]):
+    refused = inside("schema", "trian")
+    assert (refused.returncode, refused.stderr) == (2, "error: there is no schema 'trian'; did you mean 'train'?\n")
+    assert "Did you mean 'show'?" in inside("runs", "shwo").stderr
+
+
 def test_runs_are_listed_and_drawn(tmp_path: Path, inside: Callable[..., Any]):
     (tmp_path / "demo").mkdir()
     lines = [json.dumps({"event": "step", "step": n, "loss": 1 / n}) for n in range(1, 9)]
