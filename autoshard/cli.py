@@ -26,6 +26,7 @@ from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
 from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.loop import plan_phase, train
 from autoshard.train.processes.connection import check_address, connect, has_peers, lost_peer
+from autoshard.train.processes.gpus import gpu_shares, gpus_here
 from autoshard.train.processes.launch import launch, supervised
 from autoshard.train.processes.peers import LOST_CODE, SUPERVISED, PeerWatch
 from autoshard.train.stop_signals import StopSignals, write_error
@@ -149,8 +150,9 @@ def launch_command(
 ) -> None:
     """Train in several processes on this machine, as `autoshard launch --processes 4 -- train CONFIG`.
 
-    They start and end together: SIGINT and SIGTERM are passed on to all, which save the same step; where one fails, the
-    others are ended, and one line says which and from where the next start goes on.
+    Of the machine's GPUs each gets as many as the others, its own. They start and end together: SIGINT and SIGTERM are
+    passed on to all, which save the same step; where one fails, the others are ended, and one line says which and from
+    where the next start goes on.
 
     Exit status: as that of `train`; of a process that was ended by a signal, 128 and its number.
     """
@@ -162,7 +164,8 @@ def launch_command(
     if given.get("config") is None:
         raise ConfigError("launch runs `train CONFIG`: autoshard launch --processes 4 -- train CONFIG")
     recipe = TrainConfig.load(given["config"])
-    ended = launch(arguments, processes, given["heartbeat"])
+    gpus = 0 if recipe.platform in ("cpu", "tpu") else gpus_here()
+    ended = launch(arguments, gpu_shares(gpus, processes), given["heartbeat"])
     if ended.lost:
         typer.echo(f"error: process 0 of {processes} is lost; {_next_start(recipe)}", err=True)
     elif ended.by is not None:
