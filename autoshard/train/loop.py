@@ -301,7 +301,10 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
         _log_held_out(run, planned, state, done)
 
     run.progress.restart()
-    run.progress.measure_against(peak_seconds(run.work.steps.train, planned.plan))
+    one_size = not planned.padded
+    run.progress.measure_against(
+        peak_seconds(planned.step, planned.plan, planned.state, planned.batch) if one_size else None
+    )
     ready = Prefetched(batches, planned.placer(), phase.until - done)
     recorded = config.profile.range if config.profile is not None and is_first() else range(0)
     tracing = traced(planned.step, done + 1, recorded, os.fspath(folder.root))
