@@ -33,6 +33,8 @@ from autoshard.train.stop_signals import StopSignals, write_error
 
 MAX_VIRTUAL_DEVICES = 1024
 """CPU devices that a process is divided into at most."""
+COUNT_FLAG = "xla_force_host_platform_device_count"
+"""Among XLA's flags in the environment: another way to say into how many, beside JAX's own."""
 
 HEARTBEAT_SECONDS = 60
 """After which a process that is not heard of counts as lost, where nothing else is asked for."""
@@ -406,7 +408,7 @@ def use_platform(config: TrainConfig, *, runs: bool = True, processes: int = 1) 
 
 def _use_cpu_devices(count: int) -> None:
     """Divides the processor into so many devices, unless the environment says how many; of no effect elsewhere."""
-    if jax.config.jax_num_cpu_devices < 1:
+    if jax.config.jax_num_cpu_devices < 1 and COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", min(count, MAX_VIRTUAL_DEVICES))
 
 
