@@ -79,7 +79,7 @@ def test_other_axes_layers_that_do_not_divide_and_tied_embeddings() -> None:
 def test_layers_go_once_to_the_stages_that_run_them_and_their_gradients_back(
     schedule: str, axes: dict[str, int], strategy: str
 ) -> None:
-    step, state = trained(decoder_loss), train_state(decoder_params(2 * axes["stage"]))
+    step, state = trained(decoder_loss), train_state(decoder_params(8))
     mesh = MeshConfig(axes=axes, pipeline="stage")
     planned = autoshard.jit(step, mesh=mesh, strategy=strategy, microbatches=4, schedule=schedule)
     plan, compiled = planned.plan(state, tokens(0)), planned.lower(state, tokens(0)).compile()
