@@ -117,10 +117,9 @@ def _outside(
     }
     total = sum(total_seconds(c, plan.mesh) for c in sent.values())
     for name, instruction in sent:
-        left = dict(rest.computations[name].instructions)
+        left = dict(computations[name].instructions)
         left[instruction] = replace(left[instruction], opcode="bitcast")
-        computations[name] = replace(rest.computations[name], instructions=left)
-        rest = replace(rest, computations=computations)
+        computations[name] = replace(computations[name], instructions=left)
     found = module_estimate(rest, plan.mesh)
     # Each route carries as much as the others: activations, or gradients of them.
     routes = len(tables.activations) + len(tables.gradients)

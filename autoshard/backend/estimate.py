@@ -91,13 +91,9 @@ def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
         compute, exact = roofline_seconds(module, hardware)
         work = kernel_seconds(module, hardware)
     found = located_collectives(module, mesh)
-    once = {
-        key: Transfer(collective_seconds(c.kind, axes, c.bytes, mesh), mesh.slowest_link(axes).name)
-        for key, c in found.items()
-        for axes in [mesh.axis_names if c.axes is None else c.axes]
-    }
-    waits = waiting_seconds(module, once, work)
-    return Estimate(compute, sum(total_seconds(c, mesh) for c in found.values()), exact, cycles, waits)
+    once = {key: _transfer(c, mesh) for key, c in found.items()}
+    transfers = sum(once[key].seconds * c.count for key, c in found.items())
+    return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, work))
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
@@ -127,5 +123,10 @@ def _cycles(instruction: Instruction, computation: Computation, module: Module, 
 
 def total_seconds(c: Collective, mesh: LogicalMesh) -> float:
     """Seconds of all runs of a collective, by the link model."""
+    return _transfer(c, mesh).seconds * c.count
+
+
+def _transfer(c: Collective, mesh: LogicalMesh) -> Transfer:
+    """One run of it."""
     axes = mesh.axis_names if c.axes is None else c.axes  # device groups that match no axes: priced as over all
-    return collective_seconds(c.kind, axes, c.bytes, mesh) * c.count
+    return Transfer(collective_seconds(c.kind, axes, c.bytes, mesh), mesh.slowest_link(axes).name)

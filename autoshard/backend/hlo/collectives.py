@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -130,10 +130,10 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
     return found
 
 
-def computations_below(module: Module, roots: Iterable[Instruction]) -> set[str]:
-    """Computations that ``roots`` call, and those that these call."""
+def computations_below(module: Module, root: Instruction) -> set[str]:
+    """Computations that ``root`` calls, and those that these call."""
     found: set[str] = set()
-    inner = [name for instruction in roots for _, name in called(instruction)]
+    inner = [name for _, name in called(root)]
     while inner:
         name = inner.pop()
         if name not in found and name in module.computations:

@@ -98,10 +98,10 @@ def waiting_seconds(
 
     def below(instruction: Instruction) -> list[tuple[Transfer, str]]:
         """Collectives in what it calls, with the chain of each."""
-        return [each for name in sorted(computations_below(module, [instruction])) for each in sent[name]]
+        return [each for name in sorted(computations_below(module, instruction)) for each in sent[name]]
 
     def chains(instruction: Instruction) -> set[str]:
-        names = computations_below(module, [instruction]) if instruction.opcode == "fusion" else ()
+        names = computations_below(module, instruction) if instruction.opcode == "fusion" else ()
         return {chain_of(instruction)}.union(*(parts[name] for name in names)) - {""}
 
     def _run(computation: Computation) -> _Run:
