@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import jax
 import typer
@@ -26,12 +26,15 @@ from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
 from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.loop import plan_phase, train
 from autoshard.train.processes.connection import check_address, connect, has_peers, lost_peer
+from autoshard.train.processes.gpus import gpu_shares, gpus_here
 from autoshard.train.processes.launch import launch, supervised
 from autoshard.train.processes.peers import LOST_CODE, SUPERVISED, PeerWatch
 from autoshard.train.stop_signals import StopSignals, write_error
 
 MAX_VIRTUAL_DEVICES = 1024
 """CPU devices that a process is divided into at most."""
+COUNT_FLAG = "xla_force_host_platform_device_count"
+"""Among XLA's flags in the environment: another way to say into how many, beside JAX's own."""
 
 HEARTBEAT_SECONDS = 60
 """After which a process that is not heard of counts as lost, where nothing else is asked for."""
@@ -49,7 +52,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 runs_app = typer.Typer(invoke_without_command=True)
 app.add_typer(runs_app, name="runs")
 
-SchemaName = Literal["train", "mesh", "hardware"]
+SCHEMAS = {"train": TrainConfig, "mesh": MeshConfig, "hardware": HardwareConfig}
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training configuration in YAML.")]
 MeshOption = Annotated[
     str | None,
@@ -149,8 +152,9 @@ def launch_command(
 ) -> None:
     """Train in several processes on this machine, as `autoshard launch --processes 4 -- train CONFIG`.
 
-    They start and end together: SIGINT and SIGTERM are passed on to all, which save the same step; where one fails, the
-    others are ended, and one line says which and from where the next start goes on.
+    Of the machine's GPUs each gets as many as the others, its own. They start and end together: SIGINT and SIGTERM are
+    passed on to all, which save the same step; where one fails, the others are ended, and one line says which and from
+    where the next start goes on.
 
     Exit status: as that of `train`; of a process that was ended by a signal, 128 and its number.
     """
@@ -162,7 +166,8 @@ def launch_command(
     if given.get("config") is None:
         raise ConfigError("launch runs `train CONFIG`: autoshard launch --processes 4 -- train CONFIG")
     recipe = TrainConfig.load(given["config"])
-    ended = launch(arguments, processes, given["heartbeat"])
+    gpus = 0 if recipe.platform in ("cpu", "tpu") else gpus_here()
+    ended = launch(arguments, gpu_shares(gpus, processes), given["heartbeat"])
     if ended.lost:
         typer.echo(f"error: process 0 of {processes} is lost; {_next_start(recipe)}", err=True)
     elif ended.by is not None:
@@ -334,11 +339,12 @@ def mesh_command(
 
 @app.command("schema")
 def schema_command(
-    of: Annotated[SchemaName, typer.Argument(metavar="NAME", help="What a file configures: train, mesh, hardware.")],
+    of: Annotated[str, typer.Argument(metavar="NAME", help=f"What a file configures: {', '.join(SCHEMAS)}.")],
 ) -> None:
     """Print the JSON schema of a kind of configuration, with which editors complete and check YAML files."""
-    model = {"train": TrainConfig, "mesh": MeshConfig, "hardware": HardwareConfig}[of]
-    typer.echo(json.dumps(model.model_json_schema(), indent=1))
+    if of not in SCHEMAS:
+        raise ConfigError(f"there is no schema {of!r}{nearest(of, SCHEMAS)}")
+    typer.echo(json.dumps(SCHEMAS[of].model_json_schema(), indent=1))
 
 
 @runs_app.callback()
@@ -402,7 +408,7 @@ def use_platform(config: TrainConfig, *, runs: bool = True, processes: int = 1) 
 
 def _use_cpu_devices(count: int) -> None:
     """Divides the processor into so many devices, unless the environment says how many; of no effect elsewhere."""
-    if jax.config.jax_num_cpu_devices < 1:
+    if jax.config.jax_num_cpu_devices < 1 and COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", min(count, MAX_VIRTUAL_DEVICES))
 
 

@@ -8,7 +8,8 @@ else is left to the planner, so that a table never costs more than by hand. Dens
 capacity of 1.25, which drop tokens; planned by us, and with parameters by the same tables. With --compiled, ours
 and the fastest of both others by their plans are compiled for machines of that kind, which takes its extra and no
 devices; times are those of the compiled steps as XLA scheduled them, with an even load, for which one round of our
-blocks suffices: a collective counts as hidden if anything is computed meanwhile. Nothing is run. The page is
+blocks suffices: a collective is hidden as far as what is computed beside it lasts (`autoshard.backend.hlo.waits`), and
+kernels for grouped products count by the roofline, as if every place of a block had a row. Nothing is run. The page is
 `benchmarks/results/experts.md`; of cells that WORD is not in it keeps the rows that are there.
 """
 

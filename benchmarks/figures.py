@@ -39,7 +39,7 @@ class Line:
     predicted_seconds: float | None = None
     """What autoshard predicted of ``sum``."""
     scheduled: float | None = None
-    """With asynchronous collectives beside compute and the others after it; None of lines that are older."""
+    """As the compiler ordered the program; None of lines that are older."""
 
     @property
     def fits(self) -> bool:

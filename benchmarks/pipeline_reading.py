@@ -1,10 +1,9 @@
 """Seconds of a compiled step with a pipeline: each stage's operations as compiled, in the order of its schedule.
 
 Compiled, a pipeline is a loop over ticks with a conditional that has a branch for each operation. A branch is read as
-a step is (`autoshard.backend.estimate`: asynchronous collectives beside compute, the others after it), once as the
-first and the last stage run it and once as the others do. Ticks then follow one another as the schedule has them, and
-stages that send something wait for each other: so the time that a stage is idle counts. What stands outside of the
-loop is read as it is.
+a step is (`autoshard.backend.estimate`), once as the first and the last stage run it and once as the others do. Ticks
+then follow one another as the schedule has them, and stages that send something wait for each other: so the time that
+a stage is idle counts. What stands outside of the loop is read as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.backend.estimate import Estimate, module_estimate, total_seconds
-from autoshard.backend.hlo.collectives import module_collectives
+from autoshard.backend.hlo.collectives import located_collectives
 from autoshard.backend.hlo.text import Computation, Instruction, Module, called, parse_hlo
 from autoshard.backend.hlo.trip_counts import run_counts
 from autoshard.machine.collective import COLLECTIVE_PERMUTE
@@ -111,15 +110,17 @@ def _outside(
         computations[computation.name] = replace(computation, instructions=left)
     rest = replace(module, computations=computations)
     counts, axis = run_counts(rest), (plan.pipeline.axis,)
-    sent = [
-        c
-        for c in module_collectives(rest, plan.mesh)
+    sent = {
+        key: c
+        for key, c in located_collectives(rest, plan.mesh).items()
         if c.kind == COLLECTIVE_PERMUTE and c.axes == axis and counts[c.computation].runs > 1
-    ]
-    total = sum(total_seconds(c, plan.mesh) for c in sent)
-    blocking = sum(total_seconds(c, plan.mesh) for c in sent if not c.asynchronous)
+    }
+    total = sum(total_seconds(c, plan.mesh) for c in sent.values())
+    for name, instruction in sent:
+        left = dict(computations[name].instructions)
+        left[instruction] = replace(left[instruction], opcode="bitcast")
+        computations[name] = replace(computations[name], instructions=left)
     found = module_estimate(rest, plan.mesh)
-    found = replace(found, transfers=found.transfers - total, blocking=found.blocking - blocking)
     # Each route carries as much as the others: activations, or gradients of them.
     routes = len(tables.activations) + len(tables.gradients)
     times = sum(bool(pairs) for number in tables.exchange.tolist() for pairs in tables.exchanges[number])

@@ -69,6 +69,26 @@ def test_other_axes_layers_that_do_not_divide_and_tied_embeddings() -> None:
     assert_trains_as_on_one_device(step, planned, state, 2)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "axes", "strategy"),
+    [
+        ("interleaved:2", {"stage": 2, "data": 2, "model": 2}, "fsdp_tp"),
+        ("zb-v", {"stage": 4, "data": 2}, "auto"),
+    ],
+)
+def test_layers_go_once_to_the_stages_that_run_them_and_their_gradients_back(
+    schedule: str, axes: dict[str, int], strategy: str
+) -> None:
+    step, state = trained(decoder_loss), train_state(decoder_params(8))
+    mesh = MeshConfig(axes=axes, pipeline="stage")
+    planned = autoshard.jit(step, mesh=mesh, strategy=strategy, microbatches=4, schedule=schedule)
+    plan, compiled = planned.plan(state, tokens(0)), planned.lower(state, tokens(0)).compile()
+    assert autoshard.audit(compiled, plan).clean
+    between = {c.kind for c in collectives(compiled.as_text(), plan.mesh) if c.axes == ("stage",)}
+    assert between == {"all-reduce", "collective-permute"}  # no stage has the layers of all
+    assert_trains_as_on_one_device(step, planned, state, 1)
+
+
 def test_gradients_are_partial_sums_until_after_the_loop() -> None:
     """Each stage adds up those of its own, and what is gathered of them for every micro-batch alike comes once."""
     step, state = trained(decoder_loss), train_state(decoder_params(4, tied=True))
@@ -198,6 +218,7 @@ def test_layers_one_after_the_other_run_as_if_they_were_scanned() -> None:
     assert (plan.pipeline.layers, plan.pipeline.stored) == ((1, 1, 1, 1), False)
     assert "stage" not in str(plan.in_specs)
     assert "Each layer has arguments of its own" in plan.explain()
+    assert autoshard.audit(planned.lower(state, tokens(0)).compile(), plan).clean
     assert_trains_as_on_one_device(step, planned, state, 2)
 
 

@@ -4,8 +4,9 @@ The TPU compiler annotates every fusion with the cycles that it expects (`estima
 annotated once, so its cycles are multiplied by the trip count. It expects too many of fusions that memory bounds (two
 of elementwise ones, up to twelve times of some reductions): one without a product takes at most what its bytes take.
 Instructions that it does not annotate, and all instructions of the GPU and CPU compilers, are estimated by the chip's
-roofline; kernels for attention, by their share of the peak (`hlo.attention`). No compiler estimates collectives: their
-time is the link model's.
+roofline; kernels for attention, by their share of the peak (`hlo.attention`), those for products of ragged groups, by
+the roofline (`hlo.grouped_products`). No compiler estimates collectives: their time is the link model's, and what of it
+is hidden is read from the order of the program (`hlo.waits`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from autoshard.backend.hlo.attention import attention_seconds
 from autoshard.backend.hlo.collectives import located_collectives
+from autoshard.backend.hlo.grouped_products import grouped_product_seconds
 from autoshard.backend.hlo.roofline import (
     instruction_seconds,
     kernel_seconds,
@@ -89,13 +91,9 @@ def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
         compute, exact = roofline_seconds(module, hardware)
         work = kernel_seconds(module, hardware)
     found = located_collectives(module, mesh)
-    once = {
-        key: Transfer(collective_seconds(c.kind, axes, c.bytes, mesh), mesh.slowest_link(axes).name)
-        for key, c in found.items()
-        for axes in [mesh.axis_names if c.axes is None else c.axes]
-    }
-    waits = waiting_seconds(module, once, work)
-    return Estimate(compute, sum(total_seconds(c, mesh) for c in found.values()), exact, cycles, waits)
+    once = {key: _transfer(c, mesh) for key, c in found.items()}
+    transfers = sum(once[key].seconds * c.count for key, c in found.items())
+    return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, work))
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
@@ -110,7 +108,8 @@ def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:
 
 
 def _cycles(instruction: Instruction, computation: Computation, module: Module, hardware: Hardware) -> int:
-    if seconds := attention_seconds(instruction, computation, module, hardware):
+    kernels = (attention_seconds, grouped_product_seconds)
+    if seconds := sum(of_kernel(instruction, computation, module, hardware) for of_kernel in kernels):
         return round(seconds * hardware.clock)
     match = _CYCLES.search(instruction.attributes)
     if match is None:
@@ -124,5 +123,10 @@ def _cycles(instruction: Instruction, computation: Computation, module: Module, 
 
 def total_seconds(c: Collective, mesh: LogicalMesh) -> float:
     """Seconds of all runs of a collective, by the link model."""
+    return _transfer(c, mesh).seconds * c.count
+
+
+def _transfer(c: Collective, mesh: LogicalMesh) -> Transfer:
+    """One run of it."""
     axes = mesh.axis_names if c.axes is None else c.axes  # device groups that match no axes: priced as over all
-    return collective_seconds(c.kind, axes, c.bytes, mesh) * c.count
+    return Transfer(collective_seconds(c.kind, axes, c.bytes, mesh), mesh.slowest_link(axes).name)

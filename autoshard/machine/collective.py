@@ -60,8 +60,6 @@ class Collective:
     rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise, or sends
     the same halos, before; of a local form, whether one with the same first operand has sent as much."""
 
-    asynchronous: bool = False
-    """Emitted: whether the device has other work between what starts it and what waits for it."""
     parts: tuple[int, ...] = ()
     """Emitted: the bytes of each array, where the compiler has combined several; empty where there is one."""
 

@@ -81,12 +81,12 @@ class _Pipeline:
             functools.partial(self.program.run, [*whole], [*of_batch]),
             mesh=self.mesh,
             in_specs=(split if self.stages.splits_layers else rest, rest, rest),
-            out_specs=(split if self.stages.in_order else rest, rest, rest),
+            out_specs=(split, rest, rest),
             axis_names={self.stages.axis},
             check_vma=False,
         )
         layer_sums, sums, outs = run(weights, [*whole.values()], [*of_batch.values()])
-        found = dict(zip(self.program.layer_sums, layer_sums, strict=True))
+        found = dict(zip(self.program.layer_sums, map(self.stages.by_layer, layer_sums), strict=True))
         found |= dict(zip(self.program.sums, sums, strict=True))
         before = [self._before(i, x) for i, x in enumerate(init)]
         carries = [ends[i] if i in ends else before[i] + found[i] for i in range(groups.carry)]

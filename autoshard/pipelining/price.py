@@ -6,6 +6,7 @@ state and the gradients of its own layers, and residuals of several micro-batche
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from autoshard.machine.collective import (
     ALL_REDUCE,
     COLLECTIVE_PERMUTE,
     Collective,
-    CollectiveKind,
     collective_seconds,
 )
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
@@ -114,7 +114,7 @@ def _price(
     sending = _sending(graph, layout, models, chain, tables)
     each = [collective_seconds(COLLECTIVE_PERMUTE, (request.axis,), size, request.mesh) for size in sending]
     alone, loop = (seconds_of_ticks(tables, ticks, t) for t in ([0.0] * len(each), each))
-    once = around.sums if stages.in_order else (*around.sums, *around.rows)
+    once = (*around.sums, *_rows_sent(around, stages, request.axis, jx.source(chain.forward)))
     total = seconds.outside + loop
     total += sum(collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) * c.count for c in once)
     rows = max(stages.layers) * schedule.chunks
@@ -217,8 +217,10 @@ class _Around(NamedTuple):
 
     sums: tuple[Collective, ...]
     """Sums and stacked results that only one stage has, or that several have terms of."""
-    rows: tuple[Collective, ...]
-    """Weights, and sums with a row for each layer, where a stage does not run the layers that it keeps."""
+    weights: tuple[int, ...]
+    """Bytes per device of those with a row for each layer, of all layers."""
+    layer_sums: tuple[int, ...]
+    """Of sums with a row for each layer."""
 
 
 def _around(graph: Graph, layout: Layout, models: Search, chain: Chain, split: StageDims) -> _Around:
@@ -228,14 +230,28 @@ def _around(graph: Graph, layout: Layout, models: Search, chain: Chain, split: S
     added = additions(graph.program.jaxpr, chain)
     plain = [sum_after(chain, added, i) for i in chain.sums if i not in layered]
     plain += [v for v, out in zip(chain.loop.outvars[begin:], outs, strict=True) if chain.where(out)]
-    rows = [v for v in stacked_weights(chain) if split.share(graph.ids[v]) < 1]
-    rows += [sum_after(chain, added, i) for i in layered]
 
-    def sent(kind: CollectiveKind, variables: Sequence[jx.Var]) -> tuple[Collective, ...]:
-        sizes = (_bytes_of(graph, layout, models, [v]) for v in variables)
-        return tuple(Collective(kind, (axis,), size, 1, line) for size in sizes if size and mesh.shape[axis] > 1)
+    def sizes(variables: Sequence[jx.Var]) -> tuple[int, ...]:
+        found = (_bytes_of(graph, layout, models, [v]) for v in variables)
+        return tuple(size for size in found if size and mesh.shape[axis] > 1)
 
-    return _Around(sent(ALL_REDUCE, plain), sent(ALL_GATHER, rows))
+    return _Around(
+        tuple(Collective(ALL_REDUCE, (axis,), size, 1, line) for size in sizes(plain)),
+        sizes(stacked_weights(chain)),
+        sizes([sum_after(chain, added, i) for i in layered]),
+    )
+
+
+def _rows_sent(around: _Around, stages: Stages, axis: str, line: str) -> Iterator[Collective]:
+    """Rows of layers that a stage runs and does not store; where all stages store all, those of sums."""
+    layers = sum(stages.layers)
+    if not stages.splits_layers:
+        rows = stages.places.size * stages.rows.shape[1]
+        yield from (Collective(ALL_GATHER, (axis,), size * rows // layers, 1, line) for size in around.layer_sums)
+    elif stages.moves_layers:
+        for sizes, moves in ((around.weights, stages.before), (around.layer_sums, stages.after)):
+            for size, sent in itertools.product(sizes, moves.rounds):
+                yield Collective(COLLECTIVE_PERMUTE, (axis,), size * sent.rows.shape[1] // layers, 1, line)
 
 
 def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var]) -> int:

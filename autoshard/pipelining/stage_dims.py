@@ -44,10 +44,14 @@ class StageDims:
         if not self.stored:  # stacked in the executable only
             self.dims.clear()
 
-    def spec(self, spec: Spec, value: int) -> Spec:
-        """``spec`` of a value with its first dimension of layers, if it has one, split over the stages."""
+    def spec(self, spec: Spec, value: int, *, moved: bool) -> Spec:
+        """``spec`` of a value with its first dimension of layers, if it has one, split over the stages.
+
+        Args:
+          moved: whether stages run other layers than they store.
+        """
         for d in self.dims.get(value, ())[:1]:
-            return over_stages(spec, d, self.shapes[value], self.axis, self.mesh)
+            return over_stages(spec, d, self.shapes[value], self.axis, self.mesh, moved=moved)
         return spec
 
     def share(self, value: int) -> float:
@@ -56,16 +60,19 @@ class StageDims:
         return 1 / self.mesh.shape[self.axis] if dims and self.layers % self.mesh.shape[self.axis] == 0 else 1.0
 
 
-def over_stages(spec: Spec, dim: int, shape: Sequence[int], axis: str, mesh: LogicalMesh) -> Spec:
+def over_stages(
+    spec: Spec, dim: int, shape: Sequence[int], axis: str, mesh: LogicalMesh, *, moved: bool = False
+) -> Spec:
     """``spec`` of a value of ``shape`` with dimension ``dim``, that of layers, split over ``axis`` where it can be.
 
     Axes that split the layers of a stage no further go to the largest other dimension that they divide, of equals the
-    last, as does the same value with parts of a sum ahead: each device has as much of it as the plan says.
+    last, as does the same value with parts of a sum ahead: each device has as much of it as the plan says. So do all
+    others where layers are ``moved`` between stages, which would else be moved over these axes too.
     """
     axes, layers = spec.dims[dim], shape[dim]
     if axis in spec.axes or layers % mesh.shape[axis]:
         return spec
-    if layers % mesh.axes_size((axis, *axes)) == 0:
+    if not (moved and axes) and layers % mesh.axes_size((axis, *axes)) == 0:
         return spec.with_dim(dim, (axis, *axes))
     spec = spec.with_dim(dim, (axis,))
     for a in axes:

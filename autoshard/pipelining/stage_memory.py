@@ -22,6 +22,7 @@ from autoshard.pipelining.stage_dims import StageDims, stacked_weights
 from autoshard.pipelining.stage_seconds import equations_that_add
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.tick_tables import TickTables
+from autoshard.schedule.row_moves import RowMoves
 from autoshard.search.candidates import Candidate
 
 
@@ -95,11 +96,10 @@ class StageMemory:
         # XLA makes no loop.
         residuals = saved * most * (tables.slots[2] + (most > 1)) / self.chain.layers
         usage[self.loop] += round(residuals + self._slots(tables) + self._kept(stages, tables) + self._sums())
-        if not stages.in_order:
-            usage[max(self.loop.start - 1, 0)] += self._moved(stacked_weights(self.chain))
-            usage[min(self.loop.stop, len(usage) - 1)] += self._moved(
-                [self.chain.loop.outvars[i] for i in self.chain.sums]
-            )
+        if stages.moves_layers:
+            sums = [self.chain.loop.outvars[i] for i in self.chain.sums]
+            usage[max(self.loop.start - 1, 0)] += self._moved(stacked_weights(self.chain), stages.before)
+            usage[min(self.loop.stop, len(usage) - 1)] += self._moved(sums, stages.after)
         return StageBytes(round(self.arguments) + int(usage.max()), round(residuals))
 
     def _slots(self, tables: TickTables) -> int:
@@ -122,7 +122,7 @@ class StageMemory:
         kept = self._ids(split_backward(self.chain.backward).kept)
         return sum(map(self._bytes, kept)) * max(stages.layers) * tables.slots[3]
 
-    def _moved(self, variables: Sequence[jx.Var]) -> int:
-        """Of the rows of other stages' layers, which are gathered before the loop, for a stage to take those that it
-        runs, and after it, for it to take those that it stores."""
-        return round(sum(self._bytes(v) * (1 - self.split.share(v)) for v in self._ids(variables)))
+    def _moved(self, variables: Sequence[jx.Var], moves: RowMoves) -> int:
+        """Of rows that arrive before the loop, for a stage to run them, and after it, for it to store them."""
+        layered = [v for v in self._ids(variables) if self.split.share(v) < 1]
+        return sum(map(self._bytes, layered)) * moves.sent // self.chain.layers

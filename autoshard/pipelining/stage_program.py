@@ -83,7 +83,7 @@ class StageProgram:
     ) -> tuple[Values, Values, Values]:
         """This stage's sums for each of its layers; the other sums; and stacked results."""
         known, batch = dict(zip(whole_names, whole, strict=True)), dict(zip(batch_names, of_batch, strict=True))
-        weights = [self.stages.own_rows(w) for w in weights]
+        weights = [self.stages.own_rows(w, self.specs.get(v)) for v, w in zip(self.weights, weights, strict=True)]
         stage, tables = lax.axis_index(self.axis), self.tables
         columns = {
             name: jnp.asarray(getattr(tables, name))[:, stage]
@@ -112,15 +112,15 @@ class StageProgram:
         state, _ = lax.scan(tick, self._split(self._empty()), columns)
         own = [added_up(self.additions.get(i, ()), x, self.axis) for i, x in zip(self.sums, state["sums"], strict=True)]
         sums, outs = ([summed(x, self.axis) for x in found] for found in (own, state["outs"]))
-        return [*map(self._by_layer, self.layer_sums, state["layer_sums"])], sums, outs
+        return [*map(self._rows_to_store, self.layer_sums, state["layer_sums"])], sums, outs
 
-    def _by_layer(self, carry: int, x: Any) -> Any:
-        """[chunk, row, ...] of a sum with a row for each layer, -> [layer, ...], its parts added up."""
+    def _rows_to_store(self, carry: int, x: Any) -> Any:
+        """Of a sum with a row for each layer, [chunk, row, ...], those that this stage stores, their parts added up."""
         eqns = self.additions.get(carry, ())
+        spec = self.specs.get(self.carries[carry])
         if eqns:
-            rows = added_up(eqns, x.reshape(-1, *x.shape[2:]), self.axis)
-            x = rows.reshape(*x.shape[:2], *rows.shape[1:])
-        return self.stages.by_layer(x)
+            spec = eqns[-1].params["sharding"].spec if jx.is_constraint(eqns[-1]) else None
+        return self.stages.rows_to_store(added_up(eqns, x.reshape(-1, *x.shape[2:]), self.axis), spec)
 
     def _empty(self) -> dict[str, Values]:
         """Empty slots, and sums of nothing."""

@@ -174,8 +174,8 @@ class Trial:
     available_bytes: int = 0
     """What the compiler has available, or the memory budget if that is less."""
     seconds: float | None = None
-    """Of one call as the compiler scheduled it: asynchronous collectives beside compute, the others after it. None
-    where it refused the layout."""
+    """Of one call as the compiler ordered it, with what is computed beside collectives; None where it refused the
+    layout."""
     serial: float | None = None
     """The same with no collective beside compute."""
     exact: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
@@ -115,9 +116,10 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
     program = graph.program
     priced, *others = price_pipeline(graph, best, s, budget)
     split, stages = priced.split, priced.stages
+    over_stages = functools.partial(split.spec, moved=stages.moves_layers)
 
     def staged_place(place: Place, leaf: Leaf, value: int) -> Place:
-        return place if leaf.pin is not None else replace(place, spec=split.spec(place.spec, value))
+        return place if leaf.pin is not None else replace(place, spec=over_stages(place.spec, value))
 
     inputs = tuple(map(staged_place, record.inputs, program.inputs, graph.inputs))
     outputs = [*map(staged_place, record.outputs, program.outputs, graph.outputs)]
@@ -126,9 +128,9 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
             outputs[o] = replace(outputs[o], spec=inputs[i].spec)
 
     def staged(c: Constraint) -> Constraint:
-        before = None if c.resharded_from is None else split.spec(c.resharded_from, c.value)
-        through = tuple(split.spec(spec, c.value) for spec in c.waypoints)
-        return replace(c, spec=split.spec(c.spec, c.value), waypoints=through, resharded_from=before)
+        before = None if c.resharded_from is None else over_stages(c.resharded_from, c.value)
+        through = tuple(over_stages(spec, c.value) for spec in c.waypoints)
+        return replace(c, spec=over_stages(c.spec, c.value), waypoints=through, resharded_from=before)
 
     peak, count = priced.memory.peak, stages.schedule.stages
     return replace(

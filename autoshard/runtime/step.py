@@ -48,6 +48,8 @@ class Step:
       >>> served = autoshard.load_exported(step.export(w, x))
       >>> step.trace(w, x).jaxpr.jaxpr.eqns[0].primitive.name
       'sum_of_products'
+      >>> step.written(w, x).jaxpr.eqns[0].primitive.name
+      'dot_general'
       >>> step.clear_cache()
     """
 
@@ -115,6 +117,12 @@ class Step:
         order = step._signature.leaf_order(*((args, kwargs) if step is self else call))
         executable = step._executable(*call)
         return traced(executable.program, functools.partial(executable.lower_for_call, *order))
+
+    def written(self, *args: Any, **kwargs: Any) -> jx.Jaxpr:
+        """The program for these arguments, arrays or their shapes, as the function is written: before the passes."""
+        step, call = self._pure_call(args, kwargs)
+        args, kwargs = step._abstract(*call)
+        return step._jitted.trace(*args, **kwargs).jaxpr
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments with the planned shardings, as `jax.jit` does."""
@@ -343,6 +351,9 @@ class BoundStep:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         return self._step.trace(self._instance, *args, **kwargs)
+
+    def written(self, *args: Any, **kwargs: Any) -> jx.Jaxpr:
+        return self._step.written(self._instance, *args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._step.lower(self._instance, *args, **kwargs)

@@ -28,6 +28,7 @@ from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
+from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, is_first
 from autoshard.train.processes.meeting import Meeting
 from autoshard.train.processes.placing import SizedPlacer, abstract
@@ -83,7 +84,8 @@ def fit(
       evaluate: state -> metrics, called after every ``every`` steps and after the last.
       log: called with the number of a step and its metrics by name, and with those of an evaluation, whose names begin
         with ``eval_``, in the first process; or a folder, which gets ``log.jsonl`` and ``metrics.csv``, and a line of
-        progress is printed.
+        progress is printed: loss, rate, time of a step, the share of the chips' peak that it uses (MFU), memory, and
+        time left.
       nan: what is done after a step of which a scalar metric, or a number in the next state that was finite before, is
         NaN or infinite: ``"stop"`` raises; ``"skip"`` keeps the state of before, as if the step had not been, at most
         ten times in a row; ``"rewind 20"`` goes on from the newest checkpoint that is 20 steps or more before it, with
@@ -151,6 +153,8 @@ def fit(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_signals(handled=folder is not None))
         record = stack.enter_context(_recording(log, done, steps, _batch_size(chosen)))
+        if record.progress is not None and pad is None:  # else a step's products are as many as its batch is large
+            record.progress.measure_against(peak_seconds(own, chosen, like, first))
 
         def save(number: int, state: Tree, position: Any) -> None:
             record.flush()

@@ -232,6 +232,8 @@ def _run_remaining(
     work = work_of(config)
     if (corpus := work.batches.corpus) is not None:  # read before anything is planned, which takes longer
         console.print(f"text: {corpus}", markup=False, highlight=False)
+    if work.is_evaluated:
+        next(work.batches.final())  # that there is one
     asked = None if config.wandb is None else config.wandb.model_dump(exclude_none=True)
     wandb = WandbRun(folder, asked, config.model_dump(mode="json"))
     from_first(wandb.begin)
@@ -299,7 +301,10 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
         _log_held_out(run, planned, state, done)
 
     run.progress.restart()
-    run.progress.measure_against(peak_seconds(run.work.steps.train, planned.plan))
+    one_size = not planned.padded
+    run.progress.measure_against(
+        peak_seconds(planned.step, planned.plan, planned.state, planned.batch) if one_size else None
+    )
     ready = Prefetched(batches, planned.placer(), phase.until - done)
     recorded = config.profile.range if config.profile is not None and is_first() else range(0)
     tracing = traced(planned.step, done + 1, recorded, os.fspath(folder.root))
@@ -383,11 +388,7 @@ def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: 
 
 
 def _mean_metrics(planned: PlannedPhase, state: Tree, batches: Iterable[Tree]) -> tuple[dict[str, float], int]:
-    """The means of the metrics over ``batches``, by their ``weights`` where they have some, and the number of these.
-
-    Raises:
-      ConfigError: there is no batch.
-    """
+    """The means of the metrics over ``batches``, by their ``weights`` where they have some, and the number of these."""
     assert planned.evaluate is not None
     part = planned.work.steps.evaluated(state)
     found: list[Numbers] = []
@@ -396,7 +397,5 @@ def _mean_metrics(planned: PlannedPhase, state: Tree, batches: Iterable[Tree]) -
         found.append(scalars(planned.evaluate(part, planned.place_held_out(batch))))
         weights = batch.get(WEIGHTS) if isinstance(batch, Mapping) else None
         amounts.append(1.0 if weights is None else float(np.sum(np.asarray(weights))))
-    if not found:
-        raise ConfigError("eval: there is no held-out batch")
     means = {name: float(np.average([each[name] for each in found], weights=amounts)) for name in found[0]}
     return means, len(found)

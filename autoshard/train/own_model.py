@@ -158,18 +158,26 @@ def _plain_model(init: Callable[..., Tree], apply: Callable[..., Any], *cached: 
     return Model(lambda key: (init(key), {}), outputs, (cached[0], cached[1]) if cached else None)
 
 
-def cross_entropy(outputs: Any, batch: Tree) -> jax.Array:
+def cross_entropy(outputs: Any, batch: Tree, *, at: str = "") -> jax.Array:
     """The mean cross-entropy of logits [..., classes] and integer targets [...], in nats; the default loss. Where the
     batch has ``weights``, which broadcast to the targets, it is their weighted mean: of what is true, not of padding.
 
+    Args:
+      at: where the model's entry stands, before what is said of it.
+
     Raises:
-      ConfigError: the batch has no integer targets of that shape.
+      ConfigError: the outputs are no array, or the batch has no integer targets of that shape.
     """
+    if not isinstance(outputs, jax.Array):
+        raise ConfigError(
+            f"{at}without a `loss` the model's outputs are logits, an array; they are a {type(outputs).__name__}. "
+            "Name a loss: `loss: {call: module:name}`"
+        )
     targets = targets_of(batch)
     found = "has none" if targets is None else f"has {targets.dtype}{list(targets.shape)}"
     if targets is None or not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != outputs.shape[:-1]:
         raise ConfigError(
-            f"without a `loss` the model's outputs, {list(outputs.shape)}, are logits, and the batch has integer "
+            f"{at}without a `loss` the model's outputs, {list(outputs.shape)}, are logits, and the batch has integer "
             f"`targets` of {list(outputs.shape[:-1])}; it {found}. Name a loss: `loss: {{call: module:name}}`"
         )
     losses = optax.softmax_cross_entropy_with_integer_labels(outputs, targets)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from autoshard.errors import ConfigError
@@ -52,11 +53,15 @@ class RunBatches(Protocol):
         ...
 
     def held_out(self, count: int) -> Iterator[Tree]:
-        """``count`` held-out batches, always the same; none where no data is held out."""
+        """``count`` held-out batches, always the same; none where no data is held out.
+
+        Raises:
+          ConfigError: data is held out, and too little for a batch.
+        """
         ...
 
     def final(self) -> Iterator[Tree]:
-        """The batches of the evaluation at the end of the run."""
+        """The batches of the evaluation at the end of the run; as `held_out`."""
         ...
 
 
@@ -103,17 +108,22 @@ class _TextBatches:
         return found
 
     def train(self) -> Source:
-        return data.batches(self.corpus.train, batch=self.config.batch, seq=self.seq, seed=self.config.seed)
+        return self._batches("train", self.corpus.train, self.config.seed)
 
     def held_out(self, count: int) -> Iterator[Tree]:
         """The first batches of one fixed shuffle."""
-        text = self.corpus.heldout
-        return itertools.islice(data.batches(text, batch=self.config.batch, seq=self.seq, seed=0), count)
+        return itertools.islice(self._batches("held-out", self.corpus.heldout, 0), count)
 
     def final(self) -> Iterator[Tree]:
         """In the order of the files."""
-        batches = data.batches(self.corpus.heldout, batch=self.config.batch, seq=self.seq, seed=None)
+        batches = self._batches("held-out", self.corpus.heldout, None)
         return itertools.islice(batches, self.config.eval.final_batches or batches.per_pass)
+
+    def _batches(self, part: str, text: np.ndarray, seed: int | None) -> data.Batches:
+        try:
+            return data.batches(text, batch=self.config.batch, seq=self.seq, seed=seed)
+        except ConfigError as error:
+            raise ConfigError(f"{self.config.at('data')}the {part} part: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -170,11 +180,13 @@ class _OwnBatches:
         return _Named(source if pad is None else Mapped(source, pad.padding), call)
 
     def held_out(self, count: int) -> Iterator[Tree]:
-        if self.config.eval.data is None:
+        if (call := self.config.eval.data) is None:
             return
-        source = self._source(self.config.eval.data, None)
-        for _ in range(count):
+        source = self._source(call, None)
+        for number in range(count):
             if (batch := next(source, None)) is None:
+                if number == 0:
+                    raise ConfigError(f"{call.at}{call.call} gives no batch")
                 return
             yield batch
 
@@ -239,7 +251,8 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
                 f"{optimizer.at}{optimizer.call} gives a {type(update).__name__}, and not an "
                 "optax.GradientTransformation"
             )
-    return make_own_steps(applied, update, cross_entropy if loss is None else loss.resolved(), rate, precision)
+    default = functools.partial(cross_entropy, at=config.at("model"))
+    return make_own_steps(applied, update, default if loss is None else loss.resolved(), rate, precision)
 
 
 def computed_model(config: TrainConfig) -> ModelConfig:

@@ -164,7 +164,8 @@ def _sum(parts: Sequence[Any]) -> Any:
     """Their sum, rounded once."""
     if len(parts) == 1:
         return parts[0]
-    return functools.reduce(jnp.add, [x.astype(_dtype_of_sums(x.dtype)) for x in parts]).astype(parts[0].dtype)
+    dtype = parts[0].dtype
+    return functools.reduce(jnp.add, [x.astype(_dtype_of_sums(dtype)) for x in parts]).astype(dtype)
 
 
 def _dtype_of_sums(dtype: Any) -> Any:

@@ -44,12 +44,27 @@ MESH = replace(mesh(data=4), hardware=replace(CHIP, clock=1e9, bandwidth=1e3))
 """Its memory is so slow that the cycles always are fewer than those of the bytes."""
 
 
+GROUPED = """HloModule jit_step
+
+ENTRY %main (x: bf16[64,32], w: bf16[4,32,16]) -> bf16[64,16] {
+  %x = bf16[64,32] parameter(0)
+  %w = bf16[4,32,16] parameter(1)
+  ROOT %y = bf16[64,16] custom-call(%x, %w), custom_call_target="tpu_custom_call", metadata={op_name="ragged-dot-none"}
+}
+"""
+
+
 @dataclass
 class Compiled:
     text: str
 
     def as_text(self) -> str:
         return self.text
+
+
+def test_kernels_of_grouped_products_are_estimated_too():
+    moved = 2 * (64 * 32 + 4 * 32 * 16 + 64 * 16) / MESH.hardware.bandwidth
+    assert estimate(Compiled(GROUPED), MESH).compute == pytest.approx(moved + MESH.hardware.overhead)
 
 
 def test_instructions_without_cycles_are_estimated_by_the_roofline():
@@ -118,11 +133,11 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 @pytest.mark.parametrize("cycles", [10, 100_000])
-def test_compute_hides_collectives_that_are_asynchronous_as_far_as_it_lasts(cycles: int):
+def test_compute_hides_the_collectives_beside_it_as_far_as_it_lasts(cycles: int):
     found = estimate(Compiled(GATHERS.replace("CYCLES", str(cycles))), MESH)
     once = found.transfers / 3
-    assert found.blocking == pytest.approx(once)
-    assert found.scheduled == pytest.approx(once + max((cycles + 7) * 1e-9, 2 * once))
+    assert found.blocking == pytest.approx(once + max(2 * once - cycles * 1e-9, 0))
+    assert found.scheduled == pytest.approx(once + max(cycles * 1e-9, 2 * once) + 7e-9)
     assert found.overlapped <= found.scheduled < found.seconds
 
 

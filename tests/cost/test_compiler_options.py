@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import MeshConfig, Plan, jit
 from autoshard.cost.compiler_options import (
     ALL_REDUCES_COMBINED,
+    ASYNC_ALL_TO_ALL,
     HARMLESS,
     LATE_REMATERIALIZATION,
     NO_ALL_GATHER_FUSION,
@@ -138,16 +139,20 @@ def test_sparse_cores_run_collectives_and_fusions_have_on_chip_memory_where_a_ch
     assert dict(user_options(given.compiler_options, given.mesh)) == asked
 
 
-def test_all_reduces_are_combined_on_gpus_where_experts_exchange_rows():
+@pytest.mark.parametrize(
+    ("target", "own"), [({"gpu": "h100"}, ALL_REDUCES_COMBINED), ({"tpu": "v5e:2x4"}, VMEM | ASYNC_ALL_TO_ALL)]
+)
+def test_where_experts_exchange_rows_all_to_alls_run_beside_products_and_all_reduces_are_combined(target, own):
     args: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays(64, 16, 64, 8))
     experts = {name: P("data") if len(w.shape) == 3 else P() for name, w in args[0].items()}
-    mesh = MeshConfig(axes={"data": 8}, gpu="h100")
+    mesh = MeshConfig(axes={"data": 8}, **target)
     where: dict[str, Any] = {"mesh": mesh, "strategy": "replicated", "passes": ("dead_code", "experts")}
     specs = (experts, P("data"))
     plan = jit(gradient(added_up, 2), in_shardings=specs, out_shardings=(specs, P("data")), **where).plan(*args)
-    assert dict(plan.compiler_options) == ALL_REDUCES_COMBINED
+    assert dict(plan.compiler_options) == own
     assert not user_options(plan.compiler_options, plan.mesh)
-    assert not jit(product, mesh=mesh).plan(IMAGES, FILTERS).compiler_options
+    others = dict(jit(product, mesh=mesh).plan(IMAGES, FILTERS).compiler_options)
+    assert not others.keys() & {*ALL_REDUCES_COMBINED, *ASYNC_ALL_TO_ALL}
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():

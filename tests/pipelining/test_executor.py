@@ -133,5 +133,5 @@ def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> N
         return sums, jax.random.key_data(key), n, losses, numbers
 
     params = {**params_of(4), "shared": jnp.ones(WIDTH)}
-    schedule = Schedule.named("1f1b", stages=2, microbatches=4)
-    assert_equal_to_one_device(step, (params, tokens(0), jax.random.key(3)), schedule, (2, 2))
+    schedule = Schedule.named("interleaved:2", stages=2, microbatches=4)
+    assert_equal_to_one_device(step, (params, tokens(0), jax.random.key(3)), schedule, (1, 1, 1, 1))

@@ -28,3 +28,9 @@ def test_axes_of_layers_that_a_stage_has_too_few_of(
     shape: tuple[int, ...], before: tuple[Axes, ...], after: tuple[Axes, ...]
 ) -> None:
     assert over_stages(Spec(before), 0, shape, "stage", MESH) == Spec(after)
+
+
+def test_rows_that_go_to_other_stages_are_whole() -> None:
+    """Or they would go over the other axes too."""
+    before = Spec((("data",), (), ("model",)))
+    assert over_stages(before, 0, (8, 16, 6), "stage", MESH, moved=True) == Spec((("stage",), ("data",), ("model",)))

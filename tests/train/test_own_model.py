@@ -404,16 +404,44 @@ def test_what_fails_within_an_entry_is_told_beside_its_traceback(tmp_path: Path,
     assert len([note for note in caught.value.__notes__ if re.search(named, note)]) == 1  # beside JAX's own
 
 
-def test_a_loss_needs_targets(tmp_path: Path):
-    read = named_config(
-        config(tmp_path, model={"call": f"{ME}:plain", "with": {"width": 4}}, data=call("inputs_alone"))
-    )
-    with pytest.raises(ConfigError, match=r"integer `targets` of \[16\]; it has none. Name a loss"):
-        plan_phase(read, read.all_phases[0])
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"model": call("plain", width=4), "data": call("inputs_alone")},
+            r"yaml:\d+: model: .* integer `targets` of \[16\]; it has none. Name a loss",
+        ),
+        (
+            {"model": call("two_outputs")},
+            r"yaml:\d+: model: .* are logits, an array; they are a tuple. Name a loss",
+        ),
+        (
+            {"model": call("plain", width=4), "eval": {"data": call("no_batch")}},
+            r"yaml:\d+: eval.data: .*:no_batch gives no batch",
+        ),
+        (
+            {"model": call("Transformer", width=16), "data": {"source": __file__, "seq": 256}, "eval": None},
+            r"yaml:\d+: data: the held-out part: \d+ bytes of text are too few for batch=16, seq=256",
+        ),
+    ],
+)
+def test_what_lacks_targets_or_held_out_data_is_told_before_a_step(tmp_path: Path, entries: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        trained(config(tmp_path, **entries))
+    assert not checkpoint.steps(tmp_path / "run/checkpoints")
 
 
 def inputs_alone() -> Any:
     return {"inputs": IMAGES["inputs"]}
+
+
+def two_outputs() -> Any:
+    return lambda key: {}, lambda params, x: (x, x)
+
+
+def no_batch() -> Any:
+    """No held-out data."""
+    return []
 
 
 def test_the_files_of_the_guide_train_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

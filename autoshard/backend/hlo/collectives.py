@@ -20,11 +20,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autoshard.backend.hlo.slices import of_every_slice, slice_transfer, transfer_name
+from autoshard.backend.hlo.slices import of_every_slice, slice_transfer
 from autoshard.backend.hlo.text import Computation, Instruction, Module, called, element_bits, parse_hlo
 from autoshard.backend.hlo.trip_counts import run_counts
 from autoshard.machine.collective import (
@@ -48,19 +48,6 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
-_NO_WORK = (
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "parameter",
-    "recv",
-    "recv-done",
-    "send",
-    "send-done",
-    "tuple",
-)
-"""Opcodes that take no time."""
 
 
 def collectives(text: str, mesh: LogicalMesh) -> tuple[Collective, ...]:
@@ -82,8 +69,6 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
     """The same, each by the computation and the instruction that starts it."""
     runs, callers = run_counts(module), module.caller_sources()
     group_axes = _GroupAxes(mesh, module.partitions)
-    overlapped = {(name, start.name): start for name, start in _overlapped_starts(module)}
-    beside = computations_below(module, overlapped.values())
     async_parts: set[str] = set()
     earlier: set[tuple[str, str, str, tuple[str, ...] | None, int]] = set()
     found: dict[tuple[str, str], Collective] = {}
@@ -111,11 +96,6 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
             exact=exact,
             share=share,
             redundant=redundant,
-            asynchronous=(
-                computation.name in beside
-                or (computation.name, instruction.name) in overlapped
-                or bool(chain_of(instruction))
-            ),
             parts=payloads if len(payloads) > 1 else (),
         )
 
@@ -150,31 +130,10 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
     return found
 
 
-def _overlapped_starts(module: Module) -> Iterator[tuple[str, Instruction]]:
-    """Instructions that start something, with their computation, where the device has work before it is waited for."""
-    for computation in module.computations.values():
-        begun: dict[str, Instruction] = {}
-        for instruction in computation.instructions.values():
-            if instruction.opcode.endswith("-start"):
-                begun[instruction.name] = instruction
-            elif instruction.opcode == "send" and (name := transfer_name(instruction)):
-                begun[name] = instruction
-            elif instruction.opcode == "recv-done":
-                for recv in instruction.names:
-                    received = computation.instructions.get(recv)
-                    begun.pop(transfer_name(received) if received else "", None)
-            elif instruction.opcode.endswith("-done"):
-                for name in instruction.names:
-                    begun.pop(name, None)
-            elif instruction.opcode not in _NO_WORK:
-                yield from ((computation.name, start) for start in begun.values())
-                begun.clear()
-
-
-def computations_below(module: Module, roots: Iterable[Instruction]) -> set[str]:
-    """Computations that ``roots`` call, and those that these call."""
+def computations_below(module: Module, root: Instruction) -> set[str]:
+    """Computations that ``root`` calls, and those that these call."""
     found: set[str] = set()
-    inner = [name for instruction in roots for _, name in called(instruction)]
+    inner = [name for _, name in called(root)]
     while inner:
         name = inner.pop()
         if name not in found and name in module.computations:

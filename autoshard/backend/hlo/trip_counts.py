@@ -48,7 +48,9 @@ def run_counts(module: Module) -> dict[str, RunCount]:
     calls: dict[str, list[tuple[str, Fraction, bool]]] = {name: [] for name in module.computations}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
-            for (_, callee), times in zip(called(instruction), times_called(instruction, computation, module), strict=True):
+            for (_, callee), times in zip(
+                called(instruction), times_called(instruction, computation, module), strict=True
+            ):
                 if callee in calls:
                     calls[callee].append((computation.name, *times))
     found: dict[str, RunCount] = {module.entry: ONCE}

@@ -51,6 +51,11 @@ class _Clock:
         end = self.free[transfer.link] = max(self.now, self.free[transfer.link]) + transfer.seconds
         self.under_way[key] = end, transfer.link
 
+    def rename(self, old: str, new: str) -> None:
+        """What has been started under the one name is waited for under the other."""
+        for key in [key for key in self.under_way if isinstance(key, tuple) and key[0] == old]:
+            self.under_way[new, key[1]] = self.under_way.pop(key)
+
     def wait(self, key: object) -> None:
         end, _ = self.under_way.pop(key, (self.now, ""))
         self.waited += max(0.0, end - self.now)
@@ -93,10 +98,10 @@ def waiting_seconds(
 
     def below(instruction: Instruction) -> list[tuple[Transfer, str]]:
         """Collectives in what it calls, with the chain of each."""
-        return [each for name in sorted(computations_below(module, [instruction])) for each in sent[name]]
+        return [each for name in sorted(computations_below(module, instruction)) for each in sent[name]]
 
     def chains(instruction: Instruction) -> set[str]:
-        names = computations_below(module, [instruction]) if instruction.opcode == "fusion" else ()
+        names = computations_below(module, instruction) if instruction.opcode == "fusion" else ()
         return {chain_of(instruction)}.union(*(parts[name] for name in names)) - {""}
 
     def _run(computation: Computation) -> _Run:
@@ -115,6 +120,8 @@ def waiting_seconds(
                 begun = [t for t, _ in below(instruction)] + ([own] if own else [])
                 for n, transfer in enumerate(begun):
                     clock.start((instruction.name, n), transfer)
+            elif instruction.opcode.endswith("-update"):
+                clock.rename(instruction.names[0], instruction.name)
             elif instruction.opcode.endswith("-done"):
                 for key in _waited_for(instruction, computation, clock):
                     clock.wait(key)

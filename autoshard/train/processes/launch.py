@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,28 +53,29 @@ class Ended:
     """Whether the others could not reach it."""
 
 
-def launch(arguments: Sequence[str], processes: int, wait: float) -> Ended:
-    """Runs ``python -m autoshard ARGUMENTS`` in so many processes until all have ended.
+def launch(arguments: Sequence[str], environments: Sequence[Mapping[str, str]], wait: float) -> Ended:
+    """Runs ``python -m autoshard ARGUMENTS`` in several processes until all have ended.
 
     SIGINT and SIGTERM are passed on to all. Where a process fails, the others are ended: they would wait for it.
 
     Args:
+      environments: of each process, the variables beside those of this one.
       wait: seconds that the others have to save their state once one has stopped at a signal.
     """
     with socket.socket() as port, tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # kept for the first process, whose server shares it
         port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{port.getsockname()[1]}"
-        options = ["--coordinator", address, "--processes", str(processes)]
+        options = ["--coordinator", address, "--processes", str(len(environments))]
         command = [sys.executable, "-m", "autoshard", *arguments, *options]
-        errors = [Path(folder) / str(n) for n in range(processes)]
+        errors = [Path(folder) / str(n) for n in range(len(environments))]
         started: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, started)
         stack.enter_context(_passed_on(started))
-        for n, path in enumerate(errors):
+        for n, (path, environment) in enumerate(zip(errors, environments, strict=True)):
             kept: Any = stack.enter_context(path.open("wb")) if n else None
             each = [*command, "--id", str(n)]
-            started.append(_start(each, stdout=kept, stderr=kept or subprocess.PIPE))
+            started.append(_start(each, environment, stdout=kept, stderr=kept or subprocess.PIPE))
         shown = threading.Thread(target=_show_errors, args=(started,))
         shown.start()
         ended = _watched(started, errors, wait)
@@ -90,7 +91,7 @@ def supervised(arguments: Sequence[str]) -> int:
       Its exit code, as shells give it. What JAX wrote where it aborted the process is left out.
     """
     with contextlib.ExitStack() as stack:
-        process = _start([sys.executable, "-m", "autoshard", *arguments], stderr=subprocess.PIPE)
+        process = _start([sys.executable, "-m", "autoshard", *arguments], {}, stderr=subprocess.PIPE)
         stack.callback(_end, [process])
         stack.enter_context(_passed_on([process]))
         assert process.stderr is not None
@@ -104,9 +105,11 @@ def supervised(arguments: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _start(command: Sequence[str], stdout: Any = None, stderr: Any = None) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], given: Mapping[str, str], stdout: Any = None, stderr: Any = None
+) -> subprocess.Popen[bytes]:
     """Starts a process that knows of being waited for, in a group of its own: Ctrl-C reaches it from here alone."""
-    environment = os.environ | {SUPERVISED: "1"}
+    environment = {**os.environ, SUPERVISED: "1", **given}
     if environment.get(LOG_LEVEL, "1") == "1":  # what JAX sets: with the warnings of its own runtime
         environment[LOG_LEVEL] = "2"
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, process_group=0)
@@ -116,11 +119,12 @@ def _show_errors(started: Sequence[subprocess.Popen[bytes]]) -> None:
     """Shows what the first process writes to standard error, until another one is ended by a signal."""
     first, *others = started
     assert first.stderr is not None
-    while written := os.read(first.stderr.fileno(), 1 << 16):
-        time.sleep(HELD_SECONDS)
-        if not any((process.poll() or 0) < 0 for process in others):
-            sys.stderr.write(written.decode(errors="replace"))
-            sys.stderr.flush()
+    with first.stderr as pipe:
+        while written := os.read(pipe.fileno(), 1 << 16):
+            time.sleep(HELD_SECONDS)
+            if not any((process.poll() or 0) < 0 for process in others):
+                sys.stderr.write(written.decode(errors="replace"))
+                sys.stderr.flush()
 
 
 def _watched(started: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path], wait: float) -> Ended:

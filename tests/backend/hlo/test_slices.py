@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.backend.hlo.collectives import collectives
+from autoshard.backend.hlo.collectives import collectives, located_collectives
 from autoshard.backend.hlo.slices import of_every_slice
+from autoshard.backend.hlo.text import parse_hlo
+from autoshard.backend.hlo.waits import Transfer, waiting_seconds
 from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
 
 MESH = resolve_mesh(MeshConfig(axes={"slice": 2, "data": 4}, tpu="v5e:2x2", slices=2))
@@ -59,11 +61,15 @@ def test_what_crosses_slices_is_a_collective(kind, target, sent, received, expec
     assert found.share == (0.5 if kind == "ONE_TO_ONE" else 1.0)
 
 
-def test_it_is_asynchronous_where_something_is_computed_before_it_is_waited_for():
-    sent = "ALL_REDUCE", "{1,2}x{0:3}", "f32[8,128]", "f32[8,128]"
-    (waits,) = collectives(module(transfer("a", *sent)), MESH)
-    (beside,) = collectives(module(transfer("a", *sent, between="  %y = f32[8,128]{1,0} add(%x, %x)")), MESH)
-    assert (waits.asynchronous, beside.asynchronous) == (False, True)
+def test_what_is_computed_before_it_is_waited_for_hides_it():
+    def waited(between: str) -> float:
+        text = module(transfer("a", "ALL_REDUCE", "{1,2}x{0:3}", "f32[8,128]", "f32[8,128]", between=between))
+        found = parse_hlo(text)
+        (where,) = located_collectives(found, MESH)
+        return waiting_seconds(found, {where: Transfer(5, "dcn")}, lambda i, _: 2 * (i.opcode == "add"))
+
+    assert waited("") == 5
+    assert waited("  %y = f32[8,128]{1,0} add(%x, %x)") == 3
 
 
 def test_groups_of_a_slice_are_the_same_in_each():

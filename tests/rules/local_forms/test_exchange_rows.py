@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
-from autoshard.transforms.grouped_rows import capacity, group_capacity, in_rounds
+from autoshard.transforms import grouped_rows
+from autoshard.transforms.grouped_rows import capacity, exchanges, group_capacity, in_rounds
 
-ROWS = 64
+ROWS = 256
 RNG = np.random.default_rng(0)
 LOADS = {
     "even": lambda groups: np.arange(ROWS) % groups,
@@ -33,8 +34,13 @@ def computed(groups: int, group_of: Any, rows: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize(("parts", "groups"), [(2, 8), (4, 64), (8, 16)])
-def test_every_row_comes_back_and_is_counted_once(parts: int, groups: int, load: str):
+@pytest.mark.parametrize(("parts", "groups", "least"), [(2, 8, 128), (4, 64, 128), (8, 16, 128), (4, 64, 8)])
+def test_every_row_comes_back_and_is_counted_once(
+    parts: int, groups: int, least: int, load: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Blocks of half the rows twice, where they have at least ``least`` places."""
+    monkeypatch.setattr(grouped_rows, "LEAST_PLACES", least)
+    assert exchanges(capacity(ROWS // parts, parts))[0] == (2 if least == 8 else 1)
     group_of, rows = LOADS[load](groups).astype("int32"), RNG.normal(size=(ROWS, 4)).astype("float32")
     mesh = Mesh(np.asarray(jax.devices()[:parts]), ("x",))
     own = groups // parts
@@ -100,5 +106,10 @@ def test_sums_of_many_rounds_are_not_rounded_between_them() -> None:
     def once(source: Any, filled: Any) -> list[Any]:
         return [jnp.take(ones, source, mode="fill", fill_value=0).sum()]
 
-    (total,) = in_rounds(once, jnp.zeros(4096, "int32"), (1, 8), [False])
-    assert (total.dtype, float(total)) == (jnp.bfloat16, 4096.0)
+    for at_once in (1, 4):
+        (total,) = in_rounds(once, jnp.zeros(4096, "int32"), (1, 8), [False], at_once=at_once)
+        assert (total.dtype, float(total)) == (jnp.bfloat16, 4096.0)
+
+
+def test_large_blocks_are_exchanged_in_two_halves():
+    assert [exchanges(n) for n in (1, 255, 256, 1000)] == [(1, 1), (1, 255), (2, 128), (2, 504)]

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from autoshard import checkpoint, cli
 from autoshard.errors import ConfigError
 from autoshard.train.config import named_config
 from autoshard.train.loop import train
+from autoshard.train.processes import gpus
 from autoshard.train.processes.connection import has_peers
 from benchmarks.numbered_rows import LAST, ROWS, launched_process, losses, training_config
 from tests.forked import command
@@ -99,3 +101,23 @@ def test_a_task_of_several_knows_of_its_peers(monkeypatch: pytest.MonkeyPatch) -
     assert not has_peers()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert has_peers()
+
+
+PYTHON = """#!/bin/sh
+[ "$1" = -c ] && { echo 4; exit; }
+for last in "$@"; do :; done
+printf %s "$JAX_LOCAL_DEVICE_IDS" > "$0.$last"
+"""
+
+
+def test_each_process_gets_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, python = training_config(tmp_path, "run", 2), tmp_path / "python"  # one that says JAX finds four GPUs
+    path.write_text(path.read_text().replace("platform: cpu", "platform: gpu"))
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(gpus, "entry_points", lambda group: [EntryPoint("xla_cuda13", "jax_plugins.xla_cuda13", group)])
+    with pytest.raises(ConfigError, match="--processes 3: 4 GPUs cannot be divided evenly .* start 1 or 2 or 4, or"):
+        cli.app(["launch", "--processes", "3", "--", "train", str(path)], standalone_mode=False)
+    assert cli.app(["launch", "--processes", "2", "--", "train", str(path)], standalone_mode=False) == 0
+    assert [(tmp_path / f"python.{n}").read_text() for n in range(2)] == ["0,1", "2,3"]

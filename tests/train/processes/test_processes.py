@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,11 +19,9 @@ from rich.console import Console
 
 from autoshard import checkpoint, cli, jit
 from autoshard.errors import AutoshardError
-from autoshard.machine.hardware import load_hardware
 from autoshard.train.config import TrainConfig
 from autoshard.train.fit import fit
 from autoshard.train.loop import train
-from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, in_any, same_in_all
 from autoshard.train.stop_signals import StopSignals
 from tests.two_processes import run
@@ -222,15 +219,3 @@ def test_a_process_whose_batches_come_late_is_named_with_the_step(root: Path, fo
     events = [json.loads(line) for line in (root / "late/log.jsonl").read_text().splitlines()]
     named = [(event["process"], event["step"]) for event in events if event["event"] == "straggler"]
     assert (1, LATE) in named
-
-
-def test_the_seconds_at_the_peak_are_those_of_the_products_alone():
-    def step(w: Any, x: Any) -> Any:
-        return jnp.sin(jax.checkpoint(lambda a: jnp.tanh(a @ w))(x))
-
-    avals = (jax.ShapeDtypeStruct((4, 16), jnp.bfloat16), jax.ShapeDtypeStruct((8, 4), jnp.bfloat16))
-    hardware = load_hardware("tpu-v5e")
-    for platform, wanted in (("tpu", 2 * 8 * 4 * 16 / hardware.flops["bfloat16"] / 2), ("cpu", None)):
-        devices = np.array([SimpleNamespace(platform=platform)])
-        meshes = {"mesh": SimpleNamespace(hardware=hardware, size=2), "jax_mesh": SimpleNamespace(devices=devices)}
-        assert peak_seconds(step, SimpleNamespace(in_avals=avals, **meshes)) == wanted

@@ -1,0 +1,32 @@
+"""Seconds of the products of ragged groups in HLO for TPU: custom calls, of which the compiler estimates no time.
+
+The kernel goes through tiles of rows. Which of them have rows is known only when it runs: all count.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from autoshard.backend.hlo.text import Computation, Instruction, Module, element_bits, peak_dtype
+from autoshard.machine.mesh import Hardware
+
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+_KERNEL = "ragged-dot"
+_TABLES = "ragged-dot-metadata"
+
+
+def grouped_product_seconds(
+    instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
+) -> float:
+    """Seconds of the kernel of a product of ragged groups, by the roofline; 0 for any other instruction."""
+    name = module.operation(instruction).rpartition("/")[2]
+    if instruction.opcode != "custom-call" or not name.startswith(_KERNEL) or name == _TABLES:
+        return 0.0
+    shapes = [computation.instructions[operand].shape for operand in instruction.names] + [instruction.shape]
+    found = [(match[1], [int(n) for n in match[2].split(",") if n]) for s in shapes if (match := _ARRAY.match(s))]
+    arrays = [(dtype, shape) for dtype, shape in found if len(shape) > 1]
+    # Rows [m, k] with matrices [groups, k, n], or with rows [m, n]: two of the three arrays have m, as k and as n.
+    flops = 2 * math.isqrt(math.prod(math.prod(shape[-2:]) for _, shape in arrays))
+    moved = sum(math.prod(shape) * element_bits(dtype) for dtype, shape in arrays) / 8
+    return max(flops / hardware.peak_flops(peak_dtype(arrays[0][0])), moved / hardware.bandwidth) + hardware.overhead
