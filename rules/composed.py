@@ -24,9 +24,9 @@ from autoshard.jaxpr import dtype_bits, dtype_from_name
 from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
 from autoshard.transforms.grouped_rows import (
+    Finish,
     capacity,
     exchanges,
-    finished,
     group_capacity,
     group_factor,
     grouped_rows_p,
@@ -101,22 +101,25 @@ def grouped_rows(
         sorted_rows, steps=steps, rows=rows, results=results, rule=rule, in_blocks=in_blocks, in_range=in_range
     )
 
-    def fun(specs: Sequence[Spec], *xs: Any) -> Any:
-        return finished(on_shards(specs, *xs[:count]), xs, after, rule)
-
-    def on_shards(specs: Sequence[Spec], group_of: Any, *xs: Any) -> Any:
+    def fun(specs: Sequence[Spec], group_of: Any, *xs: Any) -> Any:
         axes, rows_over = specs[value].dims[dim], specs[0].dims[0]
         stay = not set(axes) <= set(rows_over)
+        finish = Finish((group_of, *xs), after, rule)
+        xs = xs[: count - 1]
         if in_blocks or axes:
             group_of = _apart(group_of, xs[:rows])
-        if in_blocks or not axes:
-            return compute(group_of, *xs, groups=groups, axes=axes, in_place=stay)
+        if in_blocks or stay or not axes:
+            return compute(group_of, *xs, groups=groups, axes=axes, in_place=stay, finish=finish)
         own = groups // lax.axis_size(axes)
 
         def on_own_groups(group_of: Any, *received: Any) -> Any:
             return compute(group_of, *received, *xs[rows:], groups=own)
 
-        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row, in_place=stay)
+        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row, finish)
+
+    def repeats(operand: int) -> int:
+        """How many rows on end have the same value of an operand."""
+        return operands[0].shape[0] // operands[operand].shape[0]
 
     def places(n: int, parts: int, own: int = 1) -> tuple[int, int]:
         """Exchanges of a device with ``n`` rows, and the places in one, of all groups, split into so many ``parts``, or
@@ -130,7 +133,7 @@ def grouped_rows(
             return None
         times, sent = places(n, parts) if in_blocks else exchanges(capacity(n, parts))
         sent *= 1 if in_blocks else parts
-        of_rows = [shard_bytes[i] // n for i in range(rows + 1)]
+        of_rows = [shard_bytes[i] * repeats(i) // n for i in range(rows + 1)]
         of_rows += [row_bytes(i, shard_bytes[len(operands) + i], n) for i in range(len(results)) if is_row[i]]
         return (ALL_REDUCE, 4), *((ALL_TO_ALL, size * sent) for size in of_rows for _ in range(times))
 
@@ -155,9 +158,9 @@ def grouped_rows(
         if in_blocks and n:
             padded = math.prod(places(n * own, sent, own))
             flops *= padded / n
-            for x, dims in zip(operands[1 : rows + 1], rule.operands[1:], strict=False):
-                shards = math.prod(split[f] or 1 for dim in dims for f in dim)
-                bits += math.prod(x.shape) / shards * padded / n * dtype_bits(x.dtype)
+            for i, dims in enumerate(rule.operands[1 : rows + 1], 1):
+                x, shards = operands[i], math.prod(split[f] or 1 for dim in dims for f in dim)
+                bits += math.prod(x.shape) / shards * repeats(i) * padded / n * dtype_bits(x.dtype)
             local |= {row: padded} | dict.fromkeys(picks, 1)
         bits += sum(_bits(s, local) for s in steps if s.flops)
         return LocalWork(flops, int(bits) // 8)

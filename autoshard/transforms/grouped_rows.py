@@ -13,9 +13,12 @@ What does not fit waits for another round, so that no row is ever dropped.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax import lax
 from jax import numpy as jnp
 
@@ -69,7 +72,7 @@ def exchanges(places: int) -> tuple[int, int]:
     return count, -(-places // (count * ALIGNMENT)) * ALIGNMENT if count > 1 else places
 
 
-def device_of(group_of: Any, own: int, axes: Axes, *, in_place: bool) -> tuple[Any, Any]:
+def device_of(group_of: Any, own: int, axes: Axes, *, in_place: bool = False) -> tuple[Any, Any]:
     """The device that has each row's group, and the group's number there.
 
     Args:
@@ -79,10 +82,43 @@ def device_of(group_of: Any, own: int, axes: Axes, *, in_place: bool) -> tuple[A
       axes: mesh axes that split the groups.
       in_place: whether devices are not told apart, but 0 is this one and 1 any other.
     """
-    group_of = group_of.astype(jnp.int64 if group_of.dtype.itemsize == 8 else jnp.int32)  # than the groups alone need
+    group_of = _wide(group_of)
     device = jnp.clip(group_of // own, 0, lax.axis_size(axes) - 1 if axes else 0)
     number = jnp.maximum(group_of - device * own, 0)
     return (jnp.where(device == lax.axis_index(axes), 0, 1) if in_place else device), number
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is made of results whose rows are in their own order: linear in those with a value for each row.
+
+    Operands and steps are those of `grouped_rows`, or shards of them.
+    """
+
+    operands: Sequence[Any]
+    after: Sequence[Sequence[Step]]
+    rule: Rule
+
+    def __call__(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        size_of = factor_sizes(self.rule, [x.shape for x in self.operands])
+
+        def last(x: Any, steps: Sequence[Step]) -> Any:
+            values = [*self.operands, x]
+            for step in steps:
+                values.append(step.run([values[x] if isinstance(x, int) else x.value for x in step.operands], size_of))
+            return values[-1]
+
+        return tuple(map(last, results, self.after))
+
+    def picks(self, result: int) -> int:
+        """How many rows on end its steps take for a token; 1 where it has none."""
+        _, *picks = self.rule.operands[0][0]
+        return math.prod(dict(self.rule.sizes)[f] for f in picks) if self.after[result] else 1
+
+
+def _wide(group_of: Any) -> Any:
+    """As numbers that devices and blocks can be counted in; where groups are few, their own may be narrower."""
+    return group_of.astype(jnp.int64 if group_of.dtype.itemsize == 8 else jnp.int32)
 
 
 def in_rounds(
@@ -92,6 +128,10 @@ def in_rounds(
     is_row_result: Sequence[bool],
     rounds_of_all: Callable[[Any], Any] = lambda rounds: rounds,
     at_once: int = 1,
+    *,
+    key: Any = None,
+    finish: Finish | None = None,
+    in_place: bool = False,
 ) -> tuple[Any, ...]:
     """The results of rows that are put into blocks, in as many rounds as the fullest block takes.
 
@@ -100,64 +140,93 @@ def in_rounds(
 
     Args:
       once: ``once(source, filled)`` -> the results of one round: for each place [block x place] or a sum. ``source``,
-        [block x place], is the number of the row at each place, beyond all rows where there is none; ``filled``,
-        [block, place], is whether there is one.
+        [block x place], is the number of the row at each place, any where there is none; ``filled``, [block, place], is
+        whether there is one. Nothing reads the results of other places; no sum may count them.
       block_of: [row], the block of each row; beyond the last block the row is in none, and has zeros.
       shape: how many blocks there are, and how many rows one has room for.
       is_row_result: of each result, whether it has a value for each row; else it is a sum.
       rounds_of_all: of the rounds that these rows take, those that are gone through.
       at_once: how many rounds are gone through in any case; an even load takes no more.
+      key: [row], in whose order the rows of a block are: it grows with ``block_of``. None: in their own order.
+      finish: what is made of results; None: nothing more.
+      in_place: whether other devices have the rows of other blocks, so that results are to be reduced: each as soon as
+        it is there, if further rounds come first.
     """
     n, (blocks, places) = block_of.shape[0], shape
     block_of = block_of.astype(jnp.int32)  # of groups it may be narrower than places are counted in
-    order = jnp.argsort(block_of)
-    counts = jnp.bincount(block_of, length=blocks).astype(jnp.int32)
+    order = jnp.argsort(block_of if key is None else key)
+    counts = sizes_of(block_of, blocks)
     starts = jnp.cumsum(counts) - counts
     position = jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
     place_of = jnp.where(block_of < blocks, position - jnp.take(starts, block_of, mode="clip"), -1)
 
-    def one_round(i: Any) -> Sequence[Any]:
+    def one_round(i: Any, order: Any = order) -> Sequence[Any]:
         place = i * places + jnp.arange(places, dtype=jnp.int32)
-        filled = place < counts[:, None]
-        source = jnp.where(filled, jnp.take(order, starts[:, None] + place, mode="clip"), n).reshape(-1)
-        return once(source, filled)
+        return once(jnp.take(order, starts[:, None] + place, mode="clip").reshape(-1), place < counts[:, None])
 
-    def rows_of(x: Any, i: Any, rounds: int = 1) -> Any:
-        """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of others."""
+    def rows_of(x: Any, i: Any, rounds: int = 1, picks: int = 1) -> Any:
+        """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of others.
+
+        In memory the first of each token's ``picks`` come first, as rows of whole tiles.
+        """
         place = place_of - i * places
         at = ((place // places) * blocks + block_of) * places + place % places
         at = jnp.where((place_of >= 0) & (place >= 0) & (place < rounds * places), at, rounds * blocks * places)
-        return jnp.take(x, at, axis=0, mode="fill", fill_value=0)
+        found = jnp.take(x, at.reshape(-1, picks).T.reshape(-1), axis=0, mode="fill", fill_value=0)
+        return found.reshape(picks, -1, *x.shape[1:]).swapaxes(0, 1).reshape(found.shape) if picks > 1 else found
 
-    made = zip(*(one_round(i) for i in range(at_once)), strict=True)
-    first = tuple(
-        rows_of(jnp.concatenate(each), 0, at_once) if is_row else _sum(each)
-        for each, is_row in zip(made, is_row_result, strict=True)
-    )
-    if at_once * places >= n:
-        return first
+    def results_of(made: Sequence[Any], i: Any, rounds: int = 1) -> Sequence[Any]:
+        picks = [finish.picks(r) if finish is not None else 1 for r in range(len(made))]
+        results = [
+            rows_of(x, i, rounds, k) if is_row else x for x, is_row, k in zip(made, is_row_result, picks, strict=True)
+        ]
+        return finish(results) if finish is not None else tuple(results)
 
     def added(i: Any, totals: Sequence[Any]) -> list[Any]:
-        def both(total: Any, x: Any, is_row: bool) -> Any:
-            if not is_row:
-                return total + x.astype(total.dtype)
-            here = (place_of >= i * places) & (place_of < (i + 1) * places)
-            return jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), rows_of(x, i), total)
+        here = (place_of >= i * places) & (place_of < (i + 1) * places)
 
-        return [both(*each) for each in zip(totals, one_round(i), is_row_result, strict=True)]
+        def both(total: Any, x: Any, is_row: bool) -> Any:
+            if is_row and total.shape[0] == n:
+                return jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x, total)
+            return total + x.astype(total.dtype)
+
+        return [both(*each) for each in zip(totals, results_of(one_round(i), i), is_row_result, strict=True)]
 
     def others(rounds: Any, *first: Any) -> tuple[Any, ...]:
+        """With the rounds from ``at_once`` on."""
         totals = [
-            x if is_row else x.astype(_dtype_of_sums(x.dtype)) for x, is_row in zip(first, is_row_result, strict=True)
+            x if is_row and x.shape[0] == n else x.astype(_dtype_of_sums(x.dtype))
+            for x, is_row in zip(first, is_row_result, strict=True)
         ]
         _, totals = lax.while_loop(
             lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals)
         )
         return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
 
+    def at_first(order: Any) -> Sequence[Any]:
+        made = zip(*(one_round(i, order) for i in range(at_once)), strict=True)
+        joined = [
+            (jnp.concatenate(each) if at_once > 1 else each[0]) if is_row else _sum(each)
+            for each, is_row in zip(made, is_row_result, strict=True)
+        ]
+        return results_of(joined, 0, at_once)
+
+    if at_once * places >= n:
+        return tuple(at_first(order))
     rounds = rounds_of_all(-(-jnp.max(counts) // places))
     with jx.branch_runs((1, 0), 1):  # with an even load
-        return lax.cond(rounds > at_once, others, lambda _, *first: first, rounds, *first)
+        if not in_place:
+            first = at_first(order)
+            return lax.cond(rounds > at_once, others, lambda _, *first: first, rounds, *first)
+        none = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)]
+        rest = lax.cond(rounds > at_once, others, lambda _, *none: none, rounds, *none)
+    order, rest = lax.optimization_barrier((order, rest))
+    return tuple(x + y for x, y in zip(at_first(order), rest, strict=True))
+
+
+def sizes_of(group_of: Any, groups: int) -> Any:
+    """int32 [group]: how many rows each group has. A sum of comparisons, which makes no scatter."""
+    return jnp.sum(group_of[:, None] == jnp.arange(groups, dtype=group_of.dtype), 0, dtype=jnp.int32)
 
 
 def _sum(parts: Sequence[Any]) -> Any:
@@ -195,21 +264,8 @@ def grouped_rows(
       params: other parameters of `sorted_rows`.
     """
     del flops
-    made = sorted_rows(group_of, *operands[: len(operands) - last], rule=rule, **params)
-    return finished(made, (group_of, *operands), after, rule)
-
-
-def finished(results: Sequence[Any], operands: Sequence[Any], after: Sequence[Sequence[Step]], rule: Rule) -> Any:
-    """``results`` after the steps of `grouped_rows`, of which all ``operands`` are given, or shards of them."""
-    size_of = factor_sizes(rule, [x.shape for x in operands])
-
-    def last(x: Any, steps: Sequence[Step]) -> Any:
-        values = [*operands, x]
-        for step in steps:
-            values.append(step.run([values[x] if isinstance(x, int) else x.value for x in step.operands], size_of))
-        return values[-1]
-
-    return tuple(map(last, results, after))
+    finish = Finish((group_of, *operands), after, rule)
+    return sorted_rows(group_of, *operands[: len(operands) - last], rule=rule, finish=finish, **params)
 
 
 def sorted_rows(
@@ -224,12 +280,14 @@ def sorted_rows(
     in_range: bool,
     axes: Axes = (),
     in_place: bool = False,
+    finish: Finish | None = None,
 ) -> Any:
     """The results of ``steps`` on rows sorted by group; those with a value for each row in the order of the operands.
 
     Args:
       group_of: as of `grouped_rows`.
-      operands: arrays with a value for each row, then others, which are the same for all rows.
+      operands: arrays with a value for each row, or one for as many rows on end as they are fewer; then others, which
+        are the same for all rows.
       steps: their values are numbered: ``group_of`` and the operands, the sizes of the groups, then the steps' results.
       rows: how many operands have a value for each row.
       results: numbers of the values that are results.
@@ -240,16 +298,18 @@ def sorted_rows(
       axes: mesh axes that split the groups of blocks, which are exchanged over them.
       in_place: whether in place of that all devices of ``axes`` have the same rows, and each computes those of its
         groups; the others have zeros.
+      finish: what is made of the results; None: nothing more.
     """
-    of_rows, others = [group_of, *operands[:rows]], operands[rows:]
-
+    of_rows, others, n = [group_of, *operands[:rows]], operands[rows:], group_of.shape[0]
     own, is_row = groups // (lax.axis_size(axes) if axes else 1), is_row_result(rule)
     summed = {x for step in steps if sums_rows(step) for x in step.operands}
+    row, *picks = rule.operands[0][0]
 
     def run(of_rows: Sequence[Any], sizes: Any, filled: Any = None) -> list[Any]:
         """The results; of blocks, where ``filled`` [block, place] says which places have rows."""
         values = [*of_rows, *others]
-        size_of = factor_sizes(rule, [x.shape for x in values]) | {group_factor(rule): own}
+        size_of = factor_sizes(rule, [x.shape for x in values])
+        size_of |= {group_factor(rule): own, row: of_rows[0].shape[0]} | dict.fromkeys(picks, 1)
         values.append(sizes)
         for step in steps:
             read = [values[x] if isinstance(x, int) else x.value for x in step.operands]
@@ -263,7 +323,7 @@ def sorted_rows(
         return [values[i] for i in results]
 
     if in_blocks:
-        each, n = own + (not in_range), group_of.shape[0]  # the last block is of rows that have no group
+        each = own + (not in_range)  # the last block is of rows that have no group
         device, number = device_of(group_of, own, axes, in_place=in_place)
         axes = () if in_place else axes
         parts = lax.axis_size(axes) if axes else 1
@@ -279,19 +339,37 @@ def sorted_rows(
             x = lax.all_to_all(x, axes, 0, 0, tiled=True)
             return x if back else x.reshape(parts, each, places, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
-        def once(source: Any, filled: Any) -> Sequence[Any]:
-            taken = [jnp.take(x, source, axis=0, mode="fill", fill_value=0) for x in of_rows]
+        def blocks(source: Any, filled: Any) -> Sequence[Any]:
+            source = jnp.where(filled.reshape(-1), source, n)
+            taken = [take_rows(x, source, n, mode="fill", fill_value=0) for x in of_rows]
             here = exchanged(filled.reshape(-1).astype(group_of.dtype), back=False) > 0
             made = run([exchanged(x, back=False) for x in taken], None, here.reshape(each, -1))
             return [exchanged(x, back=True) if row else x for x, row in zip(made, is_row, strict=True)]
 
         most = functools.partial(lax.pmax, axis_name=axes) if axes else lambda rounds: rounds
-        return in_rounds(once, block_of, (parts * each, places), is_row, most, at_once)
+        shape = parts * each, places
+        return in_rounds(blocks, block_of, shape, is_row, most, at_once, finish=finish, in_place=in_place)
+    if in_place:
+        device, number = device_of(group_of, own, axes, in_place=True)
+        key = jnp.where(device == 0, jnp.minimum(number, own), own + 1)
+
+        def one_block(source: Any, filled: Any) -> Sequence[Any]:
+            sizes = sizes_of(jnp.where(filled[0], jnp.take(key, source), own), own)
+            return run([take_rows(x, source, n) for x in of_rows], sizes)
+
+        shape = 1, capacity(n, lax.axis_size(axes))
+        return in_rounds(one_block, device, shape, is_row, key=key, finish=finish, in_place=True)
+    group_of = jnp.maximum(_wide(group_of), 0)
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)
-    sizes = jnp.bincount(group_of, length=groups).astype(jnp.int32)
-    found = zip(run([jnp.take(x, order, axis=0) for x in of_rows], sizes), is_row, strict=True)
-    return tuple(jnp.take(x, back, axis=0) if row else x for x, row in found)
+    made = run([take_rows(x, order, n) for x in of_rows], sizes_of(group_of, groups))
+    found = tuple(jnp.take(x, back, axis=0) if row else x for x, row in zip(made, is_row, strict=True))
+    return found if finish is None else finish(found)
+
+
+def take_rows(x: Any, source: Any, rows: int, mode: str = "clip", **fill: Any) -> Any:
+    """The values of the rows of these numbers in ``x``, which has one for each or for several on end."""
+    return jnp.take(x, source // (rows // x.shape[0]) if x.shape[0] < rows else source, axis=0, mode=mode, **fill)
 
 
 def ragged_numbers(step: Step) -> lax.RaggedDotDimensionNumbers | None:

@@ -21,6 +21,7 @@ from autoshard.ir.rule import Dims, Rule, factor_names
 from autoshard.ir.rule_registry import fallback_rule, lookup_rule
 from autoshard.ir.traits import Traits
 from autoshard.passes.experts.region import step
+from autoshard.passes.experts.token_products import with_token_products
 from autoshard.transforms.grouped_rows import grouped_rows_p, row_factor
 from autoshard.transforms.sum_of_products import Step
 
@@ -55,16 +56,38 @@ class Picks:
     def joined(self) -> list[jx.JaxprEqn]:
         """The equations, those of operations on rows perhaps before some that they read."""
         for eqn in [e for e in self.eqns if e.primitive is grouped_rows_p and not any(e.params["after"])]:
-            tails = self._tails(eqn)
+            self.eqns, eqn, picks = with_token_products(self.eqns, eqn, self.returned)
+            tails = self._tails(eqn, picks)
             gone = {id(e) for tail in tails.values() for e in tail.eqns}
             if tails:
-                self.eqns = [
-                    _with_tails(eqn, tails, self._traits) if e is eqn else e for e in self.eqns if id(e) not in gone
-                ]
+                picks = next(iter(tails.values())).picks
+            if picks > 1:
+                joined = _with_tails(self._with_tokens(eqn, picks), tails, picks, self._traits)
+                self.eqns = [joined if e is eqn else e for e in self.eqns if id(e) not in gone]
         return self.eqns
 
-    def _tails(self, eqn: jx.JaxprEqn) -> dict[jx.Var, _Tail]:
-        """By result of ``eqn``, each token of all with as many picks."""
+    def _with_tokens(self, eqn: jx.JaxprEqn, picks: int) -> jx.JaxprEqn:
+        """``eqn`` with tokens as operands, where it has each as often as it has ``picks``, on end."""
+        made = {v: e for e in self.eqns for v in e.outvars}
+
+        def source(a: jx.Atom) -> jx.Atom:
+            reshape = made.get(a) if isinstance(a, jx.Var) else None
+            if reshape is None or reshape.primitive is not _prims.reshape_p:
+                return a
+            repeat = made.get(reshape.invars[0]) if isinstance(reshape.invars[0], jx.Var) else None
+            if repeat is None or repeat.primitive is not _prims.broadcast_in_dim_p:
+                return a
+            tokens, rows = jx.aval(repeat.invars[0]).shape, jx.aval(a).shape
+            places = (0, *range(2, len(rows) + 1))
+            if repeat.params["broadcast_dimensions"] != places or tokens != (rows[0] // picks, *rows[1:]):
+                return a
+            return repeat.invars[0] if jx.aval(repeat.outvars[0]).shape[1] == picks else a
+
+        rows = eqn.params["rows"]
+        return eqn.replace(invars=[eqn.invars[0], *map(source, eqn.invars[1 : rows + 1]), *eqn.invars[rows + 1 :]])
+
+    def _tails(self, eqn: jx.JaxprEqn, picks: int) -> dict[jx.Var, _Tail]:
+        """By result of ``eqn``, each token of all with as many picks: ``picks`` if that is more than 1."""
         readers: dict[jx.Var, list[jx.JaxprEqn]] = {}
         for e in self.eqns:
             for a in {a for a in e.invars if isinstance(a, jx.Var)}:
@@ -79,7 +102,7 @@ class Picks:
             if row_factor(rule) in dims[0] and (
                 tail := self._tail(v, tuple(d[0] if d else None for d in dims), readers)
             ):
-                fits = all(
+                fits = picks in (1, tail.picks) and all(
                     tail.picks == other.picks
                     and all(other.read.get(a, names) == names for a, names in tail.read.items())
                     for other in found.values()
@@ -154,11 +177,11 @@ class Picks:
 
 
 def _with_tails(
-    eqn: jx.JaxprEqn, tails: Mapping[jx.Var, _Tail], traits: Callable[[jx.JaxprEqn], Traits]
+    eqn: jx.JaxprEqn, tails: Mapping[jx.Var, _Tail], picks: int, traits: Callable[[jx.JaxprEqn], Traits]
 ) -> jx.JaxprEqn:
     """The operation that makes what its tails make."""
     params, rule, row = eqn.params, eqn.params["rule"], row_factor(eqn.params["rule"])
-    picks = next(iter(tails.values())).picks
+    rows = jx.aval(eqn.invars[0]).shape
     of_pick = next(f for f in factor_names(len(rule.factors) + 1) if f not in rule.factors)
 
     def dims(names: Names) -> Dims:
@@ -166,6 +189,9 @@ def _with_tails(
 
     def in_picks(dims: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
         return tuple((row, of_pick) if d == (row,) else d for d in dims)
+
+    def of_operand(atom: jx.Atom, dims: Dims) -> Dims:
+        return in_picks(dims) if jx.aval(atom).shape[:1] == rows else dims
 
     read = {a: names for tail in tails.values() for a, names in tail.read.items()}
     count = len(eqn.invars) + len(read)
@@ -182,7 +208,7 @@ def _with_tails(
         dims(tails[v].names[-1]) if v in tails else in_picks(d) for v, d in zip(eqn.outvars, rule.results, strict=True)
     ]
     joined = Rule(
-        (*map(in_picks, rule.operands), *map(dims, read.values())),
+        (*map(of_operand, eqn.invars, rule.operands), *map(dims, read.values())),
         tuple(results),
         tuple(sorted((dict(rule.kinds) | whole).items())),
         sizes=tuple(

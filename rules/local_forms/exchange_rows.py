@@ -9,6 +9,7 @@ MegaBlocks, arXiv:2211.15841, needs as much room as if all rows went to one devi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.spec import Axes
-from autoshard.transforms.grouped_rows import capacity, device_of, exchanges, in_rounds
+from autoshard.transforms.grouped_rows import Finish, capacity, device_of, exchanges, in_rounds, take_rows
 
 
 def exchange_rows(
@@ -26,8 +27,7 @@ def exchange_rows(
     rows: Sequence[Any],
     groups: int,
     is_row_result: Sequence[bool],
-    *,
-    in_place: bool = False,
+    finish: Finish | None = None,
 ) -> tuple[Any, ...]:
     """The results of this device's rows, and the sums over all rows for this device's groups.
 
@@ -36,30 +36,23 @@ def exchange_rows(
       compute: ``compute(group_of, *rows)`` on rows of this device's groups, numbered from zero; a row of none of them
         counts for nothing.
       group_of: [row], of this device's rows.
-      rows: the values of these.
+      rows: the values of these, one for each or for several on end.
       groups: how many a device has.
       is_row_result: of each result, whether it has a value for each row; else it is a sum for each group.
-      in_place: whether ``axes`` do not split the rows: all devices have the same, and nothing is sent. Each computes
-        those of its groups, and has zeros for the others.
+      finish: what is made of the results; None: nothing more.
     """
-    parts, even_load = lax.axis_size(axes), capacity(group_of.shape[0], lax.axis_size(axes))
-    parts, at_once, places = (1, 1, even_load) if in_place else (parts, *exchanges(even_load))
-    device, number = device_of(group_of, groups, axes, in_place=in_place)
+    n, parts = group_of.shape[0], lax.axis_size(axes)
+    at_once, places = exchanges(capacity(n, parts))
+    device, number = device_of(group_of, groups, axes)
 
     def exchange(x: Any) -> Any:
-        return x if in_place else lax.all_to_all(x, axes, 0, 0, tiled=True)
+        return lax.all_to_all(x, axes, 0, 0, tiled=True)
 
     def once(source: Any, filled: Any) -> list[Any]:
         group = jnp.take(number.astype(group_of.dtype), source, mode="clip").reshape(filled.shape)
-        received = [exchange(jnp.take(x, source, axis=0, mode="fill", fill_value=0)) for x in rows]
+        received = [exchange(take_rows(x, source, n)) for x in rows]
         made = compute(exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
         return [exchange(x) if is_row else x for x, is_row in zip(made, is_row_result, strict=True)]
 
-    return in_rounds(
-        once,
-        device,
-        (parts, places),
-        is_row_result,
-        lambda rounds: rounds if in_place else lax.pmax(rounds, axes),
-        at_once,
-    )
+    most = functools.partial(lax.pmax, axis_name=axes)
+    return in_rounds(once, device, (parts, places), is_row_result, most, at_once, finish=finish)

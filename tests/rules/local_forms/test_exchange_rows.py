@@ -53,30 +53,6 @@ def test_every_row_comes_back_and_is_counted_once(
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize(("parts", "groups"), [(4, 64), (8, 16)])
-def test_rows_that_all_devices_have_are_computed_by_one_of_them_and_zeros_of_the_others(
-    parts: int, groups: int, load: str
-):
-    group_of, rows = LOADS[load](groups).astype("int8"), RNG.normal(size=(ROWS, 4)).astype("float32")
-    mesh = Mesh(np.asarray(jax.devices()[:parts]), ("x",))
-    own = groups // parts
-
-    def on_shard(group_of: Any, rows: Any) -> Any:
-        made, sums = exchange_rows(("x",), partial(computed, own), group_of, [rows], own, [True, False], in_place=True)
-        return made[None], sums
-
-    sharded = jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=P(), out_specs=P("x"), check_vma=False))
-    found, sums = sharded(group_of, rows)
-    want, want_sums = computed(groups, group_of, rows)
-    np.testing.assert_array_equal(found.sum(0), want)
-    np.testing.assert_array_equal((found != 0).any(2).sum(0), (want != 0).any(1))
-    np.testing.assert_allclose(sums, want_sums, rtol=1e-5, atol=1e-5)
-    text = sharded.lower(group_of, rows).compile().as_text()
-    assert text is not None
-    assert not any(kind in text for kind in ("all-to-all", "all-gather", "all-reduce", "collective-permute"))
-
-
 def test_what_one_round_sends_is_in_no_loop_so_that_a_shared_expert_can_hide_it():
     """Schedulers move what a collective waits for beside others, but not into a loop or out of it."""
     mesh, shape = Mesh(np.asarray(jax.devices()), ("x",)), jax.ShapeDtypeStruct
