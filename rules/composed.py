@@ -121,9 +121,17 @@ def grouped_rows(
         """How many rows on end have the same value of an operand."""
         return operands[0].shape[0] // operands[operand].shape[0]
 
+    def of_shard(operand: int, split: Mapping[str, int]) -> float:
+        """Bits of a shard of an operand."""
+        shards = math.prod(split.get(f) or 1 for dim in rule.operands[operand] for f in dim)
+        return math.prod(operands[operand].shape) / shards * dtype_bits(operands[operand].dtype)
+
     def places(n: int, parts: int, own: int = 1) -> tuple[int, int]:
         """Exchanges of a device with ``n`` rows, and the places in one, of all groups, split into so many ``parts``, or
         of the groups of one of its ``own`` parts in place."""
+        if not in_blocks:
+            count, each = exchanges(capacity(n, parts)) if parts > 1 else (1, capacity(n, own) if own > 1 else n)
+            return count, parts * each
         count, each = exchanges(group_capacity(n, groups)) if parts > 1 else (1, group_capacity(n, groups))
         return count, (groups // own + parts * (not in_range)) * each
 
@@ -131,8 +139,7 @@ def grouped_rows(
         n = shard_bytes[0] // operands[0].dtype.itemsize
         if n == 0:
             return None
-        times, sent = places(n, parts) if in_blocks else exchanges(capacity(n, parts))
-        sent *= 1 if in_blocks else parts
+        times, sent = places(n, parts)
         of_rows = [shard_bytes[i] * repeats(i) // n for i in range(rows + 1)]
         of_rows += [row_bytes(i, shard_bytes[len(operands) + i], n) for i in range(len(results)) if is_row[i]]
         return (ALL_REDUCE, 4), *((ALL_TO_ALL, size * sent) for size in of_rows for _ in range(times))
@@ -153,17 +160,21 @@ def grouped_rows(
         local = {f: n // (split[f] or 1) for f, n in sizes.items()}
         flops = sum(s.flops / own / math.prod(parts.get(f, 1) for f in s.factors) for s in steps)
         n = local[row] * math.prod(sizes[f] for f in picks)
+        if n == 0:
+            return LocalWork(flops, 0)
+        room = math.prod(places(n * own, sent, own))
+        sorts = 2 if sent > 1 and not in_blocks else 1  # for the exchange, and then by group
+        taken = sum(of_shard(i, split) * repeats(i) for i in range(1, rows + 1)) * room / n
+        of_rows = [(s, then) for s, then, of_row in zip(made, after, is_row, strict=True) if of_row]
+        back = sum(_bits(s, local) for s, _ in of_rows) * room / n
         own_order = local | {row: n * own} | dict.fromkeys(picks, 1)
-        bits = float(sum(_bits(s, own_order) for s, then in zip(made, after, strict=True) if then))
-        if in_blocks and n:
-            padded = math.prod(places(n * own, sent, own))
-            flops *= padded / n
-            for i, dims in enumerate(rule.operands[1 : rows + 1], 1):
-                x, shards = operands[i], math.prod(split[f] or 1 for dim in dims for f in dim)
-                bits += math.prod(x.shape) / shards * repeats(i) * padded / n * dtype_bits(x.dtype)
-            local |= {row: padded} | dict.fromkeys(picks, 1)
-        bits += sum(_bits(s, local) for s in steps if s.flops)
-        return LocalWork(flops, int(bits) // 8)
+        left = sum(_bits(s, own_order) for s, then in of_rows if then)
+        moved = 2 * (sorts * taken + (sorts - 1) * back + sum(_bits(s, own_order) for s, _ in of_rows)) + left
+        if in_blocks:
+            flops *= room / n
+            local |= {row: room} | dict.fromkeys(picks, 1)
+        stored = left + taken + sum(_bits(s, local) for s in steps if s.flops)
+        return LocalWork(flops, int(stored) // 8, int(moved) // 8)
 
     form = Local(fun, collectives, "always", work=work, takes_specs=True, alongside=row, in_place=in_place)
     if any(s.dtype == "bool" for s, of_row in zip(made, is_row, strict=True) if of_row):

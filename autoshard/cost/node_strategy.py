@@ -175,7 +175,8 @@ def _strategy_compute_seconds(
         ]
         features_read = kind.shapes[1][kind.convolution.rhs[1]]
         parts /= tile_padding(kind.convolution, shapes, features_read, mesh.hardware)
-    return compute_seconds(kind, local, parts, mesh) + _halo_copy_seconds(kind, in_specs, assignment, mesh)
+    moved = own.moved / mesh.hardware.memory_rate if own is not None else 0.0
+    return compute_seconds(kind, local, parts, mesh) + moved + _halo_copy_seconds(kind, in_specs, assignment, mesh)
 
 
 def _halo_copy_seconds(

@@ -57,6 +57,8 @@ class LocalWork(NamedTuple):
     flops: float
     bytes: int
     """Of what one step writes and another reads."""
+    moved: int = 0
+    """Bytes that kernels which compute nothing, such as gathers, read and write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,12 @@ LEAST_PLACES = 128
 """Places that a block has in each exchange, where there are several: products of fewer rows take longer."""
 
 
+def evenly_filled(rows: int, places: int) -> Any:
+    """A context in which products of ragged groups are traced that have so many places, and with an even load so many
+    rows: HLO keeps it in their names. Kernels skip tiles without rows."""
+    return jax.named_scope(f"rows_{rows}_of_{places}")
+
+
 def exchanges(places: int) -> tuple[int, int]:
     """In how many exchanges the rows of an even load are sent, which fill blocks of so many places; places in each."""
     count = EXCHANGES if places >= EXCHANGES * LEAST_PLACES else 1
@@ -171,9 +177,11 @@ def in_rounds(
         """
         place = place_of - i * places
         at = ((place // places) * blocks + block_of) * places + place % places
-        at = jnp.where((place_of >= 0) & (place >= 0) & (place < rounds * places), at, rounds * blocks * places)
-        found = jnp.take(x, at.reshape(-1, picks).T.reshape(-1), axis=0, mode="fill", fill_value=0)
-        return found.reshape(picks, -1, *x.shape[1:]).swapaxes(0, 1).reshape(found.shape) if picks > 1 else found
+        is_here = (place_of >= 0) & (place >= 0) & (place < rounds * places)
+        at, is_here = (y.reshape(-1, picks).T for y in (at, is_here))
+        found = jnp.take(x, at.reshape(-1), axis=0, mode="clip").reshape(*at.shape, *x.shape[1:])
+        found = jnp.where(is_here.reshape(*at.shape, *[1] * (x.ndim - 1)), found, 0)
+        return found.swapaxes(0, 1).reshape(-1, *x.shape[1:])
 
     def results_of(made: Sequence[Any], i: Any, rounds: int = 1) -> Sequence[Any]:
         picks = [finish.picks(r) if finish is not None else 1 for r in range(len(made))]
@@ -221,6 +229,7 @@ def in_rounds(
         none = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)]
         rest = lax.cond(rounds > at_once, others, lambda _, *none: none, rounds, *none)
     order, rest = lax.optimization_barrier((order, rest))
+
     return tuple(x + y for x, y in zip(at_first(order), rest, strict=True))
 
 
@@ -355,7 +364,8 @@ def sorted_rows(
 
         def one_block(source: Any, filled: Any) -> Sequence[Any]:
             sizes = sizes_of(jnp.where(filled[0], jnp.take(key, source), own), own)
-            return run([take_rows(x, source, n) for x in of_rows], sizes)
+            with evenly_filled(n // lax.axis_size(axes), filled.size):
+                return run([take_rows(x, source, n) for x in of_rows], sizes)
 
         shape = 1, capacity(n, lax.axis_size(axes))
         return in_rounds(one_block, device, shape, is_row, key=key, finish=finish, in_place=True)

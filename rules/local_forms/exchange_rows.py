@@ -17,7 +17,15 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.spec import Axes
-from autoshard.transforms.grouped_rows import Finish, capacity, device_of, exchanges, in_rounds, take_rows
+from autoshard.transforms.grouped_rows import (
+    Finish,
+    capacity,
+    device_of,
+    evenly_filled,
+    exchanges,
+    in_rounds,
+    take_rows,
+)
 
 
 def exchange_rows(
@@ -51,7 +59,8 @@ def exchange_rows(
     def once(source: Any, filled: Any) -> list[Any]:
         group = jnp.take(number.astype(group_of.dtype), source, mode="clip").reshape(filled.shape)
         received = [exchange(take_rows(x, source, n)) for x in rows]
-        made = compute(exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
+        with evenly_filled(n // at_once, filled.size):
+            made = compute(exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
         return [exchange(x) if is_row else x for x, is_row in zip(made, is_row_result, strict=True)]
 
     most = functools.partial(lax.pmax, axis_name=axes)

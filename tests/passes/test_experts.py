@@ -307,7 +307,7 @@ def test_places_that_no_row_fills_count_for_nothing(kind: str):
 
 @pytest.mark.parametrize(("form", "tokens"), [("exchanged", P("x")), ("in place", P())])
 def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty(form: str, tokens: P):
-    p, x = arrays(1024, 64, 256, 8)
+    p, x = arrays(1024, 64, 2048, 8)
     fun, shard = gradient(added_up, 2), dict.fromkeys(("up", "gated", "down"), P("x"))
     specs = ({**shard, "gate": P()}, tokens)
     price: dict[str, Any] = {}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
+from autoshard.ir.rule import LocalWork
 from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import SumProducts
@@ -100,14 +101,14 @@ def test_the_work_of_one_device() -> None:
     assert local is not None
     assert local.work is not None
     first, later = 2 * 64 * 12 * 8, 2 * (2 * 12 * 8 * 2)
-    assert local.work({}) == (first + later, 12 * 8 * 8)
-    assert local.work({"b": 4}) == (first / 4 + later, 12 * 8 * 8)  # b is summed: what follows is not split
-    assert local.work({"a": 2, "b": 4}) == (first / 8 + later / 2, 12 * 8 * 8 // 2)
+    assert local.work({}) == LocalWork(first + later, 12 * 8 * 8)
+    assert local.work({"b": 4}) == LocalWork(first / 4 + later, 12 * 8 * 8)  # b is summed: what follows is not split
+    assert local.work({"a": 2, "b": 4}) == LocalWork(first / 8 + later / 2, 12 * 8 * 8 // 2)
     assert local.starts == ((0, 1),)
     several = joined(lambda a, b, c, d: a @ b.T + c @ d, (4, 6), (8, 6), (4, 6), (6, 8)).rule.local
     assert several is not None
     assert several.work is not None
-    assert several.work({"a": 2}) == (2 * (2 * 4 * 6 * 8) / 2, 0)
+    assert several.work({"a": 2}) == LocalWork(2 * (2 * 4 * 6 * 8) / 2, 0)
     assert several.starts == ((0, 1), (2, 3))
 
 
