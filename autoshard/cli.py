@@ -14,12 +14,13 @@ import typer
 from etils import epath
 from rich.console import Console
 
-from autoshard import __version__, checkpoint
+from autoshard import __version__
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
 from autoshard.checkpoint.commands import checkpoint_app
+from autoshard.checkpoint.manifest import absolute_path, complete_steps
 from autoshard.decoding.served import exported, of_folder, of_run
-from autoshard.errors import AutoshardError, CheckpointError, ConfigError, nearest
+from autoshard.errors import AutoshardError, ConfigError, nearest
 from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
 from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
@@ -113,7 +114,7 @@ def train_command(
         except KeyboardInterrupt:
             if not stop.requested:
                 raise
-        except (jax.errors.JaxRuntimeError, CheckpointError) as error:
+        except Exception as error:
             if watch is None or (lost := lost_peer(error, watch)) is None:
                 raise
             watch.leave(str(lost))
@@ -136,8 +137,9 @@ def _supervise(config: Path) -> NoReturn:
 
 
 def _next_start(recipe: TrainConfig) -> str:
-    """From where the next start of a run goes on."""
-    saved = checkpoint.latest(Path(recipe.checkpoint.dir) / "checkpoints")
+    """From where the next start of a run goes on. A save is not waited for: without a process that is lost it may never
+    end."""
+    saved = max(complete_steps(absolute_path(Path(recipe.checkpoint.dir) / "checkpoints")), default=None)
     if saved is None:
         return "nothing is saved yet, and the same command starts over"
     return f"step {saved} is saved, and the same command resumes from there"

@@ -168,6 +168,11 @@ def step_directories(root: epath.Path, suffix: str = "") -> list[int]:
     return sorted(int(n) for n in names if n.isascii() and n.isdigit() and str(int(n)) == n)
 
 
+def complete_steps(root: epath.Path) -> tuple[int, ...]:
+    """The steps that are complete in ``root``, in order, whatever is being written."""
+    return tuple(n for n in step_directories(root) if incompleteness(root / str(n)) is None)
+
+
 def choose_step(root: epath.Path, step: int | None) -> tuple[int, Manifest]:
     """The step to restore, by default the newest complete one, and its manifest. Warns of newer incomplete steps.
 

@@ -35,11 +35,10 @@ from autoshard.checkpoint.manifest import (
     Manifest,
     absolute_path,
     choose_step,
+    complete_steps,
     first_line,
-    incompleteness,
     newest_complete_text,
     plan_files,
-    step_directories,
 )
 from autoshard.checkpoint.matching import match_leaves, misfit_text
 from autoshard.checkpoint.names import Rename, RestoreOptions, leaf_names
@@ -149,7 +148,7 @@ def steps(dir: epath.PathLike) -> tuple[int, ...]:
     """
     root = absolute_path(dir)
     finish(root)
-    return tuple(n for n in step_directories(root) if incompleteness(root / str(n)) is None)
+    return complete_steps(root)
 
 
 def latest(dir: epath.PathLike) -> int | None:

@@ -8,23 +8,23 @@ import threading
 
 import jax
 
+from autoshard.checkpoint.manifest import first_line
 from autoshard.errors import ConfigError, PeerError
 from autoshard.strict_files import shortened
+from autoshard.train.processes.peer_errors import may_be_of_peer
 from autoshard.train.processes.peers import LOST_CODE, PeerWatch
 
 _SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 """Environment variables with the number of processes that were started together."""
-_LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|[Hh]eartbeat|Connection (reset|closed|refused)")
-"""In what JAX says where another process cannot be reached; it has no class or code of its own for that."""
 
 
 def lost_peer(error: BaseException, watch: PeerWatch) -> PeerError | None:
     """The error that says which other process was lost, if that is what ``error`` is about."""
-    if jax.process_count() == 1 or not _LOST.search(str(error)):
+    if not may_be_of_peer(error) or jax.process_count() == 1:
         return None
     if (process := watch.lost()) is not None:
         return PeerError(watch.lost_text([process]))
-    reason = shortened(str(error).splitlines()[0])
+    reason = shortened(first_line(error))
     return PeerError(f"process {jax.process_index()} of {jax.process_count()} lost another one: {reason}")
 
 

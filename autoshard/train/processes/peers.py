@@ -17,6 +17,7 @@ from typing import NoReturn
 import jax
 
 from autoshard.jaxpr import process_store
+from autoshard.train.processes.peer_errors import HeldLog
 
 SUPERVISED = "AUTOSHARD_SUPERVISED"
 """Environment variable of a process that another one waits for, to say how it ended."""
@@ -28,7 +29,8 @@ _ENDED = "ended"
 
 
 class PeerWatch:
-    """Says that this process is there, in a thread of its own, and sees whether the others do.
+    """Says that this process is there, in a thread of its own, and sees whether the others do. Until it ends, what is
+    logged of errors that a lost process may explain is held back as long as one may be lost.
 
     Args:
       heartbeat: seconds after which a process that is not heard of counts as lost.
@@ -40,7 +42,8 @@ class PeerWatch:
         self._heartbeat, self._say_why = heartbeat, say
         self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(count), ("", time.monotonic()))
         self._parent = os.getppid() if SUPERVISED in os.environ else None
-        self._stop = threading.Event()
+        self._stop, self._leaving = threading.Event(), threading.Lock()
+        self._log = HeldLog()
         self._thread = threading.Thread(target=self._run, daemon=True, name="peers")
         self._thread.start()
 
@@ -51,6 +54,7 @@ class PeerWatch:
             if late := self._late(min(3 * BEAT_SECONDS, self._heartbeat)):
                 return late[0]
             time.sleep(BEAT_SECONDS / 4)
+        self._log.show()
         return None
 
     def end(self, *, finished: bool) -> None:
@@ -58,6 +62,7 @@ class PeerWatch:
         end."""
         self._stop.set()
         self._thread.join()
+        self._log.end()
         if finished and self._say(_ENDED):
             atexit.register(self._depart)
 
@@ -77,9 +82,12 @@ class PeerWatch:
         while not self._stop.wait(BEAT_SECONDS if beat else 0):
             beat += 1
             if self._parent is not None and os.getppid() != self._parent:
+                self._log.show()
                 self.leave("the process that started this one is gone")
-            if self._say(str(beat)) and (late := self._late(self._heartbeat)):
-                self.leave(self.lost_text(late))
+            if self._say(str(beat)):
+                if late := self._late(self._heartbeat):
+                    self.leave(self.lost_text(late))
+                self._log.show(self._all_heard() - self._heartbeat)
 
     def _say(self, word: str) -> bool:
         """Writes it, and reads what the others wrote; whether that could be done."""
@@ -96,11 +104,15 @@ class PeerWatch:
         return True
 
     def leave(self, why: str) -> NoReturn:
-        """Ends this process at once: in its orderly end JAX would wait for processes that are lost."""
-        self._say_why(why)
-        if self._own == 0:
-            time.sleep(2 * BEAT_SECONDS)  # the others find the same, while they can reach the store
-        os._exit(LOST_CODE)
+        """Ends this process at once: in its orderly end JAX would wait for processes that are lost.
+
+        Two threads may find that one is lost: the first says it, and the other waits for the end.
+        """
+        with self._leaving:
+            self._say_why(why)
+            if self._own == 0:
+                time.sleep(2 * BEAT_SECONDS)  # the others find the same, while they can reach the store
+            os._exit(LOST_CODE)
 
     def lost_text(self, processes: Sequence[int]) -> str:
         """That ``processes`` are lost, in words."""
@@ -110,5 +122,12 @@ class PeerWatch:
 
     def _late(self, seconds: float) -> list[int]:
         now = time.monotonic()
-        others = ((p, *heard) for p, heard in self._heard.items() if p != self._own)
-        return [p for p, word, at in others if word != _ENDED and now - at > seconds]
+        return [p for p, at in self._others() if now - at > seconds]
+
+    def _all_heard(self) -> float:
+        """Until when all others were heard of."""
+        return min((at for _, at in self._others()), default=time.monotonic())
+
+    def _others(self) -> list[tuple[int, float]]:
+        """The other processes that have not ended, and when each was heard of."""
+        return [(p, at) for p, (word, at) in self._heard.items() if p != self._own and word != _ENDED]
