@@ -170,6 +170,11 @@ def grouped_rows(
         own_order = local | {row: n * own} | dict.fromkeys(picks, 1)
         left = sum(_bits(s, own_order) for s, then in of_rows if then)
         moved = 2 * (sorts * taken + (sorts - 1) * back + sum(_bits(s, own_order) for s, _ in of_rows)) + left
+        if places(n * own, sent, own)[0] > 1:
+            moved += 2 * back  # the results of several exchanges are put together
+        if own > 1:  # what further rounds make is zeros, and is added
+            ends = [(s, *then)[-1] for s, then in zip(made, after, strict=True)]
+            moved += 4 * sum(_bits(s, local | {row: local[row] * own}) for s in ends)
         if in_blocks:
             flops *= room / n
             local |= {row: room} | dict.fromkeys(picks, 1)
