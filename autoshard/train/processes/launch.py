@@ -88,16 +88,20 @@ def supervised(arguments: Sequence[str]) -> int:
     """Runs ``python -m autoshard ARGUMENTS`` in a process of its own, and passes signals on to it.
 
     Returns:
-      Its exit code, as shells give it. What JAX wrote where it aborted the process is left out.
+      Its exit code, as shells give it. What JAX wrote where it aborted the process, or was about to when this one
+      left for a process that is lost, is left out.
     """
     with contextlib.ExitStack() as stack:
         process = _start([sys.executable, "-m", "autoshard", *arguments], {}, stderr=subprocess.PIPE)
         stack.callback(_end, [process])
         stack.enter_context(_passed_on([process]))
         assert process.stderr is not None
-        while written := os.read(process.stderr.fileno(), 1 << 16):
+        pipe = stack.enter_context(process.stderr)
+        while written := os.read(pipe.fileno(), 1 << 16):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ABORT_SECONDS)
+            if process.returncode == LOST_CODE:
+                written = b"".join(line for line in written.splitlines(keepends=True) if line.startswith(b"error: "))
             if process.returncode != -signal.SIGABRT:
                 sys.stderr.write(written.decode(errors="replace"))
                 sys.stderr.flush()

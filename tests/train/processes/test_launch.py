@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from autoshard.train.config import named_config
 from autoshard.train.loop import train
 from autoshard.train.processes import gpus
 from autoshard.train.processes.connection import has_peers
+from autoshard.train.processes.launch import supervised
 from benchmarks.numbered_rows import LAST, ROWS, launched_process, losses, training_config
 from tests.forked import command
 
@@ -91,6 +93,24 @@ def test_peers_that_never_come_are_one_line(tmp_path: Path):
     waits = command("train", training_config(tmp_path, "run", 2), *arguments)
     assert waits.communicate()[1] == "error: not all 2 processes came to 127.0.0.1:9 within 1 seconds\n"
     assert waits.returncode == 75
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"), [("os._exit(75)", "error: lost\n"), ("os.abort()", ""), ("os._exit(2)", None)]
+)
+def test_what_jax_writes_where_a_process_is_lost_is_left_out(
+    end: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JAX may write that it aborts a process which leaves at that moment."""
+    written = "F1125 14:16:12 client.h:86] Terminating process\nerror: lost\n\n"
+    code = f"import os; os.write(2, {written.encode()!r}); {end}"
+
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, process_group=0)
+
+    monkeypatch.setattr("autoshard.train.processes.launch._start", start)
+    supervised([])
+    assert capsys.readouterr().err == (written if shown is None else shown)
 
 
 def test_a_task_of_several_knows_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
