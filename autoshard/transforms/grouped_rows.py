@@ -228,6 +228,7 @@ def in_rounds(
             return lax.cond(rounds > at_once, others, lambda _, *first: first, rounds, *first)
         none = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)]
         rest = lax.cond(rounds > at_once, others, lambda _, *none: none, rounds, *none)
+    order, rest = lax.optimization_barrier((order, rest))  # so that nothing waits for them then
     return tuple(x + y for x, y in zip(at_first(order), rest, strict=True))
 
 
