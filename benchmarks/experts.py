@@ -9,7 +9,8 @@ capacity of 1.25, which drop tokens; planned by us, and with parameters by the s
 and the fastest of both others by their plans are compiled for machines of that kind, which takes its extra and no
 devices; times are those of the compiled steps as XLA scheduled them, with an even load, for which one round of our
 blocks suffices: a collective is hidden as far as what is computed beside it lasts (`autoshard.backend.hlo.waits`), and
-kernels for grouped products count by the roofline, as if every place of a block had a row. Nothing is run. The page is
+kernels for grouped products count by the roofline, with the rows of that load: they skip tiles without rows. Sorts and
+scatters of the rows' numbers, of which no compiler estimates the time, count as none. Nothing is run. The page is
 `benchmarks/results/experts.md`; of cells that WORD is not in it keeps the rows that are there.
 """
 

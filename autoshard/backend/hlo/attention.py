@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import re
 
-from autoshard.backend.hlo.text import Computation, Instruction, Module, peak_dtype
+from autoshard.backend.hlo.text import Computation, Instruction, Module, arrays, numbers, peak_dtype
 from autoshard.machine.mesh import Hardware
 from autoshard.transforms.attention_kernels import KERNELS, flops_at_peak
 
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
 _CUDNN_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
 _CUDNN_CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
@@ -35,26 +34,26 @@ def attention_seconds(instruction: Instruction, computation: Computation, module
 
 def _cudnn_seconds(instruction: Instruction, computation: Computation, hardware: Hardware, *, backward: bool) -> float:
     scores = _CUDNN_SCORES.search(instruction.attributes)
-    query = _ARRAY.search(computation.instructions[instruction.names[0]].shape)
+    query = arrays(computation.instructions[instruction.names[0]].shape)
     if not scores or not query:
         raise ValueError(f"{instruction.name}: a cuDNN attention kernel whose HLO has no shape of the scores")
-    batch, heads, rows, cols = _ints(scores[1].replace('"', ""))
-    width = math.prod(_ints(query[2])) // (batch * heads * rows)
+    batch, heads, rows, cols = numbers(scores[1].replace('"', ""))
+    width = math.prod(query[0][1]) // (batch * heads * rows)
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
     computed = 0.5 if _CUDNN_CAUSAL.search(instruction.attributes) else 1.0
     share = _share(hardware, "cudnn", backward=backward)
-    return flops_at_peak("cudnn", flops, width, cols, share, computed) / hardware.peak_flops(peak_dtype(query[1]))
+    return flops_at_peak("cudnn", flops, width, cols, share, computed) / hardware.peak_flops(peak_dtype(query[0][0]))
 
 
 def _splash_seconds(
     instruction: Instruction, computation: Computation, hardware: Hardware, kernel: re.Match[str]
 ) -> float:
     """Its operands are block tables of integers, and then queries, keys and values: [*batch, heads, length, width]."""
-    arrays = [_ARRAY.search(computation.instructions[name].shape) for name in instruction.names]
-    floats = [(a[1], _ints(a[2])) for a in arrays if a and not a[1].startswith(("s", "u", "pred"))]
+    operands = [array for name in instruction.names for array in arrays(computation.instructions[name].shape)[:1]]
+    floats = [(dtype, shape) for dtype, shape in operands if not dtype.startswith(("s", "u", "pred"))]
     (dtype, (*heads, rows, width)), (_, (*_, cols, _)), (_, (*_, value_width)) = floats[:3]
     phase = kernel[3]
-    if phase == "dkv" and len(_ARRAY.findall(instruction.shape)) > 2:
+    if phase == "dkv" and len(arrays(instruction.shape)) > 2:
         phase = "dq and dkv"
     own, values = _SPLASH_PRODUCTS[phase]
     flops = 2.0 * math.prod(heads) * rows * cols * (own * width + values * value_width)
@@ -71,7 +70,3 @@ def _share(hardware: Hardware, kernel: str, *, backward: bool) -> float:
     if rates is None or KERNELS[rates.kernel].label != KERNELS[kernel].label:
         return 1.0
     return rates.backward if backward else rates.forward
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import re
 
-from autoshard.backend.hlo.text import Computation, Instruction, Module, element_bits, peak_dtype
+from autoshard.backend.hlo.text import Computation, Instruction, Module, arrays, element_bits, peak_dtype
 from autoshard.machine.mesh import Hardware
 
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _KERNEL = "ragged-dot"
 _TABLES = "ragged-dot-metadata"
 _FILLED = re.compile(r"\brows_(\d+)_of_(\d+)/")
@@ -28,11 +27,10 @@ def grouped_product_seconds(
     if instruction.opcode != "custom-call" or not name.startswith(_KERNEL) or name == _TABLES:
         return 0.0
     shapes = [computation.instructions[operand].shape for operand in instruction.names] + [instruction.shape]
-    found = [(match[1], [int(n) for n in match[2].split(",") if n]) for s in shapes if (match := _ARRAY.match(s))]
-    arrays = [(dtype, shape) for dtype, shape in found if len(shape) > 1]
+    found = [array for shape in shapes for array in arrays(shape) if len(array[1]) > 1]
     # Rows [m, k] with matrices [groups, k, n], or with rows [m, n]: two of the three arrays have m, as k and as n.
-    flops = 2 * math.isqrt(math.prod(math.prod(shape[-2:]) for _, shape in arrays))
-    moved = sum(math.prod(shape) * element_bits(dtype) for dtype, shape in arrays) / 8
+    flops = 2 * math.isqrt(math.prod(math.prod(shape[-2:]) for _, shape in found))
+    moved = sum(math.prod(shape) * element_bits(dtype) for dtype, shape in found) / 8
     if filled := _FILLED.search(operation):
         flops *= int(filled[1]) / int(filled[2])
-    return max(flops / hardware.peak_flops(peak_dtype(arrays[0][0])), moved / hardware.bandwidth) + hardware.overhead
+    return max(flops / hardware.peak_flops(peak_dtype(found[0][0])), moved / hardware.bandwidth) + hardware.overhead

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from autoshard import jaxpr as jx
 from autoshard.backend.hlo.attention import attention_seconds
 from autoshard.backend.hlo.collectives import shape_bytes
-from autoshard.backend.hlo.text import Computation, Instruction, Module, called, peak_dtype
+from autoshard.backend.hlo.text import Computation, Instruction, Module, arrays, called, numbers, peak_dtype
 from autoshard.backend.hlo.trip_counts import run_counts
 from autoshard.machine.collective import COLLECTIVE_KINDS
 from autoshard.machine.mesh import Hardware
 
-_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
 _LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->(\w+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
@@ -160,10 +159,10 @@ def _contraction_flops(
     shapes = [computation.instructions[n].shape for n in instruction.names[:2] if n in computation.instructions]
     if len(shapes) < 2 or instruction.opcode not in ("dot", "convolution", "custom-call"):
         return
-    arrays = [_ARRAY.search(shape) for shape in (instruction.shape, *shapes)]
-    if not all(arrays):
+    found = [array for shape in (instruction.shape, *shapes) for array in arrays(shape)[:1]]
+    if len(found) < 3:
         return
-    (_, result), (dtype, left), (_, right) = [(a[1], _ints(a[2])) for a in arrays if a]
+    (_, result), (dtype, left), (_, right) = found
     if labels := _LABELS.search(instruction.attributes):
         # cuDNN's gradient calls have the dim_labels of the forward convolution: its output and kernel give the FLOPs.
         output, kernel = result, right
@@ -174,7 +173,7 @@ def _contraction_flops(
         result, depth = output, math.prod(n for n, label in zip(kernel, labels[1], strict=True) if label != "o")
         depth *= _share_read(instruction.attributes, dict(zip(labels[2], output, strict=False)))
     elif contracting := _CONTRACTING.search(instruction.attributes):
-        depth = math.prod(left[d] for d in _ints(contracting[1].replace('"', "")))
+        depth = math.prod(left[d] for d in numbers(contracting[1].replace('"', "")))
     else:
         return
     yield 2.0 * math.prod(result) * depth, peak_dtype(dtype)
@@ -195,7 +194,3 @@ def _share_read(attributes: str, output: Mapping[str, int]) -> float:
         for n, size, first, stride, base, dilation in zip(outputs, sizes, low, *dilations, strict=True)
     ]
     return math.prod(reads) / math.prod((*outputs, *sizes))
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]

@@ -20,6 +20,7 @@ _KERNEL_METADATA = re.compile(r"\bkernel_metadata=\{\n(?:[^}\n].*\n)*\}")
 """What a Pallas kernel says of itself: the one attribute that is printed on several lines."""
 _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 _OPERATION = re.compile(r'\bop_name="([^"]*)"')
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 PEAK_DTYPES = {
     "bf16": "bfloat16",
@@ -170,6 +171,16 @@ def _closing(text: str) -> int:
         if depth == 0:
             return match.end()
     return len(text)
+
+
+def arrays(shape: str) -> list[tuple[str, list[int]]]:
+    """The element type and the dimensions of each array in a shape, such as of ``(bf16[4,8]{1,0}, s32[])``."""
+    return [(dtype, numbers(dims)) for dtype, dims in _ARRAY.findall(shape)]
+
+
+def numbers(text: str) -> list[int]:
+    """Of ``4,8``; of an empty text none."""
+    return [int(part) for part in text.split(",") if part]
 
 
 def element_bits(name: str) -> int:
