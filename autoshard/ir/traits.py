@@ -76,9 +76,9 @@ class Traits:
     `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain`, `passes.attention`, `passes.experts`,
     `plan.planner` and `transforms.held_values`."""
     linear: tuple[tuple[int, ...], ...] = ()
-    """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums` and
-    `passes.sum_products`, which carry sums over parts through it, and by `pipelining`, sums over stages; what no
-    gradient goes through on its way to a sum need not say so."""
+    """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums`,
+    `passes.sum_products` and `passes.experts.picks`, which carry sums over parts through it, and by `pipelining`, sums
+    over stages; what no gradient goes through on its way to a sum need not say so."""
     linear_in_inexact: bool = False
     """`linear` is true of floating-point and complex numbers alone: integers are truncated or wrap. Asked by
     `transforms.per_part_sums` and `pipelining.chain`."""
