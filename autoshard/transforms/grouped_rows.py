@@ -222,12 +222,14 @@ def in_rounds(
     if at_once * places >= n:
         return tuple(at_first(order))
     rounds = rounds_of_all(-(-jnp.max(counts) // places))
-    with jx.branch_runs((1, 0), 1):  # with an even load
-        if not in_place:
-            first = at_first(order)
+
+    def with_others(first: Sequence[Any]) -> tuple[Any, ...]:
+        with jx.branch_runs((1, 0), 1):  # with an even load
             return lax.cond(rounds > at_once, others, lambda _, *first: first, rounds, *first)
-        none = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)]
-        rest = lax.cond(rounds > at_once, others, lambda _, *none: none, rounds, *none)
+
+    if not in_place:
+        return with_others(at_first(order))
+    rest = with_others([jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)])
     order, rest = lax.optimization_barrier((order, rest))  # so that nothing waits for them then
     return tuple(x + y for x, y in zip(at_first(order), rest, strict=True))
 

@@ -40,7 +40,8 @@ def with_token_products(
       returned: variables that are results of all.
     """
     rows = eqn.params["rows"]
-    scaled = {i: found for i in range(1, rows + 1) if (found := _scaled(eqn.invars[i], eqns))}
+    made = {v: e for e in eqns for v in e.outvars}
+    scaled = {i: found for i in range(1, rows + 1) if (found := _scaled(eqn.invars[i], made))}
     dotted = {i: found for i, v in enumerate(eqn.outvars) if (found := _dotted(i, v, eqn, eqns, returned))}
     picks = next((p.picks for p in (*scaled.values(), *dotted.values())), 1)
     if picks == 1 or any(p.picks != picks for p in (*scaled.values(), *dotted.values())):
@@ -56,9 +57,12 @@ def with_token_products(
     return [*kept[:at], *before, joined, *after, *kept[at + 1 :]], joined, picks
 
 
-def _scaled(rows: jx.Atom, eqns: Sequence[jx.JaxprEqn]) -> _Product | None:
-    """The product that makes ``rows``, each a token's value times the number of a pick."""
-    made = {v: e for e in eqns for v in e.outvars}
+def _scaled(rows: jx.Atom, made: Mapping[jx.Var, jx.JaxprEqn]) -> _Product | None:
+    """The product that makes ``rows``, each a token's value times the number of a pick.
+
+    Args:
+      made: by variable, what makes it.
+    """
 
     def maker(atom: jx.Atom) -> jx.JaxprEqn | None:
         return made.get(atom) if isinstance(atom, jx.Var) else None
