@@ -58,11 +58,11 @@ def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
 
 def cache_key(lowered: jax.stages.Lowered, plan: PlanRecord) -> str:
     """Digest of all that an entry depends on: program, chips and links, compiler options, versions, and `PARSERS`."""
-    devices = list(plan.jax_mesh.devices.flat)
+    mesh, devices = plan.mesh, list(plan.jax_mesh.devices.flat)
     plugins = sorted((e.dist.name, e.dist.version) for e in metadata.entry_points(group="jax_plugins") if e.dist)
     parts = [
         lowered.as_text(),
-        repr((plan.mesh.axis_names, plan.mesh.axis_sizes, plan.mesh.axis_links, plan.mesh.hardware, plan.mesh.target)),
+        repr((mesh.axis_names, mesh.axis_sizes, mesh.axis_links, mesh.torus, mesh.hardware, mesh.target)),
         repr(sorted(plan.compiler_options)),
         repr([os.environ.get(name) for name in COMPILER_VARIABLES]),
         repr([(d.platform, d.device_kind, d.id) for d in devices]),

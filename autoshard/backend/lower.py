@@ -36,6 +36,7 @@ from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
 from autoshard.ir.rule_registry import Rules
 from autoshard.ir.spec import Axes, Spec
+from autoshard.machine.collective import rings
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
@@ -404,7 +405,7 @@ def _reduce_scatter(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) ->
     One reduce-scatter an axis, since XLA for TPU (JAX 0.12) turns one over two axes into an all-reduce and a slice. The
     axis with the fastest link comes first, so that slower ones carry less.
     """
-    fastest = sorted(axes, key=lambda a: mesh.slowest_link((a,)).bandwidth, reverse=True)
+    fastest = sorted(axes, key=lambda a: min((r.gather for r in rings((a,), mesh)), default=math.inf), reverse=True)
     if fastest == list(axes):
         for axis in axes:
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)

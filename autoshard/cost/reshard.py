@@ -236,7 +236,7 @@ def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes)
     """A* from ``start`` to ``goal``: the edges in order, each with the state that it leaves.
 
     The heuristic is a lower bound. A device whose part has to grow by ``d`` bytes receives them no faster than the
-    fastest link carries them (a sequence of all-gathers adds up to exactly that), and a state that slices alone do not
+    fastest ring carries them (a sequence of all-gathers adds up to exactly that), and a state that slices alone do not
     take to the goal needs at least one collective.
     """
     goal_size, goal_partial = sizes(goal) or 0, set(goal[1])
@@ -244,7 +244,7 @@ def _shortest(graph: ReshardGraph, start: State, goal: State, sizes: LocalBytes)
     def bound(state: State, size: int) -> float:
         if goal_partial.issuperset(state[1]) and all(b[: len(a)] == a for a, b in zip(state[0], goal[0], strict=True)):
             return 0.0
-        return max(0, goal_size - size) / graph.max_bandwidth + graph.min_collective_seconds
+        return max(0, goal_size - size) / graph.max_gather_bandwidth + graph.min_collective_seconds
 
     best: dict[State, float] = {start: 0.0}
     back: dict[State, tuple[State, Edge]] = {}

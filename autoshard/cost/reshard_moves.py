@@ -21,9 +21,8 @@ from autoshard.machine.collective import (
     COLLECTIVE_PERMUTE,
     REDUCE_SCATTER,
     CollectiveKind,
-    Ring,
-    axis_rings,
     ring_seconds,
+    rings,
 )
 from autoshard.machine.mesh import LogicalMesh
 
@@ -98,25 +97,23 @@ class ReshardGraph:
         self.blocks = {block[0]: block for block in blocks}
         self.axes, self.rank, self.goal_partial = tuple(self.blocks), rank, goal_partial
         self.sizes = {name: math.prod([mesh.shape[a] for a in block]) for name, block in self.blocks.items()}
-        used = {a for block in blocks for a in block}
-        axes = tuple(a for a in mesh.axis_names if a in used)
-        self.rings: dict[str, Ring] = dict(zip(axes, axis_rings(axes, mesh), strict=True))
-        self.overhead = mesh.hardware.overhead
+        self.mesh, self.overhead = mesh, mesh.hardware.overhead
         self._edges: dict[State, tuple[Edge, ...]] = {}
         self._edge_seconds: dict[tuple[str, Axes], tuple[float, float]] = {}
         self._same_parts: dict[tuple[tuple[int, ...], Axes], tuple[tuple[Axes, ...], ...]] = {}
         """Splits with given numbers of parts over given axes."""
-        self.max_bandwidth = max((bandwidth for _, bandwidth, _ in self.rings.values()), default=math.inf)
-        self.min_collective_seconds = (
-            min((latency for _, _, latency in self.rings.values()), default=0.0) + self.overhead
-        )
+        used = [a for a in mesh.axis_names if any(a in block for block in blocks)]
+        sets = itertools.chain.from_iterable(itertools.combinations(used, n + 1) for n in range(len(used)))
+        over = [ring for axes in sets for ring in rings(axes, mesh)]
+        self.max_gather_bandwidth = max((ring.gather for ring in over), default=math.inf)
+        self.min_collective_seconds = min((ring.latency for ring in over), default=0.0) + self.overhead
 
     def edge(self, kind: MoveKind, axes: Axes, after: State) -> Edge:
         """The edge of a move over ``axes`` that leads to ``after``."""
         if kind in FREE_MOVES:
             return Edge(kind, axes, 0.0, 0.0, after)
         if (kind, axes) not in self._edge_seconds:
-            over = [self.rings[a] for a in self.whole(axes)]
+            over = rings(self.whole(axes), self.mesh)
             fixed = ring_seconds(kind, over, 0.0, self.overhead)
             self._edge_seconds[kind, axes] = fixed, ring_seconds(kind, over, 1.0, self.overhead) - fixed
         return Edge(kind, axes, *self._edge_seconds[kind, axes], after)
@@ -131,7 +128,7 @@ class ReshardGraph:
         if edge.kind in FREE_MOVES:
             return Move(edge.kind, axes, 0, 0.0, spec)
         size = sizes(edge.after if edge.kind == ALL_GATHER else before) or 0
-        seconds = ring_seconds(edge.kind, [self.rings[a] for a in axes], size, self.overhead)
+        seconds = ring_seconds(edge.kind, rings(axes, self.mesh), size, self.overhead)
         return Move(edge.kind, axes, size, seconds, spec)
 
     def whole(self, names: Axes) -> Axes:

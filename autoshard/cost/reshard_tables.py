@@ -108,15 +108,16 @@ def _lookup(
 
 @functools.lru_cache(maxsize=64)
 def _canonical_axes(mesh: LogicalMesh) -> tuple[dict[str, str], LogicalMesh]:
-    """Mesh axes of more than one device, numbered by size and link, and the mesh with these numbers as axis names.
+    """Mesh axes of more than one device, numbered by size, link and place, and the mesh with these numbers as names.
 
     Meshes that differ only in names and order of axes share one state graph.
     """
     link = dict(zip(mesh.axis_names, mesh.axis_links, strict=False))
-    axes = sorted(mesh.nontrivial_axes, key=lambda a: (mesh.shape[a], link.get(a, "")))
+    axes = sorted(mesh.nontrivial_axes, key=lambda a: (mesh.shape[a], link.get(a, ""), mesh.along(a)))
     index = {a: str(k) for k, a in enumerate(axes)}
     sizes, links = tuple(mesh.shape[a] for a in axes), tuple(link[a] for a in axes if link)
-    return index, LogicalMesh(tuple(index.values()), sizes, mesh.hardware, links)
+    torus = tuple(map(mesh.along, axes)) if mesh.torus else ()
+    return index, LogicalMesh(tuple(index.values()), sizes, mesh.hardware, links, torus)
 
 
 @functools.lru_cache(maxsize=512)

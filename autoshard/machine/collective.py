@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.torus import Span, torus_rates
 
 type CollectiveKind = Literal["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 """The HLO opcode of a collective."""
@@ -85,13 +86,14 @@ def collective_seconds(kind: CollectiveKind, axes: tuple[str, ...], size: float,
     """Predicted seconds of one collective over ``axes``, with ``size`` in bytes as `Collective.bytes` defines it.
 
     The alpha-beta cost of ring algorithms (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-    Operations in MPICH", 2005), one ring per mesh axis, as a torus and a hierarchical network both run them. With
-    ``n`` devices, bandwidth ``b`` and latency ``l`` on an axis, and ``S`` the bytes that reach it:
+    Operations in MPICH", 2005), one ring per mesh axis as a hierarchical network runs them, or one for all axes that
+    run along the torus of a TPU slice. With ``n`` devices, bandwidth ``b`` for its kind and latency ``l`` on a ring of
+    ``h`` hops, and ``S`` the bytes that reach it:
 
-    - all-gather, reduce-scatter: ``(n-1)/n * S / b + (n-1) * l``, fastest axis first; the next axis gets ``S / n``;
+    - all-gather, reduce-scatter: ``(n-1)/n * S / b + h * l``, fastest ring first; the next one gets ``S / n``;
     - all-reduce: twice that (a reduce-scatter, then an all-gather);
-    - all-to-all: the same sum, slowest axis first (data for neighbours on the slow axis crosses only the fast one);
-    - collective-permute: ``S / b + l``, with the least ``b`` and the largest ``l`` of the axes.
+    - all-to-all: the same sum, slowest ring first (data for neighbours on the slow ring crosses only the fast one);
+    - collective-permute: ``S / b + l``, with the least ``b`` and the largest ``l`` of the rings.
 
     All are linear in ``S``. On equal links the bandwidth terms of several axes add up to the ring over their product.
     Each collective also costs one kernel's overhead, so one over two axes is cheaper than two in a row.
@@ -99,40 +101,59 @@ def collective_seconds(kind: CollectiveKind, axes: tuple[str, ...], size: float,
     Raises:
       KeyError: ``kind`` or an axis is unknown.
     """
-    return ring_seconds(
-        kind, [ring for ring in axis_rings(axes, mesh) if ring.devices > 1], size, mesh.hardware.overhead
-    )
+    return ring_seconds(kind, rings(axes, mesh), size, mesh.hardware.overhead)
 
 
 class Ring(NamedTuple):
-    """One mesh axis as a ring of devices."""
+    """Devices between which a collective sends as in a ring; bandwidths in bytes/s of each."""
 
     devices: int
-    bandwidth: float
-    """Bytes/s."""
+    hops: int
     latency: float
     """Seconds of one hop."""
+    gather: float
+    """Bandwidth of all-gathers and reduce-scatters."""
+    reduce: float
+    """Of all-reduces."""
+    exchange: float
+    """Of all-to-alls."""
+    shift: float
+    """Of collective-permutes."""
+
+    def bandwidth(self, kind: CollectiveKind) -> float:
+        """Bytes/s of a collective of this kind."""
+        return {ALL_REDUCE: self.reduce, ALL_TO_ALL: self.exchange, COLLECTIVE_PERMUTE: self.shift}.get(
+            kind, self.gather
+        )
 
 
-def axis_rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
-    """The ring of each axis in ``axes``."""
-    shape = mesh.shape
+def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
+    """The rings of a collective over ``axes``, each of two devices or more."""
     found: list[Ring] = []
+    along: list[tuple[Span, ...]] = []
     for axis in axes:
-        link = mesh.slowest_link((axis,))
-        found.append(Ring(shape[axis], link.bandwidth, link.latency))
+        n, link = mesh.shape[axis], mesh.slowest_link((axis,))
+        if spans := mesh.along(axis):
+            along.append(spans)
+        elif n > 1:
+            found.append(Ring(n, n - 1, link.latency, *[link.bandwidth] * 4))
+    if along:
+        link = next(iter(mesh.hardware.links.values()))
+        for devices, hops, *rates in torus_rates(tuple(along)):
+            found.append(Ring(devices, hops, link.latency, *[rate * link.bandwidth for rate in rates]))
     return found
 
 
 def ring_seconds(kind: CollectiveKind, over: list[Ring], size: float, overhead: float) -> float:
-    """`collective_seconds` over rings already looked up, each of two devices or more."""
+    """`collective_seconds` over rings already looked up."""
     if not over:
         return 0.0
     if kind == COLLECTIVE_PERMUTE:
-        return overhead + size / min(b for _, b, _ in over) + max(l for _, _, l in over)
+        return overhead + size / min(r.shift for r in over) + max(r.latency for r in over)
     rounds = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2, ALL_TO_ALL: 1}[kind]
     seconds = 0.0
-    for n, bandwidth, latency in sorted(over, key=lambda ring: ring[1], reverse=kind != ALL_TO_ALL):
-        seconds += (n - 1) / n * size / bandwidth + (n - 1) * latency
+    for ring in sorted(over, key=lambda ring: ring.bandwidth(kind), reverse=kind != ALL_TO_ALL):
+        n = ring.devices
+        seconds += (n - 1) / n * size / ring.bandwidth(kind) + ring.hops * ring.latency
         size /= n
     return rounds * seconds + overhead

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard.errors import MeshError, nearest
 from autoshard.machine.target import Target, device_array, is_available
+from autoshard.machine.torus import Span
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,9 @@ class LogicalMesh:
     hardware: Hardware
     axis_links: tuple[str, ...] = ()
     """The interconnect of each axis, a name in ``hardware.links``; empty: the first of these for every axis."""
+    torus: tuple[tuple[Span, ...], ...] = ()
+    """Where each axis runs in a slice of TPUs, so that its links are counted. Empty, of all or of one axis: it is not
+    known, or the axis is of several slices; then it is a ring of one link."""
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     """Devices in row-major order, where the caller gave a `jax.sharding.Mesh`."""
     target: Target | None = None
@@ -149,6 +153,8 @@ class LogicalMesh:
                 raise MeshError(f"mesh axis {name!r} has size {size}; sizes must be 1 or more")
         if self.axis_links and len(self.axis_links) != len(self.axis_names):
             raise MeshError(f"mesh has axes {self.axis_names} but links {self.axis_links}")
+        if self.torus and len(self.torus) != len(self.axis_names):
+            raise MeshError(f"mesh has axes {self.axis_names} but {len(self.torus)} of them run along a torus")
         for link in self.axis_links:
             if link not in self.hardware.links:
                 raise MeshError(f"{self.hardware.name} has no link {link!r}{nearest(link, self.hardware.links)}")
@@ -172,6 +178,10 @@ class LogicalMesh:
         """Product of the sizes of ``axes``."""
         shape = self.shape
         return math.prod([shape[a] for a in axes])
+
+    def along(self, axis: str) -> tuple[Span, ...]:
+        """Where an axis runs in a slice of TPUs; empty where that is not known."""
+        return self.torus[self.axis_names.index(axis)] if self.torus else ()
 
     def slowest_link(self, axes: tuple[str, ...]) -> Link:
         """The slowest of the interconnects that a collective over ``axes`` uses."""

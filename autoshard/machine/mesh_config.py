@@ -17,6 +17,7 @@ from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.mesh_shapes import INNER_AXES, OUTER_AXIS, mesh_shapes
 from autoshard.machine.target import Target, crossing_axes
+from autoshard.machine.torus import spans
 from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.strict_config import Bytes, Config, find_config
 
@@ -248,7 +249,9 @@ class MeshConfig(Config):
             raise ConfigError(f"links: {error}") from None
         first = next(iter(hardware.links))
         links = tuple(chosen.get(name, first) for name in axes) if chosen else ()
-        return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, target=target)
+        torus = spans(target, [*axes.values()]) if isinstance(target, TpuSlice) else ()
+        torus = tuple(() if name in chosen else along for name, along in zip(axes, torus, strict=False))
+        return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, torus, target=target)
 
 
 def fill_open_axis(axes: Mapping[str, int], devices: int | None) -> dict[str, int]:

@@ -27,6 +27,8 @@ class TpuChip:
 
     hardware: str
     """Name of its hardware table."""
+    device_kind: str
+    """What its devices are called in JAX."""
     grid_rank: int
     """Dimensions of its chip grid: 2 or 3."""
     devices_per_chip: int = 1
@@ -36,11 +38,11 @@ class TpuChip:
 
 
 TPUS: Mapping[str, TpuChip] = {
-    "tpu7x": TpuChip("tpu-tpu7x", 3, devices_per_chip=2),
-    "v4": TpuChip("tpu-v4", 3, topology_options=(("chip_config_name", "megacore"),)),
-    "v5e": TpuChip("tpu-v5e", 2),
-    "v5p": TpuChip("tpu-v5p", 3),
-    "v6e": TpuChip("tpu-v6e", 2),
+    "tpu7x": TpuChip("tpu-tpu7x", "TPU7x", 3, devices_per_chip=2),
+    "v4": TpuChip("tpu-v4", "TPU v4", 3, topology_options=(("chip_config_name", "megacore"),)),
+    "v5e": TpuChip("tpu-v5e", "TPU v5 lite", 2),
+    "v5p": TpuChip("tpu-v5p", "TPU v5", 3),
+    "v6e": TpuChip("tpu-v6e", "TPU v6 lite", 2),
 }
 
 
@@ -92,6 +94,13 @@ class TpuSlice:
     def chip_grid(self) -> tuple[int, ...]:
         """Chips along each dimension of a slice."""
         return tuple(map(int, self.topology.partition(":")[2].split("x")))
+
+    def wraps(self, dim: int) -> bool:
+        """Whether the ends of this dimension of a slice's grid are joined: grids of two dimensions are on a side of 16
+        chips, those of three where cubes of 4x4x4 chips make them up."""
+        if dim >= len(self.chip_grid):
+            return False
+        return all(n % 4 == 0 for n in self.chip_grid) if len(self.chip_grid) == 3 else self.chip_grid[dim] == 16
 
     @property
     def size(self) -> int:

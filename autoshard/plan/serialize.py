@@ -20,6 +20,7 @@ from autoshard.ir.spec import REDUCTION_KINDS, Spec
 from autoshard.jaxpr import dtype_from_name
 from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.mesh import Hardware, LogicalMesh
+from autoshard.machine.torus import Span
 from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.plan.decisions import PipelinePlan, Place
 from autoshard.plan.record import PlanRecord
@@ -71,7 +72,7 @@ def plan_from_json(stored: Any) -> PlanRecord:
     mesh: _MeshRecord = parts["mesh"]
     try:
         parts["mesh"] = LogicalMesh(
-            mesh.axis_names, mesh.axis_sizes, mesh.hardware, mesh.axis_links, target=mesh.target
+            mesh.axis_names, mesh.axis_sizes, mesh.hardware, mesh.axis_links, mesh.torus, target=mesh.target
         )
     except MeshError as e:
         raise PlanError(f"mesh: {e}") from None
@@ -92,6 +93,7 @@ class _MeshRecord:
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     axis_links: tuple[str, ...]
+    torus: tuple[tuple[Span, ...], ...]
     hardware: Hardware
     target: TpuSlice | GpuCluster | None
 
@@ -244,7 +246,7 @@ def _difference(a: Any, b: Any, at: str) -> str:
 
 def _plain(x: Any) -> Any:
     if isinstance(x, LogicalMesh):
-        return _plain(_MeshRecord(x.axis_names, x.axis_sizes, x.axis_links, x.hardware, x.target))
+        return _plain(_MeshRecord(x.axis_names, x.axis_sizes, x.axis_links, x.torus, x.hardware, x.target))
     if dataclasses.is_dataclass(x):
         return {f.name: _plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, Mapping):

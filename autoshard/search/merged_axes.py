@@ -15,6 +15,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.torus import Span
 from autoshard.search.layout_problem import FactorAxes
 
 
@@ -85,7 +86,7 @@ def merged_meshes(graph: Graph, count: int) -> Iterator[MergedMesh]:
 
 
 def _merge_mesh(mesh: LogicalMesh, merged: Mapping[str, Axes]) -> LogicalMesh:
-    """The mesh of merged axes; each runs over the slowest link of its axes."""
+    """The mesh of merged axes; each runs over the slowest link of its axes, or along all of them in a torus."""
     links = mesh.hardware.links
 
     def slowest(run: Axes) -> str:
@@ -94,7 +95,14 @@ def _merge_mesh(mesh: LogicalMesh, merged: Mapping[str, Axes]) -> LogicalMesh:
 
     sizes = tuple(map(mesh.axes_size, merged.values()))
     axis_links = tuple(map(slowest, merged.values())) if mesh.axis_links else ()
-    return LogicalMesh(tuple(merged), sizes, mesh.hardware, axis_links)
+    torus = tuple(_along(run, mesh) for run in merged.values()) if mesh.torus else ()
+    return LogicalMesh(tuple(merged), sizes, mesh.hardware, axis_links, torus)
+
+
+def _along(run: Axes, mesh: LogicalMesh) -> tuple[Span, ...]:
+    """Where several axes run as one in a torus; empty where one of them runs elsewhere."""
+    each = [mesh.along(a) for a in run if mesh.shape[a] > 1]
+    return tuple(itertools.chain(*each)) if all(each) else ()
 
 
 def _merge_spec(spec: Spec, merged: Mapping[str, Axes]) -> Spec | None:

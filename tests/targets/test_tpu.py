@@ -22,6 +22,7 @@ from autoshard.backend.hlo.collectives import collectives
 from autoshard.errors import MeshError
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.machine.target import device_array
+from autoshard.machine.torus import places
 from autoshard.machine.tpu_slice import TpuSlice
 from benchmarks.target_cases import decoder
 from tests.test_cli import call
@@ -263,3 +264,25 @@ def test_targets_are_looked_up_in_split_logits_of_a_pipeline():
     text = step.lower(params, x, y).compile().as_text()
     assert "f32[4,32,2048]" in text, "logits of a micro-batch, split over model"
     assert not re.findall(r"f32\[\d+,32,4096\]", text)
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes"),
+    [
+        ("v5e:4x4", (4, 4)),
+        ("v5e:2x4", (2, 4)),
+        ("v5e:4x8", (2, 16)),
+        ("v5e:16x16", (32, 8)),
+        ("v6e:8x8", (16, 4)),
+        ("v5p:2x2x2", (4, 2)),
+        ("v5p:4x4x4", (16, 4)),
+        ("v5p:4x4x8", (8, 4, 4)),
+        ("v4:2x2x4", (4, 4)),
+        ("tpu7x:2x2x2", (8, 2)),
+    ],
+)
+def test_a_mesh_lies_where_planning_without_a_compiler_has_it(topology, sizes):
+    target = TpuSlice(topology)
+    devices = device_array(target, sizes)
+    at = np.array([(*d.coords, d.core_on_chip) for d in devices.ravel()]).reshape(*sizes, -1)
+    np.testing.assert_array_equal(at, places(target, sizes))

@@ -1,0 +1,172 @@
+"""Rates over a torus are held against links that are counted: every byte of every device, hop by hop."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+
+from autoshard import MeshConfig
+from autoshard.machine.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVE_PERMUTE,
+    collective_seconds,
+)
+from autoshard.machine.torus import Span, spans, torus_rates
+from autoshard.machine.tpu_slice import TPUS, TpuSlice
+
+SLICES = [
+    ("v5e:4x4", (4, 4)),
+    ("v5e:4x4", (2, 8)),
+    ("v5e:4x8", (8, 4)),
+    ("v5e:16x16", (32, 8)),
+    ("v5e:16x16", (16, 16)),
+    ("v5e:16x16", (64, 4)),
+    ("v6e:8x8", (2, 32)),
+    ("v5p:4x4x4", (16, 4)),
+    ("v5p:4x4x4", (64,)),
+    ("v5p:4x4x8", (32, 4)),
+    ("v4:2x2x4", (4, 4)),
+    ("tpu7x:4x4x4", (32, 4)),
+]
+
+
+def place(number: tuple[int, ...], axes: tuple[tuple[Span, ...], ...]) -> dict[int, int]:
+    """Where the device of these numbers along the axes is."""
+    at: dict[int, int] = {}
+    for n, along in zip(number, axes, strict=True):
+        for span in reversed(along):
+            n, own = divmod(n, span.devices)
+            at[span.dim] = at.get(span.dim, 0) + own * span.stride
+    return at
+
+
+def way(source: dict[int, int], to: dict[int, int], sides: dict[int, tuple[int, bool]]):
+    """The links (place, dimension, direction) of the shortest way, one dimension after the other; both ways round a
+    ring where they are as long, with half of the bytes each."""
+    at = dict(source)
+    for dim, (side, wraps) in sides.items():
+        forward = to[dim] - at[dim]
+        ways = [(forward, 1.0)]
+        if wraps:
+            forward %= side
+            ways = [(forward, 1.0)] if 2 * forward < side else [(forward - side, 1.0)]
+            ways = [(forward, 0.5), (forward - side, 0.5)] if 2 * forward == side else ways
+        for hops, share in ways:
+            step = 1 if hops > 0 else -1
+            for i in range(abs(hops)):
+                here = {**at, dim: (at[dim] + step * i) % side if wraps else at[dim] + step * i}
+                yield (tuple(here.items()), dim, step), share
+        at[dim] = to[dim]
+
+
+def busiest(target: TpuSlice, sizes: tuple[int, ...], over: tuple[int, ...], sent) -> float:
+    """The most that crosses a link one way, where ``sent`` says what a device of a group sends to another of it."""
+    axes = spans(target, sizes)
+    sides: dict[int, tuple[int, bool]] = {}
+    for span in itertools.chain(*axes):
+        side = math.prod(s.devices for s in itertools.chain(*axes) if s.dim == span.dim)
+        sides[span.dim] = side, target.wraps(span.dim)
+    loads: Counter = Counter()
+    for number in itertools.product(*map(range, sizes)):
+        for other in itertools.product(*[range(sizes[i]) if i in over else [number[i]] for i in range(len(sizes))]):
+            share = sent([number[i] for i in over], [other[i] for i in over])
+            if share and number != other:
+                for link, part in way(place(number, axes), place(other, axes), sides):
+                    loads[link] += share * part
+    return max(loads.values())
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes", "over"),
+    [(t, sizes, over) for t, sizes in SLICES[:-1] for over in ((0,), (0, 1)[: len(sizes)]) if math.prod(sizes) <= 128],
+)
+def test_an_all_to_all_takes_what_its_busiest_link_takes(topology, sizes, over):
+    target, n = TpuSlice(topology), math.prod(sizes[i] for i in over)
+    found = torus_rates(tuple(spans(target, sizes)[i] for i in over))
+    load = busiest(target, sizes, over, lambda a, b: 1 / n)
+    if len(found) == 1:
+        assert (n - 1) / n / found[0].exchange == pytest.approx(load)
+    else:  # an axis with gaps in one dimension: one part after the other takes longer
+        assert sum((r.devices - 1) / r.devices / r.exchange for r in found) >= load
+
+
+@pytest.mark.parametrize(("topology", "sizes"), [(t, sizes) for t, sizes in SLICES if math.prod(sizes) <= 128])
+def test_a_permute_takes_what_its_busiest_link_takes(topology, sizes):
+    target, n = TpuSlice(topology), sizes[0]
+    load = busiest(target, sizes, (0,), lambda a, b: float(b[0] == a[0] + 1 < n))
+    assert 1 / torus_rates((spans(target, sizes)[0],))[0].shift == pytest.approx(load, rel=0.5)
+    assert 1 / torus_rates((spans(target, sizes)[0],))[0].shift >= load - 1e-9
+
+
+def test_axes_run_along_dimensions_of_the_grid():
+    assert spans(TpuSlice("v5p:4x4x4"), (16, 4)) == (
+        (Span(1, 4, 1, True), Span(2, 4, 1, True)),
+        (Span(0, 4, 1, True),),
+    )
+    assert spans(TpuSlice("v5e:4x4"), (4, 4)) == ((Span(1, 4, 1, False),), (Span(0, 4, 1, False),))
+    halves, ring = spans(TpuSlice("v5e:16x16"), (32, 8))
+    assert halves == (Span(0, 2, 8, True), Span(1, 16, 1, True))
+    assert ring == (Span(0, 8, 1, False),)
+
+
+def test_across_slices_an_axis_runs_along_none():
+    first, second = spans(TpuSlice("v5e:4x4", 2), (8, 4))
+    assert first == ()
+    assert second == spans(TpuSlice("v5e:4x4"), (4, 4))[1]
+
+
+def test_an_axis_that_is_no_block_of_the_grid_is_a_ring_of_one_link():
+    assert spans(TpuSlice("v5p:2x2x2"), (4, 2)) == ((), ())
+    mesh = MeshConfig(axes={"a": 4, "b": 2}, tpu="v5p:2x2x2").mesh()
+    bare = MeshConfig(axes={"a": 4, "b": 2}, devices=8, hardware="tpu-v5p").mesh()
+    assert collective_seconds(ALL_GATHER, ("a",), 2**20, mesh) == collective_seconds(ALL_GATHER, ("a",), 2**20, bare)
+
+
+@pytest.mark.parametrize(
+    ("topology", "wraps"),
+    [
+        ("v5e:8x16", (False, True)),
+        ("v5p:4x4x8", (True, True, True)),
+        ("v5p:2x4x4", (False,) * 3),
+        ("v4:2x2x1", (0,) * 3),
+    ],
+)
+def test_which_ends_are_joined(topology, wraps):
+    target = TpuSlice(topology)
+    assert tuple(map(target.wraps, range(len(wraps)))) == wraps
+    assert not target.wraps(len(wraps))
+
+
+def test_two_axes_at_once_use_the_links_of_both():
+    mesh = MeshConfig(axes={"data": 16, "model": 4}, tpu="v5p:4x4x4").mesh()
+    size, link = 2**34, mesh.hardware.links["ici"].bandwidth
+
+    def rate(kind, *axes):
+        n = mesh.axes_size(axes)
+        rounds = {ALL_REDUCE: 2, COLLECTIVE_PERMUTE: n / (n - 1)}.get(kind, 1)
+        return rounds * (n - 1) / n * size / collective_seconds(kind, axes, size, mesh) / link
+
+    assert rate(ALL_GATHER, "data") == pytest.approx(2, rel=1e-3)
+    assert rate(ALL_GATHER, "model") == pytest.approx(2, rel=1e-3)
+    assert rate(ALL_REDUCE, "data") == pytest.approx(4, rel=1e-3)
+    assert rate(ALL_REDUCE, "data", "model") == pytest.approx(6, rel=1e-3)
+    assert rate(ALL_TO_ALL, "data", "model") == pytest.approx(63 / 32, rel=1e-3)
+    assert rate(COLLECTIVE_PERMUTE, "data") == pytest.approx(1, rel=1e-3)
+
+
+def test_a_link_that_is_given_counts_as_it_is():
+    given = MeshConfig(axes={"data": 16, "model": 4}, tpu="v5p:4x4x4", links={"data": "ici"}).mesh()
+    bare = MeshConfig(axes={"data": 16, "model": 4}, devices=64, hardware="tpu-v5p").mesh()
+    assert given.torus[0] == ()
+    seconds = [collective_seconds(ALL_REDUCE, ("data",), 2**30, mesh) for mesh in (given, bare)]
+    assert seconds[0] == seconds[1]
+
+
+def test_every_chip_has_a_grid():
+    for name, chip in TPUS.items():
+        grid = "x".join("4" * chip.grid_rank)
+        target = TpuSlice(f"{name}:{grid}")
+        assert any(spans(target, (target.size // 4, 4)))
