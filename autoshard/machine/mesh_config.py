@@ -17,8 +17,8 @@ from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.mesh_shapes import INNER_AXES, OUTER_AXIS, mesh_shapes
 from autoshard.machine.target import Target, crossing_axes
-from autoshard.machine.torus import spans
-from autoshard.machine.tpu_slice import TpuSlice
+from autoshard.machine.torus import Span, device_spans, spans
+from autoshard.machine.tpu_slice import TpuSlice, slice_of
 from autoshard.strict_config import Bytes, Config, find_config
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None
@@ -249,8 +249,11 @@ class MeshConfig(Config):
             raise ConfigError(f"links: {error}") from None
         first = next(iter(hardware.links))
         links = tuple(chosen.get(name, first) for name in axes) if chosen else ()
-        torus = spans(target, [*axes.values()]) if isinstance(target, TpuSlice) else ()
-        torus = tuple(() if name in chosen else along for name, along in zip(axes, torus, strict=False))
+        slices = target if isinstance(target, TpuSlice) else None if table else slice_of(jax.devices())
+        torus: tuple[tuple[Span, ...], ...] = ()
+        if slices is not None and slices.size == math.prod(axes.values()):
+            each = zip(axes, spans(slices, [*axes.values()]), strict=True)
+            torus = tuple(() if name in chosen else along for name, along in each)
         return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, torus, target=target)
 
 
@@ -336,8 +339,9 @@ def resolve_mesh(mesh: MeshLike) -> LogicalMesh:
     if config is not None:
         return config.mesh()
     if isinstance(mesh, Mesh):
-        devices = tuple(mesh.devices.flat)
-        return LogicalMesh(mesh.axis_names, mesh.axis_sizes, hardware_of(devices[0].device_kind), devices=devices)
+        devices, torus = tuple(mesh.devices.flat), device_spans(mesh.devices)
+        hardware, torus = hardware_of(devices[0].device_kind), torus if any(torus) else ()
+        return LogicalMesh(mesh.axis_names, mesh.axis_sizes, hardware, torus=torus, devices=devices)
     if isinstance(mesh, AbstractMesh):
         described = mesh.abstract_device
         kind = described.device_kind if described is not None else jax.devices()[0].device_kind

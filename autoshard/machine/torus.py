@@ -18,12 +18,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.experimental import mesh_utils
 
-from autoshard.machine.tpu_slice import TpuSlice
+from autoshard.machine.tpu_slice import TpuSlice, slice_of
 
 
 @dataclass(frozen=True, order=True)
@@ -60,14 +60,26 @@ def spans(target: TpuSlice, sizes: Sequence[int]) -> tuple[tuple[Span, ...], ...
     return ((), *found[1:]) if target.slices > 1 else found
 
 
+def device_spans(devices: np.ndarray) -> tuple[tuple[Span, ...], ...]:
+    """The same of devices that are there, as an array in mesh order; all empty where they are not one slice of TPUs."""
+    found = slice_of([*devices.flat])
+    if found is None:
+        return ((),) * devices.ndim
+    return _spans_of(np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, -1), found)
+
+
 def places(target: TpuSlice, sizes: Sequence[int]) -> np.ndarray:
     """Where the devices of a mesh over one slice are, as `autoshard.machine.target.device_array` places them.
 
     Returns:
       [*sizes, 4]: coordinates in three dimensions, and the number of the core on its chip.
     """
-    chips = mesh_utils.create_device_mesh(sizes, list(_chips(target)), allow_split_physical_axes=True)
-    return np.array([(*chip.coords, chip.core_on_chip) for chip in chips.ravel()]).reshape(*sizes, -1)
+    placed = mesh_utils.create_device_mesh(sizes, list(chips(target)), allow_split_physical_axes=True)
+    return np.array([_place(chip) for chip in placed.ravel()]).reshape(*sizes, -1)
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    return (*device.coords, device.core_on_chip)
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,7 +88,12 @@ def _spans(target: TpuSlice, sizes: tuple[int, ...]) -> tuple[tuple[Span, ...], 
         at = places(target, sizes)
     except (NotImplementedError, ValueError):
         return ((),) * len(sizes)
-    found: list[tuple[Span, ...]] = []
+    return _spans_of(at, target)
+
+
+def _spans_of(at: np.ndarray, target: TpuSlice) -> tuple[tuple[Span, ...], ...]:
+    """`spans` of devices at these places, [*sizes, 4]."""
+    sizes, found = at.shape[:-1], list[tuple[Span, ...]]()
     for axis, size in enumerate(sizes):
         # Lines of devices along this axis: [line, device, dimension].
         lines = np.moveaxis(at, axis, -2).reshape(-1, size, at.shape[-1])
@@ -119,7 +136,7 @@ class _Chip:
     slice_index: int = 0
 
 
-def _chips(target: TpuSlice) -> Iterator[_Chip]:
+def chips(target: TpuSlice) -> Iterator[_Chip]:
     """The devices of a slice in the order of JAX: hosts of two by two chips one after the other."""
     x, y, z = (*target.chip_grid, 1)[:3]
     per_chip = target.chip.devices_per_chip

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,18 @@ def is_available(target: TpuSlice) -> bool:
     """Whether `jax.devices` are those of ``target``: TPUs, in the same number."""
     devices = jax.devices()
     return devices[0].platform == "tpu" and len(devices) == target.size
+
+
+def slice_of(devices: Sequence[Any]) -> TpuSlice | None:
+    """The slice that these devices of JAX make up; None where they are no TPUs, or not all of one slice."""
+    chips = {chip.device_kind: name for name, chip in TPUS.items()}
+    if devices[0].platform != "tpu" or devices[0].device_kind not in chips:
+        return None
+    name, first = chips[devices[0].device_kind], [min(d.coords[i] for d in devices) for i in range(3)]
+    grid = [max(d.coords[i] for d in devices) - first[i] + 1 for i in range(3)][: TPUS[name].grid_rank]
+    found = TpuSlice(f"{name}:{'x'.join(map(str, grid))}")
+    one = len({getattr(d, "slice_index", 0) for d in devices}) == 1 and not any(first)
+    return found if one and found.size == len(devices) else None
 
 
 @functools.cache

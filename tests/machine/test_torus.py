@@ -4,7 +4,10 @@ import itertools
 import math
 from collections import Counter
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import mesh_utils
 
 from autoshard import MeshConfig
 from autoshard.machine.collective import (
@@ -14,8 +17,8 @@ from autoshard.machine.collective import (
     COLLECTIVE_PERMUTE,
     collective_seconds,
 )
-from autoshard.machine.torus import Span, spans, torus_rates
-from autoshard.machine.tpu_slice import TPUS, TpuSlice
+from autoshard.machine.torus import Span, chips, device_spans, spans, torus_rates
+from autoshard.machine.tpu_slice import TPUS, TpuSlice, slice_of
 
 SLICES = [
     ("v5e:4x4", (4, 4)),
@@ -170,3 +173,19 @@ def test_every_chip_has_a_grid():
         grid = "x".join("4" * chip.grid_rank)
         target = TpuSlice(f"{name}:{grid}")
         assert any(spans(target, (target.size // 4, 4)))
+
+
+@pytest.mark.parametrize(("topology", "sizes"), SLICES)
+def test_devices_that_are_there_are_a_slice(topology, sizes):
+    target = TpuSlice(topology)
+    there = list(chips(target))
+    assert slice_of(there) == target
+    placed = mesh_utils.create_device_mesh(sizes, there, allow_split_physical_axes=True)
+    assert device_spans(placed) == spans(target, sizes)
+
+
+def test_devices_that_are_no_whole_slice_are_rings_of_one_link():
+    some = list(chips(TpuSlice("v5e:4x4")))[2:]
+    assert slice_of(some) is None
+    assert device_spans(np.array(some).reshape(7, 2)) == ((), ())
+    assert slice_of(jax.devices()) is None
