@@ -86,14 +86,14 @@ def test_other_chips_compile_too(topology):
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4"])
 def test_sparse_cores_gather_and_scatter_beside_what_is_computed(topology):
-    train, state, batch = decoder(16, layers=2, d_model=512, heads=4, d_ff=2048, vocab=1024, seq=256)
+    train, state, batch = decoder(16, layers=4, d_model=512, heads=4, d_ff=2048, vocab=1024, seq=256)
     mesh = MeshConfig(axes={"data": 8}, tpu=topology)
     step = autoshard.jit(train, mesh=mesh, strategy="fsdp", donate_argnums=0)
     plan = step.plan(state, batch)
     executable = step.lower(state, batch).compile()
     assert {c.kind for c in collectives(executable.as_text(), plan.mesh)} >= {"all-gather", "reduce-scatter"}
     found = estimate(executable, plan.mesh)
-    assert found.scheduled < found.overlapped + 0.2 * found.transfers
+    assert found.scheduled < found.overlapped + 0.25 * found.transfers  # 1 without them
     assert audit(executable, plan).clean
 
 
