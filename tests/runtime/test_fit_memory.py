@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import autoshard
 from autoshard.errors import ArgumentError, MemoryBudgetError
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from autoshard.machine.tpu_slice import TpuSlice
 
 HARDWARE = Hardware("chip", {"float32": 1e12}, 8e9, 1e12, {"link": Link("link", 1e11, 1e-7)}, 1e-8)
 MESH = LogicalMesh(("data",), (8,), HARDWARE)
@@ -102,6 +104,22 @@ def test_memory_that_is_left_holds_values_of_some_layers() -> None:
         assert "made again in" in found.explain()
     again = autoshard.jit(wide_step, mesh=MESH, donate_argnums=0, strategy=found)
     assert again.plan(*wide_shapes(65536)).passes == found.passes
+
+
+def test_on_tpus_layers_that_differ_leave_a_tenth_of_the_memory() -> None:
+    most, least = (wide(passes=["dead_code", f"recompute:{p}"]).memory.peak for p in ("*=0", "full"))
+    chip = replace(HARDWARE, memory=least + 0.7 * (most - least))
+
+    def planned(target: TpuSlice | None) -> Any:
+        mesh = LogicalMesh(("data",), (8,), chip, target=target)
+        return autoshard.jit(wide_step, mesh=mesh, donate_argnums=0, microbatches=1).plan(*wide_shapes(65536))
+
+    here, there = planned(None), planned(TpuSlice("v5e:2x4"))
+    for found in (here, there):
+        assert any(0 < r.again < r.layers for r in found.residuals)
+        assert found.memory_budget == chip.memory
+    assert there.memory.peak <= 0.9 * chip.memory < here.memory.peak <= chip.memory
+    assert here.cost.seconds < there.cost.seconds
 
 
 def test_layers_that_differ_give_the_numbers_of_the_plain_step() -> None:
