@@ -117,7 +117,7 @@ def _canonical_axes(mesh: LogicalMesh) -> tuple[dict[str, str], LogicalMesh]:
     index = {a: str(k) for k, a in enumerate(axes)}
     sizes, links = tuple(mesh.shape[a] for a in axes), tuple(link[a] for a in axes if link)
     torus = tuple(map(mesh.along, axes)) if mesh.torus else ()
-    return index, LogicalMesh(tuple(index.values()), sizes, mesh.hardware, links, torus)
+    return index, LogicalMesh(tuple(index.values()), sizes, mesh.hardware, links, torus=torus)
 
 
 @functools.lru_cache(maxsize=512)

@@ -135,13 +135,13 @@ class LogicalMesh:
     hardware: Hardware
     axis_links: tuple[str, ...] = ()
     """The interconnect of each axis, a name in ``hardware.links``; empty: the first of these for every axis."""
-    torus: tuple[tuple[Span, ...], ...] = ()
-    """Where each axis runs in a slice of TPUs, so that its links are counted. Empty, of all or of one axis: it is not
-    known, or the axis is of several slices; then it is a ring of one link."""
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     """Devices in row-major order, where the caller gave a `jax.sharding.Mesh`."""
     target: Target | None = None
     """The machine to compile for, where it is not simply the devices of this process."""
+    torus: tuple[tuple[Span, ...], ...] = ()
+    """Where each axis runs in a slice of TPUs, so that its links are counted. Empty, of all or of one axis: it is not
+    known, or the axis is of several slices; then it is a ring of one link."""
 
     def __post_init__(self) -> None:
         if len(set(self.axis_names)) != len(self.axis_names):

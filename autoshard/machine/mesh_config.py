@@ -254,7 +254,7 @@ class MeshConfig(Config):
         if slices is not None and slices.size == math.prod(axes.values()):
             each = zip(axes, spans(slices, [*axes.values()]), strict=True)
             torus = tuple(() if name in chosen else along for name, along in each)
-        return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, torus, target=target)
+        return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, target=target, torus=torus)
 
 
 def fill_open_axis(axes: Mapping[str, int], devices: int | None) -> dict[str, int]:

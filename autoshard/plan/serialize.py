@@ -72,7 +72,7 @@ def plan_from_json(stored: Any) -> PlanRecord:
     mesh: _MeshRecord = parts["mesh"]
     try:
         parts["mesh"] = LogicalMesh(
-            mesh.axis_names, mesh.axis_sizes, mesh.hardware, mesh.axis_links, mesh.torus, target=mesh.target
+            mesh.axis_names, mesh.axis_sizes, mesh.hardware, mesh.axis_links, target=mesh.target, torus=mesh.torus
         )
     except MeshError as e:
         raise PlanError(f"mesh: {e}") from None

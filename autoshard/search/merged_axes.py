@@ -96,7 +96,7 @@ def _merge_mesh(mesh: LogicalMesh, merged: Mapping[str, Axes]) -> LogicalMesh:
     sizes = tuple(map(mesh.axes_size, merged.values()))
     axis_links = tuple(map(slowest, merged.values())) if mesh.axis_links else ()
     torus = tuple(_along(run, mesh) for run in merged.values()) if mesh.torus else ()
-    return LogicalMesh(tuple(merged), sizes, mesh.hardware, axis_links, torus)
+    return LogicalMesh(tuple(merged), sizes, mesh.hardware, axis_links, torus=torus)
 
 
 def _along(run: Axes, mesh: LogicalMesh) -> tuple[Span, ...]:
