@@ -21,7 +21,8 @@ from autoshard.machine.collective import (
     COLLECTIVE_PERMUTE,
     REDUCE_SCATTER,
     CollectiveKind,
-    ring_seconds,
+    collective_rate,
+    collective_seconds,
     rings,
 )
 from autoshard.machine.mesh import LogicalMesh
@@ -97,25 +98,22 @@ class ReshardGraph:
         self.blocks = {block[0]: block for block in blocks}
         self.axes, self.rank, self.goal_partial = tuple(self.blocks), rank, goal_partial
         self.sizes = {name: math.prod([mesh.shape[a] for a in block]) for name, block in self.blocks.items()}
-        self.mesh, self.overhead = mesh, mesh.hardware.overhead
+        self.mesh = mesh
         self._edges: dict[State, tuple[Edge, ...]] = {}
         self._edge_seconds: dict[tuple[str, Axes], tuple[float, float]] = {}
         self._same_parts: dict[tuple[tuple[int, ...], Axes], tuple[tuple[Axes, ...], ...]] = {}
         """Splits with given numbers of parts over given axes."""
         used = [a for a in mesh.axis_names if any(a in block for block in blocks)]
-        sets = itertools.chain.from_iterable(itertools.combinations(used, n + 1) for n in range(len(used)))
-        over = [ring for axes in sets for ring in rings(axes, mesh)]
+        over = [ring for axes in (*((a,) for a in used), tuple(used)) for ring in rings(axes, mesh)]
         self.max_gather_bandwidth = max((ring.gather for ring in over), default=math.inf)
-        self.min_collective_seconds = min((ring.latency for ring in over), default=0.0) + self.overhead
+        self.min_collective_seconds = min((ring.latency for ring in over), default=0.0) + mesh.hardware.overhead
 
     def edge(self, kind: MoveKind, axes: Axes, after: State) -> Edge:
         """The edge of a move over ``axes`` that leads to ``after``."""
         if kind in FREE_MOVES:
             return Edge(kind, axes, 0.0, 0.0, after)
         if (kind, axes) not in self._edge_seconds:
-            over = rings(self.whole(axes), self.mesh)
-            fixed = ring_seconds(kind, over, 0.0, self.overhead)
-            self._edge_seconds[kind, axes] = fixed, ring_seconds(kind, over, 1.0, self.overhead) - fixed
+            self._edge_seconds[kind, axes] = collective_rate(kind, self.whole(axes), self.mesh)
         return Edge(kind, axes, *self._edge_seconds[kind, axes], after)
 
     def move(self, edge: Edge, before: State, sizes: LocalBytes) -> Move:
@@ -128,8 +126,7 @@ class ReshardGraph:
         if edge.kind in FREE_MOVES:
             return Move(edge.kind, axes, 0, 0.0, spec)
         size = sizes(edge.after if edge.kind == ALL_GATHER else before) or 0
-        seconds = ring_seconds(edge.kind, rings(axes, self.mesh), size, self.overhead)
-        return Move(edge.kind, axes, size, seconds, spec)
+        return Move(edge.kind, axes, size, collective_seconds(edge.kind, axes, size, self.mesh), spec)
 
     def whole(self, names: Axes) -> Axes:
         """The mesh axes of blocks."""

@@ -101,14 +101,36 @@ def collective_seconds(kind: CollectiveKind, axes: tuple[str, ...], size: float,
     Raises:
       KeyError: ``kind`` or an axis is unknown.
     """
-    return ring_seconds(kind, rings(axes, mesh), size, mesh.hardware.overhead)
+    fixed, per_byte = collective_rate(kind, axes, mesh)
+    return fixed + per_byte * size
+
+
+def collective_rate(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[float, float]:
+    """Seconds of a collective over ``axes`` however small it is, and seconds of each byte.
+
+    A reduce-scatter over several axes is one after the other, as it is lowered, or an all-reduce of which each device
+    keeps its part, where that is faster.
+    """
+    over, overhead = rings(axes, mesh), mesh.hardware.overhead
+    if kind != REDUCE_SCATTER or len(axes) == 1:
+        return _linear(kind, over, overhead)
+    by_axis = _linear(kind, [ring for axis in axes for ring in rings((axis,), mesh)], overhead)
+    return min(by_axis, _linear(ALL_REDUCE, over, overhead), key=lambda seconds: seconds[1])
+
+
+def _linear(kind: CollectiveKind, over: list[Ring], overhead: float) -> tuple[float, float]:
+    fixed = ring_seconds(kind, over, 0.0, overhead)
+    return fixed, ring_seconds(kind, over, 1.0, 0.0) - ring_seconds(kind, over, 0.0, 0.0)
 
 
 class Ring(NamedTuple):
     """Devices between which a collective sends as in a ring; bandwidths in bytes/s of each."""
 
     devices: int
+    ring_hops: int
+    """From the first device to the last, in all-gathers and reduce-scatters."""
     hops: int
+    """The same in other collectives."""
     latency: float
     """Seconds of one hop."""
     gather: float
@@ -136,11 +158,11 @@ def rings(axes: tuple[str, ...], mesh: LogicalMesh) -> list[Ring]:
         if spans := mesh.along(axis):
             along.append(spans)
         elif n > 1:
-            found.append(Ring(n, n - 1, link.latency, *[link.bandwidth] * 4))
+            found.append(Ring(n, n - 1, n - 1, link.latency, *[link.bandwidth] * 4))
     if along:
         link = next(iter(mesh.hardware.links.values()))
-        for devices, hops, *rates in torus_rates(tuple(along)):
-            found.append(Ring(devices, hops, link.latency, *[rate * link.bandwidth for rate in rates]))
+        for devices, ring_hops, hops, *rates in torus_rates(tuple(along)):
+            found.append(Ring(devices, ring_hops, hops, link.latency, *[rate * link.bandwidth for rate in rates]))
     return found
 
 
@@ -154,6 +176,7 @@ def ring_seconds(kind: CollectiveKind, over: list[Ring], size: float, overhead: 
     seconds = 0.0
     for ring in sorted(over, key=lambda ring: ring.bandwidth(kind), reverse=kind != ALL_TO_ALL):
         n = ring.devices
-        seconds += (n - 1) / n * size / ring.bandwidth(kind) + ring.hops * ring.latency
+        hops = ring.ring_hops if kind in (ALL_GATHER, REDUCE_SCATTER) else ring.hops
+        seconds += (n - 1) / n * size / ring.bandwidth(kind) + hops * ring.latency
         size /= n
     return rounds * seconds + overhead

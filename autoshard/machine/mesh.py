@@ -155,6 +155,11 @@ class LogicalMesh:
             raise MeshError(f"mesh has axes {self.axis_names} but links {self.axis_links}")
         if self.torus and len(self.torus) != len(self.axis_names):
             raise MeshError(f"mesh has axes {self.axis_names} but {len(self.torus)} of them run along a torus")
+        for name, size, along in zip(self.axis_names, self.axis_sizes, self.torus, strict=False):
+            if any(s.devices < 2 or s.stride < 1 or s.dim not in range(3) for s in along):
+                raise MeshError(f"mesh axis {name!r} runs along {along}: no dimensions of a torus")
+            if along and math.prod(s.devices for s in along) != size:
+                raise MeshError(f"mesh axis {name!r} has size {size}, and runs along {along}, of another size")
         for link in self.axis_links:
             if link not in self.hardware.links:
                 raise MeshError(f"{self.hardware.name} has no link {link!r}{nearest(link, self.hardware.links)}")

@@ -6,7 +6,8 @@ along which. What a collective then sends is bounded by the busiest link ("How t
 2025, has the same for rings):
 
 - all-gather and reduce-scatter: one ring through all devices, in both directions, as libtpu compiles them;
-- all-reduce: a ring in each dimension at once, in both directions, as libtpu compiles it;
+- all-reduce: a ring in each dimension at once, in both directions, as libtpu compiles it; at most twice as fast as the
+  ring of an all-gather, so that it takes no less than a reduce-scatter;
 - all-to-all: each byte goes the shortest way, a quarter round a ring on average, and dimensions are used at once;
 - collective-permute: to the next device along the axis, over one link.
 """
@@ -42,6 +43,7 @@ class Rates(NamedTuple):
     """Bytes/s of each device, in units of one direction of one link; what they are of is what `Ring` says."""
 
     devices: int
+    ring_hops: int
     hops: int
     gather: float
     reduce: float
@@ -53,7 +55,7 @@ def spans(target: TpuSlice, sizes: Sequence[int]) -> tuple[tuple[Span, ...], ...
     """Of each axis of a mesh of such sizes, the dimensions of a slice's grid along which it runs.
 
     Empty for an axis of one device or across slices, which are consecutive along the first; and for all axes where the
-    devices along some are no evenly spaced block of the grid.
+    devices along some are no evenly spaced block of the grid, or where a chip has two devices, which share its links.
     """
     first, *others = sizes
     found = _spans(target, (first // target.slices, *others))
@@ -94,6 +96,8 @@ def _spans(target: TpuSlice, sizes: tuple[int, ...]) -> tuple[tuple[Span, ...], 
 def _spans_of(at: np.ndarray, target: TpuSlice) -> tuple[tuple[Span, ...], ...]:
     """`spans` of devices at these places, [*sizes, 4]."""
     sizes, found = at.shape[:-1], list[tuple[Span, ...]]()
+    if target.chip.devices_per_chip > 1:
+        return ((),) * len(sizes)
     for axis, size in enumerate(sizes):
         # Lines of devices along this axis: [line, device, dimension].
         lines = np.moveaxis(at, axis, -2).reshape(-1, size, at.shape[-1])
@@ -108,8 +112,7 @@ def _line_spans(line: np.ndarray, target: TpuSlice) -> tuple[Span, ...] | None:
     """The spans of devices at these places [device, dimension], major first; None where they are no evenly spaced
     block."""
     found: list[tuple[int, Span]] = []
-    sides = (*target.chip_grid, *[1] * (3 - len(target.chip_grid)), target.chip.devices_per_chip)
-    for dim, side in enumerate(sides):
+    for dim, side in enumerate(target.chip_grid):
         at = np.unique(line[:, dim])
         if len(at) == 1:
             continue
@@ -144,7 +147,7 @@ def chips(target: TpuSlice) -> Iterator[_Chip]:
         for b, a in itertools.product(range(j, min(j + 2, y)), range(i, min(i + 2, x))):
             for core in range(per_chip):
                 number = ((k * y + b) * x + a) * per_chip + core
-                yield _Chip(number, target.chip.device_kind, (a, b, k), core)
+                yield _Chip(number, target.chip.device_kinds[0], (a, b, k), core)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,12 +173,14 @@ def _joined(of_axes: Sequence[Span]) -> list[Span]:
 def _rates(group: Sequence[Span], shift: float) -> Rates:
     """Of spans that are used at once; only one by itself may have gaps, whose links it shares."""
     n, most = math.prod(s.devices for s in group), max(s.stride for s in group)
-    # The ends of a path through two dimensions meet.
-    one_ring = 2 if len(group) > 1 or group[0].is_ring else 1
-    all_rings = sum(2 if s.is_ring else 1 for s in group)
+    # The ends of a path through two dimensions meet, but of an odd number of devices.
+    closes = any(s.is_ring for s in group) or (len(group) > 1 and n % 2 == 0)
+    one_ring = 2 if closes else 1
+    all_rings = min(sum(2 if s.is_ring else 1 for s in group), 2 * one_ring)
     busiest = max(map(_exchange_load, group))
     hops = sum((s.devices - 1) * s.stride for s in group)
-    return Rates(n, hops, one_ring / most, all_rings / most, (n - 1) / n / busiest, shift)
+    ring_hops = (n // 2 if closes else n - 1) * most
+    return Rates(n, ring_hops, hops, one_ring / most, all_rings / most, (n - 1) / n / busiest, shift)
 
 
 def _shift_load(axis: Sequence[Span]) -> float:

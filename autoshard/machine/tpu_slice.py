@@ -27,7 +27,7 @@ class TpuChip:
 
     hardware: str
     """Name of its hardware table."""
-    device_kind: str
+    device_kinds: tuple[str, ...]
     """What its devices are called in JAX."""
     grid_rank: int
     """Dimensions of its chip grid: 2 or 3."""
@@ -38,11 +38,11 @@ class TpuChip:
 
 
 TPUS: Mapping[str, TpuChip] = {
-    "tpu7x": TpuChip("tpu-tpu7x", "TPU7x", 3, devices_per_chip=2),
-    "v4": TpuChip("tpu-v4", "TPU v4", 3, topology_options=(("chip_config_name", "megacore"),)),
-    "v5e": TpuChip("tpu-v5e", "TPU v5 lite", 2),
-    "v5p": TpuChip("tpu-v5p", "TPU v5", 3),
-    "v6e": TpuChip("tpu-v6e", "TPU v6 lite", 2),
+    "tpu7x": TpuChip("tpu-tpu7x", ("TPU7x",), 3, devices_per_chip=2),
+    "v4": TpuChip("tpu-v4", ("TPU v4",), 3, topology_options=(("chip_config_name", "megacore"),)),
+    "v5e": TpuChip("tpu-v5e", ("TPU v5 lite", "TPU v5e"), 2),
+    "v5p": TpuChip("tpu-v5p", ("TPU v5", "TPU v5p"), 3),
+    "v6e": TpuChip("tpu-v6e", ("TPU v6 lite", "TPU v6e"), 2),
 }
 
 
@@ -124,7 +124,7 @@ def is_available(target: TpuSlice) -> bool:
 
 def slice_of(devices: Sequence[Any]) -> TpuSlice | None:
     """The slice that these devices of JAX make up; None where they are no TPUs, or not all of one slice."""
-    chips = {chip.device_kind: name for name, chip in TPUS.items()}
+    chips = {kind: name for name, chip in TPUS.items() for kind in chip.device_kinds}
     if devices[0].platform != "tpu" or devices[0].device_kind not in chips:
         return None
     name, first = chips[devices[0].device_kind], [min(d.coords[i] for d in devices) for i in range(3)]

@@ -112,6 +112,7 @@ def _is_alike(ground: Ground, planned: Planned) -> bool:
     mesh, over = planned.plan.mesh, _ground(planned.plan).stages
     if ground.mesh != mesh or ground.stages is None or over is None or planned.graph.pins:
         return False
-    links = {a: (mesh.shape[a], mesh.slowest_link((a,)), mesh.along(a)) for a in mesh.nontrivial_axes}
+    spans = {a: [(s.devices, s.stride, s.is_ring) for s in mesh.along(a)] for a in mesh.nontrivial_axes}
+    links = {a: (mesh.shape[a], mesh.slowest_link((a,)), spans[a]) for a in mesh.nontrivial_axes}
     one, other = ([link for a, link in links.items() if a != stages] for stages in (ground.stages, over))
     return links[ground.stages] == links[over] and one == other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -43,6 +44,8 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
     fitting: list[tuple[Planned, tuple[Pass, ...]]] = []
     ran: list[tuple[Pass, ...]] = []
     errors: list[MemoryBudgetError] = []
+    too_large: list[MemoryBudgetError] = []
+    """Of what was planned into less than the budget."""
 
     def try_passes(
         passes: tuple[Pass, ...], with_optional: tuple[Pass, ...] | None = None, within: PlanRequest = request
@@ -51,11 +54,9 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
         try:
             planned = plan_program(traced, with_optional or passes, within)
         except MemoryBudgetError as e:
-            errors.append(e)
+            (errors if within is request else too_large).append(e)
             return False
         plan = planned.plan
-        if within is not request:
-            plan = replace(plan, memory_budget=budget_of(request, traced))
         if passes is not options.passes:
             added = ", ".join(str(p) for p in passes if p not in options.passes)
             without = errors[0] if errors else faster_but_larger(fitting[0][0].plan)
@@ -100,7 +101,7 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
             held = [tuple(chosen if p.decides_held else p for p in s) for s in (passes, sequence)]
             try_passes(held[0], held[1], within)
             if len(fitting) == count:
-                taken += errors[-1].least - budget
+                taken += too_large[-1].least - budget
             elif (found := fitting[-1][0].plan).cost.seconds < best.cost.seconds:
                 best, taken = found, 0.0
             elif is_memory_bound(found):
@@ -132,7 +133,10 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
                 fits = with_optional in tried or try_passes(passes, with_optional)
                 if not fits and traced.pipeline is not None:
                     try_more(passes, with_optional)
-        return fastest()[0], is_short
+        (found, _), budget = fastest(), budget_of(request, traced)
+        if math.isfinite(budget):  # what was planned into less
+            found = found._replace(plan=replace(found.plan, memory_budget=budget))
+        return found, is_short
     hint = "; or pass passes=['recompute:full']"
     if options.memory_saving_passes:
         hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
