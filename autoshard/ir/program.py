@@ -86,7 +86,8 @@ class PipelineRequest:
     def stage_mesh(self) -> LogicalMesh:
         """The mesh of one stage: one device along the axis of the stages."""
         sizes = tuple(1 if a == self.axis else n for a, n in self.mesh.shape.items())
-        return replace(self.mesh, axis_sizes=sizes)
+        torus = tuple(along if n > 1 else () for along, n in zip(self.mesh.torus, sizes, strict=False))
+        return replace(self.mesh, axis_sizes=sizes, torus=torus)
 
 
 @dataclass(frozen=True)

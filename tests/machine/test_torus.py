@@ -13,6 +13,7 @@ from autoshard import MeshConfig
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.cost.reshard_tables import reshard_seconds_table
 from autoshard.errors import MeshError
+from autoshard.ir.program import PipelineRequest
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import (
     ALL_GATHER,
@@ -232,3 +233,10 @@ def test_devices_that_are_no_whole_slice_are_rings_of_one_link():
     assert slice_of(some) is None
     assert device_spans(np.array(some).reshape(7, 2)) == ((), ())
     assert slice_of(jax.devices()) is None
+
+
+def test_one_stage_of_a_pipeline_runs_along_no_dimension_of_the_others():
+    mesh = MeshConfig(axes={"stage": 2, "data": 4, "model": 2}, tpu="v5e:4x4").mesh()
+    stage = PipelineRequest(mesh, "stage").stage_mesh
+    assert stage.torus == ((), *mesh.torus[1:])
+    assert all(stage.torus[1:])
