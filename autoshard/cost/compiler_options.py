@@ -21,7 +21,8 @@ default XLA has the TensorCore do it, which computes nothing meanwhile.
 lets one fusion have less of it than large products on a v6e need to keep the matrix units busy.
 
 *All-to-alls beside products.* Experts whose rows are exchanged send them in parts, one beside the products of another
-(`autoshard.transforms.grouped_rows`). By default XLA for TPU has every all-to-all waited for.
+(`autoshard.transforms.grouped_rows`). By default XLA for TPU has every all-to-all waited for; for slices of v5e of more
+than 16 chips it refuses to compile what asks for another thing.
 
 *All-reduces combined.* Experts whose rows are exchanged give the gradients of all their weights at once. XLA for GPU
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
@@ -172,7 +173,8 @@ def effective_options(graph: Graph, peak: float, disable_fusion: bool, given: Co
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)
     if _exchanges_rows(graph):
-        own |= {"tpu": ASYNC_ALL_TO_ALL, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
+        beside = ASYNC_ALL_TO_ALL if mesh.size <= mesh.hardware.async_all_to_all_up_to else {}
+        own |= {"tpu": beside, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
     return tuple(sorted({**own, **dict(given)}.items()))
 
 

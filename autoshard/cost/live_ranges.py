@@ -58,6 +58,8 @@ class LiveRanges:
     """The rows that each product reads."""
     delayed_products: tuple[DelayedProduct, ...]
     """Products that XLA may schedule after their place in the program."""
+    in_donated: frozenset[int]
+    """Results that replace a donated argument, and are stored in its buffer."""
 
 
 def find_live_ranges(graph: Graph) -> LiveRanges:
@@ -108,6 +110,7 @@ def find_live_ranges(graph: Graph) -> LiveRanges:
         product_count=products,
         product_reads={n: sorted(by) for n, by in reads.items()},
         delayed_products=tuple(delayed_products(graph)),
+        in_donated=frozenset(reused),
     )
 
 

@@ -91,6 +91,9 @@ class HardwareConfig(Config):
     """Share of the seconds of collectives that XLA runs beside compute in steps without a pipeline."""
     grouped_products: bool = True
     """Whether XLA has a kernel for products of ragged groups; else it multiplies all rows with all groups."""
+    async_all_to_all_up_to: int | None = Field(default=None, ge=1)
+    """Most devices on which XLA compiles a program whose all-to-alls are to run beside compute; left out where any
+    number will do."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -122,6 +125,7 @@ class HardwareConfig(Config):
             self.scoped_vmem or 0,
             self.hidden_collectives,
             self.grouped_products,
+            self.async_all_to_all_up_to or math.inf,
         )
 
 

@@ -140,12 +140,17 @@ def test_sparse_cores_run_collectives_and_fusions_have_on_chip_memory_where_a_ch
 
 
 @pytest.mark.parametrize(
-    ("target", "own"), [({"gpu": "h100"}, ALL_REDUCES_COMBINED), ({"tpu": "v5e:2x4"}, VMEM | ASYNC_ALL_TO_ALL)]
+    ("target", "own"),
+    [
+        ({"gpu": "h100"}, ALL_REDUCES_COMBINED),
+        ({"tpu": "v5e:2x4"}, VMEM | ASYNC_ALL_TO_ALL),
+        ({"tpu": "v5e:4x8"}, VMEM),
+    ],
 )
 def test_where_experts_exchange_rows_all_to_alls_run_beside_products_and_all_reduces_are_combined(target, own):
     args: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays(64, 16, 64, 8))
     experts = {name: P("data") if len(w.shape) == 3 else P() for name, w in args[0].items()}
-    mesh = MeshConfig(axes={"data": 8}, **target)
+    mesh = MeshConfig(axes={"data": 8, "model": -1}, **target)
     where: dict[str, Any] = {"mesh": mesh, "strategy": "replicated", "passes": ("dead_code", "experts")}
     specs = (experts, P("data"))
     plan = jit(gradient(added_up, 2), in_shardings=specs, out_shardings=(specs, P("data")), **where).plan(*args)

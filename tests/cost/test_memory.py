@@ -8,7 +8,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from autoshard import MeshConfig, jit
 from autoshard.cost.cost import CostModel
 from autoshard.cost.memory import MemoryModel, tiled_bytes
 from autoshard.ir.build_graph import build_graph
@@ -101,6 +103,23 @@ def test_weights_gathered_at_use_are_live_from_first_to_last_use() -> None:
     assert best.memory.peak == MemoryModel(g).memory(best.layout).peak
     added = model.usage(best.layout) - model.live_bytes(model.sizes(best.layout))
     assert int(added.max()) >= 2 * weight
+
+
+@pytest.mark.parametrize(
+    ("kept", "donated", "more"),
+    [(P(None, "a"), (0, 1), 1), (P("b", "a"), (0, 1), 2), (P(), (0, 1), 0), (P(None, "a"), (0,), 0)],
+)
+def test_a_gathered_result_is_put_together_beside_its_donated_buffer(kept, donated, more) -> None:
+    def update(master, weights):
+        return master * 0.5, (master * 0.5).astype(weights.dtype)
+
+    whole, specs = 128 * 128 * 2, (kept, P())
+    args = jax.ShapeDtypeStruct((128, 128), jnp.float32), jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    axes = MeshConfig(axes={"a": 2, "b": 2}, hardware="tpu-v4")
+    plan = jit(update, mesh=axes, in_shardings=specs, out_shardings=specs, donate_argnums=donated).plan(*args)
+    beside = plan.memory.peak - plan.memory.parameters - plan.memory.optimizer - plan.memory.inputs
+    own = whole * (1 not in donated)
+    assert own + more * whole <= beside <= own + more * whole + whole
 
 
 @pytest.mark.parametrize(("on_chip", "fitting"), [(0, 0), (64 * 64 * 4, 0), (2 * 64 * 64 * 4, 1), (8 * 64 * 64 * 4, 2)])

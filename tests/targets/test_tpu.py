@@ -25,6 +25,7 @@ from autoshard.machine.target import device_array
 from autoshard.machine.torus import places
 from autoshard.machine.tpu_slice import TpuSlice
 from benchmarks.target_cases import decoder
+from tests.experts import added_up, arrays, gradient
 from tests.test_cli import call
 
 CONFIG = """
@@ -95,6 +96,40 @@ def test_sparse_cores_gather_and_scatter_beside_what_is_computed(topology):
     found = estimate(executable, plan.mesh)
     assert found.scheduled < found.overlapped + 0.25 * found.transfers  # 1 without them
     assert audit(executable, plan).clean
+
+
+def test_experts_exchange_rows_on_a_slice_that_has_no_all_to_all_beside_compute():
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays(512, 128, 256, 32))
+    experts = {name: P("data") if len(w.shape) == 3 else P() for name, w in args[0].items()}
+    specs, mesh = (experts, P("data")), MeshConfig(axes={"data": 32}, tpu="v5e:4x8")
+    step = autoshard.jit(
+        gradient(added_up, 2),
+        mesh=mesh,
+        strategy="replicated",
+        passes=("dead_code", "experts"),
+        in_shardings=specs,
+        out_shardings=(specs, P("data")),
+    )
+    plan, executable = step.plan(*args), step.lower(*args).compile()
+    assert "all-to-all" in {c.kind for c in collectives(executable.as_text(), plan.mesh)}
+    assert audit(executable, plan).clean
+
+
+@pytest.mark.parametrize(
+    ("kept", "copies"), [(P(None, "data"), 1), (P(None, "data", "model"), 2), (P(None, None, "model"), 1)]
+)
+def test_a_gathered_result_is_put_together_beside_its_donated_buffer(kept, copies):
+    def update(master, weights):
+        master = master * 0.99
+        return master, master.astype(weights.dtype)
+
+    state = jax.ShapeDtypeStruct((20, 4096, 2048), jnp.float32), jax.ShapeDtypeStruct((20, 4096, 2048), jnp.bfloat16)
+    mesh, specs = MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4"), (kept, P())
+    step = autoshard.jit(update, mesh=mesh, in_shardings=specs, out_shardings=specs, donate_argnums=(0, 1))
+    plan, found = step.plan(*state), step.lower(*state).compile().memory_analysis()
+    whole = 20 * 4096 * 2048 * 2
+    assert found.temp_size_in_bytes == pytest.approx(copies * whole, rel=0.3)
+    assert plan.memory.peak == pytest.approx(found.peak_memory_in_bytes, rel=0.1)
 
 
 def test_slices_follow_one_another_along_the_first_axis():
