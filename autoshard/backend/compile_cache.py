@@ -15,20 +15,21 @@ from pathlib import Path
 
 import jax
 
-from autoshard.backend import compilation, estimate
+from autoshard.backend import compilation, estimate, hlo
 from autoshard.backend.compilation import Compilation, MemoryUsage, OutOfMemory
 from autoshard.backend.estimate import Estimate
-from autoshard.backend.hlo import attention, collectives, roofline, slices, trip_counts
-from autoshard.backend.hlo import text as hlo_text
 from autoshard.errors import CacheWarning, ConfigError
-from autoshard.machine import collective
+from autoshard.machine import collective, torus
 from autoshard.plan.record import PlanRecord
 from autoshard.strict_config import Config
 
 CACHE_VARIABLE = "AUTOSHARD_CACHE"
 """Environment variable: the cache folder, where `jit` is given none."""
-PARSERS = (collective, compilation, estimate, attention, collectives, roofline, slices, hlo_text, trip_counts)
-"""Modules that compute an entry from the compiler's output; their sources are part of the key."""
+PARSERS = (
+    *(Path(module.__file__ or "") for module in (collective, compilation, estimate, torus)),
+    *sorted(Path(hlo.__path__[0]).glob("*.py")),
+)
+"""Files that compute an entry from the compiler's output; they are part of the key."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that change what a compiler emits."""
 
@@ -67,7 +68,7 @@ def cache_key(lowered: jax.stages.Lowered, plan: PlanRecord) -> str:
         repr([os.environ.get(name) for name in COMPILER_VARIABLES]),
         repr([(d.platform, d.device_kind, d.id) for d in devices]),
         repr((jax.__version__, metadata.version("jaxlib"), devices[0].client.platform_version, plugins)),
-        *(Path(parser.__file__ or "").read_text() for parser in PARSERS),
+        *(parser.read_text() for parser in PARSERS),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
