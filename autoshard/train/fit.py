@@ -32,6 +32,7 @@ from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, is_first
 from autoshard.train.processes.meeting import Meeting
 from autoshard.train.processes.placing import SizedPlacer, abstract
+from autoshard.train.processes.positions import gathered, resume
 from autoshard.train.sources import Mapped, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
 from autoshard.train.stop_signals import StopSignals
@@ -74,8 +75,9 @@ def fit(
       batches: a grain dataset or loader, or any iterator with ``get_state`` and ``set_state``; any other iterable or
         iterator, moved on resume by taking its batches again (a list begins again at its end); `Rows` of arrays; or,
         with ``plan``, numpy arrays or memory maps themselves, whose rows make batches of the planned size in order. A
-        batch is whole, the same in every process, or, with ``plan``, the rows that ``plan.local_rows`` names; strings
-        in it become None.
+        batch is whole, the same in every process, or, with ``plan``, the rows that ``plan.local_rows`` names: then each
+        process has a position of its own, and where they differ the run resumes on as many processes. Strings in it
+        become None.
       steps: number of the last step, counted from 1 over all starts.
       plan: of ``step``, whose arguments 0 and 1 are state and batch; by default that for the first batch.
       checkpoints: a folder that all processes share; None saves nothing and handles no signal.
@@ -101,7 +103,8 @@ def fit(
     Raises:
       ArgumentError: ``steps`` or ``every`` below 1; batches of other shapes than planned, or that end too early (the
         state is saved then); a step that does not return what is said above.
-      ConfigError: the position in the checkpoint is none of these batches, or several processes have other batches.
+      ConfigError: the position in the checkpoint is none of these batches, or another number of processes saved it,
+        each at one of its own; or several processes have other batches.
       CheckpointError: a checkpoint of another state, or one beyond ``steps``.
       PlanError: a step of other arguments than state and batch.
       NonFiniteError: a step that is not finite, and ``nan`` says stop, or nothing else can be done.
@@ -144,7 +147,7 @@ def fit(
     if done and folder is not None:
         restored, report = checkpoint.restore(folder, done, plan=chosen, report=True)
         state = nnx.updated(state, restored)
-        source.set_state(report.extra.get("batches"))
+        resume(source, report.extra.get("batches"))
     else:
         state = nnx.updated(state, nnx.split((chosen.put(state),)).states[0])
 
@@ -159,7 +162,7 @@ def fit(
         def save(number: int, state: Tree, position: Any) -> None:
             record.flush()
             if folder is not None:
-                checkpoint.save(folder, number, state, plan=chosen, extra={"batches": position}, keep=keep)
+                checkpoint.save(folder, number, state, plan=chosen, extra={"batches": gathered(position)}, keep=keep)
 
         def restore(number: int) -> Tree:
             assert folder is not None

@@ -56,6 +56,7 @@ from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, in_any, is_first, same_entries
 from autoshard.train.processes.meeting import Meeting
 from autoshard.train.processes.placing import SizedPlacer
+from autoshard.train.processes.positions import gathered, resume
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
 from autoshard.train.work import Work, work_of
@@ -294,7 +295,7 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     batches = run.work.batches.train()
     if done:
         state, report = checkpoint.restore(folder.checkpoints, done, plan=planned.plan, report=True)
-        batches.set_state(report.extra.get("batches"))
+        resume(batches, report.extra.get("batches"))
     else:
         state = planned.plan.init(run.work.steps.init, jax.random.key(config.seed))
     if planned.evaluate is not None and index and done == config.all_phases[index - 1].until:
@@ -324,7 +325,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
 
     def save(number: int, state: Tree, position: Any) -> None:
         run.events.flush()
-        extra = {"batches": position, "config": config.model_dump(mode="json")}
+        extra = {"batches": gathered(position), "config": config.model_dump(mode="json")}
         checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
 
     def restore(number: int) -> Tree:

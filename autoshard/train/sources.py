@@ -1,8 +1,9 @@
 """Where batches come from: iterators that save their position, any iterable, and arrays in memory or on disk.
 
-A source yields whole batches and has a position in JSON, which a checkpoint keeps: what was taken before is not seen
-again, and nothing is left out. The batches at a position do not depend on the number of processes or devices, so a run
-resumes on others.
+A source yields batches and has a position in JSON, which a checkpoint keeps: what was taken before is not seen again,
+and nothing is left out. Whole batches at a position do not depend on the number of processes or devices, so a run
+resumes on others; a source of the rows of one process has a position of its own, and resumes on as many
+(`autoshard.train.processes.positions`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol, cast
 import jax
 import numpy as np
 
-from autoshard.errors import ArgumentError, ConfigError
+from autoshard.errors import ArgumentError, AutoshardError, ConfigError
 from autoshard.strict_files import cut, shortened
 
 type Tree = Any
@@ -172,15 +173,36 @@ class _Seekable:
 
     def get_state(self) -> Any:
         state = self._iterator.get_state()
-        return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+        return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"state": state}
 
     def set_state(self, state: Any) -> None:
+        """Moves the iterator to a position that `get_state` gave.
+
+        Raises:
+          ConfigError: not such a position, or the iterator refuses it.
+        """
+        name = type(self._iterator).__name__
         match state:
-            case {"bytes": str(text)}:
-                state = base64.b64decode(text, validate=True)
+            case {"bytes": str(text), **rest} if not rest:
+                state = text.encode()
+            case {"state": theirs, **rest} if not rest:
+                state = theirs
             case _:
-                pass
-        self._iterator.set_state(state)
+                raise ConfigError(
+                    f"batches: the saved position {shortened(state)} is none that {name} gave: use the batches that "
+                    "the run was begun with, or start over in another folder"
+                )
+        try:
+            self._iterator.set_state(base64.b64decode(state, validate=True) if isinstance(state, bytes) else state)
+        except AutoshardError:
+            raise
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"batches: {name} refuses the saved position: {type(error).__name__}: {cut(reason, 300)}. Give it the "
+                "same data, in the same order and, where it reads a part for each process, in as many processes; or "
+                "start over in another folder"
+            ) from error
 
 
 class _Counted:

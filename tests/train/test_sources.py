@@ -150,6 +150,30 @@ def test_a_position_behind_or_beyond_an_iterator_is_refused():
         source.set_state({"taken": 2})
 
 
+class Foreign:
+    """An iterator that takes no position."""
+
+    def __next__(self) -> Any:
+        return 0
+
+    def get_state(self) -> Any:
+        return {"bytes": "of its own"}
+
+    def set_state(self, state: Any) -> None:
+        raise ValueError(f"{state}: no\nthank you")
+
+
+def test_what_a_foreign_iterator_raises_at_a_position_names_it():
+    source = source_of(Foreign())
+    with pytest.raises(ConfigError, match=r"Foreign refuses the saved position: ValueError: {'bytes': 'of .*'}: no\."):
+        source.set_state(json.loads(json.dumps(source.get_state())))
+    with pytest.raises(ConfigError, match="Foreign refuses .* in as many processes; or start over"):
+        source.set_state({"bytes": "no base 64"})
+    for state in ({"taken": 2}, {"bytes": 1}, {"state": 1, "more": 2}, None):
+        with pytest.raises(ConfigError, match="is none that Foreign gave: use the batches that the run was begun with"):
+            source.set_state(state)
+
+
 def test_what_no_array_can_hold_becomes_none():
     batch = {"x": NUMBERS, "text": "a", "mask": None, "names": np.array(["a"]), "n": (1, "b"), "k": jax.numpy.ones(2)}
     kept = arrays_only(batch)
