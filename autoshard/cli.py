@@ -421,5 +421,5 @@ def main() -> None:
     try:
         app()
     except (AutoshardError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
         sys.exit(2)

@@ -27,6 +27,7 @@ from autoshard.runs.run_log import RunLog
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
+from autoshard.train.ending import saves_finished
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, is_first
@@ -186,10 +187,8 @@ def fit(
             failed=None if watch is None else watch.answer,
         )
         if done < steps:
-            with stop.deferred(), ready:
+            with stop.deferred(), saves_finished(folder), ready:
                 state, done = take_steps(uniform(own, state), state, ready, range(done + 1, steps + 1), duties)
-            if folder is not None:
-                checkpoint.finish(folder)
     if done < steps or stop.requested:
         raise KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(stop.exit_code)
     return state

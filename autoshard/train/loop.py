@@ -50,6 +50,7 @@ from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
+from autoshard.train.ending import saves_finished
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
 from autoshard.train.peak import peak_seconds
@@ -309,10 +310,9 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     ready = Prefetched(batches, planned.placer(), phase.until - done)
     recorded = config.profile.range if config.profile is not None and is_first() else range(0)
     tracing = traced(planned.step, done + 1, recorded, os.fspath(folder.root))
-    with run.stop.deferred(), ready, tracing as step:
+    with run.stop.deferred(), saves_finished(folder.checkpoints), ready, tracing as step:
         duties = _duties(run, planned, phase.until, ready)
         take_steps(step, state, ready, range(done + 1, phase.until + 1), duties)
-    checkpoint.finish(folder.checkpoints)
     return planned
 
 
