@@ -36,7 +36,7 @@ class Padding:
       dims: for each array of a batch, which is a dictionary, the names of its dimensions, the first ones; None where a
         dimension is never padded: ``{"tokens": ["rows", "length"], "positions": [None, "rows", "length"], "patches":
         ["patches"], "grid": ["images"]}``. ``inputs.patches`` is an array of a dictionary within. ``weights`` may be
-        among them without being in the batches. What is not named here stays as it is.
+        among them without being in the batches. What is not named here stays as it is, and so does a None.
       fill: the number that an array is padded with, 0 by default; of ``weights`` it is 0. The array's dtype has to
         have it: no -0.5 among integers.
 
@@ -86,7 +86,7 @@ class Padding:
             raise ArgumentError(
                 f"a batch lacks {cut(missing[0])!r}, which is to be padded; it has {sorted(arrays)[:20]}"
             )
-        arrays = {name: _read(name, arrays[name], dims) for name, dims in self.dims.items() if name in arrays}
+        arrays = {n: _read(n, arrays[n], dims) for n, dims in self.dims.items() if arrays.get(n) is not None}
         found, sizes = dict[str, Any](), self._sizes(arrays)
         bucket = next((b for b in self.buckets if all(n <= b[name] for name, n in sizes.items())), None)
         if bucket is None:
@@ -95,10 +95,10 @@ class Padding:
                 f"a batch has {_sizes_text(large)}, and no bucket is as large: {', '.join(map(str, self.buckets))}"
             )
         for name, dims in self.dims.items():
-            if name not in arrays:
+            if name in arrays:
+                found[name] = _padded(name, arrays[name], dims, bucket, self.fill.get(name, 0))
+            elif name == WEIGHTS:
                 found[name] = self._true(arrays, dims, bucket)
-                continue
-            found[name] = _padded(name, arrays[name], dims, bucket, self.fill.get(name, 0))
         return _replaced({WEIGHTS: None, **batch} if WEIGHTS in found else batch, found)
 
     def _sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:

@@ -328,11 +328,22 @@ def _is_arrays(x: Any) -> bool:
 
 
 def arrays_only(batch: Tree) -> Tree:
-    """``batch`` with None in the place of each leaf that no array can hold, such as a string."""
-    return jax.tree.map(lambda x: x if _is_numeric(x) else None, batch)
+    """``batch`` with None in the place of each leaf that no array can hold, such as a string, or a list of strings."""
+    return jax.tree.map(lambda x: x if _is_numeric(x) else None, batch, is_leaf=_is_text)
 
 
 def _is_numeric(x: Any) -> bool:
-    if isinstance(x, ChosenRows | jax.Array):
+    if isinstance(x, jax.Array):
         return True
-    return not isinstance(x, str | bytes) and np.asarray(x).dtype.kind in "biufcV"  # V: bfloat16 and its like
+    if _is_text(x):
+        return False
+    dtype = x.dtype if isinstance(x, ChosenRows) else np.asarray(x).dtype
+    return dtype.kind in "biufcV"  # V: bfloat16 and its like
+
+
+def _is_text(x: Any) -> bool:
+    """Whether ``x`` is a string, or a list of strings, in lists or not: of any length it is one leaf."""
+    if isinstance(x, list | tuple):
+        leaves = jax.tree.leaves(x)
+        return bool(leaves) and all(isinstance(leaf, str | bytes) for leaf in leaves)
+    return isinstance(x, str | bytes)

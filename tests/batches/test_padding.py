@@ -41,6 +41,14 @@ def test_a_batch_goes_into_the_first_bucket_that_holds_it(rows: int, length: int
     assert found["name"] is given["name"]
 
 
+def test_a_none_passes_by_and_weights_are_made_in_its_place():
+    """As masks of a model that has one in some configurations."""
+    dims = {**DIMS, "inputs.mask": ("rows", "length")}
+    found = Padding(BUCKETS, dims)({**batch(3, 2, 1), "inputs": {"mask": None}, "label": None, "weights": None})
+    assert (found["inputs"], found["label"]) == ({"mask": None}, None)
+    assert found["weights"].tolist() == [[1, 1, 0, 0]] * 3 + [[0] * 4]
+
+
 def test_rows_of_different_lengths_are_one_array():
     rows = [np.arange(1, n + 1) for n in (3, 1)]
     found = Padding(BUCKETS[:2], {name: DIMS[name] for name in ("tokens", "weights")} | {"x": ("patches",)})(

@@ -165,6 +165,18 @@ def test_no_sample_is_lost_or_repeated(kind: str, tmp_path: Path):
     np.testing.assert_array_equal(state, np.ones(24))
 
 
+def test_names_beside_the_arrays_pass_by():
+    """As an array of a data set, or a list in each batch, of which the last is smaller."""
+    step = autoshard.jit(count, mesh={"data": 4}, donate_argnums=0)
+    rows = {"row": np.arange(24), "name": np.arange(24).astype(str)}
+    state = fit(step, jnp.zeros(24, jnp.int32), Rows(rows, 4), steps=6)
+    np.testing.assert_array_equal(state, np.ones(24))
+    batches = [{"row": np.arange(n), "name": ["a"] * n} for n in (8, 3)]
+    pad = Padding([{"rows": 8}], {"row": ["rows"]}, {"row": 23})
+    state = fit(step, jnp.zeros(24, jnp.int32), batches, steps=2, pad=pad)
+    np.testing.assert_array_equal(state[:9], [2] * 3 + [1] * 5 + [0])
+
+
 def test_arrays_take_the_batch_size_of_the_plan():
     step = autoshard.jit(count, mesh={"data": 4}, donate_argnums=0)
     plan = step.plan(jnp.zeros(24, jnp.int32), {"row": jax.ShapeDtypeStruct((6,), jnp.int32)})

@@ -179,3 +179,15 @@ def test_what_no_array_can_hold_becomes_none():
     kept = arrays_only(batch)
     assert {key for key, value in kept.items() if value is None} == {"text", "mask", "names"}
     assert kept["n"] == (1, None)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_list_of_strings_is_one_leaf_whatever_its_length(rows: int):
+    batch = {"x": [1.0] * rows, "name": ["a"] * rows, "tags": [["b"], [], [None, "c"]][:rows], "raw": (b"d",) * rows}
+    assert arrays_only(batch) == {"x": [1.0] * rows, "name": None, "tags": None, "raw": None}
+
+
+def test_rows_of_strings_become_none_too():
+    data = {"x": NUMBERS, "name": NUMBERS.astype(str), "any": NUMBERS.astype(object)}
+    kept = arrays_only(next(Rows(data, 4)))
+    assert (kept["name"], kept["any"], kept["x"].shape) == (None, None, (4,))
