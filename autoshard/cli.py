@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -87,29 +88,31 @@ def train_command(
     `autoshard launch` starts several on this machine.
 
     The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, among several processes
-    within a second or after the next one; the second stops at once.
+    within a second or after the next one; before the first step nothing is saved, and several processes leave together
+    when they are ready for it. The second stops at once.
 
     Exit status: 0 the run is finished; 2 an error; 75 another process was lost, start again; 130 stopped by SIGINT; 143
     stopped by SIGTERM, in all processes after the same step: what schedulers take for a reason to start it again.
     """
     cluster = (coordinator, processes, process_id)
     named = any(given is not None for given in cluster)
-    if distributed or named or has_peers():
+    if several := distributed or named or has_peers():
         if named and not distributed and None in cluster:
             raise ConfigError("--coordinator, --processes and --id belong together: give all three")
         check_address(coordinator)
         if SUPERVISED not in os.environ:
             _supervise(config)
         connect(*cluster, wait, heartbeat)
-    recipe = named_config(config)
-    watch = None
-    if jax.distributed.is_initialized():
-        watch = PeerWatch(heartbeat, lambda why: write_error(f"error: {why}; {_next_start(recipe)}\n"))
     finished = saved = False
+    watch = None
     with StopSignals() as stop:
         try:
-            use_platform(recipe, processes=processes or 1)
-            finished = train(recipe, fresh=fresh, stop=stop) is not None
+            with stop.deferred() if several else contextlib.nullcontext():  # several leave together
+                recipe = named_config(config)
+                if several:
+                    watch = PeerWatch(heartbeat, lambda why: write_error(f"error: {why}; {_next_start(recipe)}\n"))
+                use_platform(recipe, processes=processes or 1)
+                finished = train(recipe, fresh=fresh, stop=stop) is not None
             saved = True
         except KeyboardInterrupt:
             if not stop.requested:
@@ -121,8 +124,8 @@ def train_command(
         finally:
             if watch is not None:
                 watch.end(finished=saved)
-        if stop.requested or not finished:
-            typer.echo(f"stopped; {_next_start(recipe)}", err=True)
+        if not finished:
+            typer.echo(f"stopped; {_next_start(TrainConfig.load(config))}", err=True)
             raise typer.Exit(stop.exit_code)
 
 

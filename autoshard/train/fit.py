@@ -30,13 +30,13 @@ from autoshard.runtime.step import BoundStep, Step
 from autoshard.train.ending import saves_finished
 from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.peak import peak_seconds
-from autoshard.train.processes.agreement import from_first, is_first
+from autoshard.train.processes.agreement import from_first, in_any, is_first
 from autoshard.train.processes.meeting import Meeting
 from autoshard.train.processes.placing import SizedPlacer, abstract
 from autoshard.train.processes.positions import gathered, resume
 from autoshard.train.sources import Mapped, Peeked, Tree, arrays_only, source_of
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, uniform
-from autoshard.train.stop_signals import StopSignals
+from autoshard.train.stop_signals import StopSignals, write_error
 
 AGREE_EVERY = 10
 """Steps between two moments at which several processes compare: to compare they wait for one another."""
@@ -64,8 +64,9 @@ def fit(
 
     The same program resumes after it was stopped or killed: on the same or other devices, with the same batches in the
     same order. SIGTERM and SIGINT save the state after the step that is being taken, of several processes within a
-    second or after the next one, and then raise `SystemExit` with 143, and `KeyboardInterrupt`; a second signal ends
-    the process at once.
+    second or after the next one, and then raise `SystemExit` with 143, and `KeyboardInterrupt`, in all; before the
+    first step nothing is saved, and several processes wait for one another there. A second signal ends the process at
+    once.
 
     Args:
       step: ``step(state, batch)`` -> the next state and metrics (a pytree, whose scalars are logged; one number alone
@@ -130,32 +131,32 @@ def fit(
         raise ArgumentError(f"nan={nan!r} goes back to checkpoints: give `checkpoints`, and `every`, for some")
     if pad is not None and plan is not None:
         raise ArgumentError("pad= makes batches of several sizes, and plan= is for one: give one of them")
-    source = source_of(batches, None if plan is None else _batch_size(plan))
-    source = Peeked(source if pad is None else Mapped(source, pad))
-    if source.first is None:
-        raise ArgumentError("batches: there is none")
-    own = _planned_step(step, plan, policy, state)
-    first = jax.tree.map(abstract, arrays_only(source.first))
-    chosen: Plan = own.plan(state, first) if plan is None or policy is not None else plan
-    if len(chosen.in_avals) != 2:
-        raise PlanError(
-            f"fit takes a step(state, batch); {chosen.name} was planned with {len(chosen.in_avals)} arguments"
-        )
     folder = None if checkpoints is None else epath.Path(checkpoints)
-    done = 0 if folder is None else from_first(lambda: checkpoint.latest(folder)) or 0
-    if done > steps:
-        raise CheckpointError(f"steps={steps}: {folder} is at step {done} already; give more, or another folder")
-    if done and folder is not None:
-        restored, report = checkpoint.restore(folder, done, plan=chosen, report=True)
-        state = nnx.updated(state, restored)
-        resume(source, report.extra.get("batches"))
-    else:
-        state = nnx.updated(state, nnx.split((chosen.put(state),)).states[0])
-
-    like = state if nnx.has_modules(state) else chosen.in_avals[0]
-    place = SizedPlacer(chosen, None if pad is None else lambda batch: own.plan(like, batch))
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_signals(handled=folder is not None))
+        source = source_of(batches, None if plan is None else _batch_size(plan))
+        source = Peeked(source if pad is None else Mapped(source, pad))
+        if source.first is None:
+            raise ArgumentError("batches: there is none")
+        own = _planned_step(step, plan, policy, state)
+        first = jax.tree.map(abstract, arrays_only(source.first))
+        chosen: Plan = own.plan(state, first) if plan is None or policy is not None else plan
+        if len(chosen.in_avals) != 2:
+            raise PlanError(
+                f"fit takes a step(state, batch); {chosen.name} was planned with {len(chosen.in_avals)} arguments"
+            )
+        done = 0 if folder is None else from_first(lambda: checkpoint.latest(folder)) or 0
+        if done > steps:
+            raise CheckpointError(f"steps={steps}: {folder} is at step {done} already; give more, or another folder")
+        if done and folder is not None:
+            restored, report = checkpoint.restore(folder, done, plan=chosen, report=True)
+            state = nnx.updated(state, restored)
+            resume(source, report.extra.get("batches"))
+        else:
+            state = nnx.updated(state, nnx.split((chosen.put(state),)).states[0])
+
+        like = state if nnx.has_modules(state) else chosen.in_avals[0]
+        place = SizedPlacer(chosen, None if pad is None else lambda batch: own.plan(like, batch))
         record = stack.enter_context(_recording(log, done, steps, _batch_size(chosen)))
         if record.progress is not None and pad is None:  # else a step's products are as many as its batch is large
             record.progress.measure_against(peak_seconds(own, chosen, like, first))
@@ -186,11 +187,14 @@ def fit(
             host=host,
             failed=None if watch is None else watch.answer,
         )
-        if done < steps:
+        if done < steps and in_any(stop.requested):
+            where = f"step {done} is saved, from which this went on" if done else "nothing is saved yet"
+            write_error(f"stopped before step {done + 1}: {where}\n")
+        elif done < steps:
             with stop.deferred(), saves_finished(folder), ready:
                 state, done = take_steps(uniform(own, state), state, ready, range(done + 1, steps + 1), duties)
-    if done < steps or stop.requested:
-        raise KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(stop.exit_code)
+        if done < steps or in_any(stop.requested):
+            raise KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(stop.exit_code)
     return state
 
 
@@ -226,13 +230,21 @@ def _evaluate(evaluate: Callable[[Tree], Any] | None, number: int, state: Tree, 
 
 @contextlib.contextmanager
 def _signals(handled: bool) -> Generator[StopSignals]:
-    """Signals that ask to stop; where they are not handled, or cannot be outside of the main thread, none does."""
+    """Signals that ask to stop; where they are not handled, or cannot be outside of the main thread, none does.
+
+    Before its first step one process is interrupted at once; of several all look together whether one is to stop.
+    """
     stop = StopSignals()
-    if handled and threading.current_thread() is threading.main_thread():
-        with stop:
-            yield stop
-    else:
+    if not handled or threading.current_thread() is not threading.main_thread():
         yield stop
+        return
+    try:
+        with stop, stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext():
+            yield stop
+    except KeyboardInterrupt:
+        if stop.signal is signal.SIGTERM:
+            raise SystemExit(stop.exit_code) from None
+        raise
 
 
 @dataclass(frozen=True)

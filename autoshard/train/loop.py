@@ -71,7 +71,7 @@ def train(
     Args:
       fresh: deletes an earlier run in the folder and starts over.
       console: receives the plan, the progress and the report; standard output if absent.
-      stop: asked after every step whether to stop; if so, the state is saved.
+      stop: asked before the first step and after every one whether to stop; after a step the state is saved then.
 
     Returns:
       The report; None if the run was stopped.
@@ -280,8 +280,8 @@ def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: flo
 
 
 def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
-    """Takes the steps of phase ``index`` after step ``done``, until it ends or is to stop; returns when the last state
-    is complete on disk.
+    """Takes the steps of phase ``index`` after step ``done``, until it ends or is to stop, if not before the first;
+    returns when the last state is complete on disk.
     """
     config, folder, phase = run.config, run.folder, run.config.all_phases[index]
     planned = plan_phase(config, phase, run.work)
@@ -312,7 +312,8 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     tracing = traced(planned.step, done + 1, recorded, os.fspath(folder.root))
     with run.stop.deferred(), saves_finished(folder.checkpoints), ready, tracing as step:
         duties = _duties(run, planned, phase.until, ready)
-        take_steps(step, state, ready, range(done + 1, phase.until + 1), duties)
+        if not run.to_stop():  # before the first step
+            take_steps(step, state, ready, range(done + 1, phase.until + 1), duties)
     return planned
 
 

@@ -64,12 +64,12 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self) -> Generator[None]:
-        """Lets what is inside look at `requested` when it is ready to stop."""
-        self._deferred = True
+        """Lets what is inside look at `requested` when it is ready to stop; may be within another."""
+        before, self._deferred = self._deferred, True
         try:
             yield
         finally:
-            self._deferred = False
+            self._deferred = before
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.signal == number and SUPERVISED in os.environ and time.monotonic() - self._at < REPEAT_SECONDS:
@@ -79,7 +79,7 @@ class StopSignals:
             os._exit(self.exit_code)
         self.signal, self._at = signal.Signals(number), time.monotonic()
         self._interrupt()
-        write_error(f"{self.signal.name}: stopping, with the state saved; the next signal stops at once\n")
+        write_error(f"{self.signal.name}: stopping; the next signal stops at once\n")
 
     def _interrupt(self, *_: Any) -> None:
         if not self._deferred:

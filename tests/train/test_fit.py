@@ -207,6 +207,21 @@ def test_a_signal_saves_the_step_that_is_being_taken(number: signal.Signals, end
     np.testing.assert_array_equal(state, np.ones(24))
 
 
+def test_a_signal_before_the_first_step_ends_it_at_once(tmp_path: Path):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def batches() -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield {"row": np.arange(4)}
+
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            fit(count, jnp.zeros(24, jnp.int32), batches(), steps=1, checkpoints=tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert checkpoint.latest(tmp_path) is None
+
+
 def test_one_folder_for_the_log_and_the_checkpoints(tmp_path: Path):
     """A run has it while each of its steps is written there."""
     fit(count, jnp.zeros(24, jnp.int32), Rows({"row": np.arange(24)}, 4), steps=2, checkpoints=tmp_path, log=tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from autoshard.runs.report import Report, StepEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig
 from autoshard.train.loop import plan_phase, train
-from autoshard.train.stop_signals import StopSignals
 from tests.runs.test_wandb_run import StandIn
+from tests.train.test_stop_signals import StoppedAfter
 
 WORDS = b"the mesh has eight devices and every axis of the mesh has a name ".split()
 WANDB = StandIn()
@@ -138,10 +137,11 @@ def test_a_damaged_log_is_read_where_it_can_be(text: Path, tmp_path: Path, finis
 
 
 def test_a_stopped_run_is_saved_and_ends_the_same(text: Path, tmp_path: Path, finished: tuple[Path, Report, str]):
-    config, stop = recipe(text, tmp_path / "run"), StopSignals()
-    stop.signal = signal.SIGTERM
-    assert train(config, console=Console(file=io.StringIO()), stop=stop) is None
-    assert checkpoint.latest(tmp_path / "run/checkpoints") == 1
+    config = recipe(text, tmp_path / "run")
+    for taken, saved in ((0, None), (1, 1)):
+        stop = StoppedAfter(taken)
+        assert train(config, console=Console(file=io.StringIO()), stop=stop) is None
+        assert checkpoint.latest(tmp_path / "run/checkpoints") == saved
     report, shown = run(config)
     assert "from its checkpoint at step 1 of 12" in shown
     assert report.model_copy(update={"checkpoint": ""}) == finished[1].model_copy(update={"checkpoint": ""})

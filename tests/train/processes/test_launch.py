@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -22,7 +24,8 @@ from autoshard.train.loop import train
 from autoshard.train.processes import gpus
 from autoshard.train.processes.connection import has_peers
 from autoshard.train.processes.launch import supervised
-from benchmarks.numbered_rows import LAST, ROWS, launched_process, losses, training_config
+from autoshard.train.processes.peers import SUPERVISED
+from benchmarks.numbered_rows import LAST, ROWS, SlowRows, launched_process, losses, training_config
 from tests.forked import command
 
 ROOT = Path(__file__).parents[3]
@@ -70,6 +73,41 @@ def test_killed_stopped_and_resumed_on_other_processes_no_row_is_lost(tmp_path: 
     np.testing.assert_array_equal(checkpoint.restore(run / "checkpoints")["seen"], np.ones(ROWS))
     assert losses(run) == losses(tmp_path / "whole")
     assert [step for step, _ in losses(run)] == list(range(1, LAST + 1))
+
+
+class Signalled(SlowRows):
+    """Rows before the first of which process 1 gets a signal, where the folder has a file ``signal``."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        if jax.process_index() == 1 and (Path(folder) / "signal").exists():
+            (Path(folder) / "signal").unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+def test_a_signal_to_one_process_before_the_first_step_lets_all_leave_together(
+    saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = training_config(tmp_path, "run", 2)
+    path.write_text(path.read_text().replace("benchmarks.numbered_rows:SlowRows", f"{__name__}:Signalled"))
+    if saved:
+        train(named_config(path).model_copy(update={"steps": saved}), console=Console(quiet=True))
+    (tmp_path / "signal").touch()
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        port.bind(("127.0.0.1", 0))
+        cluster = ["--coordinator", f"127.0.0.1:{port.getsockname()[1]}", "--processes", 2, "--heartbeat", 30]
+        environment = {"JAX_NUM_CPU_DEVICES": "1", SUPERVISED: "1"}
+        started = [command("train", path, *cluster, "--id", n, **environment) for n in range(2)]
+        said = [process.communicate(timeout=120)[1] for process in started]
+    line = f"stopped; step {saved} is saved, and the same command resumes from there"
+    line = line if saved else "stopped; nothing is saved yet, and the same command starts over"
+    own = [[line for line in text.splitlines() if "coordination_service.cc" not in line] for text in said]
+    assert own == [[line], ["SIGTERM: stopping; the next signal stops at once", line]]
+    assert [process.returncode for process in started] == [143, 143]
+    assert checkpoint.latest(tmp_path / "run/checkpoints") == (saved or None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from autoshard.train.fit import fit
 from autoshard.train.loop import train
 from autoshard.train.processes.agreement import from_first, in_any, same_in_all
 from autoshard.train.stop_signals import StopSignals
+from tests.train.test_stop_signals import StoppedAfter
 from tests.two_processes import run
 
 WORDS = b"the mesh has two processes and every axis of the mesh has a name ".split()
@@ -68,6 +70,13 @@ def rows(late: bool) -> Iterator[dict[str, np.ndarray]]:
         yield {"row": 4 * n + np.arange(4)}
 
 
+def signalled(here: bool) -> Iterator[dict[str, np.ndarray]]:
+    """Rows that are read once a process has a signal."""
+    if here:
+        os.kill(os.getpid(), signal.SIGTERM)
+    yield from rows(late=False)
+
+
 def count(state: Any, batch: dict[str, Any]) -> Any:
     return state + batch["row"].sum(), {}
 
@@ -101,8 +110,7 @@ def own_rows() -> float:
 def program(folder: str) -> dict[str, Any]:
     """Runs in each of two processes."""
     root, me = Path(folder), jax.process_index()
-    stop = StopSignals()
-    stop.signal = signal.SIGTERM if me == 1 else None  # as if the second process alone had received it
+    stop = StoppedAfter(1) if me else StopSignals()  # as if the second process alone had received a signal
     found: dict[str, Any] = {"stopped": trained(recipe(root, "two"), stop)}
     found["saved"] = checkpoint.latest(root / "two/checkpoints")
     cli.app(["train", str(root / "config.yaml")], standalone_mode=False)  # resumes
@@ -122,6 +130,11 @@ def program(folder: str) -> dict[str, Any]:
         fit(lambda state, batch: (state + (1 + me) * batch["row"].sum(), {}), jnp.zeros(()), rows(late=False), steps=1)
     except AutoshardError as error:
         found["other program"] = str(error)
+
+    try:
+        fit(count, jnp.zeros(()), signalled(me == 1), steps=3, checkpoints=root / "signalled")
+    except SystemExit as ended:
+        found["ended"] = [ended.code, checkpoint.latest(root / "signalled")]
 
     found["first"] = from_first(lambda: {"process": me})
     found["any"] = [in_any(False), in_any(me == 1)]
@@ -178,6 +191,10 @@ def test_two_processes_take_the_steps_of_one(root: Path, found: list[dict[str, A
 def test_a_run_that_one_process_is_asked_to_stop_is_stopped_in_both(found: list[dict[str, Any]]):
     assert [one["stopped"] for one in found] == [None, None]
     assert [one["saved"] for one in found] == [1, 1]  # after the step, though the log is written every second one
+
+
+def test_a_signal_to_one_process_before_the_first_step_ends_both(found: list[dict[str, Any]]):
+    assert [one["ended"] for one in found] == [[143, None]] * 2
 
 
 def test_what_the_first_process_refuses_is_refused_in_both(found: list[dict[str, Any]]):
