@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -11,7 +11,7 @@ from etils import epath
 from rich.table import Table
 
 from autoshard.errors import ConfigError, nearest
-from autoshard.runs.report import HeldOutEvent, StepEvent
+from autoshard.runs.report import EndEvent, Event, HeldOutEvent, StepEvent
 from autoshard.runs.run_folder import RunFolder
 
 DEPTH = 3
@@ -31,7 +31,7 @@ class RunSummary:
 
     name: str
     state: str
-    """``running``, ``finished`` or ``stopped``."""
+    """``running``, ``finished``, ``failed`` by an error, or ``stopped``."""
     steps: int
     loss: float | None
     held_out: float | None
@@ -48,9 +48,10 @@ def runs_in(folder: epath.Path) -> list[RunSummary]:
 
 
 def _summary(run: RunFolder, folder: epath.Path) -> RunSummary:
-    curves = curves_of(run)
-    last = {name: curve[-1] for name, curve in curves.items()}
-    state = "running" if run.is_held() else "finished" if run.report.exists() else "stopped"
+    events = run.events()
+    last = {name: curve[-1] for name, curve in _curves(events).items()}
+    end = events[-1] if events else None
+    state = "running" if run.is_held() else end.how if isinstance(end, EndEvent) else "stopped"
     return RunSummary(
         name="." if run.root == folder else str(run.root.relative_to(folder)),
         state=state,
@@ -85,8 +86,12 @@ def find_run(name: str, folder: epath.Path) -> RunFolder:
 
 def curves_of(run: RunFolder) -> Mapping[str, Curve]:
     """The metrics of a run by name; of evaluations the names begin with ``eval_``."""
+    return _curves(run.events())
+
+
+def _curves(events: Iterable[Event]) -> Mapping[str, Curve]:
     curves: dict[str, list[tuple[int, float]]] = {}
-    for event in run.events():
+    for event in events:
         match event:
             case StepEvent() | HeldOutEvent():
                 prefix = "eval_" if isinstance(event, HeldOutEvent) else ""

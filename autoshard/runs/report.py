@@ -143,7 +143,17 @@ class SlowDevicesEvent(_Frozen):
         )
 
 
-Event = PhaseEvent | StepEvent | HeldOutEvent | NonFiniteEvent | StragglerEvent | SlowDevicesEvent
+class EndEvent(_Frozen):
+    """The run ended after step ``step``: it took its last one, or an error ended it. One that is to go on has none."""
+
+    event: Literal["end"] = "end"
+    step: NonNegativeInt
+    how: Literal["finished", "failed"]
+    error: str | None = None
+    """Its class and first line."""
+
+
+Event = PhaseEvent | StepEvent | HeldOutEvent | NonFiniteEvent | StragglerEvent | SlowDevicesEvent | EndEvent
 EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 """Reads an event of any kind."""
 
@@ -241,7 +251,7 @@ def make_report(
                 losses.pop(event.step, None)  # the step came to nothing
             case HeldOutEvent():
                 held[len(starts) - 1, event.step] = math.nan if event.loss is None else event.loss
-            case StragglerEvent() | SlowDevicesEvent():
+            case StragglerEvent() | SlowDevicesEvent() | EndEvent():
                 pass
     phases = [
         PhaseReport(

@@ -2,7 +2,7 @@
 
     RUN/lock             held by the process that writes to the folder; says which that is
     RUN/run.json         the entries of the configuration that the state depends on
-    RUN/log.jsonl        phases, steps and evaluations, in order
+    RUN/log.jsonl        phases, steps and evaluations, in order, and how the run ended
     RUN/events.out.tfevents.*  the same metrics for TensorBoard; one file a start
     RUN/metrics.csv      the metrics of steps, and of evaluations under names that begin with ``eval_``
     RUN/plan-0.json      the plan of each phase
@@ -34,7 +34,7 @@ from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
 from autoshard.runs.event_file import first_events, scalar_event
-from autoshard.runs.report import EVENTS, Event, HeldOutEvent, Report, StepEvent
+from autoshard.runs.report import EVENTS, EndEvent, Event, HeldOutEvent, Report, StepEvent
 from autoshard.shared_folder import held, is_held
 from autoshard.strict_files import cut, parse_json, read_text, shortened
 
@@ -185,10 +185,13 @@ class RunFolder:
         return events, damaged
 
     def drop_events_after(self, step: int) -> int:
-        """Drops the events after ``step``, and damaged lines, whose number it returns; begins a new event file."""
+        """Drops the events after ``step``, how the run ended, and damaged lines, whose number it returns; begins a new
+        event file.
+        """
         events, damaged = self._read_log()
         partial = self.root / "log.jsonl.partial"
-        partial.write_text("".join(_line(event) for event in events if event.step <= step))
+        kept = [event for event in events if event.step <= step and not isinstance(event, EndEvent)]
+        partial.write_text("".join(map(_line, kept)))
         partial.replace(self.log)
         self._write_table()
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""How a run ends, also by an error: what it was saving is complete on disk."""
+"""How a run ends, also by an error: what it was saving is complete on disk, and its log says that it failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Generator
 from etils import epath
 
 from autoshard import checkpoint
+from autoshard.checkpoint.manifest import first_line
 from autoshard.errors import CheckpointError
+from autoshard.runs.report import EndEvent
+from autoshard.runs.run_folder import RunFolder
+from autoshard.train.processes.agreement import is_first
 from autoshard.train.processes.peer_errors import may_be_of_peer
 
 
@@ -32,3 +36,19 @@ def saves_finished(folder: epath.Path | None) -> Generator[None]:
         raise
     if folder is not None:
         checkpoint.finish(folder)
+
+
+@contextlib.contextmanager
+def failure_logged(folder: RunFolder) -> Generator[None]:
+    """Adds to the log, in the first process, that an error ended the run; one that may be that another process is lost
+    does not: the run is to go on.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_first() and not may_be_of_peer(error):
+            with contextlib.suppress(OSError):  # the error may be that nothing can be written
+                step = max((event.step for event in folder.events()), default=0)
+                text = f"{type(error).__name__}: {first_line(error)}"
+                folder.append([EndEvent(step=step, how="failed", error=text)])
+        raise

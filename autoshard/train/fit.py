@@ -7,7 +7,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,14 +21,14 @@ from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ArgumentError, CheckpointError, PlanError
 from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
-from autoshard.runs.report import HeldOutEvent, NonFiniteEvent, SlowDevicesEvent, StepEvent, StragglerEvent
+from autoshard.runs.report import EndEvent, HeldOutEvent, NonFiniteEvent, SlowDevicesEvent, StepEvent, StragglerEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.runs.run_log import RunLog
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
-from autoshard.train.ending import saves_finished
-from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
+from autoshard.train.ending import failure_logged, saves_finished
+from autoshard.train.non_finite import LossWatch, NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, in_any, is_first
 from autoshard.train.processes.meeting import Meeting
@@ -89,13 +89,13 @@ def fit(
       log: called with the number of a step and its metrics by name, and with those of an evaluation, whose names begin
         with ``eval_``, in the first process; or a folder, which gets ``log.jsonl`` and ``metrics.csv``, and a line of
         progress is printed: loss, rate, time of a step, the share of the chips' peak that it uses (MFU), memory, and
-        time left.
+        time left; also, that the run goes on on another mesh.
       nan: what is done after a step of which a scalar metric, or a number in the next state that was finite before, is
         NaN or infinite: ``"stop"`` raises; ``"skip"`` keeps the state of before, as if the step had not been, at most
         ten times in a row; ``"rewind 20"`` goes on from the newest checkpoint that is 20 steps or more before it, with
         the batches that follow. Each is logged, with what was not finite, also of the batch, and of which process that
-        was. By default nothing is looked for. The step is planned with the check in it; of ``plan`` it has the
-        shardings.
+        was. By default nothing is looked for, and in the end a warning says since when the loss is not finite, if the
+        last is not. The step is planned with the check in it; of ``plan`` it has the shardings.
       pad: batches of any sizes are padded to one of a few, for each of which the step is planned; the state stays where
         the first plan has it. Not with ``plan``, which is for one size.
 
@@ -145,6 +145,7 @@ def fit(
             raise PlanError(
                 f"fit takes a step(state, batch); {chosen.name} was planned with {len(chosen.in_avals)} arguments"
             )
+        mesh = before = str(chosen.mesh)
         done = 0 if folder is None else from_first(lambda: checkpoint.latest(folder)) or 0
         if done > steps:
             raise CheckpointError(f"steps={steps}: {folder} is at step {done} already; give more, or another folder")
@@ -152,19 +153,23 @@ def fit(
             restored, report = checkpoint.restore(folder, done, plan=chosen, report=True)
             state = nnx.updated(state, restored)
             resume(source, report.extra.get("batches"))
+            before = report.extra.get("mesh", before)
         else:
             state = nnx.updated(state, nnx.split((chosen.put(state),)).states[0])
 
         like = state if nnx.has_modules(state) else chosen.in_avals[0]
         place = SizedPlacer(chosen, None if pad is None else lambda batch: own.plan(like, batch))
         record = stack.enter_context(_recording(log, done, steps, _batch_size(chosen)))
+        if before != mesh:
+            record.say(f"the mesh was {before} until step {done}, and is {mesh}: the state is placed anew")
         if record.progress is not None and pad is None:  # else a step's products are as many as its batch is large
             record.progress.measure_against(peak_seconds(own, chosen, like, first))
 
         def save(number: int, state: Tree, position: Any) -> None:
             record.flush()
             if folder is not None:
-                checkpoint.save(folder, number, state, plan=chosen, extra={"batches": gathered(position)}, keep=keep)
+                extra = {"batches": gathered(position), "mesh": mesh}
+                checkpoint.save(folder, number, state, plan=chosen, extra=extra, keep=keep)
 
         def restore(number: int) -> Tree:
             assert folder is not None
@@ -195,6 +200,7 @@ def fit(
                 state, done = take_steps(uniform(own, state), state, ready, range(done + 1, steps + 1), duties)
         if done < steps or in_any(stop.requested):
             raise KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(stop.exit_code)
+        record.finished(steps, looked=policy is not None)
     return state
 
 
@@ -254,6 +260,21 @@ class _Record:
     log: Log | None = None
     folder: RunLog | None = None
     progress: ProgressLine | None = None
+    console: Console | None = None
+    losses: LossWatch = field(default_factory=LossWatch)
+
+    def say(self, text: str) -> None:
+        """Prints ``text`` where there is a line of progress."""
+        if self.console is not None:
+            self.console.print(text, markup=False, highlight=False)
+
+    def finished(self, steps: int, looked: bool) -> None:
+        """The last step was taken, and whether it was ``looked`` for what is not finite."""
+        if self.folder is not None:
+            self.folder.append(EndEvent(step=steps, how="finished"))
+        hint = self.losses.hint('nan="stop", "skip" or "rewind N"')
+        if hint is not None and not looked and is_first():
+            warnings.warn(hint, stacklevel=3)
 
     def flush(self) -> None:
         """Writes what is not yet in the folder."""
@@ -262,6 +283,7 @@ class _Record:
 
     def step(self, number: int, metrics: Numbers) -> None:
         """Step ``number`` was taken."""
+        self.losses.see(number, metrics.get("loss"))
         if self.log is not None:
             self.log(number, metrics)
         if self.folder is not None:
@@ -306,5 +328,7 @@ def _recording(log: Log | epath.PathLike | None, done: int, steps: int, examples
         if not is_first():
             yield _Record()
             return
-        progress = stack.enter_context(ProgressLine(Console(soft_wrap=True), steps, examples, "examples", 10))
-        yield _Record(None, stack.enter_context(RunLog(folder)), progress)
+        stack.enter_context(failure_logged(folder))
+        console = Console(soft_wrap=True)
+        progress = stack.enter_context(ProgressLine(console, steps, examples, "examples", 10))
+        yield _Record(None, stack.enter_context(RunLog(folder)), progress, console)

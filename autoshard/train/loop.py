@@ -32,6 +32,7 @@ from autoshard.pages.page import brief, page
 from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
 from autoshard.runs.report import (
+    EndEvent,
     Event,
     HeldOutEvent,
     NonFiniteEvent,
@@ -50,8 +51,8 @@ from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
-from autoshard.train.ending import saves_finished
-from autoshard.train.non_finite import NonFinitePolicy, NonFiniteWatch, checked
+from autoshard.train.ending import failure_logged, saves_finished
+from autoshard.train.non_finite import LossWatch, NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
 from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, in_any, is_first, same_entries
@@ -134,7 +135,8 @@ def _train(config: TrainConfig, folder: RunFolder, console: Console, stop: StopS
     decay = config.optimizer.decay_steps if isinstance(config.optimizer, OptimizerConfig) else None
     if config is not given and decay != config.last_step:
         console.print(f"the learning rate decays until step {decay}, as it did when the run began", markup=False)
-    return _run_remaining(config, folder, console, done, stop)
+    with failure_logged(folder):
+        return _run_remaining(config, folder, console, done, stop)
 
 
 def _check_devices(config: TrainConfig, done: int) -> None:
@@ -256,9 +258,13 @@ def _run_remaining(
             state = checkpoint.restore(folder.checkpoints, done, plan=last.plan)
             metrics, batches = _mean_metrics(last, state, work.batches.final())
             held_out = metrics.get("loss")
-    events.flush()
+        run.log(EndEvent(step=done, how="finished"))
     report = from_first(lambda: _write_report(run, last, done, held_out, batches))
     run.say(str(report))
+    if config.nan is None and is_first():
+        losses = LossWatch.of(folder.events())
+        if hint := losses.hint("`nan: stop`, `nan: skip` or `nan: rewind N` in the configuration"):
+            run.say(hint)
     return report
 
 

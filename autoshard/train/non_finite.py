@@ -7,10 +7,11 @@ before: the selection is part of the compiled step, since the state is donated t
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from flax import nnx as flax_nnx
 
 from autoshard.errors import ArgumentError, NonFiniteError
-from autoshard.runs.report import NonFiniteEvent
+from autoshard.runs.report import Event, NonFiniteEvent, StepEvent
 from autoshard.runtime import nnx
 from autoshard.shared_folder import of_all
 from autoshard.strict_files import cut
@@ -53,6 +54,39 @@ class NonFinitePolicy:
     def kept(self, keep: int | None, every: int) -> int | None:
         """Checkpoints that a folder must keep for this, of which one is written each ``every`` steps."""
         return keep if keep is None else max(keep, -(-self.steps // every) + 1)
+
+
+@dataclass
+class LossWatch:
+    """Since when the loss is no longer finite, in a run that does not look for that."""
+
+    since: int | None = None
+    """The step; None where the last loss was finite."""
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Self:
+        """What the steps in a log say."""
+        watch = cls()
+        for event in events:
+            if isinstance(event, StepEvent):
+                watch.see(event.step, event.loss)
+        return watch
+
+    def see(self, number: int, loss: float | None) -> None:
+        """Step ``number`` had this loss."""
+        if loss is None or math.isfinite(loss):
+            self.since = None
+        elif self.since is None:
+            self.since = number
+
+    def hint(self, key: str) -> str | None:
+        """One line for a person where the last loss was not finite; ``key`` is what is to be given."""
+        if self.since is None:
+            return None
+        return (
+            f"the loss is NaN or infinite since step {self.since}, and the run went on: with {key} it would have "
+            "stopped there, left out such steps, or gone back to a checkpoint"
+        )
 
 
 class Checked(NamedTuple):

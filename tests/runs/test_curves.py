@@ -10,30 +10,31 @@ from etils import epath
 
 from autoshard.errors import ConfigError
 from autoshard.runs.curves import HEIGHT, WIDTH, curves_of, drawn, find_run, run_table, runs_in
-from autoshard.runs.report import HeldOutEvent, PhaseEvent, StepEvent
-from autoshard.runs.run_folder import RunFolder, write_json
+from autoshard.runs.report import EndEvent, HeldOutEvent, PhaseEvent, StepEvent
+from autoshard.runs.run_folder import RunFolder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> epath.Path:
-    """Two runs, one of them finished, and something else."""
-    for name, steps in (("a", 3), ("deep/b", 2)):
+    """Three runs, one of them finished and one failed, and something else."""
+    for name, steps in (("a", 3), ("c", 1), ("deep/b", 2)):
         run = RunFolder(epath.Path(tmp_path / name))
         run.root.mkdir(parents=True)
         run.append([PhaseEvent(step=0, mesh="(data=2)", collectives="")])
         run.append([StepEvent.of(n, {"loss": 1 / n, "norm": 2.0}) for n in range(1, steps + 1)])
-    run.append([HeldOutEvent.of(2, {"loss": 0.25})])
-    write_json(run.report, {})
+    run.append([HeldOutEvent.of(2, {"loss": 0.25}), EndEvent(step=2, how="finished")])
+    RunFolder(epath.Path(tmp_path / "c")).append([EndEvent(step=1, how="failed", error="OSError: no space left")])
     (tmp_path / "other").mkdir()
     return epath.Path(tmp_path)
 
 
 def test_runs_are_listed(folder: epath.Path):
     runs = {run.name: run for run in runs_in(folder)}
-    assert set(runs) == {"a", "deep/b"}
+    assert set(runs) == {"a", "c", "deep/b"}
+    assert (runs["c"].state, runs["c"].steps) == ("failed", 1)
     assert (runs["a"].state, runs["a"].steps, runs["a"].held_out) == ("stopped", 3, None)
     assert (runs["deep/b"].state, runs["deep/b"].loss, runs["deep/b"].held_out) == ("finished", 0.5, 0.25)
-    assert run_table([*runs.values()]).row_count == 2
+    assert run_table([*runs.values()]).row_count == 3
     with find_run("a", folder).locked():
         assert {run.name: run.state for run in runs_in(folder)}["a"] == "running"
     assert {run.name: run.state for run in runs_in(folder)}["a"] == "stopped"

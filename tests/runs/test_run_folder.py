@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
-from autoshard.runs.report import HeldOutEvent, PhaseEvent, StepEvent, make_report
+from autoshard.runs.report import EndEvent, HeldOutEvent, PhaseEvent, StepEvent, make_report
 from autoshard.runs.run_folder import RunFolder, write_json
 
 
@@ -34,7 +34,9 @@ def test_the_log_is_cut_where_the_run_resumes(folder: RunFolder):
         file.write('{"event": "step", "st')  # killed in the middle of a line
     assert folder.events() == taken(*range(1, 8))
     assert folder.drop_events_after(5) == 0
-    folder.append(taken(6))
+    folder.append([*taken(6), EndEvent(step=6, how="failed", error="OSError: no space left")])
+    assert len(folder.events()) == 7
+    assert folder.drop_events_after(6) == 0  # it goes on
     assert folder.events() == taken(1, 2, 3, 4, 5, 6)
 
 

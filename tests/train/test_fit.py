@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import checkpoint
 from autoshard.errors import ArgumentError, CheckpointError, ConfigError
+from autoshard.runs.curves import runs_in
 from autoshard.train import Padding, Rows, even_buckets, fit
 
 chosen = np.random.default_rng(0)
@@ -246,6 +249,35 @@ def test_a_folder_gets_events_and_a_table(tmp_path: Path):
         rows = list(csv.DictReader(file))
     assert [row["loss"] for row in rows if row["loss"]] == ["0.0", "4.0", "8.0", "12.0", "16.0"]
     assert [row["step"] for row in rows if row["eval_accuracy"]] == ["2", "3", "4", "5"]
+
+
+def test_a_folder_says_how_the_run_ended_and_that_its_mesh_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def run(mesh: int, steps: int, rows: int = 24) -> str:
+        step = autoshard.jit(count, mesh={"data": mesh}, donate_argnums=0)
+        given = itertools.islice(Rows({"row": np.arange(24)}, 4), rows // 4)
+        fit(step, jnp.zeros(24, jnp.int32), given, steps=steps, checkpoints=tmp_path / "c", log=tmp_path / "log")
+        (listed,) = runs_in(epath.Path(tmp_path))
+        return listed.state
+
+    assert run(4, 2) == "finished"
+    assert "the mesh was" not in capsys.readouterr().out
+    with pytest.raises(ArgumentError, match="ended after step 3"):
+        run(4, 6, rows=12)
+    assert [listed.state for listed in runs_in(epath.Path(tmp_path))] == ["failed"]
+    assert run(2, 4) == "finished"
+    assert "the mesh was (data=4) of cpu until step 3, and is (data=2) of cpu: the state" in capsys.readouterr().out
+    assert run(2, 4) == "finished"  # restored, and no step taken
+
+
+def test_a_loss_that_stays_nan_is_said_in_the_end():
+    def train(losses: list[float]) -> None:
+        batches = [{"loss": np.float32(loss)} for loss in losses]
+        fit(lambda state, batch: (state + 1, batch["loss"]), jnp.zeros(()), batches, steps=len(losses))
+
+    with pytest.warns(UserWarning, match=r'since step 4, .*: with nan="stop", "skip" or "rewind N" it would') as told:
+        train([np.nan, np.inf, 1.0, np.nan, np.inf])
+    assert len(told) == 1
+    train([np.nan, 1.0])  # no longer
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path):

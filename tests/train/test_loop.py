@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from autoshard import checkpoint
 from autoshard.errors import CheckpointError, ConfigError, MeshError, NonFiniteError
+from autoshard.runs.curves import runs_in
 from autoshard.runs.report import Report, StepEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig
@@ -94,6 +96,7 @@ def test_a_run_learns_and_reports(finished: tuple[Path, Report, str]):
     assert report.scored == 4 * 8 * 16
     assert 0 < report.bigram_bits < 8
     assert checkpoint.latest(folder / "checkpoints") == 12
+    assert [listed.state for listed in runs_in(epath.Path(folder))] == ["finished"]
     assert report.checkpoint == str(folder / "checkpoints/12")
     for expected in (
         "phase 1 of 2: to step 6 on mesh (data=4, model=2)",
@@ -142,6 +145,7 @@ def test_a_stopped_run_is_saved_and_ends_the_same(text: Path, tmp_path: Path, fi
         stop = StoppedAfter(taken)
         assert train(config, console=Console(file=io.StringIO()), stop=stop) is None
         assert checkpoint.latest(tmp_path / "run/checkpoints") == saved
+        assert [listed.state for listed in runs_in(epath.Path(tmp_path))] == ["stopped"]
     report, shown = run(config)
     assert "from its checkpoint at step 1 of 12" in shown
     assert report.model_copy(update={"checkpoint": ""}) == finished[1].model_copy(update={"checkpoint": ""})
@@ -250,9 +254,14 @@ def test_a_config_may_ask_what_is_done_of_steps_that_are_not_finite(text: Path, 
         NonFiniteError, match=r"step 2: not finite: grad_norm, state.*; its batch is finite; the run ends, and nothing"
     ):
         run(recipe(text, tmp_path / "run", nan="stop", **entries))
+    assert [listed.state for listed in runs_in(epath.Path(tmp_path))] == ["failed"]
     _, shown = run(recipe(text, tmp_path / "run", nan="skip", **entries))
     assert "step 2: not finite: grad_norm" in shown
     assert shown.count("the step is skipped") == 2
+    assert "since step" not in shown
+    _, shown = run(recipe(text, tmp_path / "run", **entries), fresh=True)
+    (said,) = re.findall("the loss is NaN or infinite since step ., and the run went on: with `nan: stop`, .*", shown)
+    assert "since step 3" in said
     with pytest.raises(ConfigError, match="nan"):
         recipe(text, tmp_path / "run", nan="halt")
 
