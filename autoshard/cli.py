@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from autoshard import __version__
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
+from autoshard.call_errors import TRACEBACK_VARIABLE, shown_error
 from autoshard.checkpoint.commands import checkpoint_app
 from autoshard.checkpoint.manifest import absolute_path, complete_steps
 from autoshard.decoding.served import exported, of_folder, of_run
@@ -418,11 +420,16 @@ def _use_cpu_devices(count: int) -> None:
 
 
 def main() -> None:
-    """Runs the command line; an error that autoshard raises on purpose is one line on standard error and exit code
-    2.
+    """Runs the command line. An error that autoshard raises on purpose is one line on standard error, one of a function
+    that a configuration calls is that with the person's own lines below it, and the exit code is 2.
     """
     try:
         app()
-    except (AutoshardError, OSError) as error:
-        typer.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
+    except Exception as error:
+        shown = shown_error(error)
+        if shown is None and not isinstance(error, AutoshardError | OSError):
+            raise
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exception(error)
+        typer.echo("\n".join([f"error: {shown or error}", *getattr(error, "__notes__", ())]), err=True)
         sys.exit(2)

@@ -23,9 +23,9 @@ HIDDEN = frozenset({"__init__", "__main__"})
 WIDTH, BOX, HEIGHT, STEP = 1100, 210, 52, 92
 """Pixels: of the picture, of a box, its height, and from floor to floor."""
 COLUMNS: Mapping[str, int] = {
-    "api": 220, "batches": 770, "checkpoint": 880, "decoding": 220, "errors": 410, "export": 220, "jaxpr": 130,
-    "pages": 830, "passes": 330, "pipelining": 880, "rules": 110, "runs": 220, "schedule": 970, "shared_folder": 220,
-    "strict_files": 690, "transforms": 220, "units": 970, "weights": 830,
+    "api": 220, "batches": 770, "call_errors": 880, "checkpoint": 880, "decoding": 220, "errors": 410, "export": 220,
+    "jaxpr": 130, "pages": 830, "passes": 330, "pipelining": 880, "rules": 110, "runs": 220, "schedule": 970,
+    "shared_folder": 220, "strict_files": 690, "transforms": 220, "units": 970, "weights": 830,
 }  # fmt: skip
 """Where a box stands that is not in the middle, in pixels from the left."""
 

@@ -4,7 +4,7 @@ Input: a step of one's own and batches, or a training configuration in YAML. Out
 checkpoints, a log of events, a table of metrics and a report. It uses the library as any program would: a step under
 `autoshard.jit`, `autoshard.checkpoint`, and the audit.
 
-May import: api, batches, checkpoint, runs, backend, and what they may; weights.models.cache.
+May import: api, batches, call_errors, checkpoint, runs, backend, and what they may; weights.models.cache.
 """
 
 from autoshard.batches.padding import Padding as Padding

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import Discriminator, Field, PrivateAttr, ValidationInfo, field_validator
 
+from autoshard.call_errors import note_entry
 from autoshard.errors import ArgumentError, ConfigError, nearest
 from autoshard.strict_config import Config
 from autoshard.strict_files import cut
@@ -104,8 +105,8 @@ class Call(Config):
         self._at = at
 
     def named[**P, T](self, function: Callable[P, T]) -> Callable[P, T]:
-        """``function``, what is called or what that gave, whose errors name this entry: those that are shown as one
-        line in it, others, which keep their traceback, in a note below.
+        """``function``, what is called or what that gave, whose errors name this entry: those that autoshard raises of
+        arguments and configurations in their line, others in a note, by which `autoshard.call_errors` shows them.
         """
 
         @functools.wraps(function)
@@ -114,14 +115,12 @@ class Call(Config):
                 return function(*args, **given)
             except StopIteration:
                 raise
-            except (ArgumentError, ConfigError, OSError) as error:
-                if str(error).startswith(name):
+            except (ArgumentError, ConfigError) as error:
+                if str(error).startswith(self.at or name):
                     raise
-                found = OSError if isinstance(error, OSError) else ConfigError
-                raise found(f"{name}: {error}") from error
+                raise ConfigError(f"{name}: {error}") from error
             except Exception as error:
-                if (note := f"{name} raised this, or what it gave") not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
+                note_entry(error, name)
                 raise
 
         name = f"{self.at}{self.call}"

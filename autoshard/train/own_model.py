@@ -13,10 +13,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from autoshard.call_errors import noted
 from autoshard.errors import ConfigError
 from autoshard.runtime.nnx import has_modules
 from autoshard.train.calls import Call
@@ -36,6 +38,8 @@ class Model:
     apply: Callable[[Tree, Tree, Tree, jax.Array | None], tuple[Any, Tree]]
     cached: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     """What `autoshard.generate` takes, where the model decodes with a cache."""
+    entry: str = ""
+    """What errors of its gradients are noted with: where the configuration names it."""
 
 
 def inputs_of(batch: Tree) -> Any:
@@ -91,7 +95,7 @@ def own_model(call: Call, batch: Tree) -> Model:
             "functions: init(key) -> params, and apply(params, inputs) -> outputs; two more, where it decodes with a "
             "cache: step(params, cache, tokens, position) -> logits, cache, and new_cache(params, rows, length)"
         )
-    return replace(model, init=call.named(model.init), apply=call.named(model.apply))
+    return replace(model, init=call.named(model.init), apply=call.named(model.apply), entry=f"{call.at}{call.call}")
 
 
 def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
@@ -191,10 +195,48 @@ def cross_entropy(outputs: Any, batch: Tree, *, at: str = "") -> jax.Array:
     return jnp.sum(losses * weights) / jnp.where(total > 0, total, 1)
 
 
+def own_loss(call: Call) -> Callable[[Any, Tree], tuple[jax.Array, Metrics]]:
+    """The loss that ``call`` names, of outputs and batch, with its further metrics, none where it has none.
+
+    Raises:
+      ConfigError: when it is called, where it gives no scalar float, alone or with metrics by name.
+    """
+    compute = call.resolved()
+
+    def loss(outputs: Any, batch: Tree) -> tuple[jax.Array, Metrics]:
+        found: Any = compute(outputs, batch)
+        pair: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        value, metrics = pair
+        if not _is_array(value) or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise ConfigError(
+                f"{call.at}{call.call} gives {_kind(value)}; a loss is one float, alone or as (loss, metrics by name): "
+                "take the mean of an array"
+            )
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"{call.at}{call.call} gives a loss and {_kind(metrics)}; what follows a loss is a dictionary of "
+                'metrics by name, as (loss, {"accuracy": accuracy})'
+            )
+        return jnp.asarray(value), metrics
+
+    return loss
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | float | int)
+
+
+def _kind(value: Any) -> str:
+    """What ``value`` is, in words: an array by its dtype and shape."""
+    if _is_array(value):
+        return f"{jnp.result_type(value)}{[*jnp.shape(value)]}"
+    return f"a {type(value).__name__}"
+
+
 def make_own_steps(
     model: Model,
     optimizer: optax.GradientTransformation,
-    loss: Callable[[Any, Tree], Any],
+    loss: Callable[[Any, Tree], jax.Array | tuple[jax.Array, Metrics]],
     rate: optax.Schedule | None,
     precision: Precision | None = None,
 ) -> Steps:
@@ -229,7 +271,8 @@ def make_own_steps(
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         gradient = kept.value_and_grad(loss_of, has_aux=True)
         overwritten = state["rest"].get(OVERWRITE_WITH_GRADIENT) if isinstance(state["rest"], dict) else None
-        (value, (metrics, rest)), grads = gradient(state, state["rest"], batch, key, overwritten=overwritten)
+        with noted(model.entry):
+            (value, (metrics, rest)), grads = gradient(state, state["rest"], batch, key, overwritten=overwritten)
         if overwritten is not None:
             grads, after_overwritten = grads
             rest = {**rest, OVERWRITE_WITH_GRADIENT: after_overwritten}
@@ -278,7 +321,7 @@ def own_steps(call: Call) -> Steps:
     evaluate = call.named(given[2]) if len(given) == 3 else None
     made = nnx.eval_shape(lambda: init(jax.random.key(0)))
     if not has_modules(made):
-        return Steps(init, uniform(step, made), evaluate, lambda state: state)
+        return Steps(init, call.named(uniform(step, made)), evaluate, lambda state: state)
     graph, like = nnx.split(made)
 
     def pure_init(key: jax.Array) -> Tree:
@@ -286,7 +329,7 @@ def own_steps(call: Call) -> Steps:
 
     def pure_step(state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         modules = nnx.merge(graph, _filled(like, state))
-        _, metrics = uniform(step, modules)(modules, batch)
+        _, metrics = call.named(uniform(step, modules))(modules, batch)
         return nnx.to_pure_dict(nnx.split(modules)[1]), metrics
 
     def pure_evaluate(state: Tree, batch: Tree) -> Metrics:

@@ -20,7 +20,15 @@ from autoshard.train.calls import Call
 from autoshard.train.config import DataConfig, TrainConfig
 from autoshard.train.decoder import ModelConfig, Steps, make_steps
 from autoshard.train.optimizer import OptimizerConfig, make_optimizer
-from autoshard.train.own_model import Model, cross_entropy, decoder_model, make_own_steps, own_model, own_steps
+from autoshard.train.own_model import (
+    Model,
+    cross_entropy,
+    decoder_model,
+    make_own_steps,
+    own_loss,
+    own_model,
+    own_steps,
+)
 from autoshard.train.processes.agreement import same_in_all
 from autoshard.train.processes.placing import abstract
 from autoshard.train.sources import Mapped, Source, Tree, arrays_only, source_of
@@ -156,7 +164,7 @@ class _OwnBatches:
         first = next(self.train(), None)
         if first is None:
             raise ConfigError(f"{self.source.at}{self.source.call} gives no batch")
-        like = jax.tree.map(abstract, arrays_only(first))
+        like = self.source.named(lambda: jax.tree.map(abstract, arrays_only(first)))()
         rows = {x.shape[0] for x in jax.tree.leaves(like) if x.shape}
         if not rows:
             raise ConfigError(f"{self.source.at}nothing in a batch of {self.source.call} is an array of rows")
@@ -251,8 +259,9 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
                 f"{optimizer.at}{optimizer.call} gives a {type(update).__name__}, and not an "
                 "optax.GradientTransformation"
             )
+        update = update._replace(init=optimizer.named(update.init), update=optimizer.named(update.update))
     default = functools.partial(cross_entropy, at=config.at("model"))
-    return make_own_steps(applied, update, default if loss is None else loss.resolved(), rate, precision)
+    return make_own_steps(applied, update, default if loss is None else own_loss(loss), rate, precision)
 
 
 def computed_model(config: TrainConfig) -> ModelConfig:
