@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import sys
 import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -419,10 +422,19 @@ def _use_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", min(count, MAX_VIRTUAL_DEVICES))
 
 
+def _show_warning(other: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """A warning of autoshard's is a line without the place in its sources; those of others are shown as ever."""
+    if category.__module__ == AutoshardError.__module__:
+        typer.echo(f"warning: {message}", err=True)
+    else:
+        other(message, category, *where)
+
+
 def main() -> None:
     """Runs the command line. An error that autoshard raises on purpose is one line on standard error, one of a function
     that a configuration calls is that with the person's own lines below it, and the exit code is 2.
     """
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
         app()
     except Exception as error:

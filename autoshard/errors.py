@@ -199,6 +199,15 @@ class CacheWarning(UserWarning):
     """
 
 
+class ModeWarning(UserWarning):
+    """A model of one's own that does not seem to know when it trains: its dropout is off, or a parameter that says so
+    keeps its default.
+
+    Remedy: name the parameter of its ``__call__`` ``train``, ``training``, ``is_training`` or ``deterministic``: a run
+    switches these. Where it is meant so, none is needed.
+    """
+
+
 class PipelineWarning(UserWarning):
     """All stages of a pipeline compute what any of them does, since XLA put a collective of all devices into it: the
     results are the same, later.

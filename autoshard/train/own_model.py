@@ -7,6 +7,7 @@ else of it the module has parameters for, such as ``segment_ids``; the first of 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,10 +20,11 @@ from flax import linen, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from autoshard.call_errors import noted
-from autoshard.errors import ConfigError
+from autoshard.errors import ConfigError, ModeWarning
 from autoshard.runtime.nnx import has_modules
 from autoshard.train.calls import Call
 from autoshard.train.decoder import Decoder, Metrics, ModelConfig, Steps
+from autoshard.train.modes import NAMES, SWITCHED, mode_options, silent_dropouts, unswitched
 from autoshard.train.precision import Precision
 from autoshard.train.sources import Tree
 from autoshard.train.stepping import uniform
@@ -38,6 +40,8 @@ class Model:
     apply: Callable[[Tree, Tree, Tree, jax.Array | None], tuple[Any, Tree]]
     cached: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     """What `autoshard.generate` takes, where the model decodes with a cache."""
+    silent: tuple[str, ...] = ()
+    """Its modules that have a rate of dropout, and drop nothing in training."""
     entry: str = ""
     """What errors of its gradients are noted with: where the configuration names it."""
 
@@ -84,23 +88,34 @@ def own_model(call: Call, batch: Tree) -> Model:
 
     jax.eval_shape(look)
     if isinstance(found, nnx.Module):
-        model = _nnx_model(made)
+        model, takes, switched = _nnx_model(made), type(found).__call__, SWITCHED
     elif isinstance(found, linen.Module):
-        model = _linen_model(found, batch)
+        model, takes, switched = call.named(_linen_model)(found, batch), type(found).__call__, SWITCHED
     elif isinstance(found, tuple) and len(found) in (2, 4) and all(map(callable, found)):
-        model = _plain_model(*found)
+        model, takes, switched = _plain_model(*found), found[1], ()
     else:
         raise ConfigError(
             f"{call.at}{call.call} gives a {type(found).__name__}; a model is a Flax NNX or Linen module, or a pair of "
             "functions: init(key) -> params, and apply(params, inputs) -> outputs; two more, where it decodes with a "
             "cache: step(params, cache, tokens, position) -> logits, cache, and new_cache(params, rows, length)"
         )
-    return replace(model, init=call.named(model.init), apply=call.named(model.apply), entry=f"{call.at}{call.call}")
+    entry, kept = f"{call.at}{call.call}", unswitched(takes, batch if isinstance(batch, Mapping) else (), switched)
+    if kept or model.silent:
+        found = f"keeps {', '.join(kept)}" if kept else f"drops nothing in {', '.join(model.silent[:5])}"
+        warnings.warn(
+            f"{entry} {found} while it trains. What says whether a Flax module trains is a parameter of its __call__ "
+            f"with one of the names {NAMES}",
+            ModeWarning,
+            stacklevel=2,
+        )
+    return replace(model, init=call.named(model.init), apply=call.named(model.apply), entry=entry)
 
 
 def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
     made = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, params_like, rest_like = nnx.split(made, nnx.Param, ...)
+    takes = type(made).__call__
+    modes = mode_options(takes)
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         _, params, rest = nnx.split(make(key), nnx.Param, ...)
@@ -109,7 +124,7 @@ def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
     def apply(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Tree]:
         model = nnx.merge(graph, _filled(params_like, params), _filled(rest_like, rest))
         model.eval() if key is None else model.train()
-        outputs = model(inputs_of(batch), **_named(type(model).__call__, batch))
+        outputs = model(inputs_of(batch), **_named(takes, batch), **modes(key is not None))
         _, _, after = nnx.split(model, nnx.Param, ...)
         return outputs, nnx.to_pure_dict(after)
 
@@ -128,13 +143,16 @@ def decoder_model(config: ModelConfig) -> Model:
 
 def _linen_model(module: linen.Module, batch: Tree) -> Model:
     takes = type(module).__call__
-    modes = _mode_options(takes)
+    modes = mode_options(takes)
 
-    def init(key: jax.Array) -> tuple[Tree, Tree]:
+    def variables_of(key: jax.Array, training: bool) -> dict[str, Any]:
         example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_of(batch))
         named = {name: jnp.zeros(x.shape, x.dtype) for name, x in _named(takes, batch).items()}
         keys: dict[str, Any] = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
-        variables = dict(module.init(keys, example, **named, **modes(False)))
+        return dict(module.init(keys, example, **named, **modes(training)))
+
+    def init(key: jax.Array) -> tuple[Tree, Tree]:
+        variables = variables_of(key, training=False)
         return variables.pop("params", {}), variables
 
     def apply(params: Tree, rest: Tree, batch: Tree, key: jax.Array | None) -> tuple[Any, Tree]:
@@ -145,14 +163,9 @@ def _linen_model(module: linen.Module, batch: Tree) -> Model:
         outputs, after = module.apply(variables, inputs_of(batch), **_named(takes, batch), **modes(True), **given)
         return outputs, dict(cast("Mapping[str, Any]", after))
 
-    return Model(init, apply)
-
-
-def _mode_options(call: Callable[..., Any]) -> Callable[[bool], dict[str, Any]]:
-    """How ``call`` learns whether it trains: by ``train`` or ``deterministic``, if it has one."""
-    names = inspect.signature(call).parameters
-    negated = {"train": False, "training": False, "deterministic": True}
-    return lambda training: {name: training != no for name, no in negated.items() if name in names}
+    with silent_dropouts() as silent:
+        jax.eval_shape(lambda key: variables_of(key, training=True), jax.random.key(0))
+    return Model(init, apply, silent=tuple(dict.fromkeys(silent)))
 
 
 def _plain_model(init: Callable[..., Tree], apply: Callable[..., Any], *cached: Callable[..., Any]) -> Model:
