@@ -183,9 +183,10 @@ class Report(_Frozen):
     held_out: float | None
     """The final held-out loss, of text in nats per byte; None where no data is held out."""
     held_out_bits: float | None
-    """Of text: bits per byte of the model on the first ``scored`` bytes of the held-out files."""
+    """Of text, without a loss of one's own: bits per byte of the model on the first ``scored`` bytes of the held-out
+    files."""
     bigram_bits: float | None
-    """Of text: bits per byte on the same bytes of a byte-bigram model fitted on the training bytes."""
+    """Of the same runs: bits per byte on the same bytes of a byte-bigram model fitted on the training bytes."""
     scored: int | None
     checkpoint: str
 

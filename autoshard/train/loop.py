@@ -270,7 +270,8 @@ def _run_remaining(
 
 def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: float | None, batches: int) -> Report:
     """Writes the report; ``held_out`` is the final loss over so many ``batches``."""
-    corpus, scored = last.work.batches.corpus, batches * last.work.batches.amount[0]
+    corpus = last.work.batches.corpus if last.work.in_bits else None
+    scored = batches * last.work.batches.amount[0]
     trained = last.state["params"] if isinstance(last.state, dict) and "params" in last.state else last.state
     report = make_report(
         run.folder.events(),
@@ -389,7 +390,7 @@ def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: 
     metrics, _ = _mean_metrics(planned, state, run.work.batches.held_out(run.config.eval.batches))
     run.log(HeldOutEvent.of(number, metrics))
     text = [f"{name} {value:.4f}" for name, value in metrics.items()]
-    if run.work.batches.corpus is not None and "loss" in metrics:
+    if run.work.in_bits and "loss" in metrics:
         text.append(f"{metrics['loss'] / math.log(2):.3f} bits per byte")
     run.say(f"step {number}: held-out {', '.join(text)}")
     run.progress.restart()

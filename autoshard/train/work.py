@@ -81,6 +81,8 @@ class Work:
     steps: Steps
     is_evaluated: bool
     """Whether the state is evaluated during the run and at its end."""
+    in_bits: bool
+    """Whether its loss is that of the next byte of text, so that it makes bits per byte."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,10 @@ def work_of(config: TrainConfig) -> Work:
         raise ConfigError(
             f"{config.eval.data.at}the `step` gives (init, step) alone; let it give (init, step, evaluate)"
         )
-    held_out = config.eval.data is not None or isinstance(config.data, DataConfig)
-    return Work(batches, steps, held_out and steps.evaluate is not None)
+    of_text = isinstance(config.data, DataConfig)
+    held_out = config.eval.data is not None or of_text
+    in_bits = of_text and config.loss is None and config.step is None
+    return Work(batches, steps, held_out and steps.evaluate is not None, in_bits)
 
 
 def steps_of(config: TrainConfig, batch: Tree) -> Steps:

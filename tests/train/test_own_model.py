@@ -134,6 +134,16 @@ def bigram() -> Any:
     return lambda key: jax.random.normal(key, (16, 16)), lambda table, tokens: table[tokens]
 
 
+def byte_table() -> Any:
+    """The same of bytes."""
+    return lambda key: jax.random.normal(key, (256, 256)), lambda table, tokens: table[tokens]
+
+
+def tenth(outputs: Any, batch: Any) -> Any:
+    """A tenth of the default loss."""
+    return cross_entropy(outputs, batch) / 10
+
+
 def names() -> Any:
     """Batches of text alone."""
     return [{"name": "a"}]
@@ -341,6 +351,17 @@ def test_a_linen_transformer_trains_on_text(tmp_path: Path):
     assert losses[-1] < losses[0]
     assert report.scored == 8 * 16
     assert report.held_out_bits == pytest.approx(report.held_out / np.log(2))
+
+
+def test_a_loss_of_ones_own_makes_no_bits_per_byte(tmp_path: Path):
+    (tmp_path / "book.txt").write_text("the mesh has eight devices and every axis has a name " * 40)
+    entries = {"model": call("byte_table"), "loss": call("tenth"), "eval": {"batches": 1, "final_batches": 1}}
+    entries |= {"phases": [{"mesh": {"axes": {"data": 2}, "hardware": "cpu"}, "until": 1}], "batch": 2}
+    text = {"source": str(tmp_path / "book.txt"), "seq": 16}
+    report, _, shown = trained(config(tmp_path, data=text, **entries))
+    assert (report.held_out_bits, report.bigram_bits, report.scored) == (None, None, None)
+    assert "bits per byte" not in shown
+    assert f"held-out loss {report.held_out:.4f}" in shown
 
 
 def test_a_decoder_takes_an_own_optimizer(tmp_path: Path):
