@@ -159,3 +159,13 @@ def hardware_of(device_kind: str) -> Hardware:
         f"no hardware table lists the device kind {device_kind!r}; set `hardware:` in the mesh config to one of "
         f"{', '.join(tables)}, or to the path of a table of your own written like those"
     )
+
+
+def is_of_other_chip(hardware: Hardware, device_kind: str) -> bool:
+    """Whether ``hardware`` is a shipped table that does not list ``device_kind``; of a table of one's own it is not
+    known.
+    """
+    shipped = {path.stem: path for path in shipped_configs("hardware")}
+    if (path := shipped.get(hardware.name)) is None:
+        return False
+    return device_kind not in _table(read_text(path), str(path)).device_kinds

@@ -28,6 +28,7 @@ from autoshard.backend.audit import audit
 from autoshard.batches.padding import WEIGHTS
 from autoshard.batches.prefetch import Prefetched
 from autoshard.errors import ConfigError
+from autoshard.machine.hardware import is_of_other_chip
 from autoshard.pages.page import brief, page
 from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
@@ -294,6 +295,9 @@ def _run_phase(run: _RunContext, index: int, done: int) -> PlannedPhase:
     planned = plan_phase(config, phase, run.work)
     run.say(f"phase {index + 1} of {len(config.all_phases)}: to step {phase.until} on mesh {planned.plan.mesh}")
     run.say(brief(planned.plan))
+    chip, kind = planned.plan.mesh.hardware, jax.devices()[0].device_kind
+    if is_of_other_chip(chip, kind):
+        run.say(f"  predicted for {chip.name}, and run on {kind}: steps here take other times than are predicted")
     if is_first():
         planned.plan.save(os.fspath(folder.plan(index)))
         folder.page(index).write_text(page(planned.plan))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from autoshard.errors import ConfigError
-from autoshard.machine.hardware import hardware_of, load_hardware
+from autoshard.machine.hardware import hardware_of, is_of_other_chip, load_hardware
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.strict_config import load_yaml
@@ -67,3 +67,11 @@ def test_a_users_table(tmp_path):
     assert len(str(caught.value).splitlines()) == 3
     for text in ("mine.yaml:1: flops.floaty: should be 'bfloat16'", "mine.yaml:3: bandwidth", "mine.yaml:4: links"):
         assert text in str(caught.value)
+
+
+def test_whether_a_table_is_of_another_chip_is_known_of_those_that_ship(tmp_path):
+    assert is_of_other_chip(load_hardware("tpu-v5e"), "cpu")
+    assert not is_of_other_chip(load_hardware("tpu-v5e"), "TPU v5 lite")
+    own = tmp_path / "my-chip.yaml"
+    own.write_text((TABLES[0].parent / "cpu.yaml").read_text())
+    assert not is_of_other_chip(load_hardware(str(own)), "TPU v5 lite")

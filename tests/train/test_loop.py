@@ -169,6 +169,15 @@ def test_more_steps_extend_a_finished_run(text: Path, tmp_path: Path, finished: 
     assert run(longer)[1].startswith("the run in ")
 
 
+def test_a_run_on_another_chip_than_it_is_predicted_for_says_so(
+    text: Path, tmp_path: Path, finished: tuple[Path, Report, str]
+):
+    other = {"phases": (), "steps": 1, "mesh": {"axes": {"data": 2}, "hardware": "tpu-v5e"}, "strategy": "dp"}
+    _, shown = run(recipe(text, tmp_path / "run", **other))
+    assert "  predicted for tpu-v5e, and run on cpu: steps here take other times than are predicted\n" in shown
+    assert "predicted for" not in finished[2]
+
+
 def test_a_failure_before_the_first_step_leaves_nothing_that_refuses(text: Path, tmp_path: Path):
     large = {"phases": (), "steps": 2, "mesh": {"axes": {"data": 16}, "hardware": "cpu"}}
     with pytest.raises(MeshError, match="needs 16 devices and this process has 8"):
