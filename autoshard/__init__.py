@@ -15,6 +15,8 @@ cache. `checkpoint` saves and restores on any mesh, `train` runs a step to its e
 models, `errors` has what is raised on purpose.
 """
 
+from autoshard import interrupts as interrupts  # isort: split
+
 from autoshard import checkpoint, errors, train, weights
 from autoshard.api import jit, register_rule, unregister_rule
 from autoshard.backend.audit import audit

@@ -123,9 +123,10 @@ def train_command(
             if not stop.requested:
                 raise
         except Exception as error:
-            if watch is None or (lost := lost_peer(error, watch)) is None:
-                raise
-            watch.leave(str(lost))
+            if not stop.interrupted:  # else it is of the interrupt, of which JAX makes another error in a hash
+                if watch is None or (lost := lost_peer(error, watch)) is None:
+                    raise
+                watch.leave(str(lost))
         finally:
             if watch is not None:
                 watch.end(finished=saved)

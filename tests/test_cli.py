@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from autoshard import checkpoint, strict_config
+from autoshard import checkpoint, cli, strict_config
 from autoshard.cli import main
 from tests.forked import Forked, command
 
@@ -186,6 +186,27 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
     assert again.returncode == 130
     assert "Traceback" not in shown
     assert re.search(r"stopped; step \d+ is saved|stopped at once: what was not saved is lost", shown)
+
+
+def hash_that_is_interrupted(*_: object, **__: object) -> None:
+    """As JAX, whose dispatch makes a ValueError of what a hash raises."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt as error:
+        raise ValueError("Non-hashable static arguments are used") from error
+
+
+def test_an_interrupt_that_becomes_another_error_stops_the_run_too(tmp_path: Path):
+    ended = Forked(_interrupted_in_a_hash, (str(write(tmp_path)),), {})
+    assert ended.communicate(120) == ("", "stopped; nothing is saved yet, and the same command starts over\n")
+    assert ended.returncode == 130
+
+
+def _interrupted_in_a_hash(path: str) -> None:
+    cli.train = hash_that_is_interrupted
+    sys.argv = ["autoshard", "train", path]
+    main()
 
 
 def test_a_misspelt_key_is_one_line(tmp_path: Path):

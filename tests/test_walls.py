@@ -18,6 +18,7 @@ from docs.packages import PICTURE, ROOT, imports, module_of, modules, picture
 MAY_IMPORT: Mapping[str, str] = {
     "errors": "",
     "units": "",
+    "interrupts": "",
     "strict_files": "",
     "strict_config": "errors strict_files",
     "shared_folder": "errors strict_files",
@@ -44,7 +45,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "batches": "errors strict_files",
     "train": "api batches call_errors checkpoint runs weights.models.cache",
     "decoding": "train weights",
-    "__init__": "decoding schedule",
+    "__init__": "decoding interrupts schedule",
     "cli": "train __init__",
     "__main__": "cli",
 }

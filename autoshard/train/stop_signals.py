@@ -32,6 +32,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first signal received."""
+        self.interrupted = False
+        """Whether it was raised as KeyboardInterrupt: any error from then on may be of that."""
         self._at = 0.0
         self._deferred = False
         self._before: dict[signal.Signals, Any] = {}
@@ -83,6 +85,7 @@ class StopSignals:
 
     def _interrupt(self, *_: Any) -> None:
         if not self._deferred:
+            self.interrupted = True
             raise KeyboardInterrupt
 
     def _unraisable(self, ignored: sys.UnraisableHookArgs) -> None:
