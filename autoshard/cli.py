@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -30,6 +31,7 @@ from autoshard.errors import AutoshardError, ConfigError, nearest
 from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
 from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
+from autoshard.strict_config import find_config, read_text
 from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.loop import plan_phase, train
 from autoshard.train.processes.connection import check_address, connect, has_peers, lost_peer
@@ -42,6 +44,9 @@ MAX_VIRTUAL_DEVICES = 1024
 """CPU devices that a process is divided into at most."""
 COUNT_FLAG = "xla_force_host_platform_device_count"
 """Among XLA's flags in the environment: another way to say into how many, beside JAX's own."""
+
+_TRAINS = re.compile(r"^(batch|checkpoint|model|phases|step)\s*:", re.MULTILINE)
+"""In the text of a training configuration, and in none of a mesh."""
 
 HEARTBEAT_SECONDS = 60
 """After which a process that is not heard of counts as lost, where nothing else is asked for."""
@@ -295,6 +300,8 @@ def generate_command(
     numbers = [int(n) for n in ids.split(",") if n.strip().isdecimal()] if ids is not None else []
     if ids is not None and len(numbers) != len(ids.split(",")):
         raise ConfigError(f"--ids {ids!r}: give numbers with commas between them, as 17,4,256")
+    if (config / "run.json").is_file():
+        raise ConfigError(f"{config} is a run's folder; give the configuration of the run, the file that train took")
     if config.is_dir():
         chosen = None if mesh is None else load_mesh_config(mesh)
         _use_cpu_devices(1 if chosen is None else chosen.min_devices)
@@ -340,12 +347,17 @@ def export_command(
 @app.command("mesh")
 def mesh_command(
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A mesh configuration, or the name of a shipped one.")
+        str, typer.Argument(metavar="CONFIG", help="A mesh or a training configuration, or the name of a shipped mesh.")
     ],
 ) -> None:
-    """Print the mesh of a configuration, or the candidate meshes if it leaves the axes open."""
-    for mesh in load_mesh_config(config).meshes():
-        typer.echo(str(mesh))
+    """Print the mesh of a configuration, or the candidate meshes if it leaves the axes open; of a training
+    configuration those of each phase."""
+    path = find_config("mesh", config)
+    trains = _TRAINS.search(read_text(path)) is not None
+    found = [phase.mesh for phase in TrainConfig.load(path).all_phases] if trains else [load_mesh_config(config)]
+    for mesh in found:
+        for each in mesh.meshes():
+            typer.echo(str(each))
 
 
 @app.command("schema")
@@ -414,7 +426,8 @@ def use_platform(config: TrainConfig, *, runs: bool = True, processes: int = 1) 
             jax.devices()
         except RuntimeError as error:
             reason = (str(error).splitlines() or [""])[0]
-            raise ConfigError(f"platform {config.platform} is not available in this process: {reason}") from None
+            at = f"{config.at('platform')}it" if config.platform else "JAX's platform"
+            raise ConfigError(f"{at} is not available in this process: {reason}") from None
 
 
 def _use_cpu_devices(count: int) -> None:

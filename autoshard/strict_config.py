@@ -144,7 +144,8 @@ def parse_yaml[Model: BaseModel](
         values: Any = {} if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{file}:{line}: {cut(str(error.problem))}") from None
+        remedy = ": indent with spaces" if "'\\t'" in str(error.problem) else ""
+        raise ConfigError(f"{file}:{line}: {cut(str(error.problem))}{remedy}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{file}:{line}: the character {error.character:#x} is not allowed in YAML") from None

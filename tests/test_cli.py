@@ -151,7 +151,9 @@ def test_signals_the_lock_and_a_platform_that_is_not_here(tmp_path: Path, inside
     cache = compiled_once(tmp_path)
     long = CONFIG.replace("until: 12", "until: 100000").replace("until: 24", "until: 100001").replace("fsdp", "dp")
     missing = command("train", write(tmp_path, long.replace("platform: cpu", "platform: gpu")))
-    assert re.fullmatch(r"error: platform gpu is not available in this process: .+\n", missing.communicate()[1])
+    assert re.fullmatch(
+        r"error: .*train.yaml:12: platform: it is not available in this process: .+\n", missing.communicate()[1]
+    )
     assert missing.returncode == 2
     assert not (tmp_path / "run").exists()
 
@@ -253,6 +255,25 @@ def test_mesh_and_version(inside: Callable[..., Any]):
     missing = inside("mesh", "cpu-9")
     assert missing.returncode == 2
     assert missing.stderr == "error: no mesh config is named 'cpu-9'; did you mean 'cpu-8'?\n"
+
+
+def test_the_mesh_of_a_training_configuration_is_that_of_its_phases(tmp_path: Path, inside: Callable[..., Any]):
+    assert inside("mesh", write(tmp_path)).stdout == "(data=2, model=2) of cpu\n(data=4) of cpu\n"
+
+
+def test_a_runs_folder_that_cannot_be_made_names_its_line(tmp_path: Path, inside: Callable[..., Any]):
+    path = write(tmp_path)
+    (tmp_path / "run").write_text("a file")
+    at = f"error: {path}:11: checkpoint.dir: {tmp_path / 'run'}"
+    assert inside("train", path).stderr.startswith(f"{at} cannot be the run's folder: File exists; name another")
+    path.write_text(path.read_text().replace("/run,", "/run/below,"))
+    assert inside("train", path).stderr.startswith(f"{at}/below cannot be the run's folder: Not a directory; ")
+
+
+def test_generate_says_what_it_takes_where_it_is_given_a_runs_folder(tmp_path: Path, inside: Callable[..., Any]):
+    (tmp_path / "run.json").write_text("{}")
+    told = inside("generate", tmp_path, "--prompt", "a").stderr
+    assert told == f"error: {tmp_path} is a run's folder; give the configuration of the run, the file that train took\n"
 
 
 def test_a_plan_is_written_as_a_page_for_each_phase(inside, tmp_path):

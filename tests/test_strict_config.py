@@ -50,6 +50,7 @@ class _Config(Config):
         (b"inner:\n  ? [a, b]\n  : 1", "config.yaml:2: a key is one word or number"),
         (b'text: "\\0"', "config.yaml:1: text with a character that no path or name has"),
         (b'text: "\\ud800"', "text with a character that no path or name has"),
+        (b"inner:\n\ta: 1", r"config.yaml:2: found character '\\t' that cannot start any token: indent with spaces"),
         (b"<<: {text: a}", "config.yaml:1: <<: unknown key"),
     ],
 )

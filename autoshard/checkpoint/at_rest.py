@@ -47,7 +47,8 @@ class Condition(NamedTuple):
     """What of it carries no digests, so that no problem does not mean that it is whole; empty where all does."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.problem or self.unproven or 'whole'}"
+        found = self.problem or self.unproven or "whole"
+        return found if found.startswith(self.where) else f"{self.where}: {found}"
 
 
 def conditions(path: epath.PathLike, step: int | None = None) -> list[Condition]:

@@ -26,7 +26,18 @@ checkpoint_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Source = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint's directory, or a safetensors file.")]
+
+def _of_run(path: Path) -> Path:
+    """Of a training run's folder its checkpoints; any other path as it is."""
+    return path / "checkpoints" if (path / "run.json").is_file() else path
+
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH", help="A checkpoint's directory, a run's folder, or a safetensors file.", callback=_of_run
+    ),
+]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="A folder to write to.")]
 Step = Annotated[int | None, typer.Option("--step", help="Which step; the newest complete one if not given.")]
 Ignore = Annotated[list[str] | None, typer.Option("--ignore", metavar="GLOB", help="Leaves to leave out. Repeatable.")]
@@ -139,6 +150,7 @@ def merge_command(
     if len(sources) < 2:
         raise typer.BadParameter("two checkpoints or more, and the folder to write to")
     chosen = selection_of(ignore or (), rename or (), cast or ())
+    sources = [_of_run(path) for path in sources]
     opened = [open_contents(path) for path in sources]
     each = [applicable(chosen, [leaf.name for leaf in contents.leaves]) for contents in opened]
     found = [open_contents(path, None, own) for path, own in zip(sources, each, strict=True)]

@@ -55,7 +55,10 @@ Strategy = Literal[
 ]
 
 
-_PLACED = ("model", "data", "optimizer", "loss", "step", "batch", "micro_batch", "eval.data")
+_PLACED = (
+    *("model", "data", "optimizer", "loss", "step", "batch", "micro_batch", "platform"),
+    *("eval.data", "checkpoint.dir"),
+)
 """Entries that something may be said of after the configuration was read."""
 
 

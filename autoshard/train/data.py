@@ -153,9 +153,9 @@ class Batches(Iterator[dict[str, np.ndarray]]):
     ``inputs`` one byte later. The batch at a position depends on the text, ``batch``, ``seq`` and ``seed`` alone.
     """
 
-    def __init__(self, dataset: Any, made_of: Mapping[str, Any], per_pass: int) -> None:
+    def __init__(self, dataset: Any, made_of: Mapping[str, Any], per_pass: int, name: str) -> None:
         self._iterator: Any = iter(dataset)
-        self._made_of = dict(made_of)
+        self._made_of, self._name = dict(made_of), name
         self.per_pass = per_pass
         """Full batches in one pass over the text."""
 
@@ -178,6 +178,11 @@ class Batches(Iterator[dict[str, np.ndarray]]):
             case _:
                 raise ConfigError(f"a saved position has the keys 'made_of' and 'position'; this is {shortened(state)}")
         for name, value in self._made_of.items():
+            if made_of.get(name) != value and name == "text":
+                raise ConfigError(
+                    f"{self._name} has changed since the position was saved, so that its batches cannot continue: put "
+                    "it back as it was, or start over"
+                )
             if made_of.get(name) != value:
                 raise ConfigError(
                     f"the saved position is in batches with {name}={shortened(made_of.get(name))}, and these have "
@@ -189,7 +194,9 @@ class Batches(Iterator[dict[str, np.ndarray]]):
             raise ConfigError(f"the saved position {shortened(position)} is none in these batches: {error}") from None
 
 
-def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, prefetch: int = 0) -> Batches:
+def batches(
+    text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, prefetch: int = 0, name: str = "the text"
+) -> Batches:
     """Batches of windows of ``text`` (uint8 [bytes]), in which each byte is a target once a pass.
 
     Args:
@@ -197,6 +204,7 @@ def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, pre
       seq: targets per window, in bytes.
       seed: shuffles the windows in each of endless passes; None yields them in order, once.
       prefetch: batches to prepare ahead in a thread; 0 prepares each on demand. The batches are the same.
+      name: what an error calls the text.
 
     The end of the text that fills no window is dropped, and in order the windows that fill no batch.
 
@@ -209,7 +217,8 @@ def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, pre
     if len(windows) < (batch if seed is None else 1):
         least = 1 + seq * (batch if seed is None else 1)
         longest = (len(text) - 1) // (batch if seed is None else 1)
-        remedy = f"use seq={longest} at most" if longest > 0 else "use more text"
+        smaller = ", a smaller batch" if seed is None and batch > 1 else ""
+        remedy = f"use seq={longest} at most{smaller} or more text" if longest > 0 else "use more text"
         raise ConfigError(
             f"{len(text)} bytes of text are too few for batch={batch}, seq={seq}, which needs {least}; {remedy}"
         )
@@ -218,7 +227,7 @@ def batches(text: np.ndarray, *, batch: int, seq: int, seed: int | None = 0, pre
     dataset = dataset.batch(batch, drop_remainder=True)
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
     made_of = {"batch": batch, "seed": seed, "seq": seq, "text": hashlib.sha256(text.tobytes()).hexdigest()[:16]}
-    return Batches(dataset.to_iter_dataset(options), made_of, len(windows) // batch)
+    return Batches(dataset.to_iter_dataset(options), made_of, len(windows) // batch, name)
 
 
 def bigram_bits_per_byte(train: np.ndarray, heldout: np.ndarray, *, alpha: float = 1.0) -> float:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def train(
     folder = RunFolder(epath.Path(config.checkpoint.dir))
     _check_devices(config, 0 if fresh else from_first(lambda: checkpoint.latest(folder.checkpoints)) or 0)
     with contextlib.ExitStack() as stack:
-        from_first(lambda: stack.enter_context(folder.locked()))
+        from_first(lambda: stack.enter_context(_locked(config, folder)))
         if fresh:
             deleted = from_first(folder.clear)
             console.print(f"starting over: deleted {', '.join(deleted) or 'nothing'} in {folder.root}", markup=False)
@@ -138,6 +138,18 @@ def _train(config: TrainConfig, folder: RunFolder, console: Console, stop: StopS
         console.print(f"the learning rate decays until step {decay}, as it did when the run began", markup=False)
     with failure_logged(folder):
         return _run_remaining(config, folder, console, done, stop)
+
+
+@contextlib.contextmanager
+def _locked(config: TrainConfig, folder: RunFolder) -> Generator[None]:
+    """The run's folder, made and kept for this process; an error names the line that names it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder.locked())
+        except OSError as error:
+            where = f"{config.at('checkpoint.dir')}{folder.root} cannot be the run's folder"
+            raise ConfigError(f"{where}: {error.strerror}; name another, which is made if it is not there") from None
+        yield
 
 
 def _check_devices(config: TrainConfig, done: int) -> None:

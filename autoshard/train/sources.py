@@ -13,7 +13,7 @@ import functools
 import itertools
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import jax
@@ -105,6 +105,8 @@ class Rows(Iterator[Tree]):
         if len(lengths) != 1 or None in lengths or 0 in lengths:
             paths = jax.tree_util.tree_flatten_with_path(arrays)[0]
             found = ", ".join(f"{jax.tree_util.keystr(p) or 'the array'} {list(np.shape(x))}" for p, x in paths[:5])
+            if 0 in lengths:
+                raise ArgumentError(f"an array data set has one row at least, and arrays are empty: {found}")
             which = "" if not any(self._dims) else f", which are dimensions {self._dims[:5]}"
             raise ArgumentError(
                 "an array data set has arrays of the same number of rows, their first dimension or that which `dims` "
@@ -305,6 +307,13 @@ def source_of(batches: Any, batch: int | None = None, seed: int | None = None) -
                 "autoshard.train.Rows(arrays, batch=...)"
             )
         return Rows(batches, batch, seed)
+    if isinstance(batches, Mapping):
+        paths = jax.tree_util.tree_flatten_with_path(batches, is_leaf=lambda x: not isinstance(x, dict))[0]
+        others = [f"{jax.tree_util.keystr(p)} is a {type(x).__name__}" for p, x in paths if not _is_arrays(x)]
+        raise ArgumentError(
+            f"batches: a dictionary is a data set of arrays, and {', '.join(others[:5]) or 'it is empty'}: make an "
+            "array of it with numpy, or leave it out"
+        )
     if not isinstance(batches, Iterable):
         raise ArgumentError(
             f"batches: {type(batches).__name__} is neither arrays, nor an iterable or iterator of batches"

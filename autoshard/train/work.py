@@ -130,10 +130,14 @@ class _TextBatches:
         return itertools.islice(batches, self.config.eval.final_batches or batches.per_pass)
 
     def _batches(self, part: str, text: np.ndarray, seed: int | None) -> data.Batches:
+        at, source = self.config.at("data"), self.source
         try:
-            return data.batches(text, batch=self.config.batch, seq=self.seq, seed=seed)
+            return data.batches(
+                text, batch=self.config.batch, seq=self.seq, seed=seed, name=f"{at}the text in {source.source}"
+            )
         except ConfigError as error:
-            raise ConfigError(f"{self.config.at('data')}the {part} part: {error}") from None
+            more = f", or a smaller holdout than {source.holdout}" if part == "held-out" else ""
+            raise ConfigError(f"{at}the {part} part: {error}{more}") from None
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,11 @@ def test_what_killed_programs_left_is_completed_or_removed(saved: Path) -> None:
     assert checkpoint.restore(saved)["b"].tolist() == [2] * 8
 
 
+def test_a_condition_names_its_place_once(tmp_path: Path) -> None:
+    (told,) = [str(condition) for condition in conditions(tmp_path / "none")]
+    assert told.count(str(tmp_path / "none")) == 1
+
+
 UNPROVEN = "it has no digests, so nothing says whether its numbers are those that were written"
 
 

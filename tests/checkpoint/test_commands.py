@@ -77,6 +77,14 @@ def test_every_format_to_every_other(tmp_path: Path, source: str, to: str) -> No
     assert f": {told}" in run("verify", tmp_path / "to")
 
 
+def test_of_a_runs_folder_the_checkpoints_are_meant(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "run/checkpoints", 4, {"a": jnp.ones(3)}, wait=True)
+    (tmp_path / "run/run.json").write_text("{}")
+    for word in ("inspect", "verify"):
+        assert run(word, tmp_path / "run") == run(word, tmp_path / "run/checkpoints")
+    assert run("diff", tmp_path / "run", tmp_path / "run/checkpoints") == "0 leaves differ of 1 and 1\n"
+
+
 def test_plain_orbax_restores_what_is_written_for_it(tmp_path: Path) -> None:
     path = written(tmp_path, "autoshard", state())
     run("convert", path, tmp_path / "to", "--to", "orbax", "--ignore", "key", "--rename", "params/layers/*/w=h/*")

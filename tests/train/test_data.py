@@ -138,7 +138,7 @@ def test_a_position_of_other_batches_is_refused() -> None:
         (data.batches(TEXT, batch=4, seq=7), "batch=2, and these have batch=4"),
         (data.batches(TEXT, batch=2, seq=8), "seq=7, and these have seq=8"),
         (data.batches(TEXT, batch=2, seq=7, seed=1), "seed=0, and these have seed=1"),
-        (data.batches(TEXT[1:], batch=2, seq=7), "text="),
+        (data.batches(TEXT[1:], batch=2, seq=7, name="book.txt"), "^book.txt has changed since the position was saved"),
     ):
         with pytest.raises(ConfigError, match=why):
             other.set_state(state)

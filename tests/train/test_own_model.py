@@ -442,7 +442,8 @@ def test_what_fails_within_an_entry_is_told_beside_its_traceback(tmp_path: Path,
         ),
         (
             {"model": call("Transformer", width=16), "data": {"source": __file__, "seq": 256}, "eval": None},
-            r"yaml:\d+: data: the held-out part: \d+ bytes of text are too few for batch=16, seq=256",
+            r"yaml:\d+: data: the held-out part: \d+ bytes of text are too few for batch=16, seq=256.*; use seq="
+            r"\d+ at most, a smaller batch or more text, or a smaller holdout than 10$",
         ),
     ],
 )

@@ -126,6 +126,17 @@ def test_arrays_of_different_numbers_of_rows_are_refused():
         source_of({"x": NUMBERS})
     with pytest.raises(ArgumentError, match="int is neither arrays"):
         source_of(3)
+    with pytest.raises(ArgumentError, match=r"arrays are empty: \['x'\] \[0, 3\]"):
+        Rows({"x": np.zeros((0, 3))}, 2)
+
+
+def test_a_dictionary_with_more_than_arrays_says_what_is_none():
+    with pytest.raises(ArgumentError, match=r"data set of arrays, and \['names'\] is a list: make an array of it"):
+        source_of({"inputs": np.zeros((4, 3)), "names": ["a", "b", "c", "d"]}, 2)
+    with pytest.raises(ArgumentError, match=r"\['x'\]\['y'\] is a int"):
+        source_of({"x": {"y": 3, "z": np.zeros(4)}}, 2)
+    with pytest.raises(ArgumentError, match="it is empty"):
+        source_of({}, 2)
 
 
 @pytest.mark.parametrize(
