@@ -39,6 +39,7 @@ from autoshard.train.processes.gpus import gpu_shares, gpus_here
 from autoshard.train.processes.launch import launch, supervised
 from autoshard.train.processes.peers import LOST_CODE, SUPERVISED, PeerWatch
 from autoshard.train.stop_signals import StopSignals, write_error
+from autoshard.weights.commands import merge_adapter_command
 
 MAX_VIRTUAL_DEVICES = 1024
 """CPU devices that a process is divided into at most."""
@@ -60,6 +61,7 @@ app = typer.Typer(
 )
 
 app.add_typer(checkpoint_app, name="checkpoint")
+checkpoint_app.command("merge-adapter")(merge_adapter_command)
 
 runs_app = typer.Typer(invoke_without_command=True)
 app.add_typer(runs_app, name="runs")
