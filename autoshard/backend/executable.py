@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from autoshard import jaxpr as jx
 from autoshard.backend.compilation import stage
 from autoshard.backend.lower import constrain
-from autoshard.backend.process_local import check_agreement, make_global, spans_processes
+from autoshard.backend.process_local import make_global, spans_processes
+from autoshard.backend.same_plan import check_agreement, plan_summary
 from autoshard.backend.stage_branches import without_strays
 from autoshard.cost.compiler_options import user_options
 from autoshard.errors import MeshError, PlacementWarning, PlanError
@@ -270,13 +271,13 @@ class Executable[P: PlanRecord]:
         for one another, or compute with other numbers.
 
         Raises:
-          PlanError: in every process, if they have not.
+          PlanError: in every process, if they have not; names the first differences.
         """
-        text = json.dumps(plan_to_json(self.plan), sort_keys=True)
-        check_agreement(self.plan.jax_mesh, text, f"the plan of {self.program.name}")
+        text, summary = json.dumps(plan_to_json(self.plan), sort_keys=True), functools.partial(plan_summary, self.plan)
+        check_agreement(self.plan.jax_mesh, text, f"the plan of {self.program.name}", summary)
         program = self.lowered.as_text()  # numbers that are written in it are no part of the plan
         if "callback" not in program:  # has the address of its function, another one in each process
-            check_agreement(self.plan.jax_mesh, program, f"the program of {self.program.name}")
+            check_agreement(self.plan.jax_mesh, program, f"the program of {self.program.name}", summary)
         return True
 
     def _is_result(self, i: int, leaf: jax.Array) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import jaxpr as jx
-from autoshard.errors import ArgumentError, PlanError
+from autoshard.errors import ArgumentError
 from autoshard.jaxpr.arguments import argument_aval
 from autoshard.plan.decisions import Place
 
@@ -258,23 +258,6 @@ def _on_host(x: Any) -> np.ndarray:
 
 def _digest(x: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8), zlib.crc32(f"{x.dtype}{x.shape}".encode()))
-
-
-def check_agreement(mesh: Mesh, text: str, what: str) -> None:
-    """Every process that has devices of ``mesh`` must call this, with the same ``text``.
-
-    Raises:
-      PlanError: in every process, if ``what`` the text describes differs.
-    """
-    devices = sorted(mesh.devices.flat, key=lambda d: d.id)  # the order of the axes is a part of what may differ
-    digest = np.full((len(devices), 1), zlib.crc32(text.encode()), np.uint32)
-    found = gather(Mesh(np.asarray(devices, dtype=object), ("devices",)), digest)[:, 0]
-    other = next((d for d, one in zip(devices, found, strict=True) if one != found[0]), None)
-    if other is not None:
-        raise PlanError(
-            f"{what} is not the same in processes {devices[0].process_index} and {other.process_index}, which share "
-            "the mesh: the function, its options and the shapes of its arguments must be the same in every process"
-        )
 
 
 def gather(mesh: Mesh, own: np.ndarray) -> np.ndarray:

@@ -64,6 +64,8 @@ def program() -> dict[str, Any]:
 
     dim = "data" if me else None
     found["plans differ"] = outcome(lambda: total(in_shardings=P(dim))(same))
+    found["strategy differs"] = outcome(lambda: total(strategy="fsdp" if me else "auto")(same))
+    found["mesh differs"] = outcome(lambda: total(mesh=TALL if me else DATA)(same))
 
     step = total(**rows)
     plan = step.plan(jax.ShapeDtypeStruct((4, 2), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
@@ -125,10 +127,19 @@ def test_an_argument_that_differs_between_processes_is_refused_in_both(found, ca
         assert one[case].startswith("ArgumentError")
 
 
-@pytest.mark.parametrize("case", ["plans differ", "shape differs"])
-def test_other_plans_in_one_process_are_refused(found, case):
+@pytest.mark.parametrize(
+    ("case", "difference"),
+    [
+        ("plans differ", "the spec of x: [_, _] in process 0, [data, _] in process 1"),
+        ("shape differs", "x: float32[4, 2] in process 0, float32[5, 2] in process 1"),
+        ("strategy differs", "strategy: auto in process 0, fsdp in process 1"),
+        ("mesh differs", "mesh: (data=4) of cpu in process 0, (data=2, model=2) of cpu in process 1"),
+    ],
+)
+def test_other_plans_in_one_process_are_refused_and_their_differences_named(found, case, difference):
     for one in found:
         assert one[case].startswith("PlanError: the plan of sums is not the same in processes 0 and 1")
+        assert f"which share the mesh: {difference}" in one[case]
 
 
 def test_an_argument_that_is_the_same_everywhere_is_the_whole(found):
