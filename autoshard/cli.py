@@ -170,6 +170,9 @@ def launch_command(
 ) -> None:
     """Train in several processes on this machine, as `autoshard launch --processes 4 -- train CONFIG`.
 
+    On CPUs their number changes no bit of the results: one process, too, adds between its devices as several do, which
+    `autoshard train` by itself does in another order.
+
     Of the machine's GPUs each gets as many as the others, its own. They start and end together: SIGINT and SIGTERM are
     passed on to all, which save the same step; where one fails, the others are ended, and one line says which and from
     where the next start goes on.
