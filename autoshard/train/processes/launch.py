@@ -139,8 +139,11 @@ def _watched(started: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path],
         time.sleep(POLL_SECONDS)
     first = min(failed, key=lambda n: started[n].returncode > 0)  # the others may have ended for that it was killed
     code: int = started[first].returncode
-    if code == -signal.SIGABRT and first and started[0].poll() is None:  # JAX: process 0 cannot be reached
-        return Ended(LOST_CODE, 0, lost=True)
+    if code == -signal.SIGABRT and first:  # JAX: process 0 cannot be reached; it may be about to end with an error
+        _wait(started[:1], GRACE_SECONDS)
+        if (own := started[0].poll()) is None:
+            return Ended(LOST_CODE, 0, lost=True)
+        first, code = (0, own) if own else (first, code)
     if code < 0:
         return Ended(128 - code, first, signal.Signals(-code))
     _wait(started, wait if code in STOPPED else GRACE_SECONDS)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from autoshard.train.config import named_config
 from autoshard.train.loop import train
 from autoshard.train.processes import gpus
 from autoshard.train.processes.connection import has_peers
-from autoshard.train.processes.launch import supervised
+from autoshard.train.processes.launch import Ended, launch, supervised
 from autoshard.train.processes.peers import SUPERVISED
 from benchmarks.numbered_rows import LAST, ROWS, SlowRows, launched_process, losses, training_config
 from tests.forked import command
@@ -149,6 +150,17 @@ def test_what_jax_writes_where_a_process_is_lost_is_left_out(
     monkeypatch.setattr("autoshard.train.processes.launch._start", start)
     supervised([])
     assert capsys.readouterr().err == (written if shown is None else shown)
+
+
+def test_an_error_of_process_0_stands_though_another_one_aborts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX aborts the others once process 0 leaves the store, which may be long before it has ended."""
+
+    def start(command: list[str], *_: object, **given: Any) -> subprocess.Popen[bytes]:
+        code = "import time; time.sleep(0.5); raise SystemExit(2)" if command[-1] == "0" else "import os; os.abort()"
+        return subprocess.Popen([sys.executable, "-c", code], process_group=0, **given)
+
+    monkeypatch.setattr("autoshard.train.processes.launch._start", start)
+    assert launch([], [{}, {}], wait=1) == Ended(2, 0)
 
 
 def test_a_task_of_several_knows_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
