@@ -5,11 +5,13 @@
 A trial is a run on numbered rows by two or four processes that `autoshard launch` starts, on one mesh of four devices.
 After a step that is drawn, one of them is killed with SIGKILL, halted with SIGSTOP or gets SIGTERM; or each is started
 by itself, as on hosts, and one gets such a signal or never comes. All have to end, with the exit code and the line that
-say which it was and from where the next start goes on, or for whom they waited. One, two or four processes resume the
-run. In the end every row has to have been seen once, the log to have each step once, and the losses to be those of one
-process that nothing disturbed, bit for bit: they are of sums that are exact in any order. Where processes compute
-nothing for `LIMIT_SECONDS`, they hang.
-The table, written anew after each trial, is `benchmarks/results/kills_together.md`; `make kills` runs these trials too.
+say which it was and from where the next start goes on, or for whom they waited, and none may be left
+`END_SECONDS` after the signal, of which `benchmarks.numbered_rows.end_seconds` has the account; where processes that
+got no signal compute nothing for `IDLE_SECONDS`, they hang. One, two or four processes resume the run. In the end every
+row has to have been seen once, the log to have each step once, and the losses to be those of one launched process that
+nothing disturbed, bit for bit. They are of sums that are exact in any order, or, in one trial of two, of a float32
+decoder. The table, written anew after each trial, is `benchmarks/results/kills_together.md`; `make kills` runs these
+trials too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -39,20 +42,24 @@ import numpy as np
 from autoshard import checkpoint
 from autoshard.train.processes.peers import LOST_CODE
 from benchmarks.kills import main
-from benchmarks.numbered_rows import LAST, launched_process, losses, training_config
+from benchmarks.numbered_rows import LAST, end_seconds, launched_process, losses, training_config
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "kills_together.md"
 DEVICES = 4
-LIMIT_SECONDS = 60
-"""For which processes that wait for another one may compute nothing: the heartbeat, by which the last of them notices.
-By the clock alone a hang cannot be told from a machine with other work."""
+IDLE_SECONDS = 60
+"""For which processes that got no signal may compute nothing. By the clock alone a hang cannot be told from a machine
+with other work, which takes long to start processes and to compile."""
 WORK_SECONDS = 0.5
 """Of processor time, in which a process did more than look whether to go on."""
 HEARTBEAT_SECONDS = 10
 """After which a halted process counts as lost."""
+END_SECONDS = end_seconds(HEARTBEAT_SECONDS)
+"""From the signal until all processes must have ended."""
 WAIT_SECONDS = 5
 """That processes wait for one that never comes."""
+WHAT = {"histogram": "sums that are exact in any order", "decoder": "a float32 decoder of two layers"}
+"""The steps of `benchmarks.numbered_rows`."""
 CODES = {signal.SIGKILL: 137, signal.SIGSTOP: LOST_CODE, signal.SIGTERM: 143}
 SAID = {
     signal.SIGSTOP: r"error: process \d of \d is lost; (step \d+|nothing) is saved",
@@ -67,14 +74,15 @@ class Tally:
 
     trials: Counter[str] = field(default_factory=Counter[str])
     resumed: Counter[str] = field(default_factory=Counter[str])
+    trained: Counter[str] = field(default_factory=Counter[str])
     seconds: list[float] = field(default_factory=list[float])
-    """From the signal to the end of the launch."""
+    """From the signal to the end of all processes."""
     different: list[str] = field(default_factory=list[str])
 
 
-def start(path: Path, *more: str, processes: int = 1) -> subprocess.Popen[str]:
-    """Starts the run in so many processes, with further options of ``train``."""
-    launch = ["launch", "--processes", str(processes), "--"] if processes > 1 else []
+def start(path: Path, *more: str, processes: int | None = None) -> subprocess.Popen[str]:
+    """Starts the run in so many processes, or one of them by itself, with further options of ``train``."""
+    launch = [] if processes is None else ["launch", "--processes", str(processes), "--"]
     command = [sys.executable, "-m", "autoshard", *launch, "train", str(path), *more]
     pipe = subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -100,7 +108,7 @@ class Watch:
     since: float = field(default_factory=time.monotonic)
 
     def check(self) -> None:
-        """Raises `TimeoutError` where they computed nothing for `LIMIT_SECONDS`."""
+        """Raises `TimeoutError` where they computed nothing for `IDLE_SECONDS`."""
         own = [self.running.pid, *(launched_process(self.running.pid, n) for n in range(self.processes))]
         ticks = 0
         for process in own:
@@ -109,16 +117,31 @@ class Watch:
         now = ticks / os.sysconf("SC_CLK_TCK")
         if abs(now - self.used) > WORK_SECONDS:
             self.used, self.since = now, time.monotonic()
-        elif time.monotonic() - self.since > LIMIT_SECONDS:
-            raise TimeoutError(f"nothing was computed for {LIMIT_SECONDS} seconds")
+        elif time.monotonic() - self.since > IDLE_SECONDS:
+            raise TimeoutError(f"nothing was computed for {IDLE_SECONDS} seconds")
 
-    def said(self) -> str:
-        """What the command wrote to standard error, once it has ended; raises as `check`."""
+    def said(self, struck: float | None = None) -> str:
+        """What the command wrote to standard error, once it has ended.
+
+        Args:
+          struck: when a signal was sent, by `time.monotonic`.
+
+        Raises:
+          TimeoutError: it did not end within `END_SECONDS` of the signal; without one, as `check`.
+        """
         while True:
             try:
-                return self.running.communicate(timeout=1)[1]
+                return self.running.communicate(timeout=0.5)[1]
             except subprocess.TimeoutExpired:
-                self.check()
+                if struck is None:
+                    self.check()
+                elif time.monotonic() - struck > END_SECONDS:
+                    raise TimeoutError(f"not ended {END_SECONDS:.0f} seconds after the signal") from None
+
+
+def left(processes: Sequence[int | None]) -> list[int]:
+    """Which of these processes, by their identifiers, are still there."""
+    return [process for process in processes if process is not None and Path(f"/proc/{process}").exists()]
 
 
 def disturbed(path: Path, number: signal.Signals, processes: int, draw: random.Random, tally: Tally) -> str:
@@ -130,16 +153,19 @@ def disturbed(path: Path, number: signal.Signals, processes: int, draw: random.R
         while running.poll() is None and not any(n >= step for n, _ in losses(path.with_suffix(""))):
             watch.check()
             time.sleep(0.02)
-        if (process := launched_process(running.pid, victim)) is None:
+        own = [launched_process(running.pid, n) for n in range(processes)]
+        if (process := own[victim]) is None:
             return f"ended before it was killed: {running.communicate()[1]}"
         struck = time.monotonic()
         os.kill(process, number)
-        said = watch.said()
+        said = watch.said(struck)
     except TimeoutError as error:
         return f"{number.name} to {victim} of {processes}: {error}"
     finally:
         end(running, processes)
     tally.seconds.append(time.monotonic() - struck)
+    if left(own):
+        return f"{number.name} to {victim} of {processes}: {left(own)} were left"
     if running.returncode != CODES[number] or not re.search(SAID[number], said) or "Traceback" in said:
         return f"{number.name} to {victim} of {processes}: exit code {running.returncode}, and said: {said}"
     return ""
@@ -155,7 +181,7 @@ def apart(path: Path, number: signal.Signals | None, processes: int, draw: rando
     more = ["--coordinator", address, "--processes", str(processes), "--heartbeat", str(HEARTBEAT_SECONDS)]
     more += ["--wait", str(WAIT_SECONDS), "--id"] if number is None else ["--id"]
     come = {n: start(path, *more, str(n)) for n in range(processes) if n != victim or number is not None}
-    what = f"{number.name if number else 'nothing'} to {victim} of {processes}, apart"
+    what, struck = f"{number.name if number else 'nothing'} to {victim} of {processes}, apart", None
     try:
         if number is not None:
             while not any(n >= step for n, _ in losses(path.with_suffix(""))):
@@ -168,8 +194,8 @@ def apart(path: Path, number: signal.Signals | None, processes: int, draw: rando
             os.kill(process, number)
             if number is not signal.SIGTERM:
                 gone = come.pop(victim)
-        said = {n: Watch(each).said() for n, each in come.items()}
-        if number is not None:
+        said = {n: Watch(each).said(struck) for n, each in come.items()}
+        if struck is not None:
             tally.seconds.append(time.monotonic() - struck)
     except TimeoutError as error:
         return f"{what}: {error}"
@@ -188,17 +214,19 @@ def apart(path: Path, number: signal.Signals | None, processes: int, draw: rando
     return f"{what}: exit codes {[each.returncode for each in come.values()]}, and said: {said}" if wrong else ""
 
 
-def trial(folder: Path, whole: list[tuple[int, float]], draw: random.Random, tally: Tally) -> str:
+def trial(folder: Path, whole: Mapping[str, list[tuple[int, float]]], draw: random.Random, tally: Tally) -> str:
     """One run, disturbed and resumed; what was wrong with it, or nothing."""
     folder.mkdir()
     (folder / "slow").touch()
-    path = training_config(folder, "run", DEVICES)
+    step = draw.choice(list(whole))
+    path = training_config(folder, "run", DEVICES, step)
     processes, then = draw.choice((2, 4)), draw.choice((1, 2, 4))
     number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGTERM, None))
     alone = number is None or draw.choice((False, True))
     what = "never comes" if number is None else f"gets {number.name}"
     tally.trials[f"one of {processes}{', each started by itself,' if alone else ''} {what}"] += 1
     tally.resumed[f"as {then}"] += 1
+    tally.trained[WHAT[step]] += 1
     wrong = (apart if number is None or alone else disturbed)(path, number, processes, draw, tally)
     if wrong:
         return wrong
@@ -216,7 +244,7 @@ def trial(folder: Path, whole: list[tuple[int, float]], draw: random.Random, tal
     if not (np.asarray(seen) == 1).all():
         return f"rows were lost or repeated: {np.flatnonzero(np.asarray(seen) != 1).tolist()}"
     found = losses(folder / "run")
-    return "" if found == whole else f"other losses: {found}"
+    return "" if found == whole[step] else f"other losses of {step}: {found}"
 
 
 def run(trials: int, seed: int, result: Path) -> Tally:
@@ -224,10 +252,12 @@ def run(trials: int, seed: int, result: Path) -> Tally:
     tally, draw, begun = Tally(), random.Random(seed), time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
-        alone = start(training_config(base, "whole", DEVICES))
-        said = Watch(alone).said()
-        assert alone.returncode == 0, said
-        whole = losses(base / "whole")
+        whole: dict[str, list[tuple[int, float]]] = {}
+        for step in WHAT:
+            alone = start(training_config(base, step, DEVICES, step), processes=1)
+            said = Watch(alone, 1).said()
+            assert alone.returncode == 0, said
+            whole[step] = losses(base / step)
         for n in range(trials):
             if wrong := trial(base / str(n), whole, draw, tally):
                 tally.different.append(f"trial {n}: {wrong}")
@@ -246,11 +276,11 @@ def page(tally: Tally, minutes: float, command: str) -> str:
         "",
         f"{count} runs of {LAST} steps by two or four processes on {DEVICES} devices, one process of each disturbed,",
         f"resumed as one, two or four. **{count - len(tally.different)} of {count} ended with every row seen once and",
-        "the losses of one process, bit for bit.** A launch ended at most",
+        "the losses of one launched process, bit for bit.** All processes ended at most",
         f"{max(tally.seconds, default=0):.1f} s after the signal, in the median "
-        f"{statistics.median(tally.seconds or [0]):.1f} s.",
+        f"{statistics.median(tally.seconds or [0]):.1f} s; they may take {END_SECONDS:.0f} s.",
     ]
-    for head, counts in (("disturbed", tally.trials), ("resumed", tally.resumed)):
+    for head, counts in (("disturbed", tally.trials), ("resumed", tally.resumed), ("trained", tally.trained)):
         lines += ["", f"| {head} | times |", "|---|--:|", *(f"| {name} | {n} |" for name, n in sorted(counts.items()))]
     wrong = ["", *tally.different] if tally.different else []
     return "\n".join(["# Kills among several processes", "", *lines, *wrong, ""])

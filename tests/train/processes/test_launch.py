@@ -26,14 +26,20 @@ from autoshard.train.processes import gpus
 from autoshard.train.processes.connection import has_peers
 from autoshard.train.processes.launch import Ended, launch, supervised
 from autoshard.train.processes.peers import SUPERVISED
-from benchmarks.numbered_rows import LAST, ROWS, SlowRows, launched_process, losses, training_config
+from benchmarks.numbered_rows import LAST, ROWS, SlowRows, end_seconds, launched_process, losses, training_config
 from tests.forked import command
 
 ROOT = Path(__file__).parents[3]
+SLOW = 2
+"""Times as long as on a machine without other work; less than a hang takes."""
 
 
 def launched(path: Path, moment: Callable[[], bool], number: signal.Signals) -> tuple[int | None, str]:
-    """Runs two processes, and sends the second one a signal at a moment: the exit code, and standard error."""
+    """Runs two processes, and sends the second one a signal at a moment: the exit code, and standard error.
+
+    Raises:
+      TimeoutError: they did not end in time; none of them is waited for as long as a heartbeat, 60 seconds.
+    """
     process = command("launch", "--processes", 2, "--", "train", path, PYTHONPATH=str(ROOT))
     try:
         until = time.monotonic() + 120
@@ -43,7 +49,7 @@ def launched(path: Path, moment: Callable[[], bool], number: signal.Signals) -> 
         victim = launched_process(process.pid, 1)
         assert victim is not None
         os.kill(victim, number)
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=SLOW * end_seconds(heartbeat=0))[1]
     finally:
         process.kill()
     return process.returncode, errors

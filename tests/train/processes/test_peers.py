@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from autoshard.train.processes.peers import LOST_CODE
-from benchmarks.numbered_rows import launched_process, losses, training_config
+from benchmarks.numbered_rows import end_seconds, launched_process, losses, training_config
 from tests.forked import command
 
 ROOT = Path(__file__).parents[3]
+HEARTBEAT = 5
+"""In seconds."""
+SLOW = 2
+"""Times as long as on a machine without other work."""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ def test_a_process_that_is_lost_ends_the_others_with_a_line(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    options = ("--coordinator", address, "--processes", 2, "--heartbeat", 5)
+    options = ("--coordinator", address, "--processes", 2, "--heartbeat", HEARTBEAT)
     running = [command("train", path, *options, "--id", n, PYTHONPATH=str(ROOT)) for n in range(2)]
     halted = None
     try:
@@ -45,7 +49,7 @@ def test_a_process_that_is_lost_ends_the_others_with_a_line(
         assert halted is not None
         os.kill(halted, number)
         other = running[1 - victim]
-        said = other.communicate(timeout=60)[1]
+        said = other.communicate(timeout=SLOW * end_seconds(HEARTBEAT))[1]
     finally:
         if halted is not None and number is signal.SIGSTOP:
             os.kill(halted, signal.SIGKILL)
