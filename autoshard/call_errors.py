@@ -18,6 +18,9 @@ MAX_FRAMES = 20
 MAX_MESSAGE = 4000
 """Letters of the error's own message."""
 
+ALSO = "also: "
+"""What begins a note of what went wrong after the error."""
+
 _RAISED = " raised this, or what it gave"
 _LIBRARIES = (PACKAGE, "<", *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 """What the names of files begin with that are not the person's own."""
@@ -52,7 +55,14 @@ def shown_error(error: BaseException) -> str | None:
     lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own[-MAX_FRAMES:]]
     message = cut(str(error), MAX_MESSAGE)
     head = f"{entry} raised {type(error).__name__}{f': {message}' if message else ''}"
-    return "\n".join([head, *lines, f"{TRACEBACK_VARIABLE}=1 in the environment shows the whole traceback"])
+    return "\n".join(
+        [head, *lines, *also(error), f"{TRACEBACK_VARIABLE}=1 in the environment shows the whole traceback"]
+    )
+
+
+def also(error: BaseException) -> list[str]:
+    """What went wrong after ``error``."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(ALSO)]
 
 
 def _entry(error: BaseException) -> str | None:

@@ -23,7 +23,7 @@ from rich.console import Console
 from autoshard import __version__
 from autoshard.backend.compilation import compile_plan
 from autoshard.backend.compile_report import print_compilation
-from autoshard.call_errors import TRACEBACK_VARIABLE, shown_error
+from autoshard.call_errors import TRACEBACK_VARIABLE, also, shown_error
 from autoshard.checkpoint.commands import checkpoint_app
 from autoshard.checkpoint.manifest import absolute_path, complete_steps
 from autoshard.decoding.served import exported, of_folder, of_run
@@ -462,5 +462,5 @@ def main() -> None:
             raise
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exception(error)
-        typer.echo("\n".join([f"error: {shown or error}", *getattr(error, "__notes__", ())]), err=True)
+        typer.echo(f"error: {shown or '\n'.join([str(error), *also(error)])}", err=True)
         sys.exit(2)

@@ -101,7 +101,7 @@ class Hardware:
     grouped_products: bool = True
     """Whether XLA has a kernel for products of ragged groups; else it multiplies all rows with all groups."""
     async_all_to_all_up_to: float = math.inf
-    """Most devices on which XLA compiles a program whose all-to-alls are to run beside compute."""
+    """The greatest number of devices on which XLA compiles a program whose all-to-alls are to run beside compute."""
 
     @property
     def memory_rate(self) -> float:

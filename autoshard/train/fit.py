@@ -27,10 +27,10 @@ from autoshard.runs.run_log import RunLog
 from autoshard.runtime import nnx
 from autoshard.runtime.plan import Plan
 from autoshard.runtime.step import BoundStep, Step
-from autoshard.train.ending import failure_logged, saves_finished
 from autoshard.train.non_finite import LossWatch, NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, in_any, is_first
+from autoshard.train.processes.ending import failure_logged, saves_finished
 from autoshard.train.processes.meeting import Meeting
 from autoshard.train.processes.placing import SizedPlacer, abstract
 from autoshard.train.processes.positions import gathered, resume

@@ -52,11 +52,11 @@ from autoshard.runtime.step import Step
 from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
-from autoshard.train.ending import failure_logged, saves_finished
 from autoshard.train.non_finite import LossWatch, NonFinitePolicy, NonFiniteWatch, checked
 from autoshard.train.optimizer import OptimizerConfig
 from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, in_any, is_first, same_entries
+from autoshard.train.processes.ending import failure_logged, saves_finished
 from autoshard.train.processes.meeting import Meeting
 from autoshard.train.processes.placing import SizedPlacer
 from autoshard.train.processes.positions import gathered, resume

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from etils import epath
 
 from autoshard import checkpoint
+from autoshard.call_errors import ALSO
 from autoshard.checkpoint.manifest import first_line
 from autoshard.errors import CheckpointError
 from autoshard.runs.report import EndEvent
@@ -32,7 +33,7 @@ def saves_finished(folder: epath.Path | None) -> Generator[None]:
             try:
                 checkpoint.finish(folder)
             except CheckpointError as failed:
-                error.add_note(str(failed))
+                error.add_note(f"{ALSO}{failed}")
         raise
     if folder is not None:
         checkpoint.finish(folder)

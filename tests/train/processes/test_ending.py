@@ -16,10 +16,11 @@ from etils import epath
 from autoshard import checkpoint, cli
 from autoshard.checkpoint import array_store
 from autoshard.errors import ArgumentError, CheckpointError
-from autoshard.train import ending, fit
+from autoshard.train import fit
+from autoshard.train.processes import ending
 from tests.forked import Forked
 
-HERE = "tests.train.test_ending"
+HERE = "tests.train.processes.test_ending"
 WRITE_SECONDS = 1.0
 """That a write takes: longer than the program goes on after its error."""
 
@@ -100,7 +101,7 @@ def test_a_save_that_fails_too_is_a_note_and_a_lost_process_is_not_waited_for(mo
     folder = epath.Path("run")
     with pytest.raises(ArgumentError, match="the first") as raised, ending.saves_finished(folder):
         raise ArgumentError("the first")
-    assert raised.value.__notes__ == ["step 2 could not be written"]
+    assert raised.value.__notes__ == ["also: step 2 could not be written"]
     with pytest.raises(CheckpointError, match="step 2"), ending.saves_finished(folder):
         pass
     assert asked == [folder] * 2
