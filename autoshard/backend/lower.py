@@ -36,7 +36,7 @@ from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule, halo_axes
 from autoshard.ir.rule_registry import Rules
 from autoshard.ir.spec import Axes, Spec
-from autoshard.machine.collective import rings
+from autoshard.machine.collective import REDUCE_SCATTER, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
@@ -399,22 +399,35 @@ def _own_part(x: Any, dim: int, axes: Axes) -> Any:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * n, n, dim)
 
 
-def _reduce_scatter(x: Any, dim: int, axes: Sequence[str], mesh: LogicalMesh) -> Any:
+def _reduce_scatter(x: Any, dim: int, axes: Axes, mesh: LogicalMesh) -> Any:
     """The sum of partial sums over ``axes``, scattered along dimension ``dim``.
 
-    One reduce-scatter an axis, since XLA for TPU (JAX 0.12) turns one over two axes into an all-reduce and a slice. The
-    axis with the fastest link comes first, so that slower ones carry less.
+    One reduce-scatter an axis, since XLA for TPU (JAX 0.12) turns one over two axes into an all-reduce and a slice. It
+    does so also of one along another than the major dimension: where the axes do not come in the order in which they
+    split the dimension, so that a slow link comes last and carries less, the parts are put into that order first.
     """
-    fastest = sorted(axes, key=lambda a: min((r.gather for r in rings((a,), mesh)), default=math.inf), reverse=True)
-    if fastest == list(axes):
+    order = min(itertools.permutations(axes), key=lambda order: _scatter_seconds(order, axes, x.nbytes, mesh))
+    if order == axes:
         for axis in axes:
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
         return x
     before, after, parts = x.shape[:dim], x.shape[dim + 1 :], [mesh.shape[a] for a in axes]
     x = x.reshape(*before, *parts, x.shape[dim] // math.prod(parts), *after)
-    for axis in fastest:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim + axes.index(axis), tiled=True)
-    return x.reshape(*before, x.shape[dim + len(axes)], *after)
+    x = jnp.moveaxis(x, [dim + axes.index(a) for a in order], range(len(order)))
+    for axis in order:
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0)
+    return x
+
+
+def _scatter_seconds(order: Axes, axes: Axes, size: int, mesh: LogicalMesh) -> float:
+    """Seconds to scatter ``size`` bytes over one axis after the other, and to put them into another order than
+    ``axes``.
+    """
+    seconds = 0.0 if order == axes else 2 * size / mesh.hardware.memory_rate
+    for axis in order:
+        seconds += collective_seconds(REDUCE_SCATTER, (axis,), size, mesh)
+        size //= mesh.shape[axis]
+    return seconds
 
 
 _REDUCERS = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}

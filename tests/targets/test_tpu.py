@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -205,6 +206,16 @@ def test_a_gather_over_a_whole_torus_stays_one():
     assert found.clean
     assert "all-gather" in (kinds := {c.kind for c in found.emitted})
     assert "all-reduce" not in kinds
+
+
+@pytest.mark.parametrize("sizes", [{"data": 16, "model": 4}, {"data": 8, "model": 8}])
+def test_a_sum_is_scattered_over_two_axes_of_different_links_without_an_all_reduce(sizes):
+    mesh, split = MeshConfig(axes=sizes, tpu="v5e:8x8"), P(("data", "model"))
+    product = functools.partial(jnp.einsum, "rsa,rsb->ab")
+    step = autoshard.jit(product, mesh=mesh, in_shardings=(split, split), out_shardings=split)
+    args = [jax.ShapeDtypeStruct((64, 2048, n), jnp.bfloat16) for n in (5120, 15360)]
+    emitted = collectives(step.lower(*args).compile().as_text(), step.plan(*args).mesh)
+    assert "all-reduce" not in {c.kind for c in emitted}
 
 
 def test_momentum_in_the_host_s_memory():
