@@ -88,6 +88,19 @@ def test_a_full_size_is_a_valid_configuration_and_traces(name: str):
         assert metrics["loss"].shape == ()
 
 
+def test_a_batch_is_embedded_in_any_number_of_chunks():
+    config = named_config(RECIPES / "embedding.yaml")
+    assert config.step is not None
+    given, ends = batches(config), list[Any]()
+    for chunks in (1, 2, 4):
+        step = config.step.model_copy(update={"arguments": config.step.arguments | {"chunks": chunks}})
+        steps = work_of(config.model_copy(update={"step": step})).steps
+        ends.append(by_path(run(jax.jit(steps.train), jax.jit(steps.init)(jax.random.key(0)), given)))
+    for other in ends[1:]:
+        for path, want in ends[0].items():
+            np.testing.assert_allclose(other[path], want, rtol=RTOL, atol=RTOL * np.abs(want).max(), err_msg=path)
+
+
 def logits_of(config: TrainConfig) -> Callable[[Any, np.ndarray], jax.Array]:
     """Without a cache: the state and tokens, int [row, position] -> [row, position, vocabulary]."""
     if isinstance(config.model, ModelConfig):
