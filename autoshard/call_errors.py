@@ -28,7 +28,7 @@ _LIBRARIES = (PACKAGE, "<", *{sysconfig.get_path(name) for name in ("purelib", "
 
 def note_entry(error: Exception, entry: str) -> None:
     """Notes that ``error`` was raised by what a configuration names at ``entry``; the innermost entry stays."""
-    if _entry(error) is None:
+    if entry and _entry(error) is None:
         error.add_note(f"{entry}{_RAISED}")
 
 

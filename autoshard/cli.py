@@ -130,7 +130,7 @@ def train_command(
             if not stop.requested:
                 raise
         except Exception as error:
-            if not stop.interrupted:  # else it is of the interrupt, of which JAX makes another error in a hash
+            if not stop.turned_into(error):
                 if watch is None or (lost := lost_peer(error, watch)) is None:
                     raise
                 watch.leave(str(lost))
@@ -441,12 +441,14 @@ def _use_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", min(count, MAX_VIRTUAL_DEVICES))
 
 
-def _show_warning(other: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+def _show_warning(
+    other: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
     """A warning of autoshard's is a line without the place in its sources; those of others are shown as ever."""
     if category.__module__ == AutoshardError.__module__:
         typer.echo(f"warning: {message}", err=True)
     else:
-        other(message, category, *where)
+        other(message, category, *where, **more)
 
 
 def main() -> None:

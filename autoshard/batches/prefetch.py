@@ -34,6 +34,11 @@ class Placer(Protocol):
         """Of all batches placed so far."""
         ...
 
+    @property
+    def parted(self) -> bool:
+        """Whether a process has brought only rows of its own."""
+        ...
+
     def knows(self, batch: Any) -> bool:
         """Whether a batch can be placed by any thread; one of new sizes is left to the caller's."""
         ...
@@ -59,6 +64,11 @@ class Prefetched:
         self.digest = 0
         """Of the batches given out so far."""
         self._given, self._waits = 0, deque[float](maxlen=MAX_WAITS)
+
+    @property
+    def parted(self) -> bool:
+        """Whether this process brings only rows of its own."""
+        return self._place.parted
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -90,7 +90,7 @@ from autoshard.jaxpr.padded_array import (
     true_sharding,
     with_true_shapes,
 )
-from autoshard.jaxpr.process_store import process_store
+from autoshard.jaxpr.process_store import all_reach, process_store
 from autoshard.jaxpr.replay import is_constraint, is_shard_map, replay, replay_equation
 from autoshard.jaxpr.rewrite import (
     as_fun,
@@ -143,6 +143,7 @@ __all__ = [
     "accepts_shards",
     "add_padding",
     "all_primitives",
+    "all_reach",
     "any_tracer",
     "as_fun",
     "as_layers",

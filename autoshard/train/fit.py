@@ -168,7 +168,7 @@ def fit(
         def save(number: int, state: Tree, position: Any) -> None:
             record.flush()
             if folder is not None:
-                extra = {"batches": gathered(position), "mesh": mesh}
+                extra = {"batches": gathered(position, parted=place.parted), "mesh": mesh}
                 checkpoint.save(folder, number, state, plan=chosen, extra=extra, keep=keep)
 
         def restore(number: int) -> Tree:
@@ -247,9 +247,12 @@ def _signals(handled: bool) -> Generator[StopSignals]:
     try:
         with stop, stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext():
             yield stop
-    except KeyboardInterrupt:
-        if stop.signal is signal.SIGTERM:
+    except (KeyboardInterrupt, Exception) as error:
+        interrupted = isinstance(error, KeyboardInterrupt) or stop.turned_into(error)
+        if interrupted and stop.signal is signal.SIGTERM:
             raise SystemExit(stop.exit_code) from None
+        if interrupted and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
         raise
 
 

@@ -349,7 +349,7 @@ def _duties(run: _RunContext, planned: PlannedPhase, last: int, ready: Prefetche
 
     def save(number: int, state: Tree, position: Any) -> None:
         run.events.flush()
-        extra = {"batches": gathered(position), "config": config.model_dump(mode="json")}
+        extra = {"batches": gathered(position, parted=ready.parted), "config": config.model_dump(mode="json")}
         checkpoint.save(run.folder.checkpoints, number, state, plan=planned.plan, extra=extra, keep=keep)
 
     def restore(number: int) -> Tree:

@@ -353,6 +353,5 @@ def _is_numeric(x: Any) -> bool:
 def _is_text(x: Any) -> bool:
     """Whether ``x`` is a string, or a list of strings, in lists or not: of any length it is one leaf."""
     if isinstance(x, list | tuple):
-        leaves = jax.tree.leaves(x)
-        return bool(leaves) and all(isinstance(leaf, str | bytes) for leaf in leaves)
+        return all(isinstance(leaf, str | bytes) for leaf in jax.tree.leaves(x))
     return isinstance(x, str | bytes)

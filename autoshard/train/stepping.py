@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError
+from autoshard.jaxpr import all_reach
 from autoshard.runs.host_times import HostTimes
 from autoshard.runtime import nnx
 from autoshard.strict_files import cut
@@ -21,6 +22,9 @@ from autoshard.train.sources import Tree
 
 type Numbers = Mapping[str, float]
 """Metrics of a step on the host."""
+
+END_SECONDS = 30
+"""For which a process whose batches have ended waits for those of the others to end."""
 
 
 class Batches(Protocol):
@@ -73,7 +77,8 @@ def take_steps(
       The state, and the number of the last step taken.
 
     Raises:
-      ArgumentError: the batches ended before the last step; the state after the last batch is saved.
+      ArgumentError: the batches ended before the last step; the state after the last batch is saved, unless those of
+        other processes go on.
     """
     pending: deque[tuple[int, Any, Tree]] = deque()
     host = duties.host
@@ -84,6 +89,11 @@ def take_steps(
         except StopIteration:
             while pending:
                 state = _settled(duties, pending, state)
+            if not all_reach(f"batches-end-{number}", END_SECONDS):
+                raise ArgumentError(
+                    f"the batches of process {jax.process_index()} ended after step {number - 1} of {numbers[-1]}, and "
+                    "those of others did not, so that its state is not saved; give each process as many batches"
+                ) from None
             _finish_early(number - 1, numbers, state, batches, duties)
             raise ArgumentError(
                 f"the batches ended after step {number - 1} of {numbers[-1]}, whose state is saved where the run has a "

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from autoshard.errors import AutoshardError
 from autoshard.train.processes.peers import SUPERVISED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -57,6 +58,10 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether a signal was received."""
         return self.signal is not None
+
+    def turned_into(self, error: Exception) -> bool:
+        """Whether ``error`` may be what other code, such as a hash that JAX calls, has made of the interrupt."""
+        return self.interrupted and not isinstance(error, AutoshardError | OSError)
 
     @property
     def exit_code(self) -> int:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,13 @@ def launch(arguments: Sequence[str], environments: Sequence[Mapping[str, str]], 
             kept: Any = stack.enter_context(path.open("wb")) if n else None
             each = [*command, "--id", str(n)]
             started.append(_start(each, environment, stdout=kept, stderr=kept or subprocess.PIPE))
-        shown = threading.Thread(target=_show_errors, args=(started,))
+        shown = threading.Thread(target=_show_errors, args=(started, errors[0]))
         shown.start()
         ended = _watched(started, errors, wait)
         _end(started)
         shown.join()
+        if ended.process == 0 and not ended.lost and errors[0].exists():
+            ended = replace(ended, errors=_end_of(errors[0]))
         return ended
 
 
@@ -119,14 +121,19 @@ def _start(
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, process_group=0)
 
 
-def _show_errors(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Shows what the first process writes to standard error, until another one is ended by a signal."""
+def _show_errors(started: Sequence[subprocess.Popen[bytes]], rest: Path) -> None:
+    """Shows what the first process writes to standard error, until another one is ended by a signal; the ``rest``, most
+    of which JAX writes of that, goes to a file.
+    """
     first, *others = started
     assert first.stderr is not None
     with first.stderr as pipe:
         while written := os.read(pipe.fileno(), 1 << 16):
             time.sleep(HELD_SECONDS)
-            if not any((process.poll() or 0) < 0 for process in others):
+            if any((process.poll() or 0) < 0 for process in others):
+                with rest.open("ab") as file:
+                    file.write(written)
+            else:
                 sys.stderr.write(written.decode(errors="replace"))
                 sys.stderr.flush()
 
@@ -150,7 +157,11 @@ def _watched(started: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path],
     if code in STOPPED:
         return Ended(code, first)
     shown = first == 0 or started[0].poll() == code  # the first process found the same, and said so
-    return Ended(code, first, errors="" if shown else errors[first].read_text(errors="replace")[-SHOWN:])
+    return Ended(code, first, errors="" if shown else _end_of(errors[first]))
+
+
+def _end_of(errors: Path) -> str:
+    return errors.read_text(errors="replace")[-SHOWN:]
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:

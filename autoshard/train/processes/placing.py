@@ -34,6 +34,8 @@ class BatchPlacer:
         self._stored = any(place.stored is not None for place in self._places)
         self.digest = 0
         """Of all whole batches placed so far, below 2^32; 0 where there is one process."""
+        self.parted = False
+        """Whether a process has brought only rows of its own."""
 
     def __call__(self, batch: Any) -> Any:
         """``batch`` on the mesh.
@@ -72,6 +74,7 @@ class BatchPlacer:
         if self._stored:
             return np.asarray(x, dtype)  # the step pads it
         if part is not None:
+            self.parted = True
             return jax.make_array_from_process_local_data(sharding, np.asarray(x, dtype), place.shape)
         if several and not isinstance(x, ChosenRows):
             self.digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8), self.digest)
@@ -95,6 +98,8 @@ class SizedPlacer:
         self._placers = {_shapes(plan.in_avals[1]): self._first}
         self.digest = 0
         """As `BatchPlacer.digest`, of batches of all sizes."""
+        self.parted = False
+        """As `BatchPlacer.parted`, of batches of any size."""
 
     def knows(self, batch: Any) -> bool:
         """Whether there is a plan for the size of ``batch``."""
@@ -111,7 +116,7 @@ class SizedPlacer:
             placer = self._placers[shapes]
         placer.digest = self.digest
         placed = placer(batch)
-        self.digest = placer.digest
+        self.digest, self.parted = placer.digest, self.parted or placer.parted
         return placed
 
 

@@ -1,7 +1,7 @@
 """The positions of all processes' batches in one checkpoint, and back to each process its own.
 
 Processes that read whole batches are at the same position, which is kept once and holds for any number of them. Where
-each reads rows of its own, one may have left out more than another: then each has a position.
+each reads rows of its own, each has a position, which is of as many processes as there were.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _BLOCK = 256
 """Bytes by which what is exchanged grows, so that few sizes of it are compiled."""
 
 
-def gathered(position: Any) -> dict[str, Any]:
+def gathered(position: Any, *, parted: bool) -> dict[str, Any]:
     """What a checkpoint keeps, the same in all processes, each of which calls this with its position.
 
     Args:
       position: strict JSON.
+      parted: whether this process reads rows of its own, as `BatchPlacer.parted` says.
 
     Raises:
       ConfigError: it is no JSON; in the other processes `CheckpointError`.
@@ -37,7 +38,7 @@ def gathered(position: Any) -> dict[str, Any]:
     def encode() -> None:
         nonlocal text
         try:
-            text = json.dumps(position, sort_keys=True, allow_nan=False).encode()
+            text = json.dumps([position, parted], sort_keys=True, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"batches: their `get_state` gives {shortened(position)}, which is no JSON: {error}. Let it give "
@@ -48,10 +49,10 @@ def gathered(position: Any) -> dict[str, Any]:
     sizes = of_all(np.asarray(len(text), np.int32))
     padded = np.zeros(-(-int(sizes.max()) // _BLOCK) * _BLOCK, np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
-    texts = [row[:size].tobytes() for row, size in zip(of_all(padded), sizes, strict=True)]
-    if len(set(texts)) == 1:
-        return {"of_all": position}
-    return {"of_each": [json.loads(each) for each in texts]}
+    found = [json.loads(row[:size].tobytes()) for row, size in zip(of_all(padded), sizes, strict=True)]
+    if any(reads for _, reads in found) or any(each != found[0] for each in found):
+        return {"of_each": [each for each, _ in found]}
+    return {"of_all": position}
 
 
 def resume(source: Source, saved: Any) -> None:
@@ -73,7 +74,7 @@ def _own(saved: Any) -> Any:
             if len(positions) == count:
                 return positions[jax.process_index()]
             raise ConfigError(
-                f"the batches were saved by {len(positions)} processes, each of which is at a position of its own, and "
+                f"the batches were saved by {len(positions)} processes, each of which reads rows of its own, and "
                 f"this run has {count}: nothing says which rows {'it has' if count == 1 else 'each has'} still to "
                 f"read. Go on with {len(positions)} processes, or start over in another folder; whole batches, the "
                 "same in every process, go on with any number"

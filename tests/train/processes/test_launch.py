@@ -162,11 +162,12 @@ def test_an_error_of_process_0_stands_though_another_one_aborts_first(monkeypatc
     """JAX aborts the others once process 0 leaves the store, which may be long before it has ended."""
 
     def start(command: list[str], *_: object, **given: Any) -> subprocess.Popen[bytes]:
-        code = "import time; time.sleep(0.5); raise SystemExit(2)" if command[-1] == "0" else "import os; os.abort()"
+        fails = "import sys, time; time.sleep(0.5); sys.stderr.write('error: absent'); raise SystemExit(2)"
+        code = fails if command[-1] == "0" else "import os; os.abort()"
         return subprocess.Popen([sys.executable, "-c", code], process_group=0, **given)
 
     monkeypatch.setattr("autoshard.train.processes.launch._start", start)
-    assert launch([], [{}, {}], wait=1) == Ended(2, 0)
+    assert launch([], [{}, {}], wait=1) == Ended(2, 0, errors="error: absent")
 
 
 def test_a_task_of_several_knows_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:

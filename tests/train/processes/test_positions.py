@@ -13,6 +13,7 @@ import pytest
 
 from autoshard import checkpoint, jit
 from autoshard.errors import AutoshardError, ConfigError
+from autoshard.jaxpr import all_reach
 from autoshard.train.fit import fit
 from autoshard.train.processes.positions import gathered, resume
 from autoshard.train.sources import source_of
@@ -47,6 +48,15 @@ class Filtered:
 
     def set_state(self, state: Any) -> None:
         self.at = state["at"]
+
+
+class Even(Filtered):
+    """One that leaves out nothing: both processes are at the same position, of rows of their own."""
+
+    def __next__(self) -> Any:
+        rows = jax.process_index() * ROWS // 2 + self.at + np.arange(self._rows, dtype=np.int32)
+        self.at += self._rows
+        return {"row": rows}
 
 
 class Strict(Filtered):
@@ -85,11 +95,13 @@ def program(folder: str) -> dict[str, Any]:
     half = BATCH // 2
     for steps in (2, 4):
         found["filtered"] = trained(Filtered(half), root / "filtered", steps, 4)
+        found["even"] = trained(Even(half), root / "even", steps, 4)
         found["grain"] = trained(sharded(half), root / "grain", steps, 4)
         found["whole"] = trained([{"row": BATCH * n + np.arange(BATCH)} for n in range(12)], root / "whole", steps, 4)
+    found["reached"] = [all_reach("by both", 60), jax.process_index() == 0 or all_reach("by one", 1)]
     found["refused"] = trained(Strict(half), root / "filtered", 5, 4)
     try:
-        gathered(object() if jax.process_index() else 1)
+        gathered(object() if jax.process_index() else 1, parted=False)
     except AutoshardError as error:
         found["no JSON"] = f"{type(error).__name__}: {error}"
     return found
@@ -118,12 +130,17 @@ def test_a_loader_that_shards_by_process_goes_on(found: list[dict[str, Any]]):
 
 
 def test_positions_that_differ_are_refused_by_another_number_of_processes(root: Path, found: list[dict[str, Any]]):
-    for kind, batches in (("filtered", Filtered(BATCH)), ("grain", sharded(BATCH))):
+    given = {"filtered": Filtered(BATCH), "even": Even(BATCH), "grain": sharded(BATCH)}
+    for kind, batches in given.items():
         refused = trained(batches, root / kind, 5, 4)
-        assert "ConfigError: the batches were saved by 2 processes, each of which is at a position" in refused
+        assert "ConfigError: the batches were saved by 2 processes, each of which reads rows" in refused
         assert "this run has 1" in refused
         assert "Go on with 2 processes" in refused
         assert checkpoint.latest(root / kind) == 4
+
+
+def test_a_process_that_waits_alone_is_told(found: list[dict[str, Any]]):
+    assert [one["reached"] for one in found] == [[True, True], [True, False]]
 
 
 def test_equal_positions_are_kept_once_and_go_on_with_any_number(root: Path, found: list[dict[str, Any]]):
