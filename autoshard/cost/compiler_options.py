@@ -22,7 +22,7 @@ lets one fusion have less of it than large products on a v6e need to keep the ma
 
 *All-to-alls beside products.* Experts whose rows are exchanged send them in parts, one beside the products of another
 (`autoshard.transforms.grouped_rows`). By default XLA for TPU has every all-to-all waited for; for slices of v5e of more
-than 16 chips it refuses to compile what asks for another thing.
+than 16 chips it compiles no other (`Hardware.async_all_to_all_up_to`), and plans ask for none there.
 
 *All-reduces combined.* Experts whose rows are exchanged give the gradients of all their weights at once. XLA for GPU
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.

@@ -78,8 +78,8 @@ def fit(
         iterator, moved on resume by taking its batches again (a list begins again at its end); `Rows` of arrays; or,
         with ``plan``, numpy arrays or memory maps themselves, whose rows make batches of the planned size in order. A
         batch is whole, the same in every process, or, with ``plan``, the rows that ``plan.local_rows`` names: then each
-        process has a position of its own, and where they differ the run resumes on as many processes. Strings in it,
-        and lists of them, become None.
+        process has a position of its own, and the run resumes on as many processes. Strings in it, and lists of them,
+        become None.
       steps: number of the last step, counted from 1 over all starts.
       plan: of ``step``, whose arguments 0 and 1 are state and batch; by default that for the first batch.
       checkpoints: a folder that all processes share; None saves nothing and handles no signal.
@@ -106,7 +106,7 @@ def fit(
       ArgumentError: ``steps`` or ``every`` below 1; batches of other shapes than planned, or that end too early (the
         state is saved then); a step that does not return what is said above.
       ConfigError: the position in the checkpoint is none of these batches, or another number of processes saved it,
-        each at one of its own; or several processes have other batches.
+        each of rows of its own; or several processes have other batches.
       CheckpointError: a checkpoint of another state, or one beyond ``steps``.
       PlanError: a step of other arguments than state and batch.
       NonFiniteError: a step that is not finite, and ``nan`` says stop, or nothing else can be done.
