@@ -6,7 +6,8 @@ iteration, what it adds to the gradients. `region` says what can be computed so:
 
 A chunk has a part of each device's tokens, so that a plan shards tokens and classes as without the loop. The gradient
 of the weight is accumulated in float32, one sum per device part (`autoshard.transforms.per_part_sums`), and reduced
-after the loop. Results are the same up to the order in which sums are added.
+after the loop. Results are the same up to the order in which sums are added; where the logits' operands are bfloat16,
+so are those of the gradients' products (`rounding`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes.losses.inline import with_loss_calls_inlined
 from autoshard.passes.losses.loop import with_loop
 from autoshard.passes.losses.region import RegionFinder, logits_products
+from autoshard.passes.losses.rounding import with_rounded_cotangents
 from autoshard.transforms.batch_parts.batched_indices import with_batched_indices
 from autoshard.transforms.batch_parts.cut import Cut
 from autoshard.transforms.pipeline import Pass
@@ -36,6 +38,7 @@ CHUNK_TOKENS = 2048
 gradient takes longer than the products."""
 LOGITS_BITS = 32
 """Of an element, as softmax reads it."""
+BFLOAT16_BITS = 16
 
 
 @dataclass(frozen=True)
@@ -112,16 +115,18 @@ class Losses(Pass):
         if nested:
             jaxpr = jx.with_eqns(jaxpr, [changed.get(e, e) for e in jaxpr.eqns])
         before = after = with_batched_indices(jaxpr) if logits_products(jaxpr, least) else jaxpr
+        rounds = program.mesh.hardware.operand_bits > BFLOAT16_BITS
         tried: set[jx.JaxprEqn] = set()
         while seed := next((e for e in logits_products(after, least) if e not in tried), None):
             tried.add(seed)
-            finder = RegionFinder(after, program.rules, program.mesh)
+            rounded = with_rounded_cotangents(after, seed) if rounds else after
+            finder = RegionFinder(rounded, program.rules, program.mesh)
             text = "no dimension of its tokens divides into chunks with a part for each device"
             cuts = cuts_of(seed, program.mesh, self.chunks, parts)
             why = None if cuts else ChunkError(text, jx.source(seed))
             for cut in cuts:
                 try:
-                    after, why = with_loop(after, finder.region(seed, cut), program.rules, parts), None
+                    after, why = with_loop(rounded, finder.region(seed, cut), program.rules, parts), None
                 except ChunkError as e:
                     why = why or e
                 else:

@@ -11,7 +11,7 @@ import re
 
 from autoshard.backend.hlo.text import Computation, Instruction, Module, arrays, numbers, peak_dtype
 from autoshard.machine.mesh import Hardware
-from autoshard.transforms.attention_kernels import KERNELS, flops_at_peak
+from autoshard.transforms.attention_kernels import KERNELS, causal_share, flops_at_peak
 
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
 _CUDNN_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
@@ -40,7 +40,7 @@ def _cudnn_seconds(instruction: Instruction, computation: Computation, hardware:
     batch, heads, rows, cols = numbers(scores[1].replace('"', ""))
     width = math.prod(query[0][1]) // (batch * heads * rows)
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
-    computed = 0.5 if _CUDNN_CAUSAL.search(instruction.attributes) else 1.0
+    computed = causal_share("cudnn", rows) if _CUDNN_CAUSAL.search(instruction.attributes) else 1.0
     share = _share(hardware, "cudnn", backward=backward)
     return flops_at_peak("cudnn", flops, width, cols, share, computed) / hardware.peak_flops(peak_dtype(query[0][0]))
 

@@ -1,8 +1,8 @@
 """Roofline time of compiled instructions, for compilers that give no estimate of their own.
 
-Each instruction that runs as a kernel takes the larger of FLOPs / peak and bytes read and written / memory bandwidth,
-plus one kernel launch; in a loop, times its trip count. Kernels for attention run at their share of the peak
-(`hlo.attention`).
+Each instruction that runs as a kernel takes the larger of FLOPs and bytes read and written, over what products and
+memory reach by the hardware table, plus one kernel launch; in a loop, times its trip count. Kernels for attention run
+at their share of the peak (`hlo.attention`).
 """
 
 from __future__ import annotations
@@ -73,11 +73,13 @@ def instruction_seconds(
 ) -> float:
     """Seconds of an instruction that runs as a kernel."""
     moved = _moved_bytes(instruction, computation, module)
+    convolution = _LABELS.search(instruction.attributes) is not None
     products = sum(
-        flops / hardware.peak_flops(dtype) for flops, dtype in _contraction_flops(instruction, computation, module)
+        flops / hardware.product_rate(dtype, convolution=convolution)
+        for flops, dtype in _contraction_flops(instruction, computation, module)
     )
     products += attention_seconds(instruction, computation, module, hardware)
-    return max(products, moved / hardware.bandwidth) + hardware.overhead
+    return max(products, moved / hardware.memory_rate) + hardware.overhead
 
 
 def memory_bound_seconds(

@@ -70,20 +70,34 @@ def test_holes_of_a_dilated_operand_are_not_multiplied(stride):
     assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(flops / 1e2, rel=0.01)
 
 
-@pytest.mark.parametrize(("mask", "part"), [("NO_MASK", 1), ("CAUSAL", 2)])
+@pytest.mark.parametrize(("mask", "queries", "keys", "computed"), [("NO_MASK", 16, 32, 1), ("CAUSAL", 984, 984, 0.625)])
 @pytest.mark.parametrize(("target", "products", "share"), [("Softmax", 2, 0.5), ("SoftmaxBackward", 5, 0.25)])
-def test_cudnn_attention_runs_at_its_share_of_the_peak(target, products, share, mask, part):
-    """Of 2 sequences of 16 queries and 32 keys, in 4 heads."""
-    shape = '{"element_type": "BF16", "dimensions": ["2", "4", "16", "32"]}'
+def test_cudnn_attention_runs_at_its_share_of_the_peak(target, products, share, mask, queries, keys, computed):
+    """Of 2 sequences, in 4 heads; a quarter as many scores as it excludes, the kernel computes below a causal mask."""
+    shape = f'{{"element_type": "BF16", "dimensions": ["2", "4", "{queries}", "{keys}"]}}'
     config = f'{{"fmha_scale": 1, "intermediate_tensor_shape": {shape}, "mask_type": "{mask}"}}'
-    lines = [f"%{x} = bf16[2,{n},4,128] parameter({i})" for i, (x, n) in enumerate((("q", 16), ("k", 32), ("v", 32)))]
+    sizes = (("q", queries), ("k", keys), ("v", keys))
+    lines = [f"%{x} = bf16[2,{n},4,128] parameter({i})" for i, (x, n) in enumerate(sizes)]
     call = f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{target}", backend_config={config}'
-    kernel = f"ROOT %c = (bf16[2,4,16,128], f32[2,4,16], u8[0]) {call}"
-    flops = products * 2 * (2 * 4 * 16 * 32) * 128 / part
+    kernel = f"ROOT %c = (bf16[2,4,{queries},128], f32[2,4,{queries}], u8[0]) {call}"
+    flops = products * 2 * (2 * 4 * queries * keys) * 128 * computed
     slow = replace(FAST_MEMORY, attention=AttentionRates("cudnn", 0.5, 0.25))
-    assert seconds(slow, [*lines, kernel])[0] == pytest.approx(flops / 1e3 / peak_share("cudnn", share, 32))
-    moved = 2 * 4 * 128 * 2 * (16 + 32 + 32 + 16) + 2 * 4 * 16 * 4
+    assert seconds(slow, [*lines, kernel])[0] == pytest.approx(flops / 1e3 / peak_share("cudnn", share, keys))
+    moved = 2 * 4 * 128 * 2 * (2 * queries + 2 * keys) + 2 * 4 * queries * 4
     assert seconds(FAST_PRODUCTS, [*lines, kernel])[0] == pytest.approx(moved / 1e2)
+
+
+def test_products_convolutions_and_memory_run_at_their_shares():
+    lines = [line.replace("TYPE", "f32") for line in OPERANDS]
+    product = "ROOT %d = f32[4,16] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    images = ["%a = f32[2,16,16,5] parameter(0)", "%b = f32[1,1,5,3] parameter(1)"]
+    window = "window={size=1x1}, dim_labels=b01f_01io->b01f"
+    convolution = f"ROOT %c = f32[2,16,16,3] convolution(%a, %b), {window}"
+    for given, text, part in ((lines, product, "product_efficiency"), (images, convolution, "convolution_efficiency")):
+        whole = seconds(FAST_MEMORY, [*given, text])[0]
+        assert seconds(replace(FAST_MEMORY, **{part: 0.5}), [*given, text])[0] == pytest.approx(2 * whole)
+        moved = seconds(FAST_PRODUCTS, [*given, text])[0]
+        assert seconds(replace(FAST_PRODUCTS, memory_efficiency=0.5), [*given, text])[0] == pytest.approx(2 * moved)
 
 
 def test_a_product_inside_a_fusion_counts_once():

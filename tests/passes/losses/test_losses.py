@@ -203,6 +203,47 @@ def test_in_few_digits_the_error_is_no_larger(loss: Loss) -> None:
         assert ours <= 1.2 * plain + 1e-3 * float(jnp.linalg.norm(z))
 
 
+def wide(loss: Loss, precision: Any = None) -> Any:
+    """Gradients of a loss whose logits are float32 products of bfloat16 operands."""
+
+    def of(weight: Any, hidden: Any, batch: Any) -> Any:
+        logits = jnp.einsum(
+            "bsd,dv->bsv",
+            hidden,
+            weight.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        return loss(logits, batch)
+
+    return jax.value_and_grad(of, (0, 1))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+@pytest.mark.parametrize("loss", [integer, z_loss, where_ignored])
+def test_gradients_of_float32_logits_are_products_of_what_the_logits_are(loss: Loss, wrap: Any) -> None:
+    weight, hidden = params()["head"], batch()["inputs"].astype(jnp.bfloat16)
+    args = (weight, hidden, batch())
+    before, after, report = rewritten(wide(wrap(loss)), *args)
+    products = [e for e in jx.walk(after) if e.primitive.name == "dot_general"]
+    assert not has_logits(after), report
+    assert {str(jx.aval(a).dtype) for e in products for a in e.invars} == {"bfloat16"}
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(wide(loss))(weight, hidden.astype(jnp.float32), batch())
+    for x, y, z in zip(results(after, *args), results(before, *args), jax.tree.leaves(exact), strict=True):
+        ours, plain = (float(jnp.linalg.norm(a.astype(jnp.float32) - z)) for a in (x, y))
+        assert ours <= plain + 2.0**-8 * float(jnp.linalg.norm(z))
+
+
+def test_so_are_not_those_of_a_higher_precision_nor_where_the_chip_rounds_itself() -> None:
+    args = (params()["head"], batch()["inputs"].astype(jnp.bfloat16), batch())
+    rounding = replace(MESH, hardware=replace(HARDWARE, operand_bits=16))
+    for fun, mesh in ((wide(integer, "highest"), MESH), (wide(integer), rounding)):
+        _, after, _ = rewritten(fun, *args, mesh=mesh)
+        products = [e for e in jx.walk(after) if e.primitive.name == "dot_general"]
+        assert "float32" in {str(jx.aval(a).dtype) for e in products for a in e.invars}
+
+
 @pytest.mark.parametrize("loss", [integer, one_hot, z_loss])
 def test_forward_alone(loss: Loss) -> None:
     def evaluate(params: Any, batch: Any) -> Any:
