@@ -25,7 +25,7 @@ from autoshard.rules.local_forms.attention_chunked import attend_chunked, gradie
 from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
 from autoshard.rules.local_forms.attention_ring import attend_ring, gradients_ring, key_reach, ring_collectives
 from autoshard.rules.local_forms.attention_ulysses import attend_ulysses, exchangeable_dims, gradients_ulysses
-from autoshard.transforms.attention_kernels import kernel_call, unsupported_lengths
+from autoshard.transforms.attention_kernels import in_rings, kernel_call, unsupported_lengths
 from autoshard.transforms.attention_op import (
     AttentionConfig,
     attend,
@@ -126,8 +126,8 @@ def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterat
 
 
 def _ring_config(config: AttentionConfig, shard: SequenceShard) -> AttentionConfig:
-    """``config`` without its kernel where that does not take as few positions as a device has."""
-    if config.kernel and unsupported_lengths(config.kernel, shard.keys, shard.keys):
+    """``config`` without its kernel where that takes no blocks of its masks, or not as few positions as a device has."""
+    if config.kernel and (not in_rings(config) or unsupported_lengths(config.kernel, shard.keys, shard.keys)):
         return replace(config, kernel="")
     return config
 

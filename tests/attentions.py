@@ -123,6 +123,11 @@ FORMS: dict[str, tuple[Callable[..., Any], int, str]] = {
         "scale scale tanh scale band",
     ),
     "jax.nn": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), H, "scale band"),
+    "jax.nn window": (
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(4, 0)),
+        H,
+        "scale band",
+    ),
     "jax.nn groups": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), K, "scale band"),
     "jax.nn mask and bias": (
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, BIAS[None], padding(q)),

@@ -45,6 +45,8 @@ class AttentionKernel:
     """Whether it is used for attentions whose scores would fit in on-chip memory too."""
     windows: bool = False
     """Whether it takes masks with two limits, beside the causal one."""
+    causal_windows: bool = False
+    """Whether of those it takes what is both: each query sees so many keys up to its own."""
     soft_cap: bool = False
     """Whether it takes ``cap * tanh(scores / cap)``."""
     value_width: bool = False
@@ -89,6 +91,7 @@ CUDNN = AttentionKernel(
     measured_length=1024,
     startup=507,
     diagonal=246,
+    causal_windows=True,
     length_multiple=2,  # for gradients JAX refuses odd ones: 257 patches of a ViT
     any_size=True,
 )
@@ -170,7 +173,9 @@ class KernelCall:
             return float(self.computed_blocks(queries, keys, backward=backward).mean())
         if self.low is None and self.high is None:
             return 1.0
-        return 0.0 if self.high is not None and self.high <= -queries else causal_share(self.kernel, queries)
+        if self.high is not None and self.high <= -queries:
+            return 0.0
+        return causal_share(self.kernel, queries, math.inf if self.low is None else 1 - self.low)
 
 
 def kernel_call(config: AttentionConfig, kernel: str) -> KernelCall:
@@ -198,14 +203,15 @@ def unsupported_reason(config: AttentionConfig, query: Any, key: Any, value: Any
     queries, keys = sizes[config.query_position], sizes[config.key_position]
     bands = {(op.low, op.high) for op in config.score_ops if op.kind == "band"}
     fill = masked_fill(config)
-    masks = "the causal mask and windows" if kernel.windows else "the causal mask only"
+    masks = "the causal mask and windows" if kernel.windows else "the causal mask and causal windows"
+    taken = not bands or kernel.windows or (kernel.causal_windows and kernel_call(config, name).high == 0)
     if len(dtypes) > 1 or not dtypes <= set(kernel.dtypes):
         return f"{kernel.label} takes queries, keys and values of {' or '.join(kernel.dtypes)}, not {_list(dtypes)}"
     if other := next((k for k in kinds if k not in {"scale", "band"} and (k != "tanh" or not kernel.soft_cap)), ""):
         return f"of masks and biases {kernel.label} is used for {masks} ({other})"
     if kinds.count("tanh") > 1 or ("tanh" in kinds and "band" in kinds[: kinds.index("tanh")]):
         return f"{kernel.label} takes one soft cap of the scores, before their mask"
-    if bands and not kernel.windows and bands != {(None, 0)}:
+    if not taken:
         return f"of masks and biases {kernel.label} is used for {masks} (window)"
     if fill is not None and fill > NEGLIGIBLE_SCORE:
         return f"{kernel.label} gives masked keys no weight, and these have one by their score of {fill:g}"
@@ -237,6 +243,12 @@ def unsupported_reason(config: AttentionConfig, query: Any, key: Any, value: Any
             f"{kernel.label} is used from {kernel.min_length} queries and keys on, and these are {queries} and {keys}"
         )
     return unsupported_lengths(name, queries, keys)
+
+
+def in_rings(config: AttentionConfig) -> bool:
+    """Whether the kernel of ``config`` takes the masks of blocks of keys that begin before or after the queries."""
+    kernel = KERNELS[config.kernel]
+    return kernel.windows or kernel_call(config, config.kernel).low is None
 
 
 def unsupported_lengths(name: str, queries: int, keys: int) -> str:
@@ -284,9 +296,10 @@ def kernel_flops_at_peak(
     return flops_at_peak(config.kernel, flops, width, length, share, computed)
 
 
-def causal_share(name: str, queries: int) -> float:
-    """The part of all scores that the kernel ``name`` computes under a causal mask."""
-    return min(1.0, 0.5 * (1 + KERNELS[name].diagonal / queries))
+def causal_share(name: str, queries: int, window: float = math.inf) -> float:
+    """The part of all scores that the kernel ``name`` computes under a causal mask, of a ``window`` of keys or all."""
+    diagonal = KERNELS[name].diagonal
+    return min(1.0, 0.5 * (1 + diagonal / queries), (window + diagonal) / queries)
 
 
 def flops_at_peak(name: str, flops: float, width: int, length: int, share: float, computed: float) -> float:

@@ -38,7 +38,11 @@ def _with_vjp(
     gradient in float32: it is the one float32 residual of `jax.vjp` of shape [batch, heads, length].
     """
     cudnn = functools.partial(
-        jax.nn.dot_product_attention, scale=call.scale, is_causal=call.high is not None, implementation="cudnn"
+        jax.nn.dot_product_attention,
+        scale=call.scale,
+        is_causal=call.high is not None,
+        local_window_size=None if call.low is None else (-call.low, 0),
+        implementation="cudnn",
     )
     try:
         out, pullback = jax.vjp(cudnn, query, key, value)

@@ -171,6 +171,8 @@ class Facts:
         if var in self.outer:
             facts, outside = self.outer[var]
             return facts.position(outside, letters)
+        if var in self.consts:
+            return _progression(self.consts[var], letters)
         eqn = self.defs.get(var)
         if eqn is None:
             return None
@@ -187,6 +189,17 @@ class Facts:
             sign = 1 if op is _prims.add_p else -1
             return {c: x.get(c, 0) + sign * y.get(c, 0) for c in {**x, **y}}
         return None
+
+
+def _progression(value: Any, letters: Letters) -> Position | None:
+    """An array that the trace holds as a constant, such as of `jax.numpy.arange`; None where its elements are not each
+    one more than the last."""
+    if np.ndim(value) != 1 or jx.is_tracer(value) or letters[0] is None:
+        return None
+    numbers = np.asarray(value)
+    first = int(numbers[0]) if numbers.size else 0
+    counts = np.array_equal(numbers, np.arange(first, first + numbers.size))
+    return {letters[0]: 1, "": first} if counts and abs(first) < 2**30 else None
 
 
 def complement(band: Band) -> Band | None:

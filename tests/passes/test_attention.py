@@ -83,6 +83,19 @@ def test_forward_alone_is_found(name):
     close(run(done, args), jax.jit(fun)(*args))
 
 
+@pytest.mark.parametrize("places", [np.arange(S)[::-1], np.arange(0, 2 * S, 2), np.arange(1, S + 1) % S])
+def test_constants_that_do_not_count_up_are_no_positions(places):
+    """What is made of them is a mask of any kind."""
+
+    def fun(q, k, v):
+        at = jnp.asarray(places.copy(), jnp.int32)
+        return mix(jax.nn.softmax(jnp.where(at[:, None] >= at, scores(q, k), -1e9), -1), v)
+
+    done, _ = rewritten(fun, args := operands())
+    assert [s.kind for s in found(done)[0][0].score_ops] == ["scale", "mask"]
+    close(run(done, args), jax.jit(fun)(*args))
+
+
 def layer(h, w):
     q, k, v = (jnp.einsum("bsd,dhe->bshe", h, w[n]) for n in "qkv")
     return h + jnp.einsum("bshe,hed->bsd", mix(jax.nn.softmax(causal(scores(q, k)), -1), v), w["o"])

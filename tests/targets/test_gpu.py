@@ -83,6 +83,23 @@ def test_attention_is_the_librarys_and_no_scores_are_in_memory(scan):
     assert c.audit.clean, str(c.audit)
 
 
+def test_attention_over_a_window_is_the_librarys():
+    def attended(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(127, 0), implementation="xla")
+
+    def trained(q, k, v):
+        return jax.value_and_grad(lambda *x: attended(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    x = jax.ShapeDtypeStruct((8, 1024, 4, 64), jnp.bfloat16)
+    step = autoshard.jit(trained, mesh=MeshConfig(axes={"data": -1}, gpu="h100"), strategy="dp")
+    c = compile_plan(step.plan(x, x, x), lowered := step.lower(x, x, x))
+    text = lowered.compile().as_text()
+    windows = re.findall(r'__cudnn\$fmha\w*".*?"sliding_window_length": ?(\d+)', text)
+    assert windows == ["128", "128"]
+    assert not re.findall(r"\w+\[(?:\d+,)*1024,1024\]", text)
+    assert c.audit.clean, str(c.audit)
+
+
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_an_optimizer_on_the_host_is_in_neither_the_device_s_arguments_nor_its_results(scan):
     """Also where a loop reads and writes the host's memory."""

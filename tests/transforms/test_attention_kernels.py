@@ -19,6 +19,7 @@ from autoshard.transforms.attention_kernels import (
     KernelCall,
     causal_share,
     flops_at_peak,
+    in_rings,
     kernel_call,
     kernel_flops_at_peak,
     peak_share,
@@ -57,13 +58,15 @@ EITHER = {
 CUDNN = {
     "takes queries, keys and values of bfloat16 or float16, not float32": (CONFIG, "float32"),
     "the dtype of its operands, bfloat16, not float32": replace(CONFIG, out_dtype="float32"),
-    "the causal mask only (window)": replace(CONFIG, score_ops=(replace(BAND, low=-4),)),
-    "the causal mask only (tanh)": replace(CONFIG, score_ops=CAP),
+    "the causal mask and causal windows (window)": replace(CONFIG, score_ops=(replace(BAND, low=-4, high=4),)),
+    "causal windows (window)": replace(CONFIG, score_ops=(replace(BAND, low=-4, high=None),)),
+    "the causal mask and causal windows (tanh)": replace(CONFIG, score_ops=CAP),
     "multiple of 8 and at most 128, not 12": (CONFIG, "bfloat16", {"d": 12, "e": 12}),
     "multiple of 8 and at most 128, not 256": (CONFIG, "bfloat16", {"d": 256, "e": 256}),
     "values as wide as queries, not 128 beside 64": (CONFIG, "bfloat16", {"e": 128}),
     "sequences that are a multiple of 2, not 257": (CONFIG, "bfloat16", {"q": 257, "k": 257}),
 }
+WINDOWED = ((replace(BAND, low=-4),), (BAND, replace(BAND, low=-4, high=None)))
 SPLASH = {
     "takes queries, keys and values of bfloat16 or float32, not float16": (CONFIG, "float16"),
     "multiple of 8 and at most 256, not 68": (CONFIG, "bfloat16", {"d": 68, "e": 68}),
@@ -88,6 +91,7 @@ TAKEN = {
     [
         *((name, *item) for name in ("cudnn", "splash") for item in EITHER.items()),
         *(("cudnn", *item) for item in CUDNN.items()),
+        *(("cudnn", "", replace(CONFIG, score_ops=ops)) for ops in WINDOWED),
         *(("splash", *item) for item in SPLASH.items()),
         *(("splash", "", case) for case in TAKEN.values()),
     ],
@@ -129,6 +133,17 @@ def test_short_sequences_run_at_less_of_the_peak():
     assert peak_share("cudnn", 0.4, 512) == pytest.approx(0.3, rel=2e-3)
     assert peak_share("cudnn", 0.4, 16) < 0.03
     assert peak_share("cudnn", 0.4, 2**20) < 0.6
+
+
+def test_a_causal_window_costs_its_keys():
+    window = replace(CONFIG, kernel="cudnn", score_ops=(SCALE, replace(BAND, low=-1023)))
+    q, whole = sides(CONFIG, sizes={"q": 8192, "k": 8192, "d": 128, "e": 128})[0], replace(window, score_ops=(SCALE,))
+    ratio = kernel_flops_at_peak(window, q, q, q, 0.5) / kernel_flops_at_peak(whole, q, q, q, 0.5)
+    assert ratio == pytest.approx((1024 + 246) / 8192)
+    assert causal_share("cudnn", 1024, 4096) == causal_share("cudnn", 1024)
+    assert not in_rings(window)
+    assert in_rings(replace(window, score_ops=(BAND,)))
+    assert in_rings(replace(window, kernel="splash"))
 
 
 def test_attention_on_an_h100_takes_what_it_took_by_the_clock():

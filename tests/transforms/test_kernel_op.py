@@ -23,13 +23,25 @@ def operands(key_heads, dtype, batch=2, length=16, heads=4, width=8):
 
 
 @pytest.mark.parametrize(
-    ("causal", "key_heads", "dtype"),
-    [(False, 4, "float32"), (True, 2, "float32"), (True, 1, "float32"), (True, 2, "bfloat16")],
+    ("causal", "window", "key_heads", "dtype"),
+    [
+        (False, None, 4, "float32"),
+        (True, None, 2, "float32"),
+        (True, None, 1, "float32"),
+        (True, None, 2, "bfloat16"),
+        (True, 5, 2, "float32"),
+    ],
 )
-def test_the_numbers_are_those_of_jax(causal, key_heads, dtype):
+def test_the_numbers_are_those_of_jax(causal, window, key_heads, dtype):
     q, k, v = operands(key_heads, dtype)
-    call = KernelCall("cudnn", 0.3, high=0 if causal else None)
-    theirs = functools.partial(jax.nn.dot_product_attention, scale=0.3, is_causal=causal, implementation="xla")
+    call = KernelCall("cudnn", 0.3, low=None if window is None else -window, high=0 if causal else None)
+    theirs = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=0.3,
+        is_causal=causal,
+        local_window_size=None if window is None else (window, 0),
+        implementation="xla",
+    )
     want, logsum = theirs(q, k, v, return_residual=True)
     out, own = jax.jit(functools.partial(attention_kernel_p.bind, call=call))(q, k, v)
     assert (out.dtype, own.dtype) == (q.dtype, jnp.float32)
@@ -45,10 +57,13 @@ def test_the_numbers_are_those_of_jax(causal, key_heads, dtype):
         close(x.astype("float32"), y.astype("float32"))
 
 
-def stand_in(query, key, value, *, scale, is_causal, implementation):
+def stand_in(query, key, value, *, scale, is_causal, local_window_size, implementation):
     """A stand-in for cuDNN attention with the residuals that JAX saves for its gradient."""
     assert implementation == "cudnn"
-    params = {"call": KernelCall("cudnn", scale, high=0 if is_causal else None)}
+    before, after = local_window_size or (None, 0)
+    assert after == 0
+    low = None if before is None else -before
+    params = {"call": KernelCall("cudnn", scale, low=low, high=0 if is_causal else None)}
 
     @jax.custom_vjp
     def attend(q, k, v):
@@ -66,11 +81,12 @@ def stand_in(query, key, value, *, scale, is_causal, implementation):
     return attend(query, key, value)
 
 
-def test_the_gradient_uses_the_given_output_and_the_forward_kernel_is_dead_code(monkeypatch):
+@pytest.mark.parametrize("call", [CAUSAL, KernelCall("cudnn", 0.3, low=-5, high=0)], ids=["causal", "window"])
+def test_the_gradient_uses_the_given_output_and_the_forward_kernel_is_dead_code(call, monkeypatch):
     """A block's gradient is of the sums over all blocks, not of its own."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     q, k, v = operands(2, "bfloat16")
-    params = {"call": CAUSAL}
+    params = {"call": call}
     out, logsum = jax.jit(functools.partial(cudnn_attention.cudnn_forward, **params))(q, k, v)
     further = logsum + 1, (out / 2).astype(out.dtype), jnp.cos(3 * out)
     given = q, k, v, further[1], further[0], further[2]

@@ -70,12 +70,16 @@ def test_holes_of_a_dilated_operand_are_not_multiplied(stride):
     assert seconds(FAST_MEMORY, [*lines, product])[0] == pytest.approx(flops / 1e2, rel=0.01)
 
 
-@pytest.mark.parametrize(("mask", "queries", "keys", "computed"), [("NO_MASK", 16, 32, 1), ("CAUSAL", 984, 984, 0.625)])
+@pytest.mark.parametrize(
+    ("mask", "window", "queries", "keys", "computed"),
+    [("NO_MASK", 0, 16, 32, 1), ("CAUSAL", 0, 984, 984, 0.625), ("CAUSAL", 246, 984, 984, 0.5)],
+)
 @pytest.mark.parametrize(("target", "products", "share"), [("Softmax", 2, 0.5), ("SoftmaxBackward", 5, 0.25)])
-def test_cudnn_attention_runs_at_its_share_of_the_peak(target, products, share, mask, queries, keys, computed):
+def test_cudnn_attention_runs_at_its_share_of_the_peak(target, products, share, mask, window, queries, keys, computed):
     """Of 2 sequences, in 4 heads; a quarter as many scores as it excludes, the kernel computes below a causal mask."""
     shape = f'{{"element_type": "BF16", "dimensions": ["2", "4", "{queries}", "{keys}"]}}'
-    config = f'{{"fmha_scale": 1, "intermediate_tensor_shape": {shape}, "mask_type": "{mask}"}}'
+    masked = f'"mask_type": "{mask}", "sliding_window_length": {window}'
+    config = f'{{"fmha_scale": 1, "intermediate_tensor_shape": {shape}, {masked}}}'
     sizes = (("q", queries), ("k", keys), ("v", keys))
     lines = [f"%{x} = bf16[2,{n},4,128] parameter({i})" for i, (x, n) in enumerate(sizes)]
     call = f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{target}", backend_config={config}'
