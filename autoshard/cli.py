@@ -117,7 +117,7 @@ def train_command(
         connect(*cluster, wait, heartbeat)
     finished = saved = False
     watch = None
-    with StopSignals() as stop:
+    with StopSignals(ends_process=True) as stop:
         try:
             with stop.deferred() if several else contextlib.nullcontext():  # several leave together
                 recipe = named_config(config)

@@ -77,7 +77,10 @@ def differences(summaries: Mapping[int, Summary]) -> str:
         if there is not None:
             found.append(f"{name}: {cut(here, 160)} in process {first}, {cut(there[1], 160)} in process {there[0]}")
     if not found:
-        return "mesh, strategy, passes, compiler options and arguments are, so that the function itself differs"
+        return (
+            "mesh, strategy, passes, compiler options and arguments are, so that the function itself differs, or the "
+            "specs of values inside it"
+        )
     rest = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
     return "; ".join([*found[:NAMED], *rest])
 

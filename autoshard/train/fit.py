@@ -159,7 +159,7 @@ def fit(
 
         like = state if nnx.has_modules(state) else chosen.in_avals[0]
         place = SizedPlacer(chosen, None if pad is None else lambda batch: own.plan(like, batch))
-        record = stack.enter_context(_recording(log, done, steps, _batch_size(chosen)))
+        record = stack.enter_context(_recording(log, stop, done, steps, _batch_size(chosen)))
         if before != mesh:
             record.say(f"the mesh was {before} until step {done}, and is {mesh}: the state is placed anew")
         if record.progress is not None and pad is None:  # else a step's products are as many as its batch is large
@@ -174,6 +174,9 @@ def fit(
         def restore(number: int) -> Tree:
             assert folder is not None
             return nnx.updated(state, checkpoint.restore(folder, number, plan=chosen))
+
+        def stopped() -> bool:
+            return folder is not None and in_any(stop.requested)  # without a folder no signal is handled
 
         def saved() -> Sequence[int]:
             return from_first(lambda: () if folder is None else checkpoint.steps(folder))
@@ -192,13 +195,13 @@ def fit(
             host=host,
             failed=None if watch is None else watch.answer,
         )
-        if done < steps and in_any(stop.requested):
+        if done < steps and stopped():
             where = f"step {done} is saved, from which this went on" if done else "nothing is saved yet"
             write_error(f"stopped before step {done + 1}: {where}\n")
         elif done < steps:
             with stop.deferred(), saves_finished(folder), ready:
                 state, done = take_steps(uniform(own, state), state, ready, range(done + 1, steps + 1), duties)
-        if done < steps or in_any(stop.requested):
+        if done < steps or stopped():
             raise KeyboardInterrupt if stop.signal is signal.SIGINT else SystemExit(stop.exit_code)
         record.finished(steps, looked=policy is not None)
     return state
@@ -319,7 +322,9 @@ class _Record:
 
 
 @contextlib.contextmanager
-def _recording(log: Log | epath.PathLike | None, done: int, steps: int, examples: int | None) -> Generator[_Record]:
+def _recording(
+    log: Log | epath.PathLike | None, stop: StopSignals, done: int, steps: int, examples: int | None
+) -> Generator[_Record]:
     """Where metrics go, in the first process; nowhere in the others."""
     with contextlib.ExitStack() as stack:
         if log is None or callable(log):
@@ -331,7 +336,7 @@ def _recording(log: Log | epath.PathLike | None, done: int, steps: int, examples
         if not is_first():
             yield _Record()
             return
-        stack.enter_context(failure_logged(folder))
+        stack.enter_context(failure_logged(folder, stop))
         console = Console(soft_wrap=True)
         progress = stack.enter_context(ProgressLine(console, steps, examples, "examples", 10))
         yield _Record(None, stack.enter_context(RunLog(folder)), progress, console)

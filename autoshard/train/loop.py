@@ -136,7 +136,7 @@ def _train(config: TrainConfig, folder: RunFolder, console: Console, stop: StopS
     decay = config.optimizer.decay_steps if isinstance(config.optimizer, OptimizerConfig) else None
     if config is not given and decay != config.last_step:
         console.print(f"the learning rate decays until step {decay}, as it did when the run began", markup=False)
-    with failure_logged(folder):
+    with failure_logged(folder, stop):
         return _run_remaining(config, folder, console, done, stop)
 
 

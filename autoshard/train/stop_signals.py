@@ -27,10 +27,15 @@ class StopSignals:
 
     Until it is entered no signal is handled, and `requested` is False. The first signal raises KeyboardInterrupt, but
     within `deferred` it only sets `requested`. The second ends the process, whatever it does: what is on disk by then
-    stays, and a checkpoint is there whole or not at all.
+    stays, and a checkpoint is there whole or not at all. After a signal handlers stay to the end of the process, but
+    those of a SIGINT where the process may go on, such as a notebook's.
+
+    Args:
+      ends_process: whether the process ends with what is inside, whichever signal it was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = False) -> None:
+        self._ends_process = ends_process
         self.signal: signal.Signals | None = None
         """The first signal received."""
         self.interrupted = False
@@ -49,7 +54,9 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.signal is None:  # else the process is ending, and a second signal still ends it at once
+        goes_on = self.signal is signal.SIGINT and not self._ends_process
+        if self.signal is None or goes_on:  # else a second signal still ends the process at once
+            signal.setitimer(signal.ITIMER_REAL, 0)
             for each, handler in self._before.items():
                 signal.signal(each, handler)
             sys.unraisablehook = self._unraisable_before

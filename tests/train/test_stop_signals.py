@@ -81,6 +81,19 @@ def test_a_signal_that_is_deferred_only_asks(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err == "SIGTERM: stopping; the next signal stops at once\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "ends", "stays"),
+    [(signal.SIGINT, False, False), (signal.SIGINT, True, True), (signal.SIGTERM, False, True)],
+)
+def test_after_ctrl_c_the_next_one_is_not_the_end_of_a_process_that_goes_on(
+    number: signal.Signals, ends: bool, stays: bool
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopSignals(ends_process=ends):
+        signal.raise_signal(number)
+    assert (signal.getsignal(signal.SIGINT) != before) is stays
+
+
 def test_without_a_signal_all_is_as_before() -> None:
     before = [signal.getsignal(each) for each in (*SIGNALS, signal.SIGALRM)], sys.unraisablehook
     with StopSignals() as stop:

@@ -15,6 +15,7 @@ from autoshard.runs.report import EndEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train.processes.agreement import is_first
 from autoshard.train.processes.peer_errors import may_be_of_peer
+from autoshard.train.stop_signals import StopSignals
 
 
 @contextlib.contextmanager
@@ -40,14 +41,14 @@ def saves_finished(folder: epath.Path | None) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def failure_logged(folder: RunFolder) -> Generator[None]:
-    """Adds to the log, in the first process, that an error ended the run; one that may be that another process is lost
-    does not: the run is to go on.
+def failure_logged(folder: RunFolder, stop: StopSignals) -> Generator[None]:
+    """Adds to the log, in the first process, that an error ended the run; not one that may be that another process is
+    lost, or what became of a signal to stop: the run is to go on.
     """
     try:
         yield
     except Exception as error:
-        if is_first() and not may_be_of_peer(error):
+        if is_first() and not may_be_of_peer(error) and not stop.turned_into(error):
             with contextlib.suppress(OSError):  # the error may be that nothing can be written
                 step = max((event.step for event in folder.events()), default=0)
                 text = f"{type(error).__name__}: {first_line(error)}"

@@ -16,8 +16,12 @@ from etils import epath
 from autoshard import checkpoint, cli
 from autoshard.checkpoint import array_store
 from autoshard.errors import ArgumentError, CheckpointError
+from autoshard.runs.report import EndEvent
+from autoshard.runs.run_folder import RunFolder
 from autoshard.train import fit
 from autoshard.train.processes import ending
+from autoshard.train.processes.ending import failure_logged
+from autoshard.train.stop_signals import StopSignals
 from tests.forked import Forked
 
 HERE = "tests.train.processes.test_ending"
@@ -110,3 +114,13 @@ def test_a_save_that_fails_too_is_a_note_and_a_lost_process_is_not_waited_for(mo
     with pytest.raises(ArgumentError), ending.saves_finished(None):
         raise ArgumentError("nothing is saved")
     assert asked == [folder] * 2
+
+
+@pytest.mark.parametrize(("interrupted", "ends"), [(False, ["failed"]), (True, [])])
+def test_what_became_of_a_signal_is_no_failure(interrupted: bool, ends: list[str], tmp_path: Path) -> None:
+    """Such as the error that a hash which JAX calls makes of the interrupt."""
+    folder, stop = RunFolder(epath.Path(tmp_path)), StopSignals()
+    stop.interrupted = interrupted
+    with pytest.raises(ValueError, match="not hashable"), failure_logged(folder, stop):
+        raise ValueError("not hashable")
+    assert [event.how for event in folder.events() if isinstance(event, EndEvent)] == ends
