@@ -208,6 +208,16 @@ def test_a_gather_over_a_whole_torus_stays_one():
     assert "all-reduce" not in kinds
 
 
+@pytest.mark.parametrize("tpu", ["v5e:8x8", "v5e:16x16", "v5p:4x4x4"])
+def test_several_dimensions_are_gathered_as_planned(tpu):
+    mesh, both = MeshConfig(axes={"data": -1, "model": 4}, tpu=tpu), P(("data", "model"))
+    step = autoshard.jit(jnp.matmul, mesh=mesh, in_shardings=(both, P("data", "model")), out_shardings=both)
+    args = (jax.ShapeDtypeStruct((65536, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
+    found = autoshard.audit(step.lower(*args).compile(), step.plan(*args))
+    assert len(found.emitted) > 1
+    assert {row.verdict for row in found.rows} == {"same"}
+
+
 @pytest.mark.parametrize("sizes", [{"data": 16, "model": 4}, {"data": 8, "model": 8}])
 def test_a_sum_is_scattered_over_two_axes_of_different_links_without_an_all_reduce(sizes):
     mesh, split = MeshConfig(axes=sizes, tpu="v5e:8x8"), P(("data", "model"))
