@@ -116,10 +116,8 @@ def test_experts_exchange_rows_on_a_slice_that_has_no_all_to_all_beside_compute(
     assert audit(executable, plan).clean
 
 
-@pytest.mark.parametrize(
-    ("kept", "copies"), [(P(None, "data"), 1), (P(None, "data", "model"), 2), (P(None, None, "model"), 1)]
-)
-def test_a_gathered_result_is_put_together_beside_its_donated_buffer(kept, copies):
+@pytest.mark.parametrize("kept", [P(None, "data"), P(None, "data", "model"), P(None, None, "model")])
+def test_a_gathered_result_is_put_together_beside_its_donated_buffer(kept):
     def update(master, weights):
         master = master * 0.99
         return master, master.astype(weights.dtype)
@@ -129,7 +127,7 @@ def test_a_gathered_result_is_put_together_beside_its_donated_buffer(kept, copie
     step = autoshard.jit(update, mesh=mesh, in_shardings=specs, out_shardings=specs, donate_argnums=(0, 1))
     plan, found = step.plan(*state), step.lower(*state).compile().memory_analysis()
     whole = 20 * 4096 * 2048 * 2
-    assert found.temp_size_in_bytes == pytest.approx(copies * whole, rel=0.3)
+    assert found.temp_size_in_bytes == pytest.approx(whole, rel=0.3)
     assert plan.memory.peak == pytest.approx(found.peak_memory_in_bytes, rel=0.1)
 
 
