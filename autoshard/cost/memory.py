@@ -206,8 +206,8 @@ class MemoryModel:
                     start, end = r.sum_start.get(i, i), i - (spec.dims == specs[v].dims)  # an all-reduce is in place
                     if start <= end:
                         ranges.append(BufferRange(start, end, self.size(v, spec), start == i, v))
-                    if v in r.in_donated and (copies := _gather_buffers(spec, specs[v])):
-                        ranges.append(BufferRange(i, i, copies * self.size(v, specs[v]), False, v))
+                    if v in r.in_donated and _is_gathered(spec, specs[v]):
+                        ranges.append(BufferRange(i, i, self.size(v, specs[v]), False, v))
             if i in communicating and i in r.in_place_products:  # it is reduced first, so it needs a buffer of its own
                 v, end = r.in_place_products[i]
                 ranges.append(BufferRange(i, end, self.size(v, specs[v]), False, v))
@@ -282,14 +282,12 @@ class MemoryModel:
         return sum(self._stored(graph.values[v], layout.specs[v]) for v, leaf in places if v and leaf.memory_kind)
 
 
-def _gather_buffers(spec: Spec, to: Spec) -> int:
-    """How many buffers of a whole result a gather from ``spec`` ``to`` its own fills before the one that it ends in.
-
-    XLA gathers along the major dimension into one, and copies what it gathered along several dimensions once more, so
-    that each is in order (libtpu 0.0.50, for donated results of 640 MiB: 1.0 and 2.0 of one).
+def _is_gathered(spec: Spec, to: Spec) -> bool:
+    """Whether a reshard from ``spec`` ``to`` another fills one buffer of the whole result before the one that it ends
+    in: XLA gathers along the major dimension (libtpu 0.0.50, for a donated result of 320 MiB: temporaries of 1.0 of it,
+    also where several dimensions are gathered).
     """
-    kept = {*to.axes}
-    return min(sum(1 for axes in spec.dims if not kept.issuperset(axes)), 2)
+    return any(len(b) < len(a) for a, b in zip(spec.dims, to.dims, strict=True))
 
 
 def sum_over_ranges(nodes: int, first: IntArray, last: IntArray, size: IntArray) -> IntArray:

@@ -104,25 +104,29 @@ def sharding_constraints(
 
 
 def reshard_waypoints(before: Spec, after: Spec, value: Value, mesh: LogicalMesh) -> tuple[Spec, ...]:
-    """Intermediate specs to constrain where XLA (JAX 0.12) would otherwise gather the whole value.
+    """Intermediate specs to constrain where XLA (JAX 0.12) would otherwise gather the whole value, or all at once.
 
-    It does where an axis moves from one dimension to another and something else is sent besides. Where axes move whose
-    sizes do not divide one another, it crashes on several such moves at once. It would all-reduce partial sums that are
-    best scattered first. Some compilers turn an all-gather over all devices into an all-reduce of zero-padded shards,
-    which sends twice as much: there the axes are gathered one by one.
+    It gathers it where an axis moves from one dimension to another and something else is sent besides. Where several
+    dimensions are gathered, XLA for TPU does so at once, and then puts the whole value in order on each device, which
+    takes up to as long as the gather. Where axes move whose sizes do not divide one another, it crashes on several such
+    moves at once. It would all-reduce partial sums that are best scattered first. Some compilers turn an all-gather
+    over all devices into an all-reduce of zero-padded shards, which sends twice as much: there the axes are gathered
+    one by one.
     """
     moved = {a for d, e in zip(before.dims, after.dims, strict=True) if d != e for a in (*d, *e)}
     uneven = not each_divides_next([mesh.shape[a] for a in moved])
     old, new = ({a: d for d, axes in enumerate(s.dims) for a in axes} for s in (before, after))
     crossing = any(new.get(a, d) != d for a, d in old.items())
+    several = sum(d != e[: len(d)] for d, e in zip(before.dims, after.dims, strict=True)) > 1
     as_all_reduce = len(mesh.nontrivial_axes) > 1 and mesh.size >= mesh.hardware.all_gather_as_all_reduce_from
-    if not (uneven or crossing or before.partial or as_all_reduce):
+    if not (uneven or crossing or several or before.partial or as_all_reduce):
         return ()
     moves = reshard_path(before, after, value.shape, value.bits, mesh)
     if as_all_reduce and [m.kind for m in moves] == [ALL_GATHER] and mesh.axes_size(moves[0].axes) == mesh.size:
         return tuple(_gather_axis_by_axis(before, after))
     sent = [m.kind for m in moves if m.bytes]
-    every = uneven or (crossing and len(sent) > 1 and not {ALL_TO_ALL, COLLECTIVE_PERMUTE}.isdisjoint(sent))
+    moving = crossing and not {ALL_TO_ALL, COLLECTIVE_PERMUTE}.isdisjoint(sent)
+    every = uneven or ((moving or several) and len(sent) > 1)
     found = dict.fromkeys(Spec(m.spec.dims) for m in moves if every or m.kind == REDUCE_SCATTER)
     return tuple(s for s in found if s.dims not in (before.dims, after.dims))
 

@@ -115,7 +115,7 @@ class Constraint:
     resharded_from: Spec | None = None
     """The spec that it has before, where that differs."""
     waypoints: tuple[Spec, ...] = ()
-    """Intermediate specs to constrain first, where XLA would otherwise gather the whole value."""
+    """Intermediate specs to constrain first, where XLA would otherwise gather the whole value, or all at once."""
 
 
 @dataclass(frozen=True)

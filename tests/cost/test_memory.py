@@ -107,7 +107,7 @@ def test_weights_gathered_at_use_are_live_from_first_to_last_use() -> None:
 
 @pytest.mark.parametrize(
     ("kept", "donated", "more"),
-    [(P(None, "a"), (0, 1), 1), (P("b", "a"), (0, 1), 2), (P(), (0, 1), 0), (P(None, "a"), (0,), 0)],
+    [(P(None, "a"), (0, 1), 1), (P("b", "a"), (0, 1), 1), (P(), (0, 1), 0), (P(None, "a"), (0,), 0)],
 )
 def test_a_gathered_result_is_put_together_beside_its_donated_buffer(kept, donated, more) -> None:
     def update(master, weights):
@@ -119,7 +119,7 @@ def test_a_gathered_result_is_put_together_beside_its_donated_buffer(kept, donat
     plan = jit(update, mesh=axes, in_shardings=specs, out_shardings=specs, donate_argnums=donated).plan(*args)
     beside = plan.memory.peak - plan.memory.parameters - plan.memory.optimizer - plan.memory.inputs
     own = whole * (1 not in donated)
-    assert own + more * whole <= beside <= own + more * whole + whole
+    assert own + more * whole <= beside < own + more * whole + whole
 
 
 @pytest.mark.parametrize(("on_chip", "fitting"), [(0, 0), (64 * 64 * 4, 0), (2 * 64 * 64 * 4, 1), (8 * 64 * 64 * 4, 2)])

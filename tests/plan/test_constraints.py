@@ -53,6 +53,19 @@ def test_gathers_that_would_be_reductions_go_axis_by_axis() -> None:
     assert reshard_waypoints(Spec((("d",), (), ())), after, IMAGE, summed[0]) == ()
 
 
+@pytest.mark.parametrize(
+    ("tpu", "model", "stop"),
+    [("v5e:8x8", 4, (("data", "model"), ())), ("v5e:16x16", 16, ((), ("model",))), ("v5p:4x4x4", 4, ((), ("model",)))],
+)
+def test_several_dimensions_are_gathered_one_after_the_other(
+    tpu: str, model: int, stop: tuple[tuple[str, ...], ...]
+) -> None:
+    """Where axes share a side of the slice, by way of one dimension that is split over both."""
+    before, after = Spec((("data",), ("model",))), Spec(((), ()))
+    mesh = autoshard.MeshConfig(axes={"data": -1, "model": model}, tpu=tpu).mesh()
+    assert reshard_waypoints(before, after, Value((4096, 8192), 16, "bfloat16"), mesh) == (Spec(stop),)
+
+
 def test_a_value_that_moves_twice_is_not_gathered() -> None:
     """XLA alone gathers it."""
     before, after = P("d", "m"), P(None, None, ("d", "m"))
