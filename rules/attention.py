@@ -126,7 +126,7 @@ def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterat
 
 
 def _ring_config(config: AttentionConfig, shard: SequenceShard) -> AttentionConfig:
-    """``config`` without its kernel where that takes no blocks of its masks, or not as few positions as a device has."""
+    """``config`` without its kernel where that takes no blocks of its masks, or not as few positions as there are."""
     if config.kernel and (not in_rings(config) or unsupported_lengths(config.kernel, shard.keys, shard.keys)):
         return replace(config, kernel="")
     return config
