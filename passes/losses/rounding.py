@@ -48,8 +48,8 @@ def _rounded(product: jx.JaxprEqn, operands: dict[jx.Atom, jx.Atom], seed: jx.Ja
     narrow = [operands.get(a, a) if isinstance(a, jx.Var) else a for a in product.invars]
     dtype = jx.aval(product.outvars[0]).dtype
 
-    def multiplied(*xs: jax.Array) -> jax.Array:
-        dims = product.params["dimension_numbers"]
-        return lax.dot_general(*(x.astype(jnp.bfloat16) for x in xs), dims, preferred_element_type=dtype)
+    def multiplied(x: jax.Array, y: jax.Array) -> jax.Array:
+        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+        return lax.dot_general(x, y, product.params["dimension_numbers"], preferred_element_type=dtype)
 
     return jx.splice(multiplied, product, narrow)
