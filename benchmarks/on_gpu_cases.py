@@ -61,15 +61,18 @@ def small(size: int, tiny: int) -> int:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """The median of the seconds that a call takes on the device."""
+    """The median of the seconds that a call takes on the device; of its results only the last is held."""
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
     calls = max(1, round((SECONDS if on_gpu() else 0.0) / (time.perf_counter() - start)))
     found: list[float] = []
     for _ in range(REPEATS):
+        last = None
         start = time.perf_counter()
-        jax.block_until_ready([call() for _ in range(calls)][-1])
+        for _ in range(calls):
+            last = call()
+        jax.block_until_ready(last)
         found.append((time.perf_counter() - start) / calls)
     return statistics.median(found)
 
@@ -325,20 +328,13 @@ def fresh(init: StateMaker, plan: Plan, batch: Any) -> tuple[Any, Any]:
 
 def stepped(run: Callable[..., Any], state: Any, batch: Any) -> tuple[float, float, Any]:
     """Seconds of a step, the peak of memory until then, and the last state."""
-    state, _ = run(state, batch)
-    jax.block_until_ready(state)
-    start = time.perf_counter()
-    state, _ = run(state, batch)
-    jax.block_until_ready(state)
-    calls = max(2, round((SECONDS if on_gpu() else 0.0) / (time.perf_counter() - start)))
-    found: list[float] = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            state, _ = run(state, batch)
-        jax.block_until_ready(state)
-        found.append((time.perf_counter() - start) / calls)
-    return statistics.median(found), allocated(), state
+
+    def step() -> Any:
+        nonlocal state
+        state, _ = run(state, batch)
+        return state
+
+    return seconds_of(step), allocated(), state
 
 
 def allocated() -> float:

@@ -16,7 +16,7 @@ from autoshard.transforms.attention_kernels import KERNELS, causal_share, flops_
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
 _CUDNN_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^{}]*?"dimensions": ?\[([\d, "]*)\]')
 _CUDNN_CAUSAL = re.compile(r'"mask_type": ?"\w*CAUSAL"')
-_CUDNN_WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')
+_CUDNN_WINDOW = re.compile(r'"sliding_window_length": ?([1-9]\d*)')
 _SPLASH = re.compile(r"\bsplash_blocks_(\d+)_of_(\d+)/(?:[^\"]*/)?splash_m\wa_(fwd|dq|dkv)")
 _SPLASH_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dq and dkv": (3, 2)}
 """Products over heads as wide as queries and as wide as values, of each kernel."""
@@ -42,7 +42,7 @@ def _cudnn_seconds(instruction: Instruction, computation: Computation, hardware:
     width = math.prod(query[0][1]) // (batch * heads * rows)
     flops = 2.0 * batch * heads * rows * cols * width * (5 if backward else 2)
     window = _CUDNN_WINDOW.search(instruction.attributes)
-    keys = int(window[1]) or math.inf if window else math.inf
+    keys = int(window[1]) if window else math.inf
     computed = causal_share("cudnn", rows, keys) if _CUDNN_CAUSAL.search(instruction.attributes) else 1.0
     share = _share(hardware, "cudnn", backward=backward)
     return flops_at_peak("cudnn", flops, width, cols, share, computed) / hardware.peak_flops(peak_dtype(query[0][0]))
