@@ -109,8 +109,8 @@ def row(shape: str, column: str, *, compiled: bool) -> str:
     }
     ours, by_hand, dense = took.values()
     if best["by hand"] is None or ours is None or by_hand is None or dense is None:
-        told = ", ".join(f"{kind}: {'fits' if seconds else 'none fits'}" for kind, seconds in took.items())
-        return f"{begins} {told} | - | - | - | - | {date.today()} |"
+        which = ", ".join(f"{kind}: {'fits' if seconds else 'none fits'}" for kind, seconds in took.items())
+        return f"{begins} {which} | - | - | - | - | {date.today()} |"
     return (
         f"{begins} {1e3 * ours:,.1f} | {1e3 * by_hand:,.1f} ({best['by hand'].name}) | {ours / by_hand:.3f} "
         f"| {1e3 * dense:,.1f} | {ours / dense:.3f} | {date.today()} |"

@@ -48,8 +48,8 @@ ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "kills_together.md"
 DEVICES = 4
 IDLE_SECONDS = 60
-"""For which processes that got no signal may compute nothing. By the clock alone a hang cannot be told from a machine
-with other work, which takes long to start processes and to compile."""
+"""For which processes that got no signal may compute nothing. By the clock alone a hang looks like a machine with other
+work, which takes long to start processes and to compile."""
 WORK_SECONDS = 0.5
 """Of processor time, in which a process did more than look whether to go on."""
 HEARTBEAT_SECONDS = 10

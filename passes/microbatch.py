@@ -72,7 +72,7 @@ class Microbatch(Pass):
             except ChunkError:
                 if len({cut.outer for cut in cuts.values()}) == 1:
                     raise
-                # Patches of several images a row: the same examples are in the same part if all are cut alike.
+                # Patches of several images a row: the same examples are in the same part if all are cut the same way.
                 outer = math.gcd(*(cut.outer for cut in cuts.values()))
                 return self._in_parts(program, jaxpr, {i: replace(cut, outer=outer) for i, cut in cuts.items()})
         except ChunkError as e:

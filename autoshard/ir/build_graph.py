@@ -265,13 +265,13 @@ class _Builder:
         """Ties the values of the layers of a scan that was cut in parts, which differ in what they hold and in nothing
         else: they are to have one layout, and the layout problem stays as small as it was."""
         for parts in self.parts.values():
-            alike: dict[tuple[int, str, str], list[list[int]]] = {}
+            same: dict[tuple[int, str, str], list[list[int]]] = {}
             for p, (begin, end) in enumerate(parts):
                 for i in range(begin, end):
                     node = self.nodes[i]
-                    each = alike.setdefault((id(node.kind), node.source, node.phase), [[] for _ in parts])
+                    each = same.setdefault((id(node.kind), node.source, node.phase), [[] for _ in parts])
                     each[p].append(i)
-            for first, *others in alike.values():
+            for first, *others in same.values():
                 for other in others:
                     for i, j in zip(first, other, strict=True) if len(first) == len(other) else ():
                         a, b = self.nodes[i], self.nodes[j]

@@ -52,7 +52,7 @@ class StageMemory:
         self.arguments = sum(self._bytes(v) * split.share(v) for v in graph.inputs)
 
     def _with_hoisted(self, found: Buffers) -> Buffers:
-        """``found``, with what is resharded for every micro-batch alike held from before the loop to its end."""
+        """``found``, with what is resharded for each micro-batch held from before the loop to its end."""
         added = np.arange(len(found.values)) >= len(self.model.live_ranges.values)
         hoisted = added & np.isin(found.values, self._ids([*self.chain.invariant]))
         first = np.where(hoisted, np.minimum(found.first, self.loop.start), found.first)

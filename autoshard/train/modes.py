@@ -1,4 +1,4 @@
-"""How a model is told whether it trains: by a parameter of one of a few names; and what shows that it is not told."""
+"""Which parameter says to a model whether it trains, one of a few names; and what shows that none does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIKE_A_MODE = re.compile(r"(^|_)(train|determin|eval|infer|test|dropout|running
 
 
 def mode_options(call: Callable[..., Any]) -> Callable[[bool], dict[str, Any]]:
-    """What ``call`` is told by name: training or not -> those of `SWITCHED` that it has."""
+    """What ``call`` is given by name: training or not -> those of `SWITCHED` that it has."""
     names = inspect.signature(call).parameters
     return lambda training: {name: training != no for name, no in SWITCHED.items() if name in names}
 
@@ -37,16 +37,16 @@ def unswitched(call: Callable[..., Any], given: Collection[str], switched: Colle
 
 @contextmanager
 def silent_dropouts() -> Generator[list[str]]:
-    """The Linen modules that are called in it with a rate of dropout and told to drop nothing, by their paths."""
+    """The Linen modules that are called in it with a rate of dropout and asked to drop nothing, by their paths."""
     found: list[str] = []
 
     def look(call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], context: Any) -> Any:
         module = context.module
         rate = getattr(module, "rate" if isinstance(module, linen.Dropout) else "dropout_rate", 0)
         if context.method_name == "__call__" and isinstance(rate, int | float) and rate > 0:
-            told = options.get("deterministic", args[1] if isinstance(module, linen.Dropout) and args[1:] else None)
-            told = getattr(module, "deterministic", None) if told is None else told
-            if told is True:
+            given = options.get("deterministic", args[1] if isinstance(module, linen.Dropout) and args[1:] else None)
+            given = getattr(module, "deterministic", None) if given is None else given
+            if given is True:
                 found.append("/".join(module.path) or type(module).__name__)
         return call(*args, **options)
 

@@ -86,7 +86,7 @@ def device_of(group_of: Any, own: int, axes: Axes, *, in_place: bool = False) ->
         its number is ``own`` or more.
       own: how many groups a device has.
       axes: mesh axes that split the groups.
-      in_place: whether devices are not told apart, but 0 is this one and 1 any other.
+      in_place: whether devices are not distinguished, but 0 is this one and 1 any other.
     """
     group_of = _wide(group_of)
     device = jnp.clip(group_of // own, 0, lax.axis_size(axes) - 1 if axes else 0)

@@ -1,6 +1,6 @@
 """Collectives between TPU slices, in HLO text.
 
-A program for several slices is compiled as that of one: its device groups name the devices of a slice, alike in each.
+A program for several slices is compiled as that of one: its device groups name one slice's devices and hold in each.
 What crosses slices goes through the host: a ``send`` and a ``recv`` with attributes ``_xla_megascale_*``, which say
 what kind of collective they are parts of, by which name both are known, and between which devices: ``{1,2}x{0:15}``,
 each device of the second list in all slices of the first; ``{{100000,200000},...}``, groups of devices, each of them
