@@ -6,6 +6,7 @@ each process of the tests; it starts no backend, so that each child starts its o
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import shutil
@@ -89,7 +90,10 @@ def _run(call: Callable[..., Any], arguments: tuple[Any, ...], environment: dict
         os.environ.pop(variable, None)
         jax.config.update(option, kind(environment[variable]) if variable in environment else otherwise)
     os.environ.update(environment)
-    call(*arguments)
+    try:
+        call(*arguments)
+    finally:
+        atexit._run_exitfuncs()  # processes of `multiprocessing` end without
 
 
 def command(*arguments: object, **environment: str) -> Forked:
