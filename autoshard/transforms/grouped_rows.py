@@ -23,7 +23,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
-from autoshard.ir.rule import Rule
+from autoshard.ir.rule import Rule, StoredOperands
 from autoshard.ir.spec import Axes
 from autoshard.transforms.primitive import define_primitive
 from autoshard.transforms.sum_of_products import Step, factor_sizes
@@ -128,47 +128,52 @@ def _wide(group_of: Any) -> Any:
 
 
 def in_rounds(
-    once: Callable[[Any, Any], Sequence[Any]],
+    once: Callable[[Any, Any, Sequence[Any]], Sequence[Any]],
     block_of: Any,
-    shape: tuple[int, int],
+    counts: Any,
+    places: int,
     is_row_result: Sequence[bool],
-    rounds_of_all: Callable[[Any], Any] = lambda rounds: rounds,
+    operands: Sequence[Any],
+    ahead: StoredOperands | None = None,
+    axes: Axes = (),
     at_once: int = 1,
     *,
     key: Any = None,
     finish: Finish | None = None,
-    in_place: bool = False,
 ) -> tuple[Any, ...]:
     """The results of rows that are put into blocks, in as many rounds as the fullest block takes.
 
     The first ``at_once`` are no part of the loop over the others: what one sends can be hidden by what another computes
-    and by what is around them.
+    and by what is around them. The others are a branch, which runs where there are any.
 
     Args:
-      once: ``once(source, filled)`` -> the results of one round: for each place [block x place] or a sum. ``source``,
-        [block x place], is the number of the row at each place, any where there is none; ``filled``, [block, place], is
-        whether there is one. Nothing reads the results of other places; no sum may count them.
+      once: ``once(source, place, operands)`` -> the results of one round: for each place [block x place] or a sum.
+        ``source``, [block x place], is the number of the row at each place, any where there is none; ``place``,
+        [place], counts the places of a block over all rounds: those up to the block's count have a row. Nothing reads
+        the results of other places; no sum may count them.
       block_of: [row], the block of each row; beyond the last block the row is in none, and has zeros.
-      shape: how many blocks there are, and how many rows one has room for.
+      counts: [block], how many rows each has.
+      places: how many rows a block has room for in a round.
       is_row_result: of each result, whether it has a value for each row; else it is a sum.
-      rounds_of_all: of the rounds that these rows take, those that are gone through.
+      operands: of the rounds.
+      ahead: None: further rounds come last. Otherwise they come first, so that the reduction of a sum does not wait for
+        them, and take the operands that this gathers, so that they do not wait for all others to be gathered.
+      axes: mesh axes whose devices send to each other in a round: all go through as many as one of them has to.
       at_once: how many rounds are gone through in any case; an even load takes no more.
       key: [row], in whose order the rows of a block are: it grows with ``block_of``. None: in their own order.
       finish: what is made of results; None: nothing more.
-      in_place: whether other devices have the rows of other blocks, so that results are to be reduced: each as soon as
-        it is there, if further rounds come first.
     """
-    n, (blocks, places) = block_of.shape[0], shape
+    n, blocks = block_of.shape[0], counts.shape[0]
     block_of = block_of.astype(jnp.int32)  # of groups it may be narrower than places are counted in
     order = jnp.argsort(block_of if key is None else key)
-    counts = sizes_of(block_of, blocks)
     starts = jnp.cumsum(counts) - counts
     position = jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
     place_of = jnp.where(block_of < blocks, position - jnp.take(starts, block_of, mode="clip"), -1)
 
-    def one_round(i: Any, order: Any = order) -> Sequence[Any]:
+    def one_round(i: Any, order: Any, operands: Sequence[Any]) -> Sequence[Any]:
         place = i * places + jnp.arange(places, dtype=jnp.int32)
-        return once(jnp.take(order, starts[:, None] + place, mode="clip").reshape(-1), place < counts[:, None])
+        source = jnp.take(order, starts[:, None] + place, mode="clip").reshape(-1)
+        return once(source, place, operands)
 
     def rows_of(x: Any, i: Any, rounds: int = 1, picks: int = 1) -> Any:
         """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of others.
@@ -190,7 +195,7 @@ def in_rounds(
         ]
         return finish(results) if finish is not None else tuple(results)
 
-    def added(i: Any, totals: Sequence[Any]) -> list[Any]:
+    def added(i: Any, totals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         here = (place_of >= i * places) & (place_of < (i + 1) * places)
 
         def both(total: Any, x: Any, is_row: bool) -> Any:
@@ -198,21 +203,13 @@ def in_rounds(
                 return jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x, total)
             return total + x.astype(total.dtype)
 
-        return [both(*each) for each in zip(totals, results_of(one_round(i), i), is_row_result, strict=True)]
-
-    def others(rounds: Any, *first: Any) -> tuple[Any, ...]:
-        """With the rounds from ``at_once`` on."""
-        totals = [
-            x if is_row and x.shape[0] == n else x.astype(_dtype_of_sums(x.dtype))
-            for x, is_row in zip(first, is_row_result, strict=True)
+        return [
+            both(*each)
+            for each in zip(totals, results_of(one_round(i, order, operands), i), is_row_result, strict=True)
         ]
-        _, totals = lax.while_loop(
-            lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals)
-        )
-        return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
 
     def at_first(order: Any) -> Sequence[Any]:
-        made = zip(*(one_round(i, order) for i in range(at_once)), strict=True)
+        made = zip(*(one_round(i, order, operands) for i in range(at_once)), strict=True)
         joined = [
             (jnp.concatenate(each) if at_once > 1 else each[0]) if is_row else _sum(each)
             for each, is_row in zip(made, is_row_result, strict=True)
@@ -221,16 +218,31 @@ def in_rounds(
 
     if at_once * places >= n:
         return tuple(at_first(order))
-    rounds = rounds_of_all(-(-jnp.max(counts) // places))
+    rounds = -(-jnp.max(counts) // places)
+    if together := tuple(dict.fromkeys((*axes, *(ahead.axes if ahead else ())))):
+        rounds = lax.pmax(rounds, together)
 
-    def with_others(first: Sequence[Any]) -> tuple[Any, ...]:
+    def with_others(first: Sequence[Any], gathered: Callable[[], Sequence[Any]]) -> tuple[Any, ...]:
+        """``first``, with the rounds from ``at_once`` on."""
+
+        def others(rounds: Any, *first: Any) -> tuple[Any, ...]:
+            given = gathered()
+            totals = [
+                x if is_row and x.shape[0] == n else x.astype(_dtype_of_sums(x.dtype))
+                for x, is_row in zip(first, is_row_result, strict=True)
+            ]
+            _, totals = lax.while_loop(
+                lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s, given)), (jnp.int32(at_once), totals)
+            )
+            return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
+
         with jx.branch_runs((1, 0), 1):  # with an even load
             return lax.cond(rounds > at_once, others, lambda _, *first: first, rounds, *first)
 
-    if not in_place:
-        return with_others(at_first(order))
-    rest = with_others([jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)])
-    order, rest = lax.optimization_barrier((order, rest))  # so that nothing waits for them then
+    if ahead is None:
+        return with_others(at_first(order), lambda: operands)
+    none = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)]
+    order, rest = lax.optimization_barrier((order, with_others(none, ahead.gathered)))  # so that nothing waits for them
     return tuple(x + y for x, y in zip(at_first(order), rest, strict=True))
 
 
@@ -291,6 +303,7 @@ def sorted_rows(
     axes: Axes = (),
     in_place: bool = False,
     finish: Finish | None = None,
+    stored: StoredOperands | None = None,
 ) -> Any:
     """The results of ``steps`` on rows sorted by group; those with a value for each row in the order of the operands.
 
@@ -309,13 +322,16 @@ def sorted_rows(
       in_place: whether in place of that all devices of ``axes`` have the same rows, and each computes those of its
         groups; the others have zeros.
       finish: what is made of the results; None: nothing more.
+      stored: what gathers anew the operands that are the same for all rows; None: they are not gathered.
     """
     of_rows, others, n = [group_of, *operands[:rows]], operands[rows:], group_of.shape[0]
     own, is_row = groups // (lax.axis_size(axes) if axes else 1), is_row_result(rule)
     summed = {x for step in steps if sums_rows(step) for x in step.operands}
     row, *picks = rule.operands[0][0]
 
-    def run(of_rows: Sequence[Any], sizes: Any, filled: Any = None) -> list[Any]:
+    ahead = None if not in_place and all(is_row) else stored or StoredOperands((), lambda: others)
+
+    def run(of_rows: Sequence[Any], sizes: Any, others: Sequence[Any], filled: Any = None) -> list[Any]:
         """The results; of blocks, where ``filled`` [block, place] says which places have rows."""
         values = [*of_rows, *others]
         size_of = factor_sizes(rule, [x.shape for x in values])
@@ -349,31 +365,32 @@ def sorted_rows(
             x = lax.all_to_all(x, axes, 0, 0, tiled=True)
             return x if back else x.reshape(parts, each, places, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
-        def blocks(source: Any, filled: Any) -> Sequence[Any]:
-            source = jnp.where(filled.reshape(-1), source, n)
+        def blocks(source: Any, place: Any, others: Sequence[Any]) -> Sequence[Any]:
+            source = jnp.where((place < counts[:, None]).reshape(-1), source, n)
             taken = [take_rows(x, source, n, mode="fill", fill_value=0) for x in of_rows]
-            here = exchanged(filled.reshape(-1).astype(group_of.dtype), back=False) > 0
-            made = run([exchanged(x, back=False) for x in taken], None, here.reshape(each, -1))
+            filled = (place < counts_here[..., None]).reshape(each, -1)
+            made = run([exchanged(x, back=False) for x in taken], None, others, filled)
             return [exchanged(x, back=True) if row else x for x, row in zip(made, is_row, strict=True)]
 
-        most = functools.partial(lax.pmax, axis_name=axes) if axes else lambda rounds: rounds
-        shape = parts * each, places
-        return in_rounds(blocks, block_of, shape, is_row, most, at_once, finish=finish, in_place=in_place)
+        counts = sizes_of(block_of, parts * each)
+        counts_here = lax.all_to_all(counts, axes, 0, 0, tiled=True) if axes else counts
+        counts_here = counts_here.reshape(parts, each).swapaxes(0, 1)  # [block, device]
+        return in_rounds(blocks, block_of, counts, places, is_row, others, ahead, axes, at_once, finish=finish)
     if in_place:
         device, number = device_of(group_of, own, axes, in_place=True)
         key = jnp.where(device == 0, jnp.minimum(number, own), own + 1)
 
-        def one_block(source: Any, filled: Any) -> Sequence[Any]:
-            sizes = sizes_of(jnp.where(filled[0], jnp.take(key, source), own), own)
-            with evenly_filled(n // lax.axis_size(axes), filled.size):
-                return run([take_rows(x, source, n) for x in of_rows], sizes)
+        def one_block(source: Any, place: Any, others: Sequence[Any]) -> Sequence[Any]:
+            sizes = sizes_of(jnp.where(place < count[0], jnp.take(key, source), own), own)
+            with evenly_filled(n // lax.axis_size(axes), place.size):
+                return run([take_rows(x, source, n) for x in of_rows], sizes, others)
 
-        shape = 1, capacity(n, lax.axis_size(axes))
-        return in_rounds(one_block, device, shape, is_row, key=key, finish=finish, in_place=True)
+        count, places = sizes_of(device, 1), capacity(n, lax.axis_size(axes))
+        return in_rounds(one_block, device, count, places, is_row, others, ahead, key=key, finish=finish)
     group_of = jnp.maximum(_wide(group_of), 0)
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)
-    made = run([take_rows(x, order, n) for x in of_rows], sizes_of(group_of, groups))
+    made = run([take_rows(x, order, n) for x in of_rows], sizes_of(group_of, groups), others)
     found = tuple(jnp.take(x, back, axis=0) if row else x for x, row in zip(made, is_row, strict=True))
     return found if finish is None else finish(found)
 
