@@ -102,7 +102,8 @@ def grouped_rows(
     )
 
     def with_first(given: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """``others``, but for the one that a product reads first: ``given``. That is there by then."""
+        """``others``, but for the one that a product reads first, as it is ``given``: what would be read next is gathered
+        before further rounds begin, since XLA for GPUs has no gather under way while they might run."""
         read = (x - 1 - rows for s in steps if s.flops for x in s.operands if isinstance(x, int) and rows < x < count)
         first = next(read, None)
         return [a if i == first else b for i, (a, b) in enumerate(zip(given, others, strict=True))]

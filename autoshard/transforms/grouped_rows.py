@@ -156,8 +156,8 @@ def in_rounds(
       places: how many rows a block has room for in a round.
       is_row_result: of each result, whether it has a value for each row; else it is a sum.
       operands: of the rounds.
-      ahead: None: further rounds come last. Otherwise they come first, so that the reduction of a sum does not wait for
-        them, and take the operands that this gathers, so that they do not wait for all others to be gathered.
+      ahead: what gathers the operands of further rounds, which then come first: no reduction of a result waits for
+        them. None: they come last, so that no operand has to be gathered before them.
       axes: mesh axes whose devices send to each other in a round: all go through as many as one of them has to.
       at_once: how many rounds are gone through in any case; an even load takes no more.
       key: [row], in whose order the rows of a block are: it grows with ``block_of``. None: in their own order.
@@ -328,8 +328,8 @@ def sorted_rows(
     own, is_row = groups // (lax.axis_size(axes) if axes else 1), is_row_result(rule)
     summed = {x for step in steps if sums_rows(step) for x in step.operands}
     row, *picks = rule.operands[0][0]
-
-    ahead = None if not in_place and all(is_row) else stored or StoredOperands((), lambda: others)
+    stored = stored or StoredOperands((), lambda: others)
+    ahead = None if all(is_row) and stored.axes and not in_place else stored
 
     def run(of_rows: Sequence[Any], sizes: Any, others: Sequence[Any], filled: Any = None) -> list[Any]:
         """The results; of blocks, where ``filled`` [block, place] says which places have rows."""

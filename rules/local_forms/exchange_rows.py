@@ -69,5 +69,5 @@ def exchange_rows(
             made = compute(others, exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
         return [exchange(x) if is_row else x for x, is_row in zip(made, is_row_result, strict=True)]
 
-    ahead = None if all(is_row_result) else stored
+    ahead = None if all(is_row_result) and stored.axes else stored
     return in_rounds(once, device, counts, places, is_row_result, others, ahead, axes, at_once, finish=finish)
