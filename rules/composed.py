@@ -23,17 +23,8 @@ from autoshard.ir.spec import Spec
 from autoshard.jaxpr import dtype_bits, dtype_from_name
 from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
-from autoshard.transforms.grouped_rows import (
-    Finish,
-    capacity,
-    exchanges,
-    group_capacity,
-    group_factor,
-    grouped_rows_p,
-    is_row_result,
-    row_factor,
-    sorted_rows,
-)
+from autoshard.transforms.grouped_rows import group_factor, grouped_rows_p, is_row_result, row_factor, sorted_rows
+from autoshard.transforms.row_rounds import Finish, capacity, exchanges, group_capacity
 from autoshard.transforms.sum_of_products import Step, factor_sizes, sum_of_products_p
 
 
@@ -102,8 +93,8 @@ def grouped_rows(
     )
 
     def with_first(given: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """``others``, but for the one that a product reads first, as it is ``given``: what would be read next is gathered
-        before further rounds begin, since XLA for GPUs has no gather under way while they might run."""
+        """``others``, but for the one that a product reads first, as it is ``given``: XLA for GPUs has no gather under
+        way while further rounds might run, and this one is hidden before them."""
         read = (x - 1 - rows for s in steps if s.flops for x in s.operands if isinstance(x, int) and rows < x < count)
         first = next(read, None)
         return [a if i == first else b for i, (a, b) in enumerate(zip(given, others, strict=True))]

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend import ring_products
+from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials, stored_operands
 from autoshard.backend.ring_products import (
     Bundle,
     Change,
@@ -32,11 +32,9 @@ from autoshard.backend.ring_products import (
     gathered_products,
 )
 from autoshard.ir.graph import Graph
-from autoshard.ir.halo import with_halo
-from autoshard.ir.rule import Rule, StoredOperands, halo_axes
+from autoshard.ir.rule import Rule, halo_axes
 from autoshard.ir.rule_registry import Rules
-from autoshard.ir.spec import Axes, Spec
-from autoshard.machine.collective import REDUCE_SCATTER, collective_seconds
+from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
@@ -193,7 +191,7 @@ class _Lowering:
             alone = [lambda *parts, op=op: op(*parts)[0] for op in ops]
             made, whole = gathered_products(bundle.rings, alone, each, keep=bundle.shared)
             results = [
-                _reduce_partials(x, island.out_specs[0], island.reduced_specs[0], self.logical_mesh)
+                reduce_partials(x, island.out_specs[0], island.reduced_specs[0], self.logical_mesh)
                 for x, island in zip(made, islands, strict=True)
             ]
             return (*results, whole) if bundle.shared else tuple(results)
@@ -244,20 +242,20 @@ class _Lowering:
         again = self._gathers(eqn, node, island) if local is not None and local.gathers_again else {}
 
         def on_shards(*given: Any) -> tuple[Any, ...]:
-            operands = _extend_with_halos(given[: len(invars)], rule, island, sizes)
+            operands = extend_with_halos(given[: len(invars)], rule, island, sizes)
             if ring is not None:
                 summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
-                return (_reduce_in_rings(summed, ring.left, island.reduced_specs[0], rule, self.logical_mesh),)
+                return (reduce_in_rings(summed, ring.left, island.reduced_specs[0], rule, self.logical_mesh),)
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)
             elif local.gathers_again:
                 own = dict(zip(again, given[len(invars) :], strict=True))
-                out = local.fun(placed, _stored_operands(operands, own, again, island), *operands)
+                out = local.fun(placed, stored_operands(operands, own, again, island), *operands)
             else:
                 out = local.fun(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             specs = zip(results, island.out_specs, island.reduced_specs, strict=True)
-            return tuple(_reduce_partials(x, spec, reduced, self.logical_mesh) for x, spec, reduced in specs)
+            return tuple(reduce_partials(x, spec, reduced, self.logical_mesh) for x, spec, reduced in specs)
 
         mapped = jax.shard_map(
             on_shards,
@@ -381,102 +379,3 @@ class _Lowering:
                 self._constrain_through(operand, shardings[:-1], eqn, eqns), result, shardings[-1], eqn
             )
         )
-
-
-def _stored_operands(
-    operands: Sequence[Any], own: Mapping[int, Any], before: Mapping[int, Spec], island: Island
-) -> StoredOperands:
-    """What gathers operands anew: shards with the specs ``before``, to those with which the island reads them."""
-
-    def gathered() -> list[Any]:
-        found = list(operands)
-        for i, x in own.items():
-            for d, (split, left) in enumerate(zip(before[i].dims, island.in_specs[i].dims, strict=True)):
-                if axes := split[len(left) :]:
-                    x = jax.lax.all_gather(x, axes, axis=d, tiled=True)
-            found[i] = x
-        return found
-
-    over = (a for i in own for a in before[i].axes if a not in island.in_specs[i].axes)
-    return StoredOperands(tuple(dict.fromkeys(over)), gathered)
-
-
-def _extend_with_halos(
-    operands: Sequence[Any], rule: Rule, island: Island, sizes: Mapping[str, int]
-) -> tuple[Any, ...]:
-    """The shards extended by the rows that they read of their neighbours, where that is not left to XLA."""
-    found = list(operands)
-    for halo in rule.halos:
-        axes = island.in_specs[halo.operand].dims[halo.dim]
-        if axes and rule.kind(rule.halo_factor(halo)) != "halo":
-            rows = halo.window.halo_rows(math.prod(sizes[a] for a in axes))
-            found[halo.operand] = with_halo(found[halo.operand], axes, halo.dim, *rows)
-    return tuple(found)
-
-
-def _reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:
-    """``x``, a shard of a result with ``spec``, sliced and all-reduced or reduce-scattered over its partial axes to
-    ``reduced``.
-    """
-    partial = dict(spec.partial)
-    for d, split in enumerate(reduced.dims):
-        for scattered, axes in itertools.groupby(split[len(spec.dims[d]) :], partial.__contains__):
-            group = tuple(axes)
-            x = _reduce_scatter(x, d, group, mesh) if scattered else _own_part(x, d, group)
-            partial = {a: kind for a, kind in partial.items() if a not in group}
-    for kind in dict.fromkeys(partial.values()):
-        axes = tuple(a for a, k in partial.items() if k == kind)
-        if kind in _REDUCERS:
-            x = _REDUCERS[kind](x, axes)
-        else:  # JAX has no collective for this reduction
-            shards = jax.lax.all_gather(x, axes)
-            x = jnp.prod(shards, axis=0, dtype=x.dtype) if kind == "prod" else _BITWISE[kind].reduce(shards, axis=0)
-    return x
-
-
-def _reduce_in_rings(x: Any, spec: Spec, reduced: Spec, rule: Rule, mesh: LogicalMesh) -> Any:
-    """As `_reduce_partials`, with rings in place of reduce-scatters."""
-    while ring := first_ring(rule, spec, reduced, x.shape, mesh.shape, ring_products.MIN_SUM):
-        x, spec = ring.sum(x), ring.left
-    return _reduce_partials(x, spec, reduced, mesh)
-
-
-def _own_part(x: Any, dim: int, axes: Axes) -> Any:
-    """This device's part of ``x``, which is the same along ``axes``, in dimension ``dim``."""
-    n = x.shape[dim] // jax.lax.axis_size(axes)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * n, n, dim)
-
-
-def _reduce_scatter(x: Any, dim: int, axes: Axes, mesh: LogicalMesh) -> Any:
-    """The sum of partial sums over ``axes``, scattered along dimension ``dim``.
-
-    One reduce-scatter an axis, since XLA for TPU (JAX 0.12) turns one over two axes into an all-reduce and a slice. It
-    does so also of one along another than the major dimension: where the axes do not come in the order in which they
-    split the dimension, so that a slow link comes last and carries less, the parts are put into that order first.
-    """
-    order = min(itertools.permutations(axes), key=lambda order: _scatter_seconds(order, axes, x.nbytes, mesh))
-    if order == axes:
-        for axis in axes:
-            x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-        return x
-    before, after, parts = x.shape[:dim], x.shape[dim + 1 :], [mesh.shape[a] for a in axes]
-    x = x.reshape(*before, *parts, x.shape[dim] // math.prod(parts), *after)
-    x = jnp.moveaxis(x, [dim + axes.index(a) for a in order], range(len(order)))
-    for axis in order:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0)
-    return x
-
-
-def _scatter_seconds(order: Axes, axes: Axes, size: int, mesh: LogicalMesh) -> float:
-    """Seconds to scatter ``size`` bytes over one axis after the other, and to put them into another order than
-    ``axes``.
-    """
-    seconds = 0.0 if order == axes else 2 * size / mesh.hardware.memory_rate
-    for axis in order:
-        seconds += collective_seconds(REDUCE_SCATTER, (axis,), size, mesh)
-        size //= mesh.shape[axis]
-    return seconds
-
-
-_REDUCERS = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
-_BITWISE = {"and": jnp.bitwise_and, "or": jnp.bitwise_or}

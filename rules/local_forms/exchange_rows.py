@@ -17,16 +17,8 @@ from jax import numpy as jnp
 
 from autoshard.ir.rule import StoredOperands
 from autoshard.ir.spec import Axes
-from autoshard.transforms.grouped_rows import (
-    Finish,
-    capacity,
-    device_of,
-    evenly_filled,
-    exchanges,
-    in_rounds,
-    sizes_of,
-    take_rows,
-)
+from autoshard.transforms.grouped_rows import device_of, evenly_filled, take_rows
+from autoshard.transforms.row_rounds import Finish, capacity, exchanges, in_rounds, sizes_of
 
 
 def exchange_rows(

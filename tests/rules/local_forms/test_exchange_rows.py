@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.ir.rule import StoredOperands
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
-from autoshard.transforms import grouped_rows
-from autoshard.transforms.grouped_rows import capacity, exchanges, group_capacity, in_rounds
+from autoshard.transforms import row_rounds
+from autoshard.transforms.row_rounds import capacity, exchanges, group_capacity, in_rounds
 
 ROWS = 256
 RNG = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def test_every_row_comes_back_and_is_counted_once(
     parts: int, groups: int, least: int, load: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Blocks of half the rows twice, where they have at least ``least`` places."""
-    monkeypatch.setattr(grouped_rows, "LEAST_PLACES", least)
+    monkeypatch.setattr(row_rounds, "LEAST_PLACES", least)
     assert exchanges(capacity(ROWS // parts, parts))[0] == (2 if least == 8 else 1)
     group_of, rows = LOADS[load](groups).astype("int32"), RNG.normal(size=(ROWS, 4)).astype("float32")
     mesh = Mesh(np.asarray(jax.devices()[:parts]), ("x",))
