@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,10 @@ HELD_SECONDS = 0.1
 """For which what the first process writes to standard error is held back: it may only be that another is gone."""
 ABORT_SECONDS = 0.5
 """For which what a supervised process writes there is held back: JAX may be aborting it, and write where."""
+STACK_SECONDS = 15.0
+"""The same where JAX has written that it cannot reach another process: until it has aborted, with a stack trace."""
+_UNREACHED = re.compile(rb"^[EFW]\d{4} .*(preemption_sync_manager|coordination_service_agent|client\.h:)", re.MULTILINE)
+"""JAX's log where it does."""
 SHOWN = 20_000
 """Characters of what a failed process wrote, the last."""
 
@@ -101,7 +106,7 @@ def supervised(arguments: Sequence[str]) -> int:
         pipe = stack.enter_context(process.stderr)
         while written := os.read(pipe.fileno(), 1 << 16):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ABORT_SECONDS)
+                process.wait(STACK_SECONDS if _UNREACHED.search(written) else ABORT_SECONDS)
             if process.returncode == LOST_CODE:
                 written = b"".join(line for line in written.splitlines(keepends=True) if line.startswith(b"error: "))
             if process.returncode != -signal.SIGABRT:

@@ -142,14 +142,20 @@ def test_peers_that_never_come_are_one_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("end", "shown"), [("os._exit(75)", "error: lost\n"), ("os.abort()", ""), ("os._exit(2)", None)]
+    ("end", "shown"),
+    [
+        ("os._exit(75)", "error: lost\n"),
+        ("os.abort()", ""),
+        ("time.sleep(1.5); os.abort()", ""),
+        ("os._exit(2)", None),
+    ],
 )
 def test_what_jax_writes_where_a_process_is_lost_is_left_out(
     end: str, shown: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """JAX may write that it aborts a process which leaves at that moment."""
     written = "F1125 14:16:12 client.h:86] Terminating process\nerror: lost\n\n"
-    code = f"import os; os.write(2, {written.encode()!r}); {end}"
+    code = f"import os, time; os.write(2, {written.encode()!r}); {end}"
 
     def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, process_group=0)
