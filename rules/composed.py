@@ -18,7 +18,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Primitive
 
-from autoshard.ir.rule import Aval, CollectiveBytes, Local, LocalWork, Rule, RuleFn, StoredOperands
+from autoshard.ir.rule import Aval, CollectiveBytes, Local, LocalWork, Rule, RuleFn
 from autoshard.ir.spec import Spec
 from autoshard.jaxpr import dtype_bits, dtype_from_name
 from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL
@@ -92,29 +92,21 @@ def grouped_rows(
         sorted_rows, steps=steps, rows=rows, results=results, rule=rule, in_blocks=in_blocks, in_range=in_range
     )
 
-    def with_first(given: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """``others``, but for the one that a product reads first, as it is ``given``: XLA for GPUs has no gather under
-        way while further rounds might run, and this one is hidden before them."""
-        read = (x - 1 - rows for s in steps if s.flops for x in s.operands if isinstance(x, int) and rows < x < count)
-        first = next(read, None)
-        return [a if i == first else b for i, (a, b) in enumerate(zip(given, others, strict=True))]
-
-    def fun(specs: Sequence[Spec], stored: StoredOperands, group_of: Any, *xs: Any) -> Any:
+    def fun(specs: Sequence[Spec], group_of: Any, *xs: Any) -> Any:
         axes, rows_over = specs[value].dims[dim], specs[0].dims[0]
         stay = not set(axes) <= set(rows_over)
         finish = Finish((group_of, *xs), after, rule)
         xs = xs[: count - 1]
-        again = StoredOperands(stored.axes, lambda: with_first(xs[rows:], stored.gathered()[1 + rows : count]))
         if in_blocks or axes:
             group_of = _apart(group_of, xs[:rows])
         if in_blocks or stay or not axes:
-            return compute(group_of, *xs, groups=groups, axes=axes, in_place=stay, finish=finish, stored=again)
+            return compute(group_of, *xs, groups=groups, axes=axes, in_place=stay, finish=finish)
         own = groups // lax.axis_size(axes)
 
-        def on_own_groups(others: Sequence[Any], group_of: Any, *received: Any) -> Any:
-            return compute(group_of, *received, *others, groups=own)
+        def on_own_groups(group_of: Any, *received: Any) -> Any:
+            return compute(group_of, *received, *xs[rows:], groups=own)
 
-        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], xs[rows:], again, own, is_row, finish)
+        return exchange_rows(axes, on_own_groups, group_of, xs[:rows], own, is_row, finish)
 
     def repeats(operand: int) -> int:
         """How many rows on end have the same value of an operand."""
@@ -162,7 +154,7 @@ def grouped_rows(
         if n == 0:
             return LocalWork(flops, 0)
         room = math.prod(places(n * own, sent, own))
-        sorts = 2 if sent > 1 else 1  # for the exchange, and then by group
+        sorts = 2 if sent > 1 and not in_blocks else 1  # for the exchange, and then by group
         taken = sum(of_shard(i, split) * repeats(i) for i in range(1, rows + 1)) * room / n
         of_rows = [(s, then) for s, then, of_row in zip(made, after, is_row, strict=True) if of_row]
         back = sum(_bits(s, local) for s, _ in of_rows) * room / n
@@ -171,7 +163,7 @@ def grouped_rows(
         moved = 2 * (sorts * taken + (sorts - 1) * back + sum(_bits(s, own_order) for s, _ in of_rows)) + left
         if places(n * own, sent, own)[0] > 1:
             moved += 2 * back  # the results of several exchanges are put together
-        if own > 1 or sent > 1:  # what further rounds make is zeros, and is added
+        if own > 1:  # what further rounds make is zeros, and is added
             ends = [(s, *then)[-1] for s, then in zip(made, after, strict=True)]
             moved += 4 * sum(_bits(s, local | {row: local[row] * own}) for s in ends)
         if in_blocks:
@@ -180,9 +172,7 @@ def grouped_rows(
         stored = left + taken + sum(_bits(s, local) for s in steps if s.flops)
         return LocalWork(flops, int(stored) // 8, int(moved) // 8)
 
-    form = Local(
-        fun, collectives, "always", work=work, takes_specs=True, gathers_again=True, alongside=row, in_place=in_place
-    )
+    form = Local(fun, collectives, "always", work=work, takes_specs=True, alongside=row, in_place=in_place)
     if any(s.dtype == "bool" for s, of_row in zip(made, is_row, strict=True) if of_row):
         return replace(rule, local=replace(form, in_place=None))  # they have no sum
     kinds, of_size = sorted((*rule.kinds, (in_place, "sum"))), sorted((*rule.sizes, (in_place, groups)))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend import ring_products
-from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials, stored_operands
+from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials
 from autoshard.backend.ring_products import (
     Bundle,
     Change,
@@ -55,9 +55,8 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     nodes = {graph.nodes[n].results: n for n in (*readers, *islands)}
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
     gathered = exposed_changes(graph, plan)
-    stored = {(c.value, c.node): c.resharded_from for c in plan.intermediates if c.node is not None}
     lowering = _Lowering(
-        graph.ids, results, operands, nodes, ties, islands, gathered, stored, mesh, plan.mesh, graph.program.rules
+        graph.ids, results, operands, nodes, ties, islands, gathered, mesh, plan.mesh, graph.program.rules
     )
     return lowering.jaxpr(graph.program.jaxpr, outputs)
 
@@ -73,7 +72,6 @@ class _Lowering:
       tie_shardings: constraints on what enters, leaves or is carried around a nested jaxpr, by value before and after.
       islands: rule and island by node.
       gathered: specs before and after of operands that products wait for, by value and node.
-      stored: specs of operands before their node reads them with another, by value and node.
       mesh, logical_mesh: the mesh with devices, and with links.
     """
 
@@ -86,14 +84,13 @@ class _Lowering:
         tie_shardings: Mapping[tuple[int, ...], Sequence[NamedSharding]],
         islands: Mapping[int, tuple[Rule, Island]],
         gathered: Mapping[tuple[int, int], Change],
-        stored: Mapping[tuple[int, int], Spec | None],
         mesh: Mesh,
         logical_mesh: LogicalMesh,
         rules: Rules,
     ) -> None:
         self.value_of, self.node_of_results, self.islands = value_of, node_of_results, islands
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
-        self.result_shardings, self.operand_shardings, self.stored = result_shardings, operand_shardings, stored
+        self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
 
     def jaxpr(self, jaxpr: jx.Jaxpr, outputs: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
@@ -135,12 +132,7 @@ class _Lowering:
             if self.rules.traits(eqn.primitive).constrains:
                 self._user_constraint(eqn, invars[0], now, eqns)
                 continue
-            if node is not None and node in self.islands:
-                eqns += self._island(
-                    eqn, invars, node, [now.get(a, a) if isinstance(a, jx.Var) else a for a in eqn.invars]
-                )
-            else:
-                eqns += self._equation(eqn, invars)
+            eqns += self._island(eqn, invars, node) if node in self.islands else self._equation(eqn, invars)
             for var in eqn.outvars:
                 constrain_result(var, eqn, node)
         last = jaxpr.eqns[-1] if jaxpr.eqns else None
@@ -209,17 +201,10 @@ class _Lowering:
         )
         return jx.splice(mapped, like.replace(outvars=outvars), [a for atoms in operands for a in atoms])
 
-    def _island(
-        self, eqn: jx.JaxprEqn, invars: list[jx.Atom], node: int, stored: Sequence[jx.Atom]
-    ) -> list[jx.JaxprEqn]:
+    def _island(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal], node: int | None) -> list[jx.JaxprEqn]:
         """``eqn`` as a `jax.shard_map` of its local form, over all axes but those with a halo left to XLA; a gather or
-        a scatter that has none on shards.
-
-        Args:
-          invars: the operands as it reads them.
-          stored: the same before they are resharded for it.
-        """
-        rule, island = self.islands[node]
+        a scatter that has none on shards."""
+        rule, island = self.islands[node or 0]
         local, sizes = rule.local, self.mesh.shape
         left_to_xla = halo_axes(rule, island.in_specs, island.out_specs)
         if left_to_xla == set(sizes):
@@ -239,18 +224,14 @@ class _Lowering:
         )
 
         ring = self._ring(eqn, rule, island)
-        again = self._gathers(eqn, node, island) if local is not None and local.gathers_again else {}
 
-        def on_shards(*given: Any) -> tuple[Any, ...]:
-            operands = extend_with_halos(given[: len(invars)], rule, island, sizes)
+        def on_shards(*operands: Any) -> tuple[Any, ...]:
+            operands = extend_with_halos(operands, rule, island, sizes)
             if ring is not None:
                 summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
                 return (reduce_in_rings(summed, ring.left, island.reduced_specs[0], rule, self.logical_mesh),)
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)
-            elif local.gathers_again:
-                own = dict(zip(again, given[len(invars) :], strict=True))
-                out = local.fun(placed, stored_operands(operands, own, again, island), *operands)
             else:
                 out = local.fun(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
@@ -260,23 +241,12 @@ class _Lowering:
         mapped = jax.shard_map(
             on_shards,
             mesh=self.mesh,
-            in_specs=(*in_specs, *(spec.partition_spec() for spec in again.values())),
+            in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
             axis_names=set(sizes) - left_to_xla,
         )
-        return jx.splice(mapped, eqn, [*invars, *(stored[i] for i in again)])
-
-    def _gathers(self, eqn: jx.JaxprEqn, node: int, island: Island) -> dict[int, Spec]:
-        """The operands that are gathered for ``eqn`` and nothing else, with their specs before."""
-        found: dict[int, Spec] = {}
-        for i, (var, after) in enumerate(zip(eqn.invars, island.in_specs, strict=True)):
-            before = self.stored.get((self.value_of[var], node)) if isinstance(var, jx.Var) else None
-            if before is None or before.partial or after.partial:
-                continue
-            if all(b[: len(a)] == a for b, a in zip(before.dims, after.dims, strict=True)):
-                found[i] = before
-        return found
+        return jx.splice(mapped, eqn, invars)
 
     def _indexed(self, eqn: jx.JaxprEqn, island: Island) -> Callable[..., Any]:
         """A gather or a scatter on shards."""

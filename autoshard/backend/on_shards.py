@@ -1,6 +1,4 @@
-"""What each device does in an island beside the operation itself: gathers its operands anew, adds halos, and reduces
-partial results.
-"""
+"""What each device does in an island beside the operation itself: it adds halos, and reduces partial results."""
 
 from __future__ import annotations
 
@@ -15,29 +13,11 @@ from jax import numpy as jnp
 from autoshard.backend import ring_products
 from autoshard.backend.ring_products import first_ring
 from autoshard.ir.halo import with_halo
-from autoshard.ir.rule import Rule, StoredOperands
+from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import REDUCE_SCATTER, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
-
-
-def stored_operands(
-    operands: Sequence[Any], own: Mapping[int, Any], before: Mapping[int, Spec], island: Island
-) -> StoredOperands:
-    """What gathers operands anew: shards with the specs ``before``, to those with which the island reads them."""
-
-    def gathered() -> list[Any]:
-        found = list(operands)
-        for i, x in own.items():
-            for d, (split, left) in enumerate(zip(before[i].dims, island.in_specs[i].dims, strict=True)):
-                if axes := split[len(left) :]:
-                    x = jax.lax.all_gather(x, axes, axis=d, tiled=True)
-            found[i] = x
-        return found
-
-    over = (a for i in own for a in before[i].axes if a not in island.in_specs[i].axes)
-    return StoredOperands(tuple(dict.fromkeys(over)), gathered)
 
 
 def extend_with_halos(operands: Sequence[Any], rule: Rule, island: Island, sizes: Mapping[str, int]) -> tuple[Any, ...]:

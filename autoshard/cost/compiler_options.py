@@ -28,10 +28,6 @@ than 16 chips it compiles no other (`Hardware.async_all_to_all_up_to`), and plan
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
 There the plan raises that size.
 
-*Collectives on two kinds of links.* Between nodes of GPUs collectives take other links than within them. By default XLA
-has one collective under way at a time, and starts it late. Where all-to-alls go over one kind of link and others over
-another, as in mixtures of experts, the plan lets two be under way, and has them started as early as possible.
-
 *Copies by regions.* The slots of a pipeline's residuals pass through the conditional of a tick, which reads one or
 writes one. XLA for CPU proves that they need no copy only if it looks into the branches, and by default it does not:
 it copies all slots at every tick.
@@ -39,11 +35,9 @@ it copies all slots at every tick.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from autoshard.ir.graph import Graph
-from autoshard.machine.collective import ALL_TO_ALL, Collective
 from autoshard.machine.mesh import LogicalMesh
 
 CompilerOptions = tuple[tuple[str, Any], ...]
@@ -72,11 +66,6 @@ ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
 """The option that lets all-to-alls run beside what does not wait for them."""
 ALL_REDUCES_COMBINED = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28}
 """The option that raises the bytes up to which all-reduces become one."""
-TWO_KINDS_OF_LINKS = {
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
-    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-}
-"""The options that let two collectives be under way, and start each early."""
 COPIES_BY_REGIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 """The option that has XLA for CPU look into branches before it copies what passes through them."""
 OWN_OPTIONS = (
@@ -86,7 +75,6 @@ OWN_OPTIONS = (
     | SPARSE_CORE_COLLECTIVES
     | ASYNC_ALL_TO_ALL
     | ALL_REDUCES_COMBINED
-    | TWO_KINDS_OF_LINKS
     | COPIES_BY_REGIONS
 )
 PEAK_MARGIN = 1.15
@@ -141,7 +129,6 @@ HARMLESS = frozenset(
         *ASYNC_ALL_TO_ALL,
         SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
-        *TWO_KINDS_OF_LINKS,
         *COPIES_BY_REGIONS,
     }
 )
@@ -168,19 +155,12 @@ def conflicting_options(given: CompilerOptions) -> dict[str, Any]:
     return {name: x for name, x in given if NO_ALL_GATHER_FUSION.get(name, x) != x}
 
 
-def effective_options(
-    graph: Graph,
-    peak: float,
-    collectives: Iterable[Collective],
-    disable_fusion: bool,
-    given: CompilerOptions = (),
-) -> CompilerOptions:
+def effective_options(graph: Graph, peak: float, disable_fusion: bool, given: CompilerOptions = ()) -> CompilerOptions:
     """The options that the program is compiled with, sorted: ``given`` override the plan's own.
 
     Args:
       graph: the program, with its target.
       peak: predicted peak, in bytes per device.
-      collectives: those of a call.
       disable_fusion: what `should_disable_all_gather_fusion` says.
       given: the user's compiler options.
     """
@@ -195,8 +175,6 @@ def effective_options(
     if _exchanges_rows(graph):
         beside = ASYNC_ALL_TO_ALL if mesh.size <= mesh.hardware.async_all_to_all_up_to else {}
         own |= {"tpu": beside, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
-    if mesh.platform == "gpu" and _take_two_kinds_of_links(collectives, mesh):
-        own |= TWO_KINDS_OF_LINKS
     return tuple(sorted({**own, **dict(given)}.items()))
 
 
@@ -208,13 +186,6 @@ def pipeline_options(options: CompilerOptions, mesh: LogicalMesh) -> CompilerOpt
 
 def _exchanges_rows(graph: Graph) -> bool:
     return any(n.kind.rule.local is not None and n.kind.rule.local.alongside for n in graph.nodes)
-
-
-def _take_two_kinds_of_links(collectives: Iterable[Collective], mesh: LogicalMesh) -> bool:
-    """Whether there are all-to-alls on one kind of link, and others on another."""
-    found = {(c.kind == ALL_TO_ALL, mesh.slowest_link(c.axes).name) for c in collectives if c.axes}
-    exchanges, others = ({link for is_exchange, link in found if is_exchange is which} for which in (True, False))
-    return any({link} != others for link in exchanges) and bool(others)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

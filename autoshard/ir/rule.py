@@ -51,15 +51,6 @@ class Aval(Protocol):
     def dtype(self) -> Any: ...
 
 
-class StoredOperands(NamedTuple):
-    """The operands of a local form as they are stored, for a part of it that seldom runs and gathers them itself."""
-
-    axes: tuple[str, ...]
-    """Mesh axes over which ``gathered`` gathers: it must run on all devices along them, or on none."""
-    gathered: Callable[[], Sequence[Any]]
-    """The same shards of the operands as the form is given, gathered where this is called."""
-
-
 class LocalWork(NamedTuple):
     """What one device computes and stores of an operation of several steps."""
 
@@ -115,8 +106,6 @@ class Local:
     """A factor of kind ``sum`` that no dimension has, to split in place of the local factor: its axes split the
     dimensions of that one, and none ``alongside``. Nothing is exchanged, and results without these dimensions are
     partial: each device computes its part of what all of them have."""
-    gathers_again: bool = False
-    """Whether ``fun`` takes `StoredOperands` before the operands."""
     parallel: frozenset[str] = frozenset()
     """Reduced factors that no product among the steps contracts: products compute independent elements along them,
     which a later step sums."""

@@ -20,7 +20,7 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.rule import Rule, StoredOperands
+from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Axes
 from autoshard.transforms.primitive import define_primitive
 from autoshard.transforms.row_rounds import Finish, capacity, exchanges, group_capacity, in_rounds, sizes_of
@@ -108,7 +108,6 @@ def sorted_rows(
     axes: Axes = (),
     in_place: bool = False,
     finish: Finish | None = None,
-    stored: StoredOperands | None = None,
 ) -> Any:
     """The results of ``steps`` on rows sorted by group; those with a value for each row in the order of the operands.
 
@@ -127,16 +126,13 @@ def sorted_rows(
       in_place: whether in place of that all devices of ``axes`` have the same rows, and each computes those of its
         groups; the others have zeros.
       finish: what is made of the results; None: nothing more.
-      stored: what gathers anew the operands that are the same for all rows; None: they are not gathered.
     """
     of_rows, others, n = [group_of, *operands[:rows]], operands[rows:], group_of.shape[0]
     own, is_row = groups // (lax.axis_size(axes) if axes else 1), is_row_result(rule)
     summed = {x for step in steps if sums_rows(step) for x in step.operands}
     row, *picks = rule.operands[0][0]
-    stored = stored or StoredOperands((), lambda: others)
-    ahead = None if all(is_row) and stored.axes and not in_place else stored
 
-    def run(of_rows: Sequence[Any], sizes: Any, others: Sequence[Any], filled: Any = None) -> list[Any]:
+    def run(of_rows: Sequence[Any], sizes: Any, filled: Any = None) -> list[Any]:
         """The results; of blocks, where ``filled`` [block, place] says which places have rows."""
         values = [*of_rows, *others]
         size_of = factor_sizes(rule, [x.shape for x in values])
@@ -170,32 +166,31 @@ def sorted_rows(
             x = lax.all_to_all(x, axes, 0, 0, tiled=True)
             return x if back else x.reshape(parts, each, places, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
-        def blocks(source: Any, place: Any, others: Sequence[Any]) -> Sequence[Any]:
-            source = jnp.where((place < counts[:, None]).reshape(-1), source, n)
+        def blocks(source: Any, filled: Any) -> Sequence[Any]:
+            source = jnp.where(filled.reshape(-1), source, n)
             taken = [take_rows(x, source, n, mode="fill", fill_value=0) for x in of_rows]
-            filled = (place < counts_here[..., None]).reshape(each, -1)
-            made = run([exchanged(x, back=False) for x in taken], None, others, filled)
+            here = exchanged(filled.reshape(-1).astype(group_of.dtype), back=False) > 0
+            made = run([exchanged(x, back=False) for x in taken], None, here.reshape(each, -1))
             return [exchanged(x, back=True) if row else x for x, row in zip(made, is_row, strict=True)]
 
-        counts = sizes_of(block_of, parts * each)
-        counts_here = lax.all_to_all(counts, axes, 0, 0, tiled=True) if axes else counts
-        counts_here = counts_here.reshape(parts, each).swapaxes(0, 1)  # [block, device]
-        return in_rounds(blocks, block_of, counts, places, is_row, others, ahead, axes, at_once, finish=finish)
+        most = functools.partial(lax.pmax, axis_name=axes) if axes else lambda rounds: rounds
+        shape = parts * each, places
+        return in_rounds(blocks, block_of, shape, is_row, most, at_once, finish=finish, in_place=in_place)
     if in_place:
         device, number = device_of(group_of, own, axes, in_place=True)
         key = jnp.where(device == 0, jnp.minimum(number, own), own + 1)
 
-        def one_block(source: Any, place: Any, others: Sequence[Any]) -> Sequence[Any]:
-            sizes = sizes_of(jnp.where(place < count[0], jnp.take(key, source), own), own)
-            with evenly_filled(n // lax.axis_size(axes), place.size):
-                return run([take_rows(x, source, n) for x in of_rows], sizes, others)
+        def one_block(source: Any, filled: Any) -> Sequence[Any]:
+            sizes = sizes_of(jnp.where(filled[0], jnp.take(key, source), own), own)
+            with evenly_filled(n // lax.axis_size(axes), filled.size):
+                return run([take_rows(x, source, n) for x in of_rows], sizes)
 
-        count, places = sizes_of(device, 1), capacity(n, lax.axis_size(axes))
-        return in_rounds(one_block, device, count, places, is_row, others, ahead, key=key, finish=finish)
+        shape = 1, capacity(n, lax.axis_size(axes))
+        return in_rounds(one_block, device, shape, is_row, key=key, finish=finish, in_place=True)
     group_of = jnp.maximum(_wide(group_of), 0)
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)
-    made = run([take_rows(x, order, n) for x in of_rows], sizes_of(group_of, groups), others)
+    made = run([take_rows(x, order, n) for x in of_rows], sizes_of(group_of, groups))
     found = tuple(jnp.take(x, back, axis=0) if row else x for x, row in zip(made, is_row, strict=True))
     return found if finish is None else finish(found)
 

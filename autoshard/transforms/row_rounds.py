@@ -13,8 +13,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
-from autoshard.ir.rule import Rule, StoredOperands
-from autoshard.ir.spec import Axes
+from autoshard.ir.rule import Rule
 from autoshard.transforms.sum_of_products import Step, factor_sizes
 
 SLACK = 1.25
@@ -74,52 +73,47 @@ class Finish:
 
 
 def in_rounds(
-    once: Callable[[Any, Any, Sequence[Any]], Sequence[Any]],
+    once: Callable[[Any, Any], Sequence[Any]],
     block_of: Any,
-    counts: Any,
-    places: int,
+    shape: tuple[int, int],
     is_row_result: Sequence[bool],
-    operands: Sequence[Any],
-    ahead: StoredOperands | None = None,
-    axes: Axes = (),
+    rounds_of_all: Callable[[Any], Any] = lambda rounds: rounds,
     at_once: int = 1,
     *,
     key: Any = None,
     finish: Finish | None = None,
+    in_place: bool = False,
 ) -> tuple[Any, ...]:
     """The results of rows that are put into blocks, in as many rounds as the fullest block takes.
 
     The first ``at_once`` are no part of the loop over the others: what one sends can be hidden by what another computes
-    and by what is around them. The others are a branch, which runs where there are any.
+    and by what is around them.
 
     Args:
-      once: ``once(source, place, operands)`` -> the results of one round: for each place [block x place] or a sum.
-        ``source``, [block x place], is the number of the row at each place, any where there is none; ``place``,
-        [place], counts the places of a block over all rounds: those up to the block's count have a row. Nothing reads
-        the results of other places; no sum may count them.
+      once: ``once(source, filled)`` -> the results of one round: for each place [block x place] or a sum. ``source``,
+        [block x place], is the number of the row at each place, any where there is none; ``filled``, [block, place], is
+        whether there is one. Nothing reads the results of other places; no sum may count them.
       block_of: [row], the block of each row; beyond the last block the row is in none, and has zeros.
-      counts: [block], how many rows each has.
-      places: how many rows a block has room for in a round.
+      shape: how many blocks there are, and how many rows one has room for.
       is_row_result: of each result, whether it has a value for each row; else it is a sum.
-      operands: of the rounds.
-      ahead: what gathers the operands of further rounds, which then come first: no reduction of a result waits for
-        them. None: they come last, so that no operand has to be gathered before them.
-      axes: mesh axes whose devices send to each other in a round: all go through as many as one of them has to.
+      rounds_of_all: of the rounds that these rows take, those that are gone through.
       at_once: how many rounds are gone through in any case; an even load takes no more.
       key: [row], in whose order the rows of a block are: it grows with ``block_of``. None: in their own order.
       finish: what is made of results; None: nothing more.
+      in_place: whether other devices have the rows of other blocks, so that results are to be reduced: each as soon as
+        it is there, if further rounds come first.
     """
-    n, blocks = block_of.shape[0], counts.shape[0]
+    n, (blocks, places) = block_of.shape[0], shape
     block_of = block_of.astype(jnp.int32)  # of groups it may be narrower than places are counted in
     order = jnp.argsort(block_of if key is None else key)
+    counts = sizes_of(block_of, blocks)
     starts = jnp.cumsum(counts) - counts
     position = jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
     place_of = jnp.where(block_of < blocks, position - jnp.take(starts, block_of, mode="clip"), -1)
 
-    def one_round(i: Any, order: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def one_round(i: Any, order: Any = order) -> Sequence[Any]:
         place = i * places + jnp.arange(places, dtype=jnp.int32)
-        source = jnp.take(order, starts[:, None] + place, mode="clip").reshape(-1)
-        return once(source, place, operands)
+        return once(jnp.take(order, starts[:, None] + place, mode="clip").reshape(-1), place < counts[:, None])
 
     def rows_of(x: Any, i: Any, rounds: int = 1, picks: int = 1) -> Any:
         """Of each row its value in ``x``, [round x block x place], of so many rounds from ``i``; zeros of others.
@@ -141,7 +135,7 @@ def in_rounds(
         ]
         return finish(results) if finish is not None else tuple(results)
 
-    def added(i: Any, totals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def added(i: Any, totals: Sequence[Any]) -> list[Any]:
         here = (place_of >= i * places) & (place_of < (i + 1) * places)
 
         def both(total: Any, x: Any, is_row: bool) -> Any:
@@ -149,13 +143,21 @@ def in_rounds(
                 return jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x, total)
             return total + x.astype(total.dtype)
 
-        return [
-            both(*each)
-            for each in zip(totals, results_of(one_round(i, order, operands), i), is_row_result, strict=True)
+        return [both(*each) for each in zip(totals, results_of(one_round(i), i), is_row_result, strict=True)]
+
+    def others(rounds: Any, *first: Any) -> tuple[Any, ...]:
+        """With the rounds from ``at_once`` on."""
+        totals = [
+            x if is_row and x.shape[0] == n else x.astype(_dtype_of_sums(x.dtype))
+            for x, is_row in zip(first, is_row_result, strict=True)
         ]
+        _, totals = lax.while_loop(
+            lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s)), (jnp.int32(at_once), totals)
+        )
+        return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
 
     def at_first(order: Any) -> Sequence[Any]:
-        made = zip(*(one_round(i, order, operands) for i in range(at_once)), strict=True)
+        made = zip(*(one_round(i, order) for i in range(at_once)), strict=True)
         joined = [
             (jnp.concatenate(each) if at_once > 1 else each[0]) if is_row else _sum(each)
             for each, is_row in zip(made, is_row_result, strict=True)
@@ -164,31 +166,16 @@ def in_rounds(
 
     if at_once * places >= n:
         return tuple(at_first(order))
-    rounds = -(-jnp.max(counts) // places)
-    if together := tuple(dict.fromkeys((*axes, *(ahead.axes if ahead else ())))):
-        rounds = lax.pmax(rounds, together)
+    rounds = rounds_of_all(-(-jnp.max(counts) // places))
 
-    def with_others(first: Sequence[Any], gathered: Callable[[], Sequence[Any]]) -> tuple[Any, ...]:
-        """``first``, with the rounds from ``at_once`` on."""
-
-        def others(rounds: Any, *first: Any) -> tuple[Any, ...]:
-            given = gathered()
-            totals = [
-                x if is_row and x.shape[0] == n else x.astype(_dtype_of_sums(x.dtype))
-                for x, is_row in zip(first, is_row_result, strict=True)
-            ]
-            _, totals = lax.while_loop(
-                lambda s: s[0] < rounds, lambda s: (s[0] + 1, added(*s, given)), (jnp.int32(at_once), totals)
-            )
-            return tuple(total.astype(x.dtype) for total, x in zip(totals, first, strict=True))
-
+    def with_others(first: Sequence[Any]) -> tuple[Any, ...]:
         with jx.branch_runs((1, 0), 1):  # with an even load
             return lax.cond(rounds > at_once, others, lambda _, *first: first, rounds, *first)
 
-    if ahead is None:
-        return with_others(at_first(order), lambda: operands)
-    none = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)]
-    order, rest = lax.optimization_barrier((order, with_others(none, ahead.gathered)))  # so that nothing waits for them
+    if not in_place:
+        return with_others(at_first(order))
+    rest = with_others([jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(at_first, order)])
+    order, rest = lax.optimization_barrier((order, rest))  # so that nothing waits for them then
     return tuple(x + y for x, y in zip(at_first(order), rest, strict=True))
 
 

@@ -9,16 +9,16 @@ MegaBlocks, arXiv:2211.15841, needs as much room as if all rows went to one devi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
 from jax import numpy as jnp
 
-from autoshard.ir.rule import StoredOperands
 from autoshard.ir.spec import Axes
 from autoshard.transforms.grouped_rows import device_of, evenly_filled, take_rows
-from autoshard.transforms.row_rounds import Finish, capacity, exchanges, in_rounds, sizes_of
+from autoshard.transforms.row_rounds import Finish, capacity, exchanges, in_rounds
 
 
 def exchange_rows(
@@ -26,8 +26,6 @@ def exchange_rows(
     compute: Callable[..., Sequence[Any]],
     group_of: Any,
     rows: Sequence[Any],
-    others: Sequence[Any],
-    stored: StoredOperands,
     groups: int,
     is_row_result: Sequence[bool],
     finish: Finish | None = None,
@@ -36,11 +34,10 @@ def exchange_rows(
 
     Args:
       axes: mesh axes that split the groups, and the rows.
-      compute: ``compute(others, group_of, *rows)`` on rows of this device's groups, numbered from zero; a row of none
-        of them counts for nothing.
+      compute: ``compute(group_of, *rows)`` on rows of this device's groups, numbered from zero; a row of none of them
+        counts for nothing.
       group_of: [row], of this device's rows.
       rows: the values of these, one for each or for several on end.
-      others: what is the same for all rows; ``stored``: what gathers it anew.
       groups: how many a device has.
       is_row_result: of each result, whether it has a value for each row; else it is a sum for each group.
       finish: what is made of the results; None: nothing more.
@@ -48,18 +45,16 @@ def exchange_rows(
     n, parts = group_of.shape[0], lax.axis_size(axes)
     at_once, places = exchanges(capacity(n, parts))
     device, number = device_of(group_of, groups, axes)
-    counts = sizes_of(device, parts)
 
     def exchange(x: Any) -> Any:
         return lax.all_to_all(x, axes, 0, 0, tiled=True)
 
-    def once(source: Any, place: Any, others: Sequence[Any]) -> list[Any]:
-        filled = place < counts[:, None]
+    def once(source: Any, filled: Any) -> list[Any]:
         group = jnp.take(number.astype(group_of.dtype), source, mode="clip").reshape(filled.shape)
         received = [exchange(take_rows(x, source, n)) for x in rows]
         with evenly_filled(n // at_once, filled.size):
-            made = compute(others, exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
+            made = compute(exchange(jnp.where(filled, group, groups).reshape(-1)), *received)
         return [exchange(x) if is_row else x for x, is_row in zip(made, is_row_result, strict=True)]
 
-    ahead = None if all(is_row_result) and stored.axes else stored
-    return in_rounds(once, device, counts, places, is_row_result, others, ahead, axes, at_once, finish=finish)
+    most = functools.partial(lax.pmax, axis_name=axes)
+    return in_rounds(once, device, (parts, places), is_row_result, most, at_once, finish=finish)

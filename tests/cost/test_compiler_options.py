@@ -18,7 +18,6 @@ from autoshard.cost.compiler_options import (
     SCHEDULING_IN_ALL_MEMORY,
     SCOPED_VMEM,
     SPARSE_CORE_COLLECTIVES,
-    TWO_KINDS_OF_LINKS,
     user_options,
 )
 from autoshard.errors import MemoryBudgetError, PlanError
@@ -159,26 +158,6 @@ def test_where_experts_exchange_rows_all_to_alls_run_beside_products_and_all_red
     assert not user_options(plan.compiler_options, plan.mesh)
     others = dict(jit(product, mesh=mesh).plan(IMAGES, FILTERS).compiler_options)
     assert not others.keys() & {*ALL_REDUCES_COMBINED, *ASYNC_ALL_TO_ALL}
-
-
-@pytest.mark.parametrize(
-    ("axes", "nodes", "exchanged", "own"),
-    [
-        ({"data": 2, "model": 8}, 2, True, TWO_KINDS_OF_LINKS),
-        ({"data": 2, "model": 8}, 2, False, {}),
-        ({"data": 2, "model": 4}, 1, True, {}),
-    ],
-)
-def test_all_to_alls_and_others_on_another_kind_of_link_may_be_under_way_at_once(axes, nodes, exchanged, own):
-    mesh, x = MeshConfig(axes=axes, gpu="h100", nodes=nodes), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    moved = P(None, "model") if exchanged else P()
-    step = jit(lambda a, b: (a, b), mesh=mesh, in_shardings=(P("model"), P("data")), out_shardings=(moved, P()))
-    plan = step.plan(x, x)
-    kinds = {c.kind: c.axes for c in plan.cost.collectives}
-    assert kinds["all-gather"] == ("data",) if exchanged else "all-to-all" not in kinds
-    assert kinds.get("all-to-all") == (("model",) if exchanged else None)
-    assert dict(plan.compiler_options) == own
-    assert not user_options(plan.compiler_options, plan.mesh)
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():

@@ -1,8 +1,8 @@
 """How long a device waits for its collectives, as the compiler ordered the program.
 
 A collective that something starts and something else waits for runs beside what is between: it is hidden as far as
-that lasts. Those that are under way on the same kind of link share it evenly. One that is not split so has its link to
-itself, and is waited for whole.
+that lasts. Collectives on the same kind of link run one after the other. One that is not split so is waited for whole,
+and those that are under way stand still meanwhile.
 """
 
 from __future__ import annotations
@@ -42,48 +42,32 @@ class _Clock:
 
     now: float = 0.0
     waited: float = 0.0
-    under_way: dict[object, Transfer] = field(default_factory=dict[object, Transfer])
-    """What is left of each collective that has been started."""
+    free: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
+    """When each kind of link is free."""
+    under_way: dict[object, tuple[float, str]] = field(default_factory=dict[object, tuple[float, str]])
+    """When each collective that has been started ends, and its link."""
 
     def start(self, key: object, transfer: Transfer) -> None:
-        self.under_way[key] = transfer
+        end = self.free[transfer.link] = max(self.now, self.free[transfer.link]) + transfer.seconds
+        self.under_way[key] = end, transfer.link
 
     def rename(self, old: str, new: str) -> None:
         """What has been started under the one name is waited for under the other."""
         for key in [key for key in self.under_way if isinstance(key, tuple) and key[0] == old]:
             self.under_way[new, key[1]] = self.under_way.pop(key)
 
-    def compute(self, seconds: float) -> None:
-        """Something else runs for so long."""
-        self.now += seconds
-        for link in {t.link for t in self.under_way.values()}:
-            self._send(link, seconds)
-
     def wait(self, key: object) -> None:
-        if key in self.under_way:
-            own = self.under_way.pop(key)
-            beside = [t.seconds for t in self.under_way.values() if t.link == own.link]
-            self._stand(own.seconds + sum(min(own.seconds, other) for other in beside), own)
+        end, _ = self.under_way.pop(key, (self.now, ""))
+        self.waited += max(0.0, end - self.now)
+        self.now = max(self.now, end)
 
     def send_and_wait(self, transfer: Transfer) -> None:
-        self._stand(transfer.seconds, transfer)
-
-    def _stand(self, seconds: float, own: Transfer) -> None:
-        """Waits so long for a collective that is not under way any more."""
-        self.now += seconds
-        self.waited += seconds
-        for link in {t.link for t in self.under_way.values()}:
-            self._send(link, seconds - own.seconds if link == own.link else seconds)
-
-    def _send(self, link: str, seconds: float) -> None:
-        """What is under way on one kind of link shares so many seconds of it evenly."""
-        left = {key: t.seconds for key, t in self.under_way.items() if t.link == link and t.seconds > 0}
-        while left and seconds > 0:
-            each = min(seconds / len(left), *left.values())
-            seconds -= each * len(left)
-            left = {key: rest - each for key, rest in left.items()}
-            self.under_way.update((key, Transfer(rest, link)) for key, rest in left.items())
-            left = {key: rest for key, rest in left.items() if rest > 0}
+        self.now += transfer.seconds
+        self.waited += transfer.seconds
+        self.free[transfer.link] += transfer.seconds
+        for key, (end, link) in self.under_way.items():
+            if link == transfer.link:
+                self.under_way[key] = end + transfer.seconds, link
 
 
 def waiting_seconds(
@@ -154,9 +138,9 @@ def waiting_seconds(
                     clock.send_and_wait(own)
                 for times, name in _calls(instruction, computation):
                     inner = run(name)
-                    clock.compute(float(times) * inner.elapsed)
+                    clock.now += float(times) * inner.elapsed
                     clock.waited += float(times) * inner.waited
-            clock.compute(work(instruction, computation))
+            clock.now += work(instruction, computation)
             for chain in ends[instruction.name]:
                 clock.wait(chain)
         for key in list(clock.under_way):

@@ -12,7 +12,6 @@ from jax import numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from autoshard.ir.rule import StoredOperands
 from autoshard.rules.local_forms.exchange_rows import exchange_rows
 from autoshard.transforms import row_rounds
 from autoshard.transforms.row_rounds import capacity, exchanges, group_capacity, in_rounds
@@ -27,10 +26,7 @@ LOADS = {
 }
 
 
-STORED = StoredOperands((), list)
-
-
-def computed(groups: int, _: Any, group_of: Any, rows: Any) -> tuple[Any, Any]:
+def computed(groups: int, group_of: Any, rows: Any) -> tuple[Any, Any]:
     """Of each row its product with its group's number, and of each group the sum; zeros of rows without a group."""
     group = jnp.maximum(group_of, 0)
     valid = (group < groups)[:, None]
@@ -50,10 +46,10 @@ def test_every_row_comes_back_and_is_counted_once(
     own = groups // parts
 
     def on_shard(group_of: Any, rows: Any) -> Any:
-        return exchange_rows(("x",), partial(computed, own), group_of, [rows], [], STORED, own, [True, False])
+        return exchange_rows(("x",), partial(computed, own), group_of, [rows], own, [True, False])
 
     sharded = jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
-    for got, want in zip(sharded(group_of, rows), computed(groups, (), group_of, rows), strict=True):
+    for got, want in zip(sharded(group_of, rows), computed(groups, group_of, rows), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -62,7 +58,7 @@ def test_what_one_round_sends_is_in_no_loop_so_that_a_shared_expert_can_hide_it(
     mesh, shape = Mesh(np.asarray(jax.devices()), ("x",)), jax.ShapeDtypeStruct
 
     def on_shard(group_of: Any, rows: Any, shared: Any) -> Any:
-        out, _ = exchange_rows(("x",), partial(computed, 2), group_of, [rows], [], STORED, 2, [True, False])
+        out, _ = exchange_rows(("x",), partial(computed, 2), group_of, [rows], 2, [True, False])
         return out + rows @ shared
 
     specs: Any = (P("x"), P("x"), P())
@@ -83,11 +79,11 @@ def test_sums_of_many_rounds_are_not_rounded_between_them() -> None:
     """In bfloat16 2,048 and eight are 2,048 again."""
     ones = jnp.ones((4096,), "bfloat16")
 
-    def once(source: Any, *_: Any) -> list[Any]:
+    def once(source: Any, filled: Any) -> list[Any]:
         return [jnp.take(ones, source, mode="fill", fill_value=0).sum()]
 
     for at_once in (1, 4):
-        (total,) = in_rounds(once, jnp.zeros(4096, "int32"), jnp.array([4096]), 8, [False], [], at_once=at_once)
+        (total,) = in_rounds(once, jnp.zeros(4096, "int32"), (1, 8), [False], at_once=at_once)
         assert (total.dtype, float(total)) == (jnp.bfloat16, 4096.0)
 
 
