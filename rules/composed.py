@@ -154,7 +154,7 @@ def grouped_rows(
         if n == 0:
             return LocalWork(flops, 0)
         room = math.prod(places(n * own, sent, own))
-        sorts = 2 if sent > 1 and not in_blocks else 1  # for the exchange, and then by group
+        sorts = 2 if sent > 1 else 1  # for the exchange, and then by group
         taken = sum(of_shard(i, split) * repeats(i) for i in range(1, rows + 1)) * room / n
         of_rows = [(s, then) for s, then, of_row in zip(made, after, is_row, strict=True) if of_row]
         back = sum(_bits(s, local) for s, _ in of_rows) * room / n
