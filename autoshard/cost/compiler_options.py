@@ -28,6 +28,10 @@ than 16 chips it compiles no other (`Hardware.async_all_to_all_up_to`), and plan
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
 There the plan raises that size.
 
+*A stream within nodes.* Between nodes of GPUs collectives take other links than within them. By default XLA has all in
+one stream, and one under way at a time. Where all-to-alls go over one kind of link and others over another, as in
+mixtures of experts, the plan has XLA give those within a node a stream of their own, which it can since JAX 0.12.
+
 *Copies by regions.* The slots of a pipeline's residuals pass through the conditional of a tick, which reads one or
 writes one. XLA for CPU proves that they need no copy only if it looks into the branches, and by default it does not:
 it copies all slots at every tick.
@@ -35,9 +39,13 @@ it copies all slots at every tick.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from autoshard.ir.graph import Graph
+from autoshard.machine.collective import ALL_TO_ALL, Collective
 from autoshard.machine.mesh import LogicalMesh
 
 CompilerOptions = tuple[tuple[str, Any], ...]
@@ -66,6 +74,10 @@ ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
 """The option that lets all-to-alls run beside what does not wait for them."""
 ALL_REDUCES_COMBINED = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28}
 """The option that raises the bytes up to which all-reduces become one."""
+STREAM_WITHIN_NODES = {"xla_gpu_collective_domain_assignment": "scale_up_fabric"}
+"""The option that gives collectives within a node a stream, beside which one between nodes may be under way."""
+_STREAMS_SINCE = (0, 12)
+"""JAX whose XLA has that option."""
 COPIES_BY_REGIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 """The option that has XLA for CPU look into branches before it copies what passes through them."""
 OWN_OPTIONS = (
@@ -75,6 +87,7 @@ OWN_OPTIONS = (
     | SPARSE_CORE_COLLECTIVES
     | ASYNC_ALL_TO_ALL
     | ALL_REDUCES_COMBINED
+    | STREAM_WITHIN_NODES
     | COPIES_BY_REGIONS
 )
 PEAK_MARGIN = 1.15
@@ -129,6 +142,7 @@ HARMLESS = frozenset(
         *ASYNC_ALL_TO_ALL,
         SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
+        *STREAM_WITHIN_NODES,
         *COPIES_BY_REGIONS,
     }
 )
@@ -155,12 +169,19 @@ def conflicting_options(given: CompilerOptions) -> dict[str, Any]:
     return {name: x for name, x in given if NO_ALL_GATHER_FUSION.get(name, x) != x}
 
 
-def effective_options(graph: Graph, peak: float, disable_fusion: bool, given: CompilerOptions = ()) -> CompilerOptions:
+def effective_options(
+    graph: Graph,
+    peak: float,
+    collectives: Iterable[Collective],
+    disable_fusion: bool,
+    given: CompilerOptions = (),
+) -> CompilerOptions:
     """The options that the program is compiled with, sorted: ``given`` override the plan's own.
 
     Args:
       graph: the program, with its target.
       peak: predicted peak, in bytes per device.
+      collectives: those of a call.
       disable_fusion: what `should_disable_all_gather_fusion` says.
       given: the user's compiler options.
     """
@@ -175,6 +196,9 @@ def effective_options(graph: Graph, peak: float, disable_fusion: bool, given: Co
     if _exchanges_rows(graph):
         beside = ASYNC_ALL_TO_ALL if mesh.size <= mesh.hardware.async_all_to_all_up_to else {}
         own |= {"tpu": beside, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
+    streams = mesh.platform == "gpu" and jax.__version_info__ >= _STREAMS_SINCE
+    if streams and _take_two_kinds_of_links(collectives, mesh):
+        own |= STREAM_WITHIN_NODES
     return tuple(sorted({**own, **dict(given)}.items()))
 
 
@@ -186,6 +210,13 @@ def pipeline_options(options: CompilerOptions, mesh: LogicalMesh) -> CompilerOpt
 
 def _exchanges_rows(graph: Graph) -> bool:
     return any(n.kind.rule.local is not None and n.kind.rule.local.alongside for n in graph.nodes)
+
+
+def _take_two_kinds_of_links(collectives: Iterable[Collective], mesh: LogicalMesh) -> bool:
+    """Whether there are all-to-alls on one kind of link, and others on another."""
+    found = {(c.kind == ALL_TO_ALL, mesh.slowest_link(c.axes).name) for c in collectives if c.axes}
+    exchanges, others = ({link for is_exchange, link in found if is_exchange is which} for which in (True, False))
+    return any({link} != others for link in exchanges) and bool(others)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

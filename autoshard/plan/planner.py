@@ -94,7 +94,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         considered=len(s.tried),
         bound=s.bound,
         compiler_options=effective_options(
-            graph, best.memory.peak, best.all_gather_fusion_disabled, request.compiler_options
+            graph, best.memory.peak, best.cost.collectives, best.all_gather_fusion_disabled, request.compiler_options
         ),
         residuals=tuple(_held_values(graph, layout, s.memory_model)),
         profile=profile_step(s.memory_model, layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled),

@@ -18,6 +18,7 @@ from autoshard.cost.compiler_options import (
     SCHEDULING_IN_ALL_MEMORY,
     SCOPED_VMEM,
     SPARSE_CORE_COLLECTIVES,
+    STREAM_WITHIN_NODES,
     user_options,
 )
 from autoshard.errors import MemoryBudgetError, PlanError
@@ -158,6 +159,30 @@ def test_where_experts_exchange_rows_all_to_alls_run_beside_products_and_all_red
     assert not user_options(plan.compiler_options, plan.mesh)
     others = dict(jit(product, mesh=mesh).plan(IMAGES, FILTERS).compiler_options)
     assert not others.keys() & {*ALL_REDUCES_COMBINED, *ASYNC_ALL_TO_ALL}
+
+
+@pytest.mark.parametrize(
+    ("axes", "nodes", "exchanged", "own"),
+    [
+        ({"data": 2, "model": 8}, 2, True, STREAM_WITHIN_NODES),
+        ({"data": 2, "model": 8}, 2, False, {}),
+        ({"data": 2, "model": 4}, 1, True, {}),
+    ],
+)
+def test_collectives_within_a_node_have_a_stream_where_others_than_all_to_alls_go_between_nodes(
+    axes, nodes, exchanged, own
+):
+    mesh, x = MeshConfig(axes=axes, gpu="h100", nodes=nodes), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    moved = P(None, "model") if exchanged else P()
+    given, left = (P("model"), P("data")), (moved, P())
+    plan = jit(lambda a, b: (a, b), mesh=mesh, in_shardings=given, out_shardings=left).plan(x, x)
+    kinds = {c.kind: c.axes for c in plan.cost.collectives}
+    assert kinds["all-gather"] == ("data",) if exchanged else "all-to-all" not in kinds
+    assert kinds.get("all-to-all") == (("model",) if exchanged else None)
+    assert dict(plan.compiler_options) == (own if jax.__version_info__ >= (0, 12) else {})
+    assert not user_options(plan.compiler_options, plan.mesh)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert not jit(lambda a, b: (a, b), mesh=mesh, in_shardings=given, out_shardings=left).plan(x, x).compiler_options
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():
