@@ -169,8 +169,8 @@ def test_where_experts_exchange_rows_all_to_alls_run_beside_products_and_all_red
         ({"data": 2, "model": 4}, 1, True, {}),
     ],
 )
-def test_collectives_within_a_node_have_a_stream_where_others_than_all_to_alls_go_between_nodes(
-    axes, nodes, exchanged, own
+def test_collectives_within_a_node_have_a_stream_beside_others_between_nodes(
+    axes, nodes, exchanged, own, monkeypatch: pytest.MonkeyPatch
 ):
     mesh, x = MeshConfig(axes=axes, gpu="h100", nodes=nodes), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     moved = P(None, "model") if exchanged else P()
