@@ -93,8 +93,8 @@ def product(rng: Random, values: Sequence[Any]) -> Picked | None:
     sizes = dict(zip(left, values[a].shape, strict=True))
     free, right = list(left), ""
     for n in values[b].shape:
-        alike = [f for f in free if sizes[f] == n and rng.random() < 0.8]
-        right += rng.choice(alike) if alike else "xyz"[len(right)]
+        equal = [f for f in free if sizes[f] == n and rng.random() < 0.8]
+        right += rng.choice(equal) if equal else "xyz"[len(right)]
         free = [f for f in free if f not in right]
     both = [f for f in left if f in right]
     summed = [f for f in both if rng.random() < 0.7]
@@ -104,7 +104,7 @@ def product(rng: Random, values: Sequence[Any]) -> Picked | None:
 
 
 def same_rank(rng: Random, values: Sequence[Any]) -> Picked | None:
-    """Two arrays to put one after the other, alike in all dimensions but one."""
+    """Two arrays to put one after the other, equal in all dimensions but one."""
     a = some(rng, values, 1)
     if a is None:
         return None

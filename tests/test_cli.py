@@ -272,8 +272,8 @@ def test_a_runs_folder_that_cannot_be_made_names_its_line(tmp_path: Path, inside
 
 def test_generate_says_what_it_takes_where_it_is_given_a_runs_folder(tmp_path: Path, inside: Callable[..., Any]):
     (tmp_path / "run.json").write_text("{}")
-    told = inside("generate", tmp_path, "--prompt", "a").stderr
-    assert told == f"error: {tmp_path} is a run's folder; give the configuration of the run, the file that train took\n"
+    said = inside("generate", tmp_path, "--prompt", "a").stderr
+    assert said == f"error: {tmp_path} is a run's folder; give the configuration of the run, the file that train took\n"
 
 
 def test_a_plan_is_written_as_a_page_for_each_phase(inside, tmp_path):

@@ -90,7 +90,7 @@ def test_layers_go_once_to_the_stages_that_run_them_and_their_gradients_back(
 
 
 def test_gradients_are_partial_sums_until_after_the_loop() -> None:
-    """Each stage adds up those of its own, and what is gathered of them for every micro-batch alike comes once."""
+    """Each stage adds up those of its own, and what is gathered of them for every micro-batch comes once."""
     step, state = trained(decoder_loss), train_state(decoder_params(4, tied=True))
     mesh, passes = MeshConfig(axes={"stage": 2, "data": 4}, pipeline="stage"), ("accumulate:data", *DEFAULT_PASSES)
     planned = autoshard.jit(step, mesh=mesh, strategy="fsdp", microbatches=4, schedule="zb-h1", passes=passes)

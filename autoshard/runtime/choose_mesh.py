@@ -51,13 +51,13 @@ class Ground:
 
 
 def plan_each(
-    plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Ground], name: str, *, leave_out_alike: bool
+    plan_on: Callable[[Ground, float], Planned], grounds: Sequence[Ground], name: str, *, leave_out_equal: bool
 ) -> list[Planned]:
     """The plan on each of ``grounds`` that has one.
 
     Args:
       plan_on: takes also the seconds of the best plan on those before.
-      leave_out_alike: those whose plan is one before by other names (`_is_alike`) are not planned.
+      leave_out_equal: those whose plan is one before by other names (`_is_equal_to`) are not planned.
 
     Raises:
       AutoshardError: none has. Of the class of the first one's error; that error itself where all are equal.
@@ -65,7 +65,7 @@ def plan_each(
     planned: list[Planned] = []
     errors: dict[str, Exception] = {}
     for ground in grounds:
-        if leave_out_alike and any(_is_alike(ground, p) for p in planned):
+        if leave_out_equal and any(_is_equal_to(ground, p) for p in planned):
             continue
         try:
             best = min((comparable_seconds(p.plan, or_pipeline=True) for p in planned), default=math.inf)
@@ -105,7 +105,7 @@ def _ground(plan: PlanRecord) -> Ground:
     return Ground(plan.mesh, plan.pipeline.axis if plan.pipeline else None)
 
 
-def _is_alike(ground: Ground, planned: Planned) -> bool:
+def _is_equal_to(ground: Ground, planned: Planned) -> bool:
     """Whether a step is planned on ``ground`` as it was ``planned`` but for the names of axes: its stages lie along
     another axis of the same mesh, with as many devices and the same link, all other axes follow one another as there,
     and nothing in the step names one."""

@@ -193,9 +193,9 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str, placed: Pla
       AutoshardError: no mesh has a plan.
     """
     config = mesh_config(options.mesh)
-    alike = options.request.strategy == "auto" and not options.refine
+    automatic = options.request.strategy == "auto" and not options.refine
     plan_all = functools.partial(
-        plan_each, functools.partial(_plan_on, trace_on, options), name=name, leave_out_alike=alike
+        plan_each, functools.partial(_plan_on, trace_on, options), name=name, leave_out_equal=automatic
     )
     fixed = options.mesh is not None and (config is None or config.axes != "auto")
     like = None if fixed or options.like is None else options.like()

@@ -122,8 +122,8 @@ def test_what_killed_programs_left_is_completed_or_removed(saved: Path) -> None:
     largest(saved / f"7{TEMPORARY}").unlink()
     shutil.copytree(saved / "1", saved / f"1{TEMPORARY}")
     (saved / "5.deleted").mkdir()
-    told = {Path(done.where).name: done.done.partition(":")[0] for done in repair(saved)}
-    assert told == {
+    reported = {Path(done.where).name: done.done.partition(":")[0] for done in repair(saved)}
+    assert reported == {
         f"1{TEMPORARY}": "removed", "2": "put in place", "5.deleted": "removed", f"7{TEMPORARY}": "removed",
     }  # fmt: skip
     assert checkpoint.steps(saved) == (1, 2)
@@ -131,8 +131,8 @@ def test_what_killed_programs_left_is_completed_or_removed(saved: Path) -> None:
 
 
 def test_a_condition_names_its_place_once(tmp_path: Path) -> None:
-    (told,) = [str(condition) for condition in conditions(tmp_path / "none")]
-    assert told.count(str(tmp_path / "none")) == 1
+    (reported,) = [str(condition) for condition in conditions(tmp_path / "none")]
+    assert reported.count(str(tmp_path / "none")) == 1
 
 
 UNPROVEN = "it has no digests, so nothing says whether its numbers are those that were written"
@@ -159,11 +159,11 @@ def test_tensors_that_were_written_here_have_digests(tmp_path: Path) -> None:
     state = {"a": table, "b": jnp.ones((5, 3), jnp.bfloat16), "empty": jnp.ones((0, 2)), "tied": table, "n": 7}
     checkpoint.to_safetensors(tmp_path, state, max_bytes=32)
 
-    def told() -> str:
+    def reported() -> str:
         (condition,) = conditions(tmp_path)
         return str(condition).removeprefix(f"{tmp_path}: ")
 
-    assert told() == "whole"
+    assert reported() == "whole"
     assert checkpoint.from_safetensors(tmp_path, report=True)[1].extra == {}
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) == 3
@@ -172,15 +172,15 @@ def test_tensors_that_were_written_here_have_digests(tmp_path: Path) -> None:
         length = 8 + int.from_bytes(whole[:8], "little")
         for at in range(length, len(whole)):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-            assert re.fullmatch(rf"\w+ in {file.name} has changed since written", told())
+            assert re.fullmatch(rf"\w+ in {file.name} has changed since written", reported())
         for old, new in ((b"[2,3]", b"[3,2]"), (b'"BF16"', b'"F16" '), (b'"tied":"a"', b'"teid":"a"')):
             if old in whole:
                 file.write_bytes(whole.replace(old, new))
-                assert told() == f"the header of {file.name} has changed since written"
+                assert reported() == f"the header of {file.name} has changed since written"
         file.write_bytes(whole)
     others = safetensors.load_file(files[0])
     safetensors.save_file(others, files[0])
-    assert told() == f"whole but for {', '.join(sorted(others))}, which can be read and have no digests"
+    assert reported() == f"whole but for {', '.join(sorted(others))}, which can be read and have no digests"
 
 
 def test_a_directory_that_is_written_to_is_not_repaired(saved: Path) -> None:

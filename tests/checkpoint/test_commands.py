@@ -68,13 +68,13 @@ def assert_equal(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("to", FORMATS)
 def test_every_format_to_every_other(tmp_path: Path, source: str, to: str) -> None:
     path = written(tmp_path, source, state())
-    told = run("convert", path, tmp_path / "to", "--to", to)
-    assert f"{tmp_path / 'to'}: {to}, 5 leaves, " in told
-    assert ("beside the leaves: loader" in told) == (source == "autoshard" and to != "autoshard")
+    said = run("convert", path, tmp_path / "to", "--to", to)
+    assert f"{tmp_path / 'to'}: {to}, 5 leaves, " in said
+    assert ("beside the leaves: loader" in said) == (source == "autoshard" and to != "autoshard")
     assert_equal(back(tmp_path / "to", state()), state())
     assert run("diff", path, tmp_path / "to") == "0 leaves differ of 5 and 5\n"
-    told = "every array can be read; it has no digests" if to == "orbax" else "whole\n"
-    assert f": {told}" in run("verify", tmp_path / "to")
+    said = "every array can be read; it has no digests" if to == "orbax" else "whole\n"
+    assert f": {said}" in run("verify", tmp_path / "to")
 
 
 def test_of_a_runs_folder_the_checkpoints_are_meant(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_a_manager_restores_what_is_written_as_an_item_of_a_step(tmp_path: Path)
 def test_names_dtypes_and_what_is_left_out(tmp_path: Path) -> None:
     path = written(tmp_path, "autoshard", state())
     options = ["--rename", "params/layers/*/w=model.layers.*.weight", "--ignore", "key", "--ignore", "step"]
-    told = run("convert", path, tmp_path / "to", *options, "--cast", "bfloat16", "--cast", "*.1.*=float16")
-    assert "left out: key\nleft out: step\n" in told
+    said = run("convert", path, tmp_path / "to", *options, "--cast", "bfloat16", "--cast", "*.1.*=float16")
+    assert "left out: key\nleft out: step\n" in said
     found = checkpoint.from_safetensors(tmp_path / "to")
     assert {name: (x.dtype.name, x.ravel()[0]) for name, x in found.items()} == {
         "model.layers.0.weight": ("bfloat16", 0), "model.layers.1.weight": ("float16", 1), "params/b": ("int8", 1),
@@ -143,9 +143,9 @@ def test_names_dtypes_and_what_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_inspect_prints_every_leaf(tmp_path: Path, format: str) -> None:
     path = written(tmp_path, format, state())
-    told = run("inspect", path)
-    assert "params/layers/0/w  float32[2,4]\n" in told
-    assert f"{format}, 5 leaves, " in told
+    said = run("inspect", path)
+    assert "params/layers/0/w  float32[2,4]\n" in said
+    assert f"{format}, 5 leaves, " in said
     found = json.loads(run("inspect", path, "--json"))
     assert (found["format"], found["step"]) == (format, 4 if format == "autoshard" else None)
     assert {"name": "params/b", "dtype": "int8", "shape": [3], "bytes": 3} in found["leaves"]
@@ -153,9 +153,9 @@ def test_inspect_prints_every_leaf(tmp_path: Path, format: str) -> None:
 
 def test_inspect_shows_what_convert_would_write(tmp_path: Path) -> None:
     path = written(tmp_path, "orbax", state())
-    told = run("inspect", path, "--ignore", "key", "--rename", "params/layers/*/w=h.*", "--cast", "*.1=bfloat16")
-    assert {"h.0  float32[2,4]", "h.1  bfloat16[2,4]"} <= set(told.splitlines())
-    assert "key" not in told
+    said = run("inspect", path, "--ignore", "key", "--rename", "params/layers/*/w=h.*", "--cast", "*.1=bfloat16")
+    assert {"h.0  float32[2,4]", "h.1  bfloat16[2,4]"} <= set(said.splitlines())
+    assert "key" not in said
 
 
 def test_diff_names_what_differs_and_by_how_much(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_verify_reads_every_byte(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    told = run("verify", path, status=1).splitlines()
-    assert told[0] == f"{path}/4: whole"
-    assert "cannot be read" in told[1]
+    said = run("verify", path, status=1).splitlines()
+    assert said[0] == f"{path}/4: whole"
+    assert "cannot be read" in said[1]
     assert run("verify", path, "--step", 4) == f"{path}/4: whole\n"
     (path / "4/inventory.json").unlink()
     assert "it has no inventory" in run("verify", path, "--step", 4, status=1)

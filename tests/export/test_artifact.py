@@ -28,8 +28,8 @@ def parts(content: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def joined(program: bytes, text: bytes, size: int | None = None) -> bytes:
-    told = struct.pack("<Q", len(text) if size is None else size)
-    return program + text + told + struct.pack("<I", zlib.crc32(program + text + told)) + artifact.MAGIC
+    length = struct.pack("<Q", len(text) if size is None else size)
+    return program + text + length + struct.pack("<I", zlib.crc32(program + text + length)) + artifact.MAGIC
 
 
 def test_it_is_as_it_was(content: bytes) -> None:

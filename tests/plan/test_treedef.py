@@ -1,4 +1,4 @@
-"""Structures as plain data: what comes back, what stands for a class, and how two are told apart."""
+"""Structures as plain data: what comes back, what stands for a class, and how two are distinguished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the time between steps a host is late by, with a clock that is told the time."""
+"""What of the time between steps a host is late by, with a clock that the test sets."""
 
 from __future__ import annotations
 

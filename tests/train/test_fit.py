@@ -274,9 +274,9 @@ def test_a_loss_that_stays_nan_is_said_in_the_end():
         batches = [{"loss": np.float32(loss)} for loss in losses]
         fit(lambda state, batch: (state + 1, batch["loss"]), jnp.zeros(()), batches, steps=len(losses))
 
-    with pytest.warns(UserWarning, match=r'since step 4, .*: with nan="stop", "skip" or "rewind N" it would') as told:
+    with pytest.warns(UserWarning, match=r'since step 4, .*: with nan="stop", "skip" or "rewind N" it would') as warned:
         train([np.nan, np.inf, 1.0, np.nan, np.inf])
-    assert len(told) == 1
+    assert len(warned) == 1
     train([np.nan, 1.0])  # no longer
 
 

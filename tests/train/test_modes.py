@@ -1,4 +1,4 @@
-"""How models of one's own are told whether they train, and the warning where they are not."""
+"""How models of one's own learn whether they train, and the warning where they are not."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ def test_stop_names_the_step_and_what_was_not_finite_and_saves_nothing_of_it(tmp
 def test_skip_leaves_the_state_as_it_was(kind: str, tmp_path: Path):
     plan = decorated().plan(start(), batches({})[0]) if kind == "with a plan" else None
     given = decorated() if kind == "step" else step
-    with pytest.warns(UserWarning, match="step [35]: not finite: ") as told:
+    with pytest.warns(UserWarning, match="step [35]: not finite: ") as warned:
         state = fit(given, start(), batches({3: "x", 5: "y"}), steps=6, plan=plan, log=tmp_path, nan="skip")
-    assert len(told) == 2
+    assert len(warned) == 2
     assert int(state["steps"]) == 4
     np.testing.assert_array_equal(state["x"], np.full(8, summed(1, 2, 4, 6)))
     events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -92,11 +92,11 @@ def test_modules_that_a_skipped_step_would_change_are_as_before():
 def test_more_than_ten_in_a_row_are_not_skipped():
     bad = dict.fromkeys(range(2, 13), "x")
     with (
-        pytest.warns(UserWarning, match="not finite") as told,
+        pytest.warns(UserWarning, match="not finite") as warned,
         pytest.raises(NonFiniteError, match="step 12: .* skip was the answer 10 times in a row"),
     ):
         fit(decorated(), start(), batches(bad, 14), steps=14, nan="skip")
-    assert len(told) == 10
+    assert len(warned) == 10
 
 
 def test_rewind_goes_back_so_many_steps_and_on_with_the_batches_that_follow(tmp_path: Path):
@@ -115,11 +115,11 @@ def test_a_rewind_that_has_nowhere_to_go_ends_the_run(tmp_path: Path):
         fit(decorated(), start(), batches({3: "x"}), steps=6, **given)
     bad = dict.fromkeys(range(5, 13), "x")
     with (
-        pytest.warns(UserWarning, match="not finite") as told,
+        pytest.warns(UserWarning, match="not finite") as warned,
         pytest.raises(NonFiniteError, match="step 8: .* rewind was the answer 3 times in a row"),
     ):
         fit(decorated(), start(), batches(bad), steps=12, **given | {"every": 1, "nan": "rewind 1"})
-    assert len(told) == 3
+    assert len(warned) == 3
     with pytest.raises(ArgumentError, match="give `checkpoints`, and `every`"):
         fit(decorated(), start(), batches({}), steps=6, nan="rewind 3")
 

@@ -75,9 +75,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[P, ...], Any]]
     ),
     # Where tokens are more than a part of the vocabulary, the table is split by width for the time being.
     "embedding of many tokens": (picked, (TABLE, MANY), (P("x"), P()), P()),
-    "embedding of many tokens, split alike": (picked, (TABLE, MANY), (P("x"), P("x")), P("x")),
+    "embedding of many tokens, split equally": (picked, (TABLE, MANY), (P("x"), P("x")), P("x")),
     "embedding's gradient of many tokens": (learnt, (TABLE, MANY, WANTED), (P("x"), P(), P()), (P(), P("x"))),
-    "embedding's gradient of many tokens, split alike": (
+    "embedding's gradient of many tokens, split equally": (
         learnt,
         (TABLE, MANY, WANTED),
         (P("x"), P("x"), P("x")),

@@ -103,7 +103,7 @@ def test_a_constant_result_is_no_evidence():
 
 def test_what_a_rule_that_keeps_its_operation_whole_misses_has_the_rules_own_reason():
     sample = Sample("neg", lax.neg, (np.random.default_rng(0).normal(size=4),))
-    for reason in ("", "it was told to"):
+    for reason in ("", "it was asked to"):
         with jax.enable_x64(True):
             case = load(sample, {jx.find_primitive("neg"): lambda x, r=reason, **_: replicated_rule(r, [x], [x])})
             found = [*audit_passthrough(case), *audit_missing_splits(case)]
