@@ -81,9 +81,7 @@ def test_a_straggler_is_named_once_and_again_after_it_was_in_time():
 
 def test_devices_that_are_slow_three_times_in_a_row_are_named_once():
     find = Findings()
-    found = [
-        find(step, reported(measured=m)) for step, m in enumerate((2e-3, 2e-3, 1e-3, 2e-3, 0, 2e-3, 2e-3, 2e-3))
-    ]
+    found = [find(step, reported(measured=m)) for step, m in enumerate((2e-3, 2e-3, 1e-3, 2e-3, 0, 2e-3, 2e-3, 2e-3))]
     assert [len(each) for each in found] == [0, 0, 0, 0, 0, 0, 1, 0]
     assert found[6] == [SlowDevicesEvent(step=6, process=1, seconds=2e-3, others=1e-3)]
 
