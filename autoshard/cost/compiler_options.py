@@ -39,7 +39,7 @@ it copies all slots at every tick.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -172,7 +172,7 @@ def conflicting_options(given: CompilerOptions) -> dict[str, Any]:
 def effective_options(
     graph: Graph,
     peak: float,
-    collectives: Iterable[Collective],
+    collectives: Sequence[Collective],
     disable_fusion: bool,
     given: CompilerOptions = (),
 ) -> CompilerOptions:
@@ -212,11 +212,11 @@ def _exchanges_rows(graph: Graph) -> bool:
     return any(n.kind.rule.local is not None and n.kind.rule.local.alongside for n in graph.nodes)
 
 
-def _take_two_kinds_of_links(collectives: Iterable[Collective], mesh: LogicalMesh) -> bool:
+def _take_two_kinds_of_links(collectives: Sequence[Collective], mesh: LogicalMesh) -> bool:
     """Whether there are all-to-alls on one kind of link, and others on another."""
-    found = {(c.kind == ALL_TO_ALL, mesh.slowest_link(c.axes).name) for c in collectives if c.axes}
-    exchanges, others = ({link for is_exchange, link in found if is_exchange is which} for which in (True, False))
-    return any({link} != others for link in exchanges) and bool(others)
+    exchanges = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind == ALL_TO_ALL}
+    others = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind != ALL_TO_ALL}
+    return any(a != b for a in exchanges for b in others)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

@@ -174,15 +174,19 @@ def test_collectives_within_a_node_have_a_stream_beside_others_between_nodes(
 ):
     mesh, x = MeshConfig(axes=axes, gpu="h100", nodes=nodes), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     moved = P(None, "model") if exchanged else P()
-    given, left = (P("model"), P("data")), (moved, P())
-    plan = jit(lambda a, b: (a, b), mesh=mesh, in_shardings=given, out_shardings=left).plan(x, x)
+
+    def planned() -> Plan:
+        specs: Any = {"in_shardings": (P("model"), P("data")), "out_shardings": (moved, P())}
+        return jit(lambda a, b: (a, b), mesh=mesh, **specs).plan(x, x)
+
+    plan = planned()
     kinds = {c.kind: c.axes for c in plan.cost.collectives}
     assert kinds["all-gather"] == ("data",) if exchanged else "all-to-all" not in kinds
     assert kinds.get("all-to-all") == (("model",) if exchanged else None)
     assert dict(plan.compiler_options) == (own if jax.__version_info__ >= (0, 12) else {})
     assert not user_options(plan.compiler_options, plan.mesh)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert not jit(lambda a, b: (a, b), mesh=mesh, in_shardings=given, out_shardings=left).plan(x, x).compiler_options
+    assert not planned().compiler_options
 
 
 def test_a_loaded_plan_sets_it_only_where_the_compiler_has_it():

@@ -267,9 +267,8 @@ def test_savings_are_the_sizes_of_what_they_name():
     plan = autoshard.jit(step, mesh={"data": 8}, strategy="replicated").plan(*args)
     size = 64 * 128 * 4
     found = {s.what: s.bytes for s in savings(plan)}
-    assert (
-        found["split state['m'|'w']['w'] over data too: [_, data]"] == 2 * size * 7 // 8
-    )  # each the same, over eight devices
+    # each of eight devices keeps an eighth
+    assert found["split state['m'|'w']['w'] over data too: [_, data]"] == 2 * size * 7 // 8
     assert found["donate 2 arrays that a result replaces"] == 2 * size
 
 
