@@ -191,7 +191,7 @@ def sorted_rows(
     order = jnp.argsort(group_of)
     back = jnp.argsort(order)
     made = run([take_rows(x, order, n) for x in of_rows], sizes_of(group_of, groups))
-    found = tuple(jnp.take(x, back, axis=0) if row else x for x, row in zip(made, is_row, strict=True))
+    found = tuple(jnp.take(x, back, axis=0, mode="clip") if row else x for x, row in zip(made, is_row, strict=True))
     return found if finish is None else finish(found)
 
 
