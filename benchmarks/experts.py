@@ -3,15 +3,16 @@
     python -m benchmarks.experts [--compiled tpu|gpu] [WORD]
 
 Training steps of decoders with the experts of Mixtral 8x7B and of DeepSeek-V2-Lite on four machines, as planned: the
-time is the cost model's. By hand, parameters and moments are placed as a table of `benchmarks.baselines` says, and all
-else is left to the planner, so that a table never costs more than by hand. Dense dispatch is GShard's: blocks with a
-capacity of 1.25, which drop tokens; planned by us, and with parameters by the same tables. With --compiled, ours
-and the fastest of both others by their plans are compiled for machines of that kind, which takes its extra and no
-devices; times are those of the compiled steps as XLA scheduled them, with an even load, for which one round of our
-blocks suffices: a collective is hidden as far as what is computed beside it lasts (`autoshard.backend.hlo.waits`), and
-kernels for grouped products count by the roofline, with the rows of that load: they skip tiles without rows. Sorts and
-scatters of the rows' numbers, of which no compiler estimates the time, count as none. Nothing is run. The page is
-`benchmarks/results/experts.md`; of cells that WORD is not in it keeps the rows that are there.
+time is the cost model's, without what runs beside products. By hand, parameters and moments are placed as a table of
+`benchmarks.baselines` says, and all else is left to the planner, so that a table never costs more than by hand. Dense
+dispatch is GShard's: blocks with a capacity of 1.25, which drop tokens; planned by us, and with parameters by the same
+tables. With --compiled, ours and the fastest of both others by their plans are compiled for machines of that kind,
+which takes its extra and no devices; times are those of the compiled steps as XLA scheduled them, with an even load,
+for which one round of our blocks suffices: a collective is hidden as far as what is computed beside it lasts
+(`autoshard.backend.hlo.waits`), and kernels for grouped products count by the roofline, with the rows of that load:
+they skip tiles without rows. Sorts and scatters of the rows' numbers, of which no compiler estimates the time, count as
+none. Nothing is run. The page is `benchmarks/results/experts.md`; of cells that WORD is not in it keeps the rows that
+are there.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ def sum_of_products(*operands: Aval, steps: tuple[Step, ...], rule: Rule, **_: A
     contracted = {f for s in steps for f in s.factors if not any(f in dim for dim in s.dims)}
     computed = {f for s in steps for f in s.factors} - contracted
     parallel = frozenset(f for f, kind in rule.kinds if kind == "sum" and f in computed)
-    local = Local(None, lambda *_: (), used_when="partial", work=work, starts=starts, parallel=parallel)
+    after = _read_after(steps, len(operands), len(operands))
+    local = Local(
+        None, lambda *_: (), used_when="partial", work=work, starts=starts, parallel=parallel, read_after=after
+    )
     return replace(rule, local=local)
 
 
@@ -88,6 +91,7 @@ def grouped_rows(
     sizes = factor_sizes(rule, [x.shape for x in operands]) | {group: groups}
     count, is_row = len(operands) - last, is_row_result(rule)
     made = [steps[i - count - 1] for i in results]
+    between = _between(steps, count + 1, results)
     compute = functools.partial(
         sorted_rows, steps=steps, rows=rows, results=results, rule=rule, in_blocks=in_blocks, in_range=in_range
     )
@@ -153,30 +157,65 @@ def grouped_rows(
         n = local[row] * math.prod(sizes[f] for f in picks)
         if n == 0:
             return LocalWork(flops, 0)
-        room = math.prod(places(n * own, sent, own))
-        sorts = 2 if sent > 1 else 1  # for the exchange, and then by group
+        rounds, each = places(n * own, sent, own)
+        room = rounds * each
+        read = sum(of_shard(i, split) for i in range(1, rows + 1))
         taken = sum(of_shard(i, split) * repeats(i) for i in range(1, rows + 1)) * room / n
         of_rows = [(s, then) for s, then, of_row in zip(made, after, is_row, strict=True) if of_row]
         back = sum(_bits(s, local) for s, _ in of_rows) * room / n
-        own_order = local | {row: n * own} | dict.fromkeys(picks, 1)
-        left = sum(_bits(s, own_order) for s, then in of_rows if then)
-        moved = 2 * (sorts * taken + (sorts - 1) * back + sum(_bits(s, own_order) for s, _ in of_rows)) + left
-        if places(n * own, sent, own)[0] > 1:
+        own_rows = local | {row: n * own} | dict.fromkeys(picks, 1)
+        left = 0 if in_blocks else sum(_bits(s, own_rows) for s, then in of_rows if then)
+        tokens = local | {row: local[row] * own}
+        ends = [_bits((s, *then)[-1], tokens) for s, then in zip(made, after, strict=True)]
+        if in_blocks:  # rows are summed as they are read out of blocks
+            moved = read + taken + back + sum(bits for bits, of_row in zip(ends, is_row, strict=True) if of_row)
+            moved += 2 * (taken + back) if sent > 1 else 0
+        else:
+            sorts = 2 if sent > 1 else 1  # for the exchange, and then by group
+            moved = 2 * (sorts * taken + (sorts - 1) * back + sum(_bits(s, own_rows) for s, _ in of_rows)) + left
+        if rounds > 1:
             moved += 2 * back  # the results of several exchanges are put together
         if own > 1:  # what further rounds make is zeros, and is added
-            ends = [(s, *then)[-1] for s, then in zip(made, after, strict=True)]
-            moved += 4 * sum(_bits(s, local | {row: local[row] * own}) for s in ends)
+            moved += (2 if in_blocks else 4) * sum(ends)
         if in_blocks:
             flops *= room / n
             local |= {row: room} | dict.fromkeys(picks, 1)
+            moved += sum(_bits(s, local) for s in between)
         stored = left + taken + sum(_bits(s, local) for s in steps if s.flops)
-        return LocalWork(flops, int(stored) // 8, int(moved) // 8)
+        return LocalWork(flops, int(stored) // 8, int(moved) // 8, rounds)
 
-    form = Local(fun, collectives, "always", work=work, takes_specs=True, alongside=row, in_place=in_place)
+    read_after = _read_after(steps, len(operands), count + 1)
+    form = Local(
+        fun, collectives, "always", work=work, takes_specs=True, alongside=row, in_place=in_place, read_after=read_after
+    )
     if any(s.dtype == "bool" for s, of_row in zip(made, is_row, strict=True) if of_row):
         return replace(rule, local=replace(form, in_place=None))  # they have no sum
     kinds, of_size = sorted((*rule.kinds, (in_place, "sum"))), sorted((*rule.sizes, (in_place, groups)))
     return replace(rule, kinds=tuple(kinds), sizes=tuple(of_size), local=form)
+
+
+def _read_after(steps: Sequence[Step], operands: int, first: int) -> tuple[float, ...]:
+    """`Local.read_after` of so many operands; values of steps are numbered from ``first``."""
+    reads: list[set[int]] = [{i} for i in range(first)]
+    whole, done, found = sum(s.flops for s in steps), 0.0, [0.0] * operands
+    seen = set[int]()
+    for step in steps:
+        reads.append(set().union(*(reads[x] for x in step.operands if isinstance(x, int))))
+        if step.flops:
+            for i in reads[-1] - seen:
+                if i < operands:
+                    found[i] = done / whole
+            seen |= reads[-1]
+            done += step.flops
+    return tuple(found)
+
+
+def _between(steps: Sequence[Step], first: int, results: Sequence[int]) -> list[Step]:
+    """What kernels between the products read of these, and write for them and as results; values of steps are numbered
+    from ``first``."""
+    by_products = {x for s in steps if s.flops for x in s.operands}
+    by_others = {x for s in steps if not s.flops for x in s.operands}
+    return [s for i, s in enumerate(steps, first) if (i in by_others if s.flops else i in by_products or i in results)]
 
 
 def _bits(step: Step, sizes: Mapping[str, int]) -> int:

@@ -78,7 +78,8 @@ def _time(c: Compilation, e: Estimate) -> Section:
         f"Estimated {time_text(e.scheduled)} a step as it was scheduled, {time_text(e.seconds)} with nothing hidden, "
         f"{time_text(e.overlapped)} with perfect overlap: compute {time_text(e.compute)} ({how}), collectives "
         f"{time_text(e.transfers)} (the link model), {time_text(e.blocking)} of them blocking{more}. "
-        f"Predicted: {time_text(c.plan.cost.compute)} and {time_text(c.plan.cost.transfers)}."
+        f"Predicted: {time_text(c.plan.cost.compute)} and {time_text(c.plan.cost.sent)}, of which "
+        f"{time_text(c.plan.cost.transfers)} blocking."
     )
     return Section("Time", (words,))
 

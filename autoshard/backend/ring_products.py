@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import jaxpr as jx
-from autoshard.cost.exposed_gathers import exposed_values, gathered_axis
+from autoshard.cost.overlap import exposed_values, gathered_axis
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Spec

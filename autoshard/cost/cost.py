@@ -14,51 +14,30 @@ reductions are charged for the buffers that their fusions read and write (`autos
 and any other operation for writing its results. Rates are those that XLA reaches (`Hardware`). What moves between the
 memories of the host and of the device takes its bytes over that bandwidth, and counts as compute. A reshard of one
 value to one spec is charged once, however many nodes read it; all-reduces that XLA combines share one latency
-(`autoshard.ir.combined_reductions`). Compute and transfers are added, with no overlap.
+(`autoshard.ir.combined_reductions`). Compute and transfers are added, with no overlap but of two kinds: gathers of
+weights run beside products (`autoshard.cost.overlap`), and exchanges of an operation in rounds beside its own
+products (`NodeStrategy.hidden_seconds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autoshard.cost.fusions import with_memory_traffic
-from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
-from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
+from autoshard.cost.node_cost import NodeCost, OperandPositions, cheapest_node_cost, node_cost
+from autoshard.cost.node_strategy import node_strategy
+from autoshard.cost.overlap import seconds_waited, with_hidden_transfers
+from autoshard.cost.reshard import reshard_collectives
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, Node, OpKind
-from autoshard.ir.propagate import Layout, factor_axes
-from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
+from autoshard.ir.propagate import Layout
+from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import ALL_REDUCE, COLLECTIVE_PERMUTE, Collective, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.units import time_text
-
-OperandPositions = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCost:
-    """The cheapest strategy of nodes of one kind under given operand and result specs, with its cost."""
-
-    in_specs: tuple[Spec, ...]
-    """Spec in which each operand is read."""
-    out_specs: tuple[Spec, ...]
-    """Spec in which each result is produced, partial axes included, before it is resharded to the layout's spec."""
-    compute_seconds: float
-    """Compute seconds of one execution on one device."""
-    seconds: float
-    """Seconds of one execution, reshards of operands and results included."""
-    collectives: tuple[Collective, ...] = ()
-    """Halo exchanges and the collectives inside the local form."""
-    local_axes: Axes = ()
-    """Mesh axes that split the rule's `local` factor."""
-    uses_local_form: bool = False
-    """Whether the node runs as its rule's local form in a `shard_map` island; otherwise XLA partitions it."""
-    resharded: bool = False
-    """Whether ``in_specs`` and ``out_specs`` differ from the layout's specs."""
-    stored_bytes: int = 0
-    """As of the strategy."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,19 +52,26 @@ class Cost:
     """Every collective of the call, with its trip count and source line."""
     host: float = 0.0
     """Seconds of ``compute`` in which arrays go between the memories of the host and of the device."""
+    hidden: float = 0.0
+    """Seconds of collectives that are no part of ``seconds``, since they run beside products."""
 
     @property
     def transfers(self) -> float:
-        """Seconds spent in collectives."""
+        """Seconds in which a device waits for collectives."""
         return self.seconds - self.compute
 
+    @property
+    def sent(self) -> float:
+        """Seconds of all collectives."""
+        return self.transfers + self.hidden
+
     def scheduled(self, hidden: float) -> float:
-        """Seconds of the call where the share ``hidden`` of the transfers runs beside compute, as far as that lasts."""
-        return max(self.compute, hidden * self.transfers) + (1 - hidden) * self.transfers
+        """Seconds of the call where the share ``hidden`` of its collectives runs beside compute, as far as it lasts."""
+        return max(self.compute, hidden * self.sent) + (1 - hidden) * self.sent
 
     def __repr__(self) -> str:
         many = sum(c.count for c in self.collectives)
-        return f"<Cost of a call: {time_text(self.compute)} compute, {time_text(self.transfers)} in {many} collectives>"
+        return f"<Cost of a call: {time_text(self.compute)} compute, {time_text(self.sent)} in {many} collectives>"
 
 
 class Transfer(NamedTuple):
@@ -101,6 +87,8 @@ class Transfer(NamedTuple):
     """Specs of the value before and after its whole reshard, of which this collective may be one step."""
     of_result: bool = False
     """Whether the node makes the value, rather than reads it."""
+    hidden: float = 0.0
+    """Seconds over all executions, no part of ``seconds``, in which products run."""
 
 
 class Charge(NamedTuple):
@@ -117,7 +105,7 @@ class CostModel:
     """Prices layouts of one graph. Nodes of one kind under the same specs are priced once."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.mesh = with_memory_traffic(graph), graph.program.mesh
+        self.graph, self.mesh = with_hidden_transfers(with_memory_traffic(graph)), graph.program.mesh
         self._cache: dict[
             tuple[OpKind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, OperandPositions], NodeCost
         ] = self.graph.node_cost_cache
@@ -165,13 +153,13 @@ class CostModel:
             found = self._cache[key] = (
                 cheapest_node_cost(kind, key[1], self.mesh, free_operands)
                 if key[2] is None
-                else _node_cost(kind, key[1], node_strategy(kind, dict(key[2]), self.mesh), self.mesh, free_operands)
+                else node_cost(kind, key[1], node_strategy(kind, dict(key[2]), self.mesh), self.mesh, free_operands)
             )
         return found
 
     def cost(self, layout: Layout) -> Cost:
         """Predicted cost of one call under ``layout``."""
-        host, transfers, nodes = self.output_transfer_seconds(layout), 0.0, self.graph.nodes
+        host, transfers, hidden, nodes = self.output_transfer_seconds(layout), 0.0, 0.0, self.graph.nodes
         compute = self.input_write_seconds(layout) + host
         collectives: list[Collective] = []
         for charge in self.charges(layout):
@@ -179,8 +167,9 @@ class CostModel:
             host += charge.compute if charge.node < len(nodes) and nodes[charge.node].kind.host_transfer else 0.0
             for t in charge.transfers:
                 transfers += t.seconds
+                hidden += t.hidden
                 collectives.append(t.collective)
-        return Cost(compute + transfers, compute, tuple(collectives), host)
+        return Cost(compute + transfers, compute, tuple(collectives), host, hidden)
 
     def _halos(self, node: Node, run: NodeCost) -> tuple[int, Spec, tuple[Collective, ...]] | None:
         """Of which operand a node exchanges which halos; None without, or of several operands."""
@@ -232,6 +221,7 @@ class CostModel:
                     seconds -= (1 - 1 / count) * collective_seconds(c.kind, c.axes or (), 0, self.mesh)
                 c = replace(c, count=node.trip_count, source=node.source)
                 priced.append(t._replace(collective=c, seconds=seconds * node.trip_count))
+            priced = _partly_hidden(priced, node, run, self.mesh)
             yield Charge(number, compute, tuple(priced))
         last: list[Transfer] = []
         for v, leaf in zip(self.graph.outputs, self.graph.program.outputs, strict=True):
@@ -240,6 +230,23 @@ class CostModel:
                     seconds = collective_seconds(c.kind, c.axes or (), c.bytes, self.mesh)
                     last.append(Transfer(replace(c, source=leaf.path), seconds, v, specs[v], leaf.pin))
         yield Charge(len(self.graph.nodes), 0.0, tuple(last))
+
+
+def _partly_hidden(transfers: Sequence[Transfer], node: Node, run: NodeCost, mesh: LogicalMesh) -> list[Transfer]:
+    """The collectives of a node, of which some run beside products."""
+    if node.kind.beside is None and not run.hidden_seconds:
+        return list(transfers)
+    ends = [*((v, False) for v in node.operands), *((v, True) for v in node.results)]
+    whole = defaultdict[tuple[int, bool], float](float)
+    for t in transfers:
+        whole[t.value, t.of_result] += t.seconds / node.trip_count
+    waited = {end: seconds_waited(whole[end], node.kind, i, mesh) for i, end in enumerate(ends)}
+    waited[0, False] = whole[0, False] - run.hidden_seconds
+    shares = [waited[t.value, t.of_result] / whole[t.value, t.of_result] if t.seconds else 1.0 for t in transfers]
+    return [
+        t._replace(seconds=t.seconds * share, hidden=t.seconds * (1 - share))
+        for t, share in zip(transfers, shares, strict=True)
+    ]
 
 
 def find_per_call_inputs(graph: Graph) -> list[int]:
@@ -254,142 +261,3 @@ def find_moved_outputs(graph: Graph) -> list[int]:
     numbers."""
     leaves = zip(graph.outputs, graph.program.outputs, strict=True)
     return [v for v, leaf in leaves if v and graph.values[v].host != (leaf.memory_kind is not None)]
-
-
-def cheapest_node_cost(
-    kind: OpKind, specs: tuple[Spec, ...], mesh: LogicalMesh, free_operands: OperandPositions = ()
-) -> NodeCost:
-    """The cheapest strategy for a node whose operands and results have ``specs``.
-
-    Strategies that gather an operand, or move its axes to another factor, instead of reducing a partial result must
-    send fewer bytes as well as take less time: a gather of a small value is slightly faster than a reduction, but XLA
-    combines many small reductions into one.
-
-    Args:
-      specs: of the operands, then of the results.
-      free_operands: positions of operands that cost nothing to reshard (`CostModel.free_to_reshard`).
-    """
-    state = [s.dims for s in specs]
-    proposed = (factor_axes(kind, state, mesh.shape, first) for first in (None, *range(len(specs))))
-    found = _deduplicated(expressible_factors(kind, assignment, mesh) for assignment in proposed)
-    found = _deduplicated([*found, *(_in_place(kind, assignment) for assignment in found)])
-    best = _cheapest_of(kind, specs, found, mesh, free_operands)
-    if not any(k in REDUCTION_KINDS for _, k in kind.rule.kinds):
-        return best
-    reduced = [f for f, k in kind.rule.kinds if k in REDUCTION_KINDS]
-    fewer = [({f}, assignment) for assignment in found for f in assignment]
-    fewer += [(set(reduced), assignment) for assignment in found]
-    smaller = _deduplicated({f: a for f, a in c.items() if f not in dropped} for dropped, c in fewer)
-    other = _cheapest_of(kind, specs, smaller, mesh, free_operands)
-    if other.seconds >= best.seconds:
-        return best
-    other_bytes, best_bytes = (_bytes_sent(kind, specs, cost, mesh, free_operands) for cost in (other, best))
-    return other if other_bytes < best_bytes else best
-
-
-def _cheapest_of(
-    kind: OpKind,
-    specs: tuple[Spec, ...],
-    found: Sequence[Mapping[str, Axes]],
-    mesh: LogicalMesh,
-    free_operands: OperandPositions,
-) -> NodeCost:
-    """The cheapest of these assignments, their variants with idle axes reassigned, and those without the local form."""
-    tried = {tuple(sorted(assignment.items())) for assignment in found}
-    for assignment in found:
-        tried |= {tuple(sorted(other.items())) for other in _reassign_idle_axes(kind, specs, assignment, mesh)}
-    if kind.rule.local is not None:  # gather what the local form would split
-        tried |= {tuple((f, axes) for f, axes in pairs if kind.rule.kind(f) != "local") for pairs in tried}
-    strategies = (node_strategy(kind, dict(pairs), mesh) for pairs in sorted(tried))
-    costs = (_node_cost(kind, specs, s, mesh, free_operands) for s in strategies if s.feasible)
-    return min(costs, key=lambda cost: cost.seconds)
-
-
-def _deduplicated(assignments: Iterable[dict[str, Axes]]) -> list[dict[str, Axes]]:
-    return list({tuple(sorted(a.items())): a for a in assignments}.values())
-
-
-def _in_place(kind: OpKind, assignment: Mapping[str, Axes]) -> dict[str, Axes]:
-    """The assignment in which the local factor is split in place (`Local.in_place`), where it can be."""
-    in_place = kind.rule.local.in_place if kind.rule.local is not None else None
-    return {in_place if in_place and kind.rule.kind(f) == "local" else f: axes for f, axes in assignment.items()}
-
-
-def _reshards(
-    specs: tuple[Spec, ...], run: NodeCost | NodeStrategy, free_operands: OperandPositions
-) -> list[tuple[int, Spec, Spec]]:
-    """The reshards of a node: (position among operands and results, source spec, destination spec)."""
-    ends = [*zip(specs, run.in_specs, strict=False), *zip(run.out_specs, specs[len(run.in_specs) :], strict=True)]
-    return [(i, a, b) for i, (a, b) in enumerate(ends) if a != b and i not in free_operands]
-
-
-def _bytes_sent(
-    kind: OpKind, specs: tuple[Spec, ...], run: NodeCost, mesh: LogicalMesh, free_operands: OperandPositions
-) -> float:
-    """Bytes that leave a device in one execution."""
-    reshards = _reshards(specs, run, free_operands)
-    issued = [c for i, a, b in reshards for c in reshard_collectives(a, b, kind.shapes[i], kind.bits[i], mesh)]
-    return sum(c.wire_bytes(mesh) for c in (*issued, *run.collectives))
-
-
-def _reassign_idle_axes(
-    kind: OpKind, specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
-) -> Iterator[dict[str, Axes]]:
-    """Assignments in which axes that would go unused split one more parallel factor.
-
-    The axes of a dimension that the node cannot split are moved to one that it can, and back afterwards: two
-    all-to-alls rather than an all-gather.
-    """
-    used = {a for axes in assignment.values() for a in axes}
-    idle = tuple(dict.fromkeys(a for s in specs for a in s.axes if a not in used))
-    for f, size in kind.factor_sizes if idle else ():
-        axes = (*assignment.get(f, ()), *idle)
-        if kind.rule.kind(f) == "parallel" and size % mesh.axes_size(axes) == 0:
-            reassigned = expressible_factors(kind, {**assignment, f: axes}, mesh)
-            if f in reassigned:
-                yield reassigned
-
-
-def _node_cost(
-    kind: OpKind,
-    specs: tuple[Spec, ...],
-    strategy: NodeStrategy,
-    mesh: LogicalMesh,
-    free_operands: OperandPositions = (),
-) -> NodeCost:
-    transfers = sum(
-        reshard_seconds(a, b, kind.shapes[i], kind.bits[i], mesh) - combined_saving(a, b, kind.combined_count, mesh)
-        for i, a, b in _reshards(specs, strategy, free_operands)
-    )
-    return NodeCost(
-        strategy.in_specs,
-        strategy.out_specs,
-        strategy.compute_seconds,
-        strategy.seconds(mesh) + transfers,
-        strategy.collectives or (),
-        strategy.local_axes,
-        _uses_local_form(kind, specs, strategy, mesh),
-        (*strategy.in_specs, *strategy.out_specs) != specs,
-        strategy.stored_bytes,
-    )
-
-
-def _uses_local_form(kind: OpKind, specs: Sequence[Spec], strategy: NodeStrategy, mesh: LogicalMesh) -> bool:
-    """Whether the local form runs (`Local.used_when`): by default where its factor is split or halos are exchanged, and
-    always where the rule has neither."""
-    if kind.rule.local is None:
-        return False
-    if kind.rule.local.used_when == "partial":
-        return any(s.partial for s in strategy.out_specs)
-    if kind.rule.local.used_when == "scattered":
-        n = len(strategy.in_specs)
-        ends = zip(strategy.out_specs, specs[n:], kind.shapes[n:], kind.bits[n:], strict=True)
-        scattered = any(
-            spec_after_reduction(made, target, shape, bits, mesh).dims != made.dims
-            for made, target, shape, bits in ends
-        )
-        return scattered or any(strategy.in_specs[h.operand].dims[h.dim] for h in kind.rule.halos)
-    kinds = dict(kind.rule.kinds)
-    if "halo" in kinds.values():
-        return any(specs[i].dims[d] for i, d, dim in kind.factored_dims if kinds.get(dim[0]) == "halo")
-    return bool(strategy.local_axes) or kind.rule.local.used_when == "always" or "local" not in kinds.values()

@@ -8,7 +8,7 @@ the collectives inside it (halo exchanges, and those of a local form). What resh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class NodeStrategy:
     """Mesh axes that split the rule's `local` factor."""
     stored_bytes: int = 0
     """Bytes of one device that one step of the operation writes and another reads (`LocalWork`)."""
+    hidden_seconds: float = 0.0
+    """Seconds of ``collectives`` in one execution that run beside what the operation computes."""
 
     @property
     def feasible(self) -> bool:
@@ -47,9 +49,7 @@ class NodeStrategy:
 
     def seconds(self, mesh: LogicalMesh) -> float:
         """Seconds of one execution: compute and ``collectives``, without reshards of operands and results."""
-        return self.compute_seconds + sum(
-            collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in self.collectives or ()
-        )
+        return self.compute_seconds + _total_seconds(self.collectives, mesh) - self.hidden_seconds
 
 
 def expressible_factors(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMesh) -> dict[str, Axes]:
@@ -99,14 +99,25 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
     if kind.traits.grouped_product and mesh.hardware.grouped_products:
         work = None
     own = work({f: mesh.axes_size(axes) for f, axes in assignment.items()}) if work is not None else None
-    return NodeStrategy(
-        in_specs,
-        out_specs,
-        _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh, own),
-        collectives,
-        local,
-        own.bytes if own is not None else 0,
-    )
+    seconds = _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh, own)
+    stored, rounds = (own.bytes, own.rounds) if own is not None else (0, 1)
+    hidden = _hidden_beside_other_rounds(rounds, seconds, collectives, mesh)
+    return NodeStrategy(in_specs, out_specs, seconds, collectives, local, stored, hidden)
+
+
+def _hidden_beside_other_rounds(
+    rounds: int, compute: float, collectives: tuple[Collective, ...] | None, mesh: LogicalMesh
+) -> float:
+    """Seconds of the collectives of an operation in rounds that run beside the products of other rounds: the first one
+    waits for what it is sent, and the last one's results are waited for."""
+    if rounds == 1 or mesh.size > mesh.hardware.async_all_to_all_up_to:
+        return 0.0
+    sent = mesh.hardware.hidden_collectives * _total_seconds(collectives, mesh)
+    return (1 - 1 / rounds) * min(sent, compute)
+
+
+def _total_seconds(collectives: Iterable[Collective] | None, mesh: LogicalMesh) -> float:
+    return sum(collective_seconds(c.kind, c.axes or (), c.bytes, mesh) for c in collectives or ())
 
 
 def _strategy_collectives(

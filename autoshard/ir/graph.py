@@ -89,6 +89,9 @@ class OpKind:
     traffic: tuple[float, ...] | None = None
     """Bytes of device memory that its fusion reads by each byte of its operands, then writes by each of its results
     (`autoshard.cost.fusions`); None where it is in none."""
+    beside: tuple[float, ...] | None = None
+    """Of each operand and result: seconds of products beside which XLA can reshard it
+    (`autoshard.cost.overlap`); None where there are none."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
     """Of the operands, then the results, unsharded."""
 

@@ -59,6 +59,8 @@ class LocalWork(NamedTuple):
     """Of what one step writes and another reads."""
     moved: int = 0
     """Bytes that kernels which compute nothing, such as gathers, read and write."""
+    rounds: int = 1
+    """In how many rounds it runs: what one sends can be hidden by what another computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,9 @@ class Local:
     parallel: frozenset[str] = frozenset()
     """Reduced factors that no product among the steps contracts: products compute independent elements along them,
     which a later step sums."""
+    read_after: tuple[float, ...] = ()
+    """Of each operand, which part of the operation's FLOPs comes before the first product that needs it; () where the
+    first one needs all."""
 
 
 @dataclass(frozen=True, slots=True)

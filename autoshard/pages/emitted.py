@@ -32,7 +32,7 @@ def figures_beside(plan: PlanRecord, compiled: Compiled) -> list[Beside]:
     made, usage, found = estimate(compiled, plan.mesh), memory_usage(compiled, plan.mesh), audit(compiled, plan)
     rows = [
         Beside("compute", plan.cost.compute, made.compute, time_text, _ratio(plan.cost.compute, made.compute)),
-        Beside("communication", plan.cost.transfers, made.transfers, time_text, ""),
+        Beside("communication", plan.cost.sent, made.transfers, time_text, ""),
     ]
     if usage is not None:
         rows.append(Beside("memory", plan.memory.peak, usage.peak, size_text, _ratio(plan.memory.peak, usage.peak)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoshard.cost.cost import CostModel, NodeCost
-from autoshard.cost.exposed_gathers import exposed_values, gathered_axis
+from autoshard.cost.cost import CostModel
+from autoshard.cost.node_cost import NodeCost
+from autoshard.cost.overlap import exposed_values, gathered_axis
 from autoshard.cost.reshard import reshard_path, spec_after_reduction
 from autoshard.ir.graph import Graph, Node, Value
 from autoshard.ir.program import Program

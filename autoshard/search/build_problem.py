@@ -33,6 +33,7 @@ import numpy as np
 
 from autoshard.cost.cost import find_moved_outputs, find_per_call_inputs
 from autoshard.cost.node_strategy import compute_seconds, expressible_factors
+from autoshard.cost.overlap import seconds_waited
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
@@ -231,7 +232,7 @@ class _LayoutProblemBuilder:
                     if v in self.bindings:
                         readers[v].append(n)
         found: dict[tuple[int, int], Binding] = {}
-        executions: Counter[tuple[Binding, Binding, tuple[int, ...], int]] = Counter()
+        executions: Counter[tuple[Binding, Binding, OpKind, int]] = Counter()
         for v, nodes in readers.items():
             if len(nodes) < 2:
                 continue
@@ -247,12 +248,13 @@ class _LayoutProblemBuilder:
                     key, self.limits.sharding_parameters(options, lambda s: s.axes) if is_parameter else options
                 )
             copy = Binding(j, tuple(d if n > 1 else -1 for d, n in enumerate(shape)))
-            executions[own, copy, shape, graph.values[v].bits] += max(graph.nodes[n].trip_count for n in nodes)
+            first = graph.nodes[nodes[0]]
+            executions[own, copy, first.kind, first.operands.index(v)] += max(graph.nodes[n].trip_count for n in nodes)
             found.update(((v, n), copy) for n in nodes)
-        for (own, copy, shape, bits), count in executions.items():
+        for (own, copy, kind, i), count in executions.items():
             src, dst = self.spec_tables.value_specs(*own), self.spec_tables.value_specs(*copy)
-            seconds = self.spec_tables.reshard_matrix(src, dst, shape, bits)
-            self.builder.add_pairwise(own.variable, copy.variable, count * seconds)
+            seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], kind.bits[i])
+            self.builder.add_pairwise(own.variable, copy.variable, count * seconds_waited(seconds, kind, i, self.mesh))
         return found
 
     def _is_parameter(self, v: int) -> bool:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autoshard.cost.overlap import seconds_waited
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.graph import Graph, Value
 from autoshard.ir.propagate import Layout
@@ -207,9 +208,10 @@ class _Revision:
         for n in self.graph.uses[v]:
             node, run = self.graph.nodes[n], self.s.cost_model.node_cost(n, layout)
             seconds += node.trip_count * run.seconds
-            for u, required in zip(node.operands, run.in_specs, strict=True):
+            for i, (u, required) in enumerate(zip(node.operands, run.in_specs, strict=True)):
                 if u == v and required in charged:
-                    seconds -= node.trip_count * reshard_seconds(spec, required, value.shape, value.bits, self.mesh)
+                    moved = reshard_seconds(spec, required, value.shape, value.bits, self.mesh)
+                    seconds -= node.trip_count * seconds_waited(moved, node.kind, i, self.mesh)
                 elif u == v and required != spec:
                     charged.add(required)
         return seconds

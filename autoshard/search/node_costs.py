@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.node_strategy import NodeStrategy, compute_seconds, node_strategy
+from autoshard.cost.overlap import seconds_waited
 from autoshard.ir.graph import OpKind
 from autoshard.ir.spec import REDUCTION_KINDS, Axes
 from autoshard.search.problem import Array
@@ -141,14 +142,15 @@ class NodeCosts:
             src, dst = (own, demanded) if p < operands else (demanded, own)
             combined = kind.combined_count > 1 and any(s.partial for s in src.distinct_specs)
             if binding.variable == variable:
-                unary += executions * tables.reshard_pairs(src, dst, shape, bits)
+                pairs = tables.reshard_pairs(src, dst, shape, bits)
                 if combined:
-                    unary -= executions * tables.combined_savings(src, dst, kind.combined_count).diagonal()
+                    pairs = pairs - tables.combined_savings(src, dst, kind.combined_count).diagonal()
+                unary += executions * seconds_waited(pairs, kind, p, self.mesh)
             else:
                 table = tables.reshard_matrix(src, dst, shape, bits)
                 if combined:
                     table = table - tables.combined_savings(src, dst, kind.combined_count)
-                table = executions * (table.T if p < operands else table)
+                table = executions * seconds_waited(table.T if p < operands else table, kind, p, self.mesh)
                 pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + table
         return unary, pairwise
 

@@ -21,9 +21,14 @@ import autoshard
 from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
 from autoshard.errors import PassError
+from autoshard.ir.rule import Rule
+from autoshard.machine.collective import collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes import Experts
 from autoshard.passes.experts.positions import positions
+from autoshard.rules.composed import grouped_rows
+from autoshard.transforms.grouped_rows import grouped_rows_p
+from autoshard.transforms.row_rounds import group_capacity
 from tests.experts import Params, added_up, arrays, gradient, products, scattered_back, sorted_back, split_only
 from tests.forms import HASTY, same
 from tests.programs import mesh, program
@@ -312,9 +317,10 @@ def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty(for
     specs = ({**shard, "gate": P()}, tokens)
     price: dict[str, Any] = {}
     for kind in ("ragged", "blocks"):
+        where = on(mesh(x=4), kind)
         step = autoshard.jit(
             fun,
-            mesh=on(mesh(x=4), kind),
+            mesh=replace(where, hardware=replace(where.hardware, bandwidth=1e15)),
             passes=EXCHANGING,
             in_shardings=specs,
             out_shardings=(specs, tokens),
@@ -324,6 +330,57 @@ def test_products_of_blocks_are_priced_with_the_places_that_rows_leave_empty(for
         price[kind] = step.plan(p, x)
     assert price["blocks"].cost.compute == pytest.approx(1.25 * price["ragged"].cost.compute, rel=0.05)
     assert price["blocks"].memory.peak > price["ragged"].memory.peak
+
+
+def rule_of_rows(p: Params, x: Any) -> Rule:
+    """Of the operation that the pass makes of `sorted_back`, where its products are of blocks."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (p, x))
+    after = Experts("")(program(lambda p, x: sorted_back(p, x, 2), shapes, on(mesh(x=4), "blocks"))).jaxpr
+    (made,) = (e for e in jx.walk(after) if e.primitive is grouped_rows_p)
+    return grouped_rows(*map(jx.aval, made.invars), **made.params)
+
+
+def test_what_kernels_beside_the_products_of_blocks_read_and_write():
+    """Tokens are put into blocks, and summed out of them; the activation reads two products and is written."""
+    p, x = arrays(1024, 64, 2048, 8)
+    places = 8 * group_capacity(2048, 8)
+    assert places == 1.25 * 2048
+    rule = rule_of_rows(p, x)
+    local = rule.local
+    assert local is not None
+    assert local.work is not None
+    work = local.work({})
+    assert work.flops == 1.25 * 2 * 3 * 2048 * 64 * 2048
+    assert work.moved == 2 * x.nbytes + 4 * (2 * places * 64 + 3 * places * 2048)
+    assert work.rounds == 1
+    assert [local.read_after[i] for i in (2, 3, 4)] == pytest.approx([0, 1 / 3, 2 / 3])  # weights, in order of products
+
+
+def test_of_two_exchanges_one_runs_beside_the_products_of_the_other():
+    p, x = arrays(8192, 64, 2048, 8)
+    shard = dict.fromkeys(("up", "gated", "down"), P("x"))
+    specs = ({**shard, "gate": P()}, P("x"))
+    costs: dict[float, Any] = {}
+    for hidden in (0.0, 0.5):
+        where = on(mesh(x=4), "blocks")
+        step = autoshard.jit(
+            gradient(sorted_back, 2),
+            mesh=replace(where, hardware=replace(where.hardware, hidden_collectives=hidden)),
+            passes=EXCHANGING,
+            in_shardings=specs,
+            out_shardings=(specs, P("x")),
+            rules=split_only("exchanged"),
+            strategy="replicated",
+        )
+        costs[hidden] = step.plan(p, x).cost
+    exchanged = sum(
+        c.count * collective_seconds(c.kind, c.axes or (), c.bytes, where)
+        for c in costs[0.0].collectives
+        if c.kind == "all-to-all" or c.bytes == 4
+    )
+    assert (costs[0.0].hidden, costs[0.5].compute) == (0.0, costs[0.0].compute)
+    assert costs[0.5].hidden == pytest.approx(0.5 * 0.5 * exchanged, rel=1e-3)
+    assert costs[0.5].sent == pytest.approx(costs[0.0].transfers)
 
 
 def test_a_step_that_fits_with_blocks_alone_keeps_what_else_would_be_computed_again():

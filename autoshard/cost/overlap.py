@@ -1,0 +1,181 @@
+"""Which reshards run beside products: what of their seconds a device does not wait for, and values that it waits for.
+
+XLA starts a collective as early as its operand is there, waits for it as late as its result is read, and computes
+meanwhile. Between two products of a chain there is nothing to compute, so that activations are waited for. Two sorts of
+values have time (`OpKind.beside`):
+
+- *weights*, computed of carried arguments alone: there from the beginning of a step, or of an iteration of the loop
+  over layers, to the product that reads them;
+- *gradients* of weights, which no product reads: from the product that makes them to the end of the iteration or step.
+
+Products of an inner loop do not count: XLA runs no collective beside a loop.
+
+Their collectives run one after the other: gathers first, in the order in which they are read, then reductions, in the
+order in which they are made. How long those before take is counted as if every weight was split over all devices.
+The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the products last (`seconds_waited`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autoshard.ir.dim_classes import argument_roles
+from autoshard.ir.graph import Graph, OpKind
+from autoshard.ir.spec import Axes, Spec
+from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind, collective_seconds
+from autoshard.machine.mesh import LogicalMesh
+
+STEP = -1
+"""What is in no loop, as a loop's number."""
+
+
+class _Window(NamedTuple):
+    """When the collective of a value can run, in seconds of products since the iteration began."""
+
+    value: int
+    opens: float
+    closes: float
+    seconds: float
+    """Most that it can take."""
+
+
+def seconds_waited(seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh) -> Any:
+    """The part of ``seconds``, a number or an array, in which a device waits for the reshard of the operand or result
+    at this position."""
+    beside = kind.beside[position] if kind.beside is not None else 0.0
+    return seconds - np.minimum(mesh.hardware.hidden_collectives * seconds, beside) if beside else seconds
+
+
+def with_hidden_transfers(graph: Graph) -> Graph:
+    """``graph`` with `OpKind.beside` of its products; itself if it has that, where the chip hides nothing, and of
+    pipelines, whose stages wait."""
+    program = graph.program
+    if not program.mesh.hardware.hidden_collectives or program.pipeline is not None:
+        return graph
+    if any(node.kind.beside is not None for node in graph.nodes):
+        return graph
+    beside = _seconds_beside(graph)
+    kinds: dict[tuple[OpKind, tuple[float, ...]], OpKind] = {}
+    nodes = list(graph.nodes)
+    for n, node in enumerate(nodes):
+        found = tuple([beside.get(v, 0.0) for v in node.values]) if node.kind.flops else ()
+        if any(found):
+            nodes[n] = node._replace(kind=kinds.setdefault((node.kind, found), replace(node.kind, beside=found)))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _seconds_beside(graph: Graph) -> Mapping[int, float]:
+    """How long products run beside the collective of each weight and gradient."""
+    nodes, mesh, loop_of = graph.nodes, graph.program.mesh, _innermost_loops(graph)
+    weights, gradients = _weights(graph), set[int]() if mesh.hardware.blocking_reduce_scatters else _gradients(graph)
+    products: dict[int, list[int]] = defaultdict(list)
+    for n, node in enumerate(nodes):
+        if node.kind.flops and node.trip_count:
+            products[loop_of[n]].append(n)
+
+    def takes(kind: CollectiveKind, v: int) -> float:
+        return collective_seconds(kind, mesh.nontrivial_axes, graph.values[v].bytes, mesh)
+
+    found: dict[int, float] = {}
+    for inside in products.values():
+        now, read, made = 0.0, dict[int, float](), dict[int, float]()
+        for n in inside:
+            seconds = _product_seconds(nodes[n].kind, mesh)
+            for i, v in enumerate(nodes[n].operands):
+                if v in weights:
+                    read.setdefault(v, now + _read_after(nodes[n].kind, i) * seconds)
+            now += seconds
+            made.update(dict.fromkeys(gradients.intersection(nodes[n].results), now))
+        gathers = [_Window(v, 0.0, read[v], takes(ALL_GATHER, v)) for v in sorted(read, key=lambda v: read[v])]
+        found.update(_in_order([*gathers, *(_Window(v, made[v], now, takes(ALL_REDUCE, v)) for v in made)]))
+    return found
+
+
+def _in_order(windows: Iterable[_Window]) -> Mapping[int, float]:
+    """How long each runs within its window, one after the other."""
+    free, found = 0.0, dict[int, float]()
+    for w in windows:
+        start = max(free, w.opens)
+        found[w.value] = float(f"{max(0.0, min(w.seconds, w.closes - start)):.6g}")  # equal in equal layers
+        free = start + found[w.value] if found[w.value] else free
+    return found
+
+
+def _read_after(kind: OpKind, operand: int) -> float:
+    """Which part of its own products a node computes before it reads this operand."""
+    local = kind.rule.local
+    return local.read_after[operand] if local is not None and local.read_after else 0.0
+
+
+def _product_seconds(kind: OpKind, mesh: LogicalMesh) -> float:
+    """Least seconds of one execution: its FLOPs on all devices."""
+    if not kind.flops:
+        return 0.0
+    rate = mesh.hardware.product_rate(kind.product_dtype, convolution=kind.convolution is not None)
+    return kind.flops / rate / mesh.size
+
+
+def _innermost_loops(graph: Graph) -> list[int]:
+    found = [STEP] * len(graph.nodes)
+    for i, (first, last) in reversed([*enumerate(graph.loops)]):
+        found[first : last + 1] = [i] * (last + 1 - first)
+    return found
+
+
+def _weights(graph: Graph) -> set[int]:
+    """The values that are computed of arguments alone that calls carry, without a product: parameters, slices of them
+    in loops, casts."""
+    ties = [n for n in graph.nodes if n.tie and n.operands]
+    carried = {n.results[0] for n in ties if n.results[0] < n.operands[0]}  # results of loops too
+    batch = argument_roles(graph).batch
+    found = {v for i, v in enumerate(graph.inputs) if i not in batch}
+    for node in graph.nodes:
+        read = [v for v in node.operands if v]
+        if read and not node.kind.flops and found.issuperset(read):
+            found.update(v for v in node.results if v not in carried)
+    return found
+
+
+def _gradients(graph: Graph) -> set[int]:
+    """The results of products that no other product reads, nor what is computed of them."""
+    read, before, inputs = set[int](), -1, set(graph.inputs)
+    while len(read) > before:  # once more for what goes round a loop
+        before = len(read)
+        for node in reversed(graph.nodes):
+            if node.kind.flops or not read.isdisjoint(node.results):
+                read.update(v for v in node.operands if v not in inputs)  # the next call's products do not count
+    return {v for node in graph.nodes if node.kind.flops for v in node.results if v not in read}
+
+
+def exposed_values(graph: Graph) -> frozenset[int]:
+    """The values that a product reads before any other has run since what they are computed from, or since the
+    iteration of the loop has begun. Kernels of their own count for nothing: XLA gathers beside its own products alone.
+    """
+    ties = [n for n in graph.nodes if n.tie and n.operands]
+    carried = {n.results[0] for n in ties if n.results[0] < n.operands[0]}  # results of loops too
+    made: dict[int, int] = {}  # how many products there are up to the last one that a value is computed from
+    products, found = 0, set[int]()
+    for node in graph.nodes:
+        is_product = bool(node.kind.flops) and (node.kind.rule.local is None or node.kind.rule.local.fun is None)
+        if is_product:
+            found.update(v for v in node.operands if made.get(v, -1) == products)
+            products += 1
+        is_slice = node.tie and len(node.kind.shapes[0]) > len(node.kind.shapes[-1])
+        now = node.kind.flops or is_slice or not carried.isdisjoint(node.results)
+        since = products if now else max((made.get(v, -1) for v in node.operands), default=-1)
+        made.update(dict.fromkeys(node.results, since))
+    return frozenset(found)
+
+
+def gathered_axis(before: Spec, after: Spec) -> tuple[int, str] | None:
+    """The dimension that a reshard gathers over one mesh axis, and that axis; None where it does another thing."""
+    changed = [d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a != b]
+    if len(changed) != 1 or before.partial or after.partial:
+        return None
+    split: Axes = before.dims[changed[0]]
+    return (changed[0], split[-1]) if split[:-1] == after.dims[changed[0]] else None

@@ -1,0 +1,159 @@
+"""Which reshards run beside products, and how long: of weights until they are read, of gradients once they are made."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.cost.cost import CostModel
+from autoshard.cost.overlap import exposed_values, gathered_axis, seconds_waited, with_hidden_transfers
+from autoshard.ir.graph import Graph
+from autoshard.ir.propagate import propagate
+from autoshard.ir.spec import Spec
+from autoshard.machine.collective import collective_seconds
+from autoshard.machine.mesh import LogicalMesh
+from tests.programs import CHIP, graph, mesh
+
+A, B = (4, 4), (3, 4, 4)
+HIDING = replace(CHIP, hidden_collectives=0.75)
+WIDTH, HIDDEN, LAYERS = 512, 2048, 6
+WEIGHTS = {"down": (LAYERS, HIDDEN, WIDTH), "up": (LAYERS, WIDTH, HIDDEN)}
+
+
+def on(hardware: Any = HIDING, **axes: int) -> LogicalMesh:
+    return replace(mesh(**(axes or {"data": 4})), hardware=hardware)
+
+
+def train(params: dict[str, Any], x: Any) -> Any:
+    """A step of scanned layers of two products each."""
+
+    def loss(params: dict[str, Any]) -> Any:
+        layer = lambda h, w: (jnp.tanh(jnp.tanh(h @ w["up"]) @ w["down"]), None)  # noqa: E731
+        return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def beside(g: Graph) -> list[tuple[float, ...]]:
+    """Of each product that reads weights or makes gradients of them, in order: of both operands, then of the result."""
+    return [n.kind.beside for n in with_hidden_transfers(g).nodes if n.kind.beside is not None]
+
+
+def product_seconds(tokens: int, devices: int = 4) -> float:
+    return 2 * tokens * WIDTH * HIDDEN / CHIP.flops["float32"] / devices
+
+
+def collective(kind: Any, size: int = 4 * WIDTH * HIDDEN) -> float:
+    return collective_seconds(kind, ("data",), size, on())
+
+
+def near(*seconds: float) -> Any:
+    return pytest.approx(seconds, rel=1e-5)
+
+
+def test_a_weight_is_gathered_beside_the_products_before_it_in_the_same_iteration() -> None:
+    """The first product waits for its weight, and activations are never there early."""
+    short, long = 8, 1 << 14
+    assert product_seconds(short) < collective("all-gather") < product_seconds(long)
+    assert beside(graph(train, (WEIGHTS, (short, WIDTH)), on()))[0] == near(0, product_seconds(short), 0)
+    assert beside(graph(train, (WEIGHTS, (long, WIDTH)), on()))[0] == near(0, collective("all-gather"), 0)
+
+
+def test_a_gradient_is_reduced_beside_the_products_after_it_in_the_same_iteration() -> None:
+    """Backward there are two, each with products after it; of short ones the second finds the link taken."""
+
+    def made(tokens: int) -> list[float]:
+        return [b[2] for b in beside(graph(train, (WEIGHTS, (tokens, WIDTH)), on())) if b[2]]
+
+    assert made(1 << 14) == near(collective("all-reduce"), collective("all-reduce"))
+    assert made(8) == near(product_seconds(8))
+
+
+def test_collectives_before_take_their_time_first() -> None:
+    def chain(params: list[Any], x: Any) -> Any:
+        def loss(params: list[Any]) -> Any:
+            return functools.reduce(lambda h, w: jnp.tanh(h @ w), params, x).sum()
+
+        return [p - g for p, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+    tokens, n = 512, 1024
+    found = beside(graph(chain, ([(n, n)] * 4, (tokens, n)), on()))
+    one = 2 * tokens * n * n / CHIP.flops["float32"] / 4
+    assert one < collective("all-gather", 4 * n * n)
+    assert [b[1] for b in found][:3] == near(one, one, one)  # of three products the third gather has but one
+
+
+def test_nothing_runs_beside_where_the_chip_hides_nothing_nor_of_what_no_call_carries() -> None:
+    args = (WEIGHTS, (4096, WIDTH))
+    assert beside(graph(train, args, on())) != []
+    assert beside(graph(train, args, on(CHIP))) == []
+    alone = beside(graph(lambda params, x: train(params, x)["up"].sum(), args, on()))
+    assert [b[:2] for b in alone] == [(0.0, 0.0)] * len(alone)  # gradients have their time
+
+
+def test_the_share_of_the_chip_is_hidden_as_far_as_products_last() -> None:
+    node = next(n for n in with_hidden_transfers(graph(train, (WEIGHTS, (512, WIDTH)), on())).nodes if n.kind.beside)
+    kind = replace(node.kind, beside=(0.0, 3e-3, 0.0))
+    waited = [seconds_waited(seconds, kind, 1, on()) for seconds in (1e-3, 4e-3, 1e-2)]
+    assert waited == pytest.approx([0.25e-3, 1e-3, 7e-3])
+    assert [seconds_waited(1e-3, kind, i, on()) for i in (0, 2)] == [1e-3, 1e-3]
+
+
+def test_what_is_hidden_is_no_part_of_the_seconds_of_a_call() -> None:
+    shapes = (WEIGHTS, (1 << 14, WIDTH))
+    costs = []
+    for hardware in (CHIP, HIDING):
+        g = graph(train, shapes, on(hardware))
+        rows, split = Spec((("data",), ())), Spec(((), ("data",), ()))
+        pins = dict(zip(g.inputs, (split, split, rows), strict=True)) | dict.fromkeys(g.outputs, split)
+        costs.append(CostModel(g).cost(propagate(CostModel(g).graph, [], pins)))
+    plain, hiding = costs
+    assert (plain.hidden, hiding.compute) == (0.0, plain.compute)
+    assert hiding.seconds == pytest.approx(hiding.compute + hiding.transfers)
+    assert hiding.sent == pytest.approx(plain.transfers)
+    of_layers = [c for c in plain.collectives if c.kind != "all-to-all" and c.count == LAYERS]
+    whole = sum(c.count * collective_seconds(c.kind, c.axes or (), c.bytes, on()) for c in of_layers)
+    assert 0.75 * whole / 4 <= hiding.hidden <= 0.75 * whole
+
+
+def exposed(fun: Any, *args: Any) -> list[bool]:
+    """Of each product, in order, whether what it reads first is exposed."""
+    made = graph(fun, args, mesh(data=2))
+    found = exposed_values(made)
+    return [n.operands[0] in found for n in made.nodes if n.kind.op == "dot_general"]
+
+
+def test_only_what_the_last_product_has_made_is_exposed() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        h = jnp.tanh(x @ w)
+        return jnp.sin(h) @ w, h @ w, jnp.cos(x) @ w
+
+    assert exposed(fun, A, A) == [False, True, False, False]
+
+
+def test_a_turn_of_a_loop_begins_with_what_is_exposed() -> None:
+    def fun(x: Any, ws: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) @ w, jnp.sin(h) @ w), x, ws)
+
+    assert exposed(fun, A, B) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ((("a", "b"), ()), (("a",), ()), (0, "b")),
+        (((), ("a",)), ((), ()), (1, "a")),
+        ((("a", "b"), ()), ((), ()), None),
+        ((("a", "b"), ()), (("b",), ()), None),
+        ((("a",), ("b",)), ((), ()), None),
+        (((), ()), (("a",), ()), None),
+    ],
+    ids=["the minor axis", "an axis alone", "two axes", "the major axis", "two dimensions", "a slice"],
+)
+def test_a_gather_over_one_axis(before: Any, after: Any, found: tuple[int, str] | None) -> None:
+    assert gathered_axis(Spec(before), Spec(after)) == found
