@@ -15,8 +15,8 @@ and any other operation for writing its results. Rates are those that XLA reache
 memories of the host and of the device takes its bytes over that bandwidth, and counts as compute. A reshard of one
 value to one spec is charged once, however many nodes read it; all-reduces that XLA combines share one latency
 (`autoshard.ir.combined_reductions`). Compute and transfers are added, with no overlap but of two kinds: gathers of
-weights run beside products (`autoshard.cost.overlap`), and exchanges of an operation in rounds beside its own
-products (`NodeStrategy.hidden_seconds`).
+weights and reductions of their gradients run beside products (`autoshard.cost.overlap`), and exchanges of an operation
+in rounds beside its own products (`NodeStrategy.hidden_seconds`).
 """
 
 from __future__ import annotations

@@ -113,9 +113,7 @@ def _read_after(kind: OpKind, operand: int) -> float:
 
 
 def _product_seconds(kind: OpKind, mesh: LogicalMesh) -> float:
-    """Least seconds of one execution: its FLOPs on all devices."""
-    if not kind.flops:
-        return 0.0
+    """Least seconds of one execution of a product: its FLOPs on all devices."""
     rate = mesh.hardware.product_rate(kind.product_dtype, convolution=kind.convolution is not None)
     return kind.flops / rate / mesh.size
 
@@ -130,8 +128,7 @@ def _innermost_loops(graph: Graph) -> list[int]:
 def _weights(graph: Graph) -> set[int]:
     """The values that are computed of arguments alone that calls carry, without a product: parameters, slices of them
     in loops, casts."""
-    ties = [n for n in graph.nodes if n.tie and n.operands]
-    carried = {n.results[0] for n in ties if n.results[0] < n.operands[0]}  # results of loops too
+    carried = _carried(graph)
     batch = argument_roles(graph).batch
     found = {v for i, v in enumerate(graph.inputs) if i not in batch}
     for node in graph.nodes:
@@ -139,6 +136,12 @@ def _weights(graph: Graph) -> set[int]:
         if read and not node.kind.flops and found.issuperset(read):
             found.update(v for v in node.results if v not in carried)
     return found
+
+
+def _carried(graph: Graph) -> set[int]:
+    """What a loop's iterations carry from one to the next, and results of loops."""
+    ties = [n for n in graph.nodes if n.tie and n.operands]
+    return {n.results[0] for n in ties if n.results[0] < n.operands[0]}
 
 
 def _gradients(graph: Graph) -> set[int]:
@@ -156,8 +159,7 @@ def exposed_values(graph: Graph) -> frozenset[int]:
     """The values that a product reads before any other has run since what they are computed from, or since the
     iteration of the loop has begun. Kernels of their own count for nothing: XLA gathers beside its own products alone.
     """
-    ties = [n for n in graph.nodes if n.tie and n.operands]
-    carried = {n.results[0] for n in ties if n.results[0] < n.operands[0]}  # results of loops too
+    carried = _carried(graph)
     made: dict[int, int] = {}  # how many products there are up to the last one that a value is computed from
     products, found = 0, set[int]()
     for node in graph.nodes:

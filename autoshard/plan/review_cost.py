@@ -84,11 +84,11 @@ def cost(plan: PlanRecord) -> Section:
         f"{time_text(seconds)} a call: {time_text(plan.cost.compute)} of compute and {time_text(plan.cost.transfers)} "
         f"({share}) of communication: {plural(sum(counts.values()), 'collective')}, {sent} per device."
     )
-    beside = f"{time_text(plan.cost.hidden)} more of it run beside products, and are no part of this."
     left_out = time_text(sum(each[k] for k in rest))
     remark = f"{plural(len(rest), 'smaller row')} left out, {left_out} in total: plan.cost.collectives has each."
     head = ("total", "collective", "axes", "bytes", "runs", "for")
     table = Table(head, tuple(rows), frozenset({0, 3, 4}))
+    beside = f"{time_text(plan.cost.hidden)} more of it run beside products, and are no part of this."
     hidden = (beside,) if plan.cost.hidden else ()
     return Section("Cost", (sentence, *hidden, *loading), table, (remark,) if rest else ())
 
