@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
-from autoshard.backend import ring_products
+from autoshard.backend.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn, weight_rings
 from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials
 from autoshard.backend.ring_products import (
     Bundle,
@@ -27,10 +27,11 @@ from autoshard.backend.ring_products import (
     OperandGathers,
     Ring,
     exposed_changes,
-    first_ring,
     gather_ring,
     gathered_products,
+    product_ring,
 )
+from autoshard.cost.overlap import is_kernel
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import Rule, halo_axes
 from autoshard.ir.rule_registry import Rules
@@ -55,8 +56,20 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     nodes = {graph.nodes[n].results: n for n in (*readers, *islands)}
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
     gathered = exposed_changes(graph, plan)
+    rings, kernels = weight_rings(graph, plan), {n for n in islands if is_kernel(graph.nodes[n].kind)}
     lowering = _Lowering(
-        graph.ids, results, operands, nodes, ties, islands, gathered, mesh, plan.mesh, graph.program.rules
+        graph.ids,
+        results,
+        operands,
+        nodes,
+        ties,
+        islands,
+        kernels,
+        gathered,
+        rings,
+        mesh,
+        plan.mesh,
+        graph.program.rules,
     )
     return lowering.jaxpr(graph.program.jaxpr, outputs)
 
@@ -71,7 +84,9 @@ class _Lowering:
       node_of_results: nodes with operand constraints or an island, by the values that they define.
       tie_shardings: constraints on what enters, leaves or is carried around a nested jaxpr, by value before and after.
       islands: rule and island by node.
+      kernels: nodes whose products run in a local form.
       gathered: specs before and after of operands that products wait for, by value and node.
+      weight_rings: weights that kernels gather in rings, by node.
       mesh, logical_mesh: the mesh with devices, and with links.
     """
 
@@ -83,12 +98,15 @@ class _Lowering:
         node_of_results: Mapping[tuple[int, ...], int],
         tie_shardings: Mapping[tuple[int, ...], Sequence[NamedSharding]],
         islands: Mapping[int, tuple[Rule, Island]],
+        kernels: Set[int],
         gathered: Mapping[tuple[int, int], Change],
+        weight_rings: Mapping[int, Sequence[WeightRing]],
         mesh: Mesh,
         logical_mesh: LogicalMesh,
         rules: Rules,
     ) -> None:
-        self.value_of, self.node_of_results, self.islands = value_of, node_of_results, islands
+        self.value_of, self.node_of_results = value_of, node_of_results
+        self.islands, self.kernels, self.weight_rings = islands, kernels, weight_rings
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
@@ -112,7 +130,7 @@ class _Lowering:
         for bundle in self.gathers.bundles(jaxpr):
             if bundle.rings:
                 operands = [
-                    self._operands(eqn, shared, now, eqns, ring)
+                    self._operands(eqn, shared, now, eqns, {ring.operand})
                     for eqn, ring in zip(bundle.eqns, bundle.rings, strict=True)
                 ]
                 eqns += self._in_one_ring(bundle, operands, shared)
@@ -120,7 +138,9 @@ class _Lowering:
                     constrain_result(eqn.outvars[0], eqn, self._node(eqn))
                 continue
             (eqn,) = bundle.eqns
-            node, invars = self._node(eqn), self._operands(eqn, shared, now, eqns)
+            node = self._node(eqn)
+            in_rings = {ring.operand for ring in self.weight_rings.get(node, ())} if node is not None else ()
+            invars = self._operands(eqn, shared, now, eqns, in_rings)
             regions = jx.regions(eqn)
             if regions and not self._is_opaque(regions):
                 entries = [(w.outside, invars[w.outside], r.body.invars[w.inside]) for r in regions for w in r.inputs]
@@ -209,9 +229,11 @@ class _Lowering:
         left_to_xla = halo_axes(rule, island.in_specs, island.out_specs)
         if left_to_xla == set(sizes):
             return [eqn.replace(invars=invars)]
+        rings, read = self.weight_rings.get(node or 0, ()), list(island.in_specs)
+        for one in rings:
+            read[one.operand] = one.before
         in_specs, out_specs = (
-            tuple(s.without(left_to_xla).partition_spec() for s in side)
-            for side in (island.in_specs, island.reduced_specs)
+            tuple(s.without(left_to_xla).partition_spec() for s in side) for side in (read, island.reduced_specs)
         )
         placed = (*island.in_specs, *island.out_specs) if local is not None and local.takes_specs else island.axes
         indexed = self._indexed(eqn, island) if local is None else None
@@ -224,17 +246,20 @@ class _Lowering:
         )
 
         ring = self._ring(eqn, rule, island)
+        in_turn = node in self.kernels and self.logical_mesh.hardware.blocking_reduce_scatters
 
         def on_shards(*operands: Any) -> tuple[Any, ...]:
-            operands = extend_with_halos(operands, rule, island, sizes)
+            operands = extend_with_halos(gathered_in_turn(operands, rings), rule, island, sizes)
             if ring is not None:
                 summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
-                return (reduce_in_rings(summed, ring.left, island.reduced_specs[0], rule, self.logical_mesh),)
+                return (reduce_in_rings(summed, ring.left, island.reduced_specs[0], self.logical_mesh),)
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)
             else:
                 out = local.fun(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
+            if in_turn:
+                return reduced_in_turn(results, island.out_specs, island.reduced_specs, self.logical_mesh)
             specs = zip(results, island.out_specs, island.reduced_specs, strict=True)
             return tuple(reduce_partials(x, spec, reduced, self.logical_mesh) for x, spec, reduced in specs)
 
@@ -256,14 +281,12 @@ class _Lowering:
         return jx.scatter_on_shards(eqn, split, [a for a, _ in island.out_specs[0].partial])
 
     def _ring(self, eqn: jx.JaxprEqn, rule: Rule, island: Island) -> Ring | None:
-        """The ring that sums the result of a product, where XLA would wait for a reduce-scatter."""
+        """The ring that sums the result of a product of XLA's, where it would wait for a reduce-scatter."""
         waits, own = self.logical_mesh.hardware.blocking_reduce_scatters, rule.local and rule.local.fun
         if not waits or own or not jx.contraction_flops(eqn) or rule.halos:
             return None
-        (made,), (reduced,), sizes = island.out_specs, island.reduced_specs, dict(self.mesh.shape)
-        return first_ring(
-            rule, made, reduced, self._shard_shape(eqn.outvars[0], made), sizes, ring_products.MIN_PRODUCT
-        )
+        (made,), (reduced,) = island.out_specs, island.reduced_specs
+        return product_ring(rule, made, reduced, self._shard_shape(eqn.outvars[0], made), self.mesh.shape)
 
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
@@ -311,12 +334,13 @@ class _Lowering:
         shared: Mapping[Gathered, jx.Var],
         now: Mapping[jx.Var, jx.Atom],
         eqns: list[jx.JaxprEqn],
-        ring: GatherRing | None = None,
+        in_rings: Container[int] = (),
     ) -> list[jx.Atom]:
-        """The operands with the specs that ``eqn`` reads them with, but for one that ``ring`` gathers."""
+        """The operands with the specs that ``eqn`` reads them with, but for those of these numbers, which rings
+        gather."""
         node, found = self._node(eqn), list[jx.Atom]()
         for i, var in enumerate(eqn.invars):
-            if isinstance(var, jx.Literal) or (ring is not None and ring.operand == i):
+            if isinstance(var, jx.Literal) or i in in_rings:
                 found.append(var if isinstance(var, jx.Literal) else now.get(var, var))
             elif (key := self.gathers.gathered(eqn, i)) is not None and key in shared:
                 found.append(shared[key])

@@ -51,9 +51,9 @@ def reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any
     return x
 
 
-def reduce_in_rings(x: Any, spec: Spec, reduced: Spec, rule: Rule, mesh: LogicalMesh) -> Any:
+def reduce_in_rings(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:
     """As `reduce_partials`, with rings in place of reduce-scatters."""
-    while ring := first_ring(rule, spec, reduced, x.shape, mesh.shape, ring_products.MIN_SUM):
+    while ring := first_ring(spec, reduced, x.shape, mesh.shape, ring_products.MIN_SUM):
         x, spec = ring.sum(x), ring.left
     return reduce_partials(x, spec, reduced, mesh)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -39,11 +39,11 @@ class Ring:
     axis: str
     dim: int
     """Of the result: scattered over ``axis``."""
-    operands: tuple[tuple[int, int], ...]
-    """Operands of the operation that have that dimension, and which of theirs it is."""
     parts: int
     left: Spec
     """Of the result after the ring."""
+    operands: tuple[tuple[int, int], ...] = ()
+    """Operands of a product that have that dimension, and which of theirs it is."""
 
     def product(self, operation: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """The device's shard of the sum of all devices' results, each of which is computed part by part."""
@@ -64,8 +64,8 @@ class Ring:
         """Inside of a `jax.shard_map` over ``axis``."""
         total = None
         for step in range(1, self.parts + 1):
-            own = part(_device_before(self.axis, self.parts, step))
-            total = own if total is None else own + _sent_on(total, self.axis, self.parts)
+            own = part(device_before(self.axis, self.parts, step))
+            total = own if total is None else own + sent_on(total, self.axis, self.parts)
         return total
 
     def _cut(self, x: Any, dim: int, part: Any) -> Any:
@@ -98,7 +98,7 @@ class GatherRing:
         """The result with the product of the part of ``device``; ``result``: None at first."""
         if self.result_dim is None:
             return made if result is None else result + made
-        return _put(result, made, self.result_dim, device, self.parts)
+        return put_part(result, made, self.result_dim, device, self.parts)
 
 
 def gathered_products(
@@ -113,17 +113,17 @@ def gathered_products(
     ring = rings[0]
     x, whole, results = operands[0][ring.operand], None, [None] * len(rings)
     for step in range(ring.parts):
-        device = _device_before(ring.axis, ring.parts, step)
+        device = device_before(ring.axis, ring.parts, step)
         for n, (one, operation) in enumerate(zip(rings, operations, strict=True)):
             results[n] = one.add(results[n], operation(*one.cut(operands[n], x, device)), device)
         if keep:
-            whole = _put(whole, x, ring.dim, device, ring.parts)
+            whole = put_part(whole, x, ring.dim, device, ring.parts)
         if step < ring.parts - 1:
-            x = _sent_on(x, ring.axis, ring.parts)
+            x = sent_on(x, ring.axis, ring.parts)
     return results, whole
 
 
-def _put(whole: Any, part: Any, dim: int, device: Any, parts: int) -> Any:
+def put_part(whole: Any, part: Any, dim: int, device: Any, parts: int) -> Any:
     """``whole``, None at first, with the part of ``device``."""
     size = part.shape[dim]
     if whole is None:
@@ -131,14 +131,14 @@ def _put(whole: Any, part: Any, dim: int, device: Any, parts: int) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(whole, part, device * size, dim)
 
 
-def _device_before(axis: str, parts: int, step: int) -> Any:
+def device_before(axis: str, parts: int, step: int) -> Any:
     """The device that is ``step`` before this one in the ring."""
     order = folded(parts)
     place = jnp.asarray(np.argsort(order))[jax.lax.axis_index(axis)]
     return jnp.asarray(order)[(place - step) % parts]
 
 
-def _sent_on(x: Any, axis: str, parts: int) -> Any:
+def sent_on(x: Any, axis: str, parts: int) -> Any:
     """What the device before this one in the ring has of ``x``."""
     order = folded(parts)
     return jax.lax.ppermute(x, axis, [(order[i - 1], device) for i, device in enumerate(order)])
@@ -154,10 +154,8 @@ def folded(parts: int) -> list[int]:
     return [*range(0, parts, 2), *reversed(range(1, parts, 2))]
 
 
-def first_ring(
-    rule: Rule, made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[str, int], least: int
-) -> Ring | None:
-    """The ring for the first axis over which the only result of an operation is reduce-scattered; None without one.
+def first_ring(made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[str, int], least: int) -> Ring | None:
+    """The ring for the first axis over which a result is reduce-scattered; None without one.
 
     Args:
       made: of the result, with partial sums.
@@ -168,15 +166,24 @@ def first_ring(
     """
     sums = {a for a, kind in made.partial if kind == "sum"}
     for dim, (before, after) in enumerate(zip(made.dims, reduced.dims, strict=True)):
-        (axis, *_), factor = after[len(before) :] or ("",), rule.results[0][dim]
-        if axis not in sums or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
+        (axis, *_) = after[len(before) :] or ("",)
+        if axis not in sums:
             continue
         parts = sizes[axis]
         if parts <= MAX_PARTS and shape[dim] % parts == 0 and math.prod(shape) >= parts * least:
-            places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
             left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != axis))
-            return Ring(axis, dim, places, parts, left.with_dim(dim, (*before, axis)))
+            return Ring(axis, dim, parts, left.with_dim(dim, (*before, axis)))
     return None
+
+
+def product_ring(rule: Rule, made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[str, int]) -> Ring | None:
+    """`first_ring` of the only result of a product; None where the product has no parts along the dimension."""
+    ring = first_ring(made, reduced, shape, sizes, MIN_PRODUCT)
+    factor = rule.results[0][ring.dim] if ring else ()
+    if ring is None or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
+        return None
+    places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
+    return replace(ring, operands=places)
 
 
 def gather_ring(

@@ -72,7 +72,7 @@ def with_hidden_transfers(graph: Graph) -> Graph:
 def _seconds_beside(graph: Graph) -> Mapping[int, float]:
     """How long products run beside the collective of each weight and gradient."""
     nodes, mesh, loop_of = graph.nodes, graph.program.mesh, _innermost_loops(graph)
-    weights, gradients = _weights(graph), set[int]() if mesh.hardware.blocking_reduce_scatters else _gradients(graph)
+    of_weights, gradients = weights(graph), set[int]() if mesh.hardware.blocking_reduce_scatters else _gradients(graph)
     products: dict[int, list[int]] = defaultdict(list)
     for n, node in enumerate(nodes):
         if node.kind.flops and node.trip_count:
@@ -87,8 +87,8 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
         for n in inside:
             seconds = _product_seconds(nodes[n].kind, mesh)
             for i, v in enumerate(nodes[n].operands):
-                if v in weights:
-                    read.setdefault(v, now + _read_after(nodes[n].kind, i) * seconds)
+                if v in of_weights:
+                    read.setdefault(v, now + read_after(nodes[n].kind, i) * seconds)
             now += seconds
             made.update(dict.fromkeys(gradients.intersection(nodes[n].results), now))
         gathers = [_Window(v, 0.0, read[v], takes(ALL_GATHER, v)) for v in sorted(read, key=lambda v: read[v])]
@@ -106,7 +106,7 @@ def _in_order(windows: Iterable[_Window]) -> Mapping[int, float]:
     return found
 
 
-def _read_after(kind: OpKind, operand: int) -> float:
+def read_after(kind: OpKind, operand: int) -> float:
     """Which part of its own products a node computes before it reads this operand."""
     local = kind.rule.local
     return local.read_after[operand] if local is not None and local.read_after else 0.0
@@ -125,7 +125,7 @@ def _innermost_loops(graph: Graph) -> list[int]:
     return found
 
 
-def _weights(graph: Graph) -> set[int]:
+def weights(graph: Graph) -> set[int]:
     """The values that are computed of arguments alone that calls carry, without a product: parameters, slices of them
     in loops, casts."""
     carried = _carried(graph)
@@ -163,8 +163,7 @@ def exposed_values(graph: Graph) -> frozenset[int]:
     made: dict[int, int] = {}  # how many products there are up to the last one that a value is computed from
     products, found = 0, set[int]()
     for node in graph.nodes:
-        is_product = bool(node.kind.flops) and (node.kind.rule.local is None or node.kind.rule.local.fun is None)
-        if is_product:
+        if node.kind.flops and not is_kernel(node.kind):
             found.update(v for v in node.operands if made.get(v, -1) == products)
             products += 1
         is_slice = node.tie and len(node.kind.shapes[0]) > len(node.kind.shapes[-1])
@@ -172,6 +171,12 @@ def exposed_values(graph: Graph) -> frozenset[int]:
         since = products if now else max((made.get(v, -1) for v in node.operands), default=-1)
         made.update(dict.fromkeys(node.results, since))
     return frozenset(found)
+
+
+def is_kernel(kind: OpKind) -> bool:
+    """Whether products run in a local form, beside which XLA gathers nothing; convolutions are XLA's there too."""
+    in_own_form = kind.rule.local is not None and kind.rule.local.fun is not None
+    return bool(kind.flops) and in_own_form and kind.convolution is None
 
 
 def gathered_axis(before: Spec, after: Spec) -> tuple[int, str] | None:

@@ -81,10 +81,11 @@ class HardwareConfig(Config):
     """Whether XLA runs collectives on the chip's SparseCores, beside what the TensorCore computes, if asked to; plans
     then ask."""
     blocking_reduce_scatters: bool = False
-    """Whether XLA computes nothing while a reduce-scatter runs; those of products then run as rings beside them."""
+    """Whether XLA computes nothing while a reduce-scatter runs; those of products then run as rings beside them, and
+    those of kernels beside other kernels."""
     blocking_gathers: bool = False
-    """Whether XLA computes nothing while the operand of a product is gathered that another one has just made; such
-    gathers then run as rings beside the product."""
+    """Whether XLA gathers beside nothing but its own products: what one has just made, and weights of kernels, are
+    waited for. Those gathers then run as rings."""
     scoped_vmem: Bytes | None = None
     """How much of the on-chip memory plans ask XLA to let one fusion use; left out where they leave it to XLA."""
     hidden_collectives: float = Field(default=0.0, ge=0, le=1)

@@ -89,10 +89,11 @@ class Hardware:
     sparse_core_collectives: bool = False
     """Whether XLA runs collectives on the chip's SparseCores, beside what the TensorCore computes, if asked to."""
     blocking_reduce_scatters: bool = False
-    """Whether XLA computes nothing while a reduce-scatter runs, so that those of products run as rings beside them."""
+    """Whether XLA computes nothing while a reduce-scatter runs, so that those of products run as rings beside them, and
+    those of kernels beside other kernels."""
     blocking_gathers: bool = False
-    """Whether XLA computes nothing while the operand of a product is gathered that another one has just made, so that
-    such gathers run as rings beside the product."""
+    """Whether XLA gathers beside nothing but its own products: what one has just made, and weights of kernels, are
+    waited for, so that those gathers run as rings."""
     scoped_vmem: int = 0
     """Bytes of on-chip memory that XLA is asked to let one fusion use; 0: as many as it does by itself."""
     hidden_collectives: float = 0.0

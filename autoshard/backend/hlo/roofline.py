@@ -88,10 +88,16 @@ def memory_bound_seconds(
     """Seconds in which fusions reach the bytes of an instruction, its kernel's start included; None of one that
     contains a product, or reads and writes otherwise than in one sweep."""
     inside = _fused_computation(instruction, module)
-    opcodes = {i.opcode for i in inside.instructions.values()} if inside is not None else {instruction.opcode}
+    within = [instruction] if inside is None else inside.instructions.values()
+    opcodes = {i.opcode for i in within if not _is_empty_buffer(i)}
     if not opcodes.isdisjoint(_NO_SWEEPS) or any(_contraction_flops(instruction, computation, module)):
         return None
     return _moved_bytes(instruction, computation, module) / hardware.memory_rate + hardware.overhead
+
+
+def _is_empty_buffer(instruction: Instruction) -> bool:
+    """Whether it allocates memory that nothing has been written to (`jax.lax.empty`)."""
+    return instruction.opcode == "custom-call" and 'custom_call_target="AllocateBuffer"' in instruction.attributes
 
 
 def _moved_bytes(instruction: Instruction, computation: Computation, module: Module) -> int:

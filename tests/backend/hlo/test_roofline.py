@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.backend.hlo.roofline import roofline_seconds
+from autoshard.backend.hlo.roofline import memory_bound_seconds, roofline_seconds
 from autoshard.backend.hlo.text import parse_hlo
 from autoshard.machine.mesh import AttentionRates, Hardware, Link
 from autoshard.transforms.attention_kernels import peak_share
@@ -16,10 +16,14 @@ FAST_MEMORY = Hardware("chip", {"bfloat16": 1e3, "float32": 1e2}, 1e9, 1e30, LIN
 FAST_PRODUCTS = Hardware("chip", {"float32": 1e30}, 1e9, 1e2, LINKS)
 
 
-def seconds(hardware, entry, *others):
+def module(entry, *others):
     body = "\n".join(f"  {line}" for line in entry)
     text = "HloModule test\n\n" + "".join(f"{o}\n\n" for o in others)
-    return roofline_seconds(parse_hlo(f"{text}ENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"), hardware)
+    return parse_hlo(f"{text}ENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
+
+
+def seconds(hardware, entry, *others):
+    return roofline_seconds(module(entry, *others), hardware)
 
 
 OPERANDS = ("%a = TYPE[4,8] parameter(0)", "%b = TYPE[8,16] parameter(1)")
@@ -137,6 +141,20 @@ def test_an_update_in_place_moves_the_update_behind_a_bitcast_and_in_a_tuple():
     fused = "ROOT %f = (f32[1000,8], f32[1,8]) fusion(%x, %u, %i), kind=kLoop, calls=%put"
     moved = 8 * 4 + 4 + 2 * 8 * 4  # the slice and its place are read, and the slice is written twice
     assert seconds(FAST_PRODUCTS, [*given, fused], body)[0] == pytest.approx(moved / 1e2)
+
+
+@pytest.mark.parametrize(("called", "moved"), [("AllocateBuffer", 2 * 8 * 4 + 4), ("another", None)])
+def test_an_update_of_an_empty_buffer_is_a_sweep_over_the_update(called, moved):
+    body = (
+        "%put (u: f32[1,8], i: s32[]) -> f32[1000,8] {\n  %u = f32[1,8] parameter(0)\n  %i = s32[] parameter(1)\n"
+        f'  %x = f32[1000,8] custom-call(), custom_call_target="{called}"\n'
+        "  ROOT %s = f32[1000,8] dynamic-update-slice(%x, %u, %i, %i)\n}"
+    )
+    given = ["%u = f32[1,8] parameter(0)", "%i = s32[] parameter(1)"]
+    whole = module([*given, "ROOT %f = f32[1000,8] fusion(%u, %i), kind=kLoop, calls=%put"], body)
+    main = whole.computations["main"]
+    found = memory_bound_seconds(main.instructions["f"], main, whole, FAST_PRODUCTS)
+    assert found == (moved and pytest.approx(moved / 1e2))
 
 
 def test_free_instructions_and_collectives_take_no_time():
