@@ -40,7 +40,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What runs for a while. One follows another: the cost model adds compute and communication, and hides neither."""
+    """What runs for a while. One follows another: of a collective, what a device waits for."""
 
     seconds: float
     kind: Literal["compute"] | CollectiveKind

@@ -11,8 +11,8 @@ from autoshard.units import time_text
 
 _LANE, _TOP, _COLUMNS = 32, 8, 72
 BLOCKING = (
-    "The cost model adds compute and communication and hides neither, so every collective here blocks. "
-    "What a compiler hides makes a call faster than this."
+    "One follows another: a collective is drawn for as long as the cost model has a device wait for it, without what "
+    "runs beside products. What a compiler hides more makes a call faster than this."
 )
 
 

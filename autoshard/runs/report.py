@@ -183,11 +183,13 @@ class Report(_Frozen):
     held_out: float | None
     """The final held-out loss, of text in nats per byte; None where no data is held out."""
     held_out_bits: float | None
-    """Of text, without a loss of one's own: bits per byte of the model on the first ``scored`` bytes of the held-out
-    files."""
+    """Of text, without a loss of one's own: bits per byte of the model on the first ``scored`` bytes that are held
+    out."""
     bigram_bits: float | None
     """Of the same runs: bits per byte on the same bytes of a byte-bigram model fitted on the training bytes."""
-    scored: int | None
+    scored: int
+    """How much ``held_out`` is the loss of, in ``unit``."""
+    unit: str
     checkpoint: str
 
     def __str__(self) -> str:
@@ -207,11 +209,11 @@ class Report(_Frozen):
         if self.held_out_bits is not None and self.bigram_bits is not None:
             better = "below" if self.held_out_bits < self.bigram_bits else "NOT below"
             lines.append(
-                f"  held-out files ({self.scored:,} bytes): {self.held_out_bits:.3f} bits per byte, {better} the "
+                f"  first {self.scored:,} bytes held out: {self.held_out_bits:.3f} bits per byte, {better} the "
                 f"{self.bigram_bits:.3f} of a byte-bigram model fitted on the training bytes"
             )
         elif self.held_out is not None:
-            lines.append(f"  held-out loss {self.held_out:.4f}")
+            lines.append(f"  held-out loss {self.held_out:.4f}, over {self.scored:,} {self.unit}")
         for number, phase in enumerate(self.phases, 1):
             lines.append(f"  collectives of one step in phase {number}, mesh {phase.mesh}:")
             lines.extend(f"    {line}" for line in phase.collectives.splitlines())
@@ -233,11 +235,12 @@ def make_report(
     parameters: int,
     held_out: float | None,
     bigram_bits: float | None,
-    scored: int | None,
+    scored: int,
+    unit: str,
     checkpoint: str,
 ) -> Report:
-    """The report of the run of ``steps`` steps with these events; ``held_out`` is its final loss, of text over
-    ``scored`` bytes, in nats per byte.
+    """The report of the run of ``steps`` steps with these events; ``held_out`` is its final loss, over ``scored`` of
+    ``unit``, of text in nats per byte.
     """
     starts: list[PhaseEvent] = []
     losses: dict[int, float] = {}
@@ -276,6 +279,7 @@ def make_report(
         held_out_bits=None if held_out is None or bigram_bits is None else held_out / math.log(2),
         bigram_bits=bigram_bits,
         scored=scored,
+        unit=unit,
         checkpoint=checkpoint,
     )
 

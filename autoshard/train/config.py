@@ -117,7 +117,7 @@ class DataConfig(Config):
 
 class EvalConfig(Config):
     """Held-out loss: every ``every`` steps and at the end of a phase over ``batches`` batches; at the end of the run
-    over ``final_batches`` in the order of the files, None being all of them.
+    over ``final_batches``, of text in the order of the files.
     """
 
     every: StrictInt | None = Field(default=None, ge=1)
@@ -125,10 +125,11 @@ class EvalConfig(Config):
     batches: StrictInt = Field(default=8, ge=1)
     """Held-out batches of an evaluation."""
     final_batches: StrictInt | None = Field(default=None, ge=1)
-    """The same at the end of the run; left out, all."""
+    """The same at the end of the run; left out, all whole batches of text or of arrays, and ``batches`` of what else
+    gives them."""
     data: Call | None = None
     """What gives the held-out batches of data of one's own: as ``data``, and always the same. Without it the run has no
-    held-out loss, and with it ``final_batches`` are ``batches`` by default."""
+    held-out loss."""
 
 
 class PadConfig(Config):

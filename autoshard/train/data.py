@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 
 from autoshard.errors import ConfigError
+from autoshard.plan.document import plural
 from autoshard.strict_files import shortened
 
 VOCAB = 256
@@ -46,10 +47,11 @@ class Corpus:
     heldout_files: tuple[str, ...]
 
     def __str__(self) -> str:
-        return (
-            f"{len(self.train):,} bytes of {len(self.train_files)} files to train on, "
-            f"{len(self.heldout):,} of {len(self.heldout_files)} held out"
+        of_train, of_heldout = (
+            f"{len(text):,} bytes of {plural(len(files), 'file')}"
+            for text, files in ((self.train, self.train_files), (self.heldout, self.heldout_files))
         )
+        return f"{of_train} to train on, {of_heldout} held out"
 
 
 def corpus(

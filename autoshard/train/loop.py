@@ -284,7 +284,8 @@ def _run_remaining(
 def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: float | None, batches: int) -> Report:
     """Writes the report; ``held_out`` is the final loss over so many ``batches``."""
     corpus = last.work.batches.corpus if last.work.in_bits else None
-    scored = batches * last.work.batches.amount[0]
+    amount, unit = last.work.batches.amount
+    scored = batches * amount
     trained = last.state["params"] if isinstance(last.state, dict) and "params" in last.state else last.state
     report = make_report(
         run.folder.events(),
@@ -292,7 +293,8 @@ def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: flo
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)),
         held_out=held_out,
         bigram_bits=None if corpus is None else data.bigram_bits_per_byte(corpus.train, corpus.heldout[: scored + 1]),
-        scored=None if corpus is None else scored,
+        scored=scored,
+        unit=unit,
         checkpoint=str(run.folder.checkpoints / str(done)),
     )
     write_json(run.folder.report, report.model_dump(mode="json"))
@@ -403,12 +405,13 @@ def _log_step(run: _RunContext, number: int, metrics: Numbers) -> None:
 
 def _log_held_out(run: _RunContext, planned: PlannedPhase, state: Tree, number: int) -> None:
     """Logs the metrics over the held-out batches, always the same."""
-    metrics, _ = _mean_metrics(planned, state, run.work.batches.held_out(run.config.eval.batches))
+    metrics, batches = _mean_metrics(planned, state, run.work.batches.held_out(run.config.eval.batches))
     run.log(HeldOutEvent.of(number, metrics))
     text = [f"{name} {value:.4f}" for name, value in metrics.items()]
     if run.work.in_bits and "loss" in metrics:
         text.append(f"{metrics['loss'] / math.log(2):.3f} bits per byte")
-    run.say(f"step {number}: held-out {', '.join(text)}")
+    amount, unit = run.work.batches.amount
+    run.say(f"step {number}: held-out {', '.join(text)}, over {amount * batches:,} {unit}")
     run.progress.restart()
 
 

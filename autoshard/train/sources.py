@@ -118,6 +118,11 @@ class Rows(Iterator[Tree]):
         self._batch, self._seed, self._taken = batch, seed, 0
         self._order = functools.lru_cache(maxsize=2)(self._order_of_pass)
 
+    @property
+    def per_pass(self) -> int:
+        """Whole batches of a pass, one at least."""
+        return max(1, self._rows // self._batch)
+
     def __next__(self) -> Tree:
         start = self._taken * self._batch
         chosen: list[np.ndarray] = []

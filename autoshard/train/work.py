@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from autoshard.train.own_model import (
 )
 from autoshard.train.processes.agreement import same_in_all
 from autoshard.train.processes.placing import abstract
-from autoshard.train.sources import Mapped, Source, Tree, arrays_only, source_of
+from autoshard.train.sources import Mapped, Rows, Source, Tree, arrays_only, source_of
 
 
 class RunBatches(Protocol):
@@ -187,25 +187,37 @@ class _OwnBatches:
         return self.config.batch, "examples"
 
     def train(self) -> Source:
-        return self._source(self.source, self.config.seed)
-
-    def _source(self, call: Call, seed: int | None) -> Source:
-        source, pad = call.named(source_of)(call.resolved()(), self.config.batch, seed), self.config.pad
-        return _Named(source if pad is None else Mapped(source, pad.padding), call)
+        return self._named(self._read(self.source, self.config.seed), self.source)
 
     def held_out(self, count: int) -> Iterator[Tree]:
+        return self._held_out(lambda _: count)
+
+    def final(self) -> Iterator[Tree]:
+        asked = self.config.eval
+        return self._held_out(
+            lambda source: asked.final_batches or (source.per_pass if isinstance(source, Rows) else asked.batches)
+        )
+
+    def _held_out(self, count: Callable[[Source], int]) -> Iterator[Tree]:
+        """As many batches as ``count`` says of what gives them."""
         if (call := self.config.eval.data) is None:
             return
-        source = self._source(call, None)
-        for number in range(count):
-            if (batch := next(source, None)) is None:
+        source = self._read(call, None)
+        batches = self._named(source, call)
+        for number in range(count(source)):
+            if (batch := next(batches, None)) is None:
                 if number == 0:
                     raise ConfigError(f"{call.at}{call.call} gives no batch")
                 return
             yield batch
 
-    def final(self) -> Iterator[Tree]:
-        return self.held_out(self.config.eval.final_batches or self.config.eval.batches)
+    def _read(self, call: Call, seed: int | None) -> Source:
+        return call.named(source_of)(call.resolved()(), self.config.batch, seed)
+
+    def _named(self, source: Source, call: Call) -> Source:
+        """Padded, where the configuration says so, with errors that name the entry."""
+        pad = self.config.pad
+        return _Named(source if pad is None else Mapped(source, pad.padding), call)
 
 
 def batches_of(config: TrainConfig) -> RunBatches:

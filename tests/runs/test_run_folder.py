@@ -116,7 +116,14 @@ def test_checkpoints_of_an_unknown_run_are_left_alone(folder: RunFolder):
 def test_a_report_that_cannot_be_read_is_no_report(folder: RunFolder, content: bytes | None):
     folder.claim({})
     report = make_report(
-        taken(1, 2), steps=2, parameters=1, held_out=math.nan, bigram_bits=1, scored=1, checkpoint="run/2"
+        taken(1, 2),
+        steps=2,
+        parameters=1,
+        held_out=math.nan,
+        bigram_bits=1,
+        scored=1,
+        unit="tokens",
+        checkpoint="run/2",
     )
     write_json(folder.report, report.model_dump(mode="json"))
     found = folder.finished(2)
@@ -139,6 +146,7 @@ def test_a_log_with_gaps_makes_a_report_with_gaps():
         held_out=1.0,
         bigram_bits=1.0,
         scored=1,
+        unit="tokens",
         checkpoint="run/40",
     )
     assert [(p.first, p.last, p.loss_first, p.loss_last) for p in report.phases] == [
@@ -147,7 +155,15 @@ def test_a_log_with_gaps_makes_a_report_with_gaps():
     ]
     assert "loss 1.0000 -> unknown" in str(report)
     assert "training loss unknown before, unknown after" in str(report)
-    nothing = {"steps": 40, "parameters": 1, "held_out": 1.0, "bigram_bits": 1.0, "scored": 1, "checkpoint": "run/40"}
+    nothing = {
+        "steps": 40,
+        "parameters": 1,
+        "held_out": 1.0,
+        "bigram_bits": 1.0,
+        "scored": 1,
+        "unit": "tokens",
+        "checkpoint": "run/40",
+    }
     assert make_report([], **nothing).phases == ()
 
 

@@ -71,7 +71,7 @@ def test_of_one_file_the_end_is_held_out(tmp_path: Path) -> None:
     text = write(tmp_path, {"book.txt": "0123456789" * 7}) / "book.txt"
     corpus = data.corpus(text, holdout=10)
     assert (corpus.train.tobytes(), corpus.heldout.tobytes()) == (b"0123456789" * 6 + b"012", b"3456789")
-    assert str(corpus) == "63 bytes of 1 files to train on, 7 of 1 held out"
+    assert str(corpus) == "63 bytes of 1 file to train on, 7 bytes of 1 file held out"
     with pytest.raises(ConfigError, match="include and exclude choose files of a directory, and .*book.txt is a file"):
         data.corpus(text, include=("*.txt",))
     with pytest.raises(ConfigError, match="short.txt has 4 bytes, of which one in 10 is to be held out"):

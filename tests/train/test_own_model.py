@@ -205,7 +205,10 @@ def test_plain_functions_train_as_by_hand(tmp_path: Path):
     assert [e["step"] for e in held_out] == [3, 3, 6]  # before and after the change of mesh, and at the end
     first = {key: value[:32] for key, value in IMAGES.items()}
     loss, metrics = squared(apply(params, first["inputs"]), first, 2.0)
-    np.testing.assert_allclose([held_out[-1]["loss"], report.held_out], float(loss), rtol=1e-5)
+    np.testing.assert_allclose(held_out[-1]["loss"], float(loss), rtol=1e-5)
+    over_all, _ = squared(apply(params, IMAGES["inputs"]), IMAGES, 2.0)  # at the end every row is scored once
+    np.testing.assert_allclose(report.held_out, float(over_all), rtol=1e-5)
+    assert (report.scored, report.unit) == (64, "examples")
     np.testing.assert_allclose(held_out[-1]["accuracy"], float(metrics["accuracy"]), rtol=1e-6)
     assert (report.parameters, report.bigram_bits) == (64 * 8 + 8 * 3, None)
 
@@ -359,9 +362,9 @@ def test_a_loss_of_ones_own_makes_no_bits_per_byte(tmp_path: Path):
     entries |= {"phases": [{"mesh": {"axes": {"data": 2}, "hardware": "cpu"}, "until": 1}], "batch": 2}
     text = {"source": str(tmp_path / "book.txt"), "seq": 16}
     report, _, shown = trained(config(tmp_path, data=text, **entries))
-    assert (report.held_out_bits, report.bigram_bits, report.scored) == (None, None, None)
+    assert (report.held_out_bits, report.bigram_bits) == (None, None)
     assert "bits per byte" not in shown
-    assert f"held-out loss {report.held_out:.4f}" in shown
+    assert f"held-out loss {report.held_out:.4f}, over 32 tokens" in shown
 
 
 def test_a_decoder_takes_an_own_optimizer(tmp_path: Path):
