@@ -27,7 +27,7 @@ from autoshard.plan.grouping import bytes_per_device, group_arrays
 from autoshard.plan.reasons import place_reason
 from autoshard.plan.record import PlanRecord
 from autoshard.plan.render import as_text
-from autoshard.plan.review import review
+from autoshard.plan.review import diagnostics, review
 from autoshard.units import size_text, time_text
 
 MAX_ARRAYS = 1500
@@ -62,10 +62,12 @@ def short_page(plan: PlanRecord) -> str:
 
 
 def brief(plan: PlanRecord) -> str:
-    """A plan in a few lines of text: what it decides, and what one call does over time."""
+    """A plan in a few lines of text: what it decides, what one call does over time, and its diagnostics."""
     first = next(review(plan))
-    heading = as_text([replace(first, sentences=first.sentences[:1])])
-    return f"{heading}\n{timeline(plan, plan.profile).text}" if plan.profile else heading
+    found = [as_text([replace(first, sentences=first.sentences[:1])])]
+    found += [timeline(plan, plan.profile).text] if plan.profile else []
+    found += [as_text([diagnostics(plan)])] if plan.diagnostics else []
+    return "\n".join(found)
 
 
 def _figures(plan: PlanRecord) -> str:

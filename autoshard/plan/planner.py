@@ -33,7 +33,7 @@ from autoshard.plan.decisions import (
 from autoshard.plan.record import PlanRecord
 from autoshard.search.candidates import Candidate, Search
 from autoshard.search.solved_layouts import most_common
-from autoshard.search.strategies import preset_remarks
+from autoshard.search.strategies import batch_remarks
 from autoshard.transforms.held_values.names import ResidualGroup, residual_groups
 from autoshard.transforms.pipeline import PassReport
 
@@ -88,7 +88,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         storage_axes=best.choice.storage_axes,
         zero_stage=best.choice.zero_stage,
         alternatives=_alternatives(best, s),
-        diagnostics=(*graph.diagnostics, *_conflicts(graph, layout), *preset_remarks(s, request.strategy)),
+        diagnostics=(*graph.diagnostics, *_conflicts(graph, layout), *batch_remarks(s, request.strategy)),
         passes=request.passes,
         memory_budget=s.budget if math.isfinite(s.budget) else None,
         considered=len(s.tried),

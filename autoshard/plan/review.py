@@ -42,8 +42,13 @@ def review(plan: PlanRecord) -> Iterator[Section]:
         yield compiled_layouts(plan.refined)
     yield alternatives(plan)
     yield _constraints(plan)
+    yield diagnostics(plan)
+
+
+def diagnostics(plan: PlanRecord) -> Section:
+    """What a user of the plan should know: what is kept whole, not split, or not as requested."""
     none = () if plan.diagnostics else ("None: every operation has a rule, and every requested spec was applied.",)
-    yield Section("Diagnostics", none, remarks=tuple(map(_diagnostic, plan.diagnostics)))
+    return Section("Diagnostics", none, remarks=tuple(map(_diagnostic, plan.diagnostics)))
 
 
 def _diagnostic(d: Diagnostic) -> str:

@@ -54,8 +54,16 @@ def preset_choices(s: Search, strategy: str) -> Iterator[Choice]:
             yield from _coordinate_descent(s, start, others, parameter_axes)
 
 
-def preset_remarks(s: Search, strategy: str) -> Iterator[Diagnostic]:
-    """What a preset other than "auto" could not do as its name says, for the user of the plan."""
+def batch_remarks(s: Search, strategy: str) -> Iterator[Diagnostic]:
+    """How the batch is not split as users would expect, of "auto" or by the name of a preset."""
+    for i in s.batch_classes if strategy == "auto" and s.axes else ():
+        size, parts = s.classes[i].size, s.graph.program.mesh.axes_size(s.axes)
+        if size > 1 and not _dividing(size, s.axes, s):
+            near = dict.fromkeys((size // parts * parts or parts, -(-size // parts) * parts))
+            yield Diagnostic(
+                f"{_dimension(s, s.classes[i])}, of the batch, is not split: no axis of the mesh divides {size}; all "
+                f"divide {' and '.join(map(str, near))}"
+            )
     axes = _batch_axes(s, strategy)
     stage = ZERO_STAGES.get(strategy, 0)
     if axes and not s.batch_classes:

@@ -12,6 +12,7 @@ import pytest
 
 import autoshard
 from autoshard.backend.audit import audit
+from autoshard.pages.page import brief
 from autoshard.runtime.plan import Plan
 from autoshard.train.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
@@ -70,3 +71,19 @@ def test_no_preset_but_the_replicated_one_leaves_the_state_whole() -> None:
     whole = planned("replicated", {"data": 8})[0].memory
     for strategy in ("zero1", "fsdp", "tp"):
         assert planned(strategy, {"data": 8})[0].memory.optimizer <= whole.optimizer / 7
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [(50, "no axis of the mesh divides 50; all divide 48 and 56"), (3, "divides 3; all divide 8"), (48, ""), (1, "")],
+)
+def test_a_batch_that_no_axis_divides_is_said_not_to_be_split(rows: int, said: str) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32), (rows, 64)))
+    plan = autoshard.jit(step, mesh={"data": 8}, donate_argnums=0).plan(w, x)
+    found = [d.text for d in plan.diagnostics if "is not split" in d.text]
+    assert [text.startswith("dimension 0 of x, of the batch, ") for text in found] == [True] * bool(said)
+    assert said in "".join(found)
+    assert all(text in brief(plan) for text in found)
