@@ -6,6 +6,8 @@ before. Each array is written where it was read, so that neither memory needs a 
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +37,25 @@ class Layers:
     """What else reads of it."""
 
 
+@dataclass(frozen=True)
+class StepJaxpr:
+    """The jaxpr of a step, of which all updates ask the same."""
+
+    jaxpr: jx.Jaxpr
+
+    @functools.cached_property
+    def uses(self) -> Counter[jx.Var]:
+        """How often each variable is read."""
+        return jx.use_counts(self.jaxpr)
+
+    @functools.cached_property
+    def scanned(self) -> set[jx.Var]:
+        """The variables whose rows a loop goes through."""
+        return _scanned(self.jaxpr)
+
+
 def layers_of(
-    jaxpr: jx.Jaxpr,
+    step: StepJaxpr,
     before: Sequence[jx.JaxprEqn],
     update: Sequence[jx.JaxprEqn],
     state: Mapping[jx.Var, jx.Var],
@@ -45,12 +64,15 @@ def layers_of(
     """``update`` as one of layers.
 
     Args:
+      step: the jaxpr that it is in.
       before: the equations that run before it. Elementwise ones that it alone reads become part of it.
       state: the arrays on the host, of which it reads some.
 
     Raises:
       ChunkError: it is none: no loop of the step has these layers, or the update of a layer depends on others.
     """
+    if not step.scanned:
+        raise ChunkError("no loop of the step has these layers", "")
     read = [a for e in update for a in e.invars if isinstance(a, jx.Var)]
     sizes = {jx.aval(v).shape[0] for v in read if v in state}
     layers = sizes.pop()
@@ -58,8 +80,8 @@ def layers_of(
         raise ChunkError("the arrays have different leading dimensions", "")
     cuts = {v: Cut(0, 1, layers) for v in read if v in state}
     equations = [_cut(e, cuts, program) for e in update]
-    left, uses = list[jx.JaxprEqn](), jx.use_counts(jaxpr)
-    inside = jx.use_counts(jx.with_eqns(jaxpr, update, outvars=[]))
+    left, uses = list[jx.JaxprEqn](), step.uses
+    inside = jx.use_counts(jx.with_eqns(step.jaxpr, update, outvars=[]))
     for e in reversed(before):
         alone = any(v in cuts for v in e.outvars) and all(inside[v] == uses[v] for v in e.outvars)
         if alone and _is_elementwise(e):
@@ -69,13 +91,13 @@ def layers_of(
                 continue
             except ChunkError:
                 pass
-        left.insert(0, e)
+        left.append(e)
     made = [v for c in equations for v in c.eqn.outvars]
     given = [v for v in cuts if v not in made]
-    if _scanned(jaxpr).isdisjoint(v for v in given if v not in state):
+    if step.scanned.isdisjoint(v for v in given if v not in state):
         raise ChunkError("no loop of the step has these layers", "")
     results = tuple(v for v in made if uses[v] > inside[v])
-    return Layers(tuple(left), tuple(equations), cuts, results)
+    return Layers(tuple(reversed(left)), tuple(equations), cuts, results)
 
 
 def _cut(eqn: jx.JaxprEqn, cuts: dict[jx.Var, Cut], program: Program) -> CutEquation:

@@ -15,7 +15,7 @@ import jax
 from autoshard import jaxpr as jx
 from autoshard.errors import ChunkError
 from autoshard.ir.program import Program
-from autoshard.passes.offload.layers import layer_loop, layers_of
+from autoshard.passes.offload.layers import StepJaxpr, layer_loop, layers_of
 
 Updates = list[list[jx.JaxprEqn]]
 
@@ -31,10 +31,10 @@ def offload_carried(program: Program, jaxpr: jx.Jaxpr, pairs: Mapping[int, int])
     on_host = {invars[i]: jx.host_var(invars[i]) for i in pairs}
     carried = {v: invars[i] for i, o in program.carries if isinstance(v := outvars[o], jx.Var)}
     results = {v: jx.host_var(v) for o in pairs.values() if (v := outvars[o]) in carried and v not in on_host}
-    eqns, updates = _updates(jaxpr, on_host)
+    step, (eqns, updates) = StepJaxpr(jaxpr), _updates(jaxpr, on_host)
     for update in updates:
         try:
-            layers = layers_of(jaxpr, eqns, update, on_host, program)
+            layers = layers_of(step, eqns, update, on_host, program)
             eqns = [*layers.before, *layer_loop(layers, on_host, results, carried, program.rules)]
         except ChunkError:
             eqns += _whole(update, on_host, results)

@@ -190,7 +190,7 @@ class _Finder:
                 before.append(e)
                 first.update(a for a in e.invars if isinstance(a, jx.Var))
         self._check_order(before[::-1])
-        made = {v for e in before for v in e.outvars}
+        early, made = {*before}, {v for e in before for v in e.outvars}
         results = [v for e in eqns for v in e.outvars if v in needed & given and v not in made]
         return BatchRegion(
             tuple(run[::-1]),
@@ -198,7 +198,7 @@ class _Finder:
             tuple((v, s) for v in results if isinstance(s := self.shares.share(v), Cut)),
             tuple((v, s.kind) for v in results if isinstance(s := self.shares.share(v), Term)),
             tuple(before[::-1]),
-            tuple(e for old, e in reversed(outside.items()) if old not in {*before}),
+            tuple(e for old, e in reversed(outside.items()) if old not in early),
             self.shares,
         )
 
