@@ -7,7 +7,7 @@ works; each class has a remedy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -224,10 +224,31 @@ class PlacementWarning(UserWarning):
     """
 
 
+_SHORTEST = 4
+"""Letters of a name that is looked for in another one."""
+_MOST = 3
+"""Names of which one may have been meant."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known name closest to ``name``; else the list of all known names."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(repr(n) for n in names)}" if names else ""
+    listed = f"; known: {', '.join(repr(n) for n in names)}" if names else ""
+    return meant(closest(name, names)) or listed
+
+
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that is spelt most like ``name``; else the few that have it in them or that it has in it, but for
+    a plural's s, the longest first: ``steps`` and ``step`` for ``step_count``.
+    """
+    names = sorted(known)
+    if alike := difflib.get_close_matches(name, names, n=1):
+        return alike
+    stems = {known: known.removesuffix("s") for known in names}
+    within = [n for n, stem in stems.items() if min(len(stem), len(name)) >= _SHORTEST and (stem in name or name in n)]
+    return sorted(within, key=len, reverse=True) if len(within) <= _MOST else []
+
+
+def meant(names: Sequence[str]) -> str:
+    """``"; did you mean 'x'?"``, or the empty string where there are no names."""
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""

@@ -242,11 +242,19 @@ _Loader.add_implicit_resolver(
 def _error_lines(
     model: type[BaseModel], error: ValidationError, values: object, where: Callable[[Keys], str]
 ) -> Iterator[str]:
-    """One line for each entry that ``error`` is about: its place, its key path, what is wrong."""
+    """One line for each entry that ``error`` is about, unknown keys first: its place, its key path, what is wrong.
+
+    Where a key is unknown, a rule about entries that are not given beside it is not what was broken: one of them may be
+    the one that is misspelt.
+    """
     by_keys: dict[Keys, list[ErrorDetails]] = {}
-    for item in error.errors(include_url=False):
+    details = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
+    unknown = {item["loc"][:-1] for item in details if item["type"] == "extra_forbidden"}
+    for item in details:
         keys = _key_path(item["loc"], values, missing=item["type"] == "missing")
-        by_keys.setdefault(keys, []).append(item)
+        is_given = item["type"] != "value_error" or keys[-1:] == item["loc"][-1:]
+        if is_given or item["loc"][:-1] not in unknown:
+            by_keys.setdefault(keys, []).append(item)
     for keys, items in itertools.islice(by_keys.items(), MAX_MISTAKES):
         path = "".join(f"[{k}]" if isinstance(k, int) else f".{cut(k)}" for k in keys).lstrip(".")
         texts = dict.fromkeys(cut(_error_text(model, item, keys), 400) for item in items[:MAX_MISTAKES])

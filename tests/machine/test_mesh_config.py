@@ -93,12 +93,15 @@ def test_a_mistake_is_named_with_its_line(write, text, message):
 def test_every_mistake_is_reported_at_once(write):
     with pytest.raises(ConfigError) as caught:
         MeshConfig.load(write("axes: {a: 2}\nhardwear: cpu\ndevices: 3\n"))
-    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["devices", "hardwear"]
+    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["hardwear", "devices"]
 
 
-def test_a_missing_file_suggests_the_nearest():
+def test_a_missing_file_suggests_what_is_near_alone(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot read .*cpu-9.yaml: No such file.*did you mean 'cpu-8.yaml'"):
         resolve_mesh(ROOT / "configs/mesh/cpu-9.yaml")
+    (tmp_path / "e6.yaml").touch()
+    with pytest.raises(ConfigError, match="No such file or directory$"):  # the suffix alone is no likeness
+        resolve_mesh(tmp_path / "nope.yaml")
 
 
 def test_a_directory_is_no_config():
