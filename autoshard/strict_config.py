@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from autoshard import strict_files
-from autoshard.errors import ConfigError, nearest
+from autoshard.errors import ConfigError, closest, meant, nearest
 from autoshard.strict_files import cut, shortened
 
 MAX_BYTES = 2**18
@@ -130,8 +130,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except ValueError as error:
         raise ConfigError(f"cannot read {cut(str(file))}: {error}") from None
     except OSError as error:
-        beside = [f.name for f in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-        raise ConfigError(f"cannot read {cut(str(file))}: {error.strerror}{nearest(file.name, beside)}") from None
+        beside = {f.stem: f.name for f in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
+        near = meant([beside[stem] for stem in closest(file.stem, beside)])
+        raise ConfigError(f"cannot read {cut(str(file))}: {error.strerror}{near}") from None
 
 
 def parse_yaml[Model: BaseModel](

@@ -134,8 +134,8 @@ def test_nested_entries_are_named_by_their_path(write):
     with pytest.raises(ConfigError) as caught:
         load_yaml(path, _Model)
     assert str(caught.value).replace(str(path), "F").splitlines() == [
-        "F:4: layers[1].width: this key is required",
         "F:4: layers[1].widht: unknown key; did you mean 'width'?",
+        "F:4: layers[1].width: this key is required",
         "F:6: named.head.width: should be a valid integer, unable to parse string as an integer; it is 'x'",
     ]
 
