@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from pydantic import Discriminator, Field, PrivateAttr, ValidationInfo, field_validator
 
 from autoshard.call_errors import note_entry
-from autoshard.errors import ArgumentError, ConfigError, nearest
+from autoshard.errors import ArgumentError, ConfigError, meant, nearest
 from autoshard.strict_config import Config
 from autoshard.strict_files import cut
 
@@ -50,6 +50,9 @@ class Call(Config):
     @classmethod
     def _found(cls, call: str, info: ValidationInfo) -> str:
         if not _NAME.fullmatch(call):
+            module, dot, name = call.rpartition(".")
+            if dot and _NAME.fullmatch(whole := f"{module}:{name}"):
+                raise ValueError(f"{cut(call)!r} has no colon between module and name{meant([cut(whole)])}")
             raise ValueError(f"{cut(call)!r} is not a name such as 'my_package.models:make'")
         if _imports(info):
             _target_of(call, info)
