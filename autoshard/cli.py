@@ -30,7 +30,7 @@ from autoshard.decoding.served import exported, of_folder, of_run
 from autoshard.errors import AutoshardError, ConfigError, nearest
 from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
-from autoshard.runs.curves import curves_of, drawn, find_run, run_table, runs_in
+from autoshard.runs.curves import curves_of, drawn, failure_of, find_run, run_table, runs_in
 from autoshard.strict_config import find_config, read_text
 from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.loop import plan_phase, train
@@ -394,12 +394,15 @@ def show_command(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name in the list.")],
     only: Annotated[list[str] | None, typer.Option("--only", help="A metric; may be repeated.")] = None,
 ) -> None:
-    """Draw the curves of a run's metrics."""
-    curves = curves_of(find_run(run, context.obj))
+    """Draw the curves of a run's metrics, and say by what error it failed."""
+    found = find_run(run, context.obj)
+    curves, failure = curves_of(found), failure_of(found)
     for name in only or curves:
         if name not in curves:
             raise ConfigError(f"{run} has no metric {name!r}{nearest(name, curves)}")
         typer.echo(drawn(name, curves[name]))
+    if failure or not curves:
+        typer.echo(f"{run} {failure or 'has no metrics yet'}")
 
 
 @app.command("version")

@@ -333,3 +333,10 @@ def test_runs_are_listed_and_drawn(tmp_path: Path, inside: Callable[..., Any]):
     refused = inside("runs", "--in", tmp_path, "show", "demo", "--only", "los")
     assert (refused.returncode, refused.stderr) == (2, "error: demo has no metric 'los'; did you mean 'loss'?\n")
     assert "is not a directory" in inside("runs", "--in", tmp_path / "none").stderr
+    failed = {"event": "end", "step": 8, "how": "failed", "error": "OSError: no space left"}
+    (tmp_path / "demo/log.jsonl").write_text("\n".join([*lines, json.dumps(failed)]) + "\n")
+    shown = inside("runs", "--in", tmp_path, "show", "demo").stdout
+    assert shown.startswith("loss\n")
+    assert shown.endswith("\ndemo failed after step 8: OSError: no space left\n")
+    (tmp_path / "demo/log.jsonl").write_text("")
+    assert inside("runs", "--in", tmp_path, "show", "demo").stdout == "demo has no metrics yet\n"

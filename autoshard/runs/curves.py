@@ -89,6 +89,15 @@ def curves_of(run: RunFolder) -> Mapping[str, Curve]:
     return _curves(run.events())
 
 
+def failure_of(run: RunFolder) -> str | None:
+    """Where and by what error a run failed, in a line; None of one that did not, or that goes on."""
+    end = next(reversed(run.events()), None)
+    if not isinstance(end, EndEvent) or end.how != "failed" or run.is_held():
+        return None
+    where = f"after step {end.step:,}" if end.step else "before its first step"
+    return f"failed {where}{f': {end.error}' if end.error else ''}"
+
+
 def _curves(events: Iterable[Event]) -> Mapping[str, Curve]:
     curves: dict[str, list[tuple[int, float]]] = {}
     for event in events:

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from autoshard.errors import ConfigError
-from autoshard.runs.curves import HEIGHT, WIDTH, curves_of, drawn, find_run, run_table, runs_in
+from autoshard.runs.curves import HEIGHT, WIDTH, curves_of, drawn, failure_of, find_run, run_table, runs_in
 from autoshard.runs.report import EndEvent, HeldOutEvent, PhaseEvent, StepEvent
 from autoshard.runs.run_folder import RunFolder
 
@@ -45,6 +45,18 @@ def test_a_run_is_found_by_its_name_or_folder(folder: epath.Path):
     assert find_run(str(folder / "a"), epath.Path("none")).root == folder / "a"
     with pytest.raises(ConfigError, match="no run is called 'dep/b' in .*; did you mean 'deep/b'"):
         find_run("dep/b", folder)
+
+
+def test_a_run_that_failed_says_why(folder: epath.Path):
+    assert failure_of(find_run("c", folder)) == "failed after step 1: OSError: no space left"
+    assert failure_of(find_run("a", folder)) is None
+    assert failure_of(find_run("deep/b", folder)) is None
+    with (run := find_run("c", folder)).locked():  # it goes on
+        assert failure_of(run) is None
+    early = RunFolder(folder / "d")
+    early.root.mkdir()
+    early.append([EndEvent(step=0, how="failed", error="TypeError: no width")])
+    assert failure_of(early) == "failed before its first step: TypeError: no width"
 
 
 def test_curves_have_names(folder: epath.Path):
