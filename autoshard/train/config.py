@@ -30,7 +30,7 @@ from autoshard.train.calls import ENTRIES_OR_CALL, IMPORTS, Call, LossCall, Mode
 from autoshard.train.data import STDLIB, VOCAB
 from autoshard.train.decoder import MAX_SIZE, ModelConfig
 from autoshard.train.non_finite import PATTERN
-from autoshard.train.optimizer import MAX_STEPS, OptimizerConfig
+from autoshard.train.optimizer import MAX_STEPS, OptimizerConfig, resumed
 from autoshard.train.precision import PrecisionConfig
 
 Strategy = Literal[
@@ -389,14 +389,19 @@ class TrainConfig(Config):
     def resuming(self, settings: Mapping[str, Any]) -> TrainConfig:
         """This configuration for a run that was begun with ``settings``, as `state_settings` gives them.
 
-        Where no end of the learning rate's decay is given, it is that of the run: more steps do not change what was.
+        Where no end of the learning rate's decay is given, it is that of the run; see `autoshard.train.optimizer`.
+
+        Raises:
+          ConfigError: another one is given.
         """
-        decay, optimizer = settings.get("optimizer.decay_steps"), self.optimizer
+        optimizer = self.optimizer
         if not isinstance(optimizer, OptimizerConfig) or self.step is not None:
             return self
-        if optimizer.decay_steps is not None or type(decay) is not int or decay < 1:
-            return self
-        return self.model_copy(update={"optimizer": optimizer.model_copy(update={"decay_steps": decay})})
+        try:
+            kept = resumed(optimizer, settings.get("optimizer.decay_steps"))
+        except ConfigError as error:
+            raise ConfigError(f"{self.at('optimizer')}{error}") from None
+        return self if kept is optimizer else self.model_copy(update={"optimizer": kept})
 
     def state_settings(self) -> dict[str, Any]:
         """The entries that a saved state depends on, by dotted key; they must be equal in a resumed run."""

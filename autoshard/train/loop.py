@@ -53,7 +53,7 @@ from autoshard.train import data
 from autoshard.train.config import Phase, TrainConfig
 from autoshard.train.decoder import Tree
 from autoshard.train.non_finite import LossWatch, NonFinitePolicy, NonFiniteWatch, checked
-from autoshard.train.optimizer import OptimizerConfig
+from autoshard.train.optimizer import OptimizerConfig, decay_note
 from autoshard.train.peak import peak_seconds
 from autoshard.train.processes.agreement import from_first, in_any, is_first, same_entries
 from autoshard.train.processes.ending import failure_logged, saves_finished
@@ -133,9 +133,9 @@ def _train(config: TrainConfig, folder: RunFolder, console: Console, stop: StopS
         )
     if done:
         console.print(f"resuming {folder.root} from its checkpoint at step {done} of {config.last_step}", markup=False)
-    decay = config.optimizer.decay_steps if isinstance(config.optimizer, OptimizerConfig) else None
-    if config is not given and decay != config.last_step:
-        console.print(f"the learning rate decays until step {decay}, as it did when the run began", markup=False)
+    kept = None if config is given else config.optimizer
+    if isinstance(kept, OptimizerConfig) and (note := decay_note(kept, config.last_step)):
+        console.print(note, markup=False, highlight=False)
     with failure_logged(folder, stop):
         return _run_remaining(config, folder, console, done, stop)
 

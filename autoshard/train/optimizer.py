@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 from pydantic import Field
 
+from autoshard.errors import ConfigError
 from autoshard.strict_config import Config
 
 MAX_STEPS = 2**31 - 1
@@ -22,7 +24,8 @@ class OptimizerConfig(Config):
     warmup: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps in which the learning rate rises from zero to ``learning_rate``."""
     decay_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    """Step at which the cosine decay ends, warm-up included; the last step of the run if absent."""
+    """Step at which the cosine decay ends, warm-up included; if absent, the last step that the run has when it begins,
+    which more steps do not move."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a fraction of ``learning_rate``."""
     b1: float = Field(default=0.9, ge=0, lt=1)
@@ -45,6 +48,42 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         warmup_steps=config.warmup,
         decay_steps=max(config.decay_steps or steps, config.warmup + 1),
         end_value=config.learning_rate * config.final,
+    )
+
+
+def resumed(optimizer: OptimizerConfig, begun: object) -> OptimizerConfig:
+    """``optimizer`` for a run whose learning rate decays until step ``begun``: more steps do not change what was.
+
+    Raises:
+      ConfigError: it asks for another decay.
+    """
+    asked = optimizer.decay_steps
+    if type(begun) is not int or begun < 1 or asked == begun:
+        return optimizer
+    if asked is not None:
+        raise ConfigError(
+            f"decay_steps is {asked}, and the run was begun with {begun}, which is the last step that it had then "
+            "where it gave no decay_steps; a run keeps that. Leave decay_steps out, choose another checkpoint.dir, or "
+            "start over with --fresh"
+        )
+    return optimizer.model_copy(update={"decay_steps": begun})
+
+
+def decay_note(optimizer: OptimizerConfig, last: int) -> str | None:
+    """What the learning rate of a `resumed` run is at its last steps, in a line; None where it decays until the last
+    one.
+    """
+    decay = optimizer.decay_steps
+    if decay is None or decay == last:
+        return None
+    rate = float(np.asarray(schedule(optimizer, last)(last)))
+    note = f"the learning rate decays until step {decay}, as it did when the run began"
+    if decay > last:
+        return f"{note}: at step {last}, the last one, it is {rate:.3g}"
+    return (
+        f"{note}: the steps after it, until step {last}, are taken at {rate:.3g}, which is {optimizer.final:g} "
+        "(`final`) of the largest. A resumed run keeps that; one that is to decay over more steps begins with "
+        f"`optimizer: {{decay_steps: {last}}}`, in another checkpoint.dir or with --fresh"
     )
 
 

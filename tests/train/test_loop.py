@@ -161,6 +161,7 @@ def test_more_steps_extend_a_finished_run(text: Path, tmp_path: Path, finished: 
     report, shown = run(longer)
     assert "from its checkpoint at step 12 of 15" in shown
     assert "the learning rate decays until step 12" in shown
+    assert "until step 15, are taken at 0.001, which is 0.1 (`final`) of the largest" in shown
     assert [(phase.first, phase.last) for phase in report.phases] == [(0, 6), (6, 15)]
     events = [e for e in RunFolder(epath.Path(tmp_path / "run")).events() if isinstance(e, StepEvent)]
     assert [e.step for e in events] == list(range(1, 16))
@@ -199,6 +200,7 @@ def test_one_mesh_gives_the_same_losses(text: Path, tmp_path: Path, finished: tu
     [
         ({"model": {"layers": 3, "d_model": 16, "heads": 2, "seq": 16}}, r"model\.layers is 3, .* begun with 2"),
         ({"optimizer": {"learning_rate": 2e-2}}, r"optimizer\.learning_rate is 0\.02, .* begun with 0\.01"),
+        ({"optimizer": {"learning_rate": 1e-2, "decay_steps": 9}}, r"^optimizer: decay_steps is 9, .* begun with 12"),
         ({"seed": 1}, "seed is 1, .* begun with 0"),
     ],
 )
