@@ -115,7 +115,7 @@ def misfit_text(matching: Matching, saved: int, wanted: int, there: str) -> str:
     unused = [m for m in matching.misfits if m.wanted is None]
     if not matching.misfits:
         return ""
-    first = (differ or missing or unused)[0]
+    first = _foremost(matching.misfits)
     if first.saved and first.wanted:
         text = f"{first.name} is {first.saved} in the {there} and {first.wanted} here"
     elif first.wanted:
@@ -130,11 +130,20 @@ def misfit_text(matching: Matching, saved: int, wanted: int, there: str) -> str:
     )
 
 
+def _foremost(misfits: Sequence[Misfit]) -> Misfit:
+    """The one that a message is about: one that differs before one that is missing or not wanted, and among those a
+    parameter before what an optimizer keeps of it.
+    """
+    groups = ([m for m in misfits if m.saved and m.wanted], [m for m in misfits if m.saved is None], misfits)
+    found = next(group for group in groups if group)
+    return next((m for m in found if m.name.startswith("params/")), found[0])
+
+
 def remedy(misfits: Sequence[Misfit]) -> str:
-    """The option that would help with the first misfit, as a sentence."""
+    """The option that would help with the misfit that `misfit_text` names first, as a sentence."""
     missing = [m for m in misfits if m.saved is None]
     unused = [m for m in misfits if m.wanted is None]
-    first = next((m for m in misfits if m.saved and m.wanted), None) or (missing or unused)[0]
+    first = _foremost(misfits)
     if first.saved and first.wanted:
         return first.remedy
     equal = [(m, o) for m in missing for o in unused if _equal(m.wanted, o.saved) and first in (m, o)]
@@ -177,7 +186,7 @@ def _whole_or_grown(saved: NamedLeaf, wanted: NamedLeaf, options: RestoreOptions
             return Source("grown" if grown else "saved", (saved,), pieces)
         option = ", ".join(needs)
     else:
-        option = f'no option changes that; ignore=[{saved.name!r}] with missing="init" takes it from fallback='
+        option = f'ignore=[{saved.name!r}] with missing="init" leaves it out and takes that of fallback= in its place'
     return Misfit(_both_names(saved.name, wanted.name), a, b, option)
 
 

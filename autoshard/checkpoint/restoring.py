@@ -187,6 +187,15 @@ def restore_as_dict(
     return state, report, left_out
 
 
+def misfit_of(stored: StoredLeaves, like: Any) -> str:
+    """How the stored leaves differ from those of the pytree ``like``, in a sentence; the empty string if they can be
+    restored as they are. Nothing is read.
+    """
+    wanted = leaf_names([target.leaf for target in restore_targets(like)[0]])
+    matching = match_leaves(stored.leaves, wanted, RestoreOptions())
+    return misfit_text(matching, len(stored.leaves), len(wanted), "checkpoint")
+
+
 def restore_tree(
     stored: StoredLeaves,
     targets: Sequence[RestoreTarget],

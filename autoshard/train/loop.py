@@ -62,7 +62,7 @@ from autoshard.train.processes.placing import SizedPlacer
 from autoshard.train.processes.positions import gathered, resume
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
-from autoshard.train.work import Work, work_of
+from autoshard.train.work import Work, check_state, work_of
 
 
 def train(
@@ -247,6 +247,8 @@ def _run_remaining(
 ) -> Report | None:
     """Takes the steps after ``done`` and writes the report; None if it was stopped before."""
     work = work_of(config)
+    if done:
+        check_state(work.steps, folder, done)
     if (corpus := work.batches.corpus) is not None:  # read before anything is planned, which takes longer
         console.print(f"text: {corpus}", markup=False, highlight=False)
     if work.is_evaluated:

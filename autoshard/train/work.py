@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from autoshard.errors import ConfigError
+from autoshard.checkpoint.restoring import misfit_of
+from autoshard.checkpoint.save_restore import open_checkpoint
+from autoshard.errors import CheckpointError, ConfigError
+from autoshard.runs.run_folder import RunFolder
 from autoshard.train import data
 from autoshard.train.calls import Call
 from autoshard.train.config import DataConfig, TrainConfig
@@ -282,6 +285,18 @@ def steps_of(config: TrainConfig, batch: Tree) -> Steps:
         update = update._replace(init=optimizer.named(update.init), update=optimizer.named(update.update))
     default = functools.partial(cross_entropy, at=config.at("model"))
     return make_own_steps(applied, update, default if loss is None else own_loss(loss), rate, precision)
+
+
+def check_state(steps: Steps, folder: RunFolder, done: int) -> None:
+    """Raises `CheckpointError` where the run's state at step ``done`` has other leaves than ``steps`` make: the code of
+    the model or of the optimizer has changed, of which the configuration says nothing.
+    """
+    state = jax.eval_shape(steps.init, jax.eval_shape(lambda: jax.random.key(0)))
+    if misfit := misfit_of(open_checkpoint(folder.checkpoints, done).stored, state):
+        raise CheckpointError(
+            f"the run in {folder.root} has another state than the model and the optimizer have now: {misfit}. Set "
+            "their code back, choose another checkpoint.dir, or start over with --fresh"
+        )
 
 
 def computed_model(config: TrainConfig) -> ModelConfig:

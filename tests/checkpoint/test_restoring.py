@@ -191,7 +191,7 @@ CASES = [
     Case("not cast", "w 4", "w 4 float16", {}, r"w is float32\[4\] .* and float16\[4\] here.*cast=True converts"),
     Case("a number that is too large", "w 300 int32", "w 300 int8", {"cast": True}, r"w is not int8: it has \d+"),
     Case("a float that is too large", "w 70000", "w 70000 float16", {"cast": True}, "which float16 does not hold"),
-    Case("another family", "w 4", "w 4 int32", {"cast": True}, r"w is float32\[4\] .* and int32\[4\] here.*no option"),
+    Case("another family", "w 4", "w 4 int32", {"cast": True}, r"w is float32\[4\] .* and int32\[4\] here.*leaves it"),
     # Shapes
     Case("more rows", "w 5,4", "w 8,4", INIT, lambda s, f: {"w": grown(s["w"], f["w"])}),
     Case("more columns", "w 4,5", "w 4,8", INIT, lambda s, f: {"w": grown(s["w"], f["w"])}),
@@ -201,9 +201,11 @@ CASES = [
          lambda s, f: {"w": grown(s["w"].astype(jnp.bfloat16), f["w"])}),
     Case("rows of an empty one", "w 0,4", "w 8,4", INIT, lambda s, f: {"w": f["w"]}),
     Case("more rows, unsaid", "w 5,4", "w 8,4", {}, r"w is float32\[5,4\] .* float32\[8,4\] here.*missing=\"init\""),
-    Case("fewer rows", "w 8,4", "w 5,4", {**INIT, **DROP}, r"w is float32\[8,4\] .* float32\[5,4\] here.*no option"),
-    Case("wider and longer", "w 4,4", "w 8,8", INIT, r"w is float32\[4,4\] .* float32\[8,8\] here.*no option"),
+    Case("fewer rows", "w 8,4", "w 5,4", {**INIT, **DROP}, r"w is float32\[8,4\] .* float32\[5,4\] here.*leaves it"),
+    Case("wider and longer", "w 4,4", "w 8,8", INIT, r"w is float32\[4,4\] .* float32\[8,8\] here.*leaves it out"),
     Case("another rank", "w 4,4", "w 16", INIT, r"w is float32\[4,4\] in the checkpoint and float32\[16\] here"),
+    Case("a parameter before its mean", "mu/w 8,4; params/w 8,4", "mu/w 4,4; params/w 4,4", {},
+         r"state: params/w is .*\. ignore=\['params/w'\] with missing=\"init\" leaves it out and takes that of"),
     Case("renamed and of another shape", "a 4", "b 3", {"rename": {"a": "b"}}, r"b \(saved as a\) is float32\[4\]"),
 ]  # fmt: skip
 

@@ -71,7 +71,11 @@ def test_paths_are_relative_to_the_file_that_has_them(tmp_path: Path, monkeypatc
         ("batch: 8", "bach: 8", "train.yaml:3: bach: unknown key; did you mean 'batch'"),
         ("d_model: 8", "dmodel: 8", "train.yaml:2: model.dmodel: unknown key; did you mean 'd_model'"),
         ("batch: 8", "bach: 8", "unknown key; .*\n.*batch: this key is required"),
-        ("steps: 10", "step_count: 10", r"^\S*train.yaml:5: step_count: unknown key; did you mean 'steps' or 'step'\?$"),
+        (
+            "steps: 10",
+            "step_count: 10",
+            r"^\S*train.yaml:5: step_count: unknown key; did you mean 'steps' or 'step'\?$",
+        ),
         ("batch: 8", "", "batch: this key is required"),
         ("batch: 8", "batch: 0", "train.yaml:3: batch: should be greater than or equal to 1; it is 0"),
         ("batch: 8", "batch: 4611686018427387904", "train.yaml:3: batch: should be less than or equal to 16777216"),

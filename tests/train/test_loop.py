@@ -211,6 +211,20 @@ def test_a_changed_configuration_is_refused(
         run(recipe(text, finished[0], **entries))
 
 
+def test_a_changed_state_is_refused_before_anything_is_planned(
+    text: Path, tmp_path: Path, finished: tuple[Path, Report, str]
+):
+    """As where code has changed: the settings are the same, the state is not."""
+    shutil.copytree(finished[0], tmp_path / "run")
+    config = recipe(text, tmp_path / "run", model={"layers": 2, "d_model": 32, "heads": 2, "seq": 16})
+    (tmp_path / "run/run.json").write_text(json.dumps(config.state_settings()))
+    (tmp_path / "run/report.json").unlink()
+    shown = io.StringIO()
+    with pytest.raises(CheckpointError, match=r"another state .*: params/.* is float32\[.*--fresh"):
+        train(config, console=Console(file=shown, soft_wrap=True))
+    assert "phase" not in shown.getvalue()
+
+
 def test_a_shorter_configuration_is_refused(text: Path, finished: tuple[Path, Report, str]):
     short = recipe(
         text,
