@@ -21,6 +21,8 @@ MAX_MESSAGE = 4000
 ALSO = "also: "
 """What begins a note of what went wrong after the error."""
 
+_HINT = "hint: "
+"""What begins a note of what may explain the error."""
 _RAISED = " raised this, or what it gave"
 _LIBRARIES = (PACKAGE, "<", *{sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 """What the names of files begin with that are not the person's own."""
@@ -44,9 +46,20 @@ def noted(entry: str) -> Generator[None]:
         raise
 
 
+@contextlib.contextmanager
+def hinted(hint: str) -> Generator[None]:
+    """Notes ``hint``, what may explain them, with errors that are raised inside; the empty string notes nothing."""
+    try:
+        yield
+    except Exception as error:
+        if hint:
+            error.add_note(f"{_HINT}{hint}")
+        raise
+
+
 def shown_error(error: BaseException) -> str | None:
-    """The entry that raised ``error``, its class and message, and the lines of the person's own files on the way to
-    where it was raised; None where no function of a configuration raised it.
+    """The entry that raised ``error``, its class and message, the lines of the person's own files on the way to
+    where it was raised, and what may explain it; None where no function of a configuration raised it.
     """
     if (entry := _entry(error)) is None:
         return None
@@ -56,13 +69,23 @@ def shown_error(error: BaseException) -> str | None:
     message = cut(str(error), MAX_MESSAGE)
     head = f"{entry} raised {type(error).__name__}{f': {message}' if message else ''}"
     return "\n".join(
-        [head, *lines, *also(error), f"{TRACEBACK_VARIABLE}=1 in the environment shows the whole traceback"]
+        [
+            head,
+            *lines,
+            *_hints(error),
+            *also(error),
+            f"{TRACEBACK_VARIABLE}=1 in the environment shows the whole traceback",
+        ]
     )
 
 
 def also(error: BaseException) -> list[str]:
     """What went wrong after ``error``."""
     return [note for note in getattr(error, "__notes__", ()) if note.startswith(ALSO)]
+
+
+def _hints(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(_HINT)]
 
 
 def _entry(error: BaseException) -> str | None:

@@ -134,5 +134,21 @@ def test_an_error_of_a_library_that_a_call_names_shows_where_it_was_raised(
     assert re.fullmatch(r"  .*/json/decoder\.py:\d+ in \w+: .*", line)
 
 
+@pytest.mark.parametrize("made", ["lambda key: jnp.ones((4, 2)), layer", "__import__('flax').linen.Dense(2)"])
+def test_a_model_that_is_called_with_the_whole_batch_hints_at_its_keys(
+    folder: Path, made: str, capsys: pytest.CaptureFixture[str]
+):
+    source = SOURCE.replace("lambda key: jnp.ones((4, 2)), layer", made)
+    (folder / "my_faults.py").write_text(source.replace('"inputs"', '"image"'))
+    with pytest.raises(SystemExit):
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert re.search(r"train.yaml:2: model: my_faults:model raised \w+: ", lines[0])
+    assert lines[-2] == (
+        "hint: the model is called with the whole batch, a dictionary of 'image', 'y', as it has no 'inputs'; name "
+        "what a model takes 'inputs' in the batch"
+    )
+
+
 def test_other_errors_are_left_to_python():
     assert shown_error(ValueError("of autoshard's own")) is None

@@ -19,7 +19,7 @@ import optax
 from flax import linen, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from autoshard.call_errors import noted
+from autoshard.call_errors import hinted, noted
 from autoshard.errors import ConfigError, ModeWarning
 from autoshard.runtime.nnx import has_modules
 from autoshard.train.calls import Call
@@ -51,6 +51,17 @@ def inputs_of(batch: Tree) -> Any:
     if isinstance(batch, Mapping):
         return batch.get("inputs", batch)
     return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def _whole_batch(batch: Tree) -> str:
+    """That a model is called with all of ``batch``, and how it is called with less; "" where it is not."""
+    if not isinstance(batch, Mapping) or "inputs" in batch:
+        return ""
+    keys = ", ".join(map(repr, [*batch][:8])) + (", ..." if len(batch) > 8 else "")
+    return (
+        f"the model is called with the whole batch, a dictionary of {keys}, as it has no 'inputs'; name what a model "
+        "takes 'inputs' in the batch"
+    )
 
 
 def _named(call: Callable[..., Any], batch: Tree) -> dict[str, Any]:
@@ -87,10 +98,11 @@ def own_model(call: Call, batch: Tree) -> Model:
         return 0
 
     jax.eval_shape(look)
+    whole = hinted(_whole_batch(batch))
     if isinstance(found, nnx.Module):
         model, takes, switched = _nnx_model(made), type(found).__call__, SWITCHED
     elif isinstance(found, linen.Module):
-        model, takes, switched = call.named(_linen_model)(found, batch), type(found).__call__, SWITCHED
+        model, takes, switched = call.named(whole(_linen_model))(found, batch), type(found).__call__, SWITCHED
     elif isinstance(found, tuple) and len(found) in (2, 4) and all(map(callable, found)):
         model, takes, switched = _plain_model(*found), found[1], ()
     else:
@@ -108,7 +120,7 @@ def own_model(call: Call, batch: Tree) -> Model:
             ModeWarning,
             stacklevel=2,
         )
-    return replace(model, init=call.named(model.init), apply=call.named(model.apply), entry=entry)
+    return replace(model, init=call.named(model.init), apply=call.named(whole(model.apply)), entry=entry)
 
 
 def _nnx_model(make: Callable[[jax.Array], Any]) -> Model:
