@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 _MEAN_STEPS = 10
-"""Steps over which a loss in the report is averaged: the loss of one batch is noisy."""
+"""Steps over which a loss in the report is averaged, at most: the loss of one batch is noisy."""
 
 
 class _Frozen(BaseModel):
@@ -159,7 +159,8 @@ EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="e
 
 
 class PhaseReport(_Frozen):
-    """One phase: mean loss of its first and last steps, held-out loss at its start and end, in nats per token.
+    """Steps on one mesh, of a phase of the configuration, or of a part of one that was resumed on another mesh: mean
+    loss of the first and last of them, held-out loss at their start and end, in nats per token.
 
     A loss is None where the log lacks it.
     """
@@ -172,6 +173,12 @@ class PhaseReport(_Frozen):
     held_out_first: float | None
     held_out_last: float | None
     collectives: str
+
+    @property
+    def where(self) -> str:
+        """Its steps and its mesh. It has no number: the phases that a run counts are those of its configuration."""
+        steps = f"steps {self.first + 1}-{self.last}" if self.last > self.first + 1 else f"step {self.last}"
+        return f"{steps} on mesh {self.mesh}"
 
 
 class Report(_Frozen):
@@ -194,15 +201,13 @@ class Report(_Frozen):
 
     def __str__(self) -> str:
         lines = [f"{self.steps} steps of {self.parameters:,} parameters"]
-        for number, phase in enumerate(self.phases, 1):
-            lines.append(
-                f"  phase {number}: mesh {phase.mesh}, steps {phase.first + 1}-{phase.last}, "
-                f"loss {_loss_text(phase.loss_first)} -> {_loss_text(phase.loss_last)}"
-            )
+        for phase in self.phases:
+            losses = [_loss_text(phase.loss_first), _loss_text(phase.loss_last)][: phase.last - phase.first]
+            lines.append(f"  {phase.where}: loss {' -> '.join(losses)}{_mean_note(phase)}")
         for before, after in zip(self.phases, self.phases[1:], strict=False):
             lines.append(f"  resumed at step {before.last}: {before.mesh} -> {after.mesh}")
             losses = f"{_loss_text(before.loss_last)} before, {_loss_text(after.loss_first)} after"
-            lines.append(f"    training loss {losses}{_MEAN_NOTE}")
+            lines.append(f"    training loss {losses}{_mean_note(before, after)}")
             if before.held_out_last is not None and after.held_out_first is not None:
                 both = f"{before.held_out_last:.6f} before, {after.held_out_first:.6f} after"
                 lines.append(f"    held-out loss of the same state {both}")
@@ -214,14 +219,21 @@ class Report(_Frozen):
             )
         elif self.held_out is not None:
             lines.append(f"  held-out loss {self.held_out:.4f}, over {self.scored:,} {self.unit}")
-        for number, phase in enumerate(self.phases, 1):
-            lines.append(f"  collectives of one step in phase {number}, mesh {phase.mesh}:")
+        for phase in self.phases:
+            lines.append(f"  collectives of one step ({phase.where}):")
             lines.extend(f"    {line}" for line in phase.collectives.splitlines())
         lines.append(f"  checkpoint: {self.checkpoint}")
         return "\n".join(lines)
 
 
-_MEAN_NOTE = f" (mean of {_MEAN_STEPS} steps)"
+def _mean_steps(first: int, last: int) -> int:
+    """Of how many steps the losses of a phase are means: no step is in both."""
+    return max(1, min(_MEAN_STEPS, (last - first) // 2))
+
+
+def _mean_note(*phases: PhaseReport) -> str:
+    counts = dict.fromkeys(_mean_steps(phase.first, phase.last) for phase in phases)
+    return "" if set(counts) == {1} else f" (mean of {' and '.join(map(str, counts))} steps)"
 
 
 def _loss_text(loss: float | None) -> str:
@@ -262,8 +274,8 @@ def make_report(
             mesh=start.mesh,
             first=start.step,
             last=end,
-            loss_first=_mean_loss(losses, start.step + 1, min(start.step + _MEAN_STEPS, end)),
-            loss_last=_mean_loss(losses, max(start.step, end - _MEAN_STEPS) + 1, end),
+            loss_first=_mean_loss(losses, start.step + 1, start.step + _mean_steps(start.step, end)),
+            loss_last=_mean_loss(losses, end - _mean_steps(start.step, end) + 1, end),
             held_out_first=held.get((index, start.step)),
             held_out_last=held.get((index, end)),
             collectives=start.collectives,
