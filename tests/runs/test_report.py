@@ -18,7 +18,8 @@ def report(*ends: int) -> Report:
         parameters=1,
         held_out=None,
         bigram_bits=None,
-        scored=None,
+        scored=0,
+        unit="tokens",
         checkpoint="run/1",
     )
 
