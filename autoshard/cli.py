@@ -17,7 +17,6 @@ from typing import Annotated, Any, NoReturn
 
 import jax
 import typer
-from etils import epath
 from rich.console import Console
 
 from autoshard import __version__
@@ -30,7 +29,7 @@ from autoshard.decoding.served import exported, of_folder, of_run
 from autoshard.errors import AutoshardError, ConfigError, nearest
 from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
-from autoshard.runs.curves import curves_of, drawn, failure_of, find_run, run_table, runs_in
+from autoshard.runs.commands import runs_app
 from autoshard.strict_config import find_config, read_text
 from autoshard.train.config import TrainConfig, named_config
 from autoshard.train.loop import plan_phase, train
@@ -49,9 +48,6 @@ COUNT_FLAG = "xla_force_host_platform_device_count"
 _TRAINS = re.compile(r"^(batch|checkpoint|model|phases|step)\s*:", re.MULTILINE)
 """In the text of a training configuration, and in none of a mesh."""
 
-HEARTBEAT_SECONDS = 60
-"""After which a process that is not heard of counts as lost, where nothing else is asked for."""
-
 app = typer.Typer(
     name="autoshard",
     help="Automatic sharding for JAX.",
@@ -63,7 +59,6 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 checkpoint_app.command("merge-adapter")(merge_adapter_command)
 
-runs_app = typer.Typer(invoke_without_command=True)
 app.add_typer(runs_app, name="runs")
 
 SCHEMAS = {"train": TrainConfig, "mesh": MeshConfig, "hardware": HardwareConfig}
@@ -91,7 +86,7 @@ def train_command(
     wait: Annotated[int, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     heartbeat: Annotated[
         int, typer.Option(min=1, help="Seconds after which a process that is not heard of counts as lost.")
-    ] = HEARTBEAT_SECONDS,
+    ] = 60,
 ) -> None:
     """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint.
 
@@ -373,36 +368,6 @@ def schema_command(
     if of not in SCHEMAS:
         raise ConfigError(f"there is no schema {of!r}{nearest(of, SCHEMAS)}")
     typer.echo(json.dumps(SCHEMAS[of].model_json_schema(), indent=1))
-
-
-@runs_app.callback()
-def runs_command(
-    context: typer.Context,
-    folder: Annotated[Path, typer.Option("--in", help="The folder in which runs are looked for.")] = Path("runs"),
-) -> None:
-    """List the runs of a folder, the last changed first; `autoshard runs show RUN` draws one."""
-    context.obj = epath.Path(folder)
-    if context.invoked_subcommand is None:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a directory; name that of your runs with --in")
-        Console().print(run_table(runs_in(epath.Path(folder))))
-
-
-@runs_app.command("show")
-def show_command(
-    context: typer.Context,
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name in the list.")],
-    only: Annotated[list[str] | None, typer.Option("--only", help="A metric; may be repeated.")] = None,
-) -> None:
-    """Draw the curves of a run's metrics, and say by what error it failed."""
-    found = find_run(run, context.obj)
-    curves, failure = curves_of(found), failure_of(found)
-    for name in only or curves:
-        if name not in curves:
-            raise ConfigError(f"{run} has no metric {name!r}{nearest(name, curves)}")
-        typer.echo(drawn(name, curves[name]))
-    if failure or not curves:
-        typer.echo(f"{run} {failure or 'has no metrics yet'}")
 
 
 @app.command("version")
