@@ -56,6 +56,10 @@ def timeline(plan: PlanRecord, profile: StepProfile) -> Picture:
     each = ", ".join(f"{lane} {time_text(sums[lane])}" for lane in lanes)
     rows = [f"{shown(lane, 14):>14} |{''.join(letters[lane])}| {time_text(sums[lane])}" for lane in lanes]
     text = "\n".join(
-        [f"One call over time: {time_text(plan.cost.seconds)}; # is busy, . is busy for less.", *rows, BLOCKING]
+        [
+            f"One call over time: {time_text(plan.cost.seconds)}, of collectives what is waited for; "
+            "# is busy, . is busy for less.",
+            *rows,
+        ]
     )
     return Picture(title, WIDTH, bottom + 28, "".join(parts), text, f"{title}: {each}.")

@@ -27,8 +27,9 @@ def is_module(x: Any) -> bool:
 
 
 def has_modules(tree: Any) -> bool:
-    """Whether ``tree`` has a module anywhere."""
-    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+    """Whether ``tree`` has a module anywhere. The variables in an `nnx.State` are none: functions that take one return
+    the next, as of any pytree."""
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=lambda x: is_module(x) or isinstance(x, nnx.State))))
 
 
 @dataclass(frozen=True)

@@ -312,3 +312,23 @@ def test_modules_are_put_where_the_plan_has_them() -> None:
     assert isinstance(plan.put(make(Tied)[0]), Tied)
     with pytest.raises(ArgumentError, match="put: train takes"):
         plan.put(make(Net)[0])
+
+
+def test_a_functional_state_is_a_tree_like_any_other() -> None:
+    """Of `nnx.split`: the step returns the next one, and the donated one is its memory."""
+    graph, state = nnx.split(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+
+    def step(state: nnx.State, x: jax.Array) -> tuple[nnx.State, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda s: (nnx.merge(graph, s)(x) ** 2).mean())(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+    wanted, loss = jax.jit(step)(state, x)
+    planned = jit(step, donate_argnums=0)
+    plan = planned.plan(state, x)
+    after, found = planned(state, x)
+    assert type(after) is nnx.State
+    chex.assert_trees_all_close((after, found), (wanted, loss), rtol=1e-5)
+    carried = [p.path for p in plan.inputs if p.path.startswith("state")]
+    assert len(carried) == 2
+    assert [p.path for p in plan.outputs if not p.replaces] == ["result[1]"]
