@@ -405,7 +405,14 @@ def _run_files(folder: Path) -> Iterator[Kind]:
     settings = TrainConfig.load(ROOT / "configs/train/demo.yaml").state_settings()
     run_folder.claim(settings)
     (run_folder.checkpoints / "4").mkdir(parents=True)
-    given: dict[str, Any] = {"parameters": 1, "held_out": 1.0, "bigram_bits": 2.0, "scored": 9, "checkpoint": "run/4"}
+    given: dict[str, Any] = {
+        "parameters": 1,
+        "held_out": 1.0,
+        "bigram_bits": 2.0,
+        "scored": 9,
+        "unit": "tokens",
+        "checkpoint": "run/4",
+    }
     log: list[Event] = []
     for first, mesh in ((0, "(data=4)"), (2, "(data=2)")):
         log.append(PhaseEvent(step=first, mesh=mesh, collectives="all-reduce over data"))

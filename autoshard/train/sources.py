@@ -87,6 +87,8 @@ class Rows(Iterator[Tree]):
       >>> rows = autoshard.train.Rows({"x": np.arange(6)}, batch=4)
       >>> np.asarray(next(rows)["x"]), np.asarray(next(rows)["x"])
       (array([0, 1, 2, 3]), array([4, 5, 0, 1]))
+      >>> rows.per_pass
+      1
       >>> position, third = rows.get_state(), next(rows)
       >>> rows.set_state(position)
       >>> bool(np.all(np.asarray(next(rows)["x"]) == np.asarray(third["x"])))
