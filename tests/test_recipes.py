@@ -42,12 +42,15 @@ def batches(config: TrainConfig) -> list[Any]:
 
 
 def run(step: Any, state: Any, given: list[Any]) -> tuple[list[Any], Any]:
-    """The metrics of each step, and the last state."""
+    """The metrics, each an array over the steps, and the last state.
+
+    A metric's scale is that of its curve: DPO's margin is zero but for rounding where policy and reference are equal.
+    """
     metrics: list[Any] = []
     for batch in given:
         state, found = step(state, batch)
         metrics.append(jax.device_get(found))
-    return metrics, jax.device_get(state)
+    return jax.tree.map(lambda *of_steps: np.stack(of_steps), *metrics), jax.device_get(state)
 
 
 def by_path(tree: Any) -> dict[str, Any]:
