@@ -1,6 +1,6 @@
 """Experts whose tokens are sorted: our plan against sharding by hand, and against dispatch into dense blocks.
 
-    python -m benchmarks.experts [--compiled tpu|gpu] [WORD]
+    python -m benchmarks.experts [--compiled tpu|gpu] [--maxtext FOLDER] [WORD]
 
 Training steps of decoders with the experts of Mixtral 8x7B and of DeepSeek-V2-Lite on four machines, as planned: the
 time is the cost model's, without what runs beside products. By hand, parameters and moments are placed as a table of
@@ -13,6 +13,25 @@ for which one round of our blocks suffices: a collective is hidden as far as wha
 they skip tiles without rows. Sorts and scatters of the rows' numbers, of which no compiler estimates the time, count as
 none. Nothing is run. The page is `benchmarks/results/experts.md`; of cells that WORD is not in it keeps the rows that
 are there.
+
+With --maxtext, steps of MaxText 0.2.5 are read in the same way, which `benchmarks/maxtext_steps.py` compiled with the
+same compiler for the same chips and kept in FOLDER: the same layers, sizes, experts and batch in its Mixtral decoder
+(the model called DeepSeek has neither its attention nor shared experts here), parameters and moments in float32,
+products in bfloat16, each layer recomputed, gradients not clipped, attention by the same kernels in blocks of 1024, and
+the compiler options of MaxText's scripts for these chips. Rows of the batch are split over all chips, and so are
+parameters, which are gathered (FSDP); over 4, each of four chips has a part of the experts, and only the rest of their
+matrices is gathered. ``megablox`` is products of ragged groups by MegaBlocks' kernels. XLA estimates them no more than
+its own; they count as ours do, by the roofline: operations of the rows of an even load, bytes of all places. Rows get
+to their experts by an all-to-all, which counts with those rows too, or by a ring, which gathers the rows of all four
+chips and scatters the sums. With all places there is room for the worst load, and what is beside products is computed
+of all of them. With places for 1.25 times an even load, rows beyond are dropped, as they are with dense dispatch, the
+capacity of 1.25; for the latter XLA is told to leave products whole, as MaxText's recipes for v6e do: it takes longer
+without. With these options XLA hides little of what is gathered beside MegaBlocks' kernels, and nothing on v5p with
+FSDP alone. Norms of parameters and gradients, which MaxText's step computes for its log, are counted. Its option
+``check_vma``, which it recommends, is left out: with it, nothing in the compiled step adds up the gradients of the
+experts' matrices over the chips. With ``megablox=False``, which is XLA's own kernel, the compiler refuses the one step
+that was tried, Mixtral on v5e: tiles of the size that MaxText gives it need more VMEM than there is by default. Forms
+without a row were not compiled.
 """
 
 from __future__ import annotations
@@ -28,10 +47,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 import autoshard
-from autoshard.backend.compilation import compile_plan
+from autoshard.backend.compilation import compile_plan, parse_out_of_memory
+from autoshard.backend.estimate import estimate
 from autoshard.errors import PlanError
 from benchmarks.baselines import BASELINES, abstract, spec
 from benchmarks.cells import COLUMNS, MIXTRAL, Column
+from benchmarks.maxtext_answers import kept_answer
+from benchmarks.maxtext_steps import EXPERT_FORMS
 from benchmarks.zoo import Model, decoder, is_named
 
 RESULT = Path(__file__).parent / "results" / "experts.md"
@@ -50,8 +72,22 @@ SIZES = {
 """Layers, and rows of 2048 tokens in a batch."""
 HAND = ("fsdp", "tp", "fsdp_tp")
 OURS = "ours"
-TITLES = {False: "As planned", True: "As compiled"}
-HEAD = "| experts | machine | layers, rows | ours (ms) | best by hand | ratio | dense (ms) | ratio | date |"
+SEQ = 2048
+PLANNED, COMPILED, MAXTEXT = "As planned", "As compiled", "Beside MaxText's own steps, as compiled"
+HEAD = (
+    "| experts | machine | layers, rows | ours (ms) | best by hand | ratio | dense (ms) | ratio | date |",
+    "|---|---|---|--:|--:|--:|--:|--:|---|",
+)
+HEADS = {
+    PLANNED: HEAD,
+    COMPILED: HEAD,
+    MAXTEXT: (
+        "| experts | machine | MaxText's form | MaxText's (ms) | ours (ms) | ratio | MaxText's memory | date |",
+        "|---|---|---|--:|--:|--:|--:|---|",
+    ),
+}
+type Rows = dict[tuple[str, ...], str]
+"""Lines of a table, by their first cells: as many as tell them apart."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +136,7 @@ def row(shape: str, column: str, *, compiled: bool) -> str:
     begins = f"| {shape} | {column} | {layers}, {rows} |"
 
     def fastest(drops: int, names: Iterable[str]) -> Candidate | None:
-        model = decoder(rows, 2048, **SHAPES[shape], layers=layers, drops=drops, remat=True)
+        model = decoder(rows, SEQ, **SHAPES[shape], layers=layers, drops=drops, remat=True)
         found = [made for name in names if (made := candidate(model, where, name)) is not None]
         return min(found, key=lambda made: made.seconds, default=None)
 
@@ -118,35 +154,75 @@ def row(shape: str, column: str, *, compiled: bool) -> str:
     )
 
 
-def kept_rows() -> dict[bool, dict[tuple[str, ...], str]]:
-    """The rows of the tables on the page as it is, as planned and as compiled, by shape and machine."""
-    found: dict[bool, dict[tuple[str, ...], str]] = {False: {}, True: {}}
-    compiled = False
+def maxtext_row(steps: Path, shape: str, column: str, form: str) -> str | None:
+    """The line of one of MaxText's steps, with ours as it is on the page; None where it is not kept."""
+    (_, rows), where = SIZES[shape, column], COLUMNS[column]
+    mesh, even = where.mesh().mesh(), rows * SEQ * SHAPES[shape].get("picks", 2) // (where.data * where.model)
+    found = kept_answer(steps, f"{shape} {column} {form}", SEQ, even)
+    if found is None:
+        return None
+    begins, used = f"| {shape} | {column} | {form} |", found.memory_usage(mesh)
+    if used is None:
+        lacks = parse_out_of_memory(found.refusal)
+        why = f"needs {lacks.needed_bytes / lacks.available_bytes:.0%} of the memory" if lacks else "does not compile"
+        return f"{begins} {why} | - | - | - | {date.today()} |"
+    ours = float(kept_rows()[COMPILED][shape, column].split(" | ")[3].replace(",", ""))
+    theirs, share = 1e3 * estimate(found, mesh).scheduled, used.peak / mesh.hardware.memory
+    return f"{begins} {theirs:,.1f} | {ours:,.1f} | {ours / theirs:.3f} | {share:.0%} | {date.today()} |"
+
+
+def key_of(line: str) -> tuple[str, ...]:
+    """The shape and the machine of a line, and MaxText's form where it has one."""
+    cells = tuple(line.strip("| ").split(" | "))
+    return cells[: 3 if cells[2] in EXPERT_FORMS else 2]
+
+
+def kept_rows() -> dict[str, Rows]:
+    """The rows of the tables on the page as it is, by the tables' titles."""
+    found: dict[str, Rows] = {title: {} for title in HEADS}
+    title = PLANNED
     for line in RESULT.read_text().splitlines() if RESULT.exists() else []:
-        compiled = compiled or line == f"## {TITLES[True]}"
-        if line.startswith("| ") and line != HEAD:
-            found[compiled][tuple(line.split(" | ")[:2])] = line
+        title = line.removeprefix("## ") if line.startswith("## ") else title
+        if line.startswith("| ") and line != HEADS[title][0]:
+            found[title][key_of(line)] = line
     return found
+
+
+def write(title: str, new: str) -> None:
+    """The page with this row of a table, and all others as they are."""
+    print(new, flush=True)
+    kept = kept_rows()
+    kept[title][key_of(new)] = new
+    _, _, text, of_maxtext, *_ = (__doc__ or "").split("\n\n")
+    said = {MAXTEXT: ["", of_maxtext.strip()]}
+    lines = [
+        "# Experts",
+        "",
+        "`python -m benchmarks.experts [--compiled tpu|gpu] [--maxtext FOLDER]`",
+        "",
+        text.strip(),
+    ]
+    for name, table in kept.items():
+        lines += ["", f"## {name}", *said.get(name, []), "", *HEADS[name], *(table[key] for key in sorted(table))]
+    RESULT.write_text("\n".join([*lines, ""]))
 
 
 def main() -> None:
     """Makes the rows, and writes the page after each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts")
     parser.add_argument("--compiled", choices=("tpu", "gpu"), help="compile the steps for machines of this kind")
+    parser.add_argument("--maxtext", type=Path, help="read the steps that `benchmarks/maxtext_steps.py` kept here")
     parser.add_argument("word", nargs="?", default="", help="only cells whose name contains this")
     asked = parser.parse_args()
-    text, compiled = (__doc__ or "").split("\n\n")[2], asked.compiled is not None
     for shape, column in SIZES:
-        if asked.word in f"{shape} {column}" and asked.compiled in (None, COLUMNS[column].platform):
-            new = row(shape, column, compiled=compiled)
-            print(new, flush=True)
-            kept = kept_rows()
-            kept[compiled][tuple(new.split(" | ")[:2])] = new
-            lines = ["# Experts", "", "`python -m benchmarks.experts [--compiled tpu|gpu]`", "", text.strip()]
-            for title, table in zip(TITLES.values(), kept.values(), strict=True):
-                lines += ["", f"## {title}", "", HEAD, "|---|---|---|--:|--:|--:|--:|--:|---|"]
-                lines += [table[key] for key in sorted(table)]
-            RESULT.write_text("\n".join([*lines, ""]))
+        if asked.word not in f"{shape} {column}":
+            continue
+        if asked.maxtext is not None:
+            for form in EXPERT_FORMS:
+                if (new := maxtext_row(asked.maxtext, shape, column, form)) is not None:
+                    write(MAXTEXT, new)
+        elif asked.compiled in (None, COLUMNS[column].platform):
+            write(COMPILED if asked.compiled else PLANNED, row(shape, column, compiled=asked.compiled is not None))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""MaxText's own steps of the rows of `benchmarks.published`, compiled for the same slices and kept as HLO.
+"""MaxText's own steps of the rows of `benchmarks.published` and `benchmarks.experts`, compiled and kept as HLO.
 
     python -m venv .venv-maxtext
     .venv-maxtext/bin/pip install maxtext==0.2.5 --no-deps
@@ -8,8 +8,9 @@
     JAX_PLATFORMS=cpu DECOUPLE_GCLOUD=TRUE .venv-maxtext/bin/python benchmarks/maxtext_steps.py FOLDER [WORD ...]
 
 It runs in that environment, with neither autoshard nor a TPU, and writes a file a row that `benchmarks.published
---maxtext FOLDER` reads as it reads autoshard's own. Options and compiler options are those that MaxText's recipes give
-for TPU v6e, and its scripts for v5e and v5p; those that this version of the compiler no longer knows are left out.
+--maxtext FOLDER` and `benchmarks.experts --maxtext FOLDER` read as they read autoshard's own. Options and compiler
+options are those that MaxText's recipes give for TPU v6e, and its scripts for v5e and v5p; those that this version of
+the compiler no longer knows are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 COMMON = "compile_topology_num_slices=1 enable_checkpointing=False dataset_type=synthetic use_iota_embed=True"
@@ -57,6 +59,50 @@ HOST = (
 )
 PLAIN_PRODUCTS = "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 DENSE = f"{VMEM} {LAYOUTS} {REDUCTIONS} {OVERLAP}"
+
+EXPERTS = (
+    f"{COMMON} use_iota_embed=False attention=flash ici_fsdp_parallelism=-1 model_name=mixtral-8x7b "
+    "override_model_config=True remat_policy=full max_target_length=2048 gradient_clipping_threshold=0 "
+    "sa_use_fused_bwd_kernel=True "
+) + " ".join(f"sa_block_{name}=1024" for name in ("q", "kv", "q_dkv", "kv_dkv"))
+DEEPSEEK = (
+    "base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 base_mlp_dim=1408 base_moe_mlp_dim=1408 "
+    "vocab_size=102400 num_experts=64 num_experts_per_tok=6"
+)
+V5P = (
+    f"{OVERLAP} {REDUCTIONS} xla_tpu_megacore_fusion_allow_ags=false xla_enable_async_collective_permute=true "
+    "xla_tpu_enable_ag_backward_pipelining=true"
+)
+EXPERT_CELLS = {
+    "Mixtral v5e:4x4": (
+        "compile_topology=v5e-16 base_num_decoder_layers=4 per_device_batch_size=2",
+        f"{GATHERS} {REDUCTIONS}",
+    ),
+    "Mixtral v5p:4x4x4": ("compile_topology=v5p-128 base_num_decoder_layers=32 per_device_batch_size=4", V5P),
+    "DeepSeek v5e:4x4": (
+        f"compile_topology=v5e-16 base_num_decoder_layers=8 per_device_batch_size=2 {DEEPSEEK}",
+        f"{GATHERS} {REDUCTIONS}",
+    ),
+    "DeepSeek v5p:4x4x4": (
+        f"compile_topology=v5p-128 base_num_decoder_layers=27 per_device_batch_size=4 {DEEPSEEK}",
+        V5P,
+    ),
+}
+"""Cells of `benchmarks.experts` -> MaxText's options, and the compiler's."""
+EXPERT_FORMS = {
+    "megablox, fsdp": ("sparse_matmul=True megablox=True", ""),
+    "megablox, ring over 4, all places": (
+        "sparse_matmul=True megablox=True ici_expert_parallelism=4 use_ring_of_experts=True",
+        "",
+    ),
+    "megablox, all-to-all over 4, all places": ("sparse_matmul=True megablox=True ici_expert_parallelism=4", ""),
+    "megablox, all-to-all over 4, places for 1.25": (
+        "sparse_matmul=True megablox=True ici_expert_parallelism=4 ragged_buffer_factor=1.25",
+        "",
+    ),
+    "capacity of 1.25": ("sparse_matmul=False megablox=False capacity_factor=1.25", PLAIN_PRODUCTS),
+}
+"""What MaxText has for experts: the options of each, and of the compiler those that only it takes."""
 
 ROWS = {
     "Llama-3.1 8B v6e:2x4": (
@@ -132,12 +178,19 @@ ROWS = {
         f"{OVERLAP} {REDUCTIONS} xla_tpu_megacore_fusion_allow_ags=false xla_enable_async_collective_permute=true "
         "xla_tpu_enable_ag_backward_pipelining=true",
     ),
+    **{
+        f"{cell} {form}": (f"{EXPERTS} {options} {how}", f"{flags} {more}")
+        for cell, (options, flags) in EXPERT_CELLS.items()
+        for form, (how, more) in EXPERT_FORMS.items()
+    },
 }
-"""The rows of `benchmarks.published` -> MaxText's options, and the compiler's."""
+"""The rows of `benchmarks.published`, and each cell of `benchmarks.experts` in each form -> MaxText's options, and the
+compiler's."""
 
 
 def compile_row(name: str, folder: Path) -> None:
-    """Writes what the compiler made of one row: memory, HLO and seconds, as `benchmarks.answers.Answer` holds them."""
+    """Writes what the compiler made of one row: memory, HLO and seconds, or why it was refused, as
+    `benchmarks.answers.Answer` holds them."""
     from maxtext.trainers.pre_train import train_compile  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
     options, flags = ROWS[name]
@@ -152,8 +205,7 @@ def compile_row(name: str, folder: Path) -> None:
             "text": compiled.as_text(),
             "seconds": time.perf_counter() - start,
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        file_of(folder, name).write_bytes(gzip.compress(json.dumps(said).encode()))
+        keep(folder, name, said)
         return compiled
 
     train_compile.jit_and_compile = kept
@@ -165,11 +217,18 @@ def compile_row(name: str, folder: Path) -> None:
         except RuntimeError as error:
             unknown = re.search(r"No such compile option: '(\w+)'", str(error))
             if unknown is None:
+                keep(folder, name, {"memory": {}, "text": "", "seconds": 0.0, "refusal": str(error)[:2000]})
                 raise
             given = [flag for flag in given if not flag.startswith(f"{unknown[1]}=")]
             print(f"the compiler has no option {unknown[1]}", flush=True)
         else:
             return
+
+
+def keep(folder: Path, name: str, said: Mapping[str, object]) -> None:
+    """Writes one row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file_of(folder, name).write_bytes(gzip.compress(json.dumps(said).encode()))
 
 
 def file_of(folder: Path, name: str) -> Path:

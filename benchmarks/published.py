@@ -11,10 +11,7 @@ installs it.
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -29,7 +26,7 @@ from autoshard.machine.mesh import LogicalMesh
 from benchmarks.answers import Answer, answer, compilers, folder
 from benchmarks.baselines import abstract
 from benchmarks.cells import LLAMA_8B, LLAMA_70B, MIXTRAL, Column
-from benchmarks.maxtext_steps import file_of
+from benchmarks.maxtext_answers import kept_answer
 from benchmarks.zoo import decoder
 
 MISTRAL_7B = {**LLAMA_8B, "vocab": 32000}
@@ -131,23 +128,11 @@ def _compiled(row: Row, cache: Path | None) -> tuple[Plan, float, Answer]:
 
 def _scheduled(steps: Path, row: Row, mesh: LogicalMesh) -> float | None:
     """Seconds of MaxText's own step; None where it was not compiled, or refused for memory."""
-    path = file_of(steps, f"{row.name} {row.slice}")
-    if not path.exists():
+    found = kept_answer(steps, f"{row.name} {row.slice}", row.seq)
+    used = found and found.memory_usage(mesh)
+    if found is None or used is None or used.peak > mesh.hardware.memory:
         return None
-    said = json.loads(gzip.decompress(path.read_bytes()))
-    found = Answer(**said | {"text": _with_blocks(said["text"], row.seq)})
-    used = found.memory_usage(mesh)
-    assert used is not None
-    return estimate(found, mesh).scheduled if used.peak <= mesh.hardware.memory else None
-
-
-def _with_blocks(text: str, seq: int) -> str:
-    """HLO whose causal attention kernels say in their scope, as autoshard's do, how many blocks they compute."""
-    for size in set(re.findall(r'block_q\\?": (\d+)', text)):
-        blocks = seq // int(size)
-        scope = f"splash_blocks_{blocks * (blocks + 1) // 2}_of_{blocks**2}"
-        text = text.replace("jit(_splash_attention)/", f"{scope}/jit(_splash_attention)/")
-    return text
+    return estimate(found, mesh).scheduled
 
 
 if __name__ == "__main__":
