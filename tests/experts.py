@@ -12,10 +12,13 @@ from jax import lax
 from jax import numpy as jnp
 
 from autoshard.ir.rule import Rule
+from autoshard.machine.mesh import LogicalMesh
 from autoshard.rules.composed import grouped_rows
 from autoshard.transforms.grouped_rows import grouped_rows_p
 
 Params = Mapping[str, Any]
+EXCHANGING = ("dead_code", "one_hot", "transposed_products", "experts:recompute")
+"""Passes that make one operation of experts, which `split_only` splits in one form."""
 
 
 def routed(p: Params, x: Any, k: int) -> tuple[Any, Any]:
@@ -118,3 +121,8 @@ def split_only(form: str) -> Mapping[Any, Callable[..., Rule]]:
         return replace(found, kinds=kinds, sizes=sizes, local=replace(found.local, in_place=None))
 
     return {grouped_rows_p: rule}
+
+
+def on(whole: LogicalMesh, kind: str) -> LogicalMesh:
+    """The mesh of a chip with a kernel for ragged products, or without: products of blocks."""
+    return replace(whole, hardware=replace(whole.hardware, grouped_products=kind == "ragged"))
