@@ -104,6 +104,17 @@ def test_a_batch_is_embedded_in_any_number_of_chunks():
             np.testing.assert_allclose(other[path], want, rtol=RTOL, atol=RTOL * np.abs(want).max(), err_msg=path)
 
 
+def test_a_step_of_deepseek_chooses_its_busy_experts_less_and_is_evaluated_by_logits_alone():
+    config = named_config(RECIPES / "deepseek.yaml")
+    steps, given = work_of(config).steps, batches(config)
+    _, state = run(jax.jit(steps.train), jax.jit(steps.init)(jax.random.key(0)), given[:1])
+    bias = state["rest"]["router"]["bias"]
+    assert set(np.unique(np.abs(bias))) <= {np.float32(0), np.float32(0.01)}
+    assert ((bias < 0).any(-1) & (bias > 0).any(-1)).all()
+    assert steps.evaluate is not None
+    assert steps.evaluate(steps.evaluated(state), given[0]).keys() == {"loss"}
+
+
 def logits_of(config: TrainConfig) -> Callable[[Any, np.ndarray], jax.Array]:
     """Without a cache: the state and tokens, int [row, position] -> [row, position, vocabulary]."""
     if isinstance(config.model, ModelConfig):
