@@ -90,9 +90,9 @@ def train_command(
 ) -> None:
     """Train, evaluate and checkpoint; a run that was stopped resumes from its last checkpoint.
 
-    Started by Slurm or Open MPI as one of several, or with --distributed on each host of a TPU slice or of Kubernetes,
-    or with --coordinator, --processes and --id, the processes train together; the folder must be one that all share.
-    `autoshard launch` starts several on this machine.
+    Started by Slurm, Open MPI or Kubernetes Engine on TPUs as one of several, or with --distributed on each TPU VM or
+    in Kubernetes, or with --coordinator, --processes and --id, processes train together; the folder is one that all
+    share. `autoshard launch` starts several on this machine.
 
     The first SIGINT (Ctrl-C) or SIGTERM saves the state after the step that is being taken, among several processes
     within a second or after the next one; before the first step nothing is saved, and several processes leave together

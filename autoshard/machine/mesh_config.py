@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from pydantic import Field, StrictInt, ValidationInfo, field_validator
 
@@ -16,7 +17,7 @@ from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.mesh_shapes import INNER_AXES, OUTER_AXIS, mesh_shapes
-from autoshard.machine.target import Target, crossing_axes
+from autoshard.machine.target import Target, crosses, crossing_axes, group_of, require_fit
 from autoshard.machine.torus import Span, device_spans, spans
 from autoshard.machine.tpu_slice import TpuSlice, slice_of
 from autoshard.strict_config import Bytes, Config, find_config
@@ -69,7 +70,8 @@ class MeshConfig(Config):
     hardware: str | None = None
     """Hardware table: a name in `configs/hardware/` or a path; None: the one for this process's chip."""
     links: dict[str, str] = Field(default_factory=dict)
-    """Interconnect by axis, a name in the hardware table; other axes use the table's first."""
+    """Interconnect by axis, a name in the hardware table; other axes use the table's first, or between slices or nodes
+    the one that joins these."""
     pipeline: str | None = None
     """The axis whose devices are the stages of a pipeline, on which the chain of layers of a step runs in
     micro-batches; ``auto``: planning takes the one with which the step is fastest, or none; None: none."""
@@ -214,9 +216,11 @@ class MeshConfig(Config):
         """
         if self.axes != "auto":
             return [self.mesh()]
-        chip_grid = self.target.chip_grid if self.target else None
-        groups = self.target.num_groups if self.target else 1
-        return [self._over(shape) for shape in mesh_shapes(self._num_devices(ask_jax=True) or 1, groups, chip_grid)]
+        devices = self._num_devices(ask_jax=True) or 1
+        here = self._devices_here(devices)
+        machine = slice_of(here) if here else self.target
+        groups = len({*map(group_of, here)}) if here else machine.num_groups if machine else 1
+        return [self._over(shape) for shape in mesh_shapes(devices, groups, machine.chip_grid if machine else None)]
 
     def stage_axes(self, mesh: LogicalMesh) -> tuple[str | None, ...]:
         """The axes of ``mesh`` that may be the stages of a pipeline; None: without one."""
@@ -235,24 +239,35 @@ class MeshConfig(Config):
             return self.target.size
         return jax.device_count() if self.devices is None and ask_jax else self.devices
 
+    def _devices_here(self, number: int) -> list[jax.Device]:
+        """JAX's devices, where the config names neither target nor hardware table, and there are so many; else none."""
+        here = [] if self.target or self.hardware else sorted(jax.devices(), key=lambda d: d.id)
+        return here if len(here) == number else []
+
     def _over(self, axes: Mapping[str, int]) -> LogicalMesh:
-        target = self.target
+        sizes = [*axes.values()]
+        here = self._devices_here(math.prod(sizes))
+        machine = slice_of(here) if here else self.target
+        # JAX itself places a mesh on one slice, and on GPUs.
+        target = machine if machine is not None and machine.num_groups > 1 else self.target
         table = self.hardware or (target.hardware if target else None)
         hardware = load_hardware(table) if table else hardware_of(jax.devices()[0].device_kind)
         chosen = {name: link for name, link in self.links.items() if name in axes}
         if target and target.num_groups > 1:
-            crossing = [*axes][: crossing_axes(target, [*axes.values()])]
+            require_fit(target, sizes)
+            crossing = [*axes][: crossing_axes(target, sizes)]
             chosen = {**dict.fromkeys(crossing, target.cross_group_link), **chosen}
+        elif here:
+            chosen = {**dict(zip(axes, _links_of(np.array(here).reshape(sizes), hardware), strict=False)), **chosen}
         try:
             _check_links(chosen.values(), hardware)
         except ValueError as error:
             raise ConfigError(f"links: {error}") from None
         first = next(iter(hardware.links))
         links = tuple(chosen.get(name, first) for name in axes) if chosen else ()
-        slices = target if isinstance(target, TpuSlice) else None if table else slice_of(jax.devices())
         torus: tuple[tuple[Span, ...], ...] = ()
-        if slices is not None and slices.size == math.prod(axes.values()):
-            each = zip(axes, spans(slices, [*axes.values()]), strict=True)
+        if isinstance(machine, TpuSlice) and machine.size == math.prod(sizes):
+            each = zip(axes, spans(machine, sizes), strict=True)
             torus = tuple(() if name in chosen else along for name, along in each)
         return LogicalMesh(tuple(axes), tuple(axes.values()), hardware, links, target=target, torus=torus)
 
@@ -298,6 +313,14 @@ def _check_links(names: Iterable[str], hardware: Hardware) -> None:
             raise ValueError(f"{hardware.name} has no link {name!r}{nearest(name, hardware.links)}")
 
 
+def _links_of(devices: np.ndarray, hardware: Hardware) -> tuple[str, ...]:
+    """Of each axis of an array of devices the interconnect: across slices or nodes the slowest of the hardware table,
+    within them its first; empty where no axis is across."""
+    inside, across = next(iter(hardware.links)), min(hardware.links.values(), key=lambda link: link.bandwidth).name
+    crossing = crosses(devices)
+    return tuple(across if crossed else inside for crossed in crossing) if any(crossing) else ()
+
+
 def mesh_config(mesh: MeshLike) -> MeshConfig | None:
     """``mesh`` as a `MeshConfig` where it is one, axis sizes, a path, or a shipped name such as ``"cpu-8"``; else None.
 
@@ -341,7 +364,8 @@ def resolve_mesh(mesh: MeshLike) -> LogicalMesh:
     if isinstance(mesh, Mesh):
         devices, torus = tuple(mesh.devices.flat), device_spans(mesh.devices)
         hardware, torus = hardware_of(devices[0].device_kind), torus if any(torus) else ()
-        return LogicalMesh(mesh.axis_names, mesh.axis_sizes, hardware, torus=torus, devices=devices)
+        links = _links_of(mesh.devices, hardware)
+        return LogicalMesh(mesh.axis_names, mesh.axis_sizes, hardware, links, torus=torus, devices=devices)
     if isinstance(mesh, AbstractMesh):
         described = mesh.abstract_device
         kind = described.device_kind if described is not None else jax.devices()[0].device_kind

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,17 @@ def is_available(target: Target) -> bool:
     return gpu_cluster.is_available(target) if isinstance(target, GpuCluster) else tpu_slice.is_available(target)
 
 
+def group_of(device: Any) -> int:
+    """The number of the slice of TPUs, or of the GPUs that NVLink joins, which JAX calls a slice too, of a device."""
+    return getattr(device, "slice_index", 0)
+
+
+def crosses(devices: np.ndarray) -> tuple[bool, ...]:
+    """Of each axis of an array of devices, whether it goes from one slice or node to another."""
+    groups = np.array([group_of(device) for device in devices.flat]).reshape(devices.shape)
+    return tuple(bool((groups != groups.take([0], axis)).any()) for axis in range(devices.ndim))
+
+
 def crossing_axes(target: Target, sizes: Sequence[int]) -> int:
     """How many of the first axes cross slices or nodes, which are consecutive along them: one, or of nodes of GPUs as
     many as it takes; 0 where they do not fit."""
@@ -38,6 +50,15 @@ def crossing_axes(target: Target, sizes: Sequence[int]) -> int:
     return 0
 
 
+def require_fit(target: Target, sizes: Sequence[int]) -> None:
+    """Raises `MeshError` where a mesh of ``sizes`` has another number of devices, or axes along which slices or nodes
+    are not consecutive."""
+    if math.prod(sizes) != target.size or not crossing_axes(target, sizes):
+        shape = "x".join(map(str, sizes))
+        groups = f", and {target.num_groups} must divide the first axis" if target.num_groups > 1 else ""
+        raise MeshError(f"a mesh of {shape} does not fit {target}, which has {target.size} devices{groups}")
+
+
 def device_array(target: Target, sizes: Sequence[int]) -> np.ndarray:
     """The devices of ``target`` as an array of shape ``sizes``, with neighbours close in the network.
 
@@ -47,11 +68,8 @@ def device_array(target: Target, sizes: Sequence[int]) -> np.ndarray:
       MeshError: the compiler is not installed or refuses the topology, or ``sizes`` do not fit ``target``.
     """
     describe = gpu_cluster.topology_devices if isinstance(target, GpuCluster) else tpu_slice.topology_devices
-    devices = tuple(jax.devices()) if is_available(target) else describe(target)
-    if math.prod(sizes) != len(devices) or not crossing_axes(target, sizes):
-        shape = "x".join(map(str, sizes))
-        groups = f", and {target.num_groups} must divide the first axis" if target.num_groups > 1 else ""
-        raise MeshError(f"a mesh of {shape} does not fit {target}, which has {len(devices)} devices{groups}")
+    devices = sorted(jax.devices(), key=lambda d: (group_of(d), d.id)) if is_available(target) else describe(target)
+    require_fit(target, sizes)
     if isinstance(target, GpuCluster):  # in node order; within a node all devices are equally close
         return np.asarray(devices, dtype=object).reshape(sizes)
     shape = (sizes[0] // target.slices, *sizes[1:])

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import mesh_utils
 
+from autoshard.machine.target import crosses
 from autoshard.machine.tpu_slice import TpuSlice, slice_of
 
 
@@ -63,11 +64,11 @@ def spans(target: TpuSlice, sizes: Sequence[int]) -> tuple[tuple[Span, ...], ...
 
 
 def device_spans(devices: np.ndarray) -> tuple[tuple[Span, ...], ...]:
-    """The same of devices that are there, as an array in mesh order; all empty where they are not one slice of TPUs."""
+    """The same of devices that are there, as an array in mesh order; all empty where they are no whole slices."""
     found = slice_of([*devices.flat])
     if found is None:
         return ((),) * devices.ndim
-    return _spans_of(np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, -1), found)
+    return _spans_of(np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, -1), found, crosses(devices))
 
 
 def places(target: TpuSlice, sizes: Sequence[int]) -> np.ndarray:
@@ -90,15 +91,18 @@ def _spans(target: TpuSlice, sizes: tuple[int, ...]) -> tuple[tuple[Span, ...], 
         at = places(target, sizes)
     except (RuntimeError, ValueError):  # JAX finds no way to place this mesh on the grid
         return ((),) * len(sizes)
-    return _spans_of(at, target)
+    return _spans_of(at, target, (False,) * len(sizes))
 
 
-def _spans_of(at: np.ndarray, target: TpuSlice) -> tuple[tuple[Span, ...], ...]:
-    """`spans` of devices at these places, [*sizes, 4]."""
+def _spans_of(at: np.ndarray, target: TpuSlice, crossing: Sequence[bool]) -> tuple[tuple[Span, ...], ...]:
+    """`spans` of devices at these places, [*sizes, 4]; of axes that cross slices, none."""
     sizes, found = at.shape[:-1], list[tuple[Span, ...]]()
     if target.chip.devices_per_chip > 1:
         return ((),) * len(sizes)
     for axis, size in enumerate(sizes):
+        if crossing[axis]:
+            found.append(())
+            continue
         # Lines of devices along this axis: [line, device, dimension].
         lines = np.moveaxis(at, axis, -2).reshape(-1, size, at.shape[-1])
         each = {_line_spans(line, target) for line in lines}

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,15 +124,19 @@ def is_available(target: TpuSlice) -> bool:
 
 
 def slice_of(devices: Sequence[Any]) -> TpuSlice | None:
-    """The slice that these devices of JAX make up; None where they are no TPUs, or not all of one slice."""
+    """The slice that these devices of JAX make up, or the several equal ones; None where they are no TPUs, or not whole
+    slices."""
     chips = {kind: name for name, chip in TPUS.items() for kind in chip.device_kinds}
     if devices[0].platform != "tpu" or devices[0].device_kind not in chips:
         return None
-    name, first = chips[devices[0].device_kind], [min(d.coords[i] for d in devices) for i in range(3)]
-    grid = [max(d.coords[i] for d in devices) - first[i] + 1 for i in range(3)][: TPUS[name].grid_rank]
-    found = TpuSlice(f"{name}:{'x'.join(map(str, grid))}")
-    one = len({getattr(d, "slice_index", 0) for d in devices}) == 1 and not any(first)
-    return found if one and found.size == len(devices) else None
+    name, groups = chips[devices[0].device_kind], defaultdict[int, set[tuple[int, ...]]](set)
+    for device in devices:
+        groups[getattr(device, "slice_index", 0)].add((*device.coords, device.core_on_chip))
+    first, *others = groups.values()
+    grid = [max(place[i] for place in first) + 1 for i in range(TPUS[name].grid_rank)]
+    found = TpuSlice(f"{name}:{'x'.join(map(str, grid))}", len(groups))
+    whole = all(other == first for other in others) and found.size == len(devices) == len(first) * len(groups)
+    return found if whole else None
 
 
 @functools.cache

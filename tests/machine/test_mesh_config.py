@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -232,6 +234,39 @@ def test_a_jax_mesh_keeps_its_devices_and_order():
     assert mesh.devices == tuple(devices.flat)
     assert (mesh.concrete().devices == devices).all()
     assert mesh.hardware.name == "cpu"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a mesh asks of a device; JAX numbers what NVLink joins as slices."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("axes", "links"),
+    [
+        ({"data": 2, "model": 8}, ["infiniband", "nvlink"]),
+        ({"data": 16}, ["infiniband"]),
+        ({"stage": 1, "data": 4, "model": 4}, ["nvlink", "infiniband", "nvlink"]),
+        ({"data": 4, "model": 2}, ["nvlink", "nvlink"]),  # on some of them: which, is not known
+    ],
+)
+def test_links_of_gpus_that_are_there_go_by_their_nodes(monkeypatch, axes, links):
+    there = [Gpu(n, n // 8) for n in range(16)]
+    monkeypatch.setattr(jax, "devices", lambda: there[::-1])
+    mesh = resolve_mesh(axes)
+    assert [mesh.slowest_link((a,)).name for a in axes] == links
+    every = MeshConfig(axes=axes, links=dict.fromkeys(axes, "nvlink")).mesh()
+    assert every.slowest_link(tuple(axes)).name == "nvlink"
+    if mesh.size == 16:
+        grid: Any = np.array(there).reshape([*axes.values()])
+        assert resolve_mesh(Mesh(grid, tuple(axes))) == mesh
+        shapes = MeshConfig(axes="auto", devices=16).meshes()
+        assert all(shape.axis_names[0] == "pod" and shape.axis_sizes[0] == 2 for shape in shapes)
 
 
 def test_an_abstract_mesh_has_no_devices():

@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +27,7 @@ from autoshard.machine.collective import (
 )
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.target import device_array
 from autoshard.machine.torus import Span, chips, device_spans, spans, torus_rates
 from autoshard.machine.tpu_slice import TPUS, TpuSlice, slice_of
 
@@ -226,6 +229,30 @@ def test_devices_that_are_there_are_a_slice(topology, sizes):
     assert slice_of(there) == target
     placed = mesh_utils.create_device_mesh(sizes, there, allow_split_physical_axes=True)
     assert device_spans(placed) == spans(target, sizes)
+
+
+def two_slices(topology: str) -> list[Any]:
+    return [
+        replace(chip, id=chip.id + 1000 * number, slice_index=number)
+        for number in (0, 1)
+        for chip in chips(TpuSlice(topology))
+    ]
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 8}, {"data": 2, "fsdp": 4, "model": 4}])
+def test_several_slices_that_are_there_are_as_a_config_describes_them(monkeypatch, axes):
+    there, described = two_slices("v5e:4x4"), MeshConfig(axes=axes, tpu="v5e:4x4", slices=2).mesh()
+    assert slice_of(there) == TpuSlice("v5e:4x4", 2)
+    monkeypatch.setattr(jax, "devices", lambda: there)
+    mesh = MeshConfig(axes=axes).mesh()
+    assert mesh == described
+    assert mesh.torus == described.torus
+    placed = device_array(TpuSlice("v5e:4x4", 2), [*axes.values()])
+    assert device_spans(placed) == mesh.torus
+    assert [mesh.slowest_link((a,)).name for a in axes] == ["dcn", *["ici"] * (len(axes) - 1)]
+    with pytest.raises(MeshError, match="a mesh of 1x32 does not fit 2 x TPU v5e:4x4, .* 2 must divide the first axis"):
+        MeshConfig(axes={"data": 1, "model": 32}).mesh()
+    assert slice_of(there[:-1]) is slice_of([*there[:16], *two_slices("v5e:4x2")[8:]]) is None
 
 
 def test_devices_that_are_no_whole_slice_are_rings_of_one_link():

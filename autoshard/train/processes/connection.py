@@ -14,8 +14,10 @@ from autoshard.strict_files import shortened
 from autoshard.train.processes.peer_errors import may_be_of_peer
 from autoshard.train.processes.peers import LOST_CODE, PeerWatch
 
-_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-"""Environment variables with the number of processes that were started together."""
+_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
+"""Environment variables with the number of processes that were started together, or of slices of TPUs."""
+_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+"""Those with the hosts of a slice of TPUs, as Kubernetes Engine sets them."""
 
 
 def lost_peer(error: BaseException, watch: PeerWatch) -> PeerError | None:
@@ -29,8 +31,9 @@ def lost_peer(error: BaseException, watch: PeerWatch) -> PeerError | None:
 
 
 def has_peers() -> bool:
-    """Whether Slurm's srun or Open MPI's mpirun started this process as one of several."""
-    return any(os.environ.get(name, "1") != "1" for name in _SIZES)
+    """Whether Slurm's srun, Open MPI's mpirun or Kubernetes Engine on TPUs started this process as one of several."""
+    several = any(os.environ.get(name, "1") != "1" for name in _SIZES)
+    return several or any("," in os.environ.get(name, "") for name in _HOSTS)
 
 
 def check_address(coordinator: str | None) -> None:

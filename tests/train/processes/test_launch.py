@@ -23,7 +23,7 @@ from autoshard.errors import ConfigError
 from autoshard.train.config import named_config
 from autoshard.train.loop import train
 from autoshard.train.processes import gpus
-from autoshard.train.processes.connection import has_peers
+from autoshard.train.processes.connection import _HOSTS, _SIZES, has_peers
 from autoshard.train.processes.launch import Ended, launch, supervised
 from autoshard.train.processes.peers import SUPERVISED
 from benchmarks.numbered_rows import LAST, ROWS, SlowRows, end_seconds, launched_process, losses, training_config
@@ -177,13 +177,25 @@ def test_an_error_of_process_0_stands_though_another_one_aborts_first(monkeypatc
     assert launch([], [{}, {}], wait=1) == Ended(2, 0, errors="error: absent")
 
 
-def test_a_task_of_several_knows_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+@pytest.mark.parametrize(
+    ("name", "alone", "several"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "1", "4"),
+        ("OMPI_COMM_WORLD_SIZE", "1", "2"),
+        ("MEGASCALE_NUM_SLICES", "1", "2"),
+        ("TPU_WORKER_HOSTNAMES", "localhost", "host-0,host-1"),
+        ("TPU_PROCESS_ADDRESSES", "host-0:8476", "host-0:8476,host-1:8476"),
+    ],
+)
+def test_a_task_of_several_knows_of_its_peers(
+    monkeypatch: pytest.MonkeyPatch, name: str, alone: str, several: str
+) -> None:
+    for each in (*_SIZES, *_HOSTS):
+        monkeypatch.delenv(each, raising=False)
     assert not has_peers()
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv(name, alone)
     assert not has_peers()
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv(name, several)
     assert has_peers()
 
 
