@@ -2,9 +2,13 @@
 
     python -m benchmarks.kills_together [--trials 30] [--seed 0]
 
+First the demo, cut to a few steps on each of its meshes, is trained by one, two and four processes: its losses have to
+be equal, bit for bit.
+
 A trial is a run on numbered rows by two or four processes that `autoshard launch` starts, on one mesh of four devices.
 After a step that is drawn, one of them is killed with SIGKILL, halted with SIGSTOP or gets SIGTERM; or each is started
-by itself, as on hosts, and one gets such a signal or never comes. All have to end, with the exit code and the line that
+by itself, as on hosts, and one gets such a signal or never comes: each of these once, in an order that is drawn, before
+any comes again. All have to end, with the exit code and the line that
 say which it was and from where the next start goes on, or for whom they waited, and none may be left
 `END_SECONDS` after the signal, of which `benchmarks.numbered_rows.end_seconds` has the account; where processes that
 got no signal compute nothing for `IDLE_SECONDS`, they hang. One, two or four processes resume the run. In the end every
@@ -17,6 +21,7 @@ trials too.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -38,6 +43,7 @@ os.environ.pop("JAX_NUM_CPU_DEVICES", None)
 
 import jax
 import numpy as np
+import yaml
 
 from autoshard import checkpoint
 from autoshard.train.processes.peers import LOST_CODE
@@ -60,6 +66,15 @@ WAIT_SECONDS = 5
 """That processes wait for one that never comes."""
 WHAT = {"histogram": "sums that are exact in any order", "decoder": "a float32 decoder of two layers"}
 """The steps of `benchmarks.numbered_rows`."""
+PROCESSES = (2, 4)
+KINDS: Sequence[tuple[int, signal.Signals | None, bool]] = [
+    *itertools.product(PROCESSES, (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM), (False, True)),
+    *((processes, None, True) for processes in PROCESSES),
+]
+"""How many processes, the signal that one gets, or None where it never comes, and whether each is started by itself."""
+DEMO = ROOT / "configs/train/demo.yaml"
+DEMO_STEPS = (6, 12)
+"""Up to which the demo is trained on each of its meshes."""
 CODES = {signal.SIGKILL: 137, signal.SIGSTOP: LOST_CODE, signal.SIGTERM: 143}
 SAID = {
     signal.SIGSTOP: r"error: process \d of \d is lost; (step \d+|nothing) is saved",
@@ -214,20 +229,43 @@ def apart(path: Path, number: signal.Signals | None, processes: int, draw: rando
     return f"{what}: exit codes {[each.returncode for each in come.values()]}, and said: {said}" if wrong else ""
 
 
-def trial(folder: Path, whole: Mapping[str, list[tuple[int, float]]], draw: random.Random, tally: Tally) -> str:
-    """One run, disturbed and resumed; what was wrong with it, or nothing."""
+def demo_losses(folder: Path, processes: int) -> list[tuple[int, float]]:
+    """Of the demo, cut to `DEMO_STEPS`, trained by so many processes."""
+    entries = yaml.safe_load(DEMO.read_text())
+    entries["model"] = str((DEMO.parent / entries["model"]).resolve())
+    for phase, until in zip(entries["phases"], DEMO_STEPS, strict=True):
+        phase["until"] = until
+    run = folder / f"demo-{processes}"
+    entries |= {"checkpoint": {"dir": str(run), "every": DEMO_STEPS[0]}, "log_every": 1}
+    path = run.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(entries))
+    training = start(path, processes=processes)
+    said = Watch(training, processes).said()
+    assert training.returncode == 0, said
+    return losses(run)
+
+
+def trial(
+    folder: Path,
+    kind: tuple[int, signal.Signals | None, bool],
+    whole: Mapping[str, list[tuple[int, float]]],
+    draw: random.Random,
+    tally: Tally,
+) -> str:
+    """One run, disturbed in one of `KINDS` and resumed; what was wrong with it, or nothing."""
     folder.mkdir()
     (folder / "slow").touch()
     step = draw.choice(list(whole))
     path = training_config(folder, "run", DEVICES, step)
-    processes, then = draw.choice((2, 4)), draw.choice((1, 2, 4))
-    number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGTERM, None))
-    alone = number is None or draw.choice((False, True))
+    (processes, number, alone), then = kind, draw.choice((1, *PROCESSES))
     what = "never comes" if number is None else f"gets {number.name}"
     tally.trials[f"one of {processes}{', each started by itself,' if alone else ''} {what}"] += 1
     tally.resumed[f"as {then}"] += 1
     tally.trained[WHAT[step]] += 1
-    wrong = (apart if number is None or alone else disturbed)(path, number, processes, draw, tally)
+    if number is None or alone:
+        wrong = apart(path, number, processes, draw, tally)
+    else:
+        wrong = disturbed(path, number, processes, draw, tally)
     if wrong:
         return wrong
     (folder / "slow").unlink()
@@ -258,8 +296,15 @@ def run(trials: int, seed: int, result: Path) -> Tally:
             said = Watch(alone, 1).said()
             assert alone.returncode == 0, said
             whole[step] = losses(base / step)
+        of_demo = demo_losses(base, 1)
+        assert [step for step, _ in of_demo] == [*range(1, DEMO_STEPS[-1] + 1)], of_demo
+        for processes in PROCESSES:
+            found = demo_losses(base, processes)
+            assert found == of_demo, f"the demo in {processes} processes: {found}, and in one {of_demo}"
+        kinds = list[tuple[int, signal.Signals | None, bool]]()
         for n in range(trials):
-            if wrong := trial(base / str(n), whole, draw, tally):
+            kinds = kinds or draw.sample(KINDS, len(KINDS))
+            if wrong := trial(base / str(n), kinds.pop(), whole, draw, tally):
                 tally.different.append(f"trial {n}: {wrong}")
             minutes = (time.perf_counter() - begun) / 60
             command = f"python -m benchmarks.kills_together --trials {n + 1} --seed {seed}"
@@ -279,6 +324,9 @@ def page(tally: Tally, minutes: float, command: str) -> str:
         "the losses of one launched process, bit for bit.** All processes ended at most",
         f"{max(tally.seconds, default=0):.1f} s after the signal, in the median "
         f"{statistics.median(tally.seconds or [0]):.1f} s; they may take {END_SECONDS:.0f} s.",
+        "",
+        f"Before them, {DEMO_STEPS[-1]} steps of the demo over both of its meshes had the losses of one process in two",
+        "and in four, bit for bit.",
     ]
     for head, counts in (("disturbed", tally.trials), ("resumed", tally.resumed), ("trained", tally.trained)):
         lines += ["", f"| {head} | times |", "|---|--:|", *(f"| {name} | {n} |" for name, n in sorted(counts.items()))]
