@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -35,12 +36,12 @@ SLOW = 2
 
 
 def launched(path: Path, moment: Callable[[], bool], number: signal.Signals) -> tuple[int | None, str]:
-    """Runs two processes, and sends the second one a signal at a moment: the exit code, and standard error.
+    """Runs two processes of two devices, and sends the second a signal at a moment: the exit code, and standard error.
 
     Raises:
       TimeoutError: they did not end in time; none of them is waited for as long as a heartbeat, 60 seconds.
     """
-    process = command("launch", "--processes", 2, "--", "train", path, PYTHONPATH=str(ROOT))
+    process = command("launch", "--processes", 2, "--", "train", path, PYTHONPATH=str(ROOT), JAX_NUM_CPU_DEVICES="2")
     try:
         until = time.monotonic() + 120
         while process.returncode is None and not moment():
@@ -55,10 +56,13 @@ def launched(path: Path, moment: Callable[[], bool], number: signal.Signals) -> 
     return process.returncode, errors
 
 
-def test_killed_stopped_and_resumed_on_other_processes_no_row_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_killed_stopped_and_resumed_on_other_processes_and_devices_no_row_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file, whose mesh takes the devices that there are."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     train(named_config(training_config(tmp_path, "whole", 4)), console=Console(quiet=True))
-    path, run = training_config(tmp_path, "run", 4), tmp_path / "run"
+    path, run = training_config(tmp_path, "run", -1), tmp_path / "run"
     (tmp_path / "slow").touch()
 
     code, said = launched(path, lambda: bool(checkpoint.latest(run / "checkpoints")), signal.SIGKILL)
@@ -76,7 +80,12 @@ def test_killed_stopped_and_resumed_on_other_processes_no_row_is_lost(tmp_path: 
     assert max(losses(run))[0] == saved
 
     (tmp_path / "slow").unlink()
-    train(named_config(training_config(tmp_path, "run", 2)), console=Console(quiet=True))  # in one process
+    shown = io.StringIO()
+    train(named_config(path), console=Console(file=shown, width=200))  # in one process of eight devices
+    assert (
+        f"the mesh was (data=4) of cpu until step {saved}: the state is placed anew, and a step takes"
+        in shown.getvalue()
+    )
     np.testing.assert_array_equal(checkpoint.restore(run / "checkpoints")["seen"], np.ones(ROWS))
     assert losses(run) == losses(tmp_path / "whole")
     assert [step for step, _ in losses(run)] == list(range(1, LAST + 1))
