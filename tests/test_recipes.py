@@ -62,6 +62,7 @@ def check(name: str) -> None:
     config = named_config(RECIPES / f"{name}.yaml")
     work, given = work_of(config), batches(config)
     planned = plan_phase(config, config.all_phases[0], work)
+    assert planned.plan.cost.collectives
     key = jax.random.key(config.seed)
     metrics, state = run(planned.step, planned.plan.init(work.steps.init, key), given)
     expected, alone = run(jax.jit(work.steps.train), jax.jit(work.steps.init)(key), given)
