@@ -29,6 +29,7 @@ from autoshard.decoding.served import exported, of_folder, of_run
 from autoshard.errors import AutoshardError, ConfigError, nearest
 from autoshard.machine.hardware import HardwareConfig
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
+from autoshard.platforms import use_cpu_devices, use_platform
 from autoshard.runs.commands import runs_app
 from autoshard.strict_config import find_config, read_text
 from autoshard.train.config import TrainConfig, named_config
@@ -39,11 +40,6 @@ from autoshard.train.processes.launch import launch, supervised
 from autoshard.train.processes.peers import LOST_CODE, SUPERVISED, PeerWatch
 from autoshard.train.stop_signals import StopSignals, write_error
 from autoshard.weights.commands import merge_adapter_command
-
-MAX_VIRTUAL_DEVICES = 1024
-"""CPU devices that a process is divided into at most."""
-COUNT_FLAG = "xla_force_host_platform_device_count"
-"""Among XLA's flags in the environment: another way to say into how many, beside JAX's own."""
 
 _TRAINS = re.compile(r"^(batch|checkpoint|model|phases|step)\s*:", re.MULTILINE)
 """In the text of a training configuration, and in none of a mesh."""
@@ -304,7 +300,7 @@ def generate_command(
         raise ConfigError(f"{config} is a run's folder; give the configuration of the run, the file that train took")
     if config.is_dir():
         chosen = None if mesh is None else load_mesh_config(mesh)
-        _use_cpu_devices(1 if chosen is None else chosen.min_devices)
+        use_cpu_devices(1 if chosen is None else chosen.min_devices)
         served = of_folder(config, chosen)
     else:
         recipe = _recipe(config, mesh)
@@ -374,39 +370,6 @@ def schema_command(
 def version_command() -> None:
     """Print the versions of autoshard and of JAX."""
     typer.echo(f"autoshard {__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}")
-
-
-def use_platform(config: TrainConfig, *, runs: bool = True, processes: int = 1) -> None:
-    """Sets the JAX platform, and the number of virtual CPU devices that the run's meshes need.
-
-    Must be called before JAX initializes its backends. A number of CPU devices set by the environment is kept.
-
-    Args:
-      runs: False if the steps are only planned or compiled. If every mesh then has a target, accelerators of this
-        machine are not initialized.
-      processes: among which the devices are divided.
-
-    Raises:
-      ConfigError: this machine does not have the platform that the steps are to run on.
-    """
-    if not runs and all(phase.mesh.target for phase in config.all_phases):
-        jax.config.update("jax_platforms", "cpu")
-    elif config.platform is not None:
-        jax.config.update("jax_platforms", config.platform)
-    _use_cpu_devices(-(-config.min_devices // processes))
-    if runs:
-        try:
-            jax.devices()
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or [""])[0]
-            at = f"{config.at('platform')}it" if config.platform else "JAX's platform"
-            raise ConfigError(f"{at} is not available in this process: {reason}") from None
-
-
-def _use_cpu_devices(count: int) -> None:
-    """Divides the processor into so many devices, unless the environment says how many; of no effect elsewhere."""
-    if jax.config.jax_num_cpu_devices < 1 and COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", min(count, MAX_VIRTUAL_DEVICES))
 
 
 def _show_warning(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["NPROC"] = "64"  # threads, in which collectives of programs from the cache wait: see autoshard.platforms
 if not any(map(importlib.util.find_spec, ("libtpu", "jax_cuda13_plugin"))):
     os.environ["XLA_FLAGS"] = " ".join(
         (

@@ -316,14 +316,6 @@ def test_a_misspelt_word_is_answered_with_the_nearest(inside: Callable[..., Any]
     assert "Did you mean 'show'?" in inside("runs", "shwo").stderr
 
 
-def test_devices_that_the_environment_asks_for_are_kept(tmp_path: Path):
-    entries = CONFIG.replace("{data: 4}", "{data: -1}").replace("{data: 2, model: 2}", "{data: -1}")
-    asks = "from autoshard.cli import *; use_platform(named_config(path)); print(jax.device_count())"
-    flags = "--xla_force_host_platform_device_count=2"
-    asked = Forked(exec, (asks, {"path": write(tmp_path, entries)}), {"XLA_FLAGS": flags})
-    assert asked.communicate() == ("2\n", "")
-
-
 def test_runs_are_listed_and_drawn(tmp_path: Path, inside: Callable[..., Any]):
     (tmp_path / "demo").mkdir()
     lines = [json.dumps({"event": "step", "step": n, "loss": 1 / n}) for n in range(1, 9)]

@@ -46,7 +46,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "train": "api batches call_errors checkpoint runs weights.models.cache",
     "decoding": "train weights",
     "__init__": "decoding interrupts schedule",
-    "cli": "train __init__",
+    "platforms": "errors train.config",
+    "cli": "train __init__ platforms",
     "__main__": "cli",
 }
 """What each package, and each file at the top of autoshard/, may import besides itself. What a whole package named here
