@@ -11,8 +11,9 @@ which takes its extra and no devices; times are those of the compiled steps as X
 for which one round of our blocks suffices: a collective is hidden as far as what is computed beside it lasts
 (`autoshard.backend.hlo.waits`), and kernels for grouped products count by the roofline, with the rows of that load:
 they skip tiles without rows. Sorts and scatters of the rows' numbers, of which no compiler estimates the time, count as
-none. Nothing is run. The page is `benchmarks/results/experts.md`; of cells that WORD is not in it keeps the rows that
-are there.
+none. Nothing is run. Dense dispatch on 4x8 H100 is predicted to be faster than ours, and comes out slower: kernels
+beside its products are priced too low. The page is `benchmarks/results/experts.md`; of cells that WORD is not in it
+keeps the rows that are there.
 
 With --maxtext, steps of MaxText 0.2.5 are read in the same way, which `benchmarks/maxtext_steps.py` compiled with the
 same compiler for the same chips and kept in FOLDER: the same layers, sizes, experts and batch in its Mixtral decoder
