@@ -33,7 +33,8 @@ from autoshard.platforms import use_cpu_devices, use_platform
 from autoshard.runs.commands import runs_app
 from autoshard.strict_config import find_config, read_text
 from autoshard.train.config import TrainConfig, named_config
-from autoshard.train.loop import plan_phase, train
+from autoshard.train.loop import train
+from autoshard.train.phase import plan_phase
 from autoshard.train.processes.connection import check_address, connect, has_peers, lost_peer
 from autoshard.train.processes.gpus import gpu_shares, gpus_here
 from autoshard.train.processes.launch import launch, supervised

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.decoding import models
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 
 ROUNDS = 200

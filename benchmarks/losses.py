@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import autoshard
 from autoshard.backend.estimate import estimate
 from autoshard.passes import Losses
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 from autoshard.transforms.pipeline import Pass
 from benchmarks.answers import answer, asked, compilers

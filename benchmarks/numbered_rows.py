@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from autoshard.train import Rows
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 from autoshard.train.processes.launch import GRACE_SECONDS
 from autoshard.train.processes.peers import BEAT_SECONDS

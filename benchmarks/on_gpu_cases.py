@@ -21,7 +21,7 @@ from autoshard.backend.estimate import estimate
 from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import Hardware
 from autoshard.runtime.plan import Plan
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 from benchmarks.baselines import abstract
 from benchmarks.convolutions import convnext, unet, wide_resnet

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 import autoshard
 from autoshard.machine.mesh_config import MeshConfig
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 
 LLAMA_8B = {"d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256, "seq": 8192}

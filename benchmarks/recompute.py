@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 
 ROUNDS = 12

@@ -22,7 +22,7 @@ from flax import linen
 
 import autoshard
 from autoshard.runtime.plan import Plan
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 from benchmarks.answers import Answer, answer, asked
 

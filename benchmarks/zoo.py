@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from autoshard.train.decoder import rotary
+from autoshard.train.models.decoder import rotary
 
 type Tree = Any
 """A pytree."""

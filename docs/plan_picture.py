@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autoshard.train.config import TrainConfig
-from autoshard.train.loop import plan_phase
+from autoshard.train.phase import plan_phase
 
 ROOT = Path(__file__).parent.parent
 

@@ -45,7 +45,7 @@ from autoshard.machine.mesh_config import load_mesh_config
 from autoshard.runs.report import Event, HeldOutEvent, NonFiniteEvent, PhaseEvent, StepEvent, make_report
 from autoshard.runs.run_folder import RunFolder, write_json
 from autoshard.train.config import TrainConfig
-from autoshard.train.decoder import ModelConfig
+from autoshard.train.models.decoder import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 2.0

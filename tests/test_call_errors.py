@@ -120,7 +120,7 @@ def test_the_whole_traceback_is_shown_where_it_is_asked_for(
     monkeypatch.setenv(TRACEBACK_VARIABLE, "1")
     text = shown(folder, "x @ w", "x @ w.T", capsys)
     assert text.startswith("Traceback (most recent call last):")
-    assert "autoshard/train/own_model.py" in text
+    assert "autoshard/train/models/own_model.py" in text
     assert text.splitlines()[-3].startswith(f"error: {folder}/train.yaml:2: model: ")
 
 

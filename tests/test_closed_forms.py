@@ -21,7 +21,7 @@ from autoshard.backend.audit import audit
 from autoshard.machine.collective import collective_seconds
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.runtime.plan import Plan
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 
 Loss = Callable[[Any, Any], Any]

@@ -18,7 +18,7 @@ from autoshard.api import DEFAULT_PASSES
 from autoshard.backend.hlo.collectives import collectives
 from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
 from autoshard.schedule.slots import Operation, Slot
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 from tests.models import WIDTH, tokens
 from tests.pipelined_steps import apart, decoder_loss, decoder_params, train_state, trained

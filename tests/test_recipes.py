@@ -18,9 +18,9 @@ from autoshard.decoding.served import of_run
 from autoshard.errors import ConfigError
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig, named_config
-from autoshard.train.decoder import Decoder, ModelConfig
-from autoshard.train.loop import plan_phase
-from autoshard.train.own_model import own_model
+from autoshard.train.models.decoder import Decoder, ModelConfig
+from autoshard.train.models.own_model import own_model
+from autoshard.train.phase import plan_phase
 from autoshard.train.work import work_of
 
 RECIPES = Path(__file__).parents[1] / "configs/recipes"

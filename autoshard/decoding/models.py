@@ -11,8 +11,8 @@ from flax import nnx
 
 from autoshard.decoding.generator import CachedStep, NewCache
 from autoshard.errors import ConfigError
-from autoshard.train.decoder import Decoder, ModelConfig
-from autoshard.train.own_model import Model
+from autoshard.train.models.decoder import Decoder, ModelConfig
+from autoshard.train.models.own_model import Model
 from autoshard.train.precision import Precision
 from autoshard.train.sources import Tree
 from autoshard.weights.models import decoder, mla

@@ -20,10 +20,11 @@ from autoshard.errors import ArgumentError, CheckpointError, ConfigError
 from autoshard.plan.record import PlanRecord
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train.calls import Call
-from autoshard.train.config import DataConfig, TrainConfig
-from autoshard.train.decoder import ModelConfig, Tree
-from autoshard.train.loop import plan_phase
-from autoshard.train.own_model import inputs_of, own_model
+from autoshard.train.config import TrainConfig
+from autoshard.train.config_parts import DataConfig
+from autoshard.train.models.decoder import ModelConfig, Tree
+from autoshard.train.models.own_model import inputs_of, own_model
+from autoshard.train.phase import plan_phase
 from autoshard.train.precision import Precision
 from autoshard.train.work import computed_model, work_of
 from autoshard.weights.pretrained import open_pretrained

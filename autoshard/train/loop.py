@@ -10,7 +10,6 @@ its devices; the first one prints, and writes the folder, which all must share f
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -23,7 +22,6 @@ from etils import epath
 from rich.console import Console
 
 from autoshard import checkpoint
-from autoshard.api import jit
 from autoshard.backend.audit import audit
 from autoshard.batches.padding import WEIGHTS
 from autoshard.batches.prefetch import Prefetched
@@ -47,18 +45,16 @@ from autoshard.runs.report import (
 from autoshard.runs.run_folder import RunFolder, write_json
 from autoshard.runs.run_log import RunLog
 from autoshard.runs.wandb_run import WandbRun
-from autoshard.runtime.plan import Plan
-from autoshard.runtime.step import Step
 from autoshard.train import data
-from autoshard.train.config import Phase, TrainConfig
-from autoshard.train.decoder import Tree
-from autoshard.train.non_finite import LossWatch, NonFinitePolicy, NonFiniteWatch, checked
+from autoshard.train.config import TrainConfig
+from autoshard.train.models.decoder import Tree
+from autoshard.train.non_finite import LossWatch, NonFinitePolicy, NonFiniteWatch
 from autoshard.train.optimizer import OptimizerConfig, decay_note
 from autoshard.train.peak import peak_seconds
+from autoshard.train.phase import PlannedPhase, plan_phase
 from autoshard.train.processes.agreement import from_first, in_any, is_first, same_entries
 from autoshard.train.processes.ending import failure_logged, saves_finished
 from autoshard.train.processes.meeting import Meeting
-from autoshard.train.processes.placing import SizedPlacer
 from autoshard.train.processes.positions import gathered, resume
 from autoshard.train.stepping import Duties, Numbers, scalars, take_steps, traced
 from autoshard.train.stop_signals import StopSignals
@@ -157,61 +153,6 @@ def _check_devices(config: TrainConfig, done: int) -> None:
     for phase in config.all_phases:
         if phase.until > done and phase.mesh.axes != "auto":
             phase.mesh.mesh().concrete()
-
-
-@dataclass(frozen=True)
-class PlannedPhase:
-    """The planned step and eval function of a phase, and the abstract values of their arguments."""
-
-    work: Work
-    phase: Phase
-    step: Step
-    evaluate: Step | None
-    """Of what ``work.steps.evaluated`` gives, and a batch; None where nothing is evaluated."""
-    plan: Plan
-    state: Tree
-    """`jax.ShapeDtypeStruct`s."""
-    batch: Tree
-    """`jax.ShapeDtypeStruct`s."""
-
-    padded: bool = False
-    """Whether there are batches of several sizes, of which ``batch`` is one."""
-
-    def placer(self) -> SizedPlacer:
-        """Puts training batches on the mesh."""
-        return SizedPlacer(
-            self.plan, (lambda batch: self.step.plan(self.plan.in_avals[0], batch)) if self.padded else None
-        )
-
-    @functools.cached_property
-    def place_held_out(self) -> SizedPlacer:
-        """Puts held-out batches on the mesh."""
-        evaluate, part = self.evaluate, self.work.steps.evaluated(self.plan.in_avals[0])
-        assert evaluate is not None
-        return SizedPlacer(self.plan, (lambda batch: evaluate.plan(part, batch)) if self.padded else None)
-
-
-def plan_phase(config: TrainConfig, phase: Phase, work: Work | None = None) -> PlannedPhase:
-    """Plans one phase; needs no devices, and creates no array, but of a batch of data of one's own."""
-    work = work or work_of(config)
-    steps, batch = work.steps, work.batches.like
-    step = jit(
-        steps.train if config.nan is None else checked(steps.train, keeps=config.nan == "skip"),
-        mesh=phase.mesh,
-        strategy=config.strategy,
-        microbatches=config.microbatches_on(phase.mesh),
-        refine=config.refine,
-        recompute=config.recompute,
-        passes=config.passes,
-        donate_argnums=0,
-    )
-    state = jax.eval_shape(steps.init, jax.eval_shape(lambda: jax.random.key(0)))
-    plan = step.plan(state, batch)
-    evaluate = None
-    if work.is_evaluated:
-        state_and_batch = (steps.evaluated(plan.in_specs[0]), plan.in_specs[1])
-        evaluate = jit(steps.evaluate, mesh=phase.mesh, strategy=config.strategy, in_shardings=state_and_batch)
-    return PlannedPhase(work, phase, step, evaluate, plan, state, batch, padded=config.pad is not None)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from autoshard.errors import CheckpointError, ConfigError
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train import data
 from autoshard.train.calls import Call
-from autoshard.train.config import DataConfig, TrainConfig
-from autoshard.train.decoder import ModelConfig, Steps, make_steps
-from autoshard.train.optimizer import OptimizerConfig, make_optimizer
-from autoshard.train.own_model import (
+from autoshard.train.config import TrainConfig
+from autoshard.train.config_parts import DataConfig
+from autoshard.train.models.decoder import ModelConfig, Steps, make_steps
+from autoshard.train.models.own_model import (
     Model,
     cross_entropy,
     decoder_model,
@@ -32,6 +32,7 @@ from autoshard.train.own_model import (
     own_model,
     own_steps,
 )
+from autoshard.train.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.processes.agreement import same_in_all
 from autoshard.train.processes.placing import abstract
 from autoshard.train.sources import Mapped, Rows, Source, Tree, arrays_only, source_of

@@ -16,7 +16,7 @@ import autoshard
 from autoshard import weights
 from autoshard.decoding import models
 from autoshard.errors import ArgumentError, ConfigError
-from autoshard.train.decoder import Decoder, ModelConfig
+from autoshard.train.models.decoder import Decoder, ModelConfig
 from autoshard.weights.models import decoder, mla
 from tests.weights.published import V, publish, tensors_of
 

@@ -20,8 +20,8 @@ from autoshard.cli import main
 from autoshard.decoding import served
 from autoshard.errors import ArgumentError, CheckpointError
 from autoshard.train.config import named_config
-from autoshard.train.decoder import Decoder, ModelConfig
-from autoshard.train.loop import plan_phase
+from autoshard.train.models.decoder import Decoder, ModelConfig
+from autoshard.train.phase import plan_phase
 from autoshard.weights.models import decoder
 from tests import jax_alone
 from tests.weights.published import V, publish

@@ -29,7 +29,7 @@ from autoshard.pages.shards import part_numbers, shards
 from autoshard.pages.source_lines import line_text, source_files
 from autoshard.plan.grouping import bytes_per_device, group_arrays
 from autoshard.runtime.plan import Plan
-from autoshard.train.decoder import ModelConfig, OptimizerConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, OptimizerConfig, make_steps
 from autoshard.units import size_text, time_text
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.backend.audit import audit
 from autoshard.pages.page import brief
 from autoshard.runtime.plan import Plan
-from autoshard.train.decoder import ModelConfig, make_steps
+from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
 
 LAYERS = 2

@@ -20,7 +20,8 @@ from autoshard.runs.curves import runs_in
 from autoshard.runs.report import Report, StepEvent
 from autoshard.runs.run_folder import RunFolder
 from autoshard.train.config import TrainConfig
-from autoshard.train.loop import plan_phase, train
+from autoshard.train.loop import train
+from autoshard.train.phase import plan_phase
 from tests.runs.test_wandb_run import StandIn
 from tests.train.test_stop_signals import StoppedAfter
 

@@ -19,8 +19,8 @@ import autoshard
 from autoshard.errors import ArgumentError
 from autoshard.train import Precision
 from autoshard.train.config import named_config
-from autoshard.train.loop import plan_phase
-from autoshard.train.own_model import cross_entropy
+from autoshard.train.models.own_model import cross_entropy
+from autoshard.train.phase import plan_phase
 from autoshard.train.work import work_of
 
 drawn = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from etils import epath
 from autoshard import checkpoint
 from autoshard.errors import CheckpointError
 from autoshard.runs.run_folder import RunFolder
-from autoshard.train.decoder import Steps
+from autoshard.train.models.decoder import Steps
 from autoshard.train.work import check_state
 
 

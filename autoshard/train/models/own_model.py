@@ -23,8 +23,8 @@ from autoshard.call_errors import hinted, noted
 from autoshard.errors import ConfigError, ModeWarning
 from autoshard.runtime.nnx import has_modules
 from autoshard.train.calls import Call
-from autoshard.train.decoder import Decoder, Metrics, ModelConfig, Steps
-from autoshard.train.modes import NAMES, SWITCHED, mode_options, silent_dropouts, unswitched
+from autoshard.train.models.decoder import Decoder, Metrics, ModelConfig, Steps
+from autoshard.train.models.modes import NAMES, SWITCHED, mode_options, silent_dropouts, unswitched
 from autoshard.train.precision import Precision
 from autoshard.train.sources import Tree
 from autoshard.train.stepping import uniform

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from autoshard.errors import ConfigError
-from autoshard.train.decoder import Decoder, ModelConfig, make_steps, rotary
+from autoshard.train.models.decoder import Decoder, ModelConfig, make_steps, rotary
 from autoshard.train.optimizer import OptimizerConfig, schedule
 
 TINY = {"layers": 2, "d_model": 32, "heads": 4, "seq": 16}

@@ -25,9 +25,10 @@ from rich.console import Console
 from autoshard import checkpoint
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config import named_config
-from autoshard.train.decoder import Decoder, ModelConfig
-from autoshard.train.loop import plan_phase, train
-from autoshard.train.own_model import cross_entropy, own_model
+from autoshard.train.loop import train
+from autoshard.train.models.decoder import Decoder, ModelConfig
+from autoshard.train.models.own_model import cross_entropy, own_model
+from autoshard.train.phase import plan_phase
 from autoshard.train.sources import Rows
 
 chosen = np.random.default_rng(0)
@@ -35,7 +36,7 @@ IMAGES = {
     "inputs": chosen.normal(size=(64, 8, 8, 1)).astype(np.float32),
     "labels": chosen.integers(0, 3, 64).astype(np.int32),
 }
-ME = "tests.train.test_own_model"
+ME = "tests.train.models.test_own_model"
 
 
 class Cnn(nnx.Module):
@@ -470,7 +471,7 @@ def no_batch() -> Any:
 
 
 def test_the_files_of_the_guide_train_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs/guides/own_model.md").read_text().partition("## From a configuration")[2]
+    page = (Path(__file__).parents[3] / "docs/guides/own_model.md").read_text().partition("## From a configuration")[2]
     models, config = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "yaml"))
     (tmp_path / "models.py").write_text(models)
     shorter = {"steps: 10000": "steps: 4", "every: 500": "every: 2", "data: -1": "data: 8"}

@@ -16,10 +16,10 @@ from flax import linen, nnx
 from autoshard.cli import main
 from autoshard.errors import ModeWarning
 from autoshard.train.config import named_config
-from autoshard.train.modes import unswitched
-from autoshard.train.own_model import Model, own_model
+from autoshard.train.models.modes import unswitched
+from autoshard.train.models.own_model import Model, own_model
 
-ME = "tests.train.test_modes"
+ME = "tests.train.models.test_modes"
 BATCH = {"inputs": np.ones((4, 64), np.float32)}
 
 
