@@ -29,6 +29,7 @@ from autoshard.passes.attention.candidate import AttentionCandidate
 from autoshard.passes.attention.facts import Facts, OuterValues
 from autoshard.passes.attention.finder import AttentionFinder
 from autoshard.passes.attention.held import hold_results
+from autoshard.passes.attention.loop_masks import broadcast_in_loops
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms import remat
 from autoshard.transforms.attention_kernels import KERNELS, kernel_flops_at_peak, unsupported_reason
@@ -67,7 +68,10 @@ class Attention(Pass):
     def __call__(self, program: Program) -> Program:
         selection = self._selection(program)
         before = jx.eliminate_dead_code(program.jaxpr)
-        after = hold_results(_rewritten(_recompute_scores(before, selection), selection))
+        recomputing = _recompute_scores(before, selection)
+        narrow = broadcast_in_loops(recomputing)
+        replaced = _rewritten(narrow, selection)
+        after = hold_results(recomputing if replaced is narrow else replaced)
         return program if after is before else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
