@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import jax
 import numpy as np
@@ -239,7 +239,7 @@ class MeshConfig(Config):
             return self.target.size
         return jax.device_count() if self.devices is None and ask_jax else self.devices
 
-    def _devices_here(self, number: int) -> list[jax.Device]:
+    def _devices_here(self, number: int) -> list[Any]:
         """JAX's devices, where the config names neither target nor hardware table, and there are so many; else none."""
         here = [] if self.target or self.hardware else sorted(jax.devices(), key=lambda d: d.id)
         return here if len(here) == number else []
