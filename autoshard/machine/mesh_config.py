@@ -362,7 +362,7 @@ def resolve_mesh(mesh: MeshLike) -> LogicalMesh:
     if config is not None:
         return config.mesh()
     if isinstance(mesh, Mesh):
-        devices, torus = tuple(mesh.devices.flat), device_spans(mesh.devices)
+        devices, torus = tuple(mesh.devices.flat), device_spans(mesh.devices, crosses(mesh.devices))
         hardware, torus = hardware_of(devices[0].device_kind), torus if any(torus) else ()
         links = _links_of(mesh.devices, hardware)
         return LogicalMesh(mesh.axis_names, mesh.axis_sizes, hardware, links, torus=torus, devices=devices)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import mesh_utils
 
-from autoshard.machine.target import crosses
 from autoshard.machine.tpu_slice import TpuSlice, slice_of
 
 
@@ -63,12 +62,13 @@ def spans(target: TpuSlice, sizes: Sequence[int]) -> tuple[tuple[Span, ...], ...
     return ((), *found[1:]) if target.slices > 1 else found
 
 
-def device_spans(devices: np.ndarray) -> tuple[tuple[Span, ...], ...]:
-    """The same of devices that are there, as an array in mesh order; all empty where they are no whole slices."""
+def device_spans(devices: np.ndarray, crossing: Sequence[bool]) -> tuple[tuple[Span, ...], ...]:
+    """The same of devices that are there, as an array in mesh order, of which some axes cross slices; all empty where
+    the devices are no whole slices."""
     found = slice_of([*devices.flat])
     if found is None:
         return ((),) * devices.ndim
-    return _spans_of(np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, -1), found, crosses(devices))
+    return _spans_of(np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, -1), found, crossing)
 
 
 def places(target: TpuSlice, sizes: Sequence[int]) -> np.ndarray:

@@ -27,7 +27,7 @@ from autoshard.machine.collective import (
 )
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.machine.target import device_array
+from autoshard.machine.target import crosses, device_array
 from autoshard.machine.torus import Span, chips, device_spans, spans, torus_rates
 from autoshard.machine.tpu_slice import TPUS, TpuSlice, slice_of
 
@@ -228,7 +228,7 @@ def test_devices_that_are_there_are_a_slice(topology, sizes):
     there = list(chips(target))
     assert slice_of(there) == target
     placed = mesh_utils.create_device_mesh(sizes, there, allow_split_physical_axes=True)
-    assert device_spans(placed) == spans(target, sizes)
+    assert device_spans(placed, crosses(placed)) == spans(target, sizes)
 
 
 def two_slices(topology: str) -> list[Any]:
@@ -248,7 +248,7 @@ def test_several_slices_that_are_there_are_as_a_config_describes_them(monkeypatc
     assert mesh == described
     assert mesh.torus == described.torus
     placed = device_array(TpuSlice("v5e:4x4", 2), [*axes.values()])
-    assert device_spans(placed) == mesh.torus
+    assert device_spans(placed, crosses(placed)) == mesh.torus
     assert [mesh.slowest_link((a,)).name for a in axes] == ["dcn", *["ici"] * (len(axes) - 1)]
     with pytest.raises(MeshError, match="a mesh of 1x32 does not fit 2 x TPU v5e:4x4, .* 2 must divide the first axis"):
         MeshConfig(axes={"data": 1, "model": 32}).mesh()
@@ -258,7 +258,7 @@ def test_several_slices_that_are_there_are_as_a_config_describes_them(monkeypatc
 def test_devices_that_are_no_whole_slice_are_rings_of_one_link():
     some = list(chips(TpuSlice("v5e:4x4")))[2:]
     assert slice_of(some) is None
-    assert device_spans(np.array(some).reshape(7, 2)) == ((), ())
+    assert device_spans(np.array(some).reshape(7, 2), (False, False)) == ((), ())
     assert slice_of(jax.devices()) is None
 
 

@@ -26,7 +26,6 @@ from tests.runs.test_wandb_run import StandIn
 from tests.train.test_stop_signals import StoppedAfter
 
 WORDS = b"the mesh has eight devices and every axis of the mesh has a name ".split()
-WANDB = StandIn()
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +71,26 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report, str]:
+def wandb() -> StandIn:
+    """What `finished` is sent to."""
+    return StandIn()
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, wandb: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report, str]:
     """A finished run: its folder, its report, and what it printed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "wandb", WANDB)
+        patch.setitem(sys.modules, "wandb", wandb)
         return folder, *run(recipe(text, folder, wandb={"project": "trees"}))
 
 
-def test_metrics_are_sent_where_the_configuration_asks(finished: tuple[Path, Report, str]):
-    (begun,) = WANDB.begun
+def test_metrics_are_sent_where_the_configuration_asks(wandb: StandIn, finished: tuple[Path, Report, str]):
+    (begun,) = wandb.begun
     assert (begun["project"], begun["config"]["batch"]) == ("trees", 8)
-    assert [metrics["loss"] for _, metrics in WANDB.logged if "loss" in metrics] == losses(finished[0])
-    assert any("eval_loss" in metrics for _, metrics in WANDB.logged)
-    assert WANDB.closed == 1
+    assert [metrics["loss"] for _, metrics in wandb.logged if "loss" in metrics] == losses(finished[0])
+    assert any("eval_loss" in metrics for _, metrics in wandb.logged)
+    assert wandb.closed == 1
 
 
 def test_a_run_learns_and_reports(finished: tuple[Path, Report, str]):
