@@ -16,6 +16,7 @@ COUNT_FLAG = "xla_force_host_platform_device_count"
 THREADS_VARIABLE = "NPROC"
 """Environment variable with the number of threads in which XLA for CPUs runs programs."""
 THREADS = 8
+"""Of them for each device."""
 
 
 def use_platform(config: TrainConfig, *, runs: bool = True, processes: int = 1) -> None:

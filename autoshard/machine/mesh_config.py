@@ -17,9 +17,9 @@ from autoshard.machine.gpu_cluster import GpuCluster
 from autoshard.machine.hardware import hardware_of, load_hardware
 from autoshard.machine.mesh import Hardware, LogicalMesh
 from autoshard.machine.mesh_shapes import INNER_AXES, OUTER_AXIS, mesh_shapes
-from autoshard.machine.target import Target, crosses, crossing_axes, group_of, require_fit
+from autoshard.machine.target import Target, crosses, crossing_axes, require_fit
 from autoshard.machine.torus import Span, device_spans, spans
-from autoshard.machine.tpu_slice import TpuSlice, slice_of
+from autoshard.machine.tpu_slice import TpuSlice, group_of, slice_of
 from autoshard.strict_config import Bytes, Config, find_config
 
 type MeshLike = Mesh | AbstractMesh | LogicalMesh | MeshConfig | Mapping[str, int] | str | os.PathLike[str] | None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from jax.experimental import mesh_utils
 from autoshard.errors import MeshError
 from autoshard.machine import gpu_cluster, tpu_slice
 from autoshard.machine.gpu_cluster import GpuCluster
-from autoshard.machine.tpu_slice import TpuSlice
+from autoshard.machine.tpu_slice import TpuSlice, group_of
 
 type Target = TpuSlice | GpuCluster
 
@@ -24,11 +23,6 @@ type Target = TpuSlice | GpuCluster
 def is_available(target: Target) -> bool:
     """Whether this process has the devices of ``target``."""
     return gpu_cluster.is_available(target) if isinstance(target, GpuCluster) else tpu_slice.is_available(target)
-
-
-def group_of(device: Any) -> int:
-    """The number of the slice of TPUs, or of the GPUs that NVLink joins, which JAX calls a slice too, of a device."""
-    return getattr(device, "slice_index", 0)
 
 
 def crosses(devices: np.ndarray) -> tuple[bool, ...]:

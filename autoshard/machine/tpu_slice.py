@@ -123,6 +123,11 @@ def is_available(target: TpuSlice) -> bool:
     return devices[0].platform == "tpu" and len(devices) == target.size
 
 
+def group_of(device: Any) -> int:
+    """The number of the slice of TPUs, or of the GPUs that NVLink joins, which JAX calls a slice too, of a device."""
+    return getattr(device, "slice_index", 0)
+
+
 def slice_of(devices: Sequence[Any]) -> TpuSlice | None:
     """The slice that these devices of JAX make up, or the several equal ones; None where they are no TPUs, or not whole
     slices."""
@@ -131,7 +136,7 @@ def slice_of(devices: Sequence[Any]) -> TpuSlice | None:
         return None
     name, groups = chips[devices[0].device_kind], defaultdict[int, set[tuple[int, ...]]](set)
     for device in devices:
-        groups[getattr(device, "slice_index", 0)].add((*device.coords, device.core_on_chip))
+        groups[group_of(device)].add((*device.coords, device.core_on_chip))
     first, *others = groups.values()
     grid = [max(place[i] for place in first) + 1 for i in range(TPUS[name].grid_rank)]
     found = TpuSlice(f"{name}:{'x'.join(map(str, grid))}", len(groups))
