@@ -273,12 +273,14 @@ class _Lowering:
         )
         return jx.splice(mapped, eqn, invars)
 
-    def _indexed(self, eqn: jx.JaxprEqn, island: Island) -> Callable[..., Any]:
-        """A gather or a scatter on shards."""
-        split = island.in_specs[0].dims
-        if self.rules.traits(eqn.primitive).gathers:
+    def _indexed(self, eqn: jx.JaxprEqn, island: Island) -> Callable[..., Any] | None:
+        """A gather or a scatter on shards; None of another operation."""
+        split, traits = island.in_specs[0].dims, self.rules.traits(eqn.primitive)
+        if traits.gathers:
             return jx.gather_on_shards(eqn, split)
-        return jx.scatter_on_shards(eqn, split, [a for a, _ in island.out_specs[0].partial])
+        if traits.scatters:
+            return jx.scatter_on_shards(eqn, split, [a for a, _ in island.out_specs[0].partial])
+        return None
 
     def _ring(self, eqn: jx.JaxprEqn, rule: Rule, island: Island) -> Ring | None:
         """The ring that sums the result of a product of XLA's, where it would wait for a reduce-scatter."""

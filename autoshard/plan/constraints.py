@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.cost.cost import CostModel
@@ -13,7 +14,7 @@ from autoshard.ir.graph import Graph, Node, Value
 from autoshard.ir.program import Program
 from autoshard.ir.propagate import Layout
 from autoshard.ir.rule import halo_axes
-from autoshard.ir.spec import Spec
+from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import ALL_GATHER, ALL_TO_ALL, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Constraint, ConstraintReason, Island
@@ -152,9 +153,10 @@ def spec_across_region(outside: Spec, rank: int) -> Spec:
 
 def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island, ...]:
     """The equations that run in their local form under ``layout``; of a pipeline also gathers and scatters that are
-    split, as XLA (JAX 0.12) aborts where it splits them over some of the axes beside that of the stages; and products
-    of which XLA would wait for the gather of an operand."""
-    found: list[Island] = []
+    split, as XLA (JAX 0.12) aborts where it splits them over some of the axes beside that of the stages; products of
+    which XLA would wait for the gather of an operand; and what stretches an operand over dimensions that are split
+    otherwise where the same operand is stretched again."""
+    found, stretched = list[Island](), _stretched_otherwise(graph, layout)
     exposed = exposed_values(graph) if graph.program.mesh.hardware.blocking_gathers else frozenset()
     for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
         on_shards = node.kind.rule.local is not None and run.uses_local_form
@@ -163,10 +165,31 @@ def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island
             for v, need in zip(node.operands, run.in_specs, strict=True)
         )
         waits = waits and node.kind.rule.local is not None and node.kind.rule.local.fun is None
-        if node.results and (on_shards or waits or _indexes_shards(node, run, graph.program)):
+        whole = not any(s.partial for s in (*run.in_specs, *run.out_specs))
+        if node.results and (
+            on_shards or waits or (n in stretched and whole) or _indexes_shards(node, run, graph.program)
+        ):
             reduced = _reduced_specs(run.out_specs, node.results, graph, layout)
             found.append(Island(n, run.local_axes, run.in_specs, run.out_specs, reduced, node.kind.op, node.source))
     return tuple(found)
+
+
+def _stretched_otherwise(graph: Graph, layout: Layout) -> set[int]:
+    """The elementwise operations that stretch an operand of size 1 over dimensions that are split, where another one
+    stretches it to the same shape with other splits: XLA computes what is stretched once, and reshards it."""
+    found: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Axes, ...]]] = defaultdict(dict)
+    for n, node in enumerate(graph.nodes):
+        rule = node.kind.rule
+        if node.tie or len(node.results) != 1 or rule.kinds or rule.local or node.kind.flops:
+            continue
+        (made,), (result,) = rule.results, node.results
+        for v, dims in zip(node.operands, rule.operands, strict=True):
+            if v and len(dims) == len(made) and any(m and not d for d, m in zip(dims, made, strict=True)):
+                splits = zip(dims, layout.specs[result].dims, strict=True)
+                found[v, graph.values[result].shape][n] = tuple(axes for d, axes in splits if not d)
+    return {
+        n for by_node in found.values() if len(set(by_node.values())) > 1 for n, axes in by_node.items() if any(axes)
+    }
 
 
 def _indexes_shards(node: Node, run: NodeCost, program: Program) -> bool:

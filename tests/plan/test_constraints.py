@@ -98,3 +98,26 @@ def test_what_a_convolution_of_split_images_makes_is_pinned_as_it_is_made() -> N
     pinned = {(p.shape, p.spec) for p in jitted.plan(x, w).intermediates if p.op == "conv_general_dilated"}
     rows = Spec(((), ("d", "m"), (), ()))
     assert {(x.shape, rows), ((2, 64, 8, 8), rows)} <= pinned
+
+
+@pytest.mark.parametrize(
+    ("second", "islands"), [(P(None, None, "d"), 2), (P(), 1), (P("d"), 0)], ids=["otherwise", "whole", "alike"]
+)
+def test_what_is_stretched_to_unlike_splits_is_stretched_on_shards(second: P, islands: int) -> None:
+    """XLA for TPU computes what is stretched once, and exchanges it."""
+    first = P("d")
+
+    def step(x: jax.Array, y: jax.Array, angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+        turned = jnp.sin(angle)[None, :, None, :]
+        return x * turned, y - turned
+
+    numbers = np.random.default_rng(0)
+    x, angle = (jnp.asarray(numbers.standard_normal(s), jnp.float32) for s in ((8, 4, 8, 2), (4, 2)))
+    jitted = autoshard.jit(
+        step, mesh={"d": 4}, in_shardings=(first, second, None), out_shardings=(first, second), passes=()
+    )
+    found = jitted.plan(x, x, angle).islands
+    assert [i.op for i in found] == ["mul", "sub"][:islands]
+    assert all(i.in_specs[0].dims == i.reduced_specs[0].dims and not i.axes for i in found)
+    for made, want in zip(jitted(x, x, angle), jax.jit(step)(x, x, angle), strict=True):
+        np.testing.assert_array_equal(made, want)

@@ -226,6 +226,20 @@ def test_a_sum_is_scattered_over_two_axes_of_different_links_without_an_all_redu
     assert "all-reduce" not in {c.kind for c in emitted}
 
 
+def test_what_is_stretched_twice_is_not_exchanged():
+    """Rotary angles, where queries are split by heads on their way forward and by rows on their way back."""
+    rows, heads = P("data"), P(None, None, "data")
+
+    def step(x, y, angle):
+        turned = jnp.sin(angle)[None, :, None, :]
+        return x * turned, y * turned
+
+    mesh = MeshConfig(axes={"data": 4}, tpu="v5e:2x2")
+    step = autoshard.jit(step, mesh=mesh, in_shardings=(rows, heads, None), out_shardings=(rows, heads))
+    args = [jax.ShapeDtypeStruct(n, jnp.float32) for n in ((64, 256, 64, 128), (64, 256, 64, 128), (256, 128))]
+    assert not autoshard.audit(step.lower(*args).compile(), step.plan(*args)).emitted
+
+
 def test_momentum_in_the_host_s_memory():
     axes = jax.sharding.AbstractMesh((4, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     pin = jax.sharding.NamedSharding(axes, P("data", "model"), memory_kind="pinned_host")
