@@ -68,6 +68,9 @@ class Traits:
     """It multiplies each group of rows of operand 0 with a matrix, or sums products over each group; operand 2 has the
     sizes of the groups. Asked by `passes.experts`, and by `cost.node_strategy`: the work that its rule states is that
     without a kernel (`Hardware.grouped_products`)."""
+    stretches: bool = False
+    """Elementwise, with the same parameters on operands of any shape; it stretches their dimensions of size 1. Asked by
+    `plan.constraints` (it runs on shards where the same operand is stretched to other splits elsewhere)."""
     any_size: bool = False
     """It runs as it is on any size of a dimension that its rule calls parallel, once the parameter that states the
     shape of its result follows. Asked by `passes.experts`, which runs it on some of the rows."""

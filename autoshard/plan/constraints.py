@@ -176,11 +176,12 @@ def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island
 
 def _stretched_otherwise(graph: Graph, layout: Layout) -> set[int]:
     """The elementwise operations that stretch an operand of size 1 over dimensions that are split, where another one
-    stretches it to the same shape with other splits: XLA computes what is stretched once, and reshards it."""
+    stretches it to the same shape with other splits: XLA computes what is stretched once, and reshards it. None of a
+    pipeline, whose layers are found by the operations that they are made of."""
     found: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Axes, ...]]] = defaultdict(dict)
-    for n, node in enumerate(graph.nodes):
+    for n, node in enumerate(graph.nodes if graph.program.pipeline is None else ()):
         rule = node.kind.rule
-        if node.tie or len(node.results) != 1 or rule.kinds or rule.local or node.kind.flops:
+        if not node.kind.traits.stretches or rule.kinds or rule.local:
             continue
         (made,), (result,) = rule.results, node.results
         for v, dims in zip(node.operands, rule.operands, strict=True):

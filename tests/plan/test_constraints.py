@@ -121,3 +121,18 @@ def test_what_is_stretched_to_unlike_splits_is_stretched_on_shards(second: P, is
     assert all(i.in_specs[0].dims == i.reduced_specs[0].dims and not i.axes for i in found)
     for made, want in zip(jitted(x, x, angle), jax.jit(step)(x, x, angle), strict=True):
         np.testing.assert_array_equal(made, want)
+
+
+def test_a_mask_may_be_broadcast_to_unlike_splits() -> None:
+    """Its shape is a parameter of the operation: it does not run on shards."""
+    splits = P("d"), P(None, "d")
+
+    def step(x: jax.Array, y: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mask = (seen > 0)[None, None]
+        return jnp.where(mask, x, 0), jnp.where(mask, y, -1)
+
+    numbers = np.random.default_rng(0)
+    x, seen = (jnp.asarray(numbers.standard_normal(s), jnp.float32) for s in ((8, 8, 4, 4), (4, 4)))
+    jitted = autoshard.jit(step, mesh={"d": 4}, in_shardings=(*splits, None), out_shardings=splits, passes=())
+    for made, want in zip(jitted(x, x, seen), jax.jit(step)(x, x, seen), strict=True):
+        np.testing.assert_array_equal(made, want)

@@ -121,6 +121,14 @@ def test_the_parameter_that_states_the_shape(case: Case) -> None:
     assert case.eqn.params[KNOWN[case.name].shape_param or ""] == case.results[0].shape
 
 
+@having("stretches")
+def test_dimensions_of_size_1_are_stretched_and_rows_computed_alone(case: Case) -> None:
+    x, y = case.operands
+    if x.ndim and x.shape == y.shape:
+        same(case.run([x, y[:1]])[0], case.run([x, np.broadcast_to(y[:1], y.shape)])[0])
+        same(case.run([x[1:], y[1:]])[0], case.results[0][1:])
+
+
 @having("any_size")
 def test_runs_on_twice_the_size(case: Case) -> None:
     tried = 0
