@@ -27,7 +27,7 @@ from autoshard.checkpoint.commands import checkpoint_app
 from autoshard.checkpoint.manifest import absolute_path, complete_steps
 from autoshard.decoding.served import exported, of_folder, of_run
 from autoshard.errors import AutoshardError, ConfigError, nearest
-from autoshard.machine.hardware import HardwareConfig
+from autoshard.machine.hardware import HardwareConfig, require_compiler
 from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
 from autoshard.platforms import use_cpu_devices, use_platform
 from autoshard.runs.commands import runs_app
@@ -257,6 +257,7 @@ def compile_command(
     console, compilations = Console(soft_wrap=True), []
     for number, phase in enumerate(recipe.all_phases, 1):
         planned = plan_phase(recipe, phase)
+        require_compiler(planned.plan.mesh)
         compilation = compile_plan(planned.plan, planned.step.lower(planned.state, planned.batch))
         compilations.append(compilation)
         page = None if html is None else planned.plan.show(_page(html, recipe, number), compilation.compiled)
@@ -308,8 +309,7 @@ def generate_command(
         use_platform(recipe)
         served = of_run(recipe, step)
     given = served.prompt(prompt, numbers, rows)
-    generator = served.generator(temperature=temperature, top_k=top_k, top_p=top_p)
-    texts = [""] * rows
+    texts, generator = [""] * rows, served.generator(temperature=temperature, top_k=top_k, top_p=top_p)
     for pieces in served.pieces(generator, given, tokens, seed):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         if rows == 1:

@@ -175,7 +175,7 @@ def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsag
         for name in ("argument", "output", "alias", "temp", "generated_code")
     )
     total = arguments + results - aliased + temporaries
-    peak = int(getattr(found, "peak_memory_in_bytes", 0)) if mesh.hardware.clock else 0
+    peak = int(getattr(found, "peak_memory_in_bytes", 0)) if mesh.platform == "tpu" else 0
     held = [int(getattr(found, f"host_{name}_size_in_bytes", 0)) for name in ("argument", "output", "temp", "alias")]
     host = sum(held[:3]) - held[3]
     return MemoryUsage(arguments, results, aliased, temporaries, code, peak - host if peak else total, host)

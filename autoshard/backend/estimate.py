@@ -84,7 +84,7 @@ def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
     """`estimate` of a parsed module: of what runs when its entry does."""
     hardware, clock = mesh.hardware, mesh.hardware.clock
     cycles: int | None = None
-    if clock:
+    if clock and _has_cycles(module):
         cycles, exact = estimated_cycles(module, hardware)
         compute, work = cycles / clock, lambda i, within: _cycles(i, within, module, hardware) / clock
     else:
@@ -94,6 +94,12 @@ def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
     once = {key: _transfer(c, mesh) for key, c in found.items()}
     transfers = sum(once[key].seconds * c.count for key, c in found.items())
     return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, work))
+
+
+def _has_cycles(module: Module) -> bool:
+    """Whether it is the TPU compiler's."""
+    instructions = (i for c in module.computations.values() for i in c.instructions.values())
+    return any(_CYCLES.search(i.attributes) for i in instructions)
 
 
 def estimated_cycles(module: Module, hardware: Hardware) -> tuple[int, bool]:

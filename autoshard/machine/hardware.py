@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from autoshard.errors import ConfigError
-from autoshard.machine.mesh import AttentionRates, Hardware, Link
+from autoshard.errors import CompileError, ConfigError
+from autoshard.machine.mesh import AttentionRates, Hardware, Link, LogicalMesh
 from autoshard.strict_config import Bytes, Config, find_config, parse_yaml, read_text, shipped_configs
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int4", "int8"]
@@ -170,3 +170,15 @@ def is_of_other_chip(hardware: Hardware, device_kind: str) -> bool:
     if (path := shipped.get(hardware.name)) is None:
         return False
     return device_kind not in _table(read_text(path), str(path)).device_kinds
+
+
+def require_compiler(mesh: LogicalMesh) -> None:
+    """Raises `CompileError` where programs over ``mesh``, whose table is of an accelerator, are compiled for CPU: what
+    that compiler says of memory and time is not true of the chip."""
+    chip = mesh.hardware
+    if mesh.platform == "cpu" and is_of_other_chip(chip, "cpu"):
+        raise CompileError(
+            f"the mesh has the hardware table {chip.name}, and would be compiled for CPU, which is what is here: give "
+            f"the mesh a target in place of `hardware: {chip.name}`, such as `tpu: v5e:4x4` or `gpu: h100`, which is "
+            "compiled for without devices"
+        )

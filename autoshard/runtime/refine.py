@@ -24,6 +24,7 @@ from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Diagnostic, Graph
 from autoshard.ir.program import Program
 from autoshard.jaxpr.arguments import ArgumentAval
+from autoshard.machine.hardware import require_compiler
 from autoshard.plan.decisions import Trial
 from autoshard.plan.planner import PlanRequest, budget_of, describe_splits, plan_from_candidate
 from autoshard.plan.record import PlanRecord
@@ -130,9 +131,11 @@ def refine(
 
     Raises:
       MeshError: this machine cannot compile for the mesh.
-      CompileError: the compiler refuses every layout, for other reasons than memory.
+      CompileError: the compiler refuses every layout, for other reasons than memory; or the mesh is of accelerators,
+        and the compiler for CPU.
     """
     plan = predicted_best.plan
+    require_compiler(plan.mesh)
     if jx.any_tracer(predicted_best.graph.program.jaxpr.consts):
         note = Diagnostic(
             "not refined: the step closes over tracers of an outer trace, and cannot be compiled by itself"

@@ -103,9 +103,11 @@ class Precision:
 
             differentiated = jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)
             (_, (loss, aux)), (gradients, after) = differentiated(state["params"], overwritten)
-            gradients = _cast(gradients, self.master or self.params)
-            if scale is not None:
-                gradients = jax.tree.map(lambda g: g / scale.astype(g.dtype), gradients)
+            dtype = self.master or self.params
+            if scale is None:
+                gradients = _cast(gradients, dtype)
+            else:  # in float32: the scale may be more than float16 holds
+                gradients = jax.tree.map(lambda g: (g.astype(jnp.float32) / scale).astype(dtype or g.dtype), gradients)
             return ((loss, aux) if has_aux else loss), (gradients if overwritten is None else (gradients, after))
 
         return run

@@ -16,6 +16,7 @@ from rich.console import Console
 import autoshard
 from autoshard.backend.compilation import OutOfMemory, compile_plan, memory_usage, parse_out_of_memory
 from autoshard.backend.compile_report import print_compilation
+from autoshard.machine.tpu_slice import TpuSlice
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
@@ -61,7 +62,7 @@ def test_it_fits_and_is_audited(made):
     assert made.estimate.transfers == pytest.approx(sum(map(made.collective_seconds, made.audit.emitted)))
     text = shown(made)
     assert text.startswith("Fits on (data=4, model=2) of cpu")
-    assert "tests/backend/test_compilation.py:24" in text
+    assert "tests/backend/test_compilation.py:25" in text
     assert "\x1b" not in text
 
 
@@ -91,7 +92,7 @@ def test_unplanned_collectives_are_red_with_their_source(made):
     coloured = shown(c, force_terminal=True, color_system="standard")
     red = [line for line in coloured.splitlines() if line.startswith("\x1b[31m")]
     assert any("unplanned" in line for line in red)
-    assert any("from tests/backend/test_compilation.py:24: jit(step)" in line for line in red)
+    assert any("from tests/backend/test_compilation.py:25: jit(step)" in line for line in red)
     assert "\x1b" not in shown(c)
 
 
@@ -127,7 +128,7 @@ def test_the_host_s_memory_is_no_part_of_the_peak(made):
     sizes = {"argument": 64, "output": 64, "alias": 64, "temp": 128, "generated_code": 1}
     host = {"host_argument": 64, "host_output": 64, "host_alias": 64, "host_temp": 0}
     reported = SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in (sizes | host).items()}, peak_memory_in_bytes=256)
-    chips = replace(made.plan.mesh, hardware=replace(made.plan.mesh.hardware, clock=1e9))
+    chips = replace(made.plan.mesh, target=TpuSlice("v5e:4x2"))
     used = memory_usage(SimpleNamespace(memory_analysis=lambda: reported), chips)
     assert (used.peak, used.host) == (192, 64)
     text = shown(replace(made, usage=replace(made.usage, host=3 * 2**20)))

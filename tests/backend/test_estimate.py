@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -162,3 +163,11 @@ def test_without_a_clock_the_estimate_is_the_roofline():
     assert found.cycles is None
     assert found.compute == pytest.approx(roofline_seconds(parse_hlo(TEXT.replace("LIMIT", "5")), CHIP)[0])
     assert found.transfers == pytest.approx(estimate(Compiled(TEXT.replace("LIMIT", "5")), MESH).transfers)
+
+
+def test_so_it_is_of_what_the_compiler_gave_no_cycles():
+    text = re.sub(r'"estimated_cycles":"\d+"', '"other":"1"', TEXT.replace("LIMIT", "5"))
+    found = estimate(Compiled(text), MESH)
+    assert found.cycles is None
+    assert found.compute == pytest.approx(roofline_seconds(parse_hlo(text), MESH.hardware)[0])
+    assert found.compute > 0

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from autoshard.errors import ConfigError
-from autoshard.machine.hardware import hardware_of, is_of_other_chip, load_hardware
+from autoshard.errors import CompileError, ConfigError
+from autoshard.machine.hardware import hardware_of, is_of_other_chip, load_hardware, require_compiler
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.machine.mesh_config import MeshConfig
+from autoshard.machine.mesh_config import MeshConfig, load_mesh_config
 from autoshard.strict_config import load_yaml
 
 TABLES = sorted((Path(__file__).parents[2] / "configs/hardware").glob("*.yaml"))
@@ -75,3 +75,12 @@ def test_whether_a_table_is_of_another_chip_is_known_of_those_that_ship(tmp_path
     own = tmp_path / "my-chip.yaml"
     own.write_text((TABLES[0].parent / "cpu.yaml").read_text())
     assert not is_of_other_chip(load_hardware(str(own)), "TPU v5 lite")
+
+
+@pytest.mark.parametrize("name", ["tpu-v5e-16", "h100-8"])
+def test_what_is_compiled_for_cpu_is_not_taken_for_an_accelerator(name):
+    chip = load_mesh_config(name).hardware
+    with pytest.raises(CompileError, match=f"has the hardware table {chip}, and would be compiled for CPU"):
+        require_compiler(load_mesh_config(name).mesh())
+    for other in ("h100-16", "cpu-8"):
+        require_compiler(load_mesh_config(other).mesh())

@@ -90,6 +90,24 @@ def test_a_skipped_step_changes_the_scale_alone():
     jax.tree.map(np.testing.assert_array_equal, after, start)
 
 
+@pytest.mark.parametrize("master", [None, "float32"])
+@pytest.mark.parametrize("scale", [2.0**16, "dynamic"])
+def test_a_scale_may_be_more_than_float16_holds(scale: Any, master: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("autoshard.train.precision.FIRST_SCALE", 2.0**16)
+    precision = Precision(params="float16", master=master, loss_scale=scale)
+    state = precision.init({"w": jnp.ones(4)}, optax.sgd(1.0))
+    factors = jnp.float16([2.0**-19, 2.0**-10, -0.5, 64])
+
+    def loss_of(params: Any) -> Any:
+        return ((params["w"] * factors).astype(jnp.float32) / 16).sum()
+
+    loss, gradients = precision.value_and_grad(loss_of)(state)
+    assert float(loss) == float(factors.astype(np.float32).sum() / 16)
+    wanted = np.array([*factors[:3] / 16, np.inf], master or "float16")  # the last does not fit while it is scaled
+    np.testing.assert_array_equal(gradients["w"], wanted)
+    assert gradients["w"].dtype == wanted.dtype
+
+
 def test_a_scale_grows_after_so_many_finite_steps(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("autoshard.train.precision.GROWS_AFTER", 2)
     precision = Precision(loss_scale="dynamic")
