@@ -179,7 +179,8 @@ class RunFolder:
                 if not line.endswith(b"\n") and len(line) < _MAX_BYTES:
                     break
                 try:
-                    events.append(EVENTS.validate_python(parse_json(line.decode(), non_finite=True), strict=True))
+                    parse_json(text := line.decode(), non_finite=True)
+                    events.append(EVENTS.validate_json(text, strict=True))
                 except ValueError:
                     damaged += 1
         return events, damaged

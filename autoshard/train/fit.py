@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import warnings
@@ -42,6 +43,7 @@ AGREE_EVERY = 10
 """Steps between two moments at which several processes compare: to compare they wait for one another."""
 KEEP = 2
 """Checkpoints that a folder keeps, the newest."""
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 type Log = Callable[[int, Numbers], None]
 
@@ -280,7 +282,7 @@ class _Record:
             self.folder.append(EndEvent(step=steps, how="finished"))
         hint = self.losses.hint('nan="stop", "skip" or "rewind N"')
         if hint is not None and not looked and is_first():
-            warnings.warn(hint, stacklevel=3)
+            warnings.warn(hint, skip_file_prefixes=(_PACKAGE,))
 
     def flush(self) -> None:
         """Writes what is not yet in the folder."""
@@ -311,14 +313,14 @@ class _Record:
         if self.folder is not None:
             self.folder.append(event)
         if is_first():
-            warnings.warn(event.text, stacklevel=2)
+            warnings.warn(event.text, skip_file_prefixes=(_PACKAGE,))
 
     def not_finite(self, event: NonFiniteEvent) -> None:
         """A step was not finite."""
         if self.folder is not None:
             self.folder.append(event)
         if is_first() and event.did != "stop":  # else an error says the same
-            warnings.warn(event.text(jax.process_count()), stacklevel=2)
+            warnings.warn(event.text(jax.process_count()), skip_file_prefixes=(_PACKAGE,))
 
 
 @contextlib.contextmanager

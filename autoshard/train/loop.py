@@ -102,9 +102,8 @@ def train(
     _check_devices(config, 0 if fresh else from_first(lambda: checkpoint.latest(folder.checkpoints)) or 0)
     with contextlib.ExitStack() as stack:
         from_first(lambda: stack.enter_context(_locked(config, folder)))
-        if fresh:
-            deleted = from_first(folder.clear)
-            console.print(f"starting over: deleted {', '.join(deleted) or 'nothing'} in {folder.root}", markup=False)
+        if fresh and (deleted := from_first(folder.clear)):
+            console.print(f"starting over: deleted {', '.join(deleted)} in {folder.root}", markup=False)
         return _train(config, folder, console, stop or StopSignals())
 
 

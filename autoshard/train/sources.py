@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
+from absl import flags
 
 from autoshard.errors import ArgumentError, AutoshardError, ConfigError
 from autoshard.strict_files import cut, shortened
@@ -176,6 +177,8 @@ class _Seekable:
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
+        if not flags.FLAGS.is_parsed():  # grain's workers read flags of absl, which an absl program alone parses
+            flags.FLAGS.mark_as_parsed()
 
     def __next__(self) -> Tree:
         return next(self._iterator)
@@ -208,9 +211,9 @@ class _Seekable:
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(
-                f"batches: {name} refuses the saved position: {type(error).__name__}: {cut(reason, 300)}. Give it the "
-                "same data, in the same order and, where it reads a part for each process, in as many processes; or "
-                "start over in another folder"
+                f"batches: {name} refuses the saved position: {type(error).__name__}: {cut(reason.rstrip('.'), 300)}. "
+                "Give it the same data (grain compares what `repr` gives of it), in the same order and, where it reads "
+                "a part for each process, in as many processes; or start over in another folder"
             ) from error
 
 

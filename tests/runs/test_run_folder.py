@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from etils import epath
 
 from autoshard.errors import CheckpointError, ConfigError
-from autoshard.runs.report import EndEvent, HeldOutEvent, PhaseEvent, StepEvent, make_report
+from autoshard.runs.report import (
+    EndEvent,
+    Event,
+    HeldOutEvent,
+    NonFiniteEvent,
+    PhaseEvent,
+    Report,
+    SlowDevicesEvent,
+    StepEvent,
+    StragglerEvent,
+    make_report,
+)
 from autoshard.runs.run_folder import RunFolder, write_json
 
 
@@ -21,6 +33,17 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def taken(*steps: int) -> list[StepEvent]:
     return [StepEvent(step=n, loss=1.0 / n, grad_norm=1.0, learning_rate=0.1) for n in steps]
+
+
+def not_finite(step: int) -> NonFiniteEvent:
+    return NonFiniteEvent(
+        step=step, metrics=("loss",), state=("state['w']",), batch=(), processes=(0, 1), did="skip", restored=None
+    )
+
+
+def report_of(events: list[Event], steps: int) -> Report:
+    about = {"parameters": 1, "held_out": 1.0, "bigram_bits": 1.0, "scored": 1, "unit": "tokens"}
+    return make_report(events, steps=steps, checkpoint=f"run/{steps}", **about)
 
 
 def saved(folder: RunFolder, step: int = 5) -> None:
@@ -38,6 +61,32 @@ def test_the_log_is_cut_where_the_run_resumes(folder: RunFolder):
     assert len(folder.events()) == 7
     assert folder.drop_events_after(6) == 0  # it goes on
     assert folder.events() == taken(1, 2, 3, 4, 5, 6)
+
+
+def test_every_kind_of_event_is_read_from_the_log(folder: RunFolder):
+    events = [
+        PhaseEvent(step=0, mesh="mesh", collectives=""),
+        *taken(1),
+        HeldOutEvent(step=1, loss=2.0),
+        not_finite(2),
+        StragglerEvent(step=2, process=1, seconds=0.5, total=1.0, others=0.0, passed=2.0),
+        SlowDevicesEvent(step=2, process=1, seconds=0.5, others=0.1),
+        EndEvent(step=2, how="finished"),
+    ]
+    assert {type(event) for event in events} == {*get_args(Event)}
+    folder.claim({})
+    folder.append(events)
+    assert folder.events() == events
+    assert folder.drop_events_after(2) == 0
+    assert folder.events() == events[:-1]
+
+
+def test_steps_that_came_to_nothing_are_in_no_mean():
+    steps = [StepEvent(step=n, loss=math.nan if n in (2, 12) else n / 10) for n in range(1, 13)]
+    events = [event for step in steps for event in (step, *([not_finite(step.step)] if step.step in (2, 12) else []))]
+    (phase,) = report_of([PhaseEvent(step=0, mesh="mesh", collectives=""), *events], 12).phases
+    assert phase.loss_first == pytest.approx(sum(n / 10 for n in (1, 3, 4, 5, 6)) / 5)
+    assert phase.loss_last == pytest.approx(sum(n / 10 for n in (7, 8, 9, 10, 11)) / 5)
 
 
 @pytest.mark.parametrize(
@@ -139,32 +188,14 @@ def test_a_report_that_cannot_be_read_is_no_report(folder: RunFolder, content: b
 
 def test_a_log_with_gaps_makes_a_report_with_gaps():
     phases = [PhaseEvent(step=n, mesh=f"mesh {n}", collectives="") for n in (0, 20)]
-    report = make_report(
-        [phases[0], *taken(1), phases[1]],
-        steps=40,
-        parameters=1,
-        held_out=1.0,
-        bigram_bits=1.0,
-        scored=1,
-        unit="tokens",
-        checkpoint="run/40",
-    )
+    report = report_of([phases[0], *taken(1), phases[1]], 40)
     assert [(p.first, p.last, p.loss_first, p.loss_last) for p in report.phases] == [
         (0, 20, 1.0, None),
         (20, 40, None, None),
     ]
     assert "loss 1.0000 -> unknown" in str(report)
     assert "training loss unknown before, unknown after" in str(report)
-    nothing = {
-        "steps": 40,
-        "parameters": 1,
-        "held_out": 1.0,
-        "bigram_bits": 1.0,
-        "scored": 1,
-        "unit": "tokens",
-        "checkpoint": "run/40",
-    }
-    assert make_report([], **nothing).phases == ()
+    assert report_of([], 40).phases == ()
 
 
 def test_a_folder_is_held_by_one_at_a_time(folder: RunFolder):

@@ -10,6 +10,7 @@ import grain
 import jax
 import numpy as np
 import pytest
+from absl import flags
 
 from autoshard.errors import ArgumentError, ConfigError
 from autoshard.train.sources import Peeked, Rows, arrays_only, source_of
@@ -43,6 +44,18 @@ SOURCES = {
     "rows": lambda: Rows(NUMBERS, 4),
     "shuffled rows": lambda: Rows(NUMBERS, 4, seed=3),
 }
+
+
+def test_what_grain_s_workers_read_is_set_without_a_program_of_absl():
+    parsed = flags.FLAGS.is_parsed()
+    flags.FLAGS.unparse_flags()
+    try:
+        with pytest.raises(flags.UnparsedFlagAccessError):
+            _ = flags.FLAGS.grain_enable_multiprocess_worker_profiling
+        source_of(loader())
+        assert flags.FLAGS.grain_enable_multiprocess_worker_profiling is False
+    finally:
+        (flags.FLAGS.mark_as_parsed if parsed else flags.FLAGS.unparse_flags)()
 
 
 @pytest.mark.parametrize("kind", SOURCES)

@@ -67,7 +67,8 @@ class BatchPlacer:
             brought = "" if part is None else f"; or {list(part)} of it, of the rows of plan.local_rows({named})"
             raise ArgumentError(
                 f"{place.path} of {self._plan.name} is {list(place.shape)}{brought}, and a batch has {list(x.shape)}: "
-                "batches of other sizes need a step planned for them"
+                "batches of other sizes need a step planned for them, or padding to this one (`pad` in a "
+                "configuration, `autoshard.train.Padding` in Python)"
             )
         if isinstance(x, jax.Array) and not (several and x.is_fully_addressable):
             return x if self._stored else jax.device_put(x, sharding)
