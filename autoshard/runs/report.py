@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 _MEAN_STEPS = 10
 """Steps over which a loss in the report is averaged, at most: the loss of one batch is noisy."""
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+type Number = Annotated[float, BeforeValidator(lambda x: float(x) if x in _NOT_FINITE else x)]
+"""In JSON, which has no other numbers, those that are not finite are these texts."""
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class PhaseEvent(_Frozen):
@@ -31,10 +35,10 @@ class _Measured(_Frozen):
     """An event with metrics of any name beside ``loss``."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    __pydantic_extra__: dict[str, Number] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     step: NonNegativeInt
-    loss: float | None = None
+    loss: Number | None = None
 
     @classmethod
     def of(cls, step: int, metrics: Mapping[str, float]) -> Self:
@@ -168,10 +172,10 @@ class PhaseReport(_Frozen):
     mesh: str
     first: int
     last: int
-    loss_first: float | None
-    loss_last: float | None
-    held_out_first: float | None
-    held_out_last: float | None
+    loss_first: Number | None
+    loss_last: Number | None
+    held_out_first: Number | None
+    held_out_last: Number | None
     collectives: str
 
     @property
@@ -187,17 +191,21 @@ class Report(_Frozen):
     steps: int
     parameters: int
     phases: tuple[PhaseReport, ...]
-    held_out: float | None
+    held_out: Number | None
     """The final held-out loss, of text in nats per byte; None where no data is held out."""
-    held_out_bits: float | None
+    held_out_bits: Number | None
     """Of text, without a loss of one's own: bits per byte of the model on the first ``scored`` bytes that are held
     out."""
-    bigram_bits: float | None
+    bigram_bits: Number | None
     """Of the same runs: bits per byte on the same bytes of a byte-bigram model fitted on the training bytes."""
     scored: int
     """How much ``held_out`` is the loss of, in ``unit``."""
     unit: str
     checkpoint: str
+
+    def as_json(self) -> Any:
+        """The report as strict JSON."""
+        return json.loads(self.model_dump_json())
 
     def __str__(self) -> str:
         lines = [f"{self.steps} steps of {self.parameters:,} parameters"]
@@ -257,6 +265,7 @@ def make_report(
     starts: list[PhaseEvent] = []
     losses: dict[int, float] = {}
     held: dict[tuple[int, int], float] = {}
+    answered = False
     for event in events:
         match event:
             case PhaseEvent():
@@ -264,11 +273,14 @@ def make_report(
             case StepEvent():
                 losses[event.step] = math.nan if event.loss is None else event.loss
             case NonFiniteEvent():
+                answered = True
                 losses.pop(event.step, None)  # the step came to nothing
             case HeldOutEvent():
                 held[len(starts) - 1, event.step] = math.nan if event.loss is None else event.loss
             case StragglerEvent() | SlowDevicesEvent() | EndEvent():
                 pass
+    if answered:  # so did steps that were begun before the answer
+        losses = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
     phases = [
         PhaseReport(
             mesh=start.mesh,

@@ -179,7 +179,7 @@ class RunFolder:
                 if not line.endswith(b"\n") and len(line) < _MAX_BYTES:
                     break
                 try:
-                    parse_json(text := line.decode(), non_finite=True)
+                    parse_json(text := line.decode())
                     events.append(EVENTS.validate_json(text, strict=True))
                 except ValueError:
                     damaged += 1
@@ -236,15 +236,15 @@ class RunFolder:
     def finished(self, steps: int) -> Report | None:
         """The report of the run, if it was finished with ``steps`` steps and the report can be read."""
         try:
-            stored = parse_json(read_text(self.report, _MAX_BYTES), non_finite=True)
-            report = Report.model_validate_json(json.dumps(stored), strict=True)
+            parse_json(text := read_text(self.report, _MAX_BYTES))
+            report = Report.model_validate_json(text, strict=True)
         except (OSError, ValueError):
             return None
         return report if report.steps == steps else None
 
 
 def _line(event: Event) -> str:
-    return json.dumps(event.model_dump(mode="json", exclude_none=True)) + "\n"
+    return event.model_dump_json(exclude_none=True) + "\n"
 
 
 def metrics_row(event: Event) -> dict[str, float]:

@@ -239,7 +239,7 @@ def _write_report(run: _RunContext, last: PlannedPhase, done: int, held_out: flo
         unit=unit,
         checkpoint=str(run.folder.checkpoints / str(done)),
     )
-    write_json(run.folder.report, report.model_dump(mode="json"))
+    write_json(run.folder.report, report.as_json())
     return report
 
 

@@ -19,6 +19,9 @@ _SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"
 _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 """Those with the hosts of a slice of TPUs, as Kubernetes Engine sets them."""
 
+SAYS_AFTER = 30
+"""Seconds after which a process that waits for others says so."""
+
 
 def lost_peer(error: BaseException, watch: PeerWatch) -> PeerError | None:
     """The error that says which other process was lost, if that is what ``error`` is about."""
@@ -56,11 +59,17 @@ def connect(coordinator: str | None, processes: int | None, process_id: int | No
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts where any process is lost
-    where = "" if coordinator is None else f" to {coordinator}"
-    line = f"error: not all {processes or ''} processes came{where} within {wait} seconds\n".replace("  ", " ")
-    watch = threading.Timer(wait, _leave, (line,))  # JAX would abort, with a stack trace
-    watch.daemon = True
-    watch.start()
+    to, at = ("", "") if coordinator is None else (f" to {coordinator}", f" at {coordinator}")
+    which = f"all {processes} processes" if processes else "all processes"
+    line = f"error: not {which} came{to} within {wait} seconds\n"
+    waits = f"waiting for {which}{at}: {wait} seconds at most\n"
+    timers = [
+        threading.Timer(wait, _leave, (line,)),  # JAX would abort, with a stack trace
+        threading.Timer(SAYS_AFTER, os.write, (2, waits.encode())),
+    ]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         jax.distributed.initialize(
             coordinator,
@@ -71,10 +80,13 @@ def connect(coordinator: str | None, processes: int | None, process_id: int | No
         )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [""])[0]
-        found = "--coordinator: " if coordinator else "--distributed: JAX finds no cluster that started this process: "
-        raise ConfigError(f"{found}{reason}") from None
+        if coordinator is None:
+            raise ConfigError(f"--distributed: JAX finds no cluster that started this process: {reason}") from None
+        listens = ". Process 0 listens there: the host must be its own, and the port free" if process_id == 0 else ""
+        raise ConfigError(f"--coordinator {coordinator}: {reason}{listens}") from None
     finally:
-        watch.cancel()
+        for timer in timers:
+            timer.cancel()
 
 
 def _leave(line: str) -> None:
