@@ -117,7 +117,7 @@ def ended(folder: Path) -> Any:
 
 def steps_taken(folder: Path) -> int:
     log = folder / "run/log.jsonl"
-    return log.read_bytes().count(b'"event": "step"') if log.exists() else 0
+    return log.read_bytes().count(b'"event":"step"') if log.exists() else 0
 
 
 def place(folder: Path) -> str:

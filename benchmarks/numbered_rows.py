@@ -37,8 +37,8 @@ def end_seconds(heartbeat: float) -> float:
 
     The longest way is that of a process that is halted. The others hear of it for the last time at the signal, and
     count it as lost a ``heartbeat`` later. They look once a beat, after a word of their own that the store may take as
-    long for: two beats. Process 0 then stays for two more, in which the others find the same, and a launch gives all
-    of them `GRACE_SECONDS` to end by themselves. A save may have begun at the signal, or be what it asks for:
+    long for: two beats. Process 0 then stays until the others have left, for two more, and a launch gives all of
+    them `GRACE_SECONDS` to end by themselves. A save may have begun at the signal, or be what it asks for:
     `SAVE_SECONDS`. To save after a request takes a meeting or a step more, a second, and no heartbeat.
     """
     return heartbeat + 4 * BEAT_SECONDS + GRACE_SECONDS + SAVE_SECONDS

@@ -24,8 +24,11 @@ SUPERVISED = "AUTOSHARD_SUPERVISED"
 LOST_CODE = os.EX_TEMPFAIL
 """Exit code of a process that lost another, or to which not all came: start again."""
 BEAT_SECONDS = 1.0
+STAYS = 8
+"""Beats for which process 0 stays at most when one is lost: the others read in its store which one it is."""
 _FOLDER = "autoshard/alive/"
-_ENDED = "ended"
+_ENDED, _LEFT, _LOST = "ended", "left", "lost "
+"""What a process says last: that it has ended, or left for one that is lost; and process 0 which these are."""
 
 
 class PeerWatch:
@@ -51,7 +54,7 @@ class PeerWatch:
         """The first other process that is not heard of for some beats; waits for one up to the heartbeat."""
         until = time.monotonic() + self._heartbeat
         while time.monotonic() < until:
-            if late := self._late(min(3 * BEAT_SECONDS, self._heartbeat)):
+            if late := self._lost(self._soon):
                 return late[0]
             time.sleep(BEAT_SECONDS / 4)
         self._log.show()
@@ -85,7 +88,7 @@ class PeerWatch:
                 self._log.show()
                 self.leave("the process that started this one is gone")
             if self._say(str(beat)):
-                if late := self._late(self._heartbeat):
+                if late := self._lost(self._heartbeat):
                     self.leave(self.lost_text(late))
                 self._log.show(self._all_heard() - self._heartbeat)
 
@@ -111,14 +114,35 @@ class PeerWatch:
         with self._leaving:
             self._say_why(why)
             if self._own == 0:
-                time.sleep(2 * BEAT_SECONDS)  # the others find the same, while they can reach the store
+                self._see_others_leave()
+            elif 0 not in self._late(self._soon):
+                self._say(_LEFT)
             os._exit(LOST_CODE)
+
+    def _see_others_leave(self) -> None:
+        """Process 0 says which are lost, and waits for the others to leave, while they can reach the store."""
+        lost, until = self._late(self._soon), time.monotonic() + STAYS * BEAT_SECONDS
+        while lost and self._say(f"{_LOST}{','.join(map(str, lost))}") and time.monotonic() < until:
+            if {p for p, _ in self._others()} <= {*lost}:
+                return
+            time.sleep(BEAT_SECONDS / 4)
 
     def lost_text(self, processes: Sequence[int]) -> str:
         """That ``processes`` are lost, in words."""
         names = ", ".join(map(str, processes))
         which = f"process {names} of {len(self._heard)} is" if len(processes) == 1 else f"processes {names} are"
         return f"{which} lost"
+
+    @property
+    def _soon(self) -> float:
+        """Seconds after which a process is not heard of that may be lost."""
+        return min(3 * BEAT_SECONDS, self._heartbeat)
+
+    def _lost(self, seconds: float) -> list[int]:
+        """The processes that are lost: as process 0 says, or those that are not heard of for so long."""
+        said = self._heard[0][0]
+        named = [int(n) for n in said.removeprefix(_LOST).split(",") if n] if said.startswith(_LOST) else []
+        return named or self._late(seconds)
 
     def _late(self, seconds: float) -> list[int]:
         now = time.monotonic()
@@ -129,5 +153,5 @@ class PeerWatch:
         return min((at for _, at in self._others()), default=time.monotonic())
 
     def _others(self) -> list[tuple[int, float]]:
-        """The other processes that have not ended, and when each was heard of."""
-        return [(p, at) for p, (word, at) in self._heard.items() if p != self._own and word != _ENDED]
+        """The other processes that have neither ended nor left, and when each was heard of."""
+        return [(p, at) for p, (word, at) in self._heard.items() if p != self._own and word not in (_ENDED, _LEFT)]
