@@ -43,8 +43,10 @@ MAX_MULTIPLIER = 1e6
 """Multiplier beyond which a budget is given up: per whole budget, in units of the optimum without budgets."""
 
 
-def solve(problem: Problem, milp_entries: int = MAX_MILP_ENTRIES) -> Solution:
+def solve(problem: Problem, relaxed: Solution | None = None, *, milp_entries: int = MAX_MILP_ENTRIES) -> Solution:
     """An assignment within the budgets, and a lower bound on the cost of all such assignments.
+
+    ``relaxed`` is the solution without budgets, where it is known (`solve_without_budgets`).
 
     It is optimal if the optimum without budgets fits and was proven, or if the pairwise tables have at most
     ``milp_entries`` entries; otherwise `Solution.gap` says what is not proven.
@@ -54,7 +56,7 @@ def solve(problem: Problem, milp_entries: int = MAX_MILP_ENTRIES) -> Solution:
     """
     if problem.infeasible():
         raise PlanError("no assignment is within the budgets")
-    relaxed = solve_without_budgets(problem)
+    relaxed = relaxed or solve_without_budgets(problem)
     best = relaxed.assignment if problem.fits(relaxed.assignment) else None
     if best is None and sum(t.size for t in problem.pairwise.values()) <= milp_entries:
         return solve_milp(problem)

@@ -112,9 +112,10 @@ def _solve_on_mesh(
         zero_stage = 3 if storage_axes else 0
         return s.price_layout(Choice(class_axes, storage_axes, zero_stage, solved_number=next(number)), layout)
 
+    relaxed = solve_without_budgets(problem)
     for _ in range(MAX_MEMORY_BUDGETS):
         try:
-            solution = solve(problem)
+            solution = solve(problem, relaxed)
         except PlanError:
             solution = least_load(problem)
         if bound_holds:

@@ -102,6 +102,10 @@ class _Search:
     def is_large(self, var: jx.Var) -> bool:
         return is_large(var, self.seed)
 
+    def is_like_logits(self, var: jx.Var) -> bool:
+        """Whether a value may be the logits' cotangent."""
+        return jx.aval(var).shape == jx.aval(self.seed.outvars[0]).shape
+
     def other_sources(self) -> dict[jx.Var, Cut]:
         """Large values that the loop computes from other sources than logits, such as one-hot labels."""
         found = {v: c for e in self.recomputed.values() for v, c in zip(e.eqn.outvars, e.results, strict=True)}
@@ -121,9 +125,6 @@ class _Search:
             if i in self.needed or not read.isdisjoint(eqns[i].outvars):
                 self.needed.add(i)
                 read.update(a for a in eqns[i].invars if isinstance(a, jx.Var))
-        for i in self.needed - self.core:
-            if _is_product(eqns[i]):
-                raise ChunkError("between its forward and its backward part are further layers", jx.source(eqns[i]))
         for i in sorted(self.needed):
             for a, cut in zip(eqns[i].invars, self.cuts[i].operands, strict=True):
                 self.provide(a, cut)
@@ -139,12 +140,14 @@ class _Search:
             why = next((self.blocked[a] for a in operands if a in self.blocked), None)
             if not known and not seeded and why is None:
                 continue
+            if known and not large and _is_product(eqn):
+                why = why or ChunkError("between its forward and its backward part are further layers", jx.source(eqn))
             try:
                 if why is not None:
                     raise why
                 found = cut_equation(eqn, known | seeded, self.finder.rules, self.finder.mesh)
             except ChunkError as e:
-                if large or seeded:
+                if large or seeded or any(self.is_like_logits(v) for v in eqn.outvars):
                     raise e from None
                 self.blocked.update(dict.fromkeys(eqn.outvars, e))
                 continue

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.errors import MemoryBudgetError, SpecError
@@ -73,6 +73,7 @@ def _plan_in_parts(
     variants = options.microbatch.variants(traced)
     too_slow = False  # in fewer parts the fastest layout does not fit, and in these it is slower than what fits whole
 
+    @functools.cache
     def in_parts(parts: Pass, *, saving: bool) -> Planned | None:
         """The plan in ``parts``, if one fits: with the passes that save most memory, or with none of them, and then
         only if no faster layout was too large."""
@@ -92,17 +93,20 @@ def _plan_in_parts(
         except SpecError:  # a preset cannot split so small a part
             return True
 
-    def fewest(saving: bool) -> tuple[Pass, ...]:
-        n = bisect.bisect_left(variants, True, key=lambda parts: enough(parts, saving=saving))
-        return variants[n : n + 1]
+    def fewest(among: Sequence[Pass], *, saving: bool) -> Sequence[Pass]:
+        n = bisect.bisect_left(among, True, key=lambda parts: enough(parts, saving=saving))
+        return among[n : n + 1]
 
     note = functools.partial(with_note, traced)
+    alone: Sequence[Pass] = ()
     with contextlib.suppress(SpecError):
-        for parts in fewest(saving=False):
+        alone = fewest(variants, saving=False)
+        for parts in alone:
             if not too_slow and (planned := in_parts(parts, saving=False)) is not None:
                 fitting += [note(p, parts, why) for p in (planned, *_with_faster_passes(planned, options, request))]
     with contextlib.suppress(SpecError, MemoryBudgetError):
-        for parts in () if isinstance(why, str) else fewest(saving=True):
+        fewer = variants[: variants.index(alone[0])] if alone else variants
+        for parts in () if isinstance(why, str) else fewest(fewer, saving=True):
             program, asked = run_passes(traced, (parts,), request)
             fitting.append(note(plan_within_budget(program, options, asked)[0], parts, why))
     if not fitting:

@@ -298,6 +298,24 @@ def test_partial_sums_are_added_after_the_loop(axes: str) -> None:
     assert {(*parts, WIDTH, CLASSES), (*parts, CLASSES, WIDTH)} & {jx.aval(v).shape for v in loop.outvars}
 
 
+def test_values_of_layers_before_may_be_as_large_as_logits() -> None:
+    """Scores of attention over long sequences: their cotangents are computed from the logits', as is all before."""
+
+    def of(params: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(batch["inputs"] @ params["body"])
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd,h->bhqk", hidden, hidden, params["heads"]))
+        hidden = hidden + jnp.einsum("bhqk,bkd->bqd", scores, hidden)
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["head"], batch["labels"]).mean()
+
+    state = params() | {"heads": normal(4, seed=6)}
+    assert 4 * SEQ >= CLASSES
+    after, report = chunked(jax.value_and_grad(of), state, batch())
+    shapes = {jx.aval(v).shape for e in jx.walk(after) for v in e.outvars}
+    assert (BATCH, 4, SEQ, SEQ) in shapes
+    assert (BATCH, SEQ, CLASSES) not in shapes
+    assert report.startswith("1 losses computed in chunks of the tokens")
+
+
 def test_an_mlp_is_no_loss() -> None:
     for fun in (mlp, jax.grad(mlp)):
         before, after, report = rewritten(fun, params(), batch())
