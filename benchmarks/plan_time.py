@@ -64,6 +64,11 @@ ROWS = {
 PIPELINED = {f"{name}-pipeline": name for name in ("8b-scanned", "8b", "405b-scanned", "405b")}
 """Rows whose plan may take any axis of the mesh, or none, for the stages of a pipeline, and as which they are else."""
 ROWS |= {name: ROWS[row] for name, row in PIPELINED.items()}
+TIGHT = {f"{name}-tight": name for name in ("8b-scanned", "8b")}
+"""Rows for which memory is short, and as which they are else."""
+ROWS |= {name: ROWS[row] for name, row in TIGHT.items()}
+PLENTY, SHORT = "95TB", "20GiB"
+"""Budgets of memory of a device."""
 
 
 def measure(name: str, compiled: bool) -> None:
@@ -78,7 +83,10 @@ def measure(name: str, compiled: bool) -> None:
     alone = time.perf_counter() - start
     jax.clear_caches()
     mesh = MeshConfig(
-        axes=axes, hardware="tpu-v5p", memory_budget="95TB", pipeline="auto" if name in PIPELINED else None
+        axes=axes,
+        hardware="tpu-v5p",
+        memory_budget=SHORT if name in TIGHT else PLENTY,
+        pipeline="auto" if name in PIPELINED else None,
     )
     start, busy = time.perf_counter(), time.process_time()
     step = autoshard.jit(steps.train, mesh=mesh, donate_argnums=0)

@@ -115,7 +115,7 @@ def _solve_on_mesh(
         zero_stage = 3 if storage_axes else 0
         return s.price_layout(Choice(class_axes, storage_axes, zero_stage, solved_number=next(number)), layout)
 
-    relaxed = solve_without_budgets(problem)
+    relaxed, last_bounding = solve_without_budgets(problem), None
     for _ in range(MAX_MEMORY_BUDGETS):
         try:
             solution = solve(problem, relaxed)
@@ -124,7 +124,9 @@ def _solve_on_mesh(
         candidate = price(solution.assignment)
         layout, peak = candidate.layout, candidate.memory.peak
         if bound_holds:
-            proven = prove(problem, solution) if peak <= s.budget else solution
+            last_bounding = problem, solution
+        if last_bounding is not None:
+            proven = prove(*last_bounding) if peak <= s.budget else last_bounding[1]
             s.bound = max(s.bound, proven.bound - layout_problem.slack)
         yield candidate.choice
         without_limits = not (storage_axes or problem.budgets)
