@@ -30,8 +30,6 @@ class Solution:
     assignment: Assignment
     cost: float
     bound: float
-    multipliers: tuple[float, ...] = ()
-    """The price of a unit of each budget's load, where loads were priced to find it."""
 
     @property
     def gap(self) -> float:

@@ -5,9 +5,8 @@ Without budgets (`solve_without_budgets`): `autoshard.search.eliminate` with sma
 assignment, in turn, until what remains is eliminated exactly or the rounds are used up.
 
 With budgets (`solve`): small problems go to HiGHS as a mixed-integer linear program (`solve_milp`). In larger ones,
-each budget's load is priced by a Lagrange multiplier, which grows until the assignment fits, and then falls to where
-the best assignment that fits costs as much as the best that does not; the value of the Lagrangian dual there is the
-bound (`prove`).
+each budget's load is priced by a Lagrange multiplier, which grows until the assignment fits; the value of the
+Lagrangian dual at the last multipliers is the bound.
 
 The bound is one of this problem, that is, of the cost model and of the layouts that the problem can express: not of
 every program that computes the same, nor of the clock (docs/math/elimination.md).
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,12 +35,8 @@ MAX_MILP_ENTRIES = 4000
 """Limit on the entries of all pairwise tables together for a problem with budgets to go to HiGHS."""
 PRUNING_ROUNDS = 10
 LOCAL_SEARCH_ROUNDS = 16
-LEAST_MULTIPLIER = 1 / 64
-"""The first multiplier of a budget: per whole budget, in units of the optimum without budgets."""
-MULTIPLIER_GROWTH = 4
-"""Factor by which a multiplier grows until it suffices."""
-SECANT_STEPS = 8
-"""Most steps from a multiplier that suffices towards the least that does."""
+BISECTIONS = 8
+"""Geometric bisections between a multiplier that is too low and one that suffices."""
 LEAST_LOAD_MULTIPLIER = 1e3
 """Multiplier for which loads outweigh all costs: per whole budget, in units of the sum of all tables' largest costs."""
 MAX_MULTIPLIER = 1e6
@@ -55,7 +49,7 @@ def solve(problem: Problem, relaxed: Solution | None = None, *, milp_entries: in
     ``relaxed`` is the solution without budgets, where it is known (`solve_without_budgets`).
 
     It is optimal if the optimum without budgets fits and was proven, or if the pairwise tables have at most
-    ``milp_entries`` entries; otherwise `prove` raises the bound.
+    ``milp_entries`` entries; otherwise `Solution.gap` says what is not proven.
 
     Raises:
       PlanError: no assignment is within the budgets, or none that was tried.
@@ -80,48 +74,33 @@ def solve(problem: Problem, relaxed: Solution | None = None, *, milp_entries: in
 
     while best is None:
         r = int(np.argmax([b.load(current) / max(b.limit, 1.0) for b in problem.budgets]))
-        budget, over = problem.budgets[r], current
-        if multipliers[r]:  # it was found, and that of another budget has undone the effect
+        budget, low = problem.budgets[r], multipliers[r]
+        if low:  # its multiplier was found, and that of another budget has undone the effect
             break
-        priced = problem.lagrangian(multipliers)
         scale = relaxed.cost / max(budget.limit, 1.0)
-        multipliers[r] = scale * LEAST_MULTIPLIER
-        while (
-            budget.load(current := minimise_lagrangian(current)) > budget.limit
-            and multipliers[r] < MAX_MULTIPLIER * scale
-        ):
-            over, multipliers[r] = current, MULTIPLIER_GROWTH * multipliers[r]
+        high = scale / 64
+        while budget.load(current) > budget.limit and high < MAX_MULTIPLIER * scale:
+            low, high = high, 4 * high
+            multipliers[r] = high
+            current = minimise_lagrangian(current)
         if budget.load(current) > budget.limit:
             break
-        for _ in range(SECANT_STEPS):  # towards the least multiplier under which the budget is kept
-            saved = budget.load(over) - budget.load(current)
-            equal = (priced.cost(current) - priced.cost(over)) / saved  # at which these two cost the same
-            if not 0 < equal < multipliers[r]:
-                break
-            multipliers[r] = equal
+        for _ in range(BISECTIONS):  # towards the least multiplier under which the budget is kept
+            multipliers[r] = (low * high) ** 0.5
             found = minimise_lagrangian(current)
-            cost = priced.cost(found) + equal * budget.load(found)
-            if cost >= (priced.cost(current) + equal * budget.load(current)) * (1 - REL_TOLERANCE):
-                break
             if budget.load(found) > budget.limit:
-                over = found
+                low = multipliers[r]
             else:
-                current = found
+                high, current = multipliers[r], found
+        multipliers[r] = high
     if best is None:
         raise PlanError("no assignment within the budgets was found")
+    bound = relaxed.bound
     if any(multipliers):
         best = _descend_within_budgets(problem, best)
-    cost = problem.cost(best)
-    return Solution(best, cost, min(relaxed.bound, cost), tuple(multipliers))
-
-
-def prove(problem: Problem, solution: Solution) -> Solution:
-    """``solution``, with the value of the Lagrangian dual at its multipliers for its bound if that is higher."""
-    if not any(solution.multipliers):
-        return solution
-    dual = solve_without_budgets(problem.lagrangian(solution.multipliers)).bound
-    dual -= sum(m * b.limit for m, b in zip(solution.multipliers, problem.budgets, strict=True))
-    return replace(solution, bound=min(max(solution.bound, dual), solution.cost))
+        dual = solve_without_budgets(problem.lagrangian(multipliers)).bound
+        bound = max(bound, dual - sum(m * b.limit for m, b in zip(multipliers, problem.budgets, strict=True)))
+    return Solution(best, problem.cost(best), min(bound, problem.cost(best)))
 
 
 def least_load(problem: Problem) -> Solution:

@@ -24,7 +24,7 @@ from autoshard.search.candidates import BOUND_TOLERANCE, Candidate, Choice, Sear
 from autoshard.search.layout_problem import StrategyLimits
 from autoshard.search.merged_axes import MergedMesh, merged_meshes
 from autoshard.search.problem import restricted
-from autoshard.search.solve import eliminate_and_improve, least_load, prove, solve, solve_without_budgets
+from autoshard.search.solve import eliminate_and_improve, least_load, solve, solve_without_budgets
 from autoshard.search.spec_tables import value_spec
 
 MAX_AXES = 3
@@ -36,9 +36,6 @@ MIN_GAIN = 1e-3
 """Relative gain of a refinement round below which there is no next one."""
 MAX_MEMORY_BUDGETS = 5
 """Most times that a problem is solved, each time with the peak of the last layout as one more budget."""
-
-SMALL_EXCESS = 0.02
-"""Share of the memory budget: by how much a layout exceeds it, where the next is given as much less."""
 
 
 def solve_layouts(s: Search, limits: StrategyLimits | None = None, storage_axes: Axes = ()) -> Iterator[Choice]:
@@ -115,19 +112,16 @@ def _solve_on_mesh(
         zero_stage = 3 if storage_axes else 0
         return s.price_layout(Choice(class_axes, storage_axes, zero_stage, solved_number=next(number)), layout)
 
-    relaxed, last_bounding = solve_without_budgets(problem), None
+    relaxed = solve_without_budgets(problem)
     for _ in range(MAX_MEMORY_BUDGETS):
         try:
             solution = solve(problem, relaxed)
         except PlanError:
             solution = least_load(problem)
+        if bound_holds:
+            s.bound = max(s.bound, solution.bound - layout_problem.slack)
         candidate = price(solution.assignment)
         layout, peak = candidate.layout, candidate.memory.peak
-        if bound_holds:
-            last_bounding = problem, solution
-        if last_bounding is not None:
-            proven = prove(*last_bounding) if peak <= s.budget else last_bounding[1]
-            s.bound = max(s.bound, proven.bound - layout_problem.slack)
         yield candidate.choice
         without_limits = not (storage_axes or problem.budgets)
         if without_limits and candidate.cost.seconds > solution.cost * (1 + BOUND_TOLERANCE):
@@ -141,14 +135,9 @@ def _solve_on_mesh(
         live = {v: float(graph.values[v].device_bytes) for v in graph.inputs} | s.memory_model.live_values(moment)
         budget = layout_problem.byte_budget(live, s.budget - resharded, merged.graph.program.mesh)
         bound_holds = bound_holds and resharded <= 0  # what other layouts reshard at this moment may be less
-        excess, load = peak - s.budget, budget.load(solution.assignment)
-        if load <= budget.limit:
+        if (load := budget.load(solution.assignment)) <= budget.limit:
             # What exceeds it is not in the budget's loads. A tighter limit helps, but other layouts need not keep it.
-            budget, bound_holds = replace(budget, limit=load - excess), False
-        if problem.budgets and excess <= SMALL_EXCESS * s.budget:
-            # What is resharded changes with the layout, and so the limits approach what is left ever more slowly.
-            margin = len(problem.budgets) * excess
-            budget, bound_holds = replace(budget, limit=budget.limit - margin), False
+            budget, bound_holds = replace(budget, limit=load - (peak - s.budget)), False
         problem = replace(problem, budgets=(*problem.budgets, budget))
 
 
