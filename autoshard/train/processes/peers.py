@@ -120,8 +120,11 @@ class PeerWatch:
             os._exit(LOST_CODE)
 
     def _see_others_leave(self) -> None:
-        """Process 0 says which are lost, and waits for the others to leave, while they can reach the store."""
+        """Process 0 says which are lost, and waits for the others to leave, while they can reach the store; where it
+        knows of none it stays for two beats, in which they may find the same."""
         lost, until = self._late(self._soon), time.monotonic() + STAYS * BEAT_SECONDS
+        if not lost:
+            time.sleep(2 * BEAT_SECONDS)
         while lost and self._say(f"{_LOST}{','.join(map(str, lost))}") and time.monotonic() < until:
             if {p for p, _ in self._others()} <= {*lost}:
                 return
