@@ -7,8 +7,12 @@ works; each class has a remedy.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+PACKAGE = os.path.dirname(__file__) + os.sep
+"""Where the package is: warnings name the first line outside of it."""
 
 
 class AutoshardError(Exception):

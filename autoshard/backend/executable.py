@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from autoshard.backend.process_local import make_global, spans_processes
 from autoshard.backend.same_plan import check_agreement, plan_summary
 from autoshard.backend.stage_branches import without_strays
 from autoshard.cost.compiler_options import user_options
-from autoshard.errors import MeshError, PlacementWarning, PlanError
+from autoshard.errors import PACKAGE, MeshError, PlacementWarning, PlanError
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
 from autoshard.jaxpr.arguments import ArgumentAval, abstract_argument, argument_aval, in_host_memory
@@ -35,7 +34,6 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 """What JAX's devices call the platforms that its lowering has several names for."""
 _NAMED = 3
 """Most arguments that a warning spells out."""
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 @dataclass(eq=False)
@@ -329,7 +327,7 @@ class Executable[P: PlanRecord]:
                 "later ones; plan.put(...) places arguments beforehand, and autoshard.jit(..., like=other_step) plans "
                 "for them as another step has them",
                 PlacementWarning,
-                skip_file_prefixes=(_PACKAGE,),
+                skip_file_prefixes=(PACKAGE,),
             )
         return placed
 

@@ -9,7 +9,6 @@ each run, GPUs of one process in the first.
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,11 +22,10 @@ from autoshard.backend.hlo.collectives import PAIRS, listed_groups, replica_grou
 from autoshard.backend.hlo.slices import of_every_slice, slice_transfer
 from autoshard.backend.hlo.text import Instruction, Module, called, parse_hlo
 from autoshard.backend.hlo.trip_counts import trip_count
-from autoshard.errors import PipelineError, PipelineWarning
+from autoshard.errors import PACKAGE, PipelineError, PipelineWarning
 from autoshard.machine.collective import COLLECTIVE_KINDS, COLLECTIVE_PERMUTE
 from autoshard.machine.mesh import LogicalMesh
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _GROUPS = re.compile(r"replica_groups=.*?(?=, [a-z_]+=(?!\()|$)")
 
 
@@ -53,7 +51,7 @@ def stray_collectives(text: str, mesh: LogicalMesh, axis: str) -> tuple[Stray, .
     module, pairwise = parse_hlo(text), mesh.platform == "tpu"
     stage_of = np.indices(mesh.axis_sizes)[mesh.axis_names.index(axis)].ravel()
     return tuple(
-        Stray(i.opcode.removesuffix("-start"), module.operation(i), module.source_outside(i, _PACKAGE))
+        Stray(i.opcode.removesuffix("-start"), module.operation(i), module.source_outside(i, PACKAGE))
         for i in _in_branches(module)
         if not _within_a_stage(i, stage_of, pairwise, module.partitions)
     )
@@ -131,7 +129,7 @@ def without_strays(
             warnings.warn(
                 f"{name}: {first}: so all stages compute what any does, and keep what is their own",
                 PipelineWarning,
-                skip_file_prefixes=(_PACKAGE,),
+                skip_file_prefixes=(PACKAGE,),
             )
     raise PipelineError(
         f"{name}: {first}, inside of a branch or a loop of the step whose course its values decide: there stages would "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import warnings
@@ -19,7 +18,7 @@ from autoshard import checkpoint
 from autoshard.api import jit
 from autoshard.batches.padding import Padding
 from autoshard.batches.prefetch import Prefetched
-from autoshard.errors import ArgumentError, CheckpointError, PlanError
+from autoshard.errors import PACKAGE, ArgumentError, CheckpointError, PlanError
 from autoshard.runs.host_times import HostTimes
 from autoshard.runs.progress import ProgressLine
 from autoshard.runs.report import EndEvent, HeldOutEvent, NonFiniteEvent, SlowDevicesEvent, StepEvent, StragglerEvent
@@ -43,7 +42,6 @@ AGREE_EVERY = 10
 """Steps between two moments at which several processes compare: to compare they wait for one another."""
 KEEP = 2
 """Checkpoints that a folder keeps, the newest."""
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 type Log = Callable[[int, Numbers], None]
 
@@ -282,7 +280,7 @@ class _Record:
             self.folder.append(EndEvent(step=steps, how="finished"))
         hint = self.losses.hint('nan="stop", "skip" or "rewind N"')
         if hint is not None and not looked and is_first():
-            warnings.warn(hint, skip_file_prefixes=(_PACKAGE,))
+            warnings.warn(hint, skip_file_prefixes=(PACKAGE,))
 
     def flush(self) -> None:
         """Writes what is not yet in the folder."""
@@ -313,14 +311,14 @@ class _Record:
         if self.folder is not None:
             self.folder.append(event)
         if is_first():
-            warnings.warn(event.text, skip_file_prefixes=(_PACKAGE,))
+            warnings.warn(event.text, skip_file_prefixes=(PACKAGE,))
 
     def not_finite(self, event: NonFiniteEvent) -> None:
         """A step was not finite."""
         if self.folder is not None:
             self.folder.append(event)
         if is_first() and event.did != "stop":  # else an error says the same
-            warnings.warn(event.text(jax.process_count()), skip_file_prefixes=(_PACKAGE,))
+            warnings.warn(event.text(jax.process_count()), skip_file_prefixes=(PACKAGE,))
 
 
 @contextlib.contextmanager
