@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import primitives as prims
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import jaxpr as jx
@@ -35,6 +39,43 @@ def put(ring: Any, x: Any, slot: Any) -> Any:
     return lax.dynamic_update_index_in_dim(ring, kept, at, 0)
 
 
+type Rings = dict[str, list[Any]]
+"""Slots with a row for each layer, [slot, row, ...], by what they hold."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a slot has of each layer."""
+
+    ring: Any
+    """[slot, row, ...], or which of `Rings`."""
+    slot: Any
+    spec: PartitionSpec | None = None
+    """As the plan splits a row, if it says so: else XLA may exchange whole rings for it."""
+    dropped: int = 0
+    """First dimensions of ``spec`` that a row lacks."""
+
+    def row(self, rings: Rings, index: Any) -> Any:
+        """That of a row."""
+        ring = rings[self.ring[0]][self.ring[1]] if isinstance(self.ring, tuple) else self.ring
+        at = (self.slot, index, *(0,) * (ring.ndim - 2))
+        row = lax.dynamic_slice(ring, at, (1, 1, *ring.shape[2:])).reshape(ring.shape[2:])
+        return split_as(row, self.spec, 0, self.dropped)
+
+
+def laid_out(ring: Any) -> Any:
+    """``ring`` in the layout that conditionals give what goes through them; in another one, which suits those who read
+    its rows, it would be copied whole at each tick, to that layout and back."""
+    if jax.dtypes.issubdtype(ring.dtype, jax.dtypes.extended):
+        return ring
+    return with_layout_constraint(ring, Layout(tuple(range(ring.ndim))))
+
+
+def put_row(ring: Any, x: Any, slot: Any, row: Any) -> Any:
+    """``ring`` [slot, row, ...] with ``x`` [1, ...] in one row of a slot."""
+    return lax.dynamic_update_slice(ring, x[None], (slot, row, *(0,) * (ring.ndim - 2)))
+
+
 def add_row(sums: Any, x: Any, chunk: Any, row: Any) -> Any:
     """``sums`` [chunk, row, ...] with ``x`` [1, ...] added to one row."""
     at = (chunk, row, *(0,) * (sums.ndim - 2))
@@ -42,16 +83,28 @@ def add_row(sums: Any, x: Any, chunk: Any, row: Any) -> Any:
     return lax.dynamic_update_slice(sums, before + x[None].astype(sums.dtype), at)
 
 
-def summed(x: Any, axis: str) -> Any:
-    """The sum over the stages; of booleans, whether any has one."""
-    return lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)
+def summed(x: Any, axis: str, spec: PartitionSpec | None = None) -> Any:
+    """The sum over the stages, each device's part of it by itself; of booleans, whether any has one.
+
+    Args:
+      spec: as the plan splits ``x``, if it says so.
+    """
+    finest = PartitionSpec(*finest_split(x.shape, spec or ()))
+    x = split_as(x, finest)
+    total = lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)
+    return split_as(total, finest)
 
 
 def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
-    """The specs to which the equations of ``body`` constrain its variables."""
+    """The specs to which the equations of ``body`` constrain its variables, and those of casts of them."""
     found: dict[jx.Var, PartitionSpec] = {}
-    for eqn in filter(jx.is_constraint, body.eqns):
-        (x,), (y,), spec = eqn.invars, eqn.outvars, eqn.params["sharding"].spec
+    for eqn in body.eqns:
+        x, y = next(iter(eqn.invars), None), next(iter(eqn.outvars), None)
+        if eqn.primitive is prims.convert_element_type_p and isinstance(x, jx.Var) and x in found:
+            found[y] = found[x]
+        if not jx.is_constraint(eqn):
+            continue
+        spec = eqn.params["sharding"].spec
         found[y] = spec
         if isinstance(x, jx.Var):
             found.setdefault(x, spec)
@@ -72,6 +125,21 @@ def split_as(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 
         return x
     entries += [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(entries))
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+def finest_split(shape: tuple[int, ...], spec: Sequence[Any]) -> list[tuple[str, ...]]:
+    """The axes of each dimension where all automatic ones split what they can: beyond ``spec`` each the largest
+    dimension that it divides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    found = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    found += [()] * (len(shape) - len(found))
+    for axis in mesh.auto_axes:
+        parts = [math.prod(mesh.shape[a] for a in axes) for axes in found]
+        fits = [d for d, n in enumerate(shape) if n % (parts[d] * mesh.shape[axis]) == 0]
+        if fits and not any(axis in axes for axes in found):
+            d = max(fits, key=lambda d: shape[d] // parts[d])
+            found[d] = (*found[d], axis)
+    return found
 
 
 def without_specs(results: Any) -> Any:

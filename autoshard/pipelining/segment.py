@@ -67,11 +67,10 @@ def _counted_elsewhere(chain: Chain, place: Place | None, eqn: jx.JaxprEqn) -> b
 
 
 def stacked_results(chain: Chain, place: Place) -> set[jx.Var]:
-    """The values with a row for each layer that something at ``place`` reads whole: what goes from it to the backward,
-    and to sums without such rows. Each layer adds to the other sums by itself."""
+    """The values with a row for each layer that something at ``place`` reads whole, as sums without such rows do. Each
+    layer adds to the other sums by itself, and leaves by itself what its backward reads."""
     scan, begin = chain.scans[place], chain.groups.carry
-    read = [] if chain.backward is None or place != "forward" else chain.backward.invars
     plain = [a for a in chain.sums.values() if not (isinstance(a, jx.Var) and a in chain.per_layer)]
-    results = [*read, *plain, *chain.body.outvars[begin:]]
+    results = [*plain, *chain.body.outvars[begin:]]
     eqns = equations_of(chain, place, {*scan.outvars}, results)
     return {a for a in (*results, *(a for e in eqns for a in e.invars)) if isinstance(a, jx.Var)}

@@ -14,12 +14,27 @@ from typing import Any
 
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.exchange import exchanged
 from autoshard.pipelining.operation import operate, operate_together
-from autoshard.pipelining.rings import add_row, cast_as, choose, pick, planned_specs, put, split_as, summed, zeros
+from autoshard.pipelining.rings import (
+    Rings,
+    Rows,
+    add_row,
+    cast_as,
+    choose,
+    laid_out,
+    pick,
+    planned_specs,
+    put,
+    put_row,
+    split_as,
+    summed,
+    zeros,
+)
 from autoshard.pipelining.segment import evaluate, stacked_results
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
@@ -59,6 +74,8 @@ class StageProgram:
         self.weights = list(dict.fromkeys(read))
         self.stacked = {place: stacked_results(chain, place) for place in chain.scans}
         self.split = split_backward(self.b) if self.b is not None and stages.schedule.splits_backward else None
+        if self.split:
+            self.specs = {**planned_specs(self.split.of_input), **self.specs}
 
     def xs(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[Any]:
         return eqn.invars[groups.consts + groups.carry :]
@@ -110,17 +127,24 @@ class StageProgram:
             return self._split(state), None
 
         state, _ = lax.scan(tick, self._split(self._empty()), columns)
-        own = [added_up(self.additions.get(i, ()), x, self.axis) for i, x in zip(self.sums, state["sums"], strict=True)]
-        sums, outs = ([summed(x, self.axis) for x in found] for found in (own, state["outs"]))
+        sums = [
+            summed(added_up(self.additions.get(i, ()), x, self.axis), self.axis, self._spec_after(i))
+            for i, x in zip(self.sums, state["sums"], strict=True)
+        ]
+        outs = [summed(x, self.axis) for x in state["outs"]]
         return [*map(self._rows_to_store, self.layer_sums, state["layer_sums"])], sums, outs
+
+    def _spec_after(self, carry: int) -> PartitionSpec | None:
+        """How the plan splits a sum once its parts are added up, if it says so."""
+        eqns = self.additions.get(carry, ())
+        if not eqns:
+            return self.specs.get(self.carries[carry])
+        return eqns[-1].params["sharding"].spec if jx.is_constraint(eqns[-1]) else None
 
     def _rows_to_store(self, carry: int, x: Any) -> Any:
         """Of a sum with a row for each layer, [chunk, row, ...], those that this stage stores, their parts added up."""
-        eqns = self.additions.get(carry, ())
-        spec = self.specs.get(self.carries[carry])
-        if eqns:
-            spec = eqns[-1].params["sharding"].spec if jx.is_constraint(eqns[-1]) else None
-        return self.stages.rows_to_store(added_up(eqns, x.reshape(-1, *x.shape[2:]), self.axis), spec)
+        x = added_up(self.additions.get(carry, ()), x.reshape(-1, *x.shape[2:]), self.axis)
+        return self.stages.rows_to_store(x, self._spec_after(carry))
 
     def _empty(self) -> dict[str, Values]:
         """Empty slots, and sums of nothing."""
@@ -135,7 +159,7 @@ class StageProgram:
         return {
             "a": ring(slots[0], f_carry),
             "g": ring(slots[1], b_carry),
-            "residuals": ring(slots[2], self.residuals, rows),
+            "residual": ring(slots[2], self.residuals, rows),
             "kept": ring(slots[3], [jx.stacked_var(v, rows) for v in self.split.kept]) if self.split else [],
             "final": ring(slots[4], f_carry),
             "layer_sums": [
@@ -149,11 +173,13 @@ class StageProgram:
         }
 
     def _split(self, state: dict[str, Values]) -> dict[str, Values]:
-        """``state``, split as the plan has what is in it; what no constraint speaks of is left to XLA."""
+        """``state``, or a part of it, split as the plan has what it holds; what no constraint speaks of is left to
+        XLA."""
         carried = {
             "a": (self._carry(self.f), 1, 0),
             "g": (self._carry(self.b), 1, 0),
-            "residuals": (self.residuals, 2, 1),
+            "residual": (self.residuals, 2, 1),
+            "kept": (self.split.kept if self.split else (), 2, 0),
             "final": (self._carry(self.f), 1, 0),
             "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1),
             "sums": ([self.carries[i] for i in self.sums], 0, 0),
@@ -161,6 +187,7 @@ class StageProgram:
         return state | {
             name: [split_as(x, self.specs.get(v), *dims) for x, v in zip(state[name], variables, strict=True)]
             for name, (variables, *dims) in carried.items()
+            if name in state
         }
 
     def _carry(self, eqn: jx.JaxprEqn | None) -> list[jx.Var]:
@@ -186,18 +213,14 @@ class StageProgram:
         )
         consts, xs = (
             self.evaluate(None, known, eqn.invars[: groups.consts]),
-            self._own_rows(eqn, groups, known, state, weights, row),
+            self._own_rows(eqn, groups, known, weights, row),
         )
         state, out, made = self._over_layers(
-            "forward", eqn, jx.regions(eqn)[0].body, eqn.outvars, consts, carry, xs, row, state, known
+            "forward", eqn, jx.regions(eqn)[0].body, eqn.outvars, consts, carry, xs, row, state, known, self.residuals
         )
-        made |= known
-        kept = self.evaluate("forward", made, self.residuals)
-        rings = zip(state["residuals"], kept, strict=True)
-        state = {**state, "residuals": [put(ring, x, row["residual"]) for ring, x in rings]}
-        state = self._add("forward", state, made, row)
+        state = self._add("forward", state, made | known, row)
         if self.b is None:
-            state = self._add_where(row["part"] == self.parts - 1, "last", state, made, row)
+            state = self._add_where(row["part"] == self.parts - 1, "last", state, made | known, row)
         else:
             finals = zip(state["final"], out, strict=True)
             state = {**state, "final": [put(ring, x, row["final"]) for ring, x in finals]}
@@ -221,7 +244,7 @@ class StageProgram:
         last, sums = row["part"] == self.parts - 1, self._sums_of(state)
         sums, carry = self.choose(last, on_last, lambda s: (s, received), sums, once_in=self.chunks)
         state = state | sums
-        xs = self._own_rows(eqn, groups, known, state, weights, row)
+        xs = self._own_rows(eqn, groups, known, weights, row)
         consts = self.evaluate(None, known, eqn.invars[: groups.consts])
         if self.split is None:
             body = jx.regions(eqn)[0].body
@@ -233,10 +256,8 @@ class StageProgram:
         else:
             results = [*eqn.outvars[: groups.carry], *self.split.kept]
             state, out, made = self._over_layers(
-                None, eqn, self.split.of_input, results, consts, carry, xs, row, state, known
+                None, eqn, self.split.of_input, results, consts, carry, xs, row, state, known, self.split.kept
             )
-            rings = zip(state["kept"], map(made.__getitem__, self.split.kept), strict=True)
-            state = {**state, "kept": [put(ring, x, row["kept"]) for ring, x in rings]}
             made |= known
         return self._add_where(row["part"] == 0, "first", state, made, row), self._nothing()[0], out
 
@@ -246,8 +267,8 @@ class StageProgram:
         assert self.split is not None
         known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
         eqn, groups = self._transpose()
-        kept = [pick(ring, row["kept"]) for ring in state["kept"]]
-        xs = [*self._own_rows(eqn, groups, known, state, weights, row), *kept]
+        kept = [Rows(("kept", n), row["kept"], self.specs.get(v)) for n, v in enumerate(self.split.kept)]
+        xs = [*self._own_rows(eqn, groups, known, weights, row), *kept]
         consts = self.evaluate(None, known, eqn.invars[: groups.consts])
         results, of_weights = eqn.outvars[groups.carry :], self.split.of_weights
         state, _, made = self._over_layers("backward", eqn, of_weights, results, consts, [], xs, row, state, known)
@@ -260,19 +281,18 @@ class StageProgram:
     def _first_or_received(self, is_first: Any, make: Callable[[], Values], ring: Values, slot: Any) -> Values:
         return self.choose(is_first, make, lambda: [pick(r, slot) for r in ring], once_in=self.chunks)
 
-    def _own_rows(
-        self, eqn: jx.JaxprEqn, groups: jx.ScanGroups, known: Known, state: Any, weights: Values, row: Any
-    ) -> Values:
+    def _own_rows(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups, known: Known, weights: Values, row: Any) -> list[Rows]:
         """What a scan over layers reads of each of those of this stage."""
-        mine = {v: pick(w, row["chunk"]) for v, w in zip(self.weights, weights, strict=True)}
+        mine = {v: Rows(w, row["chunk"]) for v, w in zip(self.weights, weights, strict=True)}
         if eqn is self.b:
-            mine |= {v: pick(r, row["residual"]) for v, r in zip(self.residuals, state["residuals"], strict=True)}
+            for n, v in enumerate(self.residuals):
+                mine[v] = Rows(("residual", n), row["residual"], self.specs.get(v), 1)
         own = jnp.asarray(self.stages.rows)[row["part"]]
 
-        def rows_of(a: jx.Atom) -> Any:
+        def rows_of(a: jx.Atom) -> Rows:
             if isinstance(a, jx.Var) and a in mine:
                 return mine[a]
-            return jnp.take(self.evaluate(None, known, [a])[0], own, axis=0)
+            return Rows(jnp.take(self.evaluate(None, known, [a])[0], own, axis=0)[None], 0)
 
         return [rows_of(a) for a in self.xs(eqn, groups)]
 
@@ -284,30 +304,40 @@ class StageProgram:
         results: Sequence[jx.Var],
         consts: Values,
         carry: Values,
-        xs: Values,
+        xs: Sequence[Rows],
         row: Any,
         state: Any,
         known: Known,
+        left: Sequence[jx.Var] = (),
     ) -> tuple[Any, Values, Known]:
         """Runs ``body`` on the layers of this stage, in the order of the scan ``eqn``: the state with what layers add
-        to the sums with a row for each, the last carry, and ``results`` of ``body``, those with a row for each layer
-        only where something else reads them.
+        to the sums with a row for each and with what they leave; the last carry; and ``results`` of ``body``, those
+        with a row for each layer only where something else reads them whole.
+
+        A layer reads and writes its rows of slots and sums where they are: of a whole slot XLA would make a copy. The
+        loop carries all slots, also those that it only reads, or XLA would copy these at each tick.
 
         Args:
-          place: where layers add to such sums; None where they do not.
+          place: where layers add to such sums; None where they do not, and leave what the second part of a backward
+            reads.
+          left: what each layer leaves in this operation's slot.
         """
         count = jnp.asarray(self.stages.layers)[row["part"]]
         even = len(set(self.stages.layers)) == 1
         carries = len(carry)
         stacked = results[carries:]
         added = [] if place is None else [self.chain.sums[i] for i in self.layer_sums]
-        kept = [place is None or v in self.stacked[place] for v in stacked]
+        kept = [place is not None and v in self.stacked[place] for v in stacked]
+        name = "kept" if place is None else "residual"
 
-        def layer(state: tuple[Values, Values], of_layer: Any) -> tuple[tuple[Values, Values], Values]:
-            (carry, sums), (index, xs) = state, of_layer
+        def layer(carried: tuple[Values, Values, Rings], index: Any) -> tuple[tuple[Values, Values, Rings], Values]:
+            carry, sums, rings = carried
+            sums = [laid_out(x) for x in sums]
+            rings = {name: [laid_out(x) for x in values] for name, values in self._split(rings).items()}
+            read = [x.row(rings, index) for x in xs]
 
             def run(carry: Values) -> tuple[Values, Values]:
-                outs = jx.replay(body, [*consts, *carry, *xs], self.axis)
+                outs = jx.replay(body, [*consts, *carry, *read], self.axis)
                 return outs[:carries], outs[carries:]
 
             def leave(carry: Values) -> tuple[Values, Values]:
@@ -317,14 +347,16 @@ class StageProgram:
             here = {**known, **{v: jnp.expand_dims(y, 0) for v, y in zip(stacked, ys, strict=True)}}
             terms = self._terms(place, here, added)
             sums = [s if x is None else add_row(s, x, row["chunk"], index) for s, x in zip(sums, terms, strict=True)]
-            return (carry, sums), [y for y, k in zip(ys, kept, strict=True) if k]
+            found = zip(rings[name], self.evaluate(place, here, left), strict=True) if left else ()
+            rings |= {name: [put_row(ring, x, row[name], index) for ring, x in found]} if left else {}
+            return (carry, sums, lax.optimization_barrier(rings)), [y for y, k in zip(ys, kept, strict=True) if k]
 
-        length, begin = self.stages.rows.shape[1], [] if place is None else state["layer_sums"]
-        rows = jnp.arange(length), xs
-        (out, sums), ys = lax.scan(layer, (carry, begin), rows, length, reverse=eqn.params["reverse"])
+        begin = carry, [] if place is None else state["layer_sums"], {n: state[n] for n in ("residual", "kept")}
+        rows = jnp.arange(self.stages.rows.shape[1])
+        (out, sums, rings), ys = lax.scan(layer, begin, rows, reverse=eqn.params["reverse"])
         made = dict(zip(results[:carries], out, strict=True))
         made |= dict(zip([v for v, k in zip(stacked, kept, strict=True) if k], ys, strict=True))
-        return (state if place is None else {**state, "layer_sums": sums}), out, made
+        return state | rings | ({} if place is None else {"layer_sums": sums}), out, made
 
     def _add(self, place: Any, state: Any, known: Known, row: Any) -> Any:
         """``state`` with what ``place`` adds to the sums without a row for each layer."""
