@@ -67,11 +67,17 @@ class Cost:
 
     def scheduled(self, hidden: float) -> float:
         """Seconds of the call where the share ``hidden`` of its collectives runs beside compute, as far as it lasts."""
-        return max(self.compute, hidden * self.sent) + (1 - hidden) * self.sent
+        return scheduled_seconds(self.compute, self.sent, hidden)
 
     def __repr__(self) -> str:
         many = sum(c.count for c in self.collectives)
         return f"<Cost of a call: {time_text(self.compute)} compute, {time_text(self.sent)} in {many} collectives>"
+
+
+def scheduled_seconds(compute: float, sent: float, hidden: float) -> float:
+    """Seconds of work that sends for ``sent`` seconds, of which the share ``hidden`` runs beside compute, as far as it
+    lasts."""
+    return max(compute, hidden * sent) + (1 - hidden) * sent
 
 
 class Transfer(NamedTuple):
@@ -109,13 +115,13 @@ class CostModel:
         self._cache: dict[
             tuple[OpKind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, OperandPositions], NodeCost
         ] = self.graph.node_cost_cache
-        self.free_to_reshard = {
-            v
-            for n in graph.nodes
-            if n.kind.traits.broadcasts and not any(map(len, n.kind.shapes[: len(n.operands)]))
-            for v in n.results
-        }
-        """Broadcasts of scalars and iotas: XLA's partitioner recomputes them in whatever spec they are read."""
+        self.free_to_reshard = set[int]()
+        """Broadcasts of scalars, and of such broadcasts, and iotas: XLA's partitioner recomputes them in whatever spec
+        they are read."""
+        for n in graph.nodes:
+            operands = zip(n.operands, n.kind.shapes, strict=False)
+            if n.kind.traits.broadcasts and all(not shape or v in self.free_to_reshard for v, shape in operands):
+                self.free_to_reshard.update(n.results)
         self.per_call_inputs, self.moved_outputs = find_per_call_inputs(graph), find_moved_outputs(graph)
         self.view_of: dict[int, int] = {}
         """For each view (or reversal) of another value, the value at the root of the chain of views."""

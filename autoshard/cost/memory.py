@@ -165,11 +165,12 @@ class MemoryModel:
 
     def buffers(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> Buffers:
         """The buffers of a call under ``layout``, without its arguments."""
-        r = self.live_ranges
+        r, sizes = self.live_ranges, self.sizes(layout)
+        sizes[[v for v in self.cost_model.free_to_reshard if not self._is_read(v, layout)]] = 0
         own = (
             r.first,
             r.last,
-            (self.sizes(layout)[r.values] * r.scale).astype(np.int64),
+            (sizes[r.values] * r.scale).astype(np.int64),
             r.on_chip_candidate.astype(np.int64),
             r.values,
         )
@@ -177,6 +178,15 @@ class MemoryModel:
         added = np.array(ranges or [(0, 0, 0, 0, 0)], dtype=np.int64).T
         first, last, size, candidate, values = (np.concatenate(pair) for pair in zip(own, added, strict=True))
         return Buffers(values, first, last, size, (candidate > 0) & (size <= self._on_chip_capacity))
+
+    def _is_read(self, v: int, layout: Layout) -> bool:
+        """Whether an operation reads value ``v`` in its own spec."""
+        runs, nodes = self.cost_model.node_costs(layout), self.graph.nodes
+        return not layout.specs[v].rank or any(
+            nodes[n].tie or (u == v and spec == layout.specs[v])
+            for n in self.graph.uses[v]
+            for u, spec in zip(nodes[n].operands, runs[n].in_specs, strict=True)
+        )
 
     def largest_at_peak(self, layout: Layout) -> tuple[int, int]:
         """The largest value live at the peak, arguments included, and its bytes per device."""

@@ -18,6 +18,7 @@ from autoshard.errors import PipelineError
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import PipelineRequest
 from autoshard.ir.propagate import Layout
+from autoshard.ir.spec import Spec
 from autoshard.machine.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,7 +28,7 @@ from autoshard.machine.collective import (
 )
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
 from autoshard.pipelining.exchange import seconds_of_ticks
-from autoshard.pipelining.stage_dims import StageDims, stacked_weights
+from autoshard.pipelining.stage_dims import StageDims, finest_split, stacked_weights
 from autoshard.pipelining.stage_memory import StageBytes, StageMemory
 from autoshard.pipelining.stage_seconds import StageSeconds
 from autoshard.pipelining.stages import Stages
@@ -38,7 +39,7 @@ from autoshard.schedule.slots import Operation
 from autoshard.search.candidates import Candidate, Search
 
 NAMED = ("gpipe", "1f1b", "interleaved:2", "interleaved:4", "zb-h1", "zb-v")
-"""The schedules that are compared where the user names none."""
+"""The schedules that are compared where the user names none, beside those that hold more for a shorter bubble."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def _schedules(request: PipelineRequest, chain: Chain, name: str) -> dict[str, S
         given.check()
         found = {"": given}
     else:
-        names = NAMED if given is None else (given,)
+        more = {f"zb:{n}" for n in (stages * 3 // 2, 2 * stages - 1) if stages < n <= microbatches}
+        names = (*NAMED, *sorted(more)) if given is None else (given,)
         found = {n: Schedule.named(n, stages=stages, microbatches=microbatches) for n in names}
     if chain.backward is None:
         forwards = {schedule.forward_only(): n for n, schedule in reversed(found.items())}
@@ -200,7 +202,7 @@ def _sending(graph: Graph, layout: Layout, models: Search, chain: Chain, tables:
     """Of each route, activations before gradients, the bytes that a device sends."""
     sides = (chain.forward, tables.activations), (chain.backward, tables.gradients)
     carried = [(eqn.outvars[: scan_groups(eqn).carry], routes) for eqn, routes in sides if eqn is not None]
-    return [_bytes_of(graph, layout, models, values) for values, routes in carried for _ in routes]
+    return [_bytes_of(graph, layout, models, values, sent=True) for values, routes in carried for _ in routes]
 
 
 def _sent(tables: TickTables, sending: Sequence[int], axis: str, line: str) -> Iterator[Collective]:
@@ -231,12 +233,12 @@ def _around(graph: Graph, layout: Layout, models: Search, chain: Chain, split: S
     plain = [sum_after(chain, added, i) for i in chain.sums if i not in layered]
     plain += [v for v, out in zip(chain.loop.outvars[begin:], outs, strict=True) if chain.where(out)]
 
-    def sizes(variables: Sequence[jx.Var]) -> tuple[int, ...]:
-        found = (_bytes_of(graph, layout, models, [v]) for v in variables)
+    def sizes(variables: Sequence[jx.Var], *, sent: bool = False) -> tuple[int, ...]:
+        found = (_bytes_of(graph, layout, models, [v], sent=sent) for v in variables)
         return tuple(size for size in found if size and mesh.shape[axis] > 1)
 
     return _Around(
-        tuple(Collective(ALL_REDUCE, (axis,), size, 1, line) for size in sizes(plain)),
+        tuple(Collective(ALL_REDUCE, (axis,), size, 1, line) for size in sizes(plain, sent=True)),
         sizes(stacked_weights(chain)),
         sizes([sum_after(chain, added, i) for i in layered]),
     )
@@ -254,9 +256,16 @@ def _rows_sent(around: _Around, stages: Stages, axis: str, line: str) -> Iterato
                 yield Collective(COLLECTIVE_PERMUTE, (axis,), size * sent.rows.shape[1] // layers, 1, line)
 
 
-def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var]) -> int:
-    """Bytes per device that are sent; of scalars too, which take no memory."""
+def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var], *, sent: bool = False) -> int:
+    """Bytes per device; of scalars too, which take no memory.
+
+    Args:
+      sent: split as finely as they can be.
+    """
     values = [graph.ids[v] for v in variables if v in graph.ids]
-    arrays = [v for v in values if graph.values[v].shape]
-    scalars = sum(graph.values[v].bits // 8 for v in values if not graph.values[v].shape)
-    return scalars + sum(models.memory_model.size(v, layout.specs[v]) for v in arrays)
+    sizes, found = graph.program.mesh.shape, 0
+    for v in values:
+        shape, spec = graph.values[v].shape, layout.specs[v]
+        spec = Spec(tuple(finest_split(shape, spec.dims, sizes))) if sent else spec
+        found += models.memory_model.size(v, spec) if shape else graph.values[v].bits // 8
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import jaxpr as jx
+from autoshard.pipelining.stage_dims import finest_split
 
 
 def cast_as(values: list[Any], like: Sequence[jx.Var]) -> list[Any]:
@@ -60,15 +60,16 @@ class Rows:
         ring = rings[self.ring[0]][self.ring[1]] if isinstance(self.ring, tuple) else self.ring
         at = (self.slot, index, *(0,) * (ring.ndim - 2))
         row = lax.dynamic_slice(ring, at, (1, 1, *ring.shape[2:])).reshape(ring.shape[2:])
-        return split_as(row, self.spec, 0, self.dropped)
+        row = split_as(row, self.spec, 0, self.dropped)
+        return laid_out(row) if isinstance(self.ring, tuple) else row
 
 
-def laid_out(ring: Any) -> Any:
-    """``ring`` in the layout that conditionals give what goes through them; in another one, which suits those who read
-    its rows, it would be copied whole at each tick, to that layout and back."""
-    if jax.dtypes.issubdtype(ring.dtype, jax.dtypes.extended):
-        return ring
-    return with_layout_constraint(ring, Layout(tuple(range(ring.ndim))))
+def laid_out(x: Any) -> Any:
+    """``x``, a ring or a row of one, in the layout that conditionals give what goes through them. In another one, which
+    suits those who read its rows, XLA would copy a ring whole, to that layout and back."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def put_row(ring: Any, x: Any, slot: Any, row: Any) -> Any:
@@ -89,10 +90,9 @@ def summed(x: Any, axis: str, spec: PartitionSpec | None = None) -> Any:
     Args:
       spec: as the plan splits ``x``, if it says so.
     """
-    finest = PartitionSpec(*finest_split(x.shape, spec or ()))
-    x = split_as(x, finest)
+    x = on_shards(x, spec)
     total = lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)
-    return split_as(total, finest)
+    return on_shards(total, spec)
 
 
 def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
@@ -127,19 +127,17 @@ def split_as(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
-def finest_split(shape: tuple[int, ...], spec: Sequence[Any]) -> list[tuple[str, ...]]:
-    """The axes of each dimension where all automatic ones split what they can: beyond ``spec`` each the largest
-    dimension that it divides."""
+def on_shards(x: Any, spec: PartitionSpec | None, added: int = 0) -> Any:
+    """``x`` split as finely as it can be: over the axes of ``spec``, and over others that are automatic.
+
+    Args:
+      added: dimensions that ``x`` has ahead of those of ``spec``.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    found = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
-    found += [()] * (len(shape) - len(found))
-    for axis in mesh.auto_axes:
-        parts = [math.prod(mesh.shape[a] for a in axes) for axes in found]
-        fits = [d for d, n in enumerate(shape) if n % (parts[d] * mesh.shape[axis]) == 0]
-        if fits and not any(axis in axes for axes in found):
-            d = max(fits, key=lambda d: shape[d] // parts[d])
-            found[d] = (*found[d], axis)
-    return found
+    sizes = {axis: mesh.shape[axis] for axis in mesh.auto_axes}
+    dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec or ()]
+    dims += [()] * (x.ndim - added - len(dims))
+    return split_as(x, PartitionSpec(*finest_split(x.shape[added:], dims, sizes)), added)
 
 
 def without_specs(results: Any) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autoshard import jaxpr as jx
 from autoshard.ir.dim_classes import label_dims
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import PipelineRequest
-from autoshard.ir.spec import Spec
+from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.pipelining.chain import Chain, scan_groups
 
@@ -81,6 +82,32 @@ def over_stages(
             d = max(fits, key=lambda d: (shape[d], d))
             spec = spec.with_dim(d, (*spec.dims[d], a))
     return spec
+
+
+def finest_split(shape: Sequence[int], dims: Sequence[Axes], sizes: Mapping[str, int]) -> list[Axes]:
+    """``dims``, the axes that split each dimension of ``shape``, with those of ``sizes`` that split none: each the
+    largest dimension that it divides. What goes over a slow link is sent so."""
+    found = [*dims]
+    for axis in [axis for axis in sizes if not any(axis in axes for axes in dims)]:
+        parts = [math.prod(sizes.get(a, 1) for a in axes) for axes in found]
+        fits = [d for d, n in enumerate(shape) if n % (parts[d] * sizes[axis]) == 0]
+        if fits:
+            d = max(fits, key=lambda d: shape[d] // parts[d])
+            found[d] = (*found[d], axis)
+    return found
+
+
+def rows_of_weights(chain: Chain) -> dict[jx.Var, jx.Var]:
+    """What the layers' scans read of each of `stacked_weights`, in their bodies, each with that value.
+
+    In another spec than they are stored in XLA has them whole before the loop: nothing in it changes them.
+    """
+    found: dict[jx.Var, jx.Var] = {}
+    for eqn in filter(None, (chain.forward, chain.backward)):
+        begin, body = scan_groups(eqn).consts + scan_groups(eqn).carry, jx.regions(eqn)[0].body
+        rows = zip(body.invars[begin:], eqn.invars[begin:], strict=True)
+        found |= {row: a for row, a in rows if isinstance(a, jx.Var) and a in chain.invariant}
+    return found
 
 
 def stacked_weights(chain: Chain) -> list[jx.Var]:

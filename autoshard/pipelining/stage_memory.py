@@ -18,7 +18,7 @@ from autoshard.ir.graph import Graph
 from autoshard.pipelining.chain import Chain, scan_groups
 from autoshard.pipelining.segment import stacked_results
 from autoshard.pipelining.split_backward import split_backward
-from autoshard.pipelining.stage_dims import StageDims, stacked_weights
+from autoshard.pipelining.stage_dims import StageDims, rows_of_weights, stacked_weights
 from autoshard.pipelining.stage_seconds import equations_that_add
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.tick_tables import TickTables
@@ -44,7 +44,8 @@ class StageMemory:
         found = model.buffers(best.layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled)
         self.buffers, values = self._with_hoisted(found), found.values.tolist()
         self.residuals = set(self._ids(self._read_by_backward()))
-        self.layered = np.array([v in split.stacked_inside for v in values])
+        stacked = split.stacked_inside.union(self._ids([*rows_of_weights(chain)]))
+        self.layered = np.array([v in stacked for v in values])
         added = set(self._ids(self._added_by_layers()))
         shares = {v: 0.0 if v in self.residuals or v in added else split.share(v) for v in set(values)}
         self.share = np.array([shares[v] for v in values])
@@ -52,12 +53,20 @@ class StageMemory:
         self.arguments = sum(self._bytes(v) * split.share(v) for v in graph.inputs)
 
     def _with_hoisted(self, found: Buffers) -> Buffers:
-        """``found``, with what is resharded for each micro-batch held from before the loop to its end."""
+        """``found``, with what is resharded for each micro-batch held from before the loop to its end; of weights that
+        layers read in another spec, those of all layers."""
         added = np.arange(len(found.values)) >= len(self.model.live_ranges.values)
-        hoisted = added & np.isin(found.values, self._ids([*self.chain.invariant]))
+        rows = {self.graph.ids[r]: w for r, w in rows_of_weights(self.chain).items() if r in self.graph.ids}
+        whole, sizes = set[tuple[jx.Var, int]](), found.bytes.copy()
+        for n in np.flatnonzero(added & np.isin(found.values, [*rows])):
+            key = rows[int(found.values[n])], int(found.bytes[n])
+            sizes[n] = 0 if key in whole else found.bytes[n] * self.chain.layers  # the same for forwards and backwards
+            whole.add(key)
+        hoisted = added & np.isin(found.values, [*self._ids([*self.chain.invariant]), *rows])
         first = np.where(hoisted, np.minimum(found.first, self.loop.start), found.first)
         last = np.where(hoisted, np.maximum(found.last, self.loop.stop - 1), found.last)
-        return found._replace(first=first, last=last)
+        on_chip = found.fits_on_chip & ~(hoisted & (sizes != found.bytes))
+        return found._replace(first=first, last=last, bytes=sizes, fits_on_chip=on_chip)
 
     def _read_by_backward(self) -> list[jx.Var]:
         """What forwards make for backwards, with a row for each layer."""
@@ -92,15 +101,25 @@ class StageMemory:
         usage, on_chip = self.model.usage_of(scaled)
         usage = usage - on_chip
         saved = sum(map(self._bytes, self.residuals))
-        # One slot more: a loop over layers reads those of a micro-batch, or makes them, beside the slots. Of one layer
-        # XLA makes no loop.
-        residuals = saved * most * (tables.slots[2] + (most > 1)) / self.chain.layers
-        usage[self.loop] += round(residuals + self._slots(tables) + self._kept(stages, tables) + self._sums())
+        residuals = saved * most * tables.slots[2] / self.chain.layers
+        held = residuals + self._slots(tables) + self._kept(stages, tables) + self._sums() + self._entered(most)
+        usage[self.loop] += round(held)
         if stages.moves_layers:
             sums = [self.chain.loop.outvars[i] for i in self.chain.sums]
             usage[max(self.loop.start - 1, 0)] += self._moved(stacked_weights(self.chain), stages.before)
             usage[min(self.loop.stop, len(usage) - 1)] += self._moved(sums, stages.after)
         return StageBytes(round(self.arguments) + int(usage.max()), round(residuals))
+
+    def _entered(self, most: int) -> float:
+        """Of what is resharded as it enters the loop; weights, of the ``most`` layers that a stage runs."""
+        groups, found = self.chain.groups, 0.0
+        stacked = {*self._ids(stacked_weights(self.chain))}
+        pairs = zip(self.chain.loop.invars[: groups.consts], self.chain.body.invars[: groups.consts], strict=True)
+        for outer, inner in pairs:
+            a, b = self.graph.ids.get(outer) if isinstance(outer, jx.Var) else None, self.graph.ids.get(inner)
+            if a and b and self.specs[a] != self.specs[b]:
+                found += self._bytes(b) * (most / self.chain.layers if b in stacked else 1)
+        return found
 
     def _slots(self, tables: TickTables) -> int:
         """Of what came from other stages, and of the last part's results."""

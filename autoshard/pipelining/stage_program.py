@@ -27,6 +27,7 @@ from autoshard.pipelining.rings import (
     cast_as,
     choose,
     laid_out,
+    on_shards,
     pick,
     planned_specs,
     put,
@@ -119,7 +120,8 @@ class StageProgram:
 
         def tick(state: dict[str, Values], row: dict[str, Any]) -> tuple[Any, None]:
             state, activation, gradient = operates(bound, tables, state, row)
-            arrived = exchanged(tables, self.axis, activation, gradient, row["exchange"])
+            sent = [self._on_shards(x, eqn) for x, eqn in ((activation, self.f), (gradient, self.b))]
+            arrived = exchanged(tables, self.axis, *sent, row["exchange"])
             for name, routes in zip("ag", arrived, strict=True):
                 for n, values in enumerate(routes):
                     kept = zip(state[name], values, strict=True)
@@ -176,19 +178,23 @@ class StageProgram:
         """``state``, or a part of it, split as the plan has what it holds; what no constraint speaks of is left to
         XLA."""
         carried = {
-            "a": (self._carry(self.f), 1, 0),
-            "g": (self._carry(self.b), 1, 0),
             "residual": (self.residuals, 2, 1),
             "kept": (self.split.kept if self.split else (), 2, 0),
             "final": (self._carry(self.f), 1, 0),
             "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1),
             "sums": ([self.carries[i] for i in self.sums], 0, 0),
         }
+        sent = {"a": self.f, "g": self.b}
+        state = state | {name: self._on_shards(state[name], eqn, 1) for name, eqn in sent.items() if name in state}
         return state | {
             name: [split_as(x, self.specs.get(v), *dims) for x, v in zip(state[name], variables, strict=True)]
             for name, (variables, *dims) in carried.items()
             if name in state
         }
+
+    def _on_shards(self, values: Values, eqn: jx.JaxprEqn | None, added: int = 0) -> Values:
+        """What stages send of what the scan ``eqn`` carries, or slots of it, split as finely as it can be."""
+        return [on_shards(x, self.specs.get(v), added) for x, v in zip(values, self._carry(eqn), strict=True)]
 
     def _carry(self, eqn: jx.JaxprEqn | None) -> list[jx.Var]:
         """What a scan over layers carries, as the variables of its last values."""

@@ -21,6 +21,10 @@ MAX_BUDGETS = 4
 """Budgets that are tried, each less than the one before, for a pipeline to fit in memory."""
 
 
+MIN_GAIN = 0.02
+"""Least share of the step's time that a schedule must gain for a layout to be tried that leaves room for it."""
+
+
 class Planned(NamedTuple):
     """A planned program with the values that the stages made on the way."""
 
@@ -58,7 +62,8 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
     """The plan of the best layout on one stage's devices as a pipeline, within the budget.
 
     What all layers on one stage would need is more than what a stage needs of its own: the budget of the search is what
-    leaves the pipeline within that of ``request``.
+    leaves the pipeline within that of ``request``. Where a faster schedule needs more, it is what leaves room for that
+    one, if the layout is not slower by as much.
 
     Raises:
       MemoryBudgetError: nothing fits.
@@ -66,25 +71,35 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
     program, budget = graph.program, budget_of(request, graph.program)
     assert program.pipeline is not None
     allowed, least, lowest = budget * program.pipeline.stages, math.inf, False
+    fitting: list[PlanRecord] = []
     for _ in range(MAX_BUDGETS):
         try:
             with stage("search", program.name):
                 best, found = search(graph, request.strategy, allowed, request.compiler_options)
         except MemoryBudgetError as e:
-            if lowest and math.isinf(least):
+            if lowest and math.isinf(least) and not fitting:
                 raise
-            if lowest:
+            if lowest or fitting:
                 break
             allowed, lowest = e.least, True
             continue
         with stage("plan", program.name):
             plan = pipelined_plan(plan_from_candidate(graph, best, found, request), graph, best, found, budget)
         if plan.memory.peak <= budget:
-            return replace(plan, memory_budget=budget if math.isfinite(budget) else None)
+            fitting.append(plan)
         least = min(least, plan.memory.peak)
-        if lowest:
+        missing = plan.memory.peak - budget
+        if missing <= 0:
+            larger = [
+                a for a in plan.alternatives if a.peak > budget and a.seconds < (1 - MIN_GAIN) * plan.cost.seconds
+            ]
+            missing = min((a.peak - budget for a in larger), default=0)
+        if lowest or missing <= 0:
             break
-        allowed = best.memory.peak - (plan.memory.peak - budget)
+        allowed = best.memory.peak - missing
+    if fitting:
+        plan = min(fitting, key=lambda plan: plan.cost.seconds)
+        return replace(plan, memory_budget=budget if math.isfinite(budget) else None)
     raise MemoryBudgetError(
         f"no layout of {program.name} as a pipeline over {program.pipeline.axis!r} fits the memory budget of "
         f"{size_text(budget, 2)} per device: the smallest needs {size_text(least, 2)}; raise memory_budget, add "

@@ -20,8 +20,12 @@ def orders_of(name: str, stages: int, microbatches: int) -> Orders:
     kind, _, number = name.partition(":")
     if kind == "interleaved" and number.isdecimal() and int(number) > 0:
         return _interleaved(stages, microbatches, int(number))
+    if kind == "zb" and number.isdecimal() and int(number) > 0:
+        return _zero_bubble(stages, microbatches, int(number))
     if name not in _BY_NAME:
-        raise ScheduleError(f"no schedule is called {name!r}{nearest(name, (*_BY_NAME, 'interleaved:2'))}")
+        raise ScheduleError(
+            f"no schedule is called {name!r}{nearest(name, (*_BY_NAME, 'interleaved:2', f'zb:{2 * stages - 1}'))}"
+        )
     return _BY_NAME[name](stages, microbatches)
 
 
@@ -61,6 +65,13 @@ def _zero_bubble_h1(stages: int, microbatches: int) -> Orders:
         kinds = [F] * after + [I, F] * stage + [I, W, F] * steady + [I, W] * after + [W] * stage
         orders.append([slot for slot in _numbered(kinds) if slot.microbatch < microbatches])
     return orders, looped(stages, 1)
+
+
+def _zero_bubble(stages: int, microbatches: int, limit: int) -> Orders:
+    """Backwards split, and residuals of ``limit`` micro-batches at most; the order is found by `list_orders`. With
+    2 * stages - 1 stages are idle no longer than it takes to reach them: the ``zb-h2`` of Qi et al. 2023."""
+    placement = looped(stages, 1)
+    return list_orders(placement, microbatches, dict.fromkeys((F, I, W), 1.0), limit), placement
 
 
 def _zero_bubble_v(stages: int, microbatches: int) -> Orders:

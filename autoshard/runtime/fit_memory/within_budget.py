@@ -127,7 +127,7 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
         _, passes = fastest()
         axes = () if traced.pipeline is None else axes_of_batch(fastest()[0].plan)
         # Of a pipeline also along the first of the axes that split the batch alone, which are the slower ones.
-        each = [None] if traced.pipeline is None else [axes[:n] for n in range(len(axes), 0, -1)]
+        each = [None] if traced.pipeline is None else [axes[:n] for n in range(len(axes), 0, -1)] or [None]
         for batch_axes in each:
             for with_optional in with_each_optional(traced, passes, options, saving=False, batch_axes=batch_axes):
                 fits = with_optional in tried or try_passes(passes, with_optional)
