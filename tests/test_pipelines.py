@@ -156,7 +156,7 @@ def test_weights_are_gathered_once_before_a_pipeline() -> None:
     options: Any = {"microbatches": 16, "schedule": "1f1b", "passes": ["accumulate:data"]}
     step = autoshard.jit(trained(loss), mesh=mesh, memory_budget="1.1GB", **options)
     plan = step.plan(state, jax.ShapeDtypeStruct((4096, 4096), jnp.float32))
-    gathered = {c.count for c in plan.cost.collectives if c.axes == ("data",) and c.bytes > 1 << 20}
+    gathered = {c.count for c in plan.cost.collectives if c.axes == ("data",) and c.bytes > 1 << 24}
     assert gathered == {1}
 
 

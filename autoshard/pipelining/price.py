@@ -26,6 +26,7 @@ from autoshard.machine.collective import (
     Collective,
     collective_seconds,
 )
+from autoshard.machine.mesh import LogicalMesh
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
 from autoshard.pipelining.exchange import seconds_of_ticks
 from autoshard.pipelining.stage_dims import StageDims, finest_split, stacked_weights
@@ -109,22 +110,36 @@ def _price(
 ) -> PipelinePrice:
     request, schedule, split = graph.program.pipeline, stages.schedule, memory.split
     assert request is not None
-    tables = tick_tables(schedule)
-    ticks = [[seconds.of_slot(stages, s, slot) for s, slot in enumerate(row)] for row in schedule.table]
+    tables, runs = tick_tables(schedule), schedule.microbatches * schedule.chunks
+    forwards, backwards = (
+        [] if e is None else _made_whole(graph, layout, models, e.outvars[: scan_groups(e).carry], runs, jx.source(e))
+        for e in (chain.forward, chain.backward)
+    )
+    received = {o: forwards if o is Operation.FORWARD else backwards for o in Operation}
+    received[Operation.WEIGHT_GRADIENT] = []
+    whole = {o: sum(_seconds_of(c, request.mesh) for c in found) for o, found in received.items()}
+    ticks = [
+        [seconds.of_slot(stages, s, slot) + (whole[slot.operation] if slot else 0.0) for s, slot in enumerate(row)]
+        for row in schedule.table
+    ]
     busy = tuple(map(sum, zip(*ticks, strict=True)))
     sending = _sending(graph, layout, models, chain, tables)
     each = [collective_seconds(COLLECTIVE_PERMUTE, (request.axis,), size, request.mesh) for size in sending]
     alone, loop = (seconds_of_ticks(tables, ticks, t) for t in ([0.0] * len(each), each))
     once = (*around.sums, *_rows_sent(around, stages, request.axis, jx.source(chain.forward)))
     total = seconds.outside + loop
-    total += sum(collective_seconds(c.kind, c.axes or (), c.bytes, request.mesh) * c.count for c in once)
+    total += sum(_seconds_of(c, request.mesh) * c.count for c in once)
     rows = max(stages.layers) * schedule.chunks
     inside = (*seconds.collectives, *(replace(c, count=c.count * rows) for c in seconds.of_each_layer))
     sent = tuple(_sent(tables, sending, request.axis, jx.source(chain.forward)))
     return PipelinePrice(
         stages,
         split,
-        Cost(total, seconds.compute_share * (seconds.outside + alone), (*inside, *sent, *once)),
+        Cost(
+            total,
+            seconds.compute_share * (seconds.outside + alone),
+            (*inside, *sent, *forwards, *backwards, *once),
+        ),
         sum(alone - b for b in busy) / (schedule.stages * total) if total else 0.0,
         schedule.bubble(seconds.of_layers()),
         busy,
@@ -231,14 +246,17 @@ def _around(graph: Graph, layout: Layout, models: Search, chain: Chain, split: S
     begin, outs = chain.groups.carry, chain.body.outvars[chain.groups.carry :]
     added = additions(graph.program.jaxpr, chain)
     plain = [sum_after(chain, added, i) for i in chain.sums if i not in layered]
-    plain += [v for v, out in zip(chain.loop.outvars[begin:], outs, strict=True) if chain.where(out)]
+    stacked = [v for v, out in zip(chain.loop.outvars[begin:], outs, strict=True) if chain.where(out)]
 
     def sizes(variables: Sequence[jx.Var], *, sent: bool = False) -> tuple[int, ...]:
         found = (_bytes_of(graph, layout, models, [v], sent=sent) for v in variables)
         return tuple(size for size in found if size and mesh.shape[axis] > 1)
 
     return _Around(
-        tuple(Collective(ALL_REDUCE, (axis,), size, 1, line) for size in sizes(plain, sent=True)),
+        (
+            *(Collective(ALL_REDUCE, (axis,), size, 1, line) for size in (*sizes(plain, sent=True), *sizes(stacked))),
+            *_made_whole(graph, layout, models, plain, 1, line),
+        ),
         sizes(stacked_weights(chain)),
         sizes([sum_after(chain, added, i) for i in layered]),
     )
@@ -254,6 +272,26 @@ def _rows_sent(around: _Around, stages: Stages, axis: str, line: str) -> Iterato
         for sizes, moves in ((around.weights, stages.before), (around.layer_sums, stages.after)):
             for size, sent in itertools.product(sizes, moves.rounds):
                 yield Collective(COLLECTIVE_PERMUTE, (axis,), size * sent.rows.shape[1] // layers, 1, line)
+
+
+def _made_whole(
+    graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var], count: int, line: str
+) -> list[Collective]:
+    """Gathers of what was sent split more finely than the layout has it."""
+    found, sizes = list[Collective](), graph.program.mesh.shape
+    for v in (graph.ids[v] for v in variables if v in graph.ids):
+        value, spec = graph.values[v], layout.specs[v]
+        finest = finest_split(value.shape, spec.dims, sizes)
+        for fine, axes in zip(finest, spec.dims, strict=True):
+            if fine != axes:
+                size = models.memory_model.size(v, spec)
+                found.append(Collective(ALL_GATHER, fine[len(axes) :], size, count, line))
+    return found
+
+
+def _seconds_of(c: Collective, mesh: LogicalMesh) -> float:
+    """Of one run."""
+    return collective_seconds(c.kind, c.axes or (), c.bytes, mesh)
 
 
 def _bytes_of(graph: Graph, layout: Layout, models: Search, variables: Sequence[jx.Var], *, sent: bool = False) -> int:

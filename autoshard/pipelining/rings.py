@@ -92,7 +92,7 @@ def summed(x: Any, axis: str, spec: PartitionSpec | None = None) -> Any:
     """
     x = on_shards(x, spec)
     total = lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)
-    return on_shards(total, spec)
+    return as_planned(on_shards(total, spec), spec)
 
 
 def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
@@ -128,16 +128,32 @@ def split_as(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 
 
 
 def on_shards(x: Any, spec: PartitionSpec | None, added: int = 0) -> Any:
-    """``x`` split as finely as it can be: over the axes of ``spec``, and over others that are automatic.
+    """``x`` split as finely as it can be: over the axes of ``spec``, and over others that are automatic; as it is where
+    the plan does not say how it is split.
 
     Args:
       added: dimensions that ``x`` has ahead of those of ``spec``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: mesh.shape[axis] for axis in mesh.auto_axes}
-    dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec or ()]
+    if spec is None:
+        return x
+    dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
     dims += [()] * (x.ndim - added - len(dims))
     return split_as(x, PartitionSpec(*finest_split(x.shape[added:], dims, sizes)), added)
+
+
+def as_planned(x: Any, spec: PartitionSpec | None, added: int = 0) -> Any:
+    """``x`` split as ``spec`` says and no finer; as it is where that is None.
+
+    Args:
+      added: dimensions that ``x`` has ahead of those of ``spec``.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if spec is None or not mesh.auto_axes:
+        return x
+    entries = [PartitionSpec.UNCONSTRAINED] * added + [*spec]
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def without_specs(results: Any) -> Any:

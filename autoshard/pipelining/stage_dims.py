@@ -88,25 +88,12 @@ def finest_split(shape: Sequence[int], dims: Sequence[Axes], sizes: Mapping[str,
     """``dims``, the axes that split each dimension of ``shape``, with those of ``sizes`` that split none: each the
     largest dimension that it divides. What goes over a slow link is sent so."""
     found = [*dims]
-    for axis in [axis for axis in sizes if not any(axis in axes for axes in dims)]:
+    for axis in [a for a, n in sizes.items() if n > 1 and not any(a in axes for axes in dims)]:
         parts = [math.prod(sizes.get(a, 1) for a in axes) for axes in found]
         fits = [d for d, n in enumerate(shape) if n % (parts[d] * sizes[axis]) == 0]
         if fits:
             d = max(fits, key=lambda d: shape[d] // parts[d])
             found[d] = (*found[d], axis)
-    return found
-
-
-def rows_of_weights(chain: Chain) -> dict[jx.Var, jx.Var]:
-    """What the layers' scans read of each of `stacked_weights`, in their bodies, each with that value.
-
-    In another spec than they are stored in XLA has them whole before the loop: nothing in it changes them.
-    """
-    found: dict[jx.Var, jx.Var] = {}
-    for eqn in filter(None, (chain.forward, chain.backward)):
-        begin, body = scan_groups(eqn).consts + scan_groups(eqn).carry, jx.regions(eqn)[0].body
-        rows = zip(body.invars[begin:], eqn.invars[begin:], strict=True)
-        found |= {row: a for row, a in rows if isinstance(a, jx.Var) and a in chain.invariant}
     return found
 
 

@@ -18,7 +18,7 @@ from autoshard.ir.graph import Graph
 from autoshard.pipelining.chain import Chain, scan_groups
 from autoshard.pipelining.segment import stacked_results
 from autoshard.pipelining.split_backward import split_backward
-from autoshard.pipelining.stage_dims import StageDims, rows_of_weights, stacked_weights
+from autoshard.pipelining.stage_dims import StageDims, stacked_weights
 from autoshard.pipelining.stage_seconds import equations_that_add
 from autoshard.pipelining.stages import Stages
 from autoshard.pipelining.tick_tables import TickTables
@@ -44,8 +44,7 @@ class StageMemory:
         found = model.buffers(best.layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled)
         self.buffers, values = self._with_hoisted(found), found.values.tolist()
         self.residuals = set(self._ids(self._read_by_backward()))
-        stacked = split.stacked_inside.union(self._ids([*rows_of_weights(chain)]))
-        self.layered = np.array([v in stacked for v in values])
+        self.layered = np.array([v in split.stacked_inside for v in values])
         added = set(self._ids(self._added_by_layers()))
         shares = {v: 0.0 if v in self.residuals or v in added else split.share(v) for v in set(values)}
         self.share = np.array([shares[v] for v in values])
@@ -53,20 +52,12 @@ class StageMemory:
         self.arguments = sum(self._bytes(v) * split.share(v) for v in graph.inputs)
 
     def _with_hoisted(self, found: Buffers) -> Buffers:
-        """``found``, with what is resharded for each micro-batch held from before the loop to its end; of weights that
-        layers read in another spec, those of all layers."""
+        """``found``, with what is resharded for each micro-batch held from before the loop to its end."""
         added = np.arange(len(found.values)) >= len(self.model.live_ranges.values)
-        rows = {self.graph.ids[r]: w for r, w in rows_of_weights(self.chain).items() if r in self.graph.ids}
-        whole, sizes = set[tuple[jx.Var, int]](), found.bytes.copy()
-        for n in np.flatnonzero(added & np.isin(found.values, [*rows])):
-            key = rows[int(found.values[n])], int(found.bytes[n])
-            sizes[n] = 0 if key in whole else found.bytes[n] * self.chain.layers  # the same for forwards and backwards
-            whole.add(key)
-        hoisted = added & np.isin(found.values, [*self._ids([*self.chain.invariant]), *rows])
+        hoisted = added & np.isin(found.values, self._ids([*self.chain.invariant]))
         first = np.where(hoisted, np.minimum(found.first, self.loop.start), found.first)
         last = np.where(hoisted, np.maximum(found.last, self.loop.stop - 1), found.last)
-        on_chip = found.fits_on_chip & ~(hoisted & (sizes != found.bytes))
-        return found._replace(first=first, last=last, bytes=sizes, fits_on_chip=on_chip)
+        return found._replace(first=first, last=last)
 
     def _read_by_backward(self) -> list[jx.Var]:
         """What forwards make for backwards, with a row for each layer."""

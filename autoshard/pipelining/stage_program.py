@@ -9,7 +9,7 @@ stage can compute is computed where it is read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
@@ -24,6 +24,7 @@ from autoshard.pipelining.rings import (
     Rings,
     Rows,
     add_row,
+    as_planned,
     cast_as,
     choose,
     laid_out,
@@ -211,11 +212,11 @@ class StageProgram:
         known = {**whole, **{v: pick(x, row["microbatch"]) for v, x in batch.items()}}
         groups, eqn = self.f_groups, self.f
         init = eqn.invars[groups.consts : groups.consts + groups.carry]
-        carry = self._first_or_received(
+        carry = self.choose(
             row["part"] == 0,
-            lambda: cast_as(self.evaluate(None, known, init), self._carry(eqn)),
-            state["a"],
-            row["activation"],
+            lambda: self._as_planned(cast_as(self.evaluate(None, known, init), self._carry(eqn)), eqn),
+            lambda: [pick(ring, row["activation"]) for ring in state["a"]],
+            once_in=self.chunks,
         )
         consts, xs = (
             self.evaluate(None, known, eqn.invars[: groups.consts]),
@@ -239,12 +240,13 @@ class StageProgram:
         eqn, groups = self._transpose()
         init, carries = eqn.invars[groups.consts : groups.consts + groups.carry], self._carry(self.f)
 
-        final = {v: pick(r, row["final"]) for v, r in zip(carries, state["final"], strict=True)}
+        ends = self._as_planned([pick(r, row["final"]) for r in state["final"]], self.f)
+        final = dict(zip(carries, ends, strict=True))
         received = [pick(ring, row["gradient"]) for ring in state["g"]]
 
         def on_last(sums: Any) -> tuple[Any, Values]:
             there = {**known, **final}
-            begin = cast_as(self.evaluate("last", there, init), self._carry(eqn))
+            begin = self._as_planned(cast_as(self.evaluate("last", there, init), self._carry(eqn)), eqn)
             return self._add("last", sums, there, row), begin
 
         last, sums = row["part"] == self.parts - 1, self._sums_of(state)
@@ -284,8 +286,9 @@ class StageProgram:
         assert self.b is not None
         return self.b, scan_groups(self.b)
 
-    def _first_or_received(self, is_first: Any, make: Callable[[], Values], ring: Values, slot: Any) -> Values:
-        return self.choose(is_first, make, lambda: [pick(r, slot) for r in ring], once_in=self.chunks)
+    def _as_planned(self, values: Values, eqn: jx.JaxprEqn) -> Values:
+        """What the scan ``eqn`` carries, split as the plan has it and not as it is sent."""
+        return [as_planned(x, self.specs.get(v)) for x, v in zip(values, self._carry(eqn), strict=True)]
 
     def _own_rows(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups, known: Known, weights: Values, row: Any) -> list[Rows]:
         """What a scan over layers reads of each of those of this stage."""
@@ -357,9 +360,11 @@ class StageProgram:
             rings |= {name: [put_row(ring, x, row[name], index) for ring, x in found]} if left else {}
             return (carry, sums, lax.optimization_barrier(rings)), [y for y, k in zip(ys, kept, strict=True) if k]
 
+        carry = self._as_planned(carry, eqn) if carry else []
         begin = carry, [] if place is None else state["layer_sums"], {n: state[n] for n in ("residual", "kept")}
         rows = jnp.arange(self.stages.rows.shape[1])
         (out, sums, rings), ys = lax.scan(layer, begin, rows, reverse=eqn.params["reverse"])
+        out = self._as_planned(out, eqn) if out else []
         made = dict(zip(results[:carries], out, strict=True))
         made |= dict(zip([v for v, k in zip(stacked, kept, strict=True) if k], ys, strict=True))
         return state | rings | ({} if place is None else {"layer_sums": sums}), out, made

@@ -22,12 +22,11 @@ def memory(schedule: str, layers: int) -> Memory:
     return step.plan(train_state(decoder_params(layers)), tokens(0)).memory
 
 
-@pytest.mark.parametrize(("layers", "beside"), [(4, 0), (8, 1)])
-def test_residuals_have_a_slot_for_each_micro_batch_in_flight_and_one_that_a_loop_over_layers_reads_or_makes(
-    layers: int, beside: int
-) -> None:
+@pytest.mark.parametrize("layers", [4, 8])
+def test_residuals_have_a_slot_for_each_micro_batch_in_flight(layers: int) -> None:
+    """Layers read and write their rows of it where they are: none is there twice."""
     one, other = memory("gpipe", layers), memory("1f1b", layers)
-    assert one.residuals / other.residuals == pytest.approx((8 + beside) / (4 + beside))
+    assert one.residuals / other.residuals == pytest.approx(8 / 4)
     assert one.peak - other.peak >= one.residuals - other.residuals
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autoshard.errors import MemoryBudgetError
+from autoshard.errors import MemoryBudgetError, PipelineError
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import Program
 from autoshard.plan.planner import PlanRequest, budget_of
@@ -56,6 +56,10 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
         except MemoryBudgetError as e:
             (errors if within is request else too_large).append(e)
             return False
+        except PipelineError:
+            if with_optional is None:
+                raise
+            return True  # the chain of layers does not survive that pass
         plan = planned.plan
         if passes is not options.passes:
             added = ", ".join(str(p) for p in passes if p not in options.passes)
