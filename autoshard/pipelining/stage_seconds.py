@@ -19,6 +19,7 @@ from autoshard.pipelining.segment import equations_of
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stage_dims import StageDims
 from autoshard.pipelining.stages import Stages
+from autoshard.pipelining.sums_of_parts import additions
 from autoshard.schedule.slots import Operation
 from autoshard.search.candidates import Search
 
@@ -63,13 +64,21 @@ class StageSeconds:
             region |= {graph.ids[v]: "weights" for v in made if v in graph.ids}
         scanned = {graph.ids[v] for v in _in_scans(chain) if v in graph.ids}
         before = {graph.ids[v] for v in chain.invariant if v in graph.ids}
+        own, stages = (
+            {graph.ids[v] for v in _sums_of_layers(graph, chain) if v in graph.ids},
+            split.mesh.shape[split.axis],
+        )
+
+        def share_of(v: int) -> float:
+            return min(split.share(v), 1 / stages if v in own else 1.0)
+
         computed, waited = defaultdict[str | jx.JaxprEqn, float](float), defaultdict[str | jx.JaxprEqn, float](float)
         sent, of_layers = list[Collective](), list[Collective]()
         for charge in models.cost_model.charges(layout):
             node = graph.nodes[charge.node] if charge.node < len(graph.nodes) else None
             results = () if node is None else node.results
             where = next((region[v] for v in results if v in region), "outside")
-            share = min((split.share(v) for v in results), default=1.0) if where == "outside" else 1.0
+            share = min(map(share_of, results), default=1.0) if where == "outside" else 1.0
             computed[where] += charge.compute * share
             beside = charge.compute
             for t in charge.transfers:
@@ -77,7 +86,7 @@ class StageSeconds:
                 if where == "outside" or (t.value in before and not t.of_result):
                     # What is the same in every micro-batch is resharded once, before the pipeline.
                     once = runs if where == "outside" else 1
-                    part = split.share(t.value) if t.value else share
+                    part = share_of(t.value) if t.value else share
                     sent.append(replace(c, count=once, bytes=round(c.bytes * part)))
                     waited["outside"] += t.seconds * part * once / runs
                     continue
@@ -198,6 +207,15 @@ class _Recomputed:
         anywhere = [e for e in eqns if e in self.found]
         self.ran.update(anywhere)
         return sum(self.found[e] for e in anywhere)
+
+
+def _sums_of_layers(graph: Graph, chain: Chain) -> Iterator[jx.Var]:
+    """The sums with a row for each layer, of which a stage adds up the parts of its own."""
+    added = additions(graph.program.jaxpr, chain)
+    for i, a in chain.sums.items():
+        if isinstance(a, jx.Var) and a in chain.per_layer:
+            yield chain.loop.outvars[i]
+            yield from (v for eqn in added.get(i, ()) for v in eqn.outvars)
 
 
 def _in_scans(chain: Chain) -> Iterator[jx.Var]:
