@@ -46,6 +46,7 @@ COLUMNS: Mapping[str, Column] = {
 }
 
 GPT_7B = {"layers": 32, "width": 4096, "heads": 32, "mlp": 16384, "vocab": 50304}
+GPT_13B = {"layers": 40, "width": 5120, "heads": 40, "mlp": 20480, "vocab": 50304}
 GPT_66B = {"layers": 64, "width": 9216, "heads": 72, "mlp": 36864, "vocab": 50304}
 LLAMA_8B = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocab": 128256, "gated": True}
 LLAMA_70B = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "vocab": 128256, "gated": True}

@@ -32,7 +32,7 @@ from autoshard.errors import AutoshardError
 from autoshard.machine.mesh_config import MeshConfig
 from benchmarks.answers import Answer, answer, asked, compilers
 from benchmarks.baselines import abstract
-from benchmarks.cells import GPT_7B, GPT_66B, GPT_175B, LLAMA_8B, LLAMA_70B, LLAMA_405B, RESERVE
+from benchmarks.cells import GPT_7B, GPT_13B, GPT_66B, GPT_175B, LLAMA_8B, LLAMA_70B, LLAMA_405B, RESERVE
 from benchmarks.figures import GIB
 from benchmarks.pipeline_reading import step_seconds
 from benchmarks.zoo import decoder
@@ -68,6 +68,7 @@ CLUSTERS = {
 }
 MODELS = {
     "GPT-3 7B": GPT_7B,
+    "GPT-3 13B": GPT_13B,
     "LLaMA-3 8B": LLAMA_8B,
     "GPT-3 66B": GPT_66B,
     "LLaMA-3 70B": LLAMA_70B,
