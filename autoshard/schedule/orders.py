@@ -69,7 +69,7 @@ def _zero_bubble_h1(stages: int, microbatches: int) -> Orders:
 
 def _zero_bubble(stages: int, microbatches: int, limit: int) -> Orders:
     """Backwards split, and residuals of ``limit`` micro-batches at most; the order is found by `list_orders`. With
-    2 * stages - 1 stages are idle no longer than it takes to reach them: the ``zb-h2`` of Qi et al. 2023."""
+    2 * stages - 1 it is near the ``zb-h2`` of Qi et al. 2023."""
     placement = looped(stages, 1)
     return list_orders(placement, microbatches, dict.fromkeys((F, I, W), 1.0), limit), placement
 

@@ -71,8 +71,9 @@ class Schedule:
           name: ``gpipe`` (all forwards, then all backwards), ``1f1b`` (at most as many micro-batches in flight as there
             are stages), ``interleaved:N`` (``1f1b`` with N chunks a stage: a bubble N times shorter), ``zb-h1``
             (backwards split, a third of the bubble of ``1f1b``, its memory), ``zb:N`` (backwards split, residuals of at
-            most N micro-batches on a stage: the more, the shorter the bubble, up to twice the stages less one) or
-            ``zb-v`` (two chunks a stage, placed as a V, no bubble between its beginning and its end).
+            most N micro-batches on a stage; with more than there are stages, up to twice as many less one, a shorter
+            bubble than ``zb-h1`` where operations take unequal times) or ``zb-v`` (two chunks a stage, placed as a V,
+            no bubble between its beginning and its end).
           stages: number of stages, at least 1.
           microbatches: number of micro-batches, at least 1; any relation to ``stages``.
 

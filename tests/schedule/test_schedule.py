@@ -80,6 +80,23 @@ def test_zero_bubble_h1_has_a_third_of_the_bubble_at_the_same_memory(stages: int
         assert max(ours.live) == max(plain.live)
 
 
+@pytest.mark.parametrize("stages", STAGES[1:])
+def test_more_micro_batches_in_flight_help_where_operations_take_unequal_times(stages: int) -> None:
+    unequal = {F: 1.0, I: 1.3, W: 0.9}
+    for microbatches in (2 * stages, 3 * stages + 1):
+        h1 = Schedule.named("zb-h1", stages=stages, microbatches=microbatches)
+        more = Schedule.named(f"zb:{2 * stages - 1}", stages=stages, microbatches=microbatches)
+        assert max(h1.live) < max(more.live) <= 2 * stages - 1
+        assert more.seconds(unequal) < h1.seconds(unequal)
+        assert more.seconds(SECONDS) == h1.seconds(SECONDS)  # where they take equal times nothing is left to gain
+
+
+@pytest.mark.parametrize("name", ["zb:0", "zb:", "zb:two"])
+def test_a_number_in_flight_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"no schedule is called {name!r}; did you mean 'zb:7'"):
+        Schedule.named(name, stages=4, microbatches=8)
+
+
 @pytest.mark.parametrize("stages", STAGES)
 def test_zero_bubble_v_is_never_idle_in_its_steady_state(stages: int) -> None:
     for microbatches in (2 * stages, 3 * stages + 1, 6 * stages):

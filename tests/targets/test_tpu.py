@@ -20,6 +20,7 @@ from autoshard.backend.audit import audit
 from autoshard.backend.compilation import compile_plan, memory_usage
 from autoshard.backend.estimate import estimate
 from autoshard.backend.hlo.collectives import collectives
+from autoshard.backend.hlo.text import parse_hlo
 from autoshard.errors import MeshError
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.machine.target import device_array
@@ -334,6 +335,21 @@ def test_targets_are_looked_up_in_split_logits_of_a_pipeline():
     text = step.lower(params, x, y).compile().as_text()
     assert "f32[4,32,2048]" in text, "logits of a micro-batch, split over model"
     assert not re.findall(r"f32\[\d+,32,4096\]", text)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_no_slots_of_a_pipeline_are_copied_whole(schedule):
+    """XLA would copy them where a loop in a conditional reads them, or would rather have them in another layout."""
+    train, state, batch = decoder(32, layers=8, d_model=256, heads=2, vocab=512, seq=256)
+    mesh = MeshConfig(axes={"stage": 4, "data": 4}, tpu="v5e:4x4", pipeline="stage")
+    step = autoshard.jit(train, mesh=mesh, microbatches=8, schedule=schedule, donate_argnums=0)
+    plan = step.plan(state, batch)
+    module = parse_hlo(step.lower(state, batch).compile().as_text())
+    ticks = [c for c in module.computations.values() if c.name != module.entry]
+    slots = f"[{max(plan.pipeline.schedule.live)},2,"  # of residuals of a stage's two layers
+    held = [i for c in ticks for i in c.instructions.values() if slots in i.shape]
+    assert {i.opcode for i in held} >= {"parameter", "get-tuple-element"}
+    assert not [i.name for i in held if i.opcode == "copy"]
 
 
 @pytest.mark.parametrize(
