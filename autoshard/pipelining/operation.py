@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from jax import lax
+from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
 from autoshard.pipelining.rings import kept_where, without_specs
@@ -16,6 +17,16 @@ from autoshard.pipelining.tick_tables import TickTables
 
 type Branch = Callable[[Any, Any], Any]
 """State and row of the tables -> state and what is sent."""
+
+
+def rows_of(tables: TickTables, stage: Any) -> dict[str, Any]:
+    """What a stage reads of ``tables``, a row for each tick, by name; of routes ``a0``, ..., ``g0``, ... the slots."""
+    own = ("operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final")
+    found = {name: jnp.asarray(getattr(tables, name))[:, stage] for name in own}
+    found |= {"exchange": jnp.asarray(tables.exchange), "anywhere": jnp.asarray(tables.anywhere)}
+    for name, routes in (("a", tables.activations), ("g", tables.gradients)):
+        found |= {f"{name}{n}": jnp.asarray(r.slot)[:, stage] for n, r in enumerate(routes)}
+    return found
 
 
 def operate(branches: Sequence[Branch], tables: TickTables, state: Any, row: Any) -> Any:

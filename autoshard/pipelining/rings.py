@@ -60,16 +60,19 @@ class Rows:
         ring = rings[self.ring[0]][self.ring[1]] if isinstance(self.ring, tuple) else self.ring
         at = (self.slot, index, *(0,) * (ring.ndim - 2))
         row = lax.dynamic_slice(ring, at, (1, 1, *ring.shape[2:])).reshape(ring.shape[2:])
-        row = split_as(row, self.spec, 0, self.dropped)
-        return laid_out(row) if isinstance(self.ring, tuple) else row
+        return laid_out(row, self.spec, 0, self.dropped) if isinstance(self.ring, tuple) else row
 
 
-def laid_out(x: Any) -> Any:
-    """``x``, a ring or a row of one, in the layout that conditionals give what goes through them. In another one, which
-    suits those who read its rows, XLA would copy a ring whole, to that layout and back."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+def laid_out(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 0) -> Any:
+    """``x``, a ring or a row of one, as `split_as` splits it, in the layout that conditionals give what goes through
+    them. In another one, which suits those who read its rows, XLA would copy a ring whole, to that layout and back.
+
+    What is not known to be split is left as it is: XLA's partitioner (JAX 0.12) would gather it here.
+    """
+    split = split_as(x, spec, added, dropped)
+    if split is x or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return split_as(with_layout_constraint(split, Layout(tuple(range(x.ndim)))), spec, added, dropped)
 
 
 def put_row(ring: Any, x: Any, slot: Any, row: Any) -> Any:

@@ -85,15 +85,14 @@ def over_stages(
 
 
 def finest_split(shape: Sequence[int], dims: Sequence[Axes], sizes: Mapping[str, int]) -> list[Axes]:
-    """``dims``, the axes that split each dimension of ``shape``, with those of ``sizes`` that split none: each the
-    largest dimension that it divides. What goes over a slow link is sent so."""
+    """``dims``, the axes that split each dimension of ``shape``, with those of ``sizes`` that split none: each on the
+    first dimension that it divides. What goes over a slow link is sent so."""
     found = [*dims]
     for axis in [a for a, n in sizes.items() if n > 1 and not any(a in axes for axes in dims)]:
         parts = [math.prod(sizes.get(a, 1) for a in axes) for axes in found]
         fits = [d for d, n in enumerate(shape) if n % (parts[d] * sizes[axis]) == 0]
         if fits:
-            d = max(fits, key=lambda d: shape[d] // parts[d])
-            found[d] = (*found[d], axis)
+            found[fits[0]] = (*found[fits[0]], axis)
     return found
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.exchange import exchanged
-from autoshard.pipelining.operation import operate, operate_together
+from autoshard.pipelining.operation import operate, operate_together, rows_of
 from autoshard.pipelining.rings import (
     Rings,
     Rows,
@@ -78,6 +78,14 @@ class StageProgram:
         self.split = split_backward(self.b) if self.b is not None and stages.schedule.splits_backward else None
         if self.split:
             self.specs = {**planned_specs(self.split.of_input), **self.specs}
+        self.held: dict[str, tuple[Sequence[jx.Var], int, int]] = {
+            "residual": (self.residuals, 2, 1),
+            "kept": (self.split.kept if self.split else (), 2, 0),
+            "final": (self._carry(self.f), 1, 0),
+            "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1),
+            "sums": ([self.carries[i] for i in self.sums], 0, 0),
+        }
+        """What a stage holds from tick to tick: variables, and dimensions that it adds ahead and drops (`split_as`)."""
 
     def xs(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[Any]:
         return eqn.invars[groups.consts + groups.carry :]
@@ -104,16 +112,6 @@ class StageProgram:
         known, batch = dict(zip(whole_names, whole, strict=True)), dict(zip(batch_names, of_batch, strict=True))
         weights = [self.stages.own_rows(w, self.specs.get(v)) for v, w in zip(self.weights, weights, strict=True)]
         stage, tables = lax.axis_index(self.axis), self.tables
-        columns = {
-            name: jnp.asarray(getattr(tables, name))[:, stage]
-            for name in (
-                "operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final",
-            )
-        }  # fmt: skip
-        columns |= {"exchange": jnp.asarray(tables.exchange), "anywhere": jnp.asarray(tables.anywhere)}
-        for name, routes in (("a", tables.activations), ("g", tables.gradients)):
-            columns |= {f"{name}{n}": jnp.asarray(r.slot)[:, stage] for n, r in enumerate(routes)}
-
         branches = [self._idle, self._forward, *([self._backward] if self.b is not None else [])]
         branches += [self._weights_backward] if self.split else []
         bound = [functools.partial(b, weights=weights, whole=known, batch=batch) for b in branches]
@@ -129,7 +127,7 @@ class StageProgram:
                     state = {**state, name: [put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
             return self._split(state), None
 
-        state, _ = lax.scan(tick, self._split(self._empty()), columns)
+        state, _ = lax.scan(tick, self._split(self._empty()), rows_of(tables, stage))
         sums = [
             summed(added_up(self.additions.get(i, ()), x, self.axis), self.axis, self._spec_after(i))
             for i, x in zip(self.sums, state["sums"], strict=True)
@@ -178,18 +176,11 @@ class StageProgram:
     def _split(self, state: dict[str, Values]) -> dict[str, Values]:
         """``state``, or a part of it, split as the plan has what it holds; what no constraint speaks of is left to
         XLA."""
-        carried = {
-            "residual": (self.residuals, 2, 1),
-            "kept": (self.split.kept if self.split else (), 2, 0),
-            "final": (self._carry(self.f), 1, 0),
-            "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1),
-            "sums": ([self.carries[i] for i in self.sums], 0, 0),
-        }
         sent = {"a": self.f, "g": self.b}
         state = state | {name: self._on_shards(state[name], eqn, 1) for name, eqn in sent.items() if name in state}
         return state | {
             name: [split_as(x, self.specs.get(v), *dims) for x, v in zip(state[name], variables, strict=True)]
-            for name, (variables, *dims) in carried.items()
+            for name, (variables, *dims) in self.held.items()
             if name in state
         }
 
@@ -286,6 +277,11 @@ class StageProgram:
         assert self.b is not None
         return self.b, scan_groups(self.b)
 
+    def _laid_out(self, name: str, values: Values) -> Values:
+        """Those of ``state[name]``, or none of them, as `laid_out`."""
+        variables, *dims = self.held[name]
+        return [laid_out(x, self.specs.get(v), *dims) for x, v in zip(values, variables, strict=False)]
+
     def _as_planned(self, values: Values, eqn: jx.JaxprEqn) -> Values:
         """What the scan ``eqn`` carries, split as the plan has it and not as it is sent."""
         return [as_planned(x, self.specs.get(v)) for x, v in zip(values, self._carry(eqn), strict=True)]
@@ -341,8 +337,8 @@ class StageProgram:
 
         def layer(carried: tuple[Values, Values, Rings], index: Any) -> tuple[tuple[Values, Values, Rings], Values]:
             carry, sums, rings = carried
-            sums = [laid_out(x) for x in sums]
-            rings = {name: [laid_out(x) for x in values] for name, values in self._split(rings).items()}
+            sums = self._laid_out("layer_sums", sums)
+            rings = {name: self._laid_out(name, values) for name, values in rings.items()}
             read = [x.row(rings, index) for x in xs]
 
             def run(carry: Values) -> tuple[Values, Values]:
