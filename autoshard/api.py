@@ -101,8 +101,8 @@ def jit(
         as for batch norm, is refused. None leaves it to the planner, which takes several where memory rules out the
         fastest layout and that is faster than to recompute more, unless ``passes`` are given.
       schedule: of a pipeline, for which the mesh config names an axis (``pipeline:``): ``"gpipe"``, ``"1f1b"``,
-        ``"interleaved:N"``, ``"zb-h1"``, ``"zb-v"``, or a `Schedule`. None leaves it to the planner. With
-        ``pipeline: auto`` the planner takes an axis for the stages only where that makes the step faster.
+        ``"interleaved:N"``, ``"zb-h1"``, ``"zb:N"``, ``"zb-v"``, or a `Schedule`. None leaves it to the planner.
+        With ``pipeline: auto`` it takes an axis for the stages only where that makes the step faster.
       pad_state: whether state that the mesh does not divide is stored with padding: 50,257 rows as 50,264 over 8
         devices, where they would be whole on each else. Such an argument comes back as a `PaddedArray`: a `jax.Array`
         with its true shape and values, whose `stored` has the padding. Nothing that the step computes changes.

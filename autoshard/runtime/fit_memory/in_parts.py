@@ -21,6 +21,10 @@ from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.transforms.pipeline import Pass
 from autoshard.units import time_text
 
+HOPELESS = 1.5
+"""A pipeline that takes so many times what is to beat is not tried in other numbers of micro-batches, which shorten its
+bubble."""
+
 
 def plan_on_device(traced: Program, options: Options, to_beat: float, free_seconds: Callable[[], float]) -> Planned:
     """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
@@ -147,7 +151,9 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
 
     best = min((2 * stages).bit_length() - 2, len(variants) - 1)  # as many as twice the stages
     start = in_parts(best)
-    hopeless = start is not None and start.plan.pipeline is not None and max(start.plan.pipeline.seconds) > to_beat
+    hopeless = False
+    if start is not None and start.plan.pipeline is not None:
+        hopeless = max(start.plan.pipeline.seconds) > to_beat or start.plan.cost.seconds > HOPELESS * to_beat
     for step in () if hopeless else (1, -1):
         while 0 <= best + step < len(variants) and seconds(best + step) <= seconds(best):
             best += step

@@ -134,8 +134,12 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
         each = [None] if traced.pipeline is None else [axes[:n] for n in range(len(axes), 0, -1)] or [None]
         for batch_axes in each:
             for with_optional in with_each_optional(traced, passes, options, saving=False, batch_axes=batch_axes):
+                count = len(fitting)
                 fits = with_optional in tried or try_passes(passes, with_optional)
-                if not fits and traced.pipeline is not None:
+                # What is faster and too large is the most that saving memory can gain.
+                larger = [] if len(fitting) == count else fitting[-1][0].plan.alternatives[:1]
+                hopeless = any(a.seconds >= fastest()[0].plan.cost.seconds for a in larger)
+                if not fits and not hopeless and traced.pipeline is not None:
                     try_more(passes, with_optional)
         (found, _), budget = fastest(), budget_of(request, traced)
         if math.isfinite(budget):  # what was planned into less
