@@ -67,12 +67,12 @@ def laid_out(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 
     """``x``, a ring or a row of one, as `split_as` splits it, in the layout that conditionals give what goes through
     them. In another one, which suits those who read its rows, XLA would copy a ring whole, to that layout and back.
 
-    What is not known to be split is left as it is: XLA's partitioner (JAX 0.12) would gather it here.
+    A row that the plan does not say how to split, XLA's partitioner (JAX 0.12) may gather here: copies cost more.
     """
-    split = split_as(x, spec, added, dropped)
-    if split is x or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
-    return split_as(with_layout_constraint(split, Layout(tuple(range(x.ndim)))), spec, added, dropped)
+    placed = with_layout_constraint(split_as(x, spec, added, dropped), Layout(tuple(range(x.ndim))))
+    return split_as(placed, spec, added, dropped)
 
 
 def put_row(ring: Any, x: Any, slot: Any, row: Any) -> Any:
@@ -102,15 +102,15 @@ def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
     """The specs to which the equations of ``body`` constrain its variables, and those of casts of them."""
     found: dict[jx.Var, PartitionSpec] = {}
     for eqn in body.eqns:
-        x, y = next(iter(eqn.invars), None), next(iter(eqn.outvars), None)
-        if eqn.primitive is prims.convert_element_type_p and isinstance(x, jx.Var) and x in found:
-            found[y] = found[x]
-        if not jx.is_constraint(eqn):
+        if not (jx.is_constraint(eqn) or eqn.primitive is prims.convert_element_type_p):
             continue
-        spec = eqn.params["sharding"].spec
-        found[y] = spec
-        if isinstance(x, jx.Var):
-            found.setdefault(x, spec)
+        (x,), (y,) = eqn.invars, eqn.outvars
+        if jx.is_constraint(eqn):
+            found[y] = spec = eqn.params["sharding"].spec
+            if isinstance(x, jx.Var):
+                found.setdefault(x, spec)
+        elif isinstance(x, jx.Var) and x in found:
+            found[y] = found[x]
     return found
 
 

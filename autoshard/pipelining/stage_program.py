@@ -119,8 +119,8 @@ class StageProgram:
 
         def tick(state: dict[str, Values], row: dict[str, Any]) -> tuple[Any, None]:
             state, activation, gradient = operates(bound, tables, state, row)
-            sent = [self._on_shards(x, eqn) for x, eqn in ((activation, self.f), (gradient, self.b))]
-            arrived = exchanged(tables, self.axis, *sent, row["exchange"])
+            activation, gradient = self._on_shards(activation, self.f), self._on_shards(gradient, self.b)
+            arrived = exchanged(tables, self.axis, activation, gradient, row["exchange"])
             for name, routes in zip("ag", arrived, strict=True):
                 for n, values in enumerate(routes):
                     kept = zip(state[name], values, strict=True)
