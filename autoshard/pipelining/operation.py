@@ -19,7 +19,7 @@ type Branch = Callable[[Any, Any], Any]
 """State and row of the tables -> state and what is sent."""
 
 
-def rows_of(tables: TickTables, stage: Any) -> dict[str, Any]:
+def rows_of_ticks(tables: TickTables, stage: Any) -> dict[str, Any]:
     """What a stage reads of ``tables``, a row for each tick, by name; of routes ``a0``, ..., ``g0``, ... the slots."""
     own = ("operation", "chunk", "microbatch", "part", "activation", "gradient", "residual", "kept", "final")
     found = {name: jnp.asarray(getattr(tables, name))[:, stage] for name in own}

@@ -137,26 +137,21 @@ def on_shards(x: Any, spec: PartitionSpec | None, added: int = 0) -> Any:
     Args:
       added: dimensions that ``x`` has ahead of those of ``spec``.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {axis: mesh.shape[axis] for axis in mesh.auto_axes}
     if spec is None:
         return x
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {axis: mesh.shape[axis] for axis in mesh.auto_axes}
     dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
     dims += [()] * (x.ndim - added - len(dims))
     return split_as(x, PartitionSpec(*finest_split(x.shape[added:], dims, sizes)), added)
 
 
-def as_planned(x: Any, spec: PartitionSpec | None, added: int = 0) -> Any:
-    """``x`` split as ``spec`` says and no finer; as it is where that is None.
-
-    Args:
-      added: dimensions that ``x`` has ahead of those of ``spec``.
-    """
+def as_planned(x: Any, spec: PartitionSpec | None) -> Any:
+    """``x`` split as ``spec`` says and no finer; as it is where that is None."""
     mesh = jax.sharding.get_abstract_mesh()
     if spec is None or not mesh.auto_axes:
         return x
-    entries = [PartitionSpec.UNCONSTRAINED] * added + [*spec]
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def without_specs(results: Any) -> Any:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.exchange import exchanged
-from autoshard.pipelining.operation import operate, operate_together, rows_of
+from autoshard.pipelining.operation import operate, operate_together, rows_of_ticks
 from autoshard.pipelining.rings import (
     Rings,
     Rows,
@@ -127,7 +127,7 @@ class StageProgram:
                     state = {**state, name: [put(ring, x, row[f"{name}{n}"]) for ring, x in kept]}
             return self._split(state), None
 
-        state, _ = lax.scan(tick, self._split(self._empty()), rows_of(tables, stage))
+        state, _ = lax.scan(tick, self._split(self._empty()), rows_of_ticks(tables, stage))
         sums = [
             summed(added_up(self.additions.get(i, ()), x, self.axis), self.axis, self._spec_after(i))
             for i, x in zip(self.sums, state["sums"], strict=True)

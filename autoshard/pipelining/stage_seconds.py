@@ -64,10 +64,8 @@ class StageSeconds:
             region |= {graph.ids[v]: "weights" for v in made if v in graph.ids}
         scanned = {graph.ids[v] for v in _in_scans(chain) if v in graph.ids}
         before = {graph.ids[v] for v in chain.invariant if v in graph.ids}
-        own, stages = (
-            {graph.ids[v] for v in _sums_of_layers(graph, chain) if v in graph.ids},
-            split.mesh.shape[split.axis],
-        )
+        own = {graph.ids[v] for v in _sums_of_layers(graph, chain) if v in graph.ids}
+        stages = split.mesh.shape[split.axis]
 
         def share_of(v: int) -> float:
             return min(split.share(v), 1 / stages if v in own else 1.0)
