@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import jaxpr as jx
-from autoshard.cost.overlap import exposed_values, gathered_axis
+from autoshard.cost.overlap import MIN_PRODUCT, exposed_values, gathered_axis
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Spec
@@ -26,8 +26,6 @@ from autoshard.plan.record import PlanRecord
 
 MAX_PARTS = 8
 """Devices of a ring: each part is an instruction of its own."""
-MIN_PRODUCT = 1 << 20
-"""Elements of a part of a product: smaller ones leave the chip's units idle."""
 MIN_SUM = 1 << 16
 """Elements of a part of what has been summed over another axis: the latency of smaller ones is all that they take."""
 

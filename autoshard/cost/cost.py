@@ -29,7 +29,7 @@ from typing import NamedTuple
 from autoshard.cost.fusions import with_memory_traffic
 from autoshard.cost.node_cost import NodeCost, OperandPositions, cheapest_node_cost, node_cost
 from autoshard.cost.node_strategy import node_strategy
-from autoshard.cost.overlap import seconds_waited, with_hidden_transfers
+from autoshard.cost.overlap import ring_share, seconds_waited, with_hidden_transfers
 from autoshard.cost.reshard import reshard_collectives
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, Node, OpKind
@@ -240,13 +240,19 @@ class CostModel:
 
 def _partly_hidden(transfers: Sequence[Transfer], node: Node, run: NodeCost, mesh: LogicalMesh) -> list[Transfer]:
     """The collectives of a node, of which some run beside products."""
-    if node.kind.beside is None and not run.hidden_seconds:
+    if node.kind.beside is None and not node.kind.in_rings and not run.hidden_seconds:
         return list(transfers)
     ends = [*((v, False) for v in node.operands), *((v, True) for v in node.results)]
-    whole = defaultdict[tuple[int, bool], float](float)
+    whole, ring = defaultdict[tuple[int, bool], float](float), dict[tuple[int, bool], float]()
     for t in transfers:
-        whole[t.value, t.of_result] += t.seconds / node.trip_count
-    waited = {end: seconds_waited(whole[end], node.kind, i, mesh) for i, end in enumerate(ends)}
+        end = t.value, t.of_result
+        whole[end] += t.seconds / node.trip_count
+        if t.before is not None and t.after is not None:
+            ring[end] = ring_share(node.kind, ends.index(end), t.before, t.after, mesh)
+    waited = {
+        end: float(seconds_waited(whole[end], node.kind, i, mesh, ring=ring.get(end, 0.0), compute=run.compute_seconds))
+        for i, end in enumerate(ends)
+    }
     waited[0, False] = whole[0, False] - run.hidden_seconds
     shares = [waited[t.value, t.of_result] / whole[t.value, t.of_result] if t.seconds else 1.0 for t in transfers]
     return [

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
-from autoshard.cost.overlap import seconds_waited
+from autoshard.cost.overlap import ring_share, seconds_waited
 from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
 from autoshard.ir.graph import OpKind
 from autoshard.ir.propagate import factor_axes
@@ -155,6 +155,8 @@ def node_cost(
             kind,
             i,
             mesh,
+            ring=ring_share(kind, i, a, b, mesh),
+            compute=strategy.compute_seconds,
         )
         for i, a, b in _reshards(specs, strategy, free_operands)
     )
@@ -162,7 +164,7 @@ def node_cost(
         strategy.in_specs,
         strategy.out_specs,
         strategy.compute_seconds,
-        strategy.seconds(mesh) + transfers,
+        strategy.seconds(mesh) + float(transfers),
         strategy.collectives or (),
         strategy.local_axes,
         _uses_local_form(kind, specs, strategy, mesh),

@@ -13,10 +13,17 @@ Products of an inner loop do not count: XLA runs no collective beside a loop.
 Their collectives run one after the other: gathers first, in the order in which they are read, then reductions, in the
 order in which they are made. How long those before take is counted as if every weight was split over all devices.
 The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the products last (`seconds_waited`).
+
+In a stage of a pipeline nothing is counted so. Where the chip would compute nothing meanwhile, though, a gather of a
+product's operand and a reduction of its result run in parts, each beside a part of that product (`ring_reshards`); or
+XLA gathers beside another product that it finds.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -32,6 +39,8 @@ from autoshard.machine.mesh import LogicalMesh
 
 STEP = -1
 """What is in no loop, as a loop's number."""
+MIN_PRODUCT = 1 << 20
+"""Elements of a part of a product in a ring: smaller ones leave the chip's units idle."""
 
 
 class _Window(NamedTuple):
@@ -44,18 +53,69 @@ class _Window(NamedTuple):
     """Most that it can take."""
 
 
-def seconds_waited(seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh) -> Any:
+def seconds_waited(
+    seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, *, ring: Any = 0.0, compute: Any = math.inf
+) -> Any:
     """The part of ``seconds``, a number or an array, in which a device waits for the reshard of the operand or result
-    at this position."""
+    at this position.
+
+    Args:
+      ring: the share that runs in a ring (`ring_share`).
+      compute: seconds of the product.
+    """
+    if kind.in_rings:
+        return seconds - np.minimum(ring * seconds, compute)
     beside = kind.beside[position] if kind.beside is not None else 0.0
     return seconds - np.minimum(mesh.hardware.hidden_collectives * seconds, beside) if beside else seconds
 
 
+def ring_share(kind: OpKind, position: int, before: Spec, after: Spec, mesh: LogicalMesh) -> float:
+    """The share of the seconds of a reshard of the operand or result at this position that runs in a ring."""
+    if not kind.in_rings:
+        return 0.0
+    return ring_reshards(before, ring_dims(kind, position), mesh).get(after, 0.0)
+
+
+def ring_dims(kind: OpKind, position: int) -> tuple[int, ...] | None:
+    """The dimensions of a product's operand that can be gathered in a ring: each part of it makes a part of the result.
+    None of a result."""
+    rule = kind.rule
+    if position >= len(rule.operands):
+        return None
+    return tuple([d for d, f in enumerate(rule.operands[position]) if len(f) == 1 and f in rule.results[0]])
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def ring_reshards(spec: Spec, dims: tuple[int, ...] | None, mesh: LogicalMesh) -> Mapping[Spec, float]:
+    """The specs to which a product's operand or result that has ``spec`` goes in a ring, and the share of the reshard
+    that does: an operand that is gathered over one axis, a sum that is scattered over its first axis. A sum that is
+    not scattered is, and gathered then: so half of it.
+
+    Args:
+      dims: `ring_dims`.
+    """
+    if dims is not None:
+        return {} if spec.partial else {spec.with_dim(d, spec.dims[d][:-1]): 1.0 for d in dims if spec.dims[d]}
+    axes = [a for a, kind in spec.partial if kind == "sum"]
+    if not axes or len(axes) < len(spec.partial):
+        return {}
+    share = 1.0 if len(axes) == 1 else 1 - 1 / mesh.shape[axes[0]]
+    found = {spec.reduced(): share / 2}
+    for split in itertools.product(range(spec.rank), repeat=len(axes)):
+        after = spec.reduced()
+        for d, axis in zip(split, axes, strict=True):
+            after = after.with_dim(d, (*after.dims[d], axis))
+        found[after] = share
+    return found
+
+
 def with_hidden_transfers(graph: Graph) -> Graph:
-    """``graph`` with `OpKind.beside` of its products; itself if it has that, where the chip hides nothing, and of
-    pipelines, whose stages wait."""
+    """``graph`` with `OpKind.beside` of its products; of a pipeline with `OpKind.in_rings`. Itself if it has that, and
+    where the chip hides nothing."""
     program = graph.program
-    if not program.mesh.hardware.hidden_collectives or program.pipeline is not None:
+    if program.pipeline is not None:
+        return _with_rings(graph)
+    if not program.mesh.hardware.hidden_collectives:
         return graph
     if any(node.kind.beside is not None for node in graph.nodes):
         return graph
@@ -66,6 +126,18 @@ def with_hidden_transfers(graph: Graph) -> Graph:
         found = tuple([beside.get(v, 0.0) for v in node.values]) if node.kind.flops else ()
         if any(found):
             nodes[n] = node._replace(kind=kinds.setdefault((node.kind, found), replace(node.kind, beside=found)))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _with_rings(graph: Graph) -> Graph:
+    hardware, kinds = graph.program.mesh.hardware, dict[OpKind, OpKind]()
+    if not (hardware.blocking_gathers and hardware.blocking_reduce_scatters):
+        return graph
+    nodes = list(graph.nodes)
+    for n, node in enumerate(nodes):
+        kind = node.kind
+        if kind.flops and not is_kernel(kind) and math.prod(kind.shapes[-1]) >= graph.program.mesh.size * MIN_PRODUCT:
+            nodes[n] = node._replace(kind=kinds.setdefault(kind, replace(kind, in_rings=True)))
     return replace(graph, nodes=tuple(nodes))
 
 

@@ -3,17 +3,18 @@ devices."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jax.extend.core import primitives as prims
 
 from autoshard import jaxpr as jx
-from autoshard.cost.cost import Transfer, scheduled_seconds
-from autoshard.cost.overlap import gathered_axis, is_kernel
-from autoshard.ir.graph import Graph, OpKind
+from autoshard.cost.cost import Charge, scheduled_seconds
+from autoshard.ir.graph import Graph, Node
 from autoshard.ir.propagate import Layout
-from autoshard.machine.collective import REDUCE_SCATTER, Collective
-from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.collective import Collective
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.segment import equations_of
 from autoshard.pipelining.split_backward import split_backward
@@ -65,6 +66,7 @@ class StageSeconds:
         scanned = {graph.ids[v] for v in _in_scans(chain) if v in graph.ids}
         before = {graph.ids[v] for v in chain.invariant if v in graph.ids}
         own = {graph.ids[v] for v in _sums_of_layers(graph, chain) if v in graph.ids}
+        sums = _LayerSums(graph, layout, models, chain)
         stages = split.mesh.shape[split.axis]
 
         def share_of(v: int) -> float:
@@ -77,8 +79,7 @@ class StageSeconds:
             results = () if node is None else node.results
             where = next((region[v] for v in results if v in region), "outside")
             share = min(map(share_of, results), default=1.0) if where == "outside" else 1.0
-            computed[where] += charge.compute * share
-            beside = charge.compute
+            computed[where] += sums.compute(charge, node) * share
             for t in charge.transfers:
                 c, runs = t.collective, t.collective.count
                 if where == "outside" or (t.value in before and not t.of_result):
@@ -88,18 +89,16 @@ class StageSeconds:
                     sent.append(replace(c, count=once, bytes=round(c.bytes * part)))
                     waited["outside"] += t.seconds * part * once / runs
                     continue
-                in_ring = (
-                    min(t.seconds, beside) if node is not None and _runs_as_ring(node.kind, t, split.mesh) else 0.0
-                )
-                beside -= in_ring
-                waited[where] += t.seconds - in_ring
+                waited[where] += t.seconds
                 if where in _LAYERS and scanned.isdisjoint(results):  # of all layers together
                     of_layers.append(replace(c, bytes=c.bytes // chain.layers))
                 elif where in _LAYERS:
                     of_layers.append(replace(c, count=runs // chain.layers))
                 else:
                     sent.append(c)
-        hidden = HIDDEN_IN_STAGES.get(split.mesh.platform, 0.0) * split.mesh.hardware.hidden_collectives
+        hardware = split.mesh.hardware
+        in_rings = hardware.blocking_gathers and hardware.blocking_reduce_scatters
+        hidden = 0.0 if in_rings else HIDDEN_IN_STAGES.get(split.mesh.platform, 0.0) * hardware.hidden_collectives
         found = {
             where: scheduled_seconds(computed[where], waited[where], 0.0 if where == "outside" else hidden)
             for where in {**computed, **waited}
@@ -155,19 +154,11 @@ class StageSeconds:
 
 HIDDEN_IN_STAGES = {"tpu": 0.67}
 """By platform, of the share of collectives that XLA runs beside compute in a whole step, what it does within a stage's
-operation: of pipelines compiled for v5e and v5p none to 2.3 of it, the median 0.8. For GPUs it is half of it, but what
-stages compute takes as much longer than predicted: none is counted."""
+operation: of pipelines compiled for v5p none to 2.3 of it, the median 0.8. On chips that wait for gathers, as v5e, only
+what goes in rings beside products is hidden (`autoshard.cost.overlap`). For GPUs it is half of it, but what stages
+compute takes as much longer than predicted: none is counted."""
 _LAYERS = ("forward", "backward", "weights")
 """Where layers run."""
-
-
-def _runs_as_ring(kind: OpKind, t: Transfer, mesh: LogicalMesh) -> bool:
-    """Whether a transfer of a product runs in parts, each beside a part of the product (`backend.ring_products`)."""
-    if not kind.flops or is_kernel(kind) or t.before is None or t.after is None:
-        return False
-    if t.of_result:
-        return t.collective.kind == REDUCE_SCATTER and mesh.hardware.blocking_reduce_scatters
-    return mesh.hardware.blocking_gathers and gathered_axis(t.before, t.after) is not None
 
 
 class _Recomputed:
@@ -205,6 +196,84 @@ class _Recomputed:
         anywhere = [e for e in eqns if e in self.found]
         self.ran.update(anywhere)
         return sum(self.found[e] for e in anywhere)
+
+
+class _LayerSums:
+    """Sums over micro-batches with a row for each layer, which a pipeline for TPUs adds up layer by layer: the terms of
+    all layers are never made, and the product that makes a layer's adds it up."""
+
+    def __init__(self, graph: Graph, layout: Layout, models: Search, chain: Chain) -> None:
+        self.layout, self.model, mesh = layout, models.memory_model, graph.program.mesh
+        self.memory_rate = mesh.hardware.memory_rate
+        rows = list(_rows_added(chain)) if mesh.platform == "tpu" else []
+        self.never_made = {graph.ids[v] for r in rows for v in r.stacks if v in graph.ids}
+        self.product_of = {graph.ids[r.total]: graph.ids.get(r.product) for r in rows if r.total in graph.ids}
+        self.products = dict[int | None, float]()
+        """By result, seconds of what has been asked for."""
+
+    def compute(self, charge: Charge, node: Node | None) -> float:
+        """Seconds that what ``charge`` stands for computes in a pipeline; products before what adds them up."""
+        if node is None or not self.never_made.isdisjoint(node.results):
+            return 0.0 if node else charge.compute
+        self.products.update(dict.fromkeys(node.results, charge.compute))
+        for v in filter(self.product_of.__contains__, node.results):
+            both = 2 * self.model.size(v, self.layout.specs[v]) * node.trip_count / self.memory_rate
+            return max(0.0, both - self.products.get(self.product_of[v], 0.0))
+        return charge.compute
+
+
+class _RowsAdded(NamedTuple):
+    """Terms with a row for each layer that a backward adds up over micro-batches: in a pipeline layer by layer."""
+
+    total: jx.Var
+    """The sum after an iteration, as the loop carries it."""
+    stacks: tuple[jx.Var, ...]
+    """All layers' terms."""
+    product: jx.Var | None
+    """What makes a layer's term and can add it up itself; None where nothing can."""
+
+
+def _rows_added(chain: Chain) -> Iterator[_RowsAdded]:
+    body, backward = chain.body, chain.backward
+    made = {v: e for e in body.eqns for v in e.outvars}
+    readers = Counter(a for e in body.eqns for a in e.invars if isinstance(a, jx.Var))
+    readers.update(a for a in body.outvars if isinstance(a, jx.Var))
+    for i, term in chain.sums.items():
+        total = body.outvars[i]
+        if not isinstance(term, jx.Var) or term not in chain.per_layer or not isinstance(total, jx.Var):
+            continue
+        stacks, v = [term], term
+        while readers[v] == 1 and (eqn := made.get(v)) is not None and eqn.primitive in _ALIKE:
+            (v,) = [a for a in eqn.invars if isinstance(a, jx.Var)]
+            stacks.append(v)
+        if readers[v] == 1 and backward is not None and made.get(v) is backward:
+            layer = jx.regions(backward)[0].body
+            yield _RowsAdded(total, tuple(stacks), _adding_product(layer, layer.outvars[backward.outvars.index(v)]))
+
+
+_ALIKE = frozenset({prims.convert_element_type_p, prims.transpose_p, prims.sharding_constraint_p})
+
+
+def _adding_product(layer: jx.Jaxpr, row: jx.Atom) -> jx.Var | None:
+    """The product of ``layer`` that XLA for TPUs adds ``row`` up in: one whose last two dimensions, as the row has
+    them, are one of each operand. Others it lays out anew after the product."""
+    made = {v: e for e in layer.eqns for v in e.outvars}
+    last = [-2, -1]
+    while isinstance(row, jx.Var) and (eqn := made.get(row)) is not None:
+        rank = len(jx.aval(row).shape)
+        if rank < 2:
+            return None
+        if eqn.primitive is prims.dot_general_p:
+            (left, _), (batch, _) = eqn.params["dimension_numbers"]
+            first_of_right = len(jx.aval(eqn.invars[0]).shape) - len(left)
+            sides = {d % rank >= first_of_right for d in last}
+            return row if len(sides) == 2 and all(d % rank >= len(batch) for d in last) else None
+        if eqn.primitive not in _ALIKE:
+            return None
+        if eqn.primitive is prims.transpose_p:
+            last = [eqn.params["permutation"][d] for d in last]
+        (row,) = [a for a in eqn.invars if isinstance(a, jx.Var)]
+    return None
 
 
 def _sums_of_layers(graph: Graph, chain: Chain) -> Iterator[jx.Var]:

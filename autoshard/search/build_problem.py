@@ -254,7 +254,9 @@ class _LayoutProblemBuilder:
         for (own, copy, kind, i), count in executions.items():
             src, dst = self.spec_tables.value_specs(*own), self.spec_tables.value_specs(*copy)
             seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], kind.bits[i])
-            self.builder.add_pairwise(own.variable, copy.variable, count * seconds_waited(seconds, kind, i, self.mesh))
+            ring = self.spec_tables.ring_matrix(src, dst, kind, i)
+            waited = seconds_waited(seconds, kind, i, self.mesh, ring=ring)
+            self.builder.add_pairwise(own.variable, copy.variable, count * waited)
         return found
 
     def _is_parameter(self, v: int) -> bool:

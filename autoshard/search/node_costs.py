@@ -145,12 +145,21 @@ class NodeCosts:
                 pairs = tables.reshard_pairs(src, dst, shape, bits)
                 if combined:
                     pairs = pairs - tables.combined_savings(src, dst, kind.combined_count).diagonal()
-                unary += executions * seconds_waited(pairs, kind, p, self.mesh)
+                ring = tables.ring_pairs(src, dst, kind, p)
+                unary += executions * seconds_waited(pairs, kind, p, self.mesh, ring=ring, compute=seconds)
             else:
                 table = tables.reshard_matrix(src, dst, shape, bits)
                 if combined:
                     table = table - tables.combined_savings(src, dst, kind.combined_count)
-                table = executions * seconds_waited(table.T if p < operands else table, kind, p, self.mesh)
+                ring, turned = tables.ring_matrix(src, dst, kind, p), p < operands
+                table = executions * seconds_waited(
+                    table.T if turned else table,
+                    kind,
+                    p,
+                    self.mesh,
+                    ring=np.transpose(ring) if turned else ring,
+                    compute=seconds[:, None],
+                )
                 pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + table
         return unary, pairwise
 

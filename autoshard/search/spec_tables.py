@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.cost.overlap import ring_dims, ring_reshards
 from autoshard.cost.reshard import combined_saving
 from autoshard.cost.reshard_moves import replace_dim
 from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table
+from autoshard.ir.graph import OpKind
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.search.problem import Array, Indices
@@ -65,6 +67,7 @@ class SpecTables:
         self._matrices: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
         self._pairs: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
         self._savings: dict[tuple[OptionSpecs, OptionSpecs, int], Array] = {}
+        self._ring_shares: dict[tuple[OptionSpecs, OptionSpecs, tuple[int, ...] | None], Array] = {}
         self._shard_counts: dict[OptionSpecs, Array] = {}
         for o in options:
             self.add_variable(o)
@@ -127,6 +130,26 @@ class SpecTables:
                 if spec.partial and (j := of.get(spec.reduced())) is not None:
                     distinct[i, j] = combined_saving(spec, spec.reduced(), count, self.mesh)
             found = self._savings[key] = distinct[src.index[:, None], dst.index]
+        return found
+
+    def ring_matrix(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
+        """[options of src, options of dst]: `ring_share` between each two."""
+        return self._rings(src, dst, kind, position)[src.index[:, None], dst.index] if kind.in_rings else 0.0
+
+    def ring_pairs(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
+        """[options]: `ring_share` under one option, the same for both."""
+        return self._rings(src, dst, kind, position)[src.index, dst.index] if kind.in_rings else 0.0
+
+    def _rings(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array:
+        key = src, dst, ring_dims(kind, position)
+        found = self._ring_shares.get(key)
+        if found is None:
+            of = {spec: j for j, spec in enumerate(dst.distinct_specs)}
+            found = self._ring_shares[key] = np.zeros((len(src.distinct_specs), len(of)))
+            for i, spec in enumerate(src.distinct_specs):
+                for after, share in ring_reshards(spec, key[2], self.mesh).items():
+                    if (j := of.get(after)) is not None:
+                        found[i, j] = share
         return found
 
     def shard_counts(self, specs: OptionSpecs) -> Array:

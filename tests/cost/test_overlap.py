@@ -11,8 +11,17 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost.cost import CostModel
-from autoshard.cost.overlap import exposed_values, gathered_axis, seconds_waited, with_hidden_transfers
+from autoshard.cost.overlap import (
+    MIN_PRODUCT,
+    exposed_values,
+    gathered_axis,
+    ring_reshards,
+    ring_share,
+    seconds_waited,
+    with_hidden_transfers,
+)
 from autoshard.ir.graph import Graph
+from autoshard.ir.program import PipelineRequest
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import collective_seconds
@@ -119,6 +128,43 @@ def test_what_is_hidden_is_no_part_of_the_seconds_of_a_call() -> None:
     of_layers = [c for c in plain.collectives if c.kind != "all-to-all" and c.count == LAYERS]
     whole = sum(c.count * collective_seconds(c.kind, c.axes or (), c.bytes, on()) for c in of_layers)
     assert 0.75 * whole / 4 <= hiding.hidden <= 0.75 * whole
+
+
+WAITING = replace(CHIP, blocking_gathers=True, blocking_reduce_scatters=True)
+
+
+def pipelined(hardware: Any, tokens: int) -> Graph:
+    found = graph(train, (WEIGHTS, (tokens, WIDTH)), on(hardware))
+    request = PipelineRequest(on(hardware), "data")
+    return with_hidden_transfers(replace(found, program=replace(found.program, pipeline=request)))
+
+
+def test_stages_gather_and_scatter_in_rings_on_chips_that_would_wait() -> None:
+    large = 4 * MIN_PRODUCT // HIDDEN
+    for hardware, tokens, rings in ((WAITING, 4 * large, True), (WAITING, large // 4, False), (HIDING, large, False)):
+        products = [n.kind for n in pipelined(hardware, tokens).nodes if n.kind.flops]
+        assert any(kind.in_rings for kind in products) == rings
+        assert not any(kind.beside for kind in products)
+
+
+def test_what_goes_in_a_ring_is_waited_for_where_it_takes_longer_than_the_product() -> None:
+    kind = next(n.kind for n in pipelined(WAITING, 1 << 14).nodes if n.kind.in_rings)
+    whole, rows, columns = Spec(((), ())), Spec((("data",), ())), Spec(((), ("data",)))
+    shares = [ring_share(kind, i, a, b, on()) for i, a, b in ((0, rows, whole), (0, columns, whole), (0, whole, rows))]
+    assert shares == [1, 0, 0]  # a part of a summed dimension makes no part of the result
+    waited = [seconds_waited(seconds, kind, 0, on(), ring=1.0, compute=2e-3) for seconds in (1e-3, 5e-3)]
+    assert waited == pytest.approx([0, 3e-3])
+    assert seconds_waited(4e-3, kind, 2, on(), ring=0.5, compute=1.0) == pytest.approx(2e-3)
+
+
+def test_a_sum_is_scattered_over_its_first_axis_in_a_ring_and_gathered_after_it_where_it_is_not_split() -> None:
+    both = on(data=4, model=2)
+    made = Spec(((), ()), (("data", "sum"), ("model", "sum")))
+    found = ring_reshards(made, None, both)
+    assert found[Spec(((), ()))] == pytest.approx(0.75 / 2)
+    assert found[Spec((("data",), ("model",)))] == found[Spec((("data", "model"), ()))] == pytest.approx(0.75)
+    assert ring_reshards(Spec(((), ()), (("data", "sum"),)), None, both)[Spec(((), ("data",)))] == 1
+    assert ring_reshards(Spec(((), ()), (("data", "max"),)), None, both) == {}
 
 
 def exposed(fun: Any, *args: Any) -> list[bool]:
