@@ -207,7 +207,11 @@ class _LayerSums:
         self.memory_rate = mesh.hardware.memory_rate
         rows = list(_rows_added(chain)) if mesh.platform == "tpu" else []
         self.never_made = {graph.ids[v] for r in rows for v in r.stacks if v in graph.ids}
-        self.product_of = {graph.ids[r.total]: graph.ids.get(r.product) for r in rows if r.total in graph.ids}
+        self.product_of = {
+            graph.ids[r.total]: None if r.product is None else graph.ids.get(r.product)
+            for r in rows
+            if r.total in graph.ids
+        }
         self.products = dict[int | None, float]()
         """By result, seconds of what has been asked for."""
 
