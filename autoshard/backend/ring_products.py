@@ -18,14 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import jaxpr as jx
-from autoshard.cost.overlap import MIN_PRODUCT, exposed_values, gathered_axis
+from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, exposed_values, gathered_axis
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Spec
 from autoshard.plan.record import PlanRecord
 
-MAX_PARTS = 8
-"""Devices of a ring: each part is an instruction of its own."""
 MIN_SUM = 1 << 16
 """Elements of a part of what has been summed over another axis: the latency of smaller ones is all that they take."""
 

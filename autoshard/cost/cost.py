@@ -14,9 +14,10 @@ reductions are charged for the buffers that their fusions read and write (`autos
 and any other operation for writing its results. Rates are those that XLA reaches (`Hardware`). What moves between the
 memories of the host and of the device takes its bytes over that bandwidth, and counts as compute. A reshard of one
 value to one spec is charged once, however many nodes read it; all-reduces that XLA combines share one latency
-(`autoshard.ir.combined_reductions`). Compute and transfers are added, with no overlap but of two kinds: gathers of
-weights and reductions of their gradients run beside products (`autoshard.cost.overlap`), and exchanges of an operation
-in rounds beside its own products (`NodeStrategy.hidden_seconds`).
+(`autoshard.ir.combined_reductions`). Compute and transfers are added, with no overlap but of three kinds: gathers of
+weights and reductions of their gradients run beside products, and in a pipeline on some chips reshards of a product in
+rings beside it (both `autoshard.cost.overlap`), and exchanges of an operation in rounds beside its own products
+(`NodeStrategy.hidden_seconds`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import NamedTuple
 from autoshard.cost.fusions import with_memory_traffic
 from autoshard.cost.node_cost import NodeCost, OperandPositions, cheapest_node_cost, node_cost
 from autoshard.cost.node_strategy import node_strategy
-from autoshard.cost.overlap import ring_share, seconds_waited, with_hidden_transfers
+from autoshard.cost.overlap import Resharded, seconds_waited_by, with_hidden_transfers
 from autoshard.cost.reshard import reshard_collectives
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, Node, OpKind
@@ -240,19 +241,16 @@ class CostModel:
 
 def _partly_hidden(transfers: Sequence[Transfer], node: Node, run: NodeCost, mesh: LogicalMesh) -> list[Transfer]:
     """The collectives of a node, of which some run beside products."""
-    if node.kind.beside is None and not node.kind.in_rings and not run.hidden_seconds:
+    if node.kind.beside is None and not node.kind.ring_product and not run.hidden_seconds:
         return list(transfers)
     ends = [*((v, False) for v in node.operands), *((v, True) for v in node.results)]
-    whole, ring = defaultdict[tuple[int, bool], float](float), dict[tuple[int, bool], float]()
+    whole, specs = defaultdict[tuple[int, bool], float](float), dict[tuple[int, bool], tuple[Spec, Spec]]()
     for t in transfers:
-        end = t.value, t.of_result
-        whole[end] += t.seconds / node.trip_count
+        whole[t.value, t.of_result] += t.seconds / node.trip_count
         if t.before is not None and t.after is not None:
-            ring[end] = ring_share(node.kind, ends.index(end), t.before, t.after, mesh)
-    waited = {
-        end: float(seconds_waited(whole[end], node.kind, i, mesh, ring=ring.get(end, 0.0), compute=run.compute_seconds))
-        for i, end in enumerate(ends)
-    }
+            specs[t.value, t.of_result] = t.before, t.after
+    moved = [Resharded(ends.index(end), *found, whole[end]) for end, found in specs.items()]
+    waited = dict(zip(specs, seconds_waited_by(node.kind, moved, run.compute_seconds, mesh), strict=True))
     waited[0, False] = whole[0, False] - run.hidden_seconds
     shares = [waited[t.value, t.of_result] / whole[t.value, t.of_result] if t.seconds else 1.0 for t in transfers]
     return [

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
-from autoshard.cost.overlap import ring_share, seconds_waited
+from autoshard.cost.overlap import Resharded, seconds_waited_by
 from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
 from autoshard.ir.graph import OpKind
 from autoshard.ir.propagate import factor_axes
@@ -148,23 +148,16 @@ def node_cost(
     free_operands: OperandPositions = (),
 ) -> NodeCost:
     """The cost of a node whose operands and results have ``specs`` under this strategy."""
-    transfers = sum(
-        seconds_waited(
-            reshard_seconds(a, b, kind.shapes[i], kind.bits[i], mesh)
-            - combined_saving(a, b, kind.combined_count, mesh),
-            kind,
-            i,
-            mesh,
-            ring=ring_share(kind, i, a, b, mesh),
-            compute=strategy.compute_seconds,
-        )
-        for i, a, b in _reshards(specs, strategy, free_operands)
-    )
+    moved: list[Resharded] = []
+    for i, a, b in _reshards(specs, strategy, free_operands):
+        seconds = reshard_seconds(a, b, kind.shapes[i], kind.bits[i], mesh)
+        moved.append(Resharded(i, a, b, seconds - combined_saving(a, b, kind.combined_count, mesh)))
+    transfers = sum(seconds_waited_by(kind, moved, strategy.compute_seconds, mesh))
     return NodeCost(
         strategy.in_specs,
         strategy.out_specs,
         strategy.compute_seconds,
-        strategy.seconds(mesh) + float(transfers),
+        strategy.seconds(mesh) + transfers,
         strategy.collectives or (),
         strategy.local_axes,
         _uses_local_form(kind, specs, strategy, mesh),

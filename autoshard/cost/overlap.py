@@ -14,9 +14,9 @@ Their collectives run one after the other: gathers first, in the order in which 
 order in which they are made. How long those before take is counted as if every weight was split over all devices.
 The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the products last (`seconds_waited`).
 
-In a stage of a pipeline nothing is counted so. Where the chip would compute nothing meanwhile, though, a gather of a
-product's operand and a reduction of its result run in parts, each beside a part of that product (`ring_reshards`); or
-XLA gathers beside another product that it finds.
+In a stage of a pipeline nothing is counted so. Where the chip would compute nothing meanwhile, though, an all-gather
+of a product's operand and a reduce-scatter of its result are lowered as collective matmuls (Wang et al., ASPLOS 2023;
+see `autoshard.backend.ring_products`): permutes along a *ring*, each beside a part of that product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ from autoshard.machine.mesh import LogicalMesh
 
 STEP = -1
 """What is in no loop, as a loop's number."""
+MAX_PARTS = 8
+"""Devices of a ring: each part is an instruction of its own."""
 MIN_PRODUCT = 1 << 20
 """Elements of a part of a product in a ring: smaller ones leave the chip's units idle."""
 
@@ -54,24 +56,44 @@ class _Window(NamedTuple):
 
 
 def seconds_waited(
-    seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, *, ring: Any = 0.0, compute: Any = math.inf
+    seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, *, ring_share: Any = 0.0, compute: Any = math.inf
 ) -> Any:
     """The part of ``seconds``, a number or an array, in which a device waits for the reshard of the operand or result
     at this position.
 
     Args:
-      ring: the share that runs in a ring (`ring_share`).
+      ring_share: of ``seconds``, what runs in a ring (`share_in_ring`).
       compute: seconds of the product.
     """
-    if kind.in_rings:
-        return seconds - np.minimum(ring * seconds, compute)
+    if kind.ring_product:
+        return seconds - np.minimum(ring_share * seconds, compute)
     beside = kind.beside[position] if kind.beside is not None else 0.0
     return seconds - np.minimum(mesh.hardware.hidden_collectives * seconds, beside) if beside else seconds
 
 
-def ring_share(kind: OpKind, position: int, before: Spec, after: Spec, mesh: LogicalMesh) -> float:
+class Resharded(NamedTuple):
+    """One operand or result of a node."""
+
+    position: int
+    before: Spec
+    after: Spec
+    seconds: float
+
+
+def seconds_waited_by(kind: OpKind, moved: Sequence[Resharded], compute: float, mesh: LogicalMesh) -> list[float]:
+    """`seconds_waited` of each of what a node reshards: all of its rings run beside ``compute`` seconds, no more."""
+    shares = [share_in_ring(kind, m.position, m.before, m.after, mesh) for m in moved]
+    in_rings = sum(m.seconds * share for m, share in zip(moved, shares, strict=True))
+    hidden = min(1.0, compute / in_rings) if in_rings else 1.0
+    return [
+        float(seconds_waited(m.seconds, kind, m.position, mesh, ring_share=share * hidden))
+        for m, share in zip(moved, shares, strict=True)
+    ]
+
+
+def share_in_ring(kind: OpKind, position: int, before: Spec, after: Spec, mesh: LogicalMesh) -> float:
     """The share of the seconds of a reshard of the operand or result at this position that runs in a ring."""
-    if not kind.in_rings:
+    if not kind.ring_product:
         return 0.0
     return ring_reshards(before, ring_dims(kind, position), mesh).get(after, 0.0)
 
@@ -87,31 +109,35 @@ def ring_dims(kind: OpKind, position: int) -> tuple[int, ...] | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def ring_reshards(spec: Spec, dims: tuple[int, ...] | None, mesh: LogicalMesh) -> Mapping[Spec, float]:
-    """The specs to which a product's operand or result that has ``spec`` goes in a ring, and the share of the reshard
-    that does: an operand that is gathered over one axis, a sum that is scattered over its first axis. A sum that is
-    not scattered is, and gathered then: so half of it.
+    """The specs to which an operand or a result of a product with ``spec`` is resharded in a ring, and the share of the
+    reshard's seconds in it: of an operand that is all-gathered over one axis, and of a result that is reduce-scattered,
+    of which the first axis goes in a ring and others after it. No ring has more than `MAX_PARTS` devices.
 
     Args:
       dims: `ring_dims`.
     """
+    parts = mesh.shape
     if dims is not None:
-        return {} if spec.partial else {spec.with_dim(d, spec.dims[d][:-1]): 1.0 for d in dims if spec.dims[d]}
-    axes = [a for a, kind in spec.partial if kind == "sum"]
+        split = [d for d in dims if spec.dims[d] and parts[spec.dims[d][-1]] <= MAX_PARTS]
+        return {} if spec.partial else {spec.with_dim(d, spec.dims[d][:-1]): 1.0 for d in split}
+    sums = {a for a, kind in spec.partial if kind == "sum"}
+    axes = [a for a in mesh.axis_names if a in sums]
     if not axes or len(axes) < len(spec.partial):
         return {}
-    share = 1.0 if len(axes) == 1 else 1 - 1 / mesh.shape[axes[0]]
-    found = {spec.reduced(): share / 2}
-    for split in itertools.product(range(spec.rank), repeat=len(axes)):
+    found = dict[Spec, float]()
+    for scattered in itertools.product(range(spec.rank), repeat=len(axes)):
         after = spec.reduced()
-        for d, axis in zip(split, axes, strict=True):
+        for d, axis in zip(scattered, axes, strict=True):
             after = after.with_dim(d, (*after.dims[d], axis))
-        found[after] = share
+        first = axes[scattered.index(min(scattered))]
+        if parts[first] <= MAX_PARTS:
+            found[after] = 1.0 if len(axes) == 1 else 1 - 1 / parts[first]
     return found
 
 
 def with_hidden_transfers(graph: Graph) -> Graph:
-    """``graph`` with `OpKind.beside` of its products; of a pipeline with `OpKind.in_rings`. Itself if it has that, and
-    where the chip hides nothing."""
+    """``graph`` with `OpKind.beside` of its products; of a pipeline with `OpKind.ring_product`. Itself if it has that,
+    and where the chip hides nothing."""
     program = graph.program
     if program.pipeline is not None:
         return _with_rings(graph)
@@ -130,14 +156,17 @@ def with_hidden_transfers(graph: Graph) -> Graph:
 
 
 def _with_rings(graph: Graph) -> Graph:
-    hardware, kinds = graph.program.mesh.hardware, dict[OpKind, OpKind]()
-    if not (hardware.blocking_gathers and hardware.blocking_reduce_scatters):
+    """``graph`` with `OpKind.ring_product` of its products; itself if it has that."""
+    mesh, kinds = graph.program.mesh, dict[OpKind, OpKind]()
+    waits = mesh.hardware.blocking_gathers and mesh.hardware.blocking_reduce_scatters
+    if not waits or any(node.kind.ring_product for node in graph.nodes):
         return graph
     nodes = list(graph.nodes)
     for n, node in enumerate(nodes):
-        kind = node.kind
-        if kind.flops and not is_kernel(kind) and math.prod(kind.shapes[-1]) >= graph.program.mesh.size * MIN_PRODUCT:
-            nodes[n] = node._replace(kind=kinds.setdefault(kind, replace(kind, in_rings=True)))
+        kind, rule = node.kind, node.kind.rule
+        local = rule.halos or (rule.local and rule.local.fun)
+        if kind.flops and not local and math.prod(kind.shapes[-1]) >= mesh.size * MIN_PRODUCT:
+            nodes[n] = node._replace(kind=kinds.setdefault(kind, replace(kind, ring_product=True)))
     return replace(graph, nodes=tuple(nodes))
 
 
@@ -157,7 +186,7 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
     for inside in products.values():
         now, read, made = 0.0, dict[int, float](), dict[int, float]()
         for n in inside:
-            seconds = _product_seconds(nodes[n].kind, mesh)
+            seconds = product_seconds(nodes[n].kind, mesh)
             for i, v in enumerate(nodes[n].operands):
                 if v in of_weights:
                     read.setdefault(v, now + read_after(nodes[n].kind, i) * seconds)
@@ -184,7 +213,7 @@ def read_after(kind: OpKind, operand: int) -> float:
     return local.read_after[operand] if local is not None and local.read_after else 0.0
 
 
-def _product_seconds(kind: OpKind, mesh: LogicalMesh) -> float:
+def product_seconds(kind: OpKind, mesh: LogicalMesh) -> float:
     """Least seconds of one execution of a product: its FLOPs on all devices."""
     rate = mesh.hardware.product_rate(kind.product_dtype, convolution=kind.convolution is not None)
     return kind.flops / rate / mesh.size

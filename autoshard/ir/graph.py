@@ -92,8 +92,8 @@ class OpKind:
     beside: tuple[float, ...] | None = None
     """Of each operand and result: seconds of products beside which XLA can reshard it
     (`autoshard.cost.overlap`); None where there are none."""
-    in_rings: bool = False
-    """Whether a gather of an operand and a reduction of the result run in parts beside the product
+    ring_product: bool = False
+    """Whether an all-gather of an operand and a reduce-scatter of the result run in rings beside the product
     (`autoshard.cost.overlap`)."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
     """Of the operands, then the results, unsharded."""

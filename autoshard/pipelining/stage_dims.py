@@ -12,7 +12,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.program import PipelineRequest
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
-from autoshard.pipelining.chain import Chain, scan_groups
+from autoshard.pipelining.chain import Chain, find_chain, scan_groups
 
 
 class StageDims:
@@ -59,6 +59,20 @@ class StageDims:
         """Of a value's bytes, what a stage has."""
         dims = self.dims.get(value, ())
         return 1 / self.mesh.shape[self.axis] if dims and self.layers % self.mesh.shape[self.axis] == 0 else 1.0
+
+
+def least_state(graph: Graph) -> float:
+    """Bytes per device that the arguments of a step as a pipeline take at least: all but rows of layers that stages
+    have of their own are split over the devices of a stage at most.
+
+    Raises:
+      PipelineError: as `find_chain`.
+    """
+    program, request = graph.program, graph.program.pipeline
+    assert request is not None
+    split = StageDims(graph, find_chain(program.jaxpr, program.name, program.rules), request)
+    on_device = [v for v in graph.inputs if not graph.values[v].host]
+    return sum(graph.values[v].bytes * split.share(v) for v in on_device) / request.stage_mesh.size
 
 
 def over_stages(

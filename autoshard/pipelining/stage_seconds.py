@@ -87,7 +87,7 @@ class StageSeconds:
                     once = runs if where == "outside" else 1
                     part = share_of(t.value) if t.value else share
                     sent.append(replace(c, count=once, bytes=round(c.bytes * part)))
-                    waited["outside"] += t.seconds * part * once / runs
+                    waited["outside"] += (t.seconds + t.hidden) * part * once / runs
                     continue
                 waited[where] += t.seconds
                 if where in _LAYERS and scanned.isdisjoint(results):  # of all layers together
@@ -154,8 +154,8 @@ class StageSeconds:
 
 HIDDEN_IN_STAGES = {"tpu": 0.67}
 """By platform, of the share of collectives that XLA runs beside compute in a whole step, what it does within a stage's
-operation: of pipelines compiled for v5p none to 2.3 of it, the median 0.8. On chips that wait for gathers, as v5e, only
-what goes in rings beside products is hidden (`autoshard.cost.overlap`). For GPUs it is half of it, but what stages
+operation: of pipelines compiled for v5p 0 to 2.3 times that, the median 0.8. On chips that wait for gathers, as v5e,
+only what runs in rings beside products is hidden (`autoshard.cost.overlap`). For GPUs it is half of it, but what stages
 compute takes as much longer than predicted: none is counted."""
 _LAYERS = ("forward", "backward", "weights")
 """Where layers run."""
@@ -206,7 +206,7 @@ class _LayerSums:
         self.layout, self.model, mesh = layout, models.memory_model, graph.program.mesh
         self.memory_rate = mesh.hardware.memory_rate
         rows = list(_rows_added(chain)) if mesh.platform == "tpu" else []
-        self.never_made = {graph.ids[v] for r in rows for v in r.stacks if v in graph.ids}
+        self.fused_terms = {graph.ids[v] for r in rows for v in r.stacks if v in graph.ids}
         self.product_of = {
             graph.ids[r.total]: None if r.product is None else graph.ids.get(r.product)
             for r in rows
@@ -217,8 +217,10 @@ class _LayerSums:
 
     def compute(self, charge: Charge, node: Node | None) -> float:
         """Seconds that what ``charge`` stands for computes in a pipeline; products before what adds them up."""
-        if node is None or not self.never_made.isdisjoint(node.results):
-            return 0.0 if node else charge.compute
+        if node is None:
+            return charge.compute
+        if not self.fused_terms.isdisjoint(node.results):
+            return 0.0
         self.products.update(dict.fromkeys(node.results, charge.compute))
         for v in filter(self.product_of.__contains__, node.results):
             both = 2 * self.model.size(v, self.layout.specs[v]) * node.trip_count / self.memory_rate
@@ -230,7 +232,7 @@ class _RowsAdded(NamedTuple):
     """Terms with a row for each layer that a backward adds up over micro-batches: in a pipeline layer by layer."""
 
     total: jx.Var
-    """The sum after an iteration, as the loop carries it."""
+    """The sum after an iteration, as it is added up."""
     stacks: tuple[jx.Var, ...]
     """All layers' terms."""
     product: jx.Var | None
@@ -242,25 +244,25 @@ def _rows_added(chain: Chain) -> Iterator[_RowsAdded]:
     made = {v: e for e in body.eqns for v in e.outvars}
     readers = Counter(a for e in body.eqns for a in e.invars if isinstance(a, jx.Var))
     readers.update(a for a in body.outvars if isinstance(a, jx.Var))
-    for i, term in chain.sums.items():
-        total = body.outvars[i]
-        if not isinstance(term, jx.Var) or term not in chain.per_layer or not isinstance(total, jx.Var):
+    for eqn, i in equations_that_add(chain).items():
+        term, (total,) = chain.sums[i], eqn.outvars
+        if not isinstance(term, jx.Var) or term not in chain.per_layer:
             continue
         stacks, v = [term], term
-        while readers[v] == 1 and (eqn := made.get(v)) is not None and eqn.primitive in _ALIKE:
-            (v,) = [a for a in eqn.invars if isinstance(a, jx.Var)]
+        while readers[v] == 1 and (e := made.get(v)) is not None and e.primitive in _KEEPS_VALUES - {prims.transpose_p}:
+            (v,) = [a for a in e.invars if isinstance(a, jx.Var)]
             stacks.append(v)
         if readers[v] == 1 and backward is not None and made.get(v) is backward:
             layer = jx.regions(backward)[0].body
             yield _RowsAdded(total, tuple(stacks), _adding_product(layer, layer.outvars[backward.outvars.index(v)]))
 
 
-_ALIKE = frozenset({prims.convert_element_type_p, prims.transpose_p, prims.sharding_constraint_p})
+_KEEPS_VALUES = frozenset({prims.convert_element_type_p, prims.transpose_p, prims.sharding_constraint_p})
 
 
 def _adding_product(layer: jx.Jaxpr, row: jx.Atom) -> jx.Var | None:
     """The product of ``layer`` that XLA for TPUs adds ``row`` up in: one whose last two dimensions, as the row has
-    them, are one of each operand. Others it lays out anew after the product."""
+    them, are one of each operand. Others it adds after the product."""
     made = {v: e for e in layer.eqns for v in e.outvars}
     last = [-2, -1]
     while isinstance(row, jx.Var) and (eqn := made.get(row)) is not None:
@@ -272,7 +274,11 @@ def _adding_product(layer: jx.Jaxpr, row: jx.Atom) -> jx.Var | None:
             first_of_right = len(jx.aval(eqn.invars[0]).shape) - len(left)
             sides = {d % rank >= first_of_right for d in last}
             return row if len(sides) == 2 and all(d % rank >= len(batch) for d in last) else None
-        if eqn.primitive not in _ALIKE:
+        if jx.calls_one_body(eqn):
+            (body,) = [r.body for r in jx.regions(eqn)]
+            made, row = {v: e for e in body.eqns for v in e.outvars}, body.outvars[eqn.outvars.index(row)]
+            continue
+        if eqn.primitive not in _KEEPS_VALUES:
             return None
         if eqn.primitive is prims.transpose_p:
             last = [eqn.params["permutation"][d] for d in last]

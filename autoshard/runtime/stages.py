@@ -11,6 +11,7 @@ from autoshard.errors import MemoryBudgetError
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
+from autoshard.pipelining.stage_dims import least_state
 from autoshard.plan.planner import PlanRequest, budget_of, pipelined_plan, plan_from_candidate
 from autoshard.plan.record import PlanRecord
 from autoshard.search.search import search
@@ -70,9 +71,10 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
     """
     program, budget = graph.program, budget_of(request, graph.program)
     assert program.pipeline is not None
-    allowed, least, lowest = budget * program.pipeline.stages, math.inf, False
+    allowed, lowest, state = budget * program.pipeline.stages, False, least_state(graph)
+    least = math.inf if state <= budget else state
     fitting: list[PlanRecord] = []
-    for _ in range(MAX_BUDGETS):
+    for _ in range(MAX_BUDGETS if state <= budget else 0):
         try:
             with stage("search", program.name):
                 best, found = search(graph, request.strategy, allowed, request.compiler_options)

@@ -33,7 +33,7 @@ import numpy as np
 
 from autoshard.cost.cost import find_moved_outputs, find_per_call_inputs
 from autoshard.cost.node_strategy import compute_seconds, expressible_factors
-from autoshard.cost.overlap import seconds_waited
+from autoshard.cost.overlap import product_seconds, seconds_waited
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
@@ -255,7 +255,9 @@ class _LayoutProblemBuilder:
             src, dst = self.spec_tables.value_specs(*own), self.spec_tables.value_specs(*copy)
             seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], kind.bits[i])
             ring = self.spec_tables.ring_matrix(src, dst, kind, i)
-            waited = seconds_waited(seconds, kind, i, self.mesh, ring=ring)
+            waited = seconds_waited(
+                seconds, kind, i, self.mesh, ring_share=ring, compute=product_seconds(kind, self.mesh)
+            )
             self.builder.add_pairwise(own.variable, copy.variable, count * waited)
         return found
 

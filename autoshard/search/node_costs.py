@@ -146,7 +146,7 @@ class NodeCosts:
                 if combined:
                     pairs = pairs - tables.combined_savings(src, dst, kind.combined_count).diagonal()
                 ring = tables.ring_pairs(src, dst, kind, p)
-                unary += executions * seconds_waited(pairs, kind, p, self.mesh, ring=ring, compute=seconds)
+                unary += executions * seconds_waited(pairs, kind, p, self.mesh, ring_share=ring, compute=seconds)
             else:
                 table = tables.reshard_matrix(src, dst, shape, bits)
                 if combined:
@@ -157,7 +157,7 @@ class NodeCosts:
                     kind,
                     p,
                     self.mesh,
-                    ring=np.transpose(ring) if turned else ring,
+                    ring_share=np.transpose(ring) if turned else ring,
                     compute=seconds[:, None],
                 )
                 pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + table

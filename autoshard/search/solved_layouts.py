@@ -92,6 +92,8 @@ def _solve_on_mesh(
     layout_problem = build_problem(merged.graph, limits, near_layouts, s.groups)
     problem = layout_problem.problem
     bound_holds = limits is None and merged.graph is graph and not near_layouts
+    # What a copy of a value takes is priced for one of its readers, of which rings hide more or less.
+    bound_holds = bound_holds and not any(node.kind.ring_product for node in graph.nodes)
 
     def price(assignment: Sequence[int]) -> Candidate:
         specs = merged.expand_specs(layout_problem.value_specs(assignment))

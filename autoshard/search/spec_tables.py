@@ -133,12 +133,12 @@ class SpecTables:
         return found
 
     def ring_matrix(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
-        """[options of src, options of dst]: `ring_share` between each two."""
-        return self._rings(src, dst, kind, position)[src.index[:, None], dst.index] if kind.in_rings else 0.0
+        """[options of src, options of dst]: `share_in_ring` between each two."""
+        return self._rings(src, dst, kind, position)[src.index[:, None], dst.index] if kind.ring_product else 0.0
 
     def ring_pairs(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
-        """[options]: `ring_share` under one option, the same for both."""
-        return self._rings(src, dst, kind, position)[src.index, dst.index] if kind.in_rings else 0.0
+        """[options]: `share_in_ring` under one option, the same for both."""
+        return self._rings(src, dst, kind, position)[src.index, dst.index] if kind.ring_product else 0.0
 
     def _rings(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array:
         key = src, dst, ring_dims(kind, position)

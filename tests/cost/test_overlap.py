@@ -13,11 +13,13 @@ import pytest
 from autoshard.cost.cost import CostModel
 from autoshard.cost.overlap import (
     MIN_PRODUCT,
+    Resharded,
     exposed_values,
     gathered_axis,
     ring_reshards,
-    ring_share,
     seconds_waited,
+    seconds_waited_by,
+    share_in_ring,
     with_hidden_transfers,
 )
 from autoshard.ir.graph import Graph
@@ -139,32 +141,45 @@ def pipelined(hardware: Any, tokens: int) -> Graph:
     return with_hidden_transfers(replace(found, program=replace(found.program, pipeline=request)))
 
 
-def test_stages_gather_and_scatter_in_rings_on_chips_that_would_wait() -> None:
+def test_stages_gather_and_scatter_ring_product_on_chips_that_would_wait() -> None:
     large = 4 * MIN_PRODUCT // HIDDEN
     for hardware, tokens, rings in ((WAITING, 4 * large, True), (WAITING, large // 4, False), (HIDING, large, False)):
         products = [n.kind for n in pipelined(hardware, tokens).nodes if n.kind.flops]
-        assert any(kind.in_rings for kind in products) == rings
+        assert any(kind.ring_product for kind in products) == rings
         assert not any(kind.beside for kind in products)
 
 
 def test_what_goes_in_a_ring_is_waited_for_where_it_takes_longer_than_the_product() -> None:
-    kind = next(n.kind for n in pipelined(WAITING, 1 << 14).nodes if n.kind.in_rings)
+    kind = next(n.kind for n in pipelined(WAITING, 1 << 14).nodes if n.kind.ring_product)
     whole, rows, columns = Spec(((), ())), Spec((("data",), ())), Spec(((), ("data",)))
-    shares = [ring_share(kind, i, a, b, on()) for i, a, b in ((0, rows, whole), (0, columns, whole), (0, whole, rows))]
+    shares = [
+        share_in_ring(kind, i, a, b, on()) for i, a, b in ((0, rows, whole), (0, columns, whole), (0, whole, rows))
+    ]
     assert shares == [1, 0, 0]  # a part of a summed dimension makes no part of the result
-    waited = [seconds_waited(seconds, kind, 0, on(), ring=1.0, compute=2e-3) for seconds in (1e-3, 5e-3)]
+    waited = [seconds_waited(seconds, kind, 0, on(), ring_share=1.0, compute=2e-3) for seconds in (1e-3, 5e-3)]
     assert waited == pytest.approx([0, 3e-3])
-    assert seconds_waited(4e-3, kind, 2, on(), ring=0.5, compute=1.0) == pytest.approx(2e-3)
+    assert seconds_waited(4e-3, kind, 2, on(), ring_share=0.5, compute=1.0) == pytest.approx(2e-3)
 
 
-def test_a_sum_is_scattered_over_its_first_axis_in_a_ring_and_gathered_after_it_where_it_is_not_split() -> None:
+def test_a_sum_is_scattered_over_its_first_axis_in_a_ring_of_few_devices() -> None:
     both = on(data=4, model=2)
     made = Spec(((), ()), (("data", "sum"), ("model", "sum")))
     found = ring_reshards(made, None, both)
-    assert found[Spec(((), ()))] == pytest.approx(0.75 / 2)
+    assert Spec(((), ())) not in found  # an all-reduce
     assert found[Spec((("data",), ("model",)))] == found[Spec((("data", "model"), ()))] == pytest.approx(0.75)
+    assert found[Spec((("model",), ("data",)))] == pytest.approx(0.5)
+    assert ring_reshards(Spec(((), ()), (("data", "sum"),)), None, on(data=16)) == {}
+    assert ring_reshards(Spec((("data",), ())), (0,), on(data=16)) == {}
     assert ring_reshards(Spec(((), ()), (("data", "sum"),)), None, both)[Spec(((), ("data",)))] == 1
     assert ring_reshards(Spec(((), ()), (("data", "max"),)), None, both) == {}
+
+
+def test_all_rings_of_a_product_together_run_beside_it() -> None:
+    kind = next(n.kind for n in pipelined(WAITING, 1 << 14).nodes if n.kind.ring_product)
+    whole, rows = Spec(((), ())), Spec((("data",), ()))
+    moved = [Resharded(0, rows, whole, 3e-3), Resharded(2, Spec(((), ()), (("data", "sum"),)), rows, 3e-3)]
+    assert sum(seconds_waited_by(kind, moved, 4e-3, on())) == pytest.approx(2e-3)
+    assert seconds_waited_by(kind, moved, 1.0, on()) == [0, 0]
 
 
 def exposed(fun: Any, *args: Any) -> list[bool]:

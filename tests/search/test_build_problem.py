@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cost.cost import CostModel
 from autoshard.ir.graph import Graph
+from autoshard.ir.program import PipelineRequest
 from autoshard.search.build_problem import build_problem
 from autoshard.search.candidates import Search
 from autoshard.search.solve import solve
@@ -85,3 +86,18 @@ def test_the_solution_costs_what_its_layout_is_priced_at(case: str, axes: dict[s
     assert priced.seconds == pytest.approx(solution.cost, rel=1e-5)  # scalars are in no table
     assert s.bound <= priced.seconds
     assert (priced.hidden > 0) == (case == "layers")
+
+
+def test_layouts_are_searched_for_with_what_goes_in_rings() -> None:
+    """Of a stage on a chip that waits for gathers; no bound is claimed there, as copies are priced for one reader."""
+    (fun, _), on = CASES["layers"], mesh(a=2, b=4)
+    chip = replace(on.hardware, blocking_gathers=True, blocking_reduce_scatters=True)
+    on = replace(on, hardware=chip)
+    g = graph(fun, ({"down": (6, 4096, 2048), "up": (6, 2048, 4096)}, (16384, 2048)), on)
+    staged = replace(g, program=replace(g.program, pipeline=PipelineRequest(on, "a")))
+
+    with_rings, without = Search(staged, math.inf), Search(g, math.inf)
+    known, unknown = (s.price(next(solve_layouts(s))) for s in (with_rings, without))
+    assert known.cost.hidden > 0
+    assert (with_rings.bound, without.bound > 0) == (0, True)
+    assert known.cost.seconds < 0.99 * with_rings.cost_model.cost(unknown.layout).seconds

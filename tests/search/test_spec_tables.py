@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.cost.overlap import ring_share
+from autoshard.cost.overlap import share_in_ring
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.spec import Spec
 from autoshard.machine.hardware import load_hardware
@@ -53,23 +53,23 @@ def test_the_matrix_has_the_reshard_of_each_pair_of_options():
     assert tables.shard_counts(dst).tolist() == [o.num_shards(MESH.shape) for o in OPTIONS[1]]
 
 
-def test_shares_in_rings_are_those_of_each_pair_of_options():
+def test_shares_ring_product_are_those_of_each_pair_of_options():
     def train(w, x):
         return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
 
-    kind = next(replace(n.kind, in_rings=True) for n in graph(train, (A, A), MESH).nodes if n.kind.flops)
+    kind = next(replace(n.kind, ring_product=True) for n in graph(train, (A, A), MESH).nodes if n.kind.flops)
     tables = SpecTables(OPTIONS, MESH)
     read, made = tables.value_specs(1, (0, 1)), tables.value_specs(0, (0, -1), ((1, "sum"),))
     for position, src, dst in ((0, read, tables.value_specs(1, (-1, 1))), (2, made, read)):
         each = [
-            [ring_share(kind, position, src.distinct_specs[a], dst.distinct_specs[b], MESH) for b in dst.index]
+            [share_in_ring(kind, position, src.distinct_specs[a], dst.distinct_specs[b], MESH) for b in dst.index]
             for a in src.index
         ]
         np.testing.assert_array_equal(tables.ring_matrix(src, dst, kind, position), each)
         assert np.any(each)
         if len(src.index) == len(dst.index):
             np.testing.assert_array_equal(tables.ring_pairs(src, dst, kind, position), np.diagonal(each))
-    assert tables.ring_matrix(read, made, replace(kind, in_rings=False), 0) == 0
+    assert tables.ring_matrix(read, made, replace(kind, ring_product=False), 0) == 0
 
 
 def test_equal_options_share_their_specs():

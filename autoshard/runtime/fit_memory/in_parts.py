@@ -38,10 +38,12 @@ def plan_on_device(traced: Program, options: Options, to_beat: float, free_secon
         options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.keeps_layers))
     threshold = traced.mesh.hardware.remat_threshold
     if threshold < budget_of(options.request, traced):
-        with contextlib.suppress(MemoryBudgetError):
-            return _plan_in_parts(
-                traced, options, replace(options.request, memory_budget=threshold), to_beat, free_seconds
-            )
+        below = replace(options.request, memory_budget=threshold)
+        try:
+            return _plan_in_parts(traced, options, below, to_beat, free_seconds)
+        except MemoryBudgetError as e:
+            if traced.pipeline is not None and e.least > budget_of(options.request, traced):
+                raise
     return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
 
 
@@ -149,7 +151,14 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
         planned = in_parts(n)
         return math.inf if planned is None else planned.plan.cost.seconds
 
-    best = min((2 * stages).bit_length() - 2, len(variants) - 1)  # as many as twice the stages
+    best, least = min((2 * stages).bit_length() - 2, len(variants) - 1), list[float]()  # as many as twice the stages
+    while in_parts(best) is None:
+        least.append(getattr(errors[-1], "least", math.inf))
+        # Twice as many halve what a micro-batch takes, and nothing else.
+        never = len(least) > 1 and 2 * least[-1] - least[-2] > budget_of(options.request, traced)
+        if never or best + 1 == len(variants):
+            raise errors[least.index(min(least))]
+        best += 1
     start = in_parts(best)
     hopeless = False
     if start is not None and start.plan.pipeline is not None:
@@ -158,8 +167,7 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
         while 0 <= best + step < len(variants) and seconds(best + step) <= seconds(best):
             best += step
     planned = in_parts(best)
-    if planned is None:
-        raise errors[0]
+    assert planned is not None
     return planned
 
 

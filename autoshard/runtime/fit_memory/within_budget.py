@@ -119,8 +119,12 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
         is_short = not try_passes(options.passes, with_optional) and is_short
     if is_short:
         sequences = [options.passes, *memory_saving_sequences(traced, options)]
-        # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
-        enough = bisect.bisect_left(sequences, True, lo=1, key=try_passes)
+        if traced.pipeline is not None and not fitting and sequences[1:]:
+            try_passes(sequences[-1])  # whether any fits: each is searched for at several budgets
+        enough = len(sequences)
+        if traced.pipeline is None or fitting:
+            # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
+            enough = bisect.bisect_left(sequences, True, lo=1, key=try_passes)
         axes = axes_of_batch(fitting[0][0].plan) if fitting else None
         for first, *_ in with_each_optional(traced, (), options, saving=True, batch_axes=axes):
             less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
