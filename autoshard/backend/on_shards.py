@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,11 +33,12 @@ def extend_with_halos(operands: Sequence[Any], rule: Rule, island: Island, sizes
 
 def reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:
     """``x``, a shard of a result with ``spec``, sliced and all-reduced or reduce-scattered over its partial axes to
-    ``reduced``.
+    ``reduced``, one dimension after the other, so that a slow link comes last and carries less.
     """
     partial = dict(spec.partial)
-    for d, split in enumerate(reduced.dims):
-        for scattered, axes in itertools.groupby(split[len(spec.dims[d]) :], partial.__contains__):
+    added = {d: axes for d, split in enumerate(reduced.dims) if (axes := split[len(spec.dims[d]) :])}
+    for d in min(itertools.permutations(added), key=lambda order: _seconds_in_order(order, added, partial, x, mesh)):
+        for scattered, axes in itertools.groupby(added[d], partial.__contains__):
             group = tuple(axes)
             x = _reduce_scatter(x, d, group, mesh) if scattered else _own_part(x, d, group)
             partial = {a: kind for a, kind in partial.items() if a not in group}
@@ -49,6 +50,17 @@ def reduce_partials(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any
             shards = jax.lax.all_gather(x, axes)
             x = jnp.prod(shards, axis=0, dtype=x.dtype) if kind == "prod" else _BITWISE[kind].reduce(shards, axis=0)
     return x
+
+
+def _seconds_in_order(
+    order: Sequence[int], added: Mapping[int, Axes], partial: Container[str], x: Any, mesh: LogicalMesh
+) -> float:
+    """Seconds to scatter ``x`` over the axes that are ``added`` to its dimensions, in this ``order`` of them."""
+    seconds, size = 0.0, x.nbytes
+    for axis in itertools.chain.from_iterable(added[d] for d in order):
+        seconds += collective_seconds(REDUCE_SCATTER, (axis,), size, mesh) if axis in partial else 0.0
+        size //= mesh.shape[axis]
+    return seconds
 
 
 def reduce_in_rings(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:
