@@ -151,16 +151,11 @@ class NodeCosts:
                 table = tables.reshard_matrix(src, dst, shape, bits)
                 if combined:
                     table = table - tables.combined_savings(src, dst, kind.combined_count)
-                ring, turned = tables.ring_matrix(src, dst, kind, p), p < operands
-                table = executions * seconds_waited(
-                    table.T if turned else table,
-                    kind,
-                    p,
-                    self.mesh,
-                    ring_share=np.transpose(ring) if turned else ring,
-                    compute=seconds[:, None],
-                )
-                pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + table
+                ring = tables.ring_matrix(src, dst, kind, p)
+                if p < operands:
+                    table, ring = table.T, np.transpose(ring)
+                table = seconds_waited(table, kind, p, self.mesh, ring_share=ring, compute=seconds[:, None])
+                pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + executions * table
         return unary, pairwise
 
 
