@@ -237,8 +237,8 @@ class StageProgram:
 
         def on_last(sums: Any) -> tuple[Any, Values]:
             there = {**known, **final}
-            begin = self._as_planned(cast_as(self.evaluate("last", there, init), self._carry(eqn)), eqn)
-            return self._add("last", sums, there, row), begin
+            sums, begin = self._added("last", sums, there, row, init)
+            return sums, self._as_planned(cast_as(begin, self._carry(eqn)), eqn)
 
         last, sums = row["part"] == self.parts - 1, self._sums_of(state)
         sums, carry = self.choose(last, on_last, lambda s: (s, received), sums, once_in=self.chunks)
@@ -350,10 +350,10 @@ class StageProgram:
 
             carry, ys = run(carry) if even else self.choose(index < count, run, leave, carry)
             here = {**known, **{v: jnp.expand_dims(y, 0) for v, y in zip(stacked, ys, strict=True)}}
-            terms = self._terms(place, here, added)
+            terms, leaves = self._terms(place, here, added, [*left])
             sums = [s if x is None else add_row(s, x, row["chunk"], index) for s, x in zip(sums, terms, strict=True)]
-            found = zip(rings[name], self.evaluate(place, here, left), strict=True) if left else ()
-            rings |= {name: [put_row(ring, x, row[name], index) for ring, x in found]} if left else {}
+            if left:
+                rings |= {name: [put_row(r, x, row[name], index) for r, x in zip(rings[name], leaves, strict=True)]}
             return (carry, sums, lax.optimization_barrier(rings)), [y for y, k in zip(ys, kept, strict=True) if k]
 
         carry = self._as_planned(carry, eqn) if carry else []
@@ -367,18 +367,19 @@ class StageProgram:
 
     def _add(self, place: Any, state: Any, known: Known, row: Any) -> Any:
         """``state`` with what ``place`` adds to the sums without a row for each layer."""
-        chain = self.chain
-        plain = [chain.sums[i] for i in self.sums]
-        stacked = [chain.body.outvars[len(self.carries) + n] for n in self.outs]
-        found = self._terms(place, known, [*plain, *stacked])
-        sums = [
-            s if x is None else s + x.astype(s.dtype) for s, x in zip(state["sums"], found[: len(plain)], strict=True)
-        ]
+        return self._added(place, state, known, row, [])[0]
+
+    def _added(self, place: Any, state: Any, known: Known, row: Any, read: Values) -> tuple[Any, Values]:
+        """`_add`, and the values of ``read`` at ``place``: computed together, as XLA merges no equal collectives."""
+        plain, n = [self.chain.sums[i] for i in self.sums], len(self.sums)
+        stacked = [self.chain.body.outvars[len(self.carries) + i] for i in self.outs]
+        found, values = self._terms(place, known, [*plain, *stacked], read)
+        sums = [s if x is None else s + x.astype(s.dtype) for s, x in zip(state["sums"], found[:n], strict=True)]
         outs = [
             s if x is None else s.at[row["microbatch"]].add(x.astype(s.dtype))
-            for s, x in zip(state["outs"], found[len(plain) :], strict=True)
+            for s, x in zip(state["outs"], found[n:], strict=True)
         ]
-        return {**state, "sums": sums, "outs": outs}
+        return {**state, "sums": sums, "outs": outs}, values
 
     def _add_where(self, condition: Any, place: Any, state: Any, known: Known, row: Any) -> Any:
         """`_add` where ``condition`` holds."""
@@ -390,9 +391,10 @@ class StageProgram:
         residuals do not have, and would be copied whole."""
         return {name: state[name] for name in ("sums", "outs")}
 
-    def _terms(self, place: Any, known: Known, results: Sequence[jx.Atom]) -> Values:
-        """The terms of ``results`` that ``place`` computes, None of others."""
-        where = [self.chain.where(a) for a in results]
-        ours = [a for a, w in zip(results, where, strict=True) if place in w or (not w and place == "last")]
-        found = iter(self.evaluate(place, known, ours))
-        return [next(found) if place in w or (not w and place == "last") else None for w in where]
+    def _terms(self, place: Any, known: Known, results: Values, read: Values) -> tuple[Values, Values]:
+        """The terms of ``results`` that ``place`` computes, None of others; and the values of ``read``."""
+        ours = [place in w or (not w and place == "last") for w in map(self.chain.where, results)]
+        wanted = [a for a, mine in zip(results, ours, strict=True) if mine]
+        found = self.evaluate(place, known, [*wanted, *read])
+        terms = iter(found)
+        return [next(terms) if mine else None for mine in ours], found[len(wanted) :]
