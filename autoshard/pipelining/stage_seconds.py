@@ -249,7 +249,7 @@ def _rows_added(chain: Chain) -> Iterator[_RowsAdded]:
         if not isinstance(term, jx.Var) or term not in chain.per_layer:
             continue
         stacks, v = [term], term
-        while readers[v] == 1 and (e := made.get(v)) is not None and e.primitive in _KEEPS_VALUES - {prims.transpose_p}:
+        while readers[v] == 1 and (e := made.get(v)) is not None and _keeps_values(e):
             (v,) = [a for a in e.invars if isinstance(a, jx.Var)]
             stacks.append(v)
         if readers[v] == 1 and backward is not None and made.get(v) is backward:
@@ -257,7 +257,8 @@ def _rows_added(chain: Chain) -> Iterator[_RowsAdded]:
             yield _RowsAdded(total, tuple(stacks), _adding_product(layer, layer.outvars[backward.outvars.index(v)]))
 
 
-_KEEPS_VALUES = frozenset({prims.convert_element_type_p, prims.transpose_p, prims.sharding_constraint_p})
+def _keeps_values(eqn: jx.JaxprEqn) -> bool:
+    return jx.is_constraint(eqn) or eqn.primitive is prims.convert_element_type_p
 
 
 def _adding_product(layer: jx.Jaxpr, row: jx.Atom) -> jx.Var | None:
@@ -278,10 +279,10 @@ def _adding_product(layer: jx.Jaxpr, row: jx.Atom) -> jx.Var | None:
             (body,) = [r.body for r in jx.regions(eqn)]
             made, row = {v: e for e in body.eqns for v in e.outvars}, body.outvars[eqn.outvars.index(row)]
             continue
-        if eqn.primitive not in _KEEPS_VALUES:
-            return None
         if eqn.primitive is prims.transpose_p:
             last = [eqn.params["permutation"][d] for d in last]
+        elif not _keeps_values(eqn):
+            return None
         (row,) = [a for a in eqn.invars if isinstance(a, jx.Var)]
     return None
 
