@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,8 +56,13 @@ def _seconds_in_order(
     order: Sequence[int], added: Mapping[int, Axes], partial: Container[str], x: Any, mesh: LogicalMesh
 ) -> float:
     """Seconds to scatter ``x`` over the axes that are ``added`` to its dimensions, in this ``order`` of them."""
-    seconds, size = 0.0, x.nbytes
-    for axis in itertools.chain.from_iterable(added[d] for d in order):
+    return _seconds_over(itertools.chain.from_iterable(added[d] for d in order), partial, x.nbytes, mesh)
+
+
+def _seconds_over(axes: Iterable[str], partial: Container[str], size: int, mesh: LogicalMesh) -> float:
+    """Seconds to scatter ``size`` bytes over one axis after the other, or to slice them along those not ``partial``."""
+    seconds = 0.0
+    for axis in axes:
         seconds += collective_seconds(REDUCE_SCATTER, (axis,), size, mesh) if axis in partial else 0.0
         size //= mesh.shape[axis]
     return seconds
@@ -100,11 +105,8 @@ def _scatter_seconds(order: Axes, axes: Axes, size: int, mesh: LogicalMesh) -> f
     """Seconds to scatter ``size`` bytes over one axis after the other, and to put them into another order than
     ``axes``.
     """
-    seconds = 0.0 if order == axes else 2 * size / mesh.hardware.memory_rate
-    for axis in order:
-        seconds += collective_seconds(REDUCE_SCATTER, (axis,), size, mesh)
-        size //= mesh.shape[axis]
-    return seconds
+    moved = 0.0 if order == axes else 2 * size / mesh.hardware.memory_rate
+    return moved + _seconds_over(order, order, size, mesh)
 
 
 _REDUCERS = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
