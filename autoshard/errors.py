@@ -97,11 +97,12 @@ class MemoryBudgetError(PlanError):
 
     Attributes:
       least: its peak memory in bytes per device.
+      fastest: seconds of a step of the fastest pipeline that was planned and is too large; 0 if none was.
     """
 
-    def __init__(self, message: str, least: float) -> None:
+    def __init__(self, message: str, least: float, fastest: float = 0.0) -> None:
         super().__init__(message)
-        self.least = least
+        self.least, self.fastest = least, fastest
 
 
 class ConfigError(AutoshardError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +62,10 @@ class Rows:
         ring = rings[self.ring[0]][self.ring[1]] if isinstance(self.ring, tuple) else self.ring
         at = (self.slot, index, *(0,) * (ring.ndim - 2))
         row = lax.dynamic_slice(ring, at, (1, 1, *ring.shape[2:])).reshape(ring.shape[2:])
-        return laid_out(row, self.spec, 0, self.dropped) if isinstance(self.ring, tuple) else row
+        return laid_out(row, self.spec, 0, self.dropped, whole=True) if isinstance(self.ring, tuple) else row
 
 
-def laid_out(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 0) -> Any:
+def laid_out(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 0, *, whole: bool = False) -> Any:
     """``x``, a ring or a row of one, as `split_as` splits it, in the layout that conditionals give what goes through
     them. In another one, which suits those who read its rows, XLA would copy a ring whole, to that layout and back.
 
@@ -71,8 +73,8 @@ def laid_out(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 
     """
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
-    placed = with_layout_constraint(split_as(x, spec, added, dropped), Layout(tuple(range(x.ndim))))
-    return split_as(placed, spec, added, dropped)
+    split = functools.partial(split_as, spec=spec, added=added, dropped=dropped, whole=whole)
+    return split(with_layout_constraint(split(x), Layout(tuple(range(x.ndim)))))
 
 
 def put_row(ring: Any, x: Any, slot: Any, row: Any) -> Any:
@@ -95,38 +97,63 @@ def summed(x: Any, axis: str, spec: PartitionSpec | None = None) -> Any:
     """
     x = on_shards(x, spec)
     total = lax.psum(x.astype(jnp.int32), axis).astype(x.dtype) if x.dtype == bool else lax.psum(x, axis)
-    return as_planned(on_shards(total, spec), spec)
+    return split_as(on_shards(total, spec), spec, whole=True)
 
 
 def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
-    """The specs to which the equations of ``body`` constrain its variables, and those of casts of them."""
+    """How the plan splits variables of ``body`` where its equations say so: constraints, casts of what they constrain,
+    `jax.shard_map`s over all axes, and scans, which constrain what they carry."""
     found: dict[jx.Var, PartitionSpec] = {}
     for eqn in body.eqns:
-        if not (jx.is_constraint(eqn) or eqn.primitive is prims.convert_element_type_p):
-            continue
-        (x,), (y,) = eqn.invars, eqn.outvars
         if jx.is_constraint(eqn):
-            found[y] = spec = eqn.params["sharding"].spec
-            if isinstance(x, jx.Var):
-                found.setdefault(x, spec)
-        elif isinstance(x, jx.Var) and x in found:
-            found[y] = found[x]
+            found[eqn.outvars[0]] = spec = eqn.params["sharding"].spec
+            known = [(eqn.invars[0], spec)]
+        elif eqn.primitive is prims.convert_element_type_p:
+            known = [(eqn.outvars[0], found.get(eqn.invars[0]))]
+        elif specs := jx.manual_specs(eqn):
+            known = zip([*eqn.invars, *eqn.outvars], itertools.chain(*specs), strict=True)
+        elif groups := jx.scan_groups(eqn):
+            within = jx.regions(eqn)[0].body
+            carried, specs = within.invars[groups.consts :][: groups.carry], planned_specs(within)
+            known = [(y, specs.get(v)) for v, y in zip(carried, eqn.outvars, strict=False)]
+        else:
+            continue
+        for atom, spec in known:
+            if isinstance(atom, jx.Var) and spec is not None:
+                found.setdefault(atom, spec)
     return found
 
 
-def split_as(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 0) -> Any:
-    """``x`` with the dimensions that ``spec`` splits split so; what it does not split is left to XLA, which may know
-    from what comes after the loop that less than a whole is enough.
+def sent_specs(values: Iterable[jx.Var], specs: Mapping[jx.Var, PartitionSpec]) -> Mapping[jx.Var, PartitionSpec]:
+    """The specs of ``values``; of one that another of the same shape refines, that: an activation is sent split as its
+    gradient is, or XLA would exchange the one where a conditional returns either."""
+    shapes = {v: jx.aval(v).shape for v in values if v in specs}
+    dims = {v: [*specs[v], *[None] * (len(shape) - len(specs[v]))] for v, shape in shapes.items()}
+
+    def refines(fine: jx.Var, coarse: jx.Var) -> bool:
+        return shapes[fine] == shapes[coarse] and all(
+            b is None or a == b for a, b in zip(dims[fine], dims[coarse], strict=True)
+        )
+
+    return {v: specs[next((o for o in shapes if refines(o, v) and dims[o] != dims[v]), v)] for v in shapes}
+
+
+def split_as(x: Any, spec: PartitionSpec | None, added: int = 0, dropped: int = 0, *, whole: bool = False) -> Any:
+    """``x`` with the dimensions that ``spec`` splits split so; as it is where that is None.
 
     Args:
       added, dropped: dimensions that ``x`` has ahead of those of ``spec``, and first ones of ``spec`` that it lacks.
+      whole: what ``spec`` does not split is kept whole. Else it is left to XLA, which may know from what comes after
+        the loop that less is enough.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    entries = [PartitionSpec.UNCONSTRAINED] * added
-    entries += [axes or PartitionSpec.UNCONSTRAINED for axes in (spec or ())][dropped:]
-    if not mesh.auto_axes or all(axes is PartitionSpec.UNCONSTRAINED for axes in entries):
+    if spec is None or not mesh.auto_axes:
         return x
-    entries += [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(entries))
+    rest = None if whole else PartitionSpec.UNCONSTRAINED
+    entries = [PartitionSpec.UNCONSTRAINED] * added + [axes or rest for axes in spec[dropped:]]
+    entries += [rest] * (x.ndim - len(entries))
+    if all(axes is PartitionSpec.UNCONSTRAINED for axes in entries):
+        return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
@@ -137,21 +164,13 @@ def on_shards(x: Any, spec: PartitionSpec | None, added: int = 0) -> Any:
     Args:
       added: dimensions that ``x`` has ahead of those of ``spec``.
     """
+    mesh = jax.sharding.get_abstract_mesh()
     if spec is None:
         return x
-    mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: mesh.shape[axis] for axis in mesh.auto_axes}
     dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
     dims += [()] * (x.ndim - added - len(dims))
     return split_as(x, PartitionSpec(*finest_split(x.shape[added:], dims, sizes)), added)
-
-
-def as_planned(x: Any, spec: PartitionSpec | None) -> Any:
-    """``x`` split as ``spec`` says and no finer; as it is where that is None."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if spec is None or not mesh.auto_axes:
-        return x
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def without_specs(results: Any) -> Any:

@@ -24,6 +24,7 @@ def evaluate(
     """
     values = dict(known)
     mesh = jax.sharding.get_abstract_mesh()
+    constraints = {e.invars[0]: e for e in chain.body.eqns if jx.is_constraint(e) and isinstance(e.invars[0], jx.Var)}
 
     def read(atom: jx.Atom) -> Any:
         return atom.val if isinstance(atom, jx.Literal) else values.get(atom)
@@ -35,8 +36,23 @@ def evaluate(
         if not all(x is None for x in operands) or not eqn.invars:
             pairs = zip(operands, map(jx.aval, eqn.invars), strict=True)
             operands = [jnp.zeros(a.shape, a.dtype) if x is None else x for x, a in pairs]
+            if chain.rules.traits(eqn.primitive).stretches and (constraint := constraints.get(eqn.outvars[0])):
+                operands = [_stretched(x, jx.aval(eqn.outvars[0]).shape, constraint, apart) for x in operands]
             values.update(zip(eqn.outvars, jx.replay_equation(eqn, operands, mesh, apart), strict=True))
     return [read(a) for a in results]
+
+
+def _stretched(x: Any, shape: tuple[int, ...], constraint: jx.JaxprEqn, apart: str) -> Any:
+    """An operand in the ``shape`` of a result, split as ``constraint`` splits that.
+
+    XLA stretches a value to a shape once. If another operation, which reads it split otherwise, decides how, the result
+    here would be split so too, and gathered: behind each operation in a region that is manual over some axes JAX (0.12)
+    has a constraint that leaves all open, so that the next one does not reach the operation.
+    """
+    if jnp.ndim(x) != len(shape) or x.shape == shape:
+        return x
+    stretched = jnp.broadcast_to(x, shape)
+    return jx.replay_equation(constraint, [stretched], jax.sharding.get_abstract_mesh(), apart)[0]
 
 
 def equations_of(

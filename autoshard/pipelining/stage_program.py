@@ -9,7 +9,7 @@ stage can compute is computed where it is read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
@@ -24,7 +24,6 @@ from autoshard.pipelining.rings import (
     Rings,
     Rows,
     add_row,
-    as_planned,
     cast_as,
     choose,
     laid_out,
@@ -33,6 +32,7 @@ from autoshard.pipelining.rings import (
     planned_specs,
     put,
     put_row,
+    sent_specs,
     split_as,
     summed,
     zeros,
@@ -78,14 +78,15 @@ class StageProgram:
         self.split = split_backward(self.b) if self.b is not None and stages.schedule.splits_backward else None
         if self.split:
             self.specs = {**planned_specs(self.split.of_input), **self.specs}
-        self.held: dict[str, tuple[Sequence[jx.Var], int, int]] = {
-            "residual": (self.residuals, 2, 1),
-            "kept": (self.split.kept if self.split else (), 2, 0),
-            "final": (self._carry(self.f), 1, 0),
-            "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1),
-            "sums": ([self.carries[i] for i in self.sums], 0, 0),
+        self.sent_specs = sent_specs([*self._carry(self.f), *self._carry(self.b)], self.specs)
+        self.held: dict[str, tuple[Sequence[jx.Var], int, int, bool]] = {
+            "residual": (self.residuals, 2, 1, True),
+            "kept": (self.split.kept if self.split else (), 2, 0, True),
+            "final": (self._carry(self.f), 1, 0, True),
+            "layer_sums": ([self.carries[i] for i in self.layer_sums], 2, 1, False),
+            "sums": ([self.carries[i] for i in self.sums], 0, 0, False),
         }
-        """What a stage holds from tick to tick: variables, and dimensions that it adds ahead and drops (`split_as`)."""
+        """What a stage holds from tick to tick: variables, and how it is split (`split_as`)."""
 
     def xs(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups) -> list[Any]:
         return eqn.invars[groups.consts + groups.carry :]
@@ -179,14 +180,12 @@ class StageProgram:
         sent = {"a": self.f, "g": self.b}
         state = state | {name: self._on_shards(state[name], eqn, 1) for name, eqn in sent.items() if name in state}
         return state | {
-            name: [split_as(x, self.specs.get(v), *dims) for x, v in zip(state[name], variables, strict=True)]
-            for name, (variables, *dims) in self.held.items()
-            if name in state
+            name: self._as_held(split_as, name, values) for name, values in state.items() if name in self.held
         }
 
     def _on_shards(self, values: Values, eqn: jx.JaxprEqn | None, added: int = 0) -> Values:
         """What stages send of what the scan ``eqn`` carries, or slots of it, split as finely as it can be."""
-        return [on_shards(x, self.specs.get(v), added) for x, v in zip(values, self._carry(eqn), strict=True)]
+        return [on_shards(x, self.sent_specs.get(v), added) for x, v in zip(values, self._carry(eqn), strict=True)]
 
     def _carry(self, eqn: jx.JaxprEqn | None) -> list[jx.Var]:
         """What a scan over layers carries, as the variables of its last values."""
@@ -277,14 +276,14 @@ class StageProgram:
         assert self.b is not None
         return self.b, scan_groups(self.b)
 
-    def _laid_out(self, name: str, values: Values) -> Values:
-        """Those of ``state[name]``, or none of them, as `laid_out`."""
-        variables, *dims = self.held[name]
-        return [laid_out(x, self.specs.get(v), *dims) for x, v in zip(values, variables, strict=False)]
+    def _as_held(self, split: Callable[..., Any], name: str, values: Values) -> Values:
+        """Those of ``state[name]``, or none of them, by `split_as` or `laid_out`."""
+        variables, *dims, whole = self.held[name]
+        return [split(x, self.specs.get(v), *dims, whole=whole) for x, v in zip(values, variables, strict=False)]
 
     def _as_planned(self, values: Values, eqn: jx.JaxprEqn) -> Values:
         """What the scan ``eqn`` carries, split as the plan has it and not as it is sent."""
-        return [as_planned(x, self.specs.get(v)) for x, v in zip(values, self._carry(eqn), strict=True)]
+        return [split_as(x, self.specs.get(v), whole=True) for x, v in zip(values, self._carry(eqn), strict=True)]
 
     def _own_rows(self, eqn: jx.JaxprEqn, groups: jx.ScanGroups, known: Known, weights: Values, row: Any) -> list[Rows]:
         """What a scan over layers reads of each of those of this stage."""
@@ -337,8 +336,8 @@ class StageProgram:
 
         def layer(carried: tuple[Values, Values, Rings], index: Any) -> tuple[tuple[Values, Values, Rings], Values]:
             carry, sums, rings = carried
-            sums = self._laid_out("layer_sums", sums)
-            rings = {name: self._laid_out(name, values) for name, values in rings.items()}
+            sums = self._as_held(laid_out, "layer_sums", sums)
+            rings = {name: self._as_held(laid_out, name, values) for name, values in rings.items()}
             read = [x.row(rings, index) for x in xs]
 
             def run(carry: Values) -> tuple[Values, Values]:

@@ -36,8 +36,11 @@ class Planned(NamedTuple):
     plan: PlanRecord
 
 
-def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest) -> Planned:
+def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, to_beat: float = math.inf) -> Planned:
     """Plans ``traced`` after ``passes``.
+
+    Args:
+      to_beat: seconds of a step; of a pipeline that is slower no layout is searched for that needs less memory.
 
     Raises:
       PassError: a pass broke the program.
@@ -47,7 +50,7 @@ def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest
     program, request = run_passes(traced, passes, request)
     with stage("graph", traced.name):
         graph = build_graph(program, strict=request.strict)
-    plan = _search(graph, request) if program.pipeline is None else _search_pipelined(graph, request)
+    plan = _search(graph, request) if program.pipeline is None else _search_pipelined(graph, request, to_beat)
     return Planned(traced, graph, plan)
 
 
@@ -59,7 +62,7 @@ def _search(graph: Graph, request: PlanRequest) -> PlanRecord:
         return plan_from_candidate(graph, best, found, request)
 
 
-def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
+def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> PlanRecord:
     """The plan of the best layout on one stage's devices as a pipeline, within the budget.
 
     What all layers on one stage would need is more than what a stage needs of its own: the budget of the search is what
@@ -72,7 +75,7 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
     program, budget = graph.program, budget_of(request, graph.program)
     assert program.pipeline is not None
     allowed, lowest, state = budget * program.pipeline.stages, False, least_state(graph)
-    least = math.inf if state <= budget else state
+    least, fastest = math.inf if state <= budget else state, math.inf
     fitting: list[PlanRecord] = []
     for _ in range(MAX_BUDGETS if state <= budget else 0):
         try:
@@ -90,6 +93,9 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
         if plan.memory.peak <= budget:
             fitting.append(plan)
         least = min(least, plan.memory.peak)
+        fastest = min(fastest, plan.cost.seconds, *(a.seconds for a in plan.alternatives))
+        if fastest > (1 - MIN_GAIN) * to_beat:
+            break
         missing = plan.memory.peak - budget
         if missing <= 0:
             larger = [
@@ -107,6 +113,7 @@ def _search_pipelined(graph: Graph, request: PlanRequest) -> PlanRecord:
         f"{size_text(budget, 2)} per device: the smallest needs {size_text(least, 2)}; raise memory_budget, add "
         "devices, or take more micro-batches",
         least,
+        fastest if math.isfinite(fastest) else 0.0,
     )
 
 

@@ -137,15 +137,18 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
     if not variants:
         return plan_within_budget(traced, options, request)[0]  # says why there is no chain
     errors: list[MemoryBudgetError | SpecError] = []
+    found: list[float] = []
 
     @functools.cache
     def in_parts(n: int) -> Planned | None:
         try:
             program, asked = run_passes(traced, (variants[n],), request)
-            return plan_within_budget(program, options, asked)[0]._replace(traced=traced)
+            planned = plan_within_budget(program, options, asked, min([to_beat, *found]))[0]
         except (MemoryBudgetError, SpecError) as e:
             errors.append(e)
             return None
+        found.append(planned.plan.cost.seconds)
+        return planned._replace(traced=traced)
 
     def seconds(n: int) -> float:
         planned = in_parts(n)

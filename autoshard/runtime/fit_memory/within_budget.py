@@ -34,9 +34,14 @@ FILLED = 0.9
 XLA leaves gaps between the stacks of their layers, in three such steps of 8 to 11 % of what it took without."""
 
 
-def plan_within_budget(traced: Program, options: Options, request: PlanRequest) -> tuple[Planned, bool]:
+def plan_within_budget(
+    traced: Program, options: Options, request: PlanRequest, to_beat: float = math.inf
+) -> tuple[Planned, bool]:
     """Plans ``traced`` within the budget of ``request``. Where memory rules out the fastest layout and the user named
     no passes, tries passes that save memory too, and returns the fastest plan that fits, and whether memory did so.
+
+    Args:
+      to_beat: seconds of a step. Once a pipeline fits, optional passes with which none is faster are not pursued.
 
     Raises:
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
@@ -52,7 +57,9 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
     ) -> bool:
         """Plans with ``with_optional`` or else ``passes``; whether a plan fits and no faster layout was too large."""
         try:
-            planned = plan_program(traced, with_optional or passes, within)
+            planned = plan_program(
+                traced, with_optional or passes, within, math.inf if with_optional is None else goal()
+            )
         except MemoryBudgetError as e:
             (errors if within is request else too_large).append(e)
             return False
@@ -76,6 +83,9 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
         sequences = [options.passes, *memory_saving_sequences(traced, options)]
         more = sequences[sequences.index(passes) + 1 :]
         bisect.bisect_left(more, True, key=lambda saving: try_passes(saving, (*first, *saving)))
+
+    def goal() -> float:
+        return min(to_beat, fastest()[0].plan.cost.seconds) if fitting else math.inf
 
     def fastest() -> tuple[Planned, tuple[Pass, ...]]:
         return min(fitting, key=lambda f: preference(f[0].plan))
@@ -140,10 +150,11 @@ def plan_within_budget(traced: Program, options: Options, request: PlanRequest) 
             for with_optional in with_each_optional(traced, passes, options, saving=False, batch_axes=batch_axes):
                 count = len(fitting)
                 fits = with_optional in tried or try_passes(passes, with_optional)
+                if fits or traced.pipeline is None:
+                    continue
                 # What is faster and too large is the most that saving memory can gain.
-                larger = [] if len(fitting) == count else fitting[-1][0].plan.alternatives[:1]
-                hopeless = any(a.seconds >= fastest()[0].plan.cost.seconds for a in larger)
-                if not fits and not hopeless and traced.pipeline is not None:
+                larger = [a.seconds for a in fitting[-1][0].plan.alternatives[:1]]
+                if all(seconds < goal() for seconds in (larger if len(fitting) > count else [errors[-1].fastest])):
                     try_more(passes, with_optional)
         (found, _), budget = fastest(), budget_of(request, traced)
         if math.isfinite(budget):  # what was planned into less
