@@ -109,7 +109,8 @@ def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
             found[eqn.outvars[0]] = spec = eqn.params["sharding"].spec
             known = [(eqn.invars[0], spec)]
         elif eqn.primitive is prims.convert_element_type_p:
-            known = [(eqn.outvars[0], found.get(eqn.invars[0]))]
+            (x,), (y,) = eqn.invars, eqn.outvars
+            known = [(y, found.get(x))] if isinstance(x, jx.Var) else []
         elif specs := jx.manual_specs(eqn):
             known = zip([*eqn.invars, *eqn.outvars], itertools.chain(*specs), strict=True)
         elif groups := jx.scan_groups(eqn):

@@ -352,6 +352,16 @@ def test_no_slots_of_a_pipeline_are_copied_whole(schedule):
     assert not [i.name for i in held if i.opcode == "copy"]
 
 
+def test_a_pipeline_emits_the_collectives_that_are_planned():
+    """Slots are kept whole, activations are sent split as their gradients are, the head's norm is computed whole."""
+    train, state, batch = decoder(32, layers=8, d_model=256, heads=8, vocab=2048, seq=128)
+    mesh = MeshConfig(axes={"stage": 4, "model": 4}, tpu="v5e:4x4", pipeline="stage")
+    step = autoshard.jit(train, mesh=mesh, strategy="tp", microbatches=8, schedule="zb-h1", donate_argnums=0)
+    plan = step.plan(state, batch)
+    audit = autoshard.audit(step.lower(state, batch).compile(), plan)
+    assert audit.clean, str(audit)
+
+
 @pytest.mark.parametrize(
     ("topology", "sizes"),
     [
