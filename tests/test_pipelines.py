@@ -17,6 +17,7 @@ from autoshard import MeshConfig, Schedule
 from autoshard.api import DEFAULT_PASSES
 from autoshard.backend.hlo.collectives import collectives
 from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
+from autoshard.runtime.choose_mesh import PIPELINE_GAIN
 from autoshard.schedule.slots import Operation, Slot
 from autoshard.train.models.decoder import ModelConfig, make_steps
 from autoshard.train.optimizer import OptimizerConfig
@@ -161,8 +162,8 @@ def test_weights_are_gathered_once_before_a_pipeline() -> None:
 
 
 def test_a_pipeline_is_taken_where_it_pays(tmp_path: Path) -> None:
-    """Over a slow network gradients take longer than a bubble. Over InfiniBand they do too, but most of them are sent
-    while the step computes, as XLA schedules it, and the stages of a pipeline wait."""
+    """Over a slow network gradients take longer than a bubble. Over InfiniBand they may take no longer, and a pipeline
+    is only taken where it gains more than predictions are off by."""
     h100 = (Path(autoshard.__file__).parent / "configs" / "hardware" / "h100.yaml").read_text()
     (tmp_path / "slow.yaml").write_text(h100.replace("bandwidth: 50e9", "bandwidth: 10e9"))
     axes = {"pod": 4, "data": 8}
@@ -171,11 +172,15 @@ def test_a_pipeline_is_taken_where_it_pays(tmp_path: Path) -> None:
     assert slow.pipeline.axis == "pod"
     without = [a for a in slow.alternatives if a.text.startswith("the mesh") and "pipeline" not in a.text]
     assert [a.seconds > slow.cost.seconds for a in without] == [True]
-    fast = decoder_plan(axes, batch=12, link="infiniband")
+    fast = decoder_plan(axes, batch=32, link="infiniband")
     assert fast.pipeline is None
     over = [a.seconds for a in fast.alternatives if "with a pipeline over pod" in a.text]
-    hidden = fast.mesh.hardware.hidden_collectives
-    assert [fast.cost.scheduled(hidden) < s < fast.cost.seconds for s in over] == [True]
+    assert [(1 - PIPELINE_GAIN) * fast.cost.seconds < s < fast.cost.seconds for s in over] == [True]
+    tpu = decoder_plan({"slice": 4, "data": 8}, batch=16, link="dcn", hardware="tpu-v5p")
+    assert tpu.pipeline is None, "XLA for TPUs runs more beside compute than what products send"
+    over = [a.seconds for a in tpu.alternatives if "with a pipeline over slice" in a.text]
+    hidden = tpu.mesh.hardware.hidden_collectives
+    assert [tpu.cost.scheduled(hidden) < s < (1 - PIPELINE_GAIN) * tpu.cost.seconds for s in over] == [True]
 
 
 def test_of_axes_that_are_alike_but_for_their_names_one_is_planned_as_stages() -> None:

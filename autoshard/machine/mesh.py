@@ -105,6 +105,11 @@ class Hardware:
     """The greatest number of devices on which XLA compiles a program whose all-to-alls are to run beside compute."""
 
     @property
+    def hides_beyond_products(self) -> bool:
+        """Whether XLA runs more collectives beside compute than what products send, as its compiler for TPUs does."""
+        return self.clock > 0
+
+    @property
     def memory_rate(self) -> float:
         """Bytes/s of device memory that XLA's fusions reach."""
         return self.bandwidth * self.memory_efficiency

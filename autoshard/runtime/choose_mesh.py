@@ -101,12 +101,13 @@ def fastest(candidates: Sequence[Planned]) -> Planned:
 
 def comparable_seconds(plan: PlanRecord, *, or_pipeline: bool) -> float:
     """Seconds of a plan among others, with ``or_pipeline`` some of which have a pipeline: without one XLA for TPUs runs
-    more collectives beside compute than those of products, and XLA for GPUs no more."""
+    more collectives beside compute than those of products."""
+    hardware = plan.mesh.hardware
     if plan.pipeline is not None or not or_pipeline:
         return plan.cost.seconds
-    if plan.mesh.platform == "gpu":
-        return (1 - PIPELINE_GAIN) * plan.cost.seconds
-    return plan.cost.scheduled(plan.mesh.hardware.hidden_collectives)
+    if hardware.hides_beyond_products:
+        return plan.cost.scheduled(hardware.hidden_collectives)
+    return (1 - PIPELINE_GAIN) * plan.cost.seconds
 
 
 def _ground(plan: PlanRecord) -> Ground:
