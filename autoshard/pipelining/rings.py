@@ -111,8 +111,8 @@ def planned_specs(body: jx.Jaxpr) -> Mapping[jx.Var, PartitionSpec]:
         elif eqn.primitive is prims.convert_element_type_p:
             (x,), (y,) = eqn.invars, eqn.outvars
             known = [(y, found.get(x))] if isinstance(x, jx.Var) else []
-        elif specs := jx.manual_specs(eqn):
-            known = zip([*eqn.invars, *eqn.outvars], itertools.chain(*specs), strict=True)
+        elif sides := jx.manual_specs(eqn):
+            known = zip([*eqn.invars, *eqn.outvars], itertools.chain(*sides), strict=True)
         elif groups := jx.scan_groups(eqn):
             within = jx.regions(eqn)[0].body
             carried, specs = within.invars[groups.consts :][: groups.carry], planned_specs(within)
@@ -165,9 +165,9 @@ def on_shards(x: Any, spec: PartitionSpec | None, added: int = 0) -> Any:
     Args:
       added: dimensions that ``x`` has ahead of those of ``spec``.
     """
-    mesh = jax.sharding.get_abstract_mesh()
     if spec is None:
         return x
+    mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: mesh.shape[axis] for axis in mesh.auto_axes}
     dims = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
     dims += [()] * (x.ndim - added - len(dims))

@@ -41,7 +41,8 @@ def plan_on_device(traced: Program, options: Options, to_beat: float, free_secon
     """
     if traced.pipeline is not None:
         options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.keeps_layers))
-    threshold = (1 - (0.0 if traced.pipeline else MARGIN)) * traced.mesh.hardware.remat_threshold
+    margin = MARGIN if traced.pipeline is None else 0.0
+    threshold = (1 - margin) * traced.mesh.hardware.remat_threshold
     if threshold < budget_of(options.request, traced):
         below = replace(options.request, memory_budget=threshold)
         try:

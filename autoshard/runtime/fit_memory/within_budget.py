@@ -153,8 +153,9 @@ def plan_within_budget(
                 if fits or traced.pipeline is None:
                     continue
                 # What is faster and too large is the most that saving memory can gain.
-                larger = [a.seconds for a in fitting[-1][0].plan.alternatives[:1]]
-                if all(seconds < goal() for seconds in (larger if len(fitting) > count else [errors[-1].fastest])):
+                bound = len(fitting) > count  # it fits, and memory rules out a faster layout
+                larger = fitting[-1][0].plan.alternatives[0].seconds if bound else errors[-1].fastest
+                if larger < goal():
                     try_more(passes, with_optional)
         (found, _), budget = fastest(), budget_of(request, traced)
         if math.isfinite(budget):  # what was planned into less
