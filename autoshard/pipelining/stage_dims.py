@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from autoshard import jaxpr as jx
+from autoshard.cost.reshard import reshard_collectives, reshard_path
 from autoshard.ir.dim_classes import label_dims
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import PipelineRequest
 from autoshard.ir.spec import Axes, Spec
+from autoshard.machine.collective import Collective
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.pipelining.chain import Chain, find_chain, scan_groups
 
@@ -19,7 +21,7 @@ class StageDims:
     """Which dimensions of a graph's values are split over the stages: those of the layers, outside of the loop."""
 
     def __init__(self, graph: Graph, chain: Chain, request: PipelineRequest) -> None:
-        self.axis, self.mesh, body = request.axis, request.mesh, chain.body
+        self.axis, self.mesh, self.stage_mesh, body = request.axis, request.mesh, request.stage_mesh, chain.body
         self.inside = {
             graph.ids[v] for v in (*body.invars, *(o for e in jx.walk(body) for o in e.outvars)) if v in graph.ids
         }
@@ -40,7 +42,7 @@ class StageDims:
                     self.stacked_inside.add(v)
                 else:
                     self.dims[v] = (*self.dims[v], number - int(dims.start[v]))
-        self.shapes = {v: graph.values[v].shape for v in self.dims}
+        self.values = {v: graph.values[v] for v in self.dims}
         self.stored = not self.dims.keys().isdisjoint(graph.inputs)
         if not self.stored:  # stacked in the executable only
             self.dims.clear()
@@ -52,8 +54,26 @@ class StageDims:
           moved: whether stages run other layers than they store.
         """
         for d in self.dims.get(value, ())[:1]:
-            return over_stages(spec, d, self.shapes[value], self.axis, self.mesh, moved=moved)
+            return over_stages(spec, d, self.values[value].shape, self.axis, self.mesh, moved=moved)
         return spec
+
+    def splits_as_planned(self, before: Spec, after: Spec, value: int) -> bool:
+        """Whether a reshard that is planned over one stage's devices has the same steps over the whole mesh.
+
+        It has not where a step splits the layers into more parts than a stage has layers.
+        """
+        dims = self.dims.get(value, ())
+        if not dims or self.share(value) == 1.0:
+            return True
+        v = self.values[value]
+        between = [m.spec for m in reshard_path(before, after, v.shape, v.bits, self.stage_mesh)[:-1]]
+        return all(self.layers % self.mesh.axes_size((self.axis, *s.dims[dims[0]])) == 0 for s in between)
+
+    def reshard(self, before: Spec, after: Spec, value: int) -> tuple[Collective, ...]:
+        """The collectives over the whole mesh that a reshard planned over one stage's devices becomes."""
+        v = self.values[value]
+        src, dst = (self.spec(s, value, moved=False) for s in (before, after))
+        return reshard_collectives(src, dst, v.shape, v.bits, self.mesh)
 
     def share(self, value: int) -> float:
         """Of a value's bytes, what a stage has."""

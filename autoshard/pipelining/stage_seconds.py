@@ -14,7 +14,8 @@ from autoshard import jaxpr as jx
 from autoshard.cost.cost import Charge, scheduled_seconds
 from autoshard.ir.graph import Graph, Node
 from autoshard.ir.propagate import Layout
-from autoshard.machine.collective import Collective
+from autoshard.ir.spec import Spec
+from autoshard.machine.collective import Collective, collective_seconds
 from autoshard.pipelining.chain import Chain, Place, scan_groups
 from autoshard.pipelining.segment import equations_of
 from autoshard.pipelining.split_backward import split_backward
@@ -74,6 +75,7 @@ class StageSeconds:
 
         computed, waited = defaultdict[str | jx.JaxprEqn, float](float), defaultdict[str | jx.JaxprEqn, float](float)
         sent, of_layers = list[Collective](), list[Collective]()
+        others = dict[tuple[Spec, Spec, int], Collective]()
         for charge in models.cost_model.charges(layout):
             node = graph.nodes[charge.node] if charge.node < len(graph.nodes) else None
             results = () if node is None else node.results
@@ -85,6 +87,9 @@ class StageSeconds:
                 if where == "outside" or (t.value in before and not t.of_result):
                     # What is the same in every micro-batch is resharded once, before the pipeline.
                     once = runs if where == "outside" else 1
+                    if t.before and t.after and not split.splits_as_planned(t.before, t.after, t.value):
+                        others[t.before, t.after, t.value] = replace(c, count=once)
+                        continue
                     part = share_of(t.value) if t.value else share
                     sent.append(replace(c, count=once, bytes=round(c.bytes * part)))
                     waited["outside"] += (t.seconds + t.hidden) * part * once / runs
@@ -96,6 +101,10 @@ class StageSeconds:
                     of_layers.append(replace(c, count=runs // chain.layers))
                 else:
                     sent.append(c)
+        for reshard, planned in others.items():
+            for c in split.reshard(*reshard):
+                sent.append(replace(c, count=planned.count, source=planned.source))
+                waited["outside"] += collective_seconds(c.kind, c.axes or (), c.bytes, split.mesh) * planned.count
         hardware = split.mesh.hardware
         in_rings = hardware.blocking_gathers and hardware.blocking_reduce_scatters
         hidden = 0.0 if in_rings else HIDDEN_IN_STAGES.get(split.mesh.platform, 0.0) * hardware.hidden_collectives

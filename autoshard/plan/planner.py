@@ -19,7 +19,7 @@ from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, replicated
 from autoshard.jaxpr import dtype_name, source
 from autoshard.pipelining.price import PipelinePrice, price_pipeline
-from autoshard.plan.constraints import islands, sharding_constraints
+from autoshard.plan.constraints import islands, reshard_waypoints, sharding_constraints
 from autoshard.plan.decisions import (
     Alternative,
     BatchDim,
@@ -129,8 +129,10 @@ def pipelined_plan(record: PlanRecord, graph: Graph, best: Candidate, s: Search,
 
     def staged(c: Constraint) -> Constraint:
         before = None if c.resharded_from is None else over_stages(c.resharded_from, c.value)
-        through = tuple(over_stages(spec, c.value) for spec in c.waypoints)
-        return replace(c, spec=over_stages(c.spec, c.value), waypoints=through, resharded_from=before)
+        after, through = over_stages(c.spec, c.value), tuple(over_stages(spec, c.value) for spec in c.waypoints)
+        if before and c.resharded_from and not split.splits_as_planned(c.resharded_from, c.spec, c.value):
+            through = reshard_waypoints(before, after, graph.values[c.value], split.mesh)
+        return replace(c, spec=after, waypoints=through, resharded_from=before)
 
     peak, count = priced.memory.peak, stages.schedule.stages
     return replace(

@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard.cost.reshard import reshard_path
 from autoshard.errors import MemoryBudgetError
+from autoshard.ir.program import PipelineRequest
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh_config import MeshConfig
-from autoshard.pipelining.stage_dims import over_stages
+from autoshard.pipelining.chain import find_chain
+from autoshard.pipelining.stage_dims import StageDims, over_stages
+from tests.programs import graph
 
 MESH = MeshConfig(axes={"stage": 4, "data": 2, "model": 2}).mesh()
 
@@ -56,3 +60,38 @@ def test_more_state_than_a_device_has_is_refused_unsearched(
     with pytest.raises(MemoryBudgetError, match="as a pipeline over 'stage' fits the memory budget") as found:
         step.plan(w, x)
     assert found.value.least == 4 * (layers * 64 * 64 * share + 8 * 64) / 2
+
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def of_weights() -> tuple[StageDims, int]:
+    """Of a step with weights of `LAYERS` layers over two stages, and the number of these weights."""
+
+    def train(w: jax.Array, x: jax.Array) -> jax.Array:
+        def part(sums: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return sums + jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum(), None
+
+        return jax.lax.scan(part, jnp.zeros(()), x)[0]
+
+    on = MeshConfig(axes={"stage": 2, "data": 4, "model": 2}, tpu="v5e:4x4").mesh()
+    step = graph(train, ((LAYERS, 1024, 1024), (4, 16, 1024)), on)
+    chain = find_chain(step.program.jaxpr, "train", step.program.rules)
+    return StageDims(step, chain, PipelineRequest(on, "stage")), step.inputs[0]
+
+
+def test_a_reshard_that_splits_layers_more_finely_than_a_stage_has_them_takes_another_way(
+    of_weights: tuple[StageDims, int],
+) -> None:
+    """On the devices of a stage alone, all gathers come last and at once, of layers that eight devices have."""
+    split, w = of_weights
+    stored, whole, by_columns = Spec((("data",), (), ("model",))), Spec(((), (), ())), Spec(((), (), ("data", "model")))
+    shape = split.values[w].shape
+    on_stage = [m.spec.dims[0] for m in reshard_path(stored, whole, shape, 32, split.stage_mesh)]
+    assert on_stage == [("data", "model"), ()]
+    assert not split.splits_as_planned(stored, whole, w)
+    assert split.splits_as_planned(by_columns, whole, w)
+    steps = [(c.kind, c.axes) for c in split.reshard(stored, whole, w)]
+    assert steps == [("all-to-all", ("data",)), ("all-gather", ("data", "model"))]
+    assert sum(c.bytes for c in split.reshard(by_columns, whole, w)) == LAYERS // 2 * 1024 * 1024 * 4
