@@ -72,6 +72,11 @@ class Chain:
         return scan_groups(self.forward).length
 
     @property
+    def turned(self) -> bool:
+        """Whether the input goes into the last layer, and the output comes from the first."""
+        return self.forward.params["reverse"]
+
+    @property
     def scans(self) -> dict[Place, jx.JaxprEqn]:
         """The scans over layers, by where they run."""
         found: dict[Place, jx.JaxprEqn] = {"forward": self.forward}

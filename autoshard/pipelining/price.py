@@ -92,7 +92,7 @@ def price_pipeline(
         for name, schedule in schedules.items()
         for own in (seconds[schedule.splits_backward],)
         for layers in _cuts(chain.layers, schedule, own)
-        for stages in (Stages(request.axis, schedule, layers, split.stored),)
+        for stages in (Stages(request.axis, schedule, layers, split.stored, turned=chain.turned),)
     ]
     return tuple(sorted(priced, key=lambda p: (max(p.memory.peak - budget, 0), p.cost.seconds, p.memory.peak)))
 

@@ -89,6 +89,12 @@ def add_row(sums: Any, x: Any, chunk: Any, row: Any) -> Any:
     return lax.dynamic_update_slice(sums, before + x[None].astype(sums.dtype), at)
 
 
+def added_at(stacked: Any, index: Any, x: Any) -> Any:
+    """``stacked`` [index, ...] with ``x`` added to one row; of booleans, whether either has one."""
+    row = stacked.at[index]
+    return row.max(x) if stacked.dtype == bool else row.add(x.astype(stacked.dtype))
+
+
 def summed(x: Any, axis: str, spec: PartitionSpec | None = None) -> Any:
     """The sum over the stages, each device's part of it by itself; of booleans, whether any has one.
 

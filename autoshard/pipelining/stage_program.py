@@ -24,6 +24,7 @@ from autoshard.pipelining.rings import (
     Rings,
     Rows,
     add_row,
+    added_at,
     cast_as,
     choose,
     laid_out,
@@ -375,8 +376,7 @@ class StageProgram:
         found, values = self._terms(place, known, [*plain, *stacked], read)
         sums = [s if x is None else s + x.astype(s.dtype) for s, x in zip(state["sums"], found[:n], strict=True)]
         outs = [
-            s if x is None else s.at[row["microbatch"]].add(x.astype(s.dtype))
-            for s, x in zip(state["outs"], found[n:], strict=True)
+            s if x is None else added_at(s, row["microbatch"], x) for s, x in zip(state["outs"], found[n:], strict=True)
         ]
         return {**state, "sums": sums, "outs": outs}, values
 

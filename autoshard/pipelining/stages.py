@@ -30,11 +30,14 @@ class Stages:
     together: bool = False
     """Whether all stages run what any of them does at a tick, and each keeps what is its own: where devices of several
     stages meet in it."""
+    turned: bool = False
+    """Whether the input goes into the last layer (`Chain.turned`)."""
 
     @functools.cached_property
     def rows(self) -> np.ndarray[Any, Any]:
         """[part, row]: the layer; parts with fewer layers than others have rows of the last layer, which do not run."""
-        starts = np.cumsum([0, *self.layers[:-1]])
+        ends = np.cumsum(self.layers)
+        starts = sum(self.layers) - ends if self.turned else ends - self.layers
         rows = starts[:, None] + np.arange(max(self.layers))
         return np.minimum(rows, sum(self.layers) - 1)
 
@@ -127,4 +130,5 @@ class Stages:
         here, most = PartitionSpec(None, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)), self.rows.shape[1]
         whole = lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), here))
         begins = (most * int(np.argmax(self.places.ravel() == part)) for part in range(self.places.size))
-        return jnp.concatenate([whole[begin : begin + n] for begin, n in zip(begins, self.layers, strict=True)])
+        parts = [whole[begin : begin + n] for begin, n in zip(begins, self.layers, strict=True)]
+        return jnp.concatenate(parts[::-1] if self.turned else parts)

@@ -180,6 +180,61 @@ def test_checkpointed_layers_branches_and_while_loops_run_on_parts():
     in_parts_of(4, nested)
 
 
+def shared(params: Any, batch: Any) -> jax.Array:
+    """One matrix, read in all layers: its gradient is added up in the scan, from zero."""
+
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return h + jnp.tanh(h @ w) @ params["in"], None
+
+    h = jax.lax.scan(layer, batch["x"], params["layers"])[0]
+    return optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], batch["y"]).mean()
+
+
+def carried(params: Any, batch: Any) -> jax.Array:
+    """A loss of each layer, added up in what the scan carries."""
+
+    def layer(carry: Any, w: jax.Array) -> tuple[Any, None]:
+        h, balance, n = carry
+        h = jnp.tanh(h @ w)
+        return (h, balance + (h**2).mean() * (n + 1), n + 1), None
+
+    start = batch["x"] @ params["in"], jnp.zeros(()), jnp.zeros(())
+    h, balance, _ = jax.lax.scan(layer, start, params["layers"])[0]
+    return (h @ params["out"]).mean() + balance
+
+
+def recurrent(params: Any, batch: Any) -> jax.Array:
+    """A scan over positions, in each of which the same weights are read."""
+
+    def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(x[:, None] * params["in"][0] + h @ params["layers"][0])
+        return h, h.sum(1)
+
+    h, sums = jax.lax.scan(cell, jnp.zeros_like(batch["x"]), batch["x"].T)
+    return (h @ params["out"]).mean() + sums.mean()
+
+
+@pytest.mark.parametrize("loss", [shared, carried, recurrent])
+def test_what_a_scan_adds_up_from_zero_is_a_sum(loss):
+    assert loops(in_parts_of(4, loss), 4)
+
+
+def test_what_begins_with_zero_and_is_none_later_is_not_taken_for_it():
+    """A count of layers, added to a mean over the batch in each."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(carry: Any, w: jax.Array) -> tuple[Any, None]:
+            h, total, n = carry
+            h = jnp.tanh(h @ w)
+            return (h, total + ((h**2).mean() + n), n + 1), None
+
+        start = batch["x"], jnp.zeros(()), jnp.zeros(())
+        return jax.lax.scan(layer, start, params["layers"])[0][1]
+
+    with pytest.raises(MicrobatchError, match=r"add reads the sum over the whole batch, at .*test_microbatch"):
+        in_parts_of(2, loss)
+
+
 def test_examples_leave_in_their_order():
     in_parts(4, lambda params, batch: (logits(params, batch), logits(params, batch).argmax(-1)), PARAMS, DATA)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,11 @@ def params_of(layers: int) -> dict[str, Any]:
     return {"embed": embed, "layers": {"w": w, "b": jnp.zeros((layers, WIDTH))}}
 
 
-def plain_loss(params: Any, batch: Any) -> jax.Array:
+def plain_loss(params: Any, batch: Any, *, reverse: bool = False) -> jax.Array:
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         return x + jnp.tanh(x @ w["w"] + w["b"]), None
 
-    x, _ = jax.lax.scan(layer, params["embed"][batch["x"]], params["layers"])
+    x, _ = jax.lax.scan(layer, params["embed"][batch["x"]], params["layers"], reverse=reverse)
     return cross_entropy(x @ params["embed"].T, batch["y"])
 
 
@@ -47,7 +48,7 @@ def pipelined(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jx.normalize(jax.make_jaxpr(step)(*args))
         chain = find_chain(jaxpr, "step", SHIPPED)
-        stages = Stages("stage", schedule, layers, together=together)
+        stages = Stages("stage", schedule, layers, together=together, turned=chain.turned)
         run, flat = jax.jit(lambda *xs: run_pipelined(jaxpr, chain, stages, mesh, xs)), jax.tree.leaves(args)
         compiled = run.lower(*flat).compile()
         assert not stray_collectives(compiled.as_text() or "", MeshConfig(axes=axes).mesh(), "stage")
@@ -81,6 +82,14 @@ def test_losses_and_gradients_are_those_of_one_device(
     assert_equal_to_one_device(step, (params_of(sum(layers)), tokens(0)), schedule, layers)
 
 
+@pytest.mark.parametrize(("name", "layers"), [("1f1b", (2, 2)), ("interleaved:2", (1, 2, 1, 1)), ("zb-h1", (2, 1))])
+def test_the_input_goes_into_the_last_layer(name: str, layers: tuple[int, ...]) -> None:
+    """Of layers that are all alike but for their weights, from the last to the first."""
+    schedule = Schedule.named(name, stages=2, microbatches=4)
+    step = accumulated(functools.partial(plain_loss, reverse=True), 4)
+    assert_equal_to_one_device(step, (params_of(sum(layers)), tokens(0)), schedule, layers)
+
+
 @pytest.mark.parametrize(("name", "layers"), [("interleaved:2", (1, 2, 1, 1)), ("zb-h1", (2, 1))])
 def test_all_stages_compute_what_any_does(name: str, layers: tuple[int, ...]) -> None:
     schedule = Schedule.named(name, stages=2, microbatches=4)
@@ -105,7 +114,8 @@ def test_any_number_of_micro_batches_and_layers(name: str, stages: int) -> None:
 
 def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> None:
     """A weight that every layer reads, an auxiliary loss of each layer, a term that reads no layer, a cast of
-    stacked weights, keys that each layer has, a loop that carries a key and a number, and stacks losses."""
+    stacked weights, keys that each layer has, a loop that carries a key and a number, and stacks losses and whether
+    they are large."""
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
@@ -126,11 +136,11 @@ def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> N
             sums, key, n = carry
             key, own = jax.random.split(key)
             value, grads = jax.value_and_grad(loss)(params, part, own)
-            return (jax.tree.map(jnp.add, sums, grads), key, n + 1), (value, n)
+            return (jax.tree.map(jnp.add, sums, grads), key, n + 1), (value, n, value > 4)
 
         carry = jax.tree.map(jnp.zeros_like, params), key, 0
-        (sums, key, n), (losses, numbers) = jax.lax.scan(add, carry, parts)
-        return sums, jax.random.key_data(key), n, losses, numbers
+        (sums, key, n), stacked = jax.lax.scan(add, carry, parts)
+        return sums, jax.random.key_data(key), n, stacked
 
     params = {**params_of(4), "shared": jnp.ones(WIDTH)}
     schedule = Schedule.named("interleaved:2", stages=2, microbatches=4)

@@ -71,7 +71,9 @@ class Shares:
         self.made = {v: e for e in jx.walk(jaxpr) for v in e.outvars}
         self._outside: dict[jx.Var, tuple[jx.Atom, bool]] = {}
         """By input of a body that no loop carries: the operand, and whether it is stacked."""
-        self._cuts: dict[tuple[jx.JaxprEqn, tuple[tuple[int, Cut], ...]], CutEquation | ChunkError] = {}
+        self._zeros = set[jx.Var]()
+        """Inputs of bodies that loops carry and that are zero in every iteration, or so taken while a loop is read."""
+        self._cuts: dict[tuple[object, ...], CutEquation | ChunkError] = {}
 
     def share(self, atom: jx.Atom) -> Share | None:
         """What a part has of ``atom``; None: the whole."""
@@ -80,6 +82,8 @@ class Shares:
     def is_zero(self, atom: jx.Atom) -> bool:
         """Whether ``atom`` is known to be zero."""
         while isinstance(atom, jx.Var):
+            if atom in self._zeros:
+                return True
             if atom in self._outside:
                 atom = self._outside[atom][0]
                 continue
@@ -116,7 +120,7 @@ class Shares:
             self._take(eqn, self._cut(eqn, cuts))
 
     def _cut(self, eqn: jx.JaxprEqn, known: Mapping[int, Cut]) -> CutEquation:
-        key = eqn, tuple(known.items())
+        key = eqn, tuple(known.items()), tuple(map(self.is_zero, eqn.invars))
         if key not in self._cuts:
             try:
                 self._cuts[key] = cut_equation(eqn, known, self.rules, self.mesh, self.is_zero)
@@ -222,19 +226,29 @@ class Shares:
         return any(terms <= {*together} <= terms | zeros for together in passing)
 
     def _read_nested(self, eqn: jx.JaxprEqn, shares: Sequence[Share | None]) -> None:
-        """Of a loop, branch or call: its bodies, until what loops carry has the same share in all iterations."""
+        """Of a loop, branch or call: its bodies, until what loops carry has the same share in all iterations.
+
+        What a loop carries from zero on is taken for zero until it has a share: a sum begins so. If it is not zero
+        after an iteration and has none, it is read again as what it is.
+        """
         known = jx.takes_other_sizes(eqn) or jx.calls_one_body(eqn)
         if not known or not self._repeats(eqn) or not all(map(jx.is_shaped, eqn.outvars)):
             raise ChunkError(f"{eqn.primitive.name} is not computed in parts", jx.source(eqn))
         operands, regions = list(shares), jx.regions(eqn)
         looping = {w.outside for r in regions for w in r.inputs if any(w.inside == start for _, start in r.carries)}
+        carried = {r.body.invars[start]: r.body.outvars[end] for r in regions for end, start in r.carries}
+        starts = {r.body.invars[w.inside]: eqn.invars[w.outside] for r in regions for w in r.inputs}
+        self._zeros.difference_update(carried)
+        self._zeros.update(v for v in carried if self.is_zero(starts[v]))
         while True:
             for r in regions:
                 self._enter(eqn, r, operands, looping)
                 for e in r.body.eqns:
                     self.read(e)
             changed = [self._carried(eqn, r, operands) for r in regions]
-            if not any(changed):
+            others = {v for v in self._zeros & carried.keys() if not (any(changed) or self.is_zero(carried[v]))}
+            self._zeros -= others
+            if not any(changed) and not others:
                 break
         if eqn.primitive is _prims.while_p and self.share(regions[0].body.outvars[0]) is not None:
             raise ChunkError("how often a loop runs depends on the batch", jx.source(eqn))
@@ -258,6 +272,7 @@ class Shares:
                 self.of.pop(var, None)
             else:
                 self.of[var] = share
+                self._zeros.discard(var)
 
     def _carried(self, eqn: jx.JaxprEqn, region: jx.Region, operands: list[Share | None]) -> bool:
         """Gives what a loop carries the share that it has after an iteration; whether that is another one."""
