@@ -176,6 +176,11 @@ def subjaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [traced] if traced is not None else list(_core.jaxprs_in_params(eqn.params)) if eqn.params else []
 
 
+def has_product(eqn: JaxprEqn) -> bool:
+    """Whether there is a matrix product or a convolution in it, at any depth."""
+    return contraction_flops(eqn) > 0 or any(has_product(e) for r in regions(eqn) for e in r.body.eqns)
+
+
 def product_flops(jaxpr: Jaxpr) -> dict[str, float]:
     """FLOPs of all matrix products and convolutions, by the wider dtype of their operands.
 

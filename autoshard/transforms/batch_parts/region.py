@@ -85,7 +85,7 @@ class _Finder:
         while self._read_all():
             pass
         inside = self._inside()
-        if not any(_has_product(e) for e in inside):
+        if not any(jx.has_product(e) for e in inside):
             raise ChunkError("no product is computed of the batch", "")
         return self._assembled(inside)
 
@@ -116,7 +116,7 @@ class _Finder:
             self._leave_out(eqn)
             self.late.update(dict.fromkeys(eqn.outvars, why))
             if cut or not batched.isdisjoint(read):
-                if _has_product(eqn) and len(self.early) == early and not shares.changed:
+                if jx.has_product(eqn) and len(self.early) == early and not shares.changed:
                     raise why
                 batched.update(eqn.outvars)
         return shares.changed or len(self.early) > early
@@ -135,7 +135,7 @@ class _Finder:
         read = {a for e in plans if e not in linear for a in e.invars if isinstance(a, jx.Var)}
         kept = set[jx.JaxprEqn]()
         for e in reversed(plans):
-            if e not in linear or _has_product(e):
+            if e not in linear or jx.has_product(e):
                 continue
             operands = [a for a in e.invars if isinstance(a, jx.Var)]
             adds = self.rules.traits(e.primitive).adds and len({*operands}) == len(e.invars)
@@ -223,8 +223,3 @@ def _with_results(jaxpr: jx.Jaxpr, eqn: jx.JaxprEqn, results: Sequence[jx.Var]) 
     (left,) = alone.eqns
     return left.replace(outvars=[v if v in results else jx.new_var(v) for v in left.outvars])
 
-
-def _has_product(eqn: jx.JaxprEqn) -> bool:
-    """Whether there is a matrix product or the like in it, at any depth."""
-    inner = any(_has_product(e) for r in jx.regions(eqn) for e in r.body.eqns)
-    return inner or jx.contraction_flops(eqn) > 0

@@ -80,17 +80,19 @@ def find_repeats(eqns: Sequence[jx.JaxprEqn], weighs: Any) -> list[Repeat]:
 def transposed(eqns: Sequence[jx.JaxprEqn], forward: Repeat, backward: Repeat) -> tuple[Repeat, Repeat] | None:
     """The blocks of layers that both rows have; None if ``backward`` does not read, from the last to the first, what
     the blocks of ``forward`` left."""
-    made = _made(eqns)
+    made, firsts = _made(eqns), [a for a, _ in forward.carried]
 
-    def block(atom: jx.Atom) -> int:
+    def block(atom: jx.Atom) -> int | None:
+        """The block that makes ``atom``; -1 of what the first one is given in place of it."""
         at = -1 if isinstance(atom, jx.Literal) or atom not in made else made[atom][0]
-        return (at - forward.start) // forward.width if forward.start <= at < forward.stop else -1
+        if forward.start <= at < forward.stop:
+            return (at - forward.start) // forward.width
+        return -1 if any(atom is a for a in firsts) else None
 
-    tops = [
-        found[0]
-        for found in ([block(a) for a in atoms] for atoms in backward.own)
-        if min(found) >= 0 and all(a == b + 1 for a, b in itertools.pairwise(found))
-    ]
+    rows = [[n for n in map(block, atoms) if n is not None] for atoms in backward.own]
+    rows = [n for n in rows if len(n) == backward.count and all(a == b + 1 for a, b in itertools.pairwise(n))]
+    # Each block reads what its layer left, or what its layer was given: what the one before left.
+    tops = [n[0] + given for n in rows for given in (0, 1) if n[-1] + given >= 0 and n[0] + given < forward.count]
     if not tops:
         return None
     first, last = max(0, max(tops) - forward.count + 1), min(backward.count - 1, max(tops))

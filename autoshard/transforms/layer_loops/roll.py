@@ -20,7 +20,7 @@ def roll_layers(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     of a layer whose input no gradient is taken of, or another where sums of gradients begin.
     """
     jaxpr = jx.eliminate_dead_code(jaxpr)
-    repeats = find_repeats(jaxpr.eqns, lambda eqn: jx.contraction_flops(eqn) > 0)
+    repeats = find_repeats(jaxpr.eqns, jx.has_product)
     for partner in repeats[1:]:
         forward, backward = sorted((repeats[0], partner), key=lambda r: r.start)
         if pair := transposed(jaxpr.eqns, forward, backward):

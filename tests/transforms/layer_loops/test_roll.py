@@ -49,6 +49,25 @@ def test_forward_and_backward_become_a_scan_and_its_transpose(layers: int) -> No
     assert scans(step, weights(layers), X) == [(layers, False), (layers, True)]
 
 
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_a_backward_that_runs_layers_again_reads_what_they_were_given(policy: Any) -> None:
+    """Each layer's result is the next one's input; the product of a backward is in the equation that runs it again."""
+
+    def step(ws: list[jax.Array], x: jax.Array) -> Any:
+        def loss(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+            for w in ws:
+                x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w), policy=policy)(x, w)
+            return (x**2).mean()
+
+        return jax.value_and_grad(loss, (0, 1))(ws, x)
+
+    new = roll_layers(jx.normalize(jax.make_jaxpr(step)(weights(5), X)))
+    assert scans(step, weights(5), X) == [(5, False), (5, True)]
+    forward, backward = (e for e in new.eqns if jx.scan_groups(e))
+    entered = forward.outvars[jx.scan_groups(forward).carry :]
+    assert not {*entered}.isdisjoint(backward.invars)
+
+
 def test_layers_whose_backward_is_another_are_left_out() -> None:
     """No gradient is taken of the first one's input; the sum of gradients of what all read begins at the last one."""
 
