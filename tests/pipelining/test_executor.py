@@ -114,10 +114,10 @@ def test_any_number_of_micro_batches_and_layers(name: str, stages: int) -> None:
 
 def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> None:
     """A weight that every layer reads, an auxiliary loss of each layer, a term that reads no layer, a cast of
-    stacked weights, keys that each layer has, a loop that carries a key and a number, and stacks losses and whether
-    they are large."""
+    stacked weights, keys that each layer has, a loop that carries a key and a number, and stacks losses and
+    which answers are right."""
 
-    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+    def loss(params: Any, batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
             w, key = w
             kept = jax.random.bernoulli(key, 0.9, x.shape)
@@ -127,7 +127,9 @@ def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> N
         low = {**params["layers"], "w": params["layers"]["w"].astype(jnp.bfloat16)}
         keys = jax.random.split(key, 4)
         x, squares = jax.lax.scan(layer, params["embed"][batch["x"]], (low, keys))
-        return cross_entropy(x @ params["embed"].T, batch["y"]) + 0.01 * squares.mean() + batch["x"].mean()
+        logits = x @ params["embed"].T
+        total = cross_entropy(logits, batch["y"]) + 0.01 * squares.mean() + batch["x"].mean()
+        return total, logits.argmax(-1) == batch["y"]
 
     def step(params: Any, batch: Any, key: Any) -> Any:
         parts = jax.tree.map(lambda x: x.reshape(4, BATCH // 4, SEQ), batch)
@@ -135,8 +137,8 @@ def test_what_layers_share_and_return_and_what_the_loop_stacks_and_counts() -> N
         def add(carry: Any, part: Any) -> Any:
             sums, key, n = carry
             key, own = jax.random.split(key)
-            value, grads = jax.value_and_grad(loss)(params, part, own)
-            return (jax.tree.map(jnp.add, sums, grads), key, n + 1), (value, n, value > 4)
+            (value, right), grads = jax.value_and_grad(loss, has_aux=True)(params, part, own)
+            return (jax.tree.map(jnp.add, sums, grads), key, n + 1), (value, n, right)
 
         carry = jax.tree.map(jnp.zeros_like, params), key, 0
         (sums, key, n), stacked = jax.lax.scan(add, carry, parts)

@@ -222,4 +222,3 @@ def _with_results(jaxpr: jx.Jaxpr, eqn: jx.JaxprEqn, results: Sequence[jx.Var]) 
     alone = jx.eliminate_dead_code(jx.with_eqns(jaxpr, [eqn], outvars=results))
     (left,) = alone.eqns
     return left.replace(outvars=[v if v in results else jx.new_var(v) for v in left.outvars])
-

@@ -8,6 +8,7 @@ or a value from outside for each block.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,19 +81,13 @@ def find_repeats(eqns: Sequence[jx.JaxprEqn], weighs: Any) -> list[Repeat]:
 def transposed(eqns: Sequence[jx.JaxprEqn], forward: Repeat, backward: Repeat) -> tuple[Repeat, Repeat] | None:
     """The blocks of layers that both rows have; None if ``backward`` does not read, from the last to the first, what
     the blocks of ``forward`` left."""
-    made, firsts = _made(eqns), [a for a, _ in forward.carried]
-
-    def block(atom: jx.Atom) -> int | None:
-        """The block that makes ``atom``; -1 of what the first one is given in place of it."""
-        at = -1 if isinstance(atom, jx.Literal) or atom not in made else made[atom][0]
-        if forward.start <= at < forward.stop:
-            return (at - forward.start) // forward.width
-        return -1 if any(atom is a for a in firsts) else None
-
-    rows = [[n for n in map(block, atoms) if n is not None] for atoms in backward.own]
-    rows = [n for n in rows if len(n) == backward.count and all(a == b + 1 for a, b in itertools.pairwise(n))]
-    # Each block reads what its layer left, or what its layer was given: what the one before left.
-    tops = [n[0] + given for n in rows for given in (0, 1) if n[-1] + given >= 0 and n[0] + given < forward.count]
+    made, known = _made(eqns), _by_layer(eqns, forward)
+    tops = [
+        layer
+        for atoms in backward.own
+        for layer, values in known.get(id(atoms[0]), ())
+        if layer + 1 >= len(atoms) and all(a is values[layer - n] for n, a in enumerate(atoms))
+    ]
     if not tops:
         return None
     first, last = max(0, max(tops) - forward.count + 1), min(backward.count - 1, max(tops))
@@ -105,6 +100,19 @@ def transposed(eqns: Sequence[jx.JaxprEqn], forward: Repeat, backward: Repeat) -
     )
     one, other = cut
     return None if one is None or other is None else (one, other)
+
+
+def _by_layer(eqns: Sequence[jx.JaxprEqn], row: Repeat) -> dict[int, list[tuple[int, tuple[jx.Atom, ...]]]]:
+    """What blocks make, and what they are given in place of it: by the identity of a value, its layer, and the values
+    that all layers have there."""
+    places = [(at, out) for at in range(row.width) for out in range(len(eqns[row.start + at].outvars))]
+    values: list[tuple[jx.Atom, ...]] = [row.results(eqns, place) for place in places]
+    values += [(first, *row.results(eqns, place)[:-1]) for first, place in row.carried]
+    found = defaultdict[int, list[tuple[int, tuple[jx.Atom, ...]]]](list)
+    for of_layers in values:
+        for layer, a in enumerate(of_layers):
+            found[id(a)].append((layer, of_layers))
+    return found
 
 
 def _made(eqns: Sequence[jx.JaxprEqn]) -> dict[jx.Var, Place]:
