@@ -80,7 +80,8 @@ def jit(
         a `MeshConfig`, or None: all devices, in the axes that make the step fastest.
       strategy: ``"auto"``, a preset (``"dp"``, ``"fsdp"``, ``"tp"``, ``"fsdp_tp"``, ``"zero1"``, ``"zero2"``,
         ``"zero3"``, ``"replicated"``), either of them with the optimizer's state kept in the host's memory
-        (``"fsdp+offload:optimizer"``, ``"offload:optimizer"`` for "auto"), or a `Plan` made earlier. Of such a
+        (``"fsdp+offload:optimizer"``, ``"offload:optimizer"`` for "auto") or with an axis of the mesh as the stages of
+        a pipeline (``"fsdp+pipeline:stage"``, ``"pipeline:stage"``), or a `Plan` made earlier. Of such a
         plan's compiler options, those that may do more than change how the step is compiled must be in
         ``compiler_options`` too.
         Presets split the batch, as `autoshard.ir.batch` finds it and `Plan.batch` says, over the axes that divide
@@ -176,7 +177,8 @@ def jit(
         budget = parse_bytes(memory_budget) if memory_budget is not None else config.memory_budget if config else None
     except ValueError as e:
         raise ArgumentError(f"memory_budget: {e}") from None
-    preset, offload = (strategy.strategy, ()) if isinstance(strategy, Plan) else _parse_strategy(strategy)
+    preset, offload, stages = _parse_strategy(strategy)
+    config = config if stages is None else _with_pipeline(config, stages)
     if type(pad_state) is not bool:
         raise ArgumentError(f"pad_state={pad_state!r}: must be True or False")
     _check_pipeline(config, microbatches, schedule, strategy, refine, pad_state)
@@ -234,19 +236,33 @@ def _passes(passes: Sequence[str | Pass] | None, recompute: Mapping[str, int | s
     return tuple(again if isinstance(p, Recompute) else p for p in parse_passes(MEMORY_SAVING_PASSES, PASSES))
 
 
-def _parse_strategy(strategy: Any) -> tuple[str, tuple[Pass, ...]]:
-    """The preset that ``strategy`` names, and what it says should be offloaded: ``"fsdp+offload:optimizer"``.
+def _parse_strategy(strategy: Any) -> tuple[str, tuple[Pass, ...], str | None]:
+    """The preset that ``strategy`` names, what it says should be offloaded, and the axis of a pipeline:
+    ``"fsdp+offload:optimizer+pipeline:stage"``.
 
     Raises:
-      ArgumentError: it names no preset.
+      ArgumentError: it names no preset, or two axes.
       PassError: what it names cannot be offloaded.
     """
-    names = strategy.split("+") if isinstance(strategy, str) else [strategy]
-    offload = [n for n in names if isinstance(n, str) and n.partition(":")[0] == Offload.name]
-    preset = "+".join(n for n in names if n not in offload) or "auto" if isinstance(strategy, str) else strategy
-    if preset not in PRESETS:
+    if isinstance(strategy, Plan):
+        return strategy.strategy, (), None
+    names = strategy.split("+") if isinstance(strategy, str) else []
+    offload = dict.fromkeys(n for n in names if n.partition(":")[0] == Offload.name)
+    axes = {n: n.partition(":")[2].strip() for n in names if n.startswith("pipeline:")}
+    preset = "+".join(n for n in names if n not in offload and n not in axes) or "auto" if names else strategy
+    if preset not in PRESETS or len(axes) > 1:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(str(preset), PRESETS)}")
-    return preset, parse_passes(dict.fromkeys(offload), PASSES)
+    return preset, parse_passes(offload, PASSES), next(iter(axes.values()), None)
+
+
+def _with_pipeline(config: MeshConfig | None, axis: str) -> MeshConfig:
+    """``config`` with the pipeline that a strategy names."""
+    if config is None or config.pipeline not in (None, axis):
+        given = "a mesh of devices" if config is None else f"pipeline={config.pipeline!r}"
+        raise ArgumentError(
+            f"strategy 'pipeline:{axis}' with {given}: give mesh=MeshConfig(axes=..., pipeline={axis!r})"
+        )
+    return MeshConfig.model_validate({n: getattr(config, n) for n in config.model_fields_set} | {"pipeline": axis})
 
 
 def _check_pipeline(

@@ -167,11 +167,15 @@ class ChunkError(PassError):
 
     Attributes:
       source: source line of the operation that stands against it; "" if unknown.
+      remedy: what could be done, of a batch in parts; may be empty.
+      own_loop: whether that is a loop over the batch, such as over micro-batches.
     """
 
-    def __init__(self, message: str, source: str) -> None:
+    def __init__(
+        self, message: str, source: str, remedy: str = "compute it for each example", *, own_loop: bool = False
+    ) -> None:
         super().__init__(message)
-        self.source = source
+        self.source, self.remedy, self.own_loop = source, remedy, own_loop
 
 
 class MicrobatchError(PassError):
@@ -183,11 +187,12 @@ class MicrobatchError(PassError):
 
     Attributes:
       source: source line of that operation; "" if there is none.
+      own_loop: whether it is a loop over the batch, such as over micro-batches.
     """
 
-    def __init__(self, message: str, source: str = "") -> None:
+    def __init__(self, message: str, source: str = "", own_loop: bool = False) -> None:
         super().__init__(message)
-        self.source = source
+        self.source, self.own_loop = source, own_loop
 
 
 class CompileError(AutoshardError):

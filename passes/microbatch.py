@@ -11,6 +11,7 @@ the loop, the pass ``accumulate`` sees to, as in loops that users write.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from autoshard.transforms.batch_parts.batched_indices import with_batched_indice
 from autoshard.transforms.batch_parts.cut import REDUCTIONS, Cut
 from autoshard.transforms.batch_parts.region import BatchRegion, batch_region
 from autoshard.transforms.batch_parts.run import run_part, start_of
-from autoshard.transforms.pipeline import Pass
+from autoshard.transforms.pipeline import InParts
 
 MAX_PARTS = 64
 """Most micro-batches that are tried where their number is left open."""
@@ -38,7 +39,7 @@ Batch = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Microbatch(Pass):
+class Microbatch(InParts):
     """Computes what depends on the batch in a loop over so many parts of it."""
 
     name: ClassVar[str] = "microbatch"
@@ -76,17 +77,21 @@ class Microbatch(Pass):
                 outer = math.gcd(*(cut.outer for cut in cuts.values()))
                 return self._in_parts(program, jaxpr, {i: replace(cut, outer=outer) for i, cut in cuts.items()})
         except ChunkError as e:
+            line = f", at {e.source}" if e.source else ""
+            remedy = f"{e.remedy}, or " if e.remedy else ""
             raise MicrobatchError(
-                f"{program.name} is not computed in {self.parts} micro-batches: {e}, at "
-                f"{e.source or 'an unknown line'}; compute it for each example, or leave micro-batches out and pass "
-                "passes=['recompute:full'] to save memory",
+                f"{program.name} is not computed in {self.parts} micro-batches: {e}{line}; {remedy}leave micro-batches "
+                "out and pass passes=['recompute:full'] to save memory",
                 e.source,
+                e.own_loop,
             ) from None
 
     def _in_parts(self, program: Program, jaxpr: jx.Jaxpr, cuts: Mapping[int, Cut]) -> Program:
         """``program``, of these equations, with its flat arguments cut."""
         region = batch_region(jaxpr, {jaxpr.invars[i]: c for i, c in cuts.items()}, program.rules, program.mesh)
-        return program.with_jaxpr(jx.eliminate_dead_code(_with_loop(jaxpr, region, self.parts)))
+        return program.with_jaxpr(
+            jx.eliminate_dead_code(_with_loop(jaxpr, region, self.parts, pipelined=program.pipeline is not None))
+        )
 
     def _cuts(self, program: Program) -> dict[int, Cut]:
         """How the flat arguments that have the batch are cut.
@@ -118,16 +123,33 @@ class Microbatch(Pass):
             return "the batch is computed whole"
         return f"the batch is computed in {self.parts} parts, and sums over it are added up"
 
-    def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
-        """One for each number of parts, doubled again and again; none where the step cannot be computed in parts."""
+    def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Microbatch, ...]:
+        """One for each number of parts that divides the batch, each at least twice the one before; none where the step
+        cannot be computed in parts (`why_none`)."""
+        found = self._of_each_number(program)
+        return found if self._refusal(program, found) is None else ()
+
+    def why_none(self, program: Program) -> MicrobatchError | None:
+        """Why the step is not computed in micro-batches, whatever their number; None where it can be."""
+        return self._refusal(program, self._of_each_number(program))
+
+    def _of_each_number(self, program: Program) -> tuple[Microbatch, ...]:
         batch = _batch(program) if self.batch is None else self.batch
-        sizes = [program.inputs[i].aval.shape[d] for i, d in batch]
-        counts = [n for n in (2**k for k in range(1, MAX_PARTS.bit_length())) if not any(size % n for size in sizes)]
-        passes = [replace(self, parts=n, batch=batch) for n in counts]
+        examples = math.gcd(*(program.inputs[i].aval.shape[d] for i, d in batch))
+        counts: list[int] = []
+        for n in range(2, min(examples, MAX_PARTS) + 1):
+            if examples % n == 0 and n >= 2 * max(counts, default=1):
+                counts.append(n)
+        return tuple(replace(self, parts=n, batch=batch) for n in counts)
+
+    def _refusal(self, program: Program, numbers: Sequence[Microbatch]) -> MicrobatchError | None:
+        """What the least number of parts is refused with."""
         try:
-            return tuple(passes) if batch and passes and passes[0](program) is not program else ()
-        except MicrobatchError:
-            return ()
+            for least in numbers[:1] or [replace(self, parts=2)]:
+                least(program)
+        except MicrobatchError as e:
+            return e
+        return None
 
     def __str__(self) -> str:
         return f"{self.name}:{self.parts}"
@@ -150,24 +172,29 @@ def _with_batched_indices(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
     return with_batched_indices(jaxpr)
 
 
-def _with_loop(jaxpr: jx.Jaxpr, region: BatchRegion, parts: int) -> jx.Jaxpr:
-    """``jaxpr`` with the region in a loop."""
+def _with_loop(jaxpr: jx.Jaxpr, region: BatchRegion, parts: int, *, pipelined: bool) -> jx.Jaxpr:
+    """``jaxpr`` with the region in a loop; where it is ``pipelined``, the loop carries sums alone, and what is reduced
+    otherwise it returns of each part."""
+    carried = [(v, kind) for v, kind in region.totals if kind == "sum" or not pipelined]
+    returned = [total for total in region.totals if total not in carried]
 
     def loop(*values: Any) -> list[Any]:
         given = dict(zip(region.inputs, values, strict=True))
 
-        def body(totals: list[Any], part: Any) -> tuple[list[Any], list[Any]]:
+        def body(totals: list[Any], part: Any) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
             found = run_part(region, given, part)
+            terms = {v: lax.convert_element_type(found[v], start_of(v, kind).dtype) for v, kind in region.totals}
             added = [
-                REDUCTIONS[kind].combine(total, lax.convert_element_type(found[v], total.dtype))
-                for total, (v, kind) in zip(totals, region.totals, strict=True)
+                REDUCTIONS[kind].combine(total, terms[v]) for total, (v, kind) in zip(totals, carried, strict=True)
             ]
-            return added, [found[v] for v, _ in region.rows]
+            return added, ([terms[v] for v, _ in returned], [found[v] for v, _ in region.rows])
 
-        totals, rows = lax.scan(body, [start_of(v, kind) for v, kind in region.totals], jnp.arange(parts))
+        ends, (terms, rows) = lax.scan(body, [start_of(v, kind) for v, kind in carried], jnp.arange(parts))
         joined = [cut.join(x) for x, (_, cut) in zip(rows, region.rows, strict=True)]
-        ends = zip(totals, region.totals, strict=True)
-        return [*joined, *(lax.convert_element_type(x, jx.aval(v).dtype) for x, (v, _) in ends)]
+        totals = {v: x for x, (v, _) in zip(ends, carried, strict=True)}
+        for x, (v, kind) in zip(terms, returned, strict=True):
+            totals[v] = functools.reduce(REDUCTIONS[kind].combine, list(x))
+        return [*joined, *(lax.convert_element_type(totals[v], jx.aval(v).dtype) for v, _ in region.totals)]
 
     like = jx.outside_autodiff(region.equations[0]).replace(outvars=list(region.results))
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,15 @@ import autoshard
 from autoshard import MeshConfig, Schedule
 from autoshard.api import DEFAULT_PASSES
 from autoshard.backend.hlo.collectives import collectives
-from autoshard.errors import ArgumentError, ConfigError, MemoryBudgetError, PassError, PipelineError, ScheduleError
+from autoshard.errors import (
+    ArgumentError,
+    AutoshardError,
+    ConfigError,
+    MemoryBudgetError,
+    PassError,
+    PipelineError,
+    ScheduleError,
+)
 from autoshard.runtime.choose_mesh import PIPELINE_GAIN
 from autoshard.schedule.slots import Operation, Slot
 from autoshard.train.models.decoder import ModelConfig, make_steps
@@ -252,18 +262,29 @@ def no_chain(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"layers": 3, "microbatches": 4}, PipelineError, r"4 stages .* need 4 layers, and the chain .* has 3"),
+        (
+            {"layers": 3, "microbatches": 4},
+            PipelineError,
+            r"4 stages need 4 layers, and the chain .* has 3: give the axis 'stage' 3 devices or fewer$",
+        ),
         ({"microbatches": 3}, PassError, "16 examples, which 3 micro-batches do not divide"),
         ({"microbatches": 0}, ArgumentError, "microbatches=0"),
         ({"microbatches": 4, "schedule": "1f2b"}, ScheduleError, "1f2b"),
-        ({"microbatches": 4, "schedule": "zb-v"}, PipelineError, "2 chunks need 8 layers, and the chain .* has 4"),
+        (
+            {"microbatches": 4, "schedule": "zb-v"},
+            PipelineError,
+            "2 chunks need 8 layers, and the chain .* has 4: .* 2 d.* 1 c",
+        ),
+        ({"schedule": Schedule(())}, ScheduleError, "the table has no operation"),
+        ({"strategy": "fsdp+pipeline:model"}, ArgumentError, "'pipeline:model' with pipeline='stage': give mesh="),
+        ({"mesh": {"stage": 4}, "strategy": "pipeline:stages"}, ConfigError, "did you mean 'stage'"),
         ({"microbatches": 4, "schedule": 3}, ArgumentError, "schedule=3"),
         ({"microbatches": 4, "schedule": FORWARDS}, PipelineError, "has no backwards, and the chain .* has one"),
         ({"schedule": "1f1b", "mesh": {"stage": 4, "model": 2}}, ArgumentError, "the mesh has none: name an axis"),
         (
             {"microbatches": 4, "schedule": Schedule.named("1f1b", stages=4, microbatches=8)},
             PipelineError,
-            "4 stages and 8 micro-batches, the mesh axis 'stage' has 4 and the step 4",
+            "4 stages and 8 micro-batches, the mesh axis 'stage' has 4 devices and the step 4 micro-batches: make",
         ),
         (
             {
@@ -280,6 +301,75 @@ def no_chain(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_what_is_no_pipeline_is_one_clear_error(options: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         plan(**options)
+
+
+def test_a_strategy_names_the_stages_and_a_schedule_of_ones_own_the_micro_batches() -> None:
+    schedule = Schedule.named("1f1b", stages=4, microbatches=2)
+    found = plan({"stage": 4, "model": 2}, strategy="tp+pipeline:stage", schedule=schedule)
+    assert (found.strategy, found.pipeline.schedule) == ("tp", schedule)
+
+
+def test_a_batch_that_is_no_power_of_two_is_cut_too() -> None:
+    step = autoshard.jit(trained(decoder_loss), mesh=MeshConfig(axes={"stage": 2}, pipeline="stage"))
+    pipeline = step.plan(train_state(decoder_params(4)), jax.tree.map(lambda x: x[:9], tokens(0))).pipeline
+    assert pipeline is not None
+    assert pipeline.microbatches in (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("layers", "why"),
+    [(4, "the fastest pipeline takes .* and this step"), (0, "no pipeline was planned, and this step")],
+)
+def test_a_schedule_that_no_pipeline_takes_is_remarked_on(layers: int, why: str) -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            return (jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] if layers else x @ w).sum()
+
+        return w - jax.grad(loss)(w)
+
+    auto = autoshard.jit(step, mesh=MeshConfig(axes={"data": 2}, pipeline="auto"), microbatches=4, schedule="1f1b")
+    found = auto.plan(jnp.ones((layers, 8, 8) if layers else (8, 8)), jnp.ones((16, 8)))
+    assert found.pipeline is None
+    assert any(re.search(f"schedule='1f1b' has no use: {why}", str(d)) for d in found.diagnostics)
+
+
+def contrastive(params: Any, batch: Any) -> jax.Array:
+    x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params)[0]
+    return jax.nn.logsumexp(x @ x.T, 1).mean()
+
+
+@pytest.mark.parametrize("mesh", [STAGES, MeshConfig(axes={"data": 2}, memory_budget="3KiB")])
+def test_why_the_batch_is_not_cut_is_said(mesh: MeshConfig) -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - jax.grad(contrastive)(w, x)
+
+    args = jnp.ones((4, 8, 8)), jnp.ones((16, 8))
+    with pytest.raises(AutoshardError, match=r"dot_general joins two dimensions .* at .*test_pipelines\.py:\d+"):
+        autoshard.jit(step, mesh=mesh).plan(*args)
+    if mesh.pipeline is None:
+        return
+    found = autoshard.jit(step, mesh=MeshConfig(axes={"data": 2}, pipeline="auto")).plan(*args)
+    assert any(
+        "no pipeline was considered: step is not computed in 2 micro-batches" in str(d) for d in found.diagnostics
+    )
+
+
+def hidden(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), h), x, w)[1]
+
+
+def worst(w: jax.Array, x: jax.Array) -> Any:
+    h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+    return h.max(), (h > 0.5).any(), h.argmax(1) == 1
+
+
+def test_a_pipeline_without_a_backward_reduces_as_the_step_does_and_says_what_stands_against_it() -> None:
+    w, x = jax.random.normal(jax.random.key(0), (4, 8, 8)), jax.random.normal(jax.random.key(1), (16, 8))
+    step = autoshard.jit(worst, mesh=STAGES, microbatches=4)
+    assert step.plan(w, x).pipeline is not None
+    chex.assert_trees_all_close(step(w, x), jax.jit(worst)(w, x), rtol=1e-6)
+    with pytest.raises(PipelineError, match=r"test_pipelines\.py:\d+: .* scan returns what each layer has"):
+        autoshard.jit(hidden, mesh=STAGES, microbatches=4).plan(w, x)
 
 
 def test_a_step_without_a_chain_of_layers_says_so() -> None:

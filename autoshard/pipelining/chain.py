@@ -12,7 +12,6 @@ others, and added up over the stages after the loop.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -93,32 +92,37 @@ def find_chain(jaxpr: jx.Jaxpr, name: str, rules: Rules) -> Chain:
     Raises:
       PipelineError: there is none, or something in the loop stands against it; names its source line.
     """
-    found, alone = _candidates(jaxpr, rules), []
-    if not found:
-        alone = _forward_chains(jaxpr, rules)
-    if not found and not alone:
-        raise PipelineError(
-            f"{name} has no chain of layers to make stages of{_heaviest(jaxpr)}: there is no loop over micro-batches "
-            "in which layers that are equal but for their arrays, scanned over or one after the other, are followed by "
-            "their backward, if the step has one. Give layers the same shapes and operations; give microbatches=N, 2 "
-            "or more, where the step has no loop over micro-batches of its own"
-        )
-    if not found:
-        return max(alone, key=lambda chain: _stacked_bytes(chain.forward))
-    return _Analysis(*max(found, key=lambda f: _stacked_bytes(f[1])), rules).chain()
+    if found := _candidates(jaxpr, rules):
+        return _Analysis(*max(found, key=lambda f: _stacked_bytes(f[1])), rules).chain()
+    alone = _forward_chains(jaxpr, rules)
+    for chain in alone:
+        if isinstance(chain, Chain):
+            return chain
+    for refused in alone:
+        if isinstance(refused, PipelineError):
+            raise refused
+    raise PipelineError(
+        f"{name} has no chain of layers to make stages of{_heaviest(jaxpr)}: there is no loop over micro-batches in "
+        "which layers that are equal but for their arrays, scanned over or one after the other, are followed by their "
+        "backward, if the step has one. Give layers the same shapes and operations; give microbatches=N, 2 or more, "
+        "where the step has no loop over micro-batches of its own"
+    )
 
 
-def _forward_chains(jaxpr: jx.Jaxpr, rules: Rules) -> list[Chain]:
-    """The chains of a step without gradients: scans over rows of what is the same in every iteration of a loop."""
+def _forward_chains(jaxpr: jx.Jaxpr, rules: Rules) -> list[Chain | PipelineError]:
+    """The chains of a step without gradients: scans over rows of what is the same in every iteration of a loop; those
+    of most bytes first. In place of one that no pipeline runs, why."""
     loops = [eqn for eqn in jaxpr.eqns if jx.scan_groups(eqn)]
     scans = [(loop, e) for loop in loops for e in jx.regions(loop)[0].body.eqns if jx.scan_groups(e)]
-    found: list[Chain] = []
-    for loop, scan in scans:
-        with contextlib.suppress(PipelineError):
-            chain, groups = _Analysis(loop, scan, None, rules).chain(), scan_groups(scan)
-            rows = scan.invars[groups.consts + groups.carry :]
-            if groups.carry and any(isinstance(a, jx.Var) and a in chain.invariant for a in rows):
-                found.append(chain)
+    found: list[Chain | PipelineError] = []
+    for loop, scan in sorted(scans, key=lambda pair: -_stacked_bytes(pair[1])):
+        analysis, groups = _Analysis(loop, scan, None, rules), scan_groups(scan)
+        rows = scan.invars[groups.consts + groups.carry :]
+        if groups.carry and any(isinstance(a, jx.Var) and a in analysis.invariant for a in rows):
+            try:
+                found.append(analysis.chain())
+            except PipelineError as e:
+                found.append(e)
     return found
 
 
@@ -130,9 +134,10 @@ def _heaviest(jaxpr: jx.Jaxpr) -> str:
 
 
 def has_chain(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
-    """Whether ``jaxpr`` has a loop over micro-batches with a chain of layers in it, whether a pipeline can run it or
-    not."""
-    return bool(_candidates(jaxpr, rules) or _forward_chains(jaxpr, rules))
+    """Whether ``jaxpr`` has a loop over micro-batches with the forward and the backward of layers in it, whether a
+    pipeline can run them or not, or with a forward alone that one can run."""
+    alone = _forward_chains(jaxpr, rules)
+    return bool(_candidates(jaxpr, rules)) or any(isinstance(chain, Chain) for chain in alone)
 
 
 def has_scanned_layers(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
@@ -202,7 +207,7 @@ class _Analysis:
         self.producer = {v: e for e in self.body.eqns for v in e.outvars}
         self.places: dict[jx.Var, Places] = {}
         self.per_layer = set[jx.Var]()
-        self.recurrent = self._recurrent()
+        self.recurrent, self.invariant = self._recurrent(), self._invariant()
 
     def chain(self) -> Chain:
         """The chain, once everything in the loop has its place.
@@ -236,7 +241,7 @@ class _Analysis:
             self.backward,
             self.places,
             frozenset(self.per_layer),
-            self._invariant(),
+            self.invariant,
             sums,
             self.recurrent,
             self.rules,

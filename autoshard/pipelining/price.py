@@ -171,7 +171,8 @@ def _schedules(request: PipelineRequest, chain: Chain, name: str) -> dict[str, S
     if (first.stages, first.microbatches) != (stages, microbatches):
         raise PipelineError(
             f"{name}: the schedule is of {first.stages} stages and {first.microbatches} micro-batches, the mesh "
-            f"axis {request.axis!r} has {stages} and the step {microbatches}"
+            f"axis {request.axis!r} has {stages} devices and the step {microbatches} micro-batches: make the schedule "
+            f"for these, as Schedule.named(..., stages={stages}, microbatches={microbatches})"
         )
     if chain.backward is not None and not first.has_backward:
         raise PipelineError(
@@ -179,10 +180,16 @@ def _schedules(request: PipelineRequest, chain: Chain, name: str) -> dict[str, S
         )
     fitting = {n: s for n, s in found.items() if stages * s.chunks <= chain.layers}
     if not fitting:
+        chunks, layers = first.chunks, chain.layers
+        remedies = (
+            [f"give the axis {request.axis!r} {layers // chunks} devices or fewer"] if layers >= 2 * chunks else []
+        )
+        if chunks > 1 and layers >= stages:
+            remedies.append(f"take a schedule of {layers // stages} chunks a stage or fewer")
+        of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
         raise PipelineError(
-            f"{name}: {stages} stages of {first.chunks} chunks need {stages * first.chunks} layers, and the chain at "
-            f"{jx.source(chain.forward)} has {chain.layers}: give the axis {request.axis!r} {chain.layers} devices or "
-            "fewer, or take a schedule with fewer chunks"
+            f"{name}: {stages} stages{of_chunks} need {stages * chunks} layers, and the chain at "
+            f"{jx.source(chain.forward)} has {layers}: {', or '.join(remedies) or 'take a schedule of fewer chunks'}"
         )
     return fitting
 

@@ -11,13 +11,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard.errors import AutoshardError, PipelineError, SpecError
+from autoshard.errors import AutoshardError, MicrobatchError, PipelineError, SpecError
 from autoshard.ir.graph import Diagnostic
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.machine.mesh_config import MeshConfig, resolve_mesh
 from autoshard.plan.decisions import Alternative
 from autoshard.plan.record import PlanRecord
 from autoshard.runtime.stages import Planned
+from autoshard.schedule.schedule import Schedule
+from autoshard.units import time_text
 
 
 def candidate_meshes(pins: Any) -> list[LogicalMesh]:
@@ -78,7 +80,7 @@ def plan_each(
             planned.append(plan_on(ground, best))
         except (AutoshardError, ValueError) as e:  # JAX raises ValueError for a spec that names no axis of the mesh
             errors[str(ground)] = e
-    no_pipeline = dict.fromkeys(str(e) for e in errors.values() if isinstance(e, PipelineError))
+    no_pipeline = dict.fromkeys(str(e) for e in errors.values() if isinstance(e, PipelineError | MicrobatchError))
     if planned:
         notes = tuple(Diagnostic(f"no pipeline was considered: {why}") for why in no_pipeline)
         return [p._replace(plan=replace(p.plan, diagnostics=(*p.plan.diagnostics, *notes))) for p in planned]
@@ -89,14 +91,23 @@ def plan_each(
     raise type(first)(f"{name}: none of the candidate meshes has a plan; give one as mesh=. {reasons}")
 
 
-def fastest(candidates: Sequence[Planned]) -> Planned:
-    """The plan with the least predicted time, with the others' meshes among its alternatives."""
+def fastest(candidates: Sequence[Planned], schedule: str | Schedule | None = None) -> Planned:
+    """The plan with the least predicted time, with the others' meshes among its alternatives, and with a note where it
+    has no use for the ``schedule`` that the user gave."""
     or_pipeline = any(c.plan.pipeline for c in candidates)
     best = min(candidates, key=lambda c: comparable_seconds(c.plan, or_pipeline=or_pipeline))
     others = [
         Alternative(str(_ground(c.plan)), c.plan.cost.seconds, c.plan.memory.peak) for c in candidates if c is not best
     ]
-    return best._replace(plan=replace(best.plan, alternatives=(*best.plan.alternatives, *others)))
+    plan = replace(best.plan, alternatives=(*best.plan.alternatives, *others))
+    staged = [c.plan.cost.seconds for c in candidates if c.plan.pipeline]
+    if schedule is not None and plan.pipeline is None:
+        why = f"the fastest pipeline takes {time_text(min(staged))}" if staged else "no pipeline was planned"
+        note = Diagnostic(
+            f"schedule={schedule!r} has no use: {why}, and this step without one {time_text(plan.cost.seconds)}"
+        )
+        plan = replace(plan, diagnostics=(*plan.diagnostics, note))
+    return best._replace(plan=plan)
 
 
 def comparable_seconds(plan: PlanRecord, *, or_pipeline: bool) -> float:

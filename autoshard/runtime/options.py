@@ -13,7 +13,7 @@ from autoshard.machine.mesh_config import MeshLike
 from autoshard.plan.planner import PlanRequest
 from autoshard.plan.record import PlanRecord
 from autoshard.schedule.schedule import Schedule
-from autoshard.transforms.pipeline import Pass
+from autoshard.transforms.pipeline import InParts, Pass
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Options:
     """Passes of which each variant is tried, in the place of the pass of its name or before all others, and kept if it
     makes the step faster. Empty where the user named the passes."""
 
-    microbatch: Pass | None
+    microbatch: InParts | None
     """The pass that computes the step in micro-batches, before all others: where the user gave their number, with it;
     else with the number open, tried where memory is short. None: the batch is computed whole."""
 

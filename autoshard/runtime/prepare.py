@@ -98,7 +98,7 @@ def prepare(
         if not any(placed):
             raise
         (candidates, pinned, conflict), unplaced = _plans(trace_on, options, name, first), str(e)
-    planned = fastest(candidates)
+    planned = fastest(candidates, options.schedule)
     # Lower, compile: of several layouts here if `refine` is to choose; else of the one when the step is first called.
     planned, lowered = _refine(planned, candidates, avals, options) if options.refine else (planned, None)
     record = note_carried(planned.plan, first, pinned, conflict) if first is not None else planned.plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -187,12 +188,16 @@ class Schedule:
         total = self.stages * self.seconds(seconds)
         return 1 - busy / total if total else 0.0
 
-    def check(self) -> None:
+    def check(self, most: int | None = None) -> None:
         """Proves the table: every operation of every micro-batch once, on the stage that holds the part of the model,
         after what it needs; and so that no stage waits for ever.
 
+        Args:
+          most: the residuals of how many micro-batches, counted once a chunk, a stage may hold at a time; None: any.
+
         Raises:
-          ScheduleError: names the tick, the stage and the operation that is wrong, missing or too early.
+          ScheduleError: names the tick, the stage and the operation that is wrong, missing or too early, or the stage
+            that holds more.
         """
         self._check_shape()
         at: dict[Key, int] = {}
@@ -214,16 +219,24 @@ class Schedule:
                 raise ScheduleError(f"{describe(key, self.placement)} is missing")
         if len(at) != (1 + len(backward)) * len(parts) * len(microbatches):
             raise ScheduleError("some backwards are whole and others split; every one is B, or every one I and W")
+        for stage, live in enumerate(self.live):
+            if most is not None and live > most:
+                raise ScheduleError(f"stage {stage} holds the residuals of {live} micro-batches at a time, of {most}")
 
     def _check_shape(self) -> None:
+        if not any(any(row) for row in self.table):
+            raise ScheduleError("the table has no operation")
         parts = sorted(itertools.chain(*self.placement))
         if not parts or len({len(row) for row in self.placement}) > 1 or parts != list(range(len(parts))):
             raise ScheduleError(
                 f"placement {self.placement} does not give each chunk of each stage one of the model's parts 0, 1, ..."
             )
+        of_stages, _ = Counter(map(len, self.table)).most_common(1)[0]
         for tick, row in enumerate(self.table):
-            if len(row) != self.stages:
-                raise ScheduleError(f"tick {tick} has {len(row)} entries for {self.stages} stages")
+            if len(row) != of_stages:
+                raise ScheduleError(f"tick {tick} has {len(row)} entries, and others {of_stages}: one for each stage")
+        if of_stages != self.stages:
+            raise ScheduleError(f"the table has {of_stages} stages and the placement {self.stages}")
         for tick, stage, slot in self.slots():
             if slot.chunk >= self.chunks:
                 raise ScheduleError(

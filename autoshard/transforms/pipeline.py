@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from autoshard import jaxpr as jx
-from autoshard.errors import PassError, nearest
+from autoshard.errors import MicrobatchError, PassError, nearest
 from autoshard.ir.program import Program, aval_text
 
 
@@ -109,6 +110,21 @@ class Pass:
     def __str__(self) -> str:
         options = [str(getattr(self, f.name)) for f in fields(self)]
         return ":".join(filter(None, [self.name, *options[:1]]))
+
+
+class InParts(Pass, abc.ABC):
+    """A pass that computes a step in parts of its batch."""
+
+    parts: int
+    """Their number; 0 leaves it open."""
+
+    @abc.abstractmethod
+    def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[InParts, ...]:
+        """One for each number of parts to choose from, fewest first; none where there is a reason (`why_none`)."""
+
+    @abc.abstractmethod
+    def why_none(self, program: Program) -> MicrobatchError | None:
+        """Why ``program`` is not computed in parts, whatever their number; None where it can be."""
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,12 @@ def test_every_planted_fault_in_a_table_is_found(name: str) -> None:
 
 def test_a_table_of_another_shape_is_refused() -> None:
     schedule = Schedule.named("1f1b", stages=2, microbatches=2)
-    with pytest.raises(ScheduleError, match="tick 0 has 1 entries for 2 stages"):
-        replace(schedule, table=((None,),)).check()
+    with pytest.raises(ScheduleError, match="tick 0 has 1 entries, and others 2"):
+        Schedule((schedule.table[0][:1], *schedule.table[1:])).check()
+    with pytest.raises(ScheduleError, match="the table has 2 stages and the placement 1"):
+        replace(schedule, placement=((0,),)).check()
+    with pytest.raises(ScheduleError, match="the table has no operation"):
+        Schedule(((None, None),)).check()
     with pytest.raises(ScheduleError, match="does not give each chunk"):
         replace(schedule, placement=((0, 0),)).check()
     with pytest.raises(ScheduleError, match="of a chunk beyond the last, 0"):
@@ -170,6 +174,14 @@ def test_a_table_of_another_shape_is_refused() -> None:
     mixed = [Slot(F, 0, 0), Slot(F, 0, 1), whole, *split]
     with pytest.raises(ScheduleError, match="I0 of stage 0 is missing"):
         Schedule(tuple((slot,) for slot in mixed), ((0,),)).check()
+
+
+@pytest.mark.parametrize(("name", "most"), [("gpipe", 6), ("1f1b", 3), ("zb-h1", 3), ("zb:2", 2)])
+def test_a_bound_of_what_stages_hold_is_proven(name: str, most: int) -> None:
+    schedule = Schedule.named(name, stages=3, microbatches=6)
+    schedule.check(most)
+    with pytest.raises(ScheduleError, match=rf"stage 0 holds the residuals of {most} micro-batches at a time, of"):
+        schedule.check(most - 1)
 
 
 def test_a_table_may_be_of_plain_tuples() -> None:

@@ -18,7 +18,8 @@ from autoshard.runtime.fit_memory.preference import MIN_GAIN, axes_of_batch, is_
 from autoshard.runtime.fit_memory.within_budget import plan_within_budget, with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences
 from autoshard.runtime.stages import Planned, plan_program, run_passes
-from autoshard.transforms.pipeline import Pass
+from autoshard.schedule.schedule import Schedule
+from autoshard.transforms.pipeline import InParts, Pass
 from autoshard.units import time_text
 
 MARGIN = 0.05
@@ -83,27 +84,30 @@ def _plan_in_parts(
     except MemoryBudgetError as e:
         fitting, why = list[Planned](), e
     variants = options.microbatch.variants(traced)
+    planned: dict[tuple[Pass, bool], Planned | None] = {}
     too_slow = False  # in fewer parts the fastest layout does not fit, and in these it is slower than what fits whole
 
-    @functools.cache
     def in_parts(parts: Pass, *, saving: bool) -> Planned | None:
-        """The plan in ``parts``, if one fits: with the passes that save most memory, or with none of them, and then
-        only if no faster layout was too large."""
-        program, asked = run_passes(traced, (parts,), request)
-        *_, passes = options.passes, *(memory_saving_sequences(program, options) if saving else ())
-        with contextlib.suppress(MemoryBudgetError):
-            planned = plan_program(program, passes, asked)
-            if saving or not is_memory_bound(planned.plan):
-                return planned
-            nonlocal too_slow
-            too_slow = bool(fitting) and planned.plan.alternatives[0].seconds >= fitting[0].plan.cost.seconds
-        return None
+        """The plan in ``parts``, if one fits: with the passes that save most memory, or with none of them."""
+        if (parts, saving) not in planned:
+            program, asked = run_passes(traced, (parts,), request)
+            *_, passes = options.passes, *(memory_saving_sequences(program, options) if saving else ())
+            planned[parts, saving] = None
+            with contextlib.suppress(MemoryBudgetError):
+                planned[parts, saving] = plan_program(program, passes, asked)
+        return planned[parts, saving]
 
     def enough(parts: Pass, *, saving: bool) -> bool:
+        """Whether a plan in ``parts`` fits, or, without the passes that save memory, the fastest layout does."""
+        nonlocal too_slow
         try:
-            return too_slow or in_parts(parts, saving=saving) is not None
+            found = None if too_slow else in_parts(parts, saving=saving)
         except SpecError:  # a preset cannot split so small a part
             return True
+        if found is None or saving or not is_memory_bound(found.plan):
+            return too_slow or found is not None
+        too_slow = bool(fitting) and found.plan.alternatives[0].seconds >= fitting[0].plan.cost.seconds
+        return too_slow
 
     def fewest(among: Sequence[Pass], *, saving: bool) -> Sequence[Pass]:
         n = bisect.bisect_left(among, True, key=lambda parts: enough(parts, saving=saving))
@@ -114,8 +118,8 @@ def _plan_in_parts(
     with contextlib.suppress(SpecError):
         alone = fewest(variants, saving=False)
         for parts in alone:
-            if not too_slow and (planned := in_parts(parts, saving=False)) is not None:
-                fitting += [note(p, parts, why) for p in (planned, *_with_faster_passes(planned, options, request))]
+            if not too_slow and (found := in_parts(parts, saving=False)) is not None:
+                fitting += [note(p, parts, why) for p in (found, *_with_faster_passes(found, options, request))]
     with contextlib.suppress(SpecError, MemoryBudgetError):
         fewer = variants[: variants.index(alone[0])] if alone else variants
         for parts in () if isinstance(why, str) else fewest(fewer, saving=True):
@@ -123,6 +127,8 @@ def _plan_in_parts(
             fitting.append(note(plan_within_budget(program, options, asked)[0], parts, why))
     if not fitting:
         assert isinstance(why, MemoryBudgetError)
+        if (cause := options.microbatch.why_none(traced)) is not None:
+            raise MemoryBudgetError(f"{why}; {cause}", why.least, why.fastest)
         raise why
     return min(fitting, key=lambda p: preference(p.plan))
 
@@ -139,45 +145,49 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
     assert traced.pipeline is not None
     if has_chain(traced.jaxpr, traced.rules):
         return plan_within_budget(traced, options, request)[0]
-    variants, stages = options.microbatch.variants(traced), traced.pipeline.stages
+    microbatch, given = options.microbatch, traced.pipeline.schedule
+    if isinstance(given, Schedule):
+        given.check()
+        variants: tuple[InParts, ...] = (type(microbatch).from_option(str(given.microbatches)),)
+    else:
+        variants = microbatch.variants(traced)
     if not variants:
+        why = microbatch.why_none(traced)
+        if why is not None and not why.own_loop:
+            raise why
         return plan_within_budget(traced, options, request)[0]  # says why there is no chain
-    errors: list[MemoryBudgetError | SpecError] = []
-    found: list[float] = []
-
-    @functools.cache
-    def in_parts(n: int) -> Planned | None:
-        try:
-            program, asked = run_passes(traced, (variants[n],), request)
-            planned = plan_within_budget(program, options, asked, min([to_beat, *found]))[0]
-        except (MemoryBudgetError, SpecError) as e:
-            errors.append(e)
-            return None
-        found.append(planned.plan.cost.seconds)
-        return planned._replace(traced=traced)
+    planned: dict[int, Planned] = {}
+    errors: dict[int, MemoryBudgetError | SpecError] = {}
 
     def seconds(n: int) -> float:
-        planned = in_parts(n)
-        return math.inf if planned is None else planned.plan.cost.seconds
+        """Of the plan in the parts of ``variants[n]``, which is planned once."""
+        if n not in planned and n not in errors:
+            program, asked = run_passes(traced, (variants[n],), request)
+            fastest = min([to_beat, *(p.plan.cost.seconds for p in planned.values())])
+            try:
+                planned[n] = plan_within_budget(program, options, asked, fastest)[0]._replace(traced=traced)
+            except (MemoryBudgetError, SpecError) as e:
+                errors[n] = e
+        return planned[n].plan.cost.seconds if n in planned else math.inf
 
-    best, least = min((2 * stages).bit_length() - 2, len(variants) - 1), list[float]()  # as many as twice the stages
-    while in_parts(best) is None:
-        least.append(getattr(errors[-1], "least", math.inf))
+    def least(n: int) -> float:
+        return getattr(errors[n], "least", math.inf)
+
+    # Twice as many as stages first.
+    best = max((n for n, v in enumerate(variants) if v.parts <= 2 * traced.pipeline.stages), default=0)
+    while math.isinf(seconds(best)):
         # Twice as many halve what a micro-batch takes, and nothing else.
-        never = len(least) > 1 and 2 * least[-1] - least[-2] > budget_of(options.request, traced)
+        never = best - 1 in errors and 2 * least(best) - least(best - 1) > budget_of(options.request, traced)
         if never or best + 1 == len(variants):
-            raise errors[least.index(min(least))]
+            raise min(errors.items(), key=lambda found: least(found[0]))[1]
         best += 1
-    start = in_parts(best)
-    hopeless = False
-    if start is not None and start.plan.pipeline is not None:
-        hopeless = max(start.plan.pipeline.seconds) > to_beat or start.plan.cost.seconds > HOPELESS * to_beat
+    pipeline = planned[best].plan.pipeline
+    slowest = max(pipeline.seconds) if pipeline is not None else 0.0
+    hopeless = slowest > to_beat or seconds(best) > HOPELESS * to_beat
     for step in () if hopeless else (1, -1):
         while 0 <= best + step < len(variants) and seconds(best + step) <= seconds(best):
             best += step
-    planned = in_parts(best)
-    assert planned is not None
-    return planned
+    return planned[best]
 
 
 def with_note(traced: Program, planned: Planned, added: Pass, why: MemoryBudgetError | str, price: str = "") -> Planned:

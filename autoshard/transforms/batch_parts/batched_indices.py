@@ -17,7 +17,7 @@ from autoshard import jaxpr as jx
 
 
 def with_batched_indices(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
-    """``jaxpr``, not the bodies in it, with such gathers and scatter-adds batched; itself where there are none."""
+    """``jaxpr``, not the bodies in it, with such gathers and scatters batched; itself where there are none."""
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     batched = {e: new for e in jaxpr.eqns if (new := _batched(e, made)) is not None}
     return jx.with_eqns(jaxpr, [new for e in jaxpr.eqns for new in batched.get(e, [e])]) if batched else jaxpr
@@ -68,13 +68,15 @@ _FIELDS: Mapping[jx.Primitive, tuple[str, str, str, str]] = {
         "operand_batching_dims",
         "start_indices_batching_dims",
     ),
-    _prims.scatter_add_p: (
+} | dict.fromkeys(
+    (_prims.scatter_p, _prims.scatter_add_p, _prims.scatter_max_p, _prims.scatter_min_p, _prims.scatter_mul_p),
+    (
         "inserted_window_dims",
         "scatter_dims_to_operand_dims",
         "operand_batching_dims",
         "scatter_indices_batching_dims",
     ),
-}
+)
 """Fields of the dimension numbers: dimensions that slices lack, indexed ones, batched ones of either operand."""
 
 

@@ -86,7 +86,7 @@ class _Finder:
             pass
         inside = self._inside()
         if not any(jx.has_product(e) for e in inside):
-            raise ChunkError("no product is computed of the batch", "")
+            raise ChunkError("no product is computed of the batch", "", remedy="")
         return self._assembled(inside)
 
     def _read_all(self) -> bool:

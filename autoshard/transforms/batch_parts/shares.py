@@ -264,7 +264,8 @@ class Shares:
             share, var = operands[w.outside], region.body.invars[w.inside]
             if w.stacked and isinstance(share, Cut):
                 if not share.dim:
-                    raise ChunkError("a loop runs over the batch", jx.source(eqn))
+                    remedy = "let the loop of the step be the one over micro-batches"
+                    raise ChunkError("a loop runs over the batch", jx.source(eqn), remedy, own_loop=True)
                 share = replace(share, dim=share.dim - 1)
             if w.outside not in looping:
                 self._outside[var] = eqn.invars[w.outside], w.stacked
