@@ -12,6 +12,8 @@ others, and added up over the stages after the loop.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -69,6 +71,14 @@ class Chain:
     @property
     def layers(self) -> int:
         return scan_groups(self.forward).length
+
+    @functools.cached_property
+    def constraints(self) -> Mapping[jx.Var, jx.JaxprEqn]:
+        """Of values of the body that a sharding constraint alone reads, that one."""
+        readers = Counter(a for e in self.body.eqns for a in {v for v in e.invars if isinstance(v, jx.Var)})
+        readers.update(a for a in self.body.outvars if isinstance(a, jx.Var))
+        one = [(e.invars[0], e) for e in self.body.eqns if jx.is_constraint(e)]
+        return {a: e for a, e in one if isinstance(a, jx.Var) and readers[a] == 1}
 
     @property
     def turned(self) -> bool:

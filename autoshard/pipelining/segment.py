@@ -24,7 +24,6 @@ def evaluate(
     """
     values = dict(known)
     mesh = jax.sharding.get_abstract_mesh()
-    constraints = {e.invars[0]: e for e in chain.body.eqns if jx.is_constraint(e) and isinstance(e.invars[0], jx.Var)}
 
     def read(atom: jx.Atom) -> Any:
         return atom.val if isinstance(atom, jx.Literal) else values.get(atom)
@@ -36,7 +35,7 @@ def evaluate(
         if not all(x is None for x in operands) or not eqn.invars:
             pairs = zip(operands, map(jx.aval, eqn.invars), strict=True)
             operands = [jnp.zeros(a.shape, a.dtype) if x is None else x for x, a in pairs]
-            if chain.rules.traits(eqn.primitive).stretches and (constraint := constraints.get(eqn.outvars[0])):
+            if chain.rules.traits(eqn.primitive).stretches and (constraint := chain.constraints.get(eqn.outvars[0])):
                 operands = [_stretched(x, jx.aval(eqn.outvars[0]).shape, constraint, apart) for x in operands]
             values.update(zip(eqn.outvars, jx.replay_equation(eqn, operands, mesh, apart), strict=True))
     return [read(a) for a in results]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from autoshard.errors import MemoryBudgetError, PipelineError
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import Program
 from autoshard.plan.planner import PlanRequest, budget_of
+from autoshard.plan.record import PlanRecord
 from autoshard.runtime.fit_memory.held_by_value import held_by_value
 from autoshard.runtime.fit_memory.preference import (
     MIN_SAVING,
@@ -46,126 +48,167 @@ def plan_within_budget(
     Raises:
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
     """
-    fitting: list[tuple[Planned, tuple[Pass, ...]]] = []
-    ran: list[tuple[Pass, ...]] = []
-    errors: list[MemoryBudgetError] = []
-    too_large: list[MemoryBudgetError] = []
-    """Of what was planned into less than the budget."""
+    plans = _Plans(traced, options, request, to_beat)
+    is_short = not plans.attempt(options.passes)
+    roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
+    for ran in roomy:
+        is_short = not plans.attempt(options.passes, ran) and is_short
+    if is_short:
+        _save_memory(plans)
+        if traced.pipeline is None and options.memory_saving_passes:
+            _hold_by_value(plans)
+    if not plans.fitting:
+        raise plans.error() from None
+    _try_faster(plans, {*roomy})
+    found, budget = plans.fastest().planned, budget_of(request, traced)
+    if math.isfinite(budget):  # what was planned into less
+        found = found._replace(plan=replace(found.plan, memory_budget=budget))
+    return found, is_short
 
-    def try_passes(
-        passes: tuple[Pass, ...], with_optional: tuple[Pass, ...] | None = None, within: PlanRequest = request
+
+class _Fit(NamedTuple):
+    """A plan that fits."""
+
+    planned: Planned
+    passes: tuple[Pass, ...]
+    """Without the optional ones."""
+    ran: tuple[Pass, ...]
+
+    @property
+    def plan(self) -> PlanRecord:
+        return self.planned.plan
+
+
+class _Plans:
+    """What one program was planned with, within one budget: plans that fit, and errors of those that do not."""
+
+    def __init__(self, traced: Program, options: Options, request: PlanRequest, to_beat: float) -> None:
+        self.traced, self.options, self.request, self.to_beat = traced, options, request, to_beat
+        self.fitting: list[_Fit] = []
+        self.errors: list[MemoryBudgetError] = []
+        self.too_large: list[MemoryBudgetError] = []
+        """Of what was planned into less than the budget."""
+
+    def attempt(
+        self, passes: tuple[Pass, ...], ran: tuple[Pass, ...] | None = None, within: PlanRequest | None = None
     ) -> bool:
-        """Plans with ``with_optional`` or else ``passes``; whether a plan fits and no faster layout was too large."""
+        """Plans with ``passes``, or with optional ones among them as ``ran``; whether a plan fits and no faster layout
+        was too large.
+
+        Args:
+          within: what is planned, with a lower budget.
+        """
+        to_beat = math.inf if ran is None else self.goal()
         try:
-            planned = plan_program(
-                traced, with_optional or passes, within, math.inf if with_optional is None else goal()
-            )
+            planned = plan_program(self.traced, ran or passes, within or self.request, to_beat)
         except MemoryBudgetError as e:
-            (errors if within is request else too_large).append(e)
+            (self.errors if within is None else self.too_large).append(e)
             return False
         except PipelineError:
-            if with_optional is None:
+            if ran is None:
                 raise
             return True  # the chain of layers does not survive that pass
-        plan = planned.plan
-        if passes is not options.passes:
-            added = ", ".join(str(p) for p in passes if p not in options.passes)
-            without = errors[0] if errors else faster_but_larger(fitting[0][0].plan)
+        plan, usual = planned.plan, self.options.passes
+        if passes is not usual:
+            added = ", ".join(str(p) for p in passes if p not in usual)
+            without = self.errors[0] if self.errors else faster_but_larger(self.fitting[0].plan)
             note = Diagnostic(f"{added} was added: without it, {without}")
             plan = replace(plan, diagnostics=(*plan.diagnostics, note))
-        fitting.append((planned._replace(plan=plan), passes))
-        ran.append(with_optional or passes)
+        self.fitting.append(_Fit(planned._replace(plan=plan), passes, ran or passes))
         return not is_memory_bound(plan)
 
-    def try_more(passes: tuple[Pass, ...], with_optional: tuple[Pass, ...]) -> None:
-        """What a pipeline keeps for an optional pass may leave too little: tries it with passes that save more."""
-        first = tuple(p for p in with_optional if p not in passes)
-        sequences = [options.passes, *memory_saving_sequences(traced, options)]
-        more = sequences[sequences.index(passes) + 1 :]
-        bisect.bisect_left(more, True, key=lambda saving: try_passes(saving, (*first, *saving)))
+    def fastest(self) -> _Fit:
+        return min(self.fitting, key=lambda fit: preference(fit.plan))
 
-    def goal() -> float:
-        return min(to_beat, fastest()[0].plan.cost.seconds) if fitting else math.inf
+    def goal(self) -> float:
+        """Seconds that are to be beaten, once something fits."""
+        return min(self.to_beat, self.fastest().plan.cost.seconds) if self.fitting else math.inf
 
-    def fastest() -> tuple[Planned, tuple[Pass, ...]]:
-        return min(fitting, key=lambda f: preference(f[0].plan))
+    def sequences(self) -> list[tuple[Pass, ...]]:
+        """The usual passes, and those that save memory, in increasing order of what they save."""
+        return [self.options.passes, *memory_saving_sequences(self.traced, self.options)]
 
-    def hold_by_value() -> None:
-        """From the fastest plan that makes values again, holds other values as its prices and what its layouts leave of
-        the memory say, and so on from what that gives while it is faster."""
-        deciding = [i for i, passes in enumerate(ran) if any(p.decides_held for p in passes)]
-        if not deciding:
+    def error(self) -> MemoryBudgetError:
+        """Of what needs the least."""
+        hint, usual = "; or pass passes=['recompute:full']", self.options.passes
+        if saving := self.options.memory_saving_passes:
+            hint = f" (with {', '.join(str(p) for p in saving if p not in usual)})"
+        lowest = min(reversed(self.errors), key=lambda e: e.least)
+        return MemoryBudgetError(f"{lowest}{hint}", lowest.least)
+
+
+def _save_memory(plans: _Plans) -> None:
+    """Plans with as little of the passes that save memory as it takes, also with optional ones that save some."""
+    traced, options, sequences = plans.traced, plans.options, plans.sequences()
+    if traced.pipeline is not None and not plans.fitting and sequences[1:]:
+        plans.attempt(sequences[-1])  # whether any fits: each is searched for at several budgets
+    enough = len(sequences)
+    if traced.pipeline is None or plans.fitting:
+        # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
+        enough = bisect.bisect_left(sequences, True, lo=1, key=plans.attempt)
+    axes = axes_of_batch(plans.fitting[0].plan) if plans.fitting else None
+    for first, *_ in with_each_optional(traced, (), options, saving=True, batch_axes=axes):
+        less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
+        bisect.bisect_left(less, True, key=lambda passes, first=first: plans.attempt(passes, (first, *passes)))
+
+
+def _hold_by_value(plans: _Plans) -> None:
+    """From the fastest plan that makes values again, holds other values as its prices and what its layouts leave of the
+    memory say, and so on from what that gives while it is faster."""
+    deciding = [fit for fit in plans.fitting if any(p.decides_held for p in fit.ran)]
+    if not deciding:
+        return
+    traced, start = plans.traced, min(deciding, key=lambda fit: preference(fit.plan))
+    best, budget = start.plan, budget_of(plans.request, traced)
+    if traced.mesh.platform == "tpu":
+        budget = min(budget, FILLED * traced.mesh.hardware.memory)
+    within = replace(plans.request, memory_budget=budget)
+    tried, taken = {*start.ran}, 0.0
+    for _ in range(MAX_HELD):
+        chosen, seconds = held_by_value(traced, start.ran, best, -taken, within)
+        while taken and chosen in tried and taken < budget / 4:
+            taken += MIN_SAVING * budget
+            chosen, seconds = held_by_value(traced, start.ran, best, -taken, within)
+        if chosen is None or chosen in tried or seconds > best.cost.seconds * (1 - MIN_HELD_GAIN):
             return
-        start = min(deciding, key=lambda i: preference(fitting[i][0].plan))
-        best, (_, passes), sequence = fitting[start][0].plan, fitting[start], ran[start]
-        budget = budget_of(request, traced)
-        if traced.mesh.platform == "tpu":
-            budget = min(budget, FILLED * traced.mesh.hardware.memory)
-        within = replace(request, memory_budget=budget)
-        tried, taken = {*sequence}, 0.0
-        for _ in range(MAX_HELD):
-            chosen, seconds = held_by_value(traced, sequence, best, -taken, within)
-            while taken and chosen in tried and taken < budget / 4:
-                taken += MIN_SAVING * budget
-                chosen, seconds = held_by_value(traced, sequence, best, -taken, within)
-            if chosen is None or chosen in tried or seconds > best.cost.seconds * (1 - MIN_HELD_GAIN):
-                return
-            tried.add(chosen)
-            count = len(fitting)
-            held = [tuple(chosen if p.decides_held else p for p in s) for s in (passes, sequence)]
-            try_passes(held[0], held[1], within)
-            if len(fitting) == count:
-                taken += too_large[-1].least - budget
-            elif (found := fitting[-1][0].plan).cost.seconds < best.cost.seconds:
-                best, taken = found, 0.0
-            elif is_memory_bound(found):
-                taken += found.alternatives[0].peak - budget
-            else:
-                return
+        tried.add(chosen)
+        count = len(plans.fitting)
+        passes, ran = (tuple(chosen if p.decides_held else p for p in s) for s in (start.passes, start.ran))
+        plans.attempt(passes, ran, within)
+        if len(plans.fitting) == count:
+            taken += plans.too_large[-1].least - budget
+        elif (found := plans.fitting[-1].plan).cost.seconds < best.cost.seconds:
+            best, taken = found, 0.0
+        elif is_memory_bound(found):
+            taken += found.alternatives[0].peak - budget
+        else:
+            return
 
-    is_short = not try_passes(options.passes)
-    tried = () if fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
-    for with_optional in tried:
-        is_short = not try_passes(options.passes, with_optional) and is_short
-    if is_short:
-        sequences = [options.passes, *memory_saving_sequences(traced, options)]
-        if traced.pipeline is not None and not fitting and sequences[1:]:
-            try_passes(sequences[-1])  # whether any fits: each is searched for at several budgets
-        enough = len(sequences)
-        if traced.pipeline is None or fitting:
-            # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
-            enough = bisect.bisect_left(sequences, True, lo=1, key=try_passes)
-        axes = axes_of_batch(fitting[0][0].plan) if fitting else None
-        for first, *_ in with_each_optional(traced, (), options, saving=True, batch_axes=axes):
-            less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
-            bisect.bisect_left(less, True, key=lambda passes, first=first: try_passes(passes, (first, *passes)))
-        if traced.pipeline is None and options.memory_saving_passes:
-            hold_by_value()
-    if fitting:
-        _, passes = fastest()
-        axes = () if traced.pipeline is None else axes_of_batch(fastest()[0].plan)
-        # Of a pipeline also along the first of the axes that split the batch alone, which are the slower ones.
-        each = [None] if traced.pipeline is None else [axes[:n] for n in range(len(axes), 0, -1)] or [None]
-        for batch_axes in each:
-            for with_optional in with_each_optional(traced, passes, options, saving=False, batch_axes=batch_axes):
-                count = len(fitting)
-                fits = with_optional in tried or try_passes(passes, with_optional)
-                if fits or traced.pipeline is None:
-                    continue
-                # What is faster and too large is the most that saving memory can gain.
-                bound = len(fitting) > count  # it fits, and memory rules out a faster layout
-                larger = fitting[-1][0].plan.alternatives[0].seconds if bound else errors[-1].fastest
-                if larger < goal():
-                    try_more(passes, with_optional)
-        (found, _), budget = fastest(), budget_of(request, traced)
-        if math.isfinite(budget):  # what was planned into less
-            found = found._replace(plan=replace(found.plan, memory_budget=budget))
-        return found, is_short
-    hint = "; or pass passes=['recompute:full']"
-    if options.memory_saving_passes:
-        hint = f" (with {', '.join(str(p) for p in options.memory_saving_passes if p not in options.passes)})"
-    lowest = min(reversed(errors), key=lambda e: e.least)
-    raise MemoryBudgetError(f"{lowest}{hint}", lowest.least) from None
+
+def _try_faster(plans: _Plans, tried: Container[tuple[Pass, ...]]) -> None:
+    """Plans with each optional pass that makes steps faster, but for those ``tried``."""
+    traced, options, (_, passes, _) = plans.traced, plans.options, plans.fastest()
+    axes = () if traced.pipeline is None else axes_of_batch(plans.fastest().plan)
+    # Of a pipeline also along the first of the axes that split the batch alone, which are the slower ones.
+    each = [None] if traced.pipeline is None else [axes[:n] for n in range(len(axes), 0, -1)] or [None]
+    for batch_axes in each:
+        for ran in with_each_optional(traced, passes, options, saving=False, batch_axes=batch_axes):
+            count = len(plans.fitting)
+            fits = ran in tried or plans.attempt(passes, ran)
+            if fits or traced.pipeline is None:
+                continue
+            # What is faster and too large is the most that saving memory can gain.
+            bound = len(plans.fitting) > count  # it fits, and memory rules out a faster layout
+            larger = plans.fitting[-1].plan.alternatives[0].seconds if bound else plans.errors[-1].fastest
+            if larger < plans.goal():
+                _save_more(plans, passes, ran)
+
+
+def _save_more(plans: _Plans, passes: tuple[Pass, ...], ran: tuple[Pass, ...]) -> None:
+    """What a pipeline keeps for an optional pass may leave too little: plans with it and passes that save more."""
+    first, sequences = tuple(p for p in ran if p not in passes), plans.sequences()
+    more = sequences[sequences.index(passes) + 1 :]
+    bisect.bisect_left(more, True, key=lambda saving: plans.attempt(saving, (*first, *saving)))
 
 
 def with_each_optional(
