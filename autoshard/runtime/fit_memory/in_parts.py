@@ -32,7 +32,8 @@ bubble."""
 
 
 def plan_on_device(traced: Program, options: Options, to_beat: float, free_seconds: Callable[[], float]) -> Planned:
-    """Plans ``traced`` below the compiler's rematerialization threshold; if nothing fits there, within the budget.
+    """Plans ``traced`` below the compiler's rematerialization threshold, without a pipeline by `MARGIN` of it; if
+    nothing fits there, within the budget.
 
     Below the threshold XLA compiles the plan as it is; above it, it recomputes values of its own choice, and waits for
     collectives that it would else run beside compute.
@@ -42,16 +43,24 @@ def plan_on_device(traced: Program, options: Options, to_beat: float, free_secon
     """
     if traced.pipeline is not None:
         options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.keeps_layers))
-    margin = MARGIN if traced.pipeline is None else 0.0
-    threshold = (1 - margin) * traced.mesh.hardware.remat_threshold
-    if threshold < budget_of(options.request, traced):
-        below = replace(options.request, memory_budget=threshold)
-        try:
-            return _plan_in_parts(traced, options, below, to_beat, free_seconds)
-        except MemoryBudgetError as e:
-            if traced.pipeline is not None and e.least > budget_of(options.request, traced):
-                raise
-    return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
+    threshold = traced.mesh.hardware.remat_threshold
+    if threshold >= budget_of(options.request, traced):
+        return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
+    below = replace(options.request, memory_budget=threshold)
+    try:
+        found = _plan_in_parts(traced, options, below, to_beat, free_seconds)
+    except MemoryBudgetError as e:
+        if traced.pipeline is not None and e.least > budget_of(options.request, traced):
+            raise
+        return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
+    within = replace(below, memory_budget=(1 - MARGIN) * threshold)
+    if traced.pipeline is not None or found.plan.memory.peak <= budget_of(within, traced):
+        return found
+    with contextlib.suppress(MemoryBudgetError):
+        *_, smallest = options.passes, *memory_saving_sequences(traced, options)
+        plan_program(traced, smallest, within)  # whether any fits
+        return _plan_in_parts(traced, options, within, to_beat, free_seconds)
+    return found
 
 
 def _plan_in_parts(
