@@ -180,6 +180,17 @@ def test_checkpointed_layers_branches_and_while_loops_run_on_parts():
     in_parts_of(4, nested)
 
 
+@pytest.mark.parametrize("how", ["add", "set", "multiply", "min", "max"])
+def test_what_is_scattered_at_the_examples_own_positions_is_cut(how):
+    """In each row of logits the one of the label."""
+
+    def evaluate(params: Any, batch: Any) -> jax.Array:
+        found = logits(params, batch)
+        return getattr(found.at[jnp.arange(BATCH), batch["y"]], how)(batch["mask"])
+
+    assert loops(in_parts(4, evaluate, PARAMS, DATA), 4)
+
+
 def shared(params: Any, batch: Any) -> jax.Array:
     """One matrix, read in all layers: its gradient is added up in the scan, from zero."""
 
