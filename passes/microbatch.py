@@ -183,13 +183,14 @@ def _with_loop(jaxpr: jx.Jaxpr, region: BatchRegion, parts: int, *, pipelined: b
 
         def body(totals: list[Any], part: Any) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
             found = run_part(region, given, part)
-            terms = {v: lax.convert_element_type(found[v], start_of(v, kind).dtype) for v, kind in region.totals}
+            terms = {v: lax.convert_element_type(found[v], start.dtype) for v, start in starts.items()}
             added = [
                 REDUCTIONS[kind].combine(total, terms[v]) for total, (v, kind) in zip(totals, carried, strict=True)
             ]
             return added, ([terms[v] for v, _ in returned], [found[v] for v, _ in region.rows])
 
-        ends, (terms, rows) = lax.scan(body, [start_of(v, kind) for v, kind in carried], jnp.arange(parts))
+        starts = {v: start_of(v, kind) for v, kind in region.totals}
+        ends, (terms, rows) = lax.scan(body, [starts[v] for v, _ in carried], jnp.arange(parts))
         joined = [cut.join(x) for x, (_, cut) in zip(rows, region.rows, strict=True)]
         totals = {v: x for x, (v, _) in zip(ends, carried, strict=True)}
         for x, (v, kind) in zip(terms, returned, strict=True):

@@ -79,8 +79,7 @@ class Executable[P: PlanRecord]:
         chain = find_chain(jaxpr, self.program.name, self.program.rules)
 
         def staged(together: bool) -> jx.Jaxpr:
-            of_layers = pipeline.schedule, pipeline.layers, pipeline.stored
-            stages = Stages(pipeline.axis, *of_layers, together=together, turned=chain.turned)
+            stages = Stages(pipeline.axis, pipeline.schedule, pipeline.layers, pipeline.stored, together, chain.turned)
             return pipelined_jaxpr(jaxpr, chain, stages, self.plan.jax_mesh)
 
         if not self.plan.mesh.is_available or self.closes_over_tracers:

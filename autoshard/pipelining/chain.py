@@ -146,8 +146,9 @@ def _heaviest(jaxpr: jx.Jaxpr) -> str:
 def has_chain(jaxpr: jx.Jaxpr, rules: Rules) -> bool:
     """Whether ``jaxpr`` has a loop over micro-batches with the forward and the backward of layers in it, whether a
     pipeline can run them or not, or with a forward alone that one can run."""
-    alone = _forward_chains(jaxpr, rules)
-    return bool(_candidates(jaxpr, rules)) or any(isinstance(chain, Chain) for chain in alone)
+    if _candidates(jaxpr, rules):
+        return True
+    return any(isinstance(chain, Chain) for chain in _forward_chains(jaxpr, rules))
 
 
 def has_scanned_layers(jaxpr: jx.Jaxpr, rules: Rules) -> bool:

@@ -75,7 +75,7 @@ class StageSeconds:
 
         computed, waited = defaultdict[str | jx.JaxprEqn, float](float), defaultdict[str | jx.JaxprEqn, float](float)
         sent, of_layers = list[Collective](), list[Collective]()
-        others = dict[tuple[Spec, Spec, int], Collective]()
+        over_all = dict[tuple[Spec, Spec, int], Collective]()
         for charge in models.cost_model.charges(layout):
             node = graph.nodes[charge.node] if charge.node < len(graph.nodes) else None
             results = () if node is None else node.results
@@ -88,7 +88,7 @@ class StageSeconds:
                     # What is the same in every micro-batch is resharded once, before the pipeline.
                     once = runs if where == "outside" else 1
                     if t.before and t.after and not split.splits_as_planned(t.before, t.after, t.value):
-                        others[t.before, t.after, t.value] = replace(c, count=once)
+                        over_all[t.before, t.after, t.value] = replace(c, count=once)
                         continue
                     part = share_of(t.value) if t.value else share
                     sent.append(replace(c, count=once, bytes=round(c.bytes * part)))
@@ -101,7 +101,7 @@ class StageSeconds:
                     of_layers.append(replace(c, count=runs // chain.layers))
                 else:
                     sent.append(c)
-        for reshard, planned in others.items():
+        for reshard, planned in over_all.items():
             for c in split.reshard(*reshard):
                 sent.append(replace(c, count=planned.count, source=planned.source))
                 waited["outside"] += collective_seconds(c.kind, c.axes or (), c.bytes, split.mesh) * planned.count

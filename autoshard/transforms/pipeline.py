@@ -112,10 +112,11 @@ class Pass:
         return ":".join(filter(None, [self.name, *options[:1]]))
 
 
+@dataclass(frozen=True)
 class InParts(Pass, abc.ABC):
     """A pass that computes a step in parts of its batch."""
 
-    parts: int
+    parts: int = 0
     """Their number; 0 leaves it open."""
 
     @abc.abstractmethod

@@ -156,8 +156,7 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
         return plan_within_budget(traced, options, request)[0]
     microbatch, given = options.microbatch, traced.pipeline.schedule
     if isinstance(given, Schedule):
-        given.check()
-        variants: tuple[InParts, ...] = (type(microbatch).from_option(str(given.microbatches)),)
+        variants: tuple[InParts, ...] = (replace(microbatch, parts=given.microbatches),)
     else:
         variants = microbatch.variants(traced)
     if not variants:
