@@ -12,6 +12,7 @@ is hidden is read from the order of the program (`hlo.waits`).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,9 @@ from autoshard.backend.hlo.attention import attention_seconds
 from autoshard.backend.hlo.collectives import located_collectives
 from autoshard.backend.hlo.grouped_products import grouped_product_seconds
 from autoshard.backend.hlo.roofline import (
-    instruction_seconds,
+    instruction_seconds as roofline_of,
+)
+from autoshard.backend.hlo.roofline import (
     kernel_seconds,
     memory_bound_seconds,
     roofline_seconds,
@@ -82,18 +85,32 @@ def estimate(compiled: Compiled, mesh: LogicalMesh) -> Estimate:
 
 def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
     """`estimate` of a parsed module: of what runs when its entry does."""
-    hardware, clock = mesh.hardware, mesh.hardware.clock
-    cycles: int | None = None
-    if clock and _has_cycles(module):
+    hardware, cycles = mesh.hardware, None
+    if _has_cycles(module) and hardware.clock:
         cycles, exact = estimated_cycles(module, hardware)
-        compute, work = cycles / clock, lambda i, within: _cycles(i, within, module, hardware) / clock
+        compute = cycles / hardware.clock
     else:
         compute, exact = roofline_seconds(module, hardware)
-        work = kernel_seconds(module, hardware)
     found = located_collectives(module, mesh)
     once = {key: _transfer(c, mesh) for key, c in found.items()}
     transfers = sum(once[key].seconds * c.count for key, c in found.items())
-    return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, work))
+    return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, _work(module, hardware)))
+
+
+def instruction_seconds(module: Module, mesh: LogicalMesh) -> Iterator[tuple[str, float]]:
+    """The seconds of one run of each instruction by its name, of a collective over its links."""
+    work, found = _work(module, mesh.hardware), located_collectives(module, mesh)
+    for name, computation in module.computations.items():
+        for i in computation.instructions.values():
+            c = found.get((name, i.name))
+            yield i.name, work(i, computation) if c is None else _transfer(c, mesh).seconds
+
+
+def _work(module: Module, hardware: Hardware) -> Callable[[Instruction, Computation], float]:
+    """What gives the seconds that an instruction computes, without what it calls."""
+    if (clock := hardware.clock) and _has_cycles(module):
+        return lambda i, within: _cycles(i, within, module, hardware) / clock
+    return kernel_seconds(module, hardware)
 
 
 def _has_cycles(module: Module) -> bool:
@@ -122,7 +139,7 @@ def _cycles(instruction: Instruction, computation: Computation, module: Module, 
         return 0
     priced = int(match[1])
     if priced == _UNPRICED:
-        return round(instruction_seconds(instruction, computation, module, hardware) * hardware.clock)
+        return round(roofline_of(instruction, computation, module, hardware) * hardware.clock)
     seconds = memory_bound_seconds(instruction, computation, module, hardware)
     return priced if seconds is None else min(priced, round(seconds * hardware.clock))
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend.compilation import stage
+from autoshard.backend.latencies import compile_with_latencies
 from autoshard.backend.lower import constrain
 from autoshard.backend.process_local import make_global, spans_processes
 from autoshard.backend.same_plan import check_agreement, plan_summary
@@ -89,6 +90,11 @@ class Executable[P: PlanRecord]:
             return self._lower(self._in_order, jaxpr)
 
         return without_strays(self.program.name, staged, lower, self._compile, self.plan.mesh, pipeline.axis)
+
+    @property
+    def _is_on_gpus(self) -> bool:
+        """Whether XLA for GPUs orders collectives among compute."""
+        return self.plan.mesh.platform == "gpu" and self.plan.mesh.size > 1
 
     @property
     def _in_order(self) -> range:
@@ -220,6 +226,8 @@ class Executable[P: PlanRecord]:
         if not self.plan.mesh.is_available:
             kinds = [self.plan.inputs[i].memory_kind for i in places], [p.memory_kind for p in self.plan.outputs]
             jx.set_memory_kinds(lowered, *kinds)
+        if self._is_on_gpus:
+            lowered = jx.with_compilation(lowered, functools.partial(compile_with_latencies, mesh=self.plan.mesh))
         return lowered
 
     @functools.cached_property

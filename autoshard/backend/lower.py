@@ -17,6 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
+from autoshard.backend.early_gathers import gather_early
 from autoshard.backend.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn, weight_rings
 from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials
 from autoshard.backend.ring_products import (
@@ -70,8 +71,9 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         mesh,
         plan.mesh,
         graph.program.rules,
+        {(c.value, c.node) for c in plan.intermediates if c.ahead and c.node is not None},
     )
-    return lowering.jaxpr(graph.program.jaxpr, outputs)
+    return gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
 
 
 class _Lowering:
@@ -88,6 +90,7 @@ class _Lowering:
       gathered: specs before and after of operands that products wait for, by value and node.
       weight_rings: weights that kernels gather in rings, by node.
       mesh, logical_mesh: the mesh with devices, and with links.
+      ahead: operands that loops gather an iteration ahead, by value and node.
     """
 
     def __init__(
@@ -104,7 +107,10 @@ class _Lowering:
         mesh: Mesh,
         logical_mesh: LogicalMesh,
         rules: Rules,
+        ahead: Set[tuple[int, int]] = frozenset(),
     ) -> None:
+        self.ahead, self.early = ahead, dict[tuple[int, NamedSharding], jx.Var]()
+        """`early`: by value and sharding, what these are when they are gathered."""
         self.value_of, self.node_of_results = value_of, node_of_results
         self.islands, self.kernels, self.weight_rings = islands, kernels, weight_rings
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
@@ -347,8 +353,14 @@ class _Lowering:
             elif (key := self.gathers.gathered(eqn, i)) is not None and key in shared:
                 found.append(shared[key])
             else:
-                shardings = self.operand_shardings.get((self.value_of[var], node), ()) if node is not None else ()
+                value, begin = self.value_of[var], len(eqns)
+                shardings = self.operand_shardings.get((value, node), ()) if node is not None else ()
+                if (value, node) in self.ahead and (value, shardings[0]) in self.early:
+                    found.append(self._constrain_through(self.early[value, shardings[0]], shardings[1:], eqn, eqns))
+                    continue
                 found.append(self._constrain_through(now.get(var, var), shardings, eqn, eqns))
+                if (value, node) in self.ahead:
+                    self.early[value, shardings[0]] = eqns[begin].outvars[0]
         return found
 
     def _constrain_through(

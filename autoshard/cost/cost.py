@@ -23,7 +23,7 @@ rings beside it (both `autoshard.cost.overlap`), and exchanges of an operation i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -164,18 +164,30 @@ class CostModel:
             )
         return found
 
-    def cost(self, layout: Layout) -> Cost:
-        """Predicted cost of one call under ``layout``."""
+    def cost(self, layout: Layout, ahead: Mapping[tuple[int, Spec | None], bool] | None = None) -> Cost:
+        """Predicted cost of one call under ``layout``.
+
+        Args:
+          ahead: values that loops gather an iteration ahead, and before the first one too, with the specs that they are
+            gathered to: whether in several steps, of which only the first is ahead.
+        """
         host, transfers, hidden, nodes = self.output_transfer_seconds(layout), 0.0, 0.0, self.graph.nodes
         compute = self.input_write_seconds(layout) + host
         collectives: list[Collective] = []
         for charge in self.charges(layout):
             compute += charge.compute
             host += charge.compute if charge.node < len(nodes) and nodes[charge.node].kind.host_transfer else 0.0
+            begun: set[tuple[int, Spec | None]] = set()
             for t in charge.transfers:
+                c, key = t.collective, (t.value, t.after)
+                in_steps = None if ahead is None or t.of_result else ahead.get(key)
+                if in_steps is not None and not (in_steps and key in begun):
+                    transfers += (t.seconds + t.hidden) / c.count
+                    c = replace(c, count=c.count + 1)
+                begun.add(key)
                 transfers += t.seconds
                 hidden += t.hidden
-                collectives.append(t.collective)
+                collectives.append(c)
         return Cost(compute + transfers, compute, tuple(collectives), host, hidden)
 
     def _halos(self, node: Node, run: NodeCost) -> tuple[int, Spec, tuple[Collective, ...]] | None:

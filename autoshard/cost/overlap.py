@@ -41,6 +41,8 @@ STEP = -1
 """What is in no loop, as a loop's number."""
 MAX_PARTS = 8
 """Devices of a ring: each part is an instruction of its own."""
+MIN_LAYERS = 3
+"""Fewest layers that are gathered ahead: the last one's weights are gathered once more."""
 MIN_PRODUCT = 1 << 20
 """Elements of a part of a product in a ring: smaller ones leave the chip's units idle."""
 
@@ -179,8 +181,12 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
         if node.kind.flops and node.trip_count:
             products[loop_of[n]].append(n)
 
+    ahead, slowest = gathered_ahead(graph), mesh.slowest_link(mesh.nontrivial_axes)
+    over = tuple(a for a in mesh.nontrivial_axes if mesh.slowest_link((a,)) == slowest or mesh.platform != "gpu")
+    parts = mesh.size // mesh.axes_size(over)
+
     def takes(kind: CollectiveKind, v: int) -> float:
-        return collective_seconds(kind, mesh.nontrivial_axes, graph.values[v].bytes, mesh)
+        return collective_seconds(kind, over, graph.values[v].bytes // parts, mesh)
 
     found: dict[int, float] = {}
     for inside in products.values():
@@ -192,8 +198,25 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
                     read.setdefault(v, now + read_after(nodes[n].kind, i) * seconds)
             now += seconds
             made.update(dict.fromkeys(gradients.intersection(nodes[n].results), now))
-        gathers = [_Window(v, 0.0, read[v], takes(ALL_GATHER, v)) for v in sorted(read, key=lambda v: read[v])]
+        in_order = sorted(read, key=lambda v: read[v])
+        gathers = [_Window(v, 0.0, now if v in ahead else read[v], takes(ALL_GATHER, v)) for v in in_order]
         found.update(_in_order([*gathers, *(_Window(v, made[v], now, takes(ALL_REDUCE, v)) for v in made)]))
+    return found
+
+
+def gathered_ahead(graph: Graph) -> Mapping[int, int]:
+    """The values that a loop can gather an iteration ahead (`autoshard.backend.early_gathers`), each with the number of
+    its loop: rows of what is stacked, and casts of them."""
+    program, found = graph.program, dict[int, int]()
+    if program.mesh.platform != "gpu" or program.pipeline is not None:
+        return found
+    loop_of, of_weights = _innermost_loops(graph), weights(graph)
+    for n, node in enumerate(graph.nodes):
+        (stacked, *_), (*_, made) = node.kind.shapes or ((),), node.kind.shapes or ((),)
+        is_row = node.tie and len(stacked) > len(made) and stacked[0] >= MIN_LAYERS
+        same = node.kind.traits.casts or node.kind.traits.constrains
+        if loop_of[n] != STEP and (is_row or (same and found.keys() >= {*node.operands})):
+            found.update(dict.fromkeys(of_weights.intersection(node.results), loop_of[n]))
     return found
 
 

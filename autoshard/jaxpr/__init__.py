@@ -22,6 +22,7 @@ from autoshard.jaxpr.dispatch import (
     make_dispatcher,
     trace_context,
     with_call_structure,
+    with_compilation,
     with_padded_arguments,
 )
 from autoshard.jaxpr.equation import (
@@ -234,6 +235,7 @@ __all__ = [
     "window_reads",
     "with_bodies",
     "with_call_structure",
+    "with_compilation",
     "with_eqns",
     "with_padded_arguments",
     "with_true_shapes",

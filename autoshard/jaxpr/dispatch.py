@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,34 @@ class CompileOnlyLowered(jax.stages.Lowered):
         compiled = super().compile(*args, **kwargs)
         compiled._call = self._refuse
         return compiled
+
+
+def with_compilation(
+    lowered: jax.stages.Lowered, compile: Callable[[Callable[[Mapping[str, Any]], Any]], Any]
+) -> jax.stages.Lowered:
+    """A lowering that is compiled by ``compile``, which takes what compiles it with more compiler options."""
+    lowering: Any = _OwnCompilation(lowered._lowering, compile)
+    return jax.stages.Lowered(lowering, lowered.args_info, lowered.out_tree)
+
+
+class _OwnCompilation:
+    """A lowering as `with_compilation` compiles it, once where no compiler options are given."""
+
+    def __init__(self, lowering: Any, compile: Callable[[Callable[[Mapping[str, Any]], Any]], Any]) -> None:
+        self._lowering, self._compile, self._found = lowering, compile, None
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None, **others: Any) -> Any:
+        def run(more: Mapping[str, Any]) -> Any:
+            return self._lowering.compile({**(compiler_options or {}), **more} or None, **others)
+
+        if compiler_options or others.get("device_assignment") is not None:
+            return self._compile(run)
+        if self._found is None:
+            self._found = self._compile(run)
+        return self._found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowering, name)
 
 
 def with_call_structure(lowered: jax.stages.Lowered, in_tree: Any, out_tree: Any) -> jax.stages.Lowered:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from autoshard.cost.cost import CostModel
+from autoshard.cost.memory import MemoryModel
 from autoshard.cost.node_cost import NodeCost
-from autoshard.cost.overlap import exposed_values, gathered_axis
+from autoshard.cost.overlap import exposed_values, gathered_ahead, gathered_axis
 from autoshard.cost.reshard import reshard_path, spec_after_reduction
 from autoshard.ir.graph import Graph, Node, Value
 from autoshard.ir.program import Program
@@ -103,6 +105,30 @@ def sharding_constraints(
         if waypoints := reshard_waypoints(before, spec, value, graph.program.mesh) if v else ():
             found[v, n] = Constraint(v, spec, "result", leaf.path, value.shape, "resharded", n, before, waypoints)
     return tuple(found.values())
+
+
+def gathers_ahead(
+    constraints: Sequence[Constraint], graph: Graph, model: MemoryModel, room: float
+) -> tuple[tuple[Constraint, ...], int]:
+    """``constraints``, those marked that gather rows of stacked weights an iteration ahead, and the bytes of each
+    device that this takes: of the loop that gathers most, twice what it gathers in an iteration.
+
+    Args:
+      room: bytes of each device. Loops that take more gather as they read.
+    """
+    loops, taken = gathered_ahead(graph), defaultdict[int, dict[tuple[int, Spec], int]](dict)
+    for c in constraints:
+        if c.node is not None and c.value in loops and c.resharded_from and _only_gathers(c.resharded_from, c.first):
+            taken[loops[c.value]][c.value, c.first] = model.size(c.value, c.first)
+    fitting = {loop: 2 * sum(sizes.values()) for loop, sizes in taken.items() if 2 * sum(sizes.values()) <= room}
+    early = {key for loop in fitting for key in taken[loop]}
+    marked = tuple(replace(c, ahead=c.node is not None and (c.value, c.first) in early) for c in constraints)
+    return marked, max(fitting.values(), default=0)
+
+
+def _only_gathers(before: Spec, after: Spec) -> bool:
+    pairs = [*zip(before.dims, after.dims, strict=True)]
+    return not before.partial and before != after and all(a[: len(b)] == b for a, b in pairs)
 
 
 def reshard_waypoints(before: Spec, after: Spec, value: Value, mesh: LogicalMesh) -> tuple[Spec, ...]:

@@ -116,6 +116,13 @@ class Constraint:
     """The spec that it has before, where that differs."""
     waypoints: tuple[Spec, ...] = ()
     """Intermediate specs to constrain first, where XLA would otherwise gather the whole value, or all at once."""
+    ahead: bool = False
+    """Whether the loop that reads it gathers it one iteration earlier (`autoshard.backend.early_gathers`)."""
+
+    @property
+    def first(self) -> Spec:
+        """The first spec that it is constrained to."""
+        return (*self.waypoints, self.spec)[0]
 
 
 @dataclass(frozen=True)

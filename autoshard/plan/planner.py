@@ -19,7 +19,7 @@ from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, replicated
 from autoshard.jaxpr import dtype_name, source
 from autoshard.pipelining.price import PipelinePrice, price_pipeline
-from autoshard.plan.constraints import islands, reshard_waypoints, sharding_constraints
+from autoshard.plan.constraints import gathers_ahead, islands, reshard_waypoints, sharding_constraints
 from autoshard.plan.decisions import (
     Alternative,
     BatchDim,
@@ -72,16 +72,21 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         DimSplit(c.name, c.size, _split_axes(c, layout, axes))
         for c, axes in zip(s.classes, best.choice.class_axes, strict=True)
     )
+    constraints = sharding_constraints(graph, layout, s.cost_model, [p.spec for p in outputs])
+    room = min(budget_of(request, program), program.mesh.hardware.remat_threshold) - best.memory.peak
+    constraints, taken = gathers_ahead(constraints, graph, s.memory_model, room)
+    ahead = {(c.value, c.spec): bool(c.waypoints) for c in constraints if c.ahead}
+    memory = replace(best.memory, temporaries=best.memory.temporaries + taken, peak=best.memory.peak + taken)
     return PlanRecord(
         name=program.name,
         mesh=program.mesh,
         strategy=request.strategy,
         inputs=inputs,
         outputs=outputs,
-        intermediates=sharding_constraints(graph, layout, s.cost_model, [p.spec for p in outputs]),
+        intermediates=constraints,
         islands=islands(graph, layout, s.cost_model),
-        cost=best.cost,
-        memory=best.memory,
+        cost=s.cost_model.cost(layout, ahead) if ahead else best.cost,
+        memory=memory,
         fingerprint=fingerprint(graph),
         dim_splits=dim_splits,
         batch=tuple(_batch_dims(s)),

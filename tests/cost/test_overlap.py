@@ -15,6 +15,7 @@ from autoshard.cost.overlap import (
     MIN_PRODUCT,
     Resharded,
     exposed_values,
+    gathered_ahead,
     gathered_axis,
     ring_reshards,
     seconds_waited,
@@ -28,6 +29,7 @@ from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import collective_seconds
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.mesh_config import MeshConfig
 from tests.programs import CHIP, graph, mesh
 
 A, B = (4, 4), (3, 4, 4)
@@ -133,6 +135,16 @@ def test_what_is_hidden_is_no_part_of_the_seconds_of_a_call() -> None:
 
 
 WAITING = replace(CHIP, blocking_gathers=True, blocking_reduce_scatters=True)
+
+
+def test_gpus_gather_weights_of_layers_an_iteration_ahead() -> None:
+    """All products of the iteration are beside it; else none is beside what the first one reads."""
+    cluster = MeshConfig(axes={"data": 4}, gpu="h100", nodes=4, per_node=1).mesh()
+    other = replace(cluster, target=None, devices=tuple(jax.devices()))
+    g, elsewhere = (graph(train, (WEIGHTS, (1 << 18, WIDTH)), m) for m in (cluster, other))
+    assert {g.values[v].shape for v in gathered_ahead(g)} == {(HIDDEN, WIDTH), (WIDTH, HIDDEN)}
+    assert not gathered_ahead(elsewhere)
+    assert len(beside(g)) == len(beside(elsewhere)) + 1
 
 
 def pipelined(hardware: Any, tokens: int) -> Graph:

@@ -50,6 +50,25 @@ def test_the_estimate_is_the_roofline(made):
     assert c.estimate.overlapped <= c.estimate.seconds
 
 
+def test_weights_are_gathered_a_layer_ahead_and_beside_products(monkeypatch):
+    """Of layers whose gathers between nodes take as long as their products, a step waits for less."""
+    train, state, batch = decoder(64, layers=6, d_model=2048, heads=16, vocab=512, seq=512)
+    mesh = MeshConfig(axes={"data": 4, "model": 8}, gpu="h100", nodes=4)
+
+    def waited():
+        step = autoshard.jit(train, mesh=mesh, donate_argnums=0)
+        plan = step.plan(state, batch)
+        found = compile_plan(plan, step.lower(state, batch))
+        assert found.audit.clean, str(found.audit)
+        return any(c.ahead for c in plan.intermediates), found.estimate.blocking / found.estimate.scheduled
+
+    (ahead, own), _ = waited(), monkeypatch.setattr("autoshard.plan.constraints.gathered_ahead", lambda graph: {})
+    monkeypatch.setattr("autoshard.backend.latencies.MIN_WAIT", 1.0)
+    other, plain = waited()
+    assert (ahead, other) == (True, False)
+    assert own < 0.8 * plain
+
+
 def test_calling_it_says_that_the_devices_are_not_here(made):
     step, args, lowered, _ = made
     for call in (step, lowered.compile()):
