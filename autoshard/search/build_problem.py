@@ -98,6 +98,7 @@ class _LayoutProblemBuilder:
         every one of them.
         """
         graph, members, color = self.graph, self.groups.members, self.groups.color
+        stored = {color[members[v][0]] for v in self.limits.stored if v in members}
         sizes: dict[int, list[int]] = {}
         near: dict[int, list[list[Axes]]] = {}  # of each color, the axes of its dimensions in each of the near layouts
         batch: dict[int, set[int]] = defaultdict(set)
@@ -125,6 +126,7 @@ class _LayoutProblemBuilder:
                     sizes[c][d] = math.gcd(sizes[c][d], shape[e])
         for c, dims in sizes.items():
             free = self.limits.allowed(self._split_options(dims, (Spec(tuple(k)) for k in near[c])), batch[c])
+            free = self.limits.storing(free) if c in stored else free
             self._add_variable(c, self._pin_options(*pinned[c], dims) if c in pinned else free)
         self.bindings.update(
             (v, Binding(self.variables[color[root]], dim_map)) for v, (root, dim_map) in members.items()

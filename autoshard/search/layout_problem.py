@@ -86,6 +86,9 @@ class StrategyLimits:
 
     frozen: frozenset[int] = frozenset()
     """Arguments that are parameters too, as value numbers, though they are not carried."""
+    stored: frozenset[int] = frozenset()
+    """Arguments that the batch axes shard too, as value numbers, as far as they divide: with them what has their specs,
+    such as the rows of stacked weights that layers read."""
 
     def allowed(self, options: Iterable[Spec], batch: Collection[int]) -> list[Spec]:
         """Those of ``options`` that are allowed where the dimensions ``batch`` belong to the batch. If none shards it
@@ -100,6 +103,10 @@ class StrategyLimits:
             if not any(a in self.batch_axes for axes in rest for a in axes)
         ]
         return [s for s in found if all(any(a in s.dims[d] for d in batch) for a in self.batch_axes)] or found
+
+    def storing(self, options: Sequence[Spec]) -> Sequence[Spec]:
+        """Those of ``options`` that shard over all batch axes; all if none do."""
+        return [s for s in options if set(self.batch_axes) <= set(s.axes)] or options
 
     def sharding_parameters[T](self, options: Sequence[T], axes: Callable[[T], Collection[str]]) -> Sequence[T]:
         """Those of ``options`` whose ``axes`` include all parameter axes; all options if none do."""

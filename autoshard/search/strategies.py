@@ -46,7 +46,8 @@ def preset_choices(s: Search, strategy: str) -> Iterator[Choice]:
         parameter_axes = axes[len(batch_axes) :]
         start = Choice(_batch_split(s, batch_axes, strategy), batch_axes, 3) if batch_axes else replicated
         frozen = frozenset(s.graph.inputs[i] for i in s.frozen)
-        limits = StrategyLimits(batch_dims(s.graph), batch_axes, parameter_axes, frozen)
+        stored = frozen | {s.graph.inputs[i] for i, _ in s.graph.program.carries}
+        limits = StrategyLimits(batch_dims(s.graph), batch_axes, parameter_axes, frozen, stored)
         found = list(solve_layouts(s, limits, batch_axes))
         yield from found
         if not found:
