@@ -18,7 +18,7 @@ from autoshard.backend.compilation import stage
 from autoshard.backend.latencies import compile_with_latencies
 from autoshard.backend.lower import constrain
 from autoshard.backend.process_local import make_global, spans_processes
-from autoshard.backend.same_plan import check_agreement, plan_summary
+from autoshard.backend.same_plan import SAME_COMPILER, check_agreement, collective_order, plan_summary
 from autoshard.backend.stage_branches import without_strays
 from autoshard.cost.compiler_options import user_options
 from autoshard.errors import PACKAGE, MeshError, PlacementWarning, PlanError
@@ -245,6 +245,7 @@ class Executable[P: PlanRecord]:
         Returns:
           The result with the structure ``out_tree``, and the fast path for the next call with such arguments.
         """
+        assert not self.spans_processes or self._sends_alike
         shardings = self._result_shardings_on_caller_mesh()
         return jx.execute(self.compiled, leaves, out_tree, self.program.jaxpr.effects, shardings, self._true_results)
 
@@ -284,6 +285,19 @@ class Executable[P: PlanRecord]:
         program = self.lowered.as_text()  # numbers that are written in it are no part of the plan
         if "callback" not in program:  # has the address of its function, another one in each process
             check_agreement(self.plan.jax_mesh, program, f"the program of {self.program.name}", summary)
+        return True
+
+    @functools.cached_property
+    def _sends_alike(self) -> bool:
+        """Whether what each process compiled starts the same collectives in the same order: else they would wait for
+        one another.
+
+        Raises:
+          PlanError: in every process, if not; names the first that differ.
+        """
+        order = collective_order(self.compiled.as_text() or "")
+        what = f"the order of collectives in the compiled {self.program.name}"
+        check_agreement(self.plan.jax_mesh, json.dumps(order), what, lambda: order, SAME_COMPILER)
         return True
 
     def _is_result(self, i: int, leaf: jax.Array) -> bool:

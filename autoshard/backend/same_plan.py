@@ -1,4 +1,5 @@
-"""Whether the processes that share a mesh made the same plan, and where they did not, in what it differs.
+"""Whether the processes that share a mesh made the same plan, and compiled it to collectives in the same order; where
+they did not, in what it differs.
 
 Digests are compared; only where they differ do the processes send one another what their plans say.
 """
@@ -12,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from autoshard.backend.hlo.text import parse_hlo
 from autoshard.backend.process_local import gather
 from autoshard.errors import PlanError
+from autoshard.machine.collective import COLLECTIVE_KINDS
 from autoshard.plan.record import PlanRecord
 from autoshard.strict_files import cut
 
@@ -40,11 +43,20 @@ def plan_summary(plan: PlanRecord) -> Summary:
     }
 
 
-def check_agreement(mesh: Mesh, text: str, what: str, summary: Callable[[], Summary]) -> None:
+SAME_ARGUMENTS = "The function, its options and the shapes of its arguments must be the same in every process"
+SAME_COMPILER = (
+    "Each process compiles the step for itself, and XLA for GPUs chooses kernels by timing them: run one version of XLA "
+    "on chips of one kind, and leave --xla_gpu_shard_autotuning on"
+)
+
+
+def check_agreement(
+    mesh: Mesh, text: str, what: str, summary: Callable[[], Summary], remedy: str = SAME_ARGUMENTS
+) -> None:
     """Every process that has devices of ``mesh`` must call this, with the same ``text``.
 
     Args:
-      summary: of the plan that ``text`` is of; only asked for where texts differ.
+      summary: of what ``text`` is of; only asked for where texts differ.
 
     Raises:
       PlanError: in every process, if ``what`` the text describes differs; names the first differences.
@@ -60,9 +72,19 @@ def check_agreement(mesh: Mesh, text: str, what: str, summary: Callable[[], Summ
     summaries = dict(zip(sorted(firsts), _of_all(of_processes, summary()), strict=True))
     raise PlanError(
         f"{what} is not the same in processes {devices[0].process_index} and {other.process_index}, which share "
-        f"the mesh: {differences(summaries)}. The function, its options and the shapes of its arguments must be the "
-        "same in every process"
+        f"the mesh: {differences(summaries)}. {remedy}"
     )
+
+
+def collective_order(text: str) -> Summary:
+    """The collectives of a compiled program in the order in which it starts them, by their number in it.
+
+    Args:
+      text: HLO.
+    """
+    instructions = (i for c in parse_hlo(text).computations.values() for i in c.instructions.values())
+    found = [i for i in instructions if i.opcode.removesuffix("-start") in COLLECTIVE_KINDS]
+    return {f"collective {n}": f"{i.opcode} of {i.shape}" for n, i in enumerate(found, 1)}
 
 
 def differences(summaries: Mapping[int, Summary]) -> str:

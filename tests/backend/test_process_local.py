@@ -12,6 +12,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.backend import executable
 from autoshard.backend.process_local import held_rows
 from autoshard.errors import AutoshardError, SpecError
 from tests.two_processes import run
@@ -66,6 +67,11 @@ def program() -> dict[str, Any]:
     found["plans differ"] = outcome(lambda: total(in_shardings=P(dim))(same))
     found["strategy differs"] = outcome(lambda: total(strategy="fsdp" if me else "auto")(same))
     found["mesh differs"] = outcome(lambda: total(mesh=TALL if me else DATA)(same))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if me:
+            patch.setattr(executable, "collective_order", lambda text: {"collective 1": "all-reduce of f32[]"})
+        found["compiled otherwise"] = outcome(lambda: total(in_shardings=P("data"))(same))
 
     step = total(**rows)
     plan = step.plan(jax.ShapeDtypeStruct((4, 2), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32))
@@ -140,6 +146,14 @@ def test_other_plans_in_one_process_are_refused_and_their_differences_named(foun
     for one in found:
         assert one[case].startswith("PlanError: the plan of sums is not the same in processes 0 and 1")
         assert f"which share the mesh: {difference}" in one[case]
+
+
+def test_other_collectives_in_one_process_are_refused_before_they_are_waited_for(found):
+    for one in found:
+        said = one["compiled otherwise"]
+        assert said.startswith("PlanError: the order of collectives in the compiled sums is not the same in processes ")
+        assert "collective 1: all-gather of f32[4,2]{1,0} in process 0, all-reduce of f32[] in process 1" in said
+        assert "--xla_gpu_shard_autotuning" in said
 
 
 def test_an_argument_that_is_the_same_everywhere_is_the_whole(found):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.backend.same_plan import Summary, check_agreement, differences, plan_summary
+from autoshard.backend.same_plan import Summary, check_agreement, collective_order, differences, plan_summary
 
 MESH = {"data": 2, "model": 2}
 
@@ -48,3 +48,18 @@ def test_where_plans_say_the_same_the_function_differs():
 def test_nothing_is_sent_where_digests_agree():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     check_agreement(mesh, "the same", "the plan", lambda: pytest.fail("asked for a summary"))
+
+
+def test_collectives_are_named_in_the_order_in_which_they_start():
+    def order(*lines: str) -> Summary:
+        return collective_order("HloModule step\n\nENTRY main {\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n")
+
+    gather = "a = (f32[4], f32[8]) all-gather-start(w), dimensions={0}"
+    reduce, done = "b = f32[2] all-reduce(x), to_apply=add", "c = f32[8] all-gather-done(a)"
+    assert order(gather, reduce, done) == {
+        "collective 1": "all-gather-start of (f32[4], f32[8])",
+        "collective 2": "all-reduce of f32[2]",
+    }
+    assert differences({0: order(gather, reduce, done), 1: order(reduce, gather, done)}).startswith(
+        "collective 1: all-gather-start of (f32[4], f32[8]) in process 0, all-reduce of f32[2] in process 1; "
+    )

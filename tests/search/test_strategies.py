@@ -22,11 +22,13 @@ MODEL = ModelConfig(layers=LAYERS, scan=False, d_model=256, heads=8, d_ff=1024, 
 ACTIVATION = 8 * MODEL.seq * MODEL.d_model * 4
 
 
-def planned(strategy: str, mesh: dict[str, int], batch: int = 8) -> tuple[Plan, Callable[[], Any]]:
+def planned(
+    strategy: str, mesh: dict[str, int], batch: int = 8, model: ModelConfig = MODEL
+) -> tuple[Plan, Callable[[], Any]]:
     """The plan, and what compiles the step."""
-    steps = make_steps(MODEL, OptimizerConfig(), 100)
+    steps = make_steps(model, OptimizerConfig(), 100)
     state = jax.eval_shape(steps.init, jax.random.key(0))
-    tokens = {k: jax.ShapeDtypeStruct((batch, MODEL.seq), jnp.int32) for k in ("inputs", "targets")}
+    tokens = {k: jax.ShapeDtypeStruct((batch, model.seq), jnp.int32) for k in ("inputs", "targets")}
     step = autoshard.jit(steps.train, mesh=mesh, strategy=strategy, donate_argnums=0)
     return step.plan(state, tokens), lambda: step.lower(state, tokens).compile()
 
@@ -65,6 +67,16 @@ def test_fsdp_tp_splits_the_batch_over_the_first_axis_and_weights_over_both(mesh
             assert set(p.spec.axes) == {"data", "model"}, p.path
     gathered = {c.axes for c in plan.cost.collectives if c.kind == "all-gather" and c.bytes >= 2**16}
     assert ("data",) in gathered
+
+
+def test_fsdp_tp_gathers_a_layer_of_stacked_weights_at_a_time() -> None:
+    model = ModelConfig(layers=4, scan=True, d_model=256, heads=8, d_ff=1024, vocab=1024, seq=64)
+    plan, _ = planned("fsdp_tp", {"data": 4, "model": 2}, 16, model)
+    gathered = [c for c in plan.cost.collectives if c.kind == "all-gather" and c.axes == ("data",)]
+    of_layers = [c for c in gathered if c.count == model.layers and c.bytes >= 2 * model.d_model**2]
+    assert len(of_layers) >= 7  # each product reads its weights, whole over the batch's axis
+    embedding_and_head = model.vocab * model.d_model * 4 // 2
+    assert sum(c.bytes for c in gathered if c.count == 1 and c.bytes >= 2 * model.d_model**2) <= 2 * embedding_and_head
 
 
 def test_no_preset_but_the_replicated_one_leaves_the_state_whole() -> None:
