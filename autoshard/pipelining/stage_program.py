@@ -41,7 +41,7 @@ from autoshard.pipelining.rings import (
 from autoshard.pipelining.segment import evaluate, stacked_results
 from autoshard.pipelining.split_backward import split_backward
 from autoshard.pipelining.stages import Stages
-from autoshard.pipelining.sums_of_parts import Additions, added_up
+from autoshard.pipelining.sums_of_parts import Additions, added_up, spec_after
 from autoshard.pipelining.tick_tables import TickTables, tick_tables
 
 type Values = list[Any]
@@ -139,10 +139,7 @@ class StageProgram:
 
     def _spec_after(self, carry: int) -> PartitionSpec | None:
         """How the plan splits a sum once its parts are added up, if it says so."""
-        eqns = self.additions.get(carry, ())
-        if not eqns:
-            return self.specs.get(self.carries[carry])
-        return eqns[-1].params["sharding"].spec if jx.is_constraint(eqns[-1]) else None
+        return spec_after(self.additions.get(carry, ()), self.specs.get(self.carries[carry]))
 
     def _rows_to_store(self, carry: int, x: Any) -> Any:
         """Of a sum with a row for each layer, [chunk, row, ...], those that this stage stores, their parts added up."""

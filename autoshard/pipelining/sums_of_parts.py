@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import primitives as prims
+from jax.sharding import PartitionSpec
 
 from autoshard import jaxpr as jx
 from autoshard.pipelining.chain import Chain
@@ -45,6 +46,18 @@ def additions(jaxpr: jx.Jaxpr, chain: Chain) -> Additions:
 def sum_after(chain: Chain, found: Additions, carry: int) -> jx.Var:
     """The sum of a carry of the loop, its parts added up."""
     return found[carry][-1].outvars[0] if carry in found else chain.loop.outvars[carry]
+
+
+def spec_after(eqns: Sequence[jx.JaxprEqn], spec: PartitionSpec | None) -> PartitionSpec | None:
+    """How the plan splits what ``eqns`` make of something split as ``spec``; None where it does not say so."""
+    for eqn in eqns:
+        if jx.is_constraint(eqn):
+            spec = eqn.params["sharding"].spec
+        elif spec is not None:
+            added = eqn.params["axes"]
+            whole = all(spec[d] is None for d in added if d < len(spec))
+            spec = PartitionSpec(*(axes for d, axes in enumerate(spec) if d not in added)) if whole else None
+    return spec
 
 
 def added_up(eqns: Sequence[jx.JaxprEqn], x: Any, axis: str) -> Any:
