@@ -5,6 +5,7 @@ A second run of a benchmark then asks only about what has changed.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import jax
 
+import autoshard
 from autoshard.backend.compilation import MemoryUsage, memory_usage, parse_out_of_memory
 from autoshard.machine.mesh import LogicalMesh
 
@@ -75,8 +77,17 @@ def compilers() -> str:
 
 def digest(lowered: jax.stages.Lowered, mesh: LogicalMesh, options: str = "") -> str:
     """Of all that the compiler is given; ``options`` is what it is given beside the program."""
-    given = "\n".join((compilers(), str(mesh), options, lowered.as_text()))
+    latencies = _pricing() if mesh.platform == "gpu" else ""
+    given = "\n".join((compilers(), str(mesh), options, lowered.as_text(), latencies))
     return hashlib.sha256(given.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _pricing() -> str:
+    """A digest of what predicts the latencies that XLA for GPUs is given (`autoshard.backend.latencies`)."""
+    folder = Path(autoshard.__file__).parent / "backend"
+    files = [folder / "latencies.py", folder / "estimate.py", *sorted((folder / "hlo").glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def answer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -88,6 +88,8 @@ class _Plans:
         self.errors: list[MemoryBudgetError] = []
         self.too_large: list[MemoryBudgetError] = []
         """Of what was planned into less than the budget."""
+        self.tried = set[tuple[Pass, ...]]()
+        """Sequences that were planned as they are."""
 
     def attempt(
         self, passes: tuple[Pass, ...], ran: tuple[Pass, ...] | None = None, within: PlanRequest | None = None
@@ -99,6 +101,7 @@ class _Plans:
           within: what is planned, with a lower budget.
         """
         to_beat = math.inf if ran is None else self.goal()
+        self.tried.add(ran or passes)
         try:
             planned = plan_program(self.traced, ran or passes, within or self.request, to_beat)
         except MemoryBudgetError as e:
@@ -146,10 +149,23 @@ def _save_memory(plans: _Plans) -> None:
     if traced.pipeline is None or plans.fitting:
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
         enough = bisect.bisect_left(sequences, True, lo=1, key=plans.attempt)
+        _save_less(plans, sequences)
     axes = axes_of_batch(plans.fitting[0].plan) if plans.fitting else None
     for first, *_ in with_each_optional(traced, (), options, saving=True, batch_axes=axes):
         less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
         bisect.bisect_left(less, True, key=lambda passes, first=first: plans.attempt(passes, (first, *passes)))
+
+
+def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
+    """From the fastest plan, for which memory rules out a faster layout, tries what saves less while it is faster: in
+    another layout it may fit."""
+    while plans.fitting and is_memory_bound((fit := plans.fastest()).plan):
+        at = sequences.index(fit.passes)
+        if at < 2 or sequences[at - 1] in plans.tried:
+            return
+        plans.attempt(sequences[at - 1])
+        if plans.fastest() is fit:
+            return
 
 
 def _hold_by_value(plans: _Plans) -> None:
