@@ -252,7 +252,9 @@ def solve_milp(problem: Problem) -> Solution:
         columns += n * m
     for budget in problem.budgets:
         terms = [(first_column[i] + k, x) for i, load in budget.loads.items() for k, x in enumerate(load)]
-        add_row(terms, -math.inf, budget.limit)
+        # HiGHS's tolerances are absolute, and where it rounds out of them it prints.
+        unit = max(1.0, abs(budget.limit) / 1e4)
+        add_row([(c, x / unit) for c, x in terms], -math.inf, budget.limit / unit)
     costs = np.concatenate(cost)
     forbidden = ~np.isfinite(costs)
     rows, cols, coefficients = zip(*entries, strict=True)
