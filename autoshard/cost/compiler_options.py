@@ -74,6 +74,8 @@ ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
 """The option that lets all-to-alls run beside what does not wait for them."""
 ALL_REDUCES_COMBINED = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28}
 """The option that raises the bytes up to which all-reduces become one."""
+ALL_REDUCES_APART = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**24}
+"""The option that lowers them: between nodes larger ones are no faster together, and each may run as soon as it can."""
 STREAM_WITHIN_NODES = {"xla_gpu_collective_domain_assignment": "scale_up_fabric"}
 """The option that gives collectives within a node a stream, beside which one between nodes may be under way."""
 _STREAMS_SINCE = (0, 12)
@@ -198,7 +200,7 @@ def effective_options(
         own |= {"tpu": beside, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
     streams = mesh.platform == "gpu" and jax.__version_info__ >= _STREAMS_SINCE
     if streams and _take_two_kinds_of_links(collectives, mesh):
-        own |= STREAM_WITHIN_NODES
+        own = ALL_REDUCES_APART | STREAM_WITHIN_NODES | own
     return tuple(sorted({**own, **dict(given)}.items()))
 
 

@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -199,9 +199,34 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
             now += seconds
             made.update(dict.fromkeys(gradients.intersection(nodes[n].results), now))
         in_order = sorted(read, key=lambda v: read[v])
-        gathers = [_Window(v, 0.0, now if v in ahead else read[v], takes(ALL_GATHER, v)) for v in in_order]
+        early = ahead if not made else {}  # else over fast links alone, which take less
+        gathers = [_Window(v, 0.0, now if v in early else read[v], takes(ALL_GATHER, v)) for v in in_order]
         found.update(_in_order([*gathers, *(_Window(v, made[v], now, takes(ALL_REDUCE, v)) for v in made)]))
+        if mesh.platform == "gpu":
+            found.update(_beside_gradients(graph, inside, gradients))
     return found
+
+
+def _beside_gradients(graph: Graph, inside: Sequence[int], gradients: Container[int]) -> Mapping[int, float]:
+    """How long products that make gradients run beside activations of the backward pass: beside what another product
+    makes of the same cotangent, and beside that cotangent. What only gradients are made of has that other product."""
+    nodes, seconds = graph.nodes, {n: product_seconds(graph.nodes[n].kind, graph.program.mesh) for n in inside}
+    found, makes_gradient = defaultdict[int, float](float), {n: nodes[n].results[0] in gradients for n in inside}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for n in inside:
+        for v in dict.fromkeys(nodes[n].operands) if not makes_gradient[n] else ():
+            readers[v].append(n)
+    for n in filter(makes_gradient.__getitem__, inside):
+        others = list(dict.fromkeys(m for v in nodes[n].operands for m in readers[v]))
+        for v in nodes[n].operands:
+            if readers[v]:
+                found[v] += seconds[n]
+            else:
+                found[v] = max(found[v], sum(seconds[m] for m in others))
+        for m in others:
+            for v in nodes[m].results:
+                found[v] += seconds[n]
+    return {v: float(f"{x:.6g}") for v, x in found.items()}
 
 
 def gathered_ahead(graph: Graph) -> Mapping[int, int]:
@@ -218,6 +243,12 @@ def gathered_ahead(graph: Graph) -> Mapping[int, int]:
         if loop_of[n] != STEP and (is_row or (same and found.keys() >= {*node.operands})):
             found.update(dict.fromkeys(of_weights.intersection(node.results), loop_of[n]))
     return found
+
+
+def loops_with_gradients(graph: Graph) -> set[int]:
+    """The loops in which products make gradients of weights."""
+    gradients, loop_of = _gradients(graph), _innermost_loops(graph)
+    return {loop_of[n] for n, node in enumerate(graph.nodes) if not gradients.isdisjoint(node.results)}
 
 
 def _in_order(windows: Iterable[_Window]) -> Mapping[int, float]:
@@ -251,14 +282,15 @@ def _innermost_loops(graph: Graph) -> list[int]:
 
 def weights(graph: Graph) -> set[int]:
     """The values that are computed of arguments alone that calls carry, without a product: parameters, slices of them
-    in loops, casts."""
+    in loops, casts, and stacks of these that a loop leaves to the next."""
     carried = _carried(graph)
     batch = argument_roles(graph).batch
     found = {v for i, v in enumerate(graph.inputs) if i not in batch}
     for node in graph.nodes:
         read = [v for v in node.operands if v]
         if read and not node.kind.flops and found.issuperset(read):
-            found.update(v for v in node.results if v not in carried)
+            stacks = node.tie and len(node.kind.shapes[0]) < len(node.kind.shapes[-1])
+            found.update(v for v in node.results if stacks or v not in carried)
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autoshard.cost.cost import CostModel
 from autoshard.cost.memory import MemoryModel
 from autoshard.cost.node_cost import NodeCost
-from autoshard.cost.overlap import exposed_values, gathered_ahead, gathered_axis
+from autoshard.cost.overlap import exposed_values, gathered_ahead, gathered_axis, loops_with_gradients
 from autoshard.cost.reshard import reshard_path, spec_after_reduction
 from autoshard.ir.graph import Graph, Node, Value
 from autoshard.ir.program import Program
@@ -111,14 +111,20 @@ def gathers_ahead(
     constraints: Sequence[Constraint], graph: Graph, model: MemoryModel, room: float
 ) -> tuple[tuple[Constraint, ...], int]:
     """``constraints``, those marked that gather rows of stacked weights an iteration ahead, and the bytes of each
-    device that this takes: of the loop that gathers most, twice what it gathers in an iteration.
+    device that this takes: of the loop that gathers most, twice what it gathers in an iteration. Where an iteration ends
+    with reductions of gradients, which take the slowest link, no gather over that link is put there too.
 
     Args:
       room: bytes of each device. Loops that take more gather as they read.
     """
     loops, taken = gathered_ahead(graph), defaultdict[int, dict[tuple[int, Spec], int]](dict)
+    mesh, busy = graph.program.mesh, loops_with_gradients(graph)
+    slowest = mesh.slowest_link(mesh.nontrivial_axes)
     for c in constraints:
         if c.node is not None and c.value in loops and c.resharded_from and _only_gathers(c.resharded_from, c.first):
+            over = tuple(a for a in c.resharded_from.axes if a not in c.first.axes)
+            if loops[c.value] in busy and mesh.slowest_link(over) == slowest:
+                continue
             taken[loops[c.value]][c.value, c.first] = model.size(c.value, c.first)
     fitting = {loop: 2 * sum(sizes.values()) for loop, sizes in taken.items() if 2 * sum(sizes.values()) <= room}
     early = {key for loop in fitting for key in taken[loop]}
