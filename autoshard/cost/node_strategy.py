@@ -231,8 +231,10 @@ def compute_seconds(
     if kind.tie:  # slices of a stacked operand or result of a loop are copied, as are transfers; others move nothing
         if kind.host_transfer:
             return minimum(local) / hardware.host_bandwidth if hardware.host_bandwidth else 0.0
-        ranks = {len(n) for n in kind.shapes}
-        return minimum(local) / hardware.memory_rate if len(ranks) > 1 else 0.0
+        row, *_, made = map(len, kind.shapes)
+        # Stacks are cleared before the loop. What writes a row reads it too, where that is not fused into what makes it.
+        times = 3 if made > row and not hardware.fused_products else 1
+        return times * minimum(local) / hardware.memory_rate if made != row else 0.0
     operands = len(kind.rule.operands)
     traffic = kind.traffic or (float(bool(kind.flops)),) * operands + (1.0,) * len(kind.rule.results)
     steps = sum(local[len(traffic) :])  # what one step of an operation writes and another reads

@@ -217,15 +217,14 @@ def _beside_gradients(graph: Graph, inside: Sequence[int], gradients: Container[
         for v in dict.fromkeys(nodes[n].operands) if not makes_gradient[n] else ():
             readers[v].append(n)
     for n in filter(makes_gradient.__getitem__, inside):
-        others = list(dict.fromkeys(m for v in nodes[n].operands for m in readers[v]))
-        for v in nodes[n].operands:
-            if readers[v]:
-                found[v] += seconds[n]
-            else:
+        others = dict.fromkeys(m for v in nodes[n].operands for m in readers[v])
+        made_of = dict.fromkeys(nodes[n].operands)
+        claims = [v for v in made_of if readers[v]] + [v for m in others for v in nodes[m].results]
+        for v in claims:
+            found[v] += seconds[n] / len(claims)
+        for v in made_of:
+            if not readers[v]:
                 found[v] = max(found[v], sum(seconds[m] for m in others))
-        for m in others:
-            for v in nodes[m].results:
-                found[v] += seconds[n]
     return {v: float(f"{x:.6g}") for v, x in found.items()}
 
 
