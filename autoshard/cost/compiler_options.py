@@ -28,6 +28,10 @@ than 16 chips it compiles no other (`Hardware.async_all_to_all_up_to`), and plan
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
 There the plan raises that size.
 
+*All-reduces between nodes apart.* Up to 30 MiB of gradients become one all-reduce, which begins when the last of them is
+made. Between nodes a large one takes its bytes, alone or with others: there the plan lowers that size, and the gradients
+of a layer that are made first are reduced beside the products of the others.
+
 *A stream within nodes.* Between nodes of GPUs collectives take other links than within them. By default XLA has all in
 one stream, and one under way at a time. Where all-to-alls go over one kind of link and others over another, as in
 mixtures of experts, the plan has XLA give those within a node a stream of their own, which it can since JAX 0.12.
@@ -45,7 +49,7 @@ from typing import Any
 import jax
 
 from autoshard.ir.graph import Graph
-from autoshard.machine.collective import ALL_TO_ALL, Collective
+from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL, Collective
 from autoshard.machine.mesh import LogicalMesh
 
 CompilerOptions = tuple[tuple[str, Any], ...]
@@ -82,16 +86,22 @@ _STREAMS_SINCE = (0, 12)
 """JAX whose XLA has that option."""
 COPIES_BY_REGIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 """The option that has XLA for CPU look into branches before it copies what passes through them."""
-OWN_OPTIONS = (
-    NO_ALL_GATHER_FUSION
-    | LATE_REMATERIALIZATION
-    | SCHEDULING_IN_ALL_MEMORY
-    | SPARSE_CORE_COLLECTIVES
-    | ASYNC_ALL_TO_ALL
-    | ALL_REDUCES_COMBINED
-    | STREAM_WITHIN_NODES
-    | COPIES_BY_REGIONS
+OWN_OPTIONS = frozenset(
+    pair
+    for options in (
+        NO_ALL_GATHER_FUSION,
+        LATE_REMATERIALIZATION,
+        SCHEDULING_IN_ALL_MEMORY,
+        SPARSE_CORE_COLLECTIVES,
+        ASYNC_ALL_TO_ALL,
+        ALL_REDUCES_COMBINED,
+        ALL_REDUCES_APART,
+        STREAM_WITHIN_NODES,
+        COPIES_BY_REGIONS,
+    )
+    for pair in options.items()
 )
+"""Names and values."""
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
 its inverse of the memory is predicted to be used, XLA may come to recompute."""
@@ -200,7 +210,9 @@ def effective_options(
         own |= {"tpu": beside, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
     streams = mesh.platform == "gpu" and jax.__version_info__ >= _STREAMS_SINCE
     if streams and _take_two_kinds_of_links(collectives, mesh):
-        own = ALL_REDUCES_APART | STREAM_WITHIN_NODES | own
+        own |= STREAM_WITHIN_NODES
+    if mesh.platform == "gpu" and _reduce_between_nodes(collectives, mesh):
+        own = ALL_REDUCES_APART | own
     return tuple(sorted({**own, **dict(given)}.items()))
 
 
@@ -221,6 +233,14 @@ def _take_two_kinds_of_links(collectives: Sequence[Collective], mesh: LogicalMes
     return any(a != b for a in exchanges for b in others)
 
 
+def _reduce_between_nodes(collectives: Sequence[Collective], mesh: LogicalMesh) -> bool:
+    """Whether loops reduce over a slower kind of link than others there are."""
+    slowest = mesh.slowest_link(mesh.nontrivial_axes)
+    over = {mesh.slowest_link((a,)) for a in mesh.nontrivial_axes}
+    reduced = (c for c in collectives if c.kind == ALL_REDUCE and c.axes and c.count > 1)
+    return len(over) > 1 and any(mesh.slowest_link(c.axes) == slowest for c in reduced)
+
+
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:
     size = mesh.hardware.scoped_vmem if mesh.platform == "tpu" else 0
     return {SCOPED_VMEM: size // 1024} if size else {}
@@ -228,8 +248,8 @@ def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:
 
 def user_options(options: CompilerOptions, mesh: LogicalMesh) -> CompilerOptions:
     """``options`` of a plan for ``mesh`` without those that `effective_options` added."""
-    own = OWN_OPTIONS | _scoped_vmem(mesh)
-    return tuple((name, x) for name, x in options if own.get(name) != x)
+    own = OWN_OPTIONS | _scoped_vmem(mesh).items()
+    return tuple(pair for pair in options if pair not in own)
 
 
 def other_options(options: CompilerOptions, given: CompilerOptions) -> dict[str, Any]:

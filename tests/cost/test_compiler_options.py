@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import MeshConfig, Plan, jit
 from autoshard.cost.compiler_options import (
+    ALL_REDUCES_APART,
     ALL_REDUCES_COMBINED,
     ASYNC_ALL_TO_ALL,
     HARMLESS,
@@ -19,9 +20,11 @@ from autoshard.cost.compiler_options import (
     SCOPED_VMEM,
     SPARSE_CORE_COLLECTIVES,
     STREAM_WITHIN_NODES,
+    effective_options,
     user_options,
 )
 from autoshard.errors import MemoryBudgetError, PlanError
+from autoshard.machine.collective import ALL_REDUCE, Collective
 from benchmarks.target_cases import PROGRAMS
 from tests.experts import added_up, arrays, gradient
 
@@ -230,7 +233,7 @@ def test_an_option_that_is_not_harmless_is_not_taken_from_a_plan(name, value, tm
 
 
 def test_what_a_plan_sets_itself_is_harmless():
-    assert OWN_OPTIONS.keys() <= HARMLESS
+    assert {name for name, _ in OWN_OPTIONS} <= HARMLESS
 
 
 @pytest.mark.parametrize("value", [["a"], {"a": 1}, None])
@@ -238,3 +241,24 @@ def test_an_option_has_one_value(value):
     stored = jit(product, mesh={"data": 8}).plan(IMAGES, FILTERS).to_json()
     with pytest.raises(PlanError, match="compiler_options"):
         Plan.from_json({**stored, "compiler_options": [["xla_cpu_enable_fast_math", value]]})
+
+
+@pytest.mark.parametrize(
+    ("axes", "nodes", "own"),
+    [
+        ({"data": 2, "model": 8}, 2, ALL_REDUCES_APART),
+        ({"model": 8, "data": 2}, 2, {}),
+        ({"data": 8}, 1, {}),
+    ],
+)
+def test_large_all_reduces_of_layers_between_nodes_are_not_combined(axes, nodes, own):
+    mesh, x = MeshConfig(axes=axes, gpu="h100", nodes=nodes), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    graph = jit(lambda x: x @ x, mesh=mesh).plan(x).study.graph
+
+    def options(count: int) -> dict[str, Any]:
+        reduced = Collective(ALL_REDUCE, ("data",), 1 << 25, count)
+        return dict(effective_options(graph, 0.0, [reduced], disable_fusion=False, given=()))
+
+    assert options(4) == own
+    assert not user_options(tuple(own.items()), graph.program.mesh)
+    assert not options(1)  # after the loops
