@@ -28,9 +28,9 @@ than 16 chips it compiles no other (`Hardware.async_all_to_all_up_to`), and plan
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
 There the plan raises that size.
 
-*All-reduces between nodes apart.* Up to 30 MiB of gradients become one all-reduce, which begins when the last of them is
-made. Between nodes a large one takes its bytes, alone or with others: there the plan lowers that size, and the gradients
-of a layer that are made first are reduced beside the products of the others.
+*All-reduces a layer later.* Gradients of a loop's layers are reduced at the end of an iteration, where little is left to
+compute beside them. XLA for GPU scatters such sums in the next iteration by default, and where the plan reduces them
+between nodes it asks for the same: all of that iteration is beside them then.
 
 *A stream within nodes.* Between nodes of GPUs collectives take other links than within them. By default XLA has all in
 one stream, and one under way at a time. Where all-to-alls go over one kind of link and others over another, as in
@@ -78,12 +78,12 @@ ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
 """The option that lets all-to-alls run beside what does not wait for them."""
 ALL_REDUCES_COMBINED = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28}
 """The option that raises the bytes up to which all-reduces become one."""
-ALL_REDUCES_APART = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**24}
-"""The option that lowers them: between nodes larger ones are no faster together, and each may run as soon as it can."""
+LATE_ALL_REDUCES = {"xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON"}
+"""The option that has a loop reduce what an iteration has made in the next one."""
 STREAM_WITHIN_NODES = {"xla_gpu_collective_domain_assignment": "scale_up_fabric"}
 """The option that gives collectives within a node a stream, beside which one between nodes may be under way."""
-_STREAMS_SINCE = (0, 12)
-"""JAX whose XLA has that option."""
+_NAMED_SINCE = (0, 12)
+"""JAX whose XLA has these two options."""
 COPIES_BY_REGIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 """The option that has XLA for CPU look into branches before it copies what passes through them."""
 OWN_OPTIONS = frozenset(
@@ -95,7 +95,7 @@ OWN_OPTIONS = frozenset(
         SPARSE_CORE_COLLECTIVES,
         ASYNC_ALL_TO_ALL,
         ALL_REDUCES_COMBINED,
-        ALL_REDUCES_APART,
+        LATE_ALL_REDUCES,
         STREAM_WITHIN_NODES,
         COPIES_BY_REGIONS,
     )
@@ -134,6 +134,9 @@ HARMLESS = frozenset(
         "xla_gpu_enable_while_loop_double_buffering",
         "xla_gpu_exclude_nondeterministic_ops",
         "xla_gpu_memory_limit_slop_factor",
+        "xla_gpu_pipeline_all_gather",
+        "xla_gpu_pipeline_all_reduce",
+        "xla_gpu_pipeline_reduce_scatter",
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         "xla_jf_rematerialization_percent_shared_memory_limit",
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
@@ -208,11 +211,11 @@ def effective_options(
     if _exchanges_rows(graph):
         beside = ASYNC_ALL_TO_ALL if mesh.size <= mesh.hardware.async_all_to_all_up_to else {}
         own |= {"tpu": beside, "gpu": ALL_REDUCES_COMBINED}.get(mesh.platform, {})
-    streams = mesh.platform == "gpu" and jax.__version_info__ >= _STREAMS_SINCE
-    if streams and _take_two_kinds_of_links(collectives, mesh):
+    named_so = mesh.platform == "gpu" and jax.__version_info__ >= _NAMED_SINCE
+    if named_so and _take_two_kinds_of_links(collectives, mesh):
         own |= STREAM_WITHIN_NODES
-    if mesh.platform == "gpu" and _reduce_between_nodes(collectives, mesh):
-        own = ALL_REDUCES_APART | own
+    if named_so and _reduce_between_nodes(collectives, mesh):
+        own |= LATE_ALL_REDUCES
     return tuple(sorted({**own, **dict(given)}.items()))
 
 

@@ -201,7 +201,10 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
         in_order = sorted(read, key=lambda v: read[v])
         early = ahead if not made else {}  # else over fast links alone, which take less
         gathers = [_Window(v, 0.0, now if v in early else read[v], takes(ALL_GATHER, v)) for v in in_order]
-        found.update(_in_order([*gathers, *(_Window(v, made[v], now, takes(ALL_REDUCE, v)) for v in made)]))
+        late = mesh.platform == "gpu" and loop_of[inside[0]] != STEP  # in the next iteration
+        found.update(
+            _in_order([*gathers, *(_Window(v, 0.0 if late else made[v], now, takes(ALL_REDUCE, v)) for v in made)])
+        )
         if mesh.platform == "gpu":
             found.update(_beside_gradients(graph, inside, gradients))
     return found

@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import MeshConfig, Plan, jit
 from autoshard.cost.compiler_options import (
-    ALL_REDUCES_APART,
     ALL_REDUCES_COMBINED,
     ASYNC_ALL_TO_ALL,
     HARMLESS,
+    LATE_ALL_REDUCES,
     LATE_REMATERIALIZATION,
     NO_ALL_GATHER_FUSION,
     OWN_OPTIONS,
@@ -246,12 +246,12 @@ def test_an_option_has_one_value(value):
 @pytest.mark.parametrize(
     ("axes", "nodes", "own"),
     [
-        ({"data": 2, "model": 8}, 2, ALL_REDUCES_APART),
+        ({"data": 2, "model": 8}, 2, LATE_ALL_REDUCES),
         ({"model": 8, "data": 2}, 2, {}),
         ({"data": 8}, 1, {}),
     ],
 )
-def test_large_all_reduces_of_layers_between_nodes_are_not_combined(axes, nodes, own):
+def test_what_layers_all_reduce_between_nodes_is_reduced_a_layer_later(axes, nodes, own):
     mesh, x = MeshConfig(axes=axes, gpu="h100", nodes=nodes), jax.ShapeDtypeStruct((512, 512), jnp.float32)
     graph = jit(lambda x: x @ x, mesh=mesh).plan(x).study.graph
 
