@@ -354,7 +354,7 @@ class _Lowering:
                 found.append(shared[key])
             else:
                 value, begin = self.value_of[var], len(eqns)
-                shardings = self.operand_shardings.get((value, node), ()) if node is not None else ()
+                shardings = [*self.operand_shardings.get((value, node), ())] if node is not None else []
                 if (value, node) in self.ahead and (value, shardings[0]) in self.early:
                     found.append(self._constrain_through(self.early[value, shardings[0]], shardings[1:], eqn, eqns))
                     continue

@@ -45,8 +45,8 @@ def plan_summary(plan: PlanRecord) -> Summary:
 
 SAME_ARGUMENTS = "The function, its options and the shapes of its arguments must be the same in every process"
 SAME_COMPILER = (
-    "Each process compiles the step for itself, and XLA for GPUs chooses kernels by timing them: run one version of XLA "
-    "on chips of one kind, and leave --xla_gpu_shard_autotuning on"
+    "Each process compiles the step for itself, and XLA for GPUs chooses kernels by timing them: run one version of XLA"
+    " on chips of one kind, and leave --xla_gpu_shard_autotuning on"
 )
 
 

@@ -28,8 +28,8 @@ than 16 chips it compiles no other (`Hardware.async_all_to_all_up_to`), and plan
 combines no all-reduces above 30 MiB: it starts these one after the other, with nothing between, and waits for each.
 There the plan raises that size.
 
-*All-reduces a layer later.* Gradients of a loop's layers are reduced at the end of an iteration, where little is left to
-compute beside them. XLA for GPU scatters such sums in the next iteration by default, and where the plan reduces them
+*All-reduces a layer later.* Gradients of a loop's layers are reduced at the end of an iteration, where little is left
+to compute beside them. XLA for GPU scatters such sums in the next iteration by default, and where the plan reduces them
 between nodes it asks for the same: all of that iteration is beside them then.
 
 *A stream within nodes.* Between nodes of GPUs collectives take other links than within them. By default XLA has all in
@@ -240,8 +240,8 @@ def _reduce_between_nodes(collectives: Sequence[Collective], mesh: LogicalMesh) 
     """Whether loops reduce over a slower kind of link than others there are."""
     slowest = mesh.slowest_link(mesh.nontrivial_axes)
     over = {mesh.slowest_link((a,)) for a in mesh.nontrivial_axes}
-    reduced = (c for c in collectives if c.kind == ALL_REDUCE and c.axes and c.count > 1)
-    return len(over) > 1 and any(mesh.slowest_link(c.axes) == slowest for c in reduced)
+    reduced = (c.axes for c in collectives if c.kind == ALL_REDUCE and c.count > 1)
+    return len(over) > 1 and any(mesh.slowest_link(axes) == slowest for axes in reduced if axes)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

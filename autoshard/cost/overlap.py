@@ -239,8 +239,8 @@ def gathered_ahead(graph: Graph) -> Mapping[int, int]:
         return found
     loop_of, of_weights = _innermost_loops(graph), weights(graph)
     for n, node in enumerate(graph.nodes):
-        (stacked, *_), (*_, made) = node.kind.shapes or ((),), node.kind.shapes or ((),)
-        is_row = node.tie and len(stacked) > len(made) and stacked[0] >= MIN_LAYERS
+        shapes = node.kind.shapes
+        is_row = node.tie and len(shapes[0]) > len(shapes[-1]) and shapes[0][0] >= MIN_LAYERS
         same = node.kind.traits.casts or node.kind.traits.constrains
         if loop_of[n] != STEP and (is_row or (same and found.keys() >= {*node.operands})):
             found.update(dict.fromkeys(of_weights.intersection(node.results), loop_of[n]))

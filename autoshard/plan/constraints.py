@@ -111,8 +111,8 @@ def gathers_ahead(
     constraints: Sequence[Constraint], graph: Graph, model: MemoryModel, room: float
 ) -> tuple[tuple[Constraint, ...], int]:
     """``constraints``, those marked that gather rows of stacked weights an iteration ahead, and the bytes of each
-    device that this takes: of the loop that gathers most, twice what it gathers in an iteration. Where an iteration ends
-    with reductions of gradients, which take the slowest link, no gather over that link is put there too.
+    device that this takes: of the loop that gathers most, twice what it gathers in an iteration. Where iterations make
+    gradients, whose reductions take the slowest link, only gathers over others are.
 
     Args:
       room: bytes of each device. Loops that take more gather as they read.

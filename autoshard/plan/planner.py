@@ -16,7 +16,7 @@ from autoshard.ir.dim_classes import DimClass
 from autoshard.ir.graph import BACKWARD, Diagnostic, Graph, Node
 from autoshard.ir.program import Leaf, Program, aval_text
 from autoshard.ir.propagate import Layout
-from autoshard.ir.spec import Axes, replicated
+from autoshard.ir.spec import Axes, Spec, replicated
 from autoshard.jaxpr import dtype_name, source
 from autoshard.pipelining.price import PipelinePrice, price_pipeline
 from autoshard.plan.constraints import gathers_ahead, islands, reshard_waypoints, sharding_constraints
@@ -75,7 +75,7 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
     constraints = sharding_constraints(graph, layout, s.cost_model, [p.spec for p in outputs])
     room = min(budget_of(request, program), program.mesh.hardware.remat_threshold) - best.memory.peak
     constraints, taken = gathers_ahead(constraints, graph, s.memory_model, room)
-    ahead = {(c.value, c.spec): bool(c.waypoints) for c in constraints if c.ahead}
+    ahead: dict[tuple[int, Spec | None], bool] = {(c.value, c.spec): bool(c.waypoints) for c in constraints if c.ahead}
     memory = replace(best.memory, temporaries=best.memory.temporaries + taken, peak=best.memory.peak + taken)
     return PlanRecord(
         name=program.name,
