@@ -29,8 +29,8 @@ combines no all-reduces above 30 MiB: it starts these one after the other, with 
 There the plan raises that size.
 
 *All-reduces a layer later.* Gradients of a loop's layers are reduced at the end of an iteration, where little is left
-to compute beside them. XLA for GPU scatters such sums in the next iteration by default, and where the plan reduces them
-between nodes it asks for the same: all of that iteration is beside them then.
+to compute beside them. XLA for GPU scatters such sums in the next iteration by default, beside all of it; the plan asks
+for the same where it all-reduces them.
 
 *A stream within nodes.* Between nodes of GPUs collectives take other links than within them. By default XLA has all in
 one stream, and one under way at a time. Where all-to-alls go over one kind of link and others over another, as in
@@ -214,7 +214,7 @@ def effective_options(
     named_so = mesh.platform == "gpu" and jax.__version_info__ >= _NAMED_SINCE
     if named_so and _take_two_kinds_of_links(collectives, mesh):
         own |= STREAM_WITHIN_NODES
-    if named_so and _reduce_between_nodes(collectives, mesh):
+    if named_so and any(c.kind == ALL_REDUCE and c.count > 1 for c in collectives):
         own |= LATE_ALL_REDUCES
     return tuple(sorted({**own, **dict(given)}.items()))
 
@@ -234,14 +234,6 @@ def _take_two_kinds_of_links(collectives: Sequence[Collective], mesh: LogicalMes
     exchanges = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind == ALL_TO_ALL}
     others = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind != ALL_TO_ALL}
     return any(a != b for a in exchanges for b in others)
-
-
-def _reduce_between_nodes(collectives: Sequence[Collective], mesh: LogicalMesh) -> bool:
-    """Whether loops reduce over a slower kind of link than others there are."""
-    slowest = mesh.slowest_link(mesh.nontrivial_axes)
-    over = {mesh.slowest_link((a,)) for a in mesh.nontrivial_axes}
-    reduced = (c.axes for c in collectives if c.kind == ALL_REDUCE and c.count > 1)
-    return len(over) > 1 and any(mesh.slowest_link(axes) == slowest for axes in reduced if axes)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

@@ -243,22 +243,14 @@ def test_an_option_has_one_value(value):
         Plan.from_json({**stored, "compiler_options": [["xla_cpu_enable_fast_math", value]]})
 
 
-@pytest.mark.parametrize(
-    ("axes", "nodes", "own"),
-    [
-        ({"data": 2, "model": 8}, 2, LATE_ALL_REDUCES),
-        ({"model": 8, "data": 2}, 2, {}),
-        ({"data": 8}, 1, {}),
-    ],
-)
-def test_what_layers_all_reduce_between_nodes_is_reduced_a_layer_later(axes, nodes, own):
-    mesh, x = MeshConfig(axes=axes, gpu="h100", nodes=nodes), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+def test_what_layers_all_reduce_on_gpus_is_reduced_a_layer_later():
+    mesh, x = MeshConfig(axes={"data": 8}, gpu="h100"), jax.ShapeDtypeStruct((512, 512), jnp.float32)
     graph = jit(lambda x: x @ x, mesh=mesh).plan(x).study.graph
 
     def options(count: int) -> dict[str, Any]:
         reduced = Collective(ALL_REDUCE, ("data",), 1 << 25, count)
         return dict(effective_options(graph, 0.0, [reduced], disable_fusion=False, given=()))
 
-    assert options(4) == own
-    assert not user_options(tuple(own.items()), graph.program.mesh)
+    assert options(4) == LATE_ALL_REDUCES
+    assert not user_options(tuple(LATE_ALL_REDUCES.items()), graph.program.mesh)
     assert not options(1)  # after the loops
