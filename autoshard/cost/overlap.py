@@ -11,7 +11,12 @@ values have time (`OpKind.beside`):
 Products of an inner loop do not count: XLA runs no collective beside a loop.
 
 Their collectives run one after the other: gathers first, in the order in which they are read, then reductions, in the
-order in which they are made. How long those before take is counted as if every weight was split over all devices.
+order in which they are made. How long those before take is counted as if every weight was split over all devices, on
+GPUs over those between which the link is slowest.
+
+On GPUs loops do more. Weights of the next layer are gathered beside all products of this one (`gathered_ahead`), and its
+gradients are reduced beside those of the next (`autoshard.cost.compiler_options`). And what moves activations of the
+backward pass runs beside the products that only gradients wait for (`_beside_gradients`).
 The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the products last (`seconds_waited`).
 
 In a stage of a pipeline nothing is counted so. Where the chip would compute nothing meanwhile, though, an all-gather
