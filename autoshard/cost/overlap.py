@@ -14,9 +14,9 @@ Their collectives run one after the other: gathers first, in the order in which 
 order in which they are made. How long those before take is counted as if every weight was split over all devices, on
 GPUs over those between which the link is slowest.
 
-On GPUs loops do more. Weights of the next layer are gathered beside all products of this one (`gathered_ahead`), and its
-gradients are reduced beside those of the next (`autoshard.cost.compiler_options`). And what moves activations of the
-backward pass runs beside the products that only gradients wait for (`_beside_gradients`).
+On GPUs loops do more. Weights of the next layer are gathered beside all products of this one (`gathered_ahead`), and
+its gradients are reduced beside those of the next (`autoshard.cost.compiler_options`). And what moves activations of
+the backward pass runs beside the products that only gradients wait for (`_beside_gradients`).
 The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the products last (`seconds_waited`).
 
 In a stage of a pipeline nothing is counted so. Where the chip would compute nothing meanwhile, though, an all-gather
@@ -30,7 +30,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -63,19 +63,19 @@ class _Window(NamedTuple):
 
 
 def seconds_waited(
-    seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, *, ring_share: Any = 0.0, compute: Any = math.inf
+    seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, *, share: Any = 1.0, compute: Any = math.inf
 ) -> Any:
     """The part of ``seconds``, a number or an array, in which a device waits for the reshard of the operand or result
     at this position.
 
     Args:
-      ring_share: of ``seconds``, what runs in a ring (`share_in_ring`).
+      share: of ``seconds``, what can be hidden (`share_hidden`).
       compute: seconds of the product.
     """
     if kind.ring_product:
-        return seconds - np.minimum(ring_share * seconds, compute)
+        return seconds - np.minimum(share * seconds, compute)
     beside = kind.beside[position] if kind.beside is not None else 0.0
-    return seconds - np.minimum(mesh.hardware.hidden_collectives * seconds, beside) if beside else seconds
+    return seconds - np.minimum(mesh.hardware.hidden_collectives * share * seconds, beside) if beside else seconds
 
 
 class Resharded(NamedTuple):
@@ -89,20 +89,31 @@ class Resharded(NamedTuple):
 
 def seconds_waited_by(kind: OpKind, moved: Sequence[Resharded], compute: float, mesh: LogicalMesh) -> list[float]:
     """`seconds_waited` of each of what a node reshards: all of its rings run beside ``compute`` seconds, no more."""
-    shares = [share_in_ring(kind, m.position, m.before, m.after, mesh) for m in moved]
-    in_rings = sum(m.seconds * share for m, share in zip(moved, shares, strict=True))
+    shares = [share_hidden(kind, m.position, m.before, m.after, mesh) for m in moved]
+    in_rings = sum(m.seconds * share for m, share in zip(moved, shares, strict=True)) if kind.ring_product else 0.0
     hidden = min(1.0, compute / in_rings) if in_rings else 1.0
     return [
-        float(seconds_waited(m.seconds, kind, m.position, mesh, ring_share=share * hidden))
+        float(seconds_waited(m.seconds, kind, m.position, mesh, share=share * hidden))
         for m, share in zip(moved, shares, strict=True)
     ]
 
 
-def share_in_ring(kind: OpKind, position: int, before: Spec, after: Spec, mesh: LogicalMesh) -> float:
-    """The share of the seconds of a reshard of the operand or result at this position that runs in a ring."""
-    if not kind.ring_product:
-        return 0.0
-    return ring_reshards(before, ring_dims(kind, position), mesh).get(after, 0.0)
+def share_hidden(kind: OpKind, position: int, before: Spec, after: Spec, mesh: LogicalMesh) -> float:
+    """The share of the seconds of a reshard of the operand or result at this position that can be hidden: what runs in
+    a ring, or all of it, but over slow links where only others count."""
+    if kind.ring_product:
+        return ring_reshards(before, ring_dims(kind, position), mesh).get(after, 0.0)
+    return 0.0 if position in kind.on_fast_links and takes_slow_link(before, after, mesh) else 1.0
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def takes_slow_link(before: Spec, after: Spec, mesh: LogicalMesh) -> bool:
+    """Whether a reshard takes links of the slowest kind, where there are several kinds."""
+    split = {a: d for d, axes in enumerate(before.dims) for a in axes}
+    remaining = {a: d for d, axes in enumerate(after.dims) for a in axes}
+    moved = [a for a, d in split.items() if remaining.get(a) != d] + [a for a, _ in before.partial]
+    kinds, slowest = {mesh.slowest_link((a,)) for a in mesh.nontrivial_axes}, mesh.slowest_link(mesh.nontrivial_axes)
+    return len(kinds) > 1 and any(mesh.slowest_link((a,)) == slowest for a in moved)
 
 
 def ring_dims(kind: OpKind, position: int) -> tuple[int, ...] | None:
@@ -152,13 +163,15 @@ def with_hidden_transfers(graph: Graph) -> Graph:
         return graph
     if any(node.kind.beside is not None for node in graph.nodes):
         return graph
-    beside = _seconds_beside(graph)
+    beside, activations = _seconds_beside(graph), _beside_gradients(graph)
     kinds: dict[tuple[OpKind, tuple[float, ...]], OpKind] = {}
     nodes = list(graph.nodes)
     for n, node in enumerate(nodes):
-        found = tuple([beside.get(v, 0.0) for v in node.values]) if node.kind.flops else ()
+        found = tuple([beside.get(v, activations.get(v, 0.0)) for v in node.values]) if node.kind.flops else ()
         if any(found):
-            nodes[n] = node._replace(kind=kinds.setdefault((node.kind, found), replace(node.kind, beside=found)))
+            fast = frozenset(i for i, v in enumerate(node.values) if v in activations and v not in beside)
+            kind = replace(node.kind, beside=found, on_fast_links=fast)
+            nodes[n] = node._replace(kind=kinds.setdefault((node.kind, found), kind))
     return replace(graph, nodes=tuple(nodes))
 
 
@@ -181,11 +194,6 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
     """How long products run beside the collective of each weight and gradient."""
     nodes, mesh, loop_of = graph.nodes, graph.program.mesh, _innermost_loops(graph)
     of_weights, gradients = weights(graph), set[int]() if mesh.hardware.blocking_reduce_scatters else _gradients(graph)
-    products: dict[int, list[int]] = defaultdict(list)
-    for n, node in enumerate(nodes):
-        if node.kind.flops and node.trip_count:
-            products[loop_of[n]].append(n)
-
     ahead, slowest = gathered_ahead(graph), mesh.slowest_link(mesh.nontrivial_axes)
     over = tuple(a for a in mesh.nontrivial_axes if mesh.slowest_link((a,)) == slowest or mesh.platform != "gpu")
     parts = mesh.size // mesh.axes_size(over)
@@ -194,7 +202,7 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
         return collective_seconds(kind, over, graph.values[v].bytes // parts, mesh)
 
     found: dict[int, float] = {}
-    for inside in products.values():
+    for inside in _products_by_loop(graph):
         now, read, made = 0.0, dict[int, float](), dict[int, float]()
         for n in inside:
             seconds = product_seconds(nodes[n].kind, mesh)
@@ -210,29 +218,40 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
         found.update(
             _in_order([*gathers, *(_Window(v, 0.0 if late else made[v], now, takes(ALL_REDUCE, v)) for v in made)])
         )
-        if mesh.platform == "gpu":
-            found.update(_beside_gradients(graph, inside, gradients))
     return found
 
 
-def _beside_gradients(graph: Graph, inside: Sequence[int], gradients: Container[int]) -> Mapping[int, float]:
-    """How long products that make gradients run beside activations of the backward pass: beside what another product
-    makes of the same cotangent, and beside that cotangent. What only gradients are made of has that other product."""
-    nodes, seconds = graph.nodes, {n: product_seconds(graph.nodes[n].kind, graph.program.mesh) for n in inside}
-    found, makes_gradient = defaultdict[int, float](float), {n: nodes[n].results[0] in gradients for n in inside}
-    readers: dict[int, list[int]] = defaultdict(list)
-    for n in inside:
-        for v in dict.fromkeys(nodes[n].operands) if not makes_gradient[n] else ():
-            readers[v].append(n)
-    for n in filter(makes_gradient.__getitem__, inside):
-        others = dict.fromkeys(m for v in nodes[n].operands for m in readers[v])
-        made_of = dict.fromkeys(nodes[n].operands)
-        claims = [v for v in made_of if readers[v]] + [v for m in others for v in nodes[m].results]
-        for v in claims:
-            found[v] += seconds[n] / len(claims)
-        for v in made_of:
-            if not readers[v]:
-                found[v] = max(found[v], sum(seconds[m] for m in others))
+def _products_by_loop(graph: Graph) -> Iterable[list[int]]:
+    """The products of each loop without those of loops inside it, and of what is in none."""
+    loop_of, products = _innermost_loops(graph), defaultdict[int, list[int]](list)
+    for n, node in enumerate(graph.nodes):
+        if node.kind.flops and node.trip_count:
+            products[loop_of[n]].append(n)
+    return products.values()
+
+
+def _beside_gradients(graph: Graph) -> Mapping[int, float]:
+    """On GPUs, how long products that make gradients run beside activations of the backward pass: beside what another
+    product makes of the same cotangent, and beside that cotangent, in equal parts. What only gradients are made of has
+    that other product. Of slower links than others gradients and weights have need themselves."""
+    found, nodes, mesh = defaultdict[int, float](float), graph.nodes, graph.program.mesh
+    gradients = _gradients(graph) if mesh.platform == "gpu" else set[int]()
+    for inside in _products_by_loop(graph) if gradients else ():
+        seconds = {n: product_seconds(nodes[n].kind, mesh) for n in inside}
+        makes_gradient = {n: nodes[n].results[0] in gradients for n in inside}
+        readers: dict[int, list[int]] = defaultdict(list)
+        for n in inside:
+            for v in dict.fromkeys(nodes[n].operands) if not makes_gradient[n] else ():
+                readers[v].append(n)
+        for n in filter(makes_gradient.__getitem__, inside):
+            others = dict.fromkeys(m for v in nodes[n].operands for m in readers[v])
+            made_of = dict.fromkeys(nodes[n].operands)
+            claims = [v for v in made_of if readers[v]] + [v for m in others for v in nodes[m].results]
+            for v in claims:
+                found[v] += seconds[n] / len(claims)
+            for v in made_of:
+                if not readers[v]:
+                    found[v] = max(found[v], sum(seconds[m] for m in others))
     return {v: float(f"{x:.6g}") for v, x in found.items()}
 
 

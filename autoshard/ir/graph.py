@@ -92,6 +92,8 @@ class OpKind:
     beside: tuple[float, ...] | None = None
     """Of each operand and result: seconds of products beside which XLA can reshard it
     (`autoshard.cost.overlap`); None where there are none."""
+    on_fast_links: frozenset[int] = frozenset()
+    """Positions, operands and then results, of which that holds only of what moves over no link of the slowest kind."""
     ring_product: bool = False
     """Whether an all-gather of an operand and a reduce-scatter of the result run in rings beside the product
     (`autoshard.cost.overlap`)."""

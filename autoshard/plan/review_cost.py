@@ -90,6 +90,8 @@ def cost(plan: PlanRecord) -> Section:
     table = Table(head, tuple(rows), frozenset({0, 3, 4}))
     beside = f"{time_text(plan.cost.hidden)} more of it run beside products, and are no part of this."
     hidden = (beside,) if plan.cost.hidden else ()
+    if early := len({c.value for c in plan.intermediates if c.ahead}):
+        hidden += (f"Loops over layers gather {plural(early, 'array')} of weights one layer ahead of what reads them.",)
     return Section("Cost", (sentence, *hidden, *loading), table, (remark,) if rest else ())
 
 

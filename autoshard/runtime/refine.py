@@ -166,7 +166,7 @@ def refine(
 
 def _layout_key(plan: PlanRecord) -> Any:
     """Equal for two plans exactly when they lower to the same constraints and local forms."""
-    inside = tuple((p.value, p.node, p.spec, p.waypoints) for p in plan.intermediates)
+    inside = tuple((p.value, p.node, p.spec, p.waypoints, p.ahead) for p in plan.intermediates)
     ends = tuple(tuple(p.spec for p in side) for side in (plan.inputs, plan.outputs))
     return plan.fingerprint, plan.mesh, *ends, inside, tuple((i.node, i.axes, i.reduced_specs) for i in plan.islands)
 

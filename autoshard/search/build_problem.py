@@ -256,10 +256,8 @@ class _LayoutProblemBuilder:
         for (own, copy, kind, i), count in executions.items():
             src, dst = self.spec_tables.value_specs(*own), self.spec_tables.value_specs(*copy)
             seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], kind.bits[i])
-            ring = self.spec_tables.ring_matrix(src, dst, kind, i)
-            waited = seconds_waited(
-                seconds, kind, i, self.mesh, ring_share=ring, compute=product_seconds(kind, self.mesh)
-            )
+            share = self.spec_tables.share_matrix(src, dst, kind, i)
+            waited = seconds_waited(seconds, kind, i, self.mesh, share=share, compute=product_seconds(kind, self.mesh))
             self.builder.add_pairwise(own.variable, copy.variable, count * waited)
         return found
 

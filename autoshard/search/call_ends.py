@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autoshard.cost.overlap import seconds_waited, share_in_ring
+from autoshard.cost.overlap import seconds_waited, share_hidden
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.graph import Graph, Value
 from autoshard.ir.propagate import Layout
@@ -211,9 +211,9 @@ class _Revision:
             for i, (u, required) in enumerate(zip(node.operands, run.in_specs, strict=True)):
                 if u == v and required in charged:
                     moved = reshard_seconds(spec, required, value.shape, value.bits, self.mesh)
-                    share = share_in_ring(node.kind, i, spec, required, self.mesh)
+                    share = share_hidden(node.kind, i, spec, required, self.mesh)
                     seconds -= node.trip_count * seconds_waited(
-                        moved, node.kind, i, self.mesh, ring_share=share, compute=run.compute_seconds
+                        moved, node.kind, i, self.mesh, share=share, compute=run.compute_seconds
                     )
                 elif u == v and required != spec:
                     charged.add(required)

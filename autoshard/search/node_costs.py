@@ -145,16 +145,16 @@ class NodeCosts:
                 pairs = tables.reshard_pairs(src, dst, shape, bits)
                 if combined:
                     pairs = pairs - tables.combined_savings(src, dst, kind.combined_count).diagonal()
-                ring = tables.ring_pairs(src, dst, kind, p)
-                unary += executions * seconds_waited(pairs, kind, p, self.mesh, ring_share=ring, compute=seconds)
+                share = tables.share_pairs(src, dst, kind, p)
+                unary += executions * seconds_waited(pairs, kind, p, self.mesh, share=share, compute=seconds)
             else:
                 table = tables.reshard_matrix(src, dst, shape, bits)
                 if combined:
                     table = table - tables.combined_savings(src, dst, kind.combined_count)
-                ring = tables.ring_matrix(src, dst, kind, p)
+                share = tables.share_matrix(src, dst, kind, p)
                 if p < operands:
-                    table, ring = table.T, np.transpose(ring)
-                table = seconds_waited(table, kind, p, self.mesh, ring_share=ring, compute=seconds[:, None])
+                    table, share = table.T, np.transpose(share)
+                table = seconds_waited(table, kind, p, self.mesh, share=share, compute=seconds[:, None])
                 pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + executions * table
         return unary, pairwise
 

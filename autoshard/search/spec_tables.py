@@ -8,13 +8,13 @@ variable by a `Binding`. Lists of specs are interned, so that each table is comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.cost.overlap import ring_dims, ring_reshards
+from autoshard.cost.overlap import ring_dims, ring_reshards, takes_slow_link
 from autoshard.cost.reshard import combined_saving
 from autoshard.cost.reshard_moves import replace_dim
 from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table
@@ -67,7 +67,7 @@ class SpecTables:
         self._matrices: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
         self._pairs: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
         self._savings: dict[tuple[OptionSpecs, OptionSpecs, int], Array] = {}
-        self._ring_shares: dict[tuple[OptionSpecs, OptionSpecs, tuple[int, ...] | None], Array] = {}
+        self._shares: dict[tuple[OptionSpecs, OptionSpecs, bool, tuple[int, ...] | None], Array] = {}
         self._shard_counts: dict[OptionSpecs, Array] = {}
         for o in options:
             self.add_variable(o)
@@ -132,22 +132,32 @@ class SpecTables:
             found = self._savings[key] = distinct[src.index[:, None], dst.index]
         return found
 
-    def ring_matrix(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
-        """[options of src, options of dst]: `share_in_ring` between each two."""
-        return self._rings(src, dst, kind, position)[src.index[:, None], dst.index] if kind.ring_product else 0.0
+    def share_matrix(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
+        """[options of src, options of dst]: `share_hidden` between each two."""
+        found = self._shares_hidden(src, dst, kind, position)
+        return 1.0 if found is None else found[src.index[:, None], dst.index]
 
-    def ring_pairs(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
-        """[options]: `share_in_ring` under one option, the same for both."""
-        return self._rings(src, dst, kind, position)[src.index, dst.index] if kind.ring_product else 0.0
+    def share_pairs(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
+        """[options]: `share_hidden` under one option, the same for both."""
+        found = self._shares_hidden(src, dst, kind, position)
+        return 1.0 if found is None else found[src.index, dst.index]
 
-    def _rings(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array:
-        key = src, dst, ring_dims(kind, position)
-        found = self._ring_shares.get(key)
+    def _shares_hidden(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | None:
+        """`share_hidden` between distinct specs; None where it is 1."""
+        if not kind.ring_product and position not in kind.on_fast_links:
+            return None
+        key = src, dst, kind.ring_product, ring_dims(kind, position) if kind.ring_product else None
+        found = self._shares.get(key)
         if found is None:
             of = {spec: j for j, spec in enumerate(dst.distinct_specs)}
-            found = self._ring_shares[key] = np.zeros((len(src.distinct_specs), len(of)))
+            found = self._shares[key] = np.zeros((len(src.distinct_specs), len(of)))
             for i, spec in enumerate(src.distinct_specs):
-                for after, share in ring_reshards(spec, key[2], self.mesh).items():
+                shares: Mapping[Spec, float]
+                if kind.ring_product:
+                    shares = ring_reshards(spec, key[3], self.mesh)
+                else:
+                    shares = {after: float(not takes_slow_link(spec, after, self.mesh)) for after in of}
+                for after, share in shares.items():
                     if (j := of.get(after)) is not None:
                         found[i, j] = share
         return found

@@ -128,6 +128,8 @@ def test_a_plan_for_gpus_says_what_is_gathered_ahead_and_counts_it() -> None:
     plan, jaxpr, train = planned(NODES)
     ahead = [c for c in plan.intermediates if c.ahead]
     assert ahead
+    count = len({c.value for c in ahead})
+    assert f"gather {count} array{'s' * (count > 1)} of weights one layer ahead" in " ".join(plan.explain().split())
     assert all(c.resharded_from is not None and c.spec.axes < c.resharded_from.axes for c in ahead)
     assert LAYERS + 1 in {c.count for c in plan.cost.collectives if c.kind == "all-gather"}
     carried = [groups.carry for e in jaxpr.eqns if (groups := jx.scan_groups(e))]

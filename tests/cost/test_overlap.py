@@ -20,7 +20,7 @@ from autoshard.cost.overlap import (
     ring_reshards,
     seconds_waited,
     seconds_waited_by,
-    share_in_ring,
+    share_hidden,
     with_hidden_transfers,
 )
 from autoshard.ir.graph import Graph
@@ -165,12 +165,12 @@ def test_what_goes_in_a_ring_is_waited_for_where_it_takes_longer_than_the_produc
     kind = next(n.kind for n in pipelined(WAITING, 1 << 14).nodes if n.kind.ring_product)
     whole, rows, columns = Spec(((), ())), Spec((("data",), ())), Spec(((), ("data",)))
     shares = [
-        share_in_ring(kind, i, a, b, on()) for i, a, b in ((0, rows, whole), (0, columns, whole), (0, whole, rows))
+        share_hidden(kind, i, a, b, on()) for i, a, b in ((0, rows, whole), (0, columns, whole), (0, whole, rows))
     ]
     assert shares == [1, 0, 0]  # a part of a summed dimension makes no part of the result
-    waited = [seconds_waited(seconds, kind, 0, on(), ring_share=1.0, compute=2e-3) for seconds in (1e-3, 5e-3)]
+    waited = [seconds_waited(seconds, kind, 0, on(), share=1.0, compute=2e-3) for seconds in (1e-3, 5e-3)]
     assert waited == pytest.approx([0, 3e-3])
-    assert seconds_waited(4e-3, kind, 2, on(), ring_share=0.5, compute=1.0) == pytest.approx(2e-3)
+    assert seconds_waited(4e-3, kind, 2, on(), share=0.5, compute=1.0) == pytest.approx(2e-3)
 
 
 def test_a_sum_is_scattered_over_its_first_axis_in_a_ring_of_few_devices() -> None:

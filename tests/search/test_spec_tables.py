@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.cost.overlap import share_in_ring
+from autoshard.cost.overlap import share_hidden
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.spec import Spec
 from autoshard.machine.hardware import load_hardware
@@ -62,14 +62,14 @@ def test_shares_ring_product_are_those_of_each_pair_of_options():
     read, made = tables.value_specs(1, (0, 1)), tables.value_specs(0, (0, -1), ((1, "sum"),))
     for position, src, dst in ((0, read, tables.value_specs(1, (-1, 1))), (2, made, read)):
         each = [
-            [share_in_ring(kind, position, src.distinct_specs[a], dst.distinct_specs[b], MESH) for b in dst.index]
+            [share_hidden(kind, position, src.distinct_specs[a], dst.distinct_specs[b], MESH) for b in dst.index]
             for a in src.index
         ]
-        np.testing.assert_array_equal(tables.ring_matrix(src, dst, kind, position), each)
+        np.testing.assert_array_equal(tables.share_matrix(src, dst, kind, position), each)
         assert np.any(each)
         if len(src.index) == len(dst.index):
-            np.testing.assert_array_equal(tables.ring_pairs(src, dst, kind, position), np.diagonal(each))
-    assert tables.ring_matrix(read, made, replace(kind, ring_product=False), 0) == 0
+            np.testing.assert_array_equal(tables.share_pairs(src, dst, kind, position), np.diagonal(each))
+    assert tables.share_matrix(read, made, replace(kind, ring_product=False), 0) == 1
 
 
 def test_equal_options_share_their_specs():
