@@ -147,6 +147,25 @@ def test_gpus_gather_weights_of_layers_an_iteration_ahead() -> None:
     assert len(beside(g)) == len(beside(elsewhere)) + 1
 
 
+def test_activations_of_the_backward_pass_move_beside_gradients_on_gpus_but_for_slow_links() -> None:
+    cluster = MeshConfig(axes={"node": 4, "model": 2}, gpu="h100", nodes=4, per_node=2).mesh()
+    g = with_hidden_transfers(graph(train, (WEIGHTS, (1 << 18, WIDTH)), cluster))
+    kinds = [n.kind for n in g.nodes if n.kind.on_fast_links]
+    assert kinds
+    assert all(k.beside is not None and k.beside[i] > 0 for k in kinds for i in k.on_fast_links)
+    rows, within, between = Spec(((), ())), Spec((("model",), ())), Spec((("node",), ()))
+    (i, *_) = kinds[0].on_fast_links
+    assert [share_hidden(kinds[0], i, before, rows, cluster) for before in (within, between)] == [1.0, 0.0]
+    summed = Spec(((), ()), (("node", "sum"),))
+    assert share_hidden(kinds[0], i, summed, between, cluster) == 0.0
+    assert share_hidden(kinds[0], i, rows, between, cluster) == 1.0, "nothing is sent"
+    other = next(j for j in range(3) if j not in kinds[0].on_fast_links)
+    assert share_hidden(kinds[0], other, between, rows, cluster) == 1.0
+    elsewhere = replace(cluster, target=None, devices=tuple(jax.devices()))
+    there = with_hidden_transfers(graph(train, (WEIGHTS, (1 << 18, WIDTH)), elsewhere))
+    assert not any(n.kind.on_fast_links for n in there.nodes)
+
+
 def pipelined(hardware: Any, tokens: int) -> Graph:
     found = graph(train, (WEIGHTS, (tokens, WIDTH)), on(hardware))
     request = PipelineRequest(on(hardware), "data")
