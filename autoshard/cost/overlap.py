@@ -212,7 +212,7 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
             now += seconds
             made.update(dict.fromkeys(gradients.intersection(nodes[n].results), now))
         in_order = sorted(read, key=lambda v: read[v])
-        early = ahead if not made else {}  # else over fast links alone, which take less
+        early = ahead if not made else {}  # else not all of them are (`autoshard.plan.constraints.gathers_ahead`)
         gathers = [_Window(v, 0.0, now if v in early else read[v], takes(ALL_GATHER, v)) for v in in_order]
         late = mesh.platform == "gpu" and loop_of[inside[0]] != STEP  # in the next iteration
         found.update(

@@ -112,18 +112,17 @@ def gathers_ahead(
 ) -> tuple[tuple[Constraint, ...], int]:
     """``constraints``, those marked that gather rows of stacked weights an iteration ahead, and the bytes of each
     device that this takes: of the loop that gathers most, twice what it gathers in an iteration. Where iterations make
-    gradients, whose reductions take the slowest link, only gathers over others are.
+    gradients, a gather over links of several kinds would be in the way of their reductions over either.
 
     Args:
       room: bytes of each device. Loops that take more gather as they read.
     """
     loops, taken = gathered_ahead(graph), defaultdict[int, dict[tuple[int, Spec], int]](dict)
     mesh, busy = graph.program.mesh, loops_with_gradients(graph)
-    slowest = mesh.slowest_link(mesh.nontrivial_axes)
     for c in constraints:
         if c.node is not None and c.value in loops and c.resharded_from and _only_gathers(c.resharded_from, c.first):
             over = tuple(a for a in c.resharded_from.axes if a not in c.first.axes)
-            if loops[c.value] in busy and mesh.slowest_link(over) == slowest:
+            if loops[c.value] in busy and len({mesh.slowest_link((a,)) for a in over}) > 1:
                 continue
             taken[loops[c.value]][c.value, c.first] = model.size(c.value, c.first)
     fitting = {loop: 2 * sum(sizes.values()) for loop, sizes in taken.items() if 2 * sum(sizes.values()) <= room}
