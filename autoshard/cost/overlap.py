@@ -308,14 +308,14 @@ def _innermost_loops(graph: Graph) -> list[int]:
 
 def weights(graph: Graph) -> set[int]:
     """The values that are computed of arguments alone that calls carry, without a product: parameters, slices of them
-    in loops, casts, and stacks of these that a loop leaves to the next."""
-    carried = _carried(graph)
+    in loops, casts, and on GPUs, which gather them ahead, stacks of these that a loop leaves to the next."""
+    carried, on_gpus = _carried(graph), graph.program.mesh.platform == "gpu"
     batch = argument_roles(graph).batch
     found = {v for i, v in enumerate(graph.inputs) if i not in batch}
     for node in graph.nodes:
         read = [v for v in node.operands if v]
         if read and not node.kind.flops and found.issuperset(read):
-            stacks = node.tie and len(node.kind.shapes[0]) < len(node.kind.shapes[-1])
+            stacks = on_gpus and node.tie and len(node.kind.shapes[0]) < len(node.kind.shapes[-1])
             found.update(v for v in node.results if stacks or v not in carried)
     return found
 
