@@ -231,7 +231,7 @@ def compute_seconds(
     if kind.tie:  # slices of a stacked operand or result of a loop are copied, as are transfers; others move nothing
         if kind.host_transfer:
             return minimum(local) / hardware.host_bandwidth if hardware.host_bandwidth else 0.0
-        row, *_, made = map(len, kind.shapes)
+        row, made = len(kind.shapes[0]), len(kind.shapes[-1])
         # A stack is cleared before the loop. What writes a row reads it, where it is not fused into what makes it.
         times = 3 if made > row and not hardware.fused_products else 1
         return times * minimum(local) / hardware.memory_rate if made != row else 0.0

@@ -56,7 +56,8 @@ class Traits:
     `transforms.held_values` (each has its operand's name)."""
     constrains: bool = False
     """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven`,
-    `transforms.batch_parts` and `backend.lower` (the plan's own takes its place), and `pipelining.chain`."""
+    `transforms.batch_parts` and `backend.lower` (the plan's own takes its place), `pipelining.chain`, and
+    `cost.overlap` (of weights)."""
     loop: bool = False
     """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
     barrier: bool = False
