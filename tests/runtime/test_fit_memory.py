@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,14 @@ import pytest
 
 import autoshard
 from autoshard.errors import ArgumentError, MemoryBudgetError
+from autoshard.ir.program import Program
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.machine.tpu_slice import TpuSlice
+from autoshard.plan.decisions import Alternative
+from autoshard.plan.planner import PlanRequest
+from autoshard.runtime.fit_memory import within_budget
+from autoshard.runtime.stages import Planned
+from autoshard.transforms.pipeline import Pass
 
 HARDWARE = Hardware("chip", {"float32": 1e12}, 8e9, 1e12, {"link": Link("link", 1e11, 1e-7)}, 1e-8)
 MESH = LogicalMesh(("data",), (8,), HARDWARE)
@@ -135,3 +142,24 @@ def test_layers_that_differ_give_the_numbers_of_the_plain_step() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), plain, step(state, batch))
     with pytest.raises(ArgumentError, match="recompute= and passes="):
         autoshard.jit(wide_step, recompute={"up": 2}, passes=["dead_code"])
+
+
+def test_what_saves_less_is_tried_in_other_layouts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that is slower, as memory rules out the fastest, may have room for what more than the least would save
+    leaves: so from the fastest that fits, it goes on while it gets faster."""
+    seconds = {"full": 9.0, "products:1": 8.0, "products:2": 6.0}
+    real, tried = within_budget.plan_program, list[str]()
+
+    def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, to_beat: float = 0.0) -> Planned:
+        tried.append(next((str(p).partition(":")[2] for p in passes if str(p).startswith("recompute")), ""))
+        if tried[-1] not in seconds:
+            raise MemoryBudgetError("too large", 10e9)
+        found = real(traced, (), replace(request, memory_budget=math.inf))
+        cost = replace(found.plan.cost, seconds=seconds[tried[-1]])
+        larger = Alternative("another layout", cost.seconds / 2, 10_000_000_000)
+        return found._replace(plan=replace(found.plan, cost=cost, alternatives=(larger,), memory_budget=9e9))
+
+    monkeypatch.setattr(within_budget, "plan_program", plan_program)
+    found = wide(memory_budget=9_000_000_000)
+    assert found.cost.seconds == 6.0
+    assert tried == ["", "products:1", "full", "products:2"]
