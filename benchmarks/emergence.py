@@ -82,10 +82,10 @@ def _decoder(name: str, mesh: Mapping[str, int], batch: int, budget: str | None 
 
 CASES = (
     _decoder("data parallel", EIGHT, 256, **SMALL, d_model=128, scan=False),
-    _decoder("ZeRO-1/2", EIGHT, 256, **SMALL, d_model=1024),
+    _decoder("ZeRO-1/2", EIGHT, 64, **SMALL, d_model=1024),
     _decoder("ZeRO-3, wide", EIGHT, 64, **WIDE),
     _decoder("ZeRO-3, only matmul results saved", EIGHT, 64, "4.5GiB", **WIDE),
-    _decoder("ZeRO-3, all rematerialized", EIGHT, 64, "2.5GiB", **WIDE),
+    _decoder("ZeRO-3, all rematerialized", EIGHT, 64, "2.4GiB", **WIDE),
     _decoder("Megatron with sequence parallelism, batch 2", EIGHT, 2, **LARGE),
     _decoder("Megatron for some weights, batch 4", EIGHT, 4, **LARGE),
     _decoder("FSDP (ZeRO-3), large batch", EIGHT, 64, **LARGE),
