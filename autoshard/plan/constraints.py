@@ -118,6 +118,8 @@ def gathers_ahead(
       room: bytes of each device. Loops that take more gather as they read.
     """
     loops, taken = gathered_ahead(graph), defaultdict[int, dict[tuple[int, Spec], int]](dict)
+    if not loops:
+        return tuple(constraints), 0
     mesh, busy = graph.program.mesh, loops_with_gradients(graph)
     for c in constraints:
         if c.node is not None and c.value in loops and c.resharded_from and _only_gathers(c.resharded_from, c.first):
@@ -125,7 +127,8 @@ def gathers_ahead(
             if loops[c.value] in busy and len({mesh.slowest_link((a,)) for a in over}) > 1:
                 continue
             taken[loops[c.value]][c.value, c.first] = model.size(c.value, c.first)
-    fitting = {loop: 2 * sum(sizes.values()) for loop, sizes in taken.items() if 2 * sum(sizes.values()) <= room}
+    sizes = {loop: 2 * sum(of_values.values()) for loop, of_values in taken.items()}
+    fitting = {loop: size for loop, size in sizes.items() if size <= room}
     early = {key for loop in fitting for key in taken[loop]}
     marked = tuple(replace(c, ahead=c.node is not None and (c.value, c.first) in early) for c in constraints)
     return marked, max(fitting.values(), default=0)
