@@ -20,9 +20,7 @@ from autoshard.backend.hlo.attention import attention_seconds
 from autoshard.backend.hlo.collectives import located_collectives
 from autoshard.backend.hlo.grouped_products import grouped_product_seconds
 from autoshard.backend.hlo.roofline import (
-    instruction_seconds as roofline_of,
-)
-from autoshard.backend.hlo.roofline import (
+    instruction_seconds,
     kernel_seconds,
     memory_bound_seconds,
     roofline_seconds,
@@ -97,7 +95,7 @@ def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
     return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, _work(module, hardware)))
 
 
-def instruction_seconds(module: Module, mesh: LogicalMesh) -> Iterator[tuple[str, float]]:
+def seconds_by_name(module: Module, mesh: LogicalMesh) -> Iterator[tuple[str, float]]:
     """The seconds of one run of each instruction by its name, of a collective over its links."""
     work, found = _work(module, mesh.hardware), located_collectives(module, mesh)
     for name, computation in module.computations.items():
@@ -139,7 +137,7 @@ def _cycles(instruction: Instruction, computation: Computation, module: Module, 
         return 0
     priced = int(match[1])
     if priced == _UNPRICED:
-        return round(roofline_of(instruction, computation, module, hardware) * hardware.clock)
+        return round(instruction_seconds(instruction, computation, module, hardware) * hardware.clock)
     seconds = memory_bound_seconds(instruction, computation, module, hardware)
     return priced if seconds is None else min(priced, round(seconds * hardware.clock))
 

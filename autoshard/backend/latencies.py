@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from autoshard.backend.estimate import instruction_seconds, module_estimate
+from autoshard.backend.estimate import module_estimate, seconds_by_name
 from autoshard.backend.hlo.text import Module, parse_hlo
 from autoshard.machine.mesh import LogicalMesh
 
@@ -49,7 +49,7 @@ def latency_profile(module: Module, mesh: LogicalMesh) -> bytes:
 
 def _costs(module: Module, mesh: LogicalMesh) -> Iterator[bytes]:
     """Each cost: field 1, a message of the name, field 1, and microseconds, field 2."""
-    for name, seconds in instruction_seconds(module, mesh):
+    for name, seconds in seconds_by_name(module, mesh):
         text = name.encode()
         cost = b"\x0a" + _varint(len(text)) + text + b"\x11" + struct.pack("<d", 1e6 * seconds)
         yield b"\x0a" + _varint(len(cost)) + cost

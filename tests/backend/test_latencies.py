@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from autoshard.backend.estimate import instruction_seconds
+from autoshard.backend.estimate import seconds_by_name
 from autoshard.backend.hlo.text import parse_hlo
 from autoshard.backend.latencies import compile_with_latencies, latency_profile
 from autoshard.machine.mesh_config import MeshConfig
@@ -90,7 +90,7 @@ def costs(profile: bytes) -> dict[str, float]:
 def test_a_profile_has_the_seconds_of_products_and_of_collectives() -> None:
     module = parse_hlo(BLOCKING)
     read = costs(latency_profile(module, MESH))
-    assert read == {name: pytest.approx(1e6 * seconds) for name, seconds in instruction_seconds(module, MESH)}
+    assert read == {name: pytest.approx(1e6 * seconds) for name, seconds in seconds_by_name(module, MESH)}
     assert read["start"] > 100
     assert read["dot"] > 100
     assert read["done"] == 0
