@@ -97,7 +97,7 @@ class MemoryBudgetError(PlanError):
 
     Attributes:
       least: its peak memory in bytes per device.
-      fastest: seconds of a step of the fastest pipeline that was planned and is too large; 0 if none was.
+      fastest: seconds of a step of the fastest layout, or pipeline, that was priced and is too large; 0 if none was.
     """
 
     def __init__(self, message: str, least: float, fastest: float = 0.0) -> None:

@@ -42,6 +42,8 @@ from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind, collective_seconds
 from autoshard.machine.mesh import LogicalMesh
 
+NOWHERE, PARTIAL = -1, -2
+"""Where an axis that shards no dimension is (`slow_placement`): partial sums are over it, or not."""
 STEP = -1
 """What is in no loop, as a loop's number."""
 MAX_PARTS = 8
@@ -103,17 +105,20 @@ def share_hidden(kind: OpKind, position: int, before: Spec, after: Spec, mesh: L
     a ring, or all of it, but over slow links where only others count."""
     if kind.ring_product:
         return ring_reshards(before, ring_dims(kind, position), mesh).get(after, 0.0)
-    return 0.0 if position in kind.on_fast_links and takes_slow_link(before, after, mesh) else 1.0
+    slow = position in kind.on_fast_links and takes_slow_link(slow_placement(before, mesh), slow_placement(after, mesh))
+    return 0.0 if slow else 1.0
+
+
+def takes_slow_link(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether a reshard moves data over links of the slowest kind, by the `slow_placement` before and after it."""
+    return any(b not in (NOWHERE, a) for b, a in zip(before, after, strict=True))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def takes_slow_link(before: Spec, after: Spec, mesh: LogicalMesh) -> bool:
-    """Whether a reshard takes links of the slowest kind, where there are several kinds."""
-    split = {a: d for d, axes in enumerate(before.dims) for a in axes}
-    remaining = {a: d for d, axes in enumerate(after.dims) for a in axes}
-    moved = [a for a, d in split.items() if remaining.get(a) != d] + [a for a, _ in before.partial]
-    kinds, slowest = {mesh.slowest_link((a,)) for a in mesh.nontrivial_axes}, mesh.slowest_link(mesh.nontrivial_axes)
-    return len(kinds) > 1 and any(mesh.slowest_link((a,)) == slowest for a in moved)
+def slow_placement(spec: Spec, mesh: LogicalMesh) -> tuple[int, ...]:
+    """For each of `LogicalMesh.slow_axes`, the dimension that it shards, `PARTIAL`, or `NOWHERE`."""
+    where = {a: d for d, axes in enumerate(spec.dims) for a in axes} | {a: PARTIAL for a, _ in spec.partial}
+    return tuple([where.get(a, NOWHERE) for a in mesh.slow_axes])
 
 
 def ring_dims(kind: OpKind, position: int) -> tuple[int, ...] | None:
@@ -194,8 +199,8 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
     """How long products run beside the collective of each weight and gradient."""
     nodes, mesh, loop_of = graph.nodes, graph.program.mesh, _innermost_loops(graph)
     of_weights, gradients = weights(graph), set[int]() if mesh.hardware.blocking_reduce_scatters else _gradients(graph)
-    ahead, slowest = gathered_ahead(graph), mesh.slowest_link(mesh.nontrivial_axes)
-    over = tuple(a for a in mesh.nontrivial_axes if mesh.slowest_link((a,)) == slowest or mesh.platform != "gpu")
+    ahead = gathered_ahead(graph)
+    over = (mesh.slow_axes if mesh.platform == "gpu" else ()) or mesh.nontrivial_axes
     parts = mesh.size // mesh.axes_size(over)
 
     def takes(kind: CollectiveKind, v: int) -> float:

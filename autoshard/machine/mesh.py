@@ -204,6 +204,13 @@ class LogicalMesh:
         chosen = [links[self.axis_links[self.axis_names.index(a)]] for a in axes]
         return min(chosen, key=lambda l: l.bandwidth) if chosen else next(iter(links.values()))
 
+    @functools.cached_property
+    def slow_axes(self) -> tuple[str, ...]:
+        """Where interconnects differ, the axes of more than one device that run over the slowest; else none."""
+        axes = self.nontrivial_axes
+        slow = tuple(a for a in axes if self.slowest_link((a,)) == self.slowest_link(axes))
+        return slow if len(slow) < len(axes) else ()
+
     @property
     def platform(self) -> str:
         """JAX platform that programs are compiled for: the target's, or else the devices'."""

@@ -83,7 +83,7 @@ def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> Pla
                 best, found = search(graph, request.strategy, allowed, request.compiler_options)
         except MemoryBudgetError as e:
             if lowest and math.isinf(least) and not fitting:
-                raise
+                raise MemoryBudgetError(str(e), e.least) from None  # it knows of no pipeline
             if lowest or fitting:
                 break
             allowed, lowest = e.least, True

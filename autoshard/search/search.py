@@ -50,7 +50,9 @@ def search(
     """
     found, s = explore(graph, strategy, budget, options)
     if found.memory.peak > budget:
-        raise MemoryBudgetError(_over_budget_message(s), min(c.memory.peak for c in s.tried.values()))
+        tried = s.tried.values()
+        least, fastest = min(c.memory.peak for c in tried), min(c.cost.seconds for c in tried)
+        raise MemoryBudgetError(_over_budget_message(s), least, fastest)
     return found, s
 
 

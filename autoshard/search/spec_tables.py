@@ -8,13 +8,13 @@ variable by a `Binding`. Lists of specs are interned, so that each table is comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.cost.overlap import ring_dims, ring_reshards, takes_slow_link
+from autoshard.cost.overlap import ring_dims, ring_reshards, slow_placement, takes_slow_link
 from autoshard.cost.reshard import combined_saving
 from autoshard.cost.reshard_moves import replace_dim
 from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table
@@ -149,18 +149,27 @@ class SpecTables:
         key = src, dst, kind.ring_product, ring_dims(kind, position) if kind.ring_product else None
         found = self._shares.get(key)
         if found is None:
-            of = {spec: j for j, spec in enumerate(dst.distinct_specs)}
-            found = self._shares[key] = np.zeros((len(src.distinct_specs), len(of)))
-            for i, spec in enumerate(src.distinct_specs):
-                shares: Mapping[Spec, float]
-                if kind.ring_product:
-                    shares = ring_reshards(spec, key[3], self.mesh)
-                else:
-                    shares = {after: float(not takes_slow_link(spec, after, self.mesh)) for after in of}
-                for after, share in shares.items():
-                    if (j := of.get(after)) is not None:
-                        found[i, j] = share
+            found = self._ring_shares(src, dst, key[3]) if kind.ring_product else self._shares_of_fast_links(src, dst)
+            self._shares[key] = found
         return found
+
+    def _ring_shares(self, src: OptionSpecs, dst: OptionSpecs, dims: tuple[int, ...] | None) -> Array:
+        """`ring_reshards` between distinct specs."""
+        of = {spec: j for j, spec in enumerate(dst.distinct_specs)}
+        found = np.zeros((len(src.distinct_specs), len(of)))
+        for i, spec in enumerate(src.distinct_specs):
+            for after, share in ring_reshards(spec, dims, self.mesh).items():
+                if (j := of.get(after)) is not None:
+                    found[i, j] = share
+        return found
+
+    def _shares_of_fast_links(self, src: OptionSpecs, dst: OptionSpecs) -> Array:
+        """1 between distinct specs whose reshard takes no slow link (`takes_slow_link`), 0 between others."""
+        placed = [[slow_placement(spec, self.mesh) for spec in s.distinct_specs] for s in (src, dst)]
+        distinct = [{p: n for n, p in enumerate(dict.fromkeys(of))} for of in placed]
+        shares = np.array([[float(not takes_slow_link(p, q)) for q in distinct[1]] for p in distinct[0]])
+        before, after = ([of[p] for p in ps] for of, ps in zip(distinct, placed, strict=True))
+        return shares[np.ix_(before, after)]
 
     def shard_counts(self, specs: OptionSpecs) -> Array:
         """[options]: into how many parts each spec splits a value."""

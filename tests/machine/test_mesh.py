@@ -45,6 +45,17 @@ def test_the_slowest_link_of_the_axes_decides():
     assert LogicalMesh(("a",), (2,), CHIP).slowest_link(("a",)) is FAST
 
 
+def test_axes_are_slow_where_others_are_faster():
+    mixed = LogicalMesh(("pod", "chip", "one"), (2, 4, 1), CHIP, ("slow", "fast", "slow"))
+    assert mixed.slow_axes == ("pod",)
+    alike = (("slow", "slow"), ("fast", "fast"))
+    assert all(not LogicalMesh(("a", "b"), (2, 4), CHIP, links).slow_axes for links in alike)
+    assert not LogicalMesh(("pod", "chip"), (1, 4), CHIP, ("slow", "fast")).slow_axes, (
+        "no two devices are on the slow link"
+    )
+    assert not LogicalMesh((), (), CHIP).slow_axes
+
+
 def test_peak_flops_of_an_unlisted_dtype_is_the_slowest():
     assert CHIP.peak_flops("bfloat16") == 1e15
     assert CHIP.peak_flops("float64") == 5e14

@@ -16,9 +16,11 @@ from autoshard.errors import ArgumentError, MemoryBudgetError
 from autoshard.ir.program import Program
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.machine.tpu_slice import TpuSlice
+from autoshard.passes.recompute import Recompute
 from autoshard.plan.decisions import Alternative
 from autoshard.plan.planner import PlanRequest
-from autoshard.runtime.fit_memory import within_budget
+from autoshard.runtime.fit_memory import in_parts, within_budget
+from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.stages import Planned
 from autoshard.transforms.pipeline import Pass
 
@@ -163,3 +165,46 @@ def test_what_saves_less_is_tried_in_other_layouts_too(monkeypatch: pytest.Monke
     found = wide(memory_budget=9_000_000_000)
     assert found.cost.seconds == 6.0
     assert tried == ["", "products:1", "full", "products:2"]
+
+
+def test_the_fastest_layout_bounds_what_saves_more() -> None:
+    bounds, sequences = TimeBounds(), [(), *((Recompute.from_option(o),) for o in ("products:2", "products:1", "full"))]
+    none, _, more, _ = sequences
+    assert bounds.seconds(sequences) == 0.0
+    bounds.learn(none, MemoryBudgetError("too large", 10e9, 3.0))
+    bounds.learn(more, MemoryBudgetError("too large", 10e9, 5.0))
+    assert [bounds.seconds(sequences[:n]) for n in range(1, 5)] == [3.0, 3.0, 5.0, 5.0]
+    found = plan(memory_budget=10**9)
+    larger = Alternative("another layout", found.cost.seconds / 2, 10**10)
+    bounds.learn(none, replace(found, alternatives=(larger,)))
+    assert bounds.seconds([none]) == found.cost.seconds / 2
+    bounds.learn(none, replace(found, alternatives=()))
+    assert bounds.seconds([none]) == found.cost.seconds / 2, "what was found with another budget stays true"
+
+
+def test_what_is_too_large_says_how_fast_it_would_be() -> None:
+    free = plan(passes=[], microbatches=1)
+    with pytest.raises(MemoryBudgetError) as e:
+        plan(passes=[], microbatches=1, memory_budget=free.memory.peak // 100)
+    assert e.value.fastest == free.cost.seconds
+    assert e.value.least > free.memory.peak // 100
+
+
+def test_more_micro_batches_are_not_tried_where_fewer_are_too_slow_with_any_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, fastest = list[int](), 0.0
+
+    def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, to_beat: float = 0.0) -> Planned:
+        tried.append(int(request.passes[0].written.partition(":")[2]))
+        raise MemoryBudgetError("too large", 10e9, fastest)
+
+    least = plan(passes=["recompute:full"], microbatches=1).memory.peak
+    monkeypatch.setattr(in_parts, "plan_program", plan_program)
+    counts = []
+    for seconds in (1.0, 1e-9):  # what fits whole takes longer than the second
+        fastest = seconds
+        tried.clear()
+        assert plan(memory_budget=int(1.1 * least)).passes[0].name != "microbatch"
+        counts.append(len(tried))
+    assert counts[0] == 1 < counts[1]

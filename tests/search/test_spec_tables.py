@@ -14,6 +14,7 @@ from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.spec import Spec
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh import LogicalMesh
+from autoshard.machine.mesh_config import MeshConfig
 from autoshard.search.spec_tables import SpecTables, all_splits, neighbouring_splits, value_spec
 from tests.programs import graph
 
@@ -53,10 +54,11 @@ def test_the_matrix_has_the_reshard_of_each_pair_of_options():
     assert tables.shard_counts(dst).tolist() == [o.num_shards(MESH.shape) for o in OPTIONS[1]]
 
 
-def test_shares_ring_product_are_those_of_each_pair_of_options():
-    def train(w, x):
-        return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+def train(w, x):
+    return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
 
+
+def test_shares_ring_product_are_those_of_each_pair_of_options():
     kind = next(replace(n.kind, ring_product=True) for n in graph(train, (A, A), MESH).nodes if n.kind.flops)
     tables = SpecTables(OPTIONS, MESH)
     read, made = tables.value_specs(1, (0, 1)), tables.value_specs(0, (0, -1), ((1, "sum"),))
@@ -70,6 +72,21 @@ def test_shares_ring_product_are_those_of_each_pair_of_options():
         if len(src.index) == len(dst.index):
             np.testing.assert_array_equal(tables.share_pairs(src, dst, kind, position), np.diagonal(each))
     assert tables.share_matrix(read, made, replace(kind, ring_product=False), 0) == 1
+
+
+def test_shares_beside_gradients_are_those_of_each_pair_of_options():
+    mesh = MeshConfig(axes={"a": 2, "b": 4}, gpu="h100", nodes=2, per_node=4).mesh()
+    kind = next(replace(n.kind, on_fast_links=frozenset({2})) for n in graph(train, (A, A), mesh).nodes if n.kind.flops)
+    tables = SpecTables(OPTIONS, mesh)
+    src, dst = tables.value_specs(0, (0, -1), ((1, "sum"),)), tables.value_specs(1, (0, 1))
+    each = [
+        [share_hidden(kind, 2, src.distinct_specs[i], dst.distinct_specs[j], mesh) for j in dst.index]
+        for i in src.index
+    ]
+    np.testing.assert_array_equal(tables.share_matrix(src, dst, kind, 2), each)
+    assert {0.0, 1.0} == {share for row in each for share in row}
+    np.testing.assert_array_equal(tables.share_pairs(dst, dst, kind, 2), np.ones(len(dst.index)))
+    assert tables.share_matrix(src, dst, kind, 0) == 1, "another operand"
 
 
 def test_equal_options_share_their_specs():

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.errors import MemoryBudgetError, SpecError
@@ -15,6 +15,7 @@ from autoshard.ir.program import Program
 from autoshard.pipelining.chain import has_chain
 from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.runtime.fit_memory.preference import MIN_GAIN, axes_of_batch, is_memory_bound, preference
+from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import plan_within_budget, with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences
 from autoshard.runtime.stages import Planned, plan_program, run_passes
@@ -31,7 +32,7 @@ HOPELESS = 1.5
 bubble."""
 
 
-def plan_on_device(traced: Program, options: Options, to_beat: float, free_seconds: Callable[[], float]) -> Planned:
+def plan_on_device(traced: Program, options: Options, to_beat: float, bounds: TimeBounds) -> Planned:
     """Plans ``traced`` below the compiler's rematerialization threshold, without a pipeline by `MARGIN` of it; if
     nothing fits there, within the budget.
 
@@ -45,30 +46,33 @@ def plan_on_device(traced: Program, options: Options, to_beat: float, free_secon
         options = replace(options, optional_passes=tuple(p for p in options.optional_passes if p.keeps_layers))
     threshold = traced.mesh.hardware.remat_threshold
     if threshold >= budget_of(options.request, traced):
-        return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
+        return _plan_in_parts(traced, options, options.request, to_beat, bounds)
     below = replace(options.request, memory_budget=threshold)
     try:
-        found = _plan_in_parts(traced, options, below, to_beat, free_seconds)
+        found = _plan_in_parts(traced, options, below, to_beat, bounds)
     except MemoryBudgetError as e:
         if traced.pipeline is not None and e.least > budget_of(options.request, traced):
             raise
-        return _plan_in_parts(traced, options, options.request, to_beat, free_seconds)
+        return _plan_in_parts(traced, options, options.request, to_beat, bounds)
     within = replace(below, memory_budget=(1 - MARGIN) * threshold)
     if traced.pipeline is not None or found.plan.memory.peak <= budget_of(within, traced):
         return found
     with contextlib.suppress(MemoryBudgetError):
         *_, smallest = options.passes, *memory_saving_sequences(traced, options)
         plan_program(traced, smallest, within)  # whether any fits
-        return _plan_in_parts(traced, options, within, to_beat, free_seconds)
+        return _plan_in_parts(traced, options, within, to_beat, bounds)
     return found
 
 
 def _plan_in_parts(
-    traced: Program, options: Options, request: PlanRequest, to_beat: float, free_seconds: Callable[[], float]
+    traced: Program, options: Options, request: PlanRequest, to_beat: float, bounds: TimeBounds
 ) -> Planned:
     """Plans ``traced`` within the budget of ``request``, in as many micro-batches as the user asked for. Where that is
     open and memory makes the step slower, or nothing fits, the fewest with which nothing is recomputed are tried; where
     nothing fits, the fewest with passes that save memory too. The fastest plan is returned.
+
+    Args:
+      bounds: learn what is found of the step that is not cut, or cut as the user asked for.
 
     Raises:
       MicrobatchError: the step is not computable in the number of micro-batches that the user gave.
@@ -76,62 +80,33 @@ def _plan_in_parts(
       MemoryBudgetError: nothing fits.
     """
     if options.microbatch is None:
-        return plan_within_budget(traced, options, request)[0]
+        return plan_within_budget(traced, options, request, bounds=bounds)[0]
     if options.microbatches is not None:
         program, asked = run_passes(traced, (options.microbatch,), request)
         try:
-            return plan_within_budget(program, options, asked)[0]._replace(traced=traced)
+            return plan_within_budget(program, options, asked, bounds=bounds)[0]._replace(traced=traced)
         except SpecError as e:
             raise SpecError(f"for each of {options.microbatches} micro-batches: {e}") from None
     if traced.pipeline is not None:
         return _plan_staged(traced, options, request, to_beat)
     try:
-        whole, is_short = plan_within_budget(traced, options, request)
-        if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * free_seconds():
+        whole, is_short = plan_within_budget(traced, options, request, bounds=bounds)
+        if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * bounds.seconds([options.passes]):
             return whole
         fitting, why = [whole], f"the fastest plan takes {time_text(whole.plan.cost.seconds)}"
     except MemoryBudgetError as e:
         fitting, why = list[Planned](), e
-    variants = options.microbatch.variants(traced)
-    planned: dict[tuple[Pass, bool], Planned | None] = {}
-    too_slow = False  # in fewer parts the fastest layout does not fit, and in these it is slower than what fits whole
-
-    def in_parts(parts: Pass, *, saving: bool) -> Planned | None:
-        """The plan in ``parts``, if one fits: with the passes that save most memory, or with none of them."""
-        if (parts, saving) not in planned:
-            program, asked = run_passes(traced, (parts,), request)
-            *_, passes = options.passes, *(memory_saving_sequences(program, options) if saving else ())
-            planned[parts, saving] = None
-            with contextlib.suppress(MemoryBudgetError):
-                planned[parts, saving] = plan_program(program, passes, asked)
-        return planned[parts, saving]
-
-    def enough(parts: Pass, *, saving: bool) -> bool:
-        """Whether a plan in ``parts`` fits, or, without the passes that save memory, the fastest layout does."""
-        nonlocal too_slow
-        try:
-            found = None if too_slow else in_parts(parts, saving=saving)
-        except SpecError:  # a preset cannot split so small a part
-            return True
-        if found is None or saving or not is_memory_bound(found.plan):
-            return too_slow or found is not None
-        too_slow = bool(fitting) and found.plan.alternatives[0].seconds >= fitting[0].plan.cost.seconds
-        return too_slow
-
-    def fewest(among: Sequence[Pass], *, saving: bool) -> Sequence[Pass]:
-        n = bisect.bisect_left(among, True, key=lambda parts: enough(parts, saving=saving))
-        return among[n : n + 1]
-
+    variants, parts_of = options.microbatch.variants(traced), _Parts(traced, options, request, fitting)
     note = functools.partial(with_note, traced)
     alone: Sequence[Pass] = ()
     with contextlib.suppress(SpecError):
-        alone = fewest(variants, saving=False)
-        for parts in alone:
-            if not too_slow and (found := in_parts(parts, saving=False)) is not None:
+        alone = parts_of.fewest(variants, saving=False)
+        for parts in () if parts_of.too_slow else alone:
+            if isinstance(found := parts_of.plan(parts, saving=False), Planned):
                 fitting += [note(p, parts, why) for p in (found, *_with_faster_passes(found, options, request))]
     with contextlib.suppress(SpecError, MemoryBudgetError):
         fewer = variants[: variants.index(alone[0])] if alone else variants
-        for parts in () if isinstance(why, str) else fewest(fewer, saving=True):
+        for parts in () if isinstance(why, str) else parts_of.fewest(fewer, saving=True):
             program, asked = run_passes(traced, (parts,), request)
             fitting.append(note(plan_within_budget(program, options, asked)[0], parts, why))
     if not fitting:
@@ -140,6 +115,49 @@ def _plan_in_parts(
             raise MemoryBudgetError(f"{why}; {cause}", why.least, why.fastest)
         raise why
     return min(fitting, key=lambda p: preference(p.plan))
+
+
+class _Parts:
+    """What one program was planned with in micro-batches: with the passes that save most memory, or with none."""
+
+    def __init__(self, traced: Program, options: Options, request: PlanRequest, whole: Sequence[Planned]) -> None:
+        self.traced, self.options, self.request = traced, options, request
+        self.to_beat = min((p.plan.cost.seconds for p in whole), default=math.inf)
+        """Seconds of the plan that fits whole."""
+        self.too_slow = False
+        """In fewer parts the fastest layout does not fit, and in these it is slower than what fits whole."""
+        self.planned: dict[tuple[Pass, bool], Planned | MemoryBudgetError] = {}
+
+    def plan(self, parts: Pass, *, saving: bool) -> Planned | MemoryBudgetError:
+        """The plan in ``parts``, if one fits."""
+        if (parts, saving) not in self.planned:
+            program, asked = run_passes(self.traced, (parts,), self.request)
+            more = memory_saving_sequences(program, self.options) if saving else ()
+            *_, passes = self.options.passes, *more
+            try:
+                self.planned[parts, saving] = plan_program(program, passes, asked)
+            except MemoryBudgetError as e:
+                self.planned[parts, saving] = e
+        return self.planned[parts, saving]
+
+    def fewest(self, among: Sequence[Pass], *, saving: bool) -> Sequence[Pass]:
+        """The fewest parts that are enough, if any are."""
+        n = bisect.bisect_left(among, True, key=lambda parts: self._is_enough(parts, saving=saving))
+        return among[n : n + 1]
+
+    def _is_enough(self, parts: Pass, *, saving: bool) -> bool:
+        """Whether a plan in ``parts`` fits, or, without the passes that save memory, the fastest layout does."""
+        if self.too_slow and not saving:
+            return True
+        try:
+            found = self.plan(parts, saving=saving)
+        except SpecError:  # a preset cannot split so small a part
+            return True
+        if saving or (isinstance(found, Planned) and not is_memory_bound(found.plan)):
+            return isinstance(found, Planned)
+        fastest = found.plan.alternatives[0].seconds if isinstance(found, Planned) else found.fastest
+        self.too_slow = fastest >= self.to_beat
+        return self.too_slow
 
 
 def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_beat: float) -> Planned:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.errors import MemoryBudgetError
@@ -14,6 +12,7 @@ from autoshard.plan.record import PlanRecord
 from autoshard.runtime.fit_memory.held_by_value import held_by_value
 from autoshard.runtime.fit_memory.in_parts import plan_on_device, with_note
 from autoshard.runtime.fit_memory.preference import axes_of_batch, is_memory_bound, preference
+from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences, passes_of
 from autoshard.runtime.stages import Planned, plan_program, run_passes
@@ -31,20 +30,20 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
     Raises:
       MemoryBudgetError: nothing fits.
     """
-    free_seconds = _seconds_without_budget(traced, options)
+    bounds = TimeBounds()
     try:
-        planned = plan_on_device(traced, options, to_beat, free_seconds)
+        planned = plan_on_device(traced, options, to_beat, bounds)
     except MemoryBudgetError as e:
         planned, why = None, e
     else:
-        may_help = _may_be_faster_offloaded(traced, planned, options, free_seconds)
-        if not (may_help and _offload_frees_passes(traced, planned, options)):
+        may_help = _may_be_faster_offloaded(traced, planned, options, bounds)
+        if not (may_help and _offload_frees_passes(traced, planned, options, bounds)):
             return planned
         why = f"the fastest plan takes {time_text(planned.plan.cost.seconds)}"
     with contextlib.suppress(MemoryBudgetError):
         if options.offload is not None and _offloaded_bytes(traced, options):
             offloading = options.with_offload()
-            found = plan_on_device(traced, offloading, to_beat, _seconds_without_budget(traced, offloading))
+            found = plan_on_device(traced, offloading, to_beat, TimeBounds())
             if planned is None or preference(found.plan) < preference(planned.plan):
                 return with_note(traced, found, options.offload, why, _host_text(found.plan))
     if planned is None:
@@ -53,27 +52,16 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
     return planned
 
 
-def _seconds_without_budget(traced: Program, options: Options) -> Callable[[], float]:
-    """Seconds of the fastest layout, whatever memory it takes: planned once, when they are asked for."""
-    request = replace(options.request, memory_budget=math.inf)
-    return functools.cache(lambda: plan_program(traced, options.passes, request).plan.cost.seconds)
-
-
-def _may_be_faster_offloaded(
-    traced: Program, planned: Planned, options: Options, free_seconds: Callable[[], float]
-) -> bool:
+def _may_be_faster_offloaded(traced: Program, planned: Planned, options: Options, bounds: TimeBounds) -> bool:
     """Whether memory makes ``planned`` slower by more than the optimizer's state takes over the host's link."""
-    bandwidth, short = traced.mesh.hardware.host_bandwidth, is_memory_bound(planned.plan)
     changed = [p.written for p in planned.plan.passes] != [str(p) for p in options.passes]
-    if not (bandwidth and (short or changed)):
+    if not (is_memory_bound(planned.plan) or changed):
         return False
-    transfers = 2 * _offloaded_bytes(traced, options) / traced.mesh.size / bandwidth
-    if not 0 < transfers < planned.plan.cost.seconds:
-        return False
-    return free_seconds() + transfers < planned.plan.cost.seconds
+    transfers = _transfer_seconds(traced, options)
+    return transfers > 0 and bounds.seconds([options.passes]) + transfers < planned.plan.cost.seconds
 
 
-def _offload_frees_passes(traced: Program, planned: Planned, options: Options) -> bool:
+def _offload_frees_passes(traced: Program, planned: Planned, options: Options, bounds: TimeBounds) -> bool:
     """Whether, with the optimizer's state on the host, a layout faster than that of ``planned`` may fit, or passes that
     save less memory and take less time: the next less saving sequence that fits, with whichever optional pass, says so.
     """
@@ -85,22 +73,36 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options) -
     if in_parts:
         return True
     deciding = {p.name for p in options.memory_saving_passes if p.decides_held}
+    transfers = _transfer_seconds(traced, options)
     if chosen == 0 and deciding & {p.name for p in plan.passes}:  # values are held one by one
         freed = _offloaded_bytes(traced, options) / traced.mesh.size
-        transfers = 2 * freed / traced.mesh.hardware.host_bandwidth
         passes = passes_of(plan, traced, options)
         return held_by_value(traced, passes, plan, freed, options.request)[1] + transfers < plan.cost.seconds
-    if is_memory_bound(plan) or chosen == 0:
+    if chosen == 0:
         return True
-    less_saving = [less.passes, *memory_saving_sequences(traced, less)][:chosen]
+
+    def may_be_faster(n: int) -> bool:
+        """Whether the fastest layout after sequence ``n`` would be, whatever memory it takes."""
+        return bounds.seconds(sequences[: n + 1]) + transfers < plan.cost.seconds
+
+    if is_memory_bound(plan) and may_be_faster(chosen):
+        return True
+    less_saving = [less.passes, *memory_saving_sequences(traced, less)]
     request = replace(options.request, memory_budget=plan.memory_budget)
     saving = with_each_optional(traced, (), options, saving=True, batch_axes=axes_of_batch(plan))
     for optional in ((), *saving):
         with contextlib.suppress(MemoryBudgetError):
-            for passes in reversed(less_saving):
-                if plan_program(traced, (*optional, *passes), request).plan.cost.seconds < plan.cost.seconds:
+            for n in reversed([n for n in range(chosen) if may_be_faster(n)]):
+                passes = (*optional, *less_saving[n])
+                if plan_program(traced, passes, request).plan.cost.seconds < plan.cost.seconds:
                     return True
     return False
+
+
+def _transfer_seconds(traced: Program, options: Options) -> float:
+    """Seconds in which the optimizer's state comes from the host and goes back; 0 where it has no memory of its own."""
+    offloaded = _offloaded_bytes(traced, options)
+    return 2 * offloaded / traced.mesh.size / traced.mesh.hardware.host_bandwidth if offloaded else 0.0
 
 
 def _offloaded_bytes(traced: Program, options: Options) -> int:

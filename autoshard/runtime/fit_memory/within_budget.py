@@ -22,6 +22,7 @@ from autoshard.runtime.fit_memory.preference import (
     is_memory_bound,
     preference,
 )
+from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
 from autoshard.runtime.stages import Planned, plan_program
 from autoshard.transforms.pipeline import Pass
@@ -37,18 +38,23 @@ XLA leaves gaps between the stacks of their layers, in three such steps of 8 to 
 
 
 def plan_within_budget(
-    traced: Program, options: Options, request: PlanRequest, to_beat: float = math.inf
+    traced: Program,
+    options: Options,
+    request: PlanRequest,
+    to_beat: float = math.inf,
+    bounds: TimeBounds | None = None,
 ) -> tuple[Planned, bool]:
     """Plans ``traced`` within the budget of ``request``. Where memory rules out the fastest layout and the user named
     no passes, tries passes that save memory too, and returns the fastest plan that fits, and whether memory did so.
 
     Args:
       to_beat: seconds of a step. Once a pipeline fits, optional passes with which none is faster are not pursued.
+      bounds: learn what is found here.
 
     Raises:
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
     """
-    plans = _Plans(traced, options, request, to_beat)
+    plans = _Plans(traced, options, request, to_beat, bounds or TimeBounds())
     is_short = not plans.attempt(options.passes)
     roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
     for ran in roomy:
@@ -82,8 +88,11 @@ class _Fit(NamedTuple):
 class _Plans:
     """What one program was planned with, within one budget: plans that fit, and errors of those that do not."""
 
-    def __init__(self, traced: Program, options: Options, request: PlanRequest, to_beat: float) -> None:
-        self.traced, self.options, self.request, self.to_beat = traced, options, request, to_beat
+    def __init__(
+        self, traced: Program, options: Options, request: PlanRequest, to_beat: float, bounds: TimeBounds
+    ) -> None:
+        self.traced, self.options, self.request = traced, options, request
+        self.to_beat, self.bounds = to_beat, bounds
         self.fitting: list[_Fit] = []
         self.errors: list[MemoryBudgetError] = []
         self.too_large: list[MemoryBudgetError] = []
@@ -105,6 +114,7 @@ class _Plans:
         try:
             planned = plan_program(self.traced, ran or passes, within or self.request, to_beat)
         except MemoryBudgetError as e:
+            self.bounds.learn(ran or passes, e)
             (self.errors if within is None else self.too_large).append(e)
             return False
         except PipelineError:
@@ -112,6 +122,7 @@ class _Plans:
                 raise
             return True  # the chain of layers does not survive that pass
         plan, usual = planned.plan, self.options.passes
+        self.bounds.learn(ran or passes, plan)
         if passes is not usual:
             added = ", ".join(str(p) for p in passes if p not in usual)
             without = self.errors[0] if self.errors else faster_but_larger(self.fitting[0].plan)
@@ -137,7 +148,7 @@ class _Plans:
         if saving := self.options.memory_saving_passes:
             hint = f" (with {', '.join(str(p) for p in saving if p not in usual)})"
         lowest = min(reversed(self.errors), key=lambda e: e.least)
-        return MemoryBudgetError(f"{lowest}{hint}", lowest.least)
+        return MemoryBudgetError(f"{lowest}{hint}", lowest.least, lowest.fastest)
 
 
 def _save_memory(plans: _Plans) -> None:
