@@ -95,13 +95,14 @@ def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
     return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, _work(module, hardware)))
 
 
-def seconds_by_name(module: Module, mesh: LogicalMesh) -> Iterator[tuple[str, float]]:
-    """The seconds of one run of each instruction by its name, of a collective over its links."""
+def seconds_by_name(module: Module, mesh: LogicalMesh) -> Iterator[tuple[str, float, str]]:
+    """The seconds of one run of each instruction by its name, of a collective over its links, with the slowest of
+    these; of others without a link, empty."""
     work, found = _work(module, mesh.hardware), located_collectives(module, mesh)
     for name, computation in module.computations.items():
         for i in computation.instructions.values():
             c = found.get((name, i.name))
-            yield i.name, work(i, computation) if c is None else _transfer(c, mesh).seconds
+            yield i.name, *((work(i, computation), "") if c is None else _transfer(c, mesh))
 
 
 def _work(module: Module, hardware: Hardware) -> Callable[[Instruction, Computation], float]:

@@ -11,7 +11,7 @@ import pytest
 
 from autoshard.backend.estimate import seconds_by_name
 from autoshard.backend.hlo.text import parse_hlo
-from autoshard.backend.latencies import compile_with_latencies, latency_profile
+from autoshard.backend.latencies import SCALES, compile_with_latencies, latency_profile
 from autoshard.machine.mesh_config import MeshConfig
 
 MESH = MeshConfig(axes={"data": 16}, gpu="h100", nodes=2).mesh()
@@ -47,11 +47,11 @@ class Compiled:
 
 
 def compiled(*texts: str | Exception) -> tuple[Any, list[Mapping[str, Any]]]:
-    """What is kept of compilations that give these one after the other, and the options of each."""
+    """What is kept of compilations that give these one after the other, then the last, and the options of each."""
     asked: list[Mapping[str, Any]] = []
 
     def run(more: Mapping[str, Any]) -> Compiled:
-        text = texts[len(asked)]
+        text = texts[min(len(asked), len(texts) - 1)]
         asked.append(more)
         if isinstance(text, Exception):
             raise text
@@ -90,10 +90,20 @@ def costs(profile: bytes) -> dict[str, float]:
 def test_a_profile_has_the_seconds_of_products_and_of_collectives() -> None:
     module = parse_hlo(BLOCKING)
     read = costs(latency_profile(module, MESH))
-    assert read == {name: pytest.approx(1e6 * seconds) for name, seconds in seconds_by_name(module, MESH)}
+    assert read == {name: pytest.approx(1e6 * seconds) for name, seconds, _ in seconds_by_name(module, MESH)}
     assert read["start"] > 100
     assert read["dot"] > 100
     assert read["done"] == 0
+
+
+def test_only_collectives_over_the_slowest_links_are_scaled() -> None:
+    whole, part = (costs(latency_profile(parse_hlo(BLOCKING), MESH, scale)) for scale in (1.0, 0.5))
+    assert part["start"] == pytest.approx(0.5 * whole["start"])
+    assert part["dot"] == whole["dot"]
+    within = parse_hlo(BLOCKING.replace("[1,16]<=[16]", "[2,8]<=[16]"))
+    mesh = MeshConfig(axes={"node": 2, "data": 8}, gpu="h100", nodes=2).mesh()
+    whole, part = (costs(latency_profile(within, mesh, scale)) for scale in (1.0, 0.5))
+    assert part["start"] == whole["start"] > 10
 
 
 def test_names_of_any_length_are_written() -> None:
@@ -101,11 +111,18 @@ def test_names_of_any_length_are_written() -> None:
     assert costs(latency_profile(parse_hlo(BLOCKING.replace("dot =", f"{name} =")), MESH))[name] > 100
 
 
-def test_the_faster_one_is_kept() -> None:
-    kept, asked = compiled(BLOCKING, HIDING)
-    assert kept == HIDING
-    assert asked == [{}, {"fdo_profile": latency_profile(parse_hlo(BLOCKING), MESH)}]
-    assert compiled(BLOCKING, BLOCKING.replace("step,", "other,"))[0] == BLOCKING
+def test_the_fastest_is_kept() -> None:
+    assert compiled(BLOCKING, HIDING)[0] == HIDING
+    others = [BLOCKING.replace("step,", f"other_{n},") for n in range(3)]
+    kept, asked = compiled(BLOCKING, *others)
+    assert kept == BLOCKING
+    profiles = [latency_profile(parse_hlo(BLOCKING), MESH, scale) for scale in SCALES]
+    assert asked == [{}, *({"fdo_profile": p} for p in profiles)]
+    assert len({*profiles}) == 3
+    assert compiled(BLOCKING, others[0], HIDING, others[0])[0] == HIDING
+    hidden = HIDING.replace("f32[1024,4096]", "f32[1,64]").replace("f32[16384,4096]", "f32[16,64]")
+    kept, asked = compiled(BLOCKING, hidden)
+    assert (kept, len(asked)) == (hidden, 2), "it waits for nothing"
 
 
 def test_what_waits_for_nothing_is_compiled_once() -> None:
@@ -116,6 +133,8 @@ def test_what_waits_for_nothing_is_compiled_once() -> None:
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
-    kept, asked = compiled(BLOCKING, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"))
+    too_large = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+    kept, asked = compiled(BLOCKING, too_large)
     assert kept == BLOCKING
-    assert len(asked) == 2
+    assert len(asked) == 4
+    assert compiled(BLOCKING, too_large, HIDING)[0] == HIDING
