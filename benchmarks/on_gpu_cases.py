@@ -378,18 +378,22 @@ def steps(name: str, make: Callable[[], Trained], options: Mapping[str, Any], be
         f"{plan.cost.seconds / found:.2f}",
         f"{1e3 * read.scheduled:.1f}",
         f"{read.scheduled / found:.2f}",
-        f"{1e3 * plain_seconds:.1f}",
-        f"{found / plain_seconds:.2f}",
+        _or_dash(1e3 * plain_seconds, ".1f"),
+        _or_dash(found / plain_seconds, ".2f"),
         f"{peak / GIB:.2f}",
         f"{plan.memory.peak / GIB:.2f}",
         f"{plan.memory.peak / peak:.2f}",
         f"{usage.peak / GIB:.2f}",
         "-" if plain_usage is None else f"{plain_usage.peak / GIB:.2f}",
-        f"{theirs:.1e}",
-        f"{differ:.1e}",
+        _or_dash(theirs, ".1e"),
+        _or_dash(differ, ".1e"),
         ", ".join(p.written for p in plan.passes if p.equations_before != p.equations_after),
     ]
     yield "steps", name, cells
+
+
+def _or_dash(number: float, how: str) -> str:
+    return "-" if np.isnan(number) else format(number, how)
 
 
 def _loss(said: Any) -> float:
