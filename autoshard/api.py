@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +22,7 @@ from autoshard.plan.record import PlanRecord
 from autoshard.rules import SHIPPED, STRUCTURAL
 from autoshard.runtime.options import Options
 from autoshard.runtime.plan import Plan
+from autoshard.runtime.signature import Names, Nums, positions_and_names
 from autoshard.runtime.step import BoundStep, Step
 from autoshard.schedule.schedule import Schedule
 from autoshard.search.strategies import PRESETS
@@ -44,8 +43,6 @@ MEMORY_SAVING_PASSES = (
 OPTIONAL_PASSES = ("accumulate", "experts", "sum_products:through", "losses")
 """Tried before the others, or in the place of the one of the same name: ``losses`` where memory rules out the fastest
 layout, the others in any case. Kept where the step is faster with it."""
-Names = str | Sequence[str] | None
-Nums = int | Sequence[int] | None
 
 
 def jit(
@@ -195,11 +192,11 @@ def jit(
         compiler_options=tuple(sorted((compiler_options or {}).items())),
     )
     decided = passes is not None or recompute is not None
-    static_nums, static_names = _positions_and_names(fun, static_argnums, static_argnames)
+    static_nums, static_names = positions_and_names(fun, static_argnums, static_argnames)
     pipeline = None if config is None else config.pipeline
     alone = microbatches == 1 and pipeline is None
     whole = alone or (microbatches is None and passes is not None and pipeline in (None, AUTO))
-    donate_nums, donate_names = _positions_and_names(fun, donate_argnums, donate_argnames)
+    donate_nums, donate_names = positions_and_names(fun, donate_argnums, donate_argnames)
     return Step(
         fun,
         Options(
@@ -307,27 +304,6 @@ def _like(like: Any, strategy: str | Plan) -> Callable[[], PlanRecord] | None:
     if isinstance(like, Step | BoundStep):
         return like.first_plan
     raise ArgumentError(f"like= takes a plan or a decorated step, not {type(like).__name__}")
-
-
-def _positions_and_names(fun: Callable[..., Any], nums: Nums, names: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The positions and the names of the arguments in ``nums`` and ``names``, as `jax.jit` infers one from the
-    other.
-    """
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    given_nums = [] if nums is None else [nums] if isinstance(nums, int) else list(nums)
-    given_names = [] if names is None else [names] if isinstance(names, str) else list(names)
-    positions = {operator.index(n) + (len(positional) if n < 0 else 0) for n in given_nums}
-    known = {p.name for p in parameters}
-    for name in given_names:
-        if known and name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ArgumentError(f"{getattr(fun, '__name__', fun)} has no argument {name!r}{nearest(name, known)}")
-    positions |= {positional.index(n) for n in given_names if n in positional}
-    all_names = dict.fromkeys([*given_names, *(positional[n] for n in sorted(positions) if n < len(positional))])
-    return tuple(sorted(positions)), tuple(all_names)
 
 
 def register_rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import jax
 
 from autoshard import jaxpr as jx
-from autoshard.errors import ArgumentError
+from autoshard.errors import ArgumentError, nearest
 from autoshard.jaxpr.arguments import ArgumentAval, argument_aval
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments by position and by name."""
+Names = str | Sequence[str] | None
+Nums = int | Sequence[int] | None
+"""Arguments as `jax.jit` takes them: their names or positions, or one alone."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,29 @@ def signature(fun: Callable[..., Any], static_nums: Sequence[int], static_names:
     only = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     both = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return Signature(name, len(only), (*only, *both), tuple(static_nums), tuple(static_names))
+
+
+def positions_and_names(fun: Callable[..., Any], nums: Nums, names: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The positions and the names of the arguments in ``nums`` and ``names``, as `jax.jit` infers one from the other.
+
+    Raises:
+      ArgumentError: the function has no argument of that name.
+    """
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given_nums = [] if nums is None else [nums] if isinstance(nums, int) else list(nums)
+    given_names = [] if names is None else [names] if isinstance(names, str) else list(names)
+    positions = {operator.index(n) + (len(positional) if n < 0 else 0) for n in given_nums}
+    known = {p.name for p in parameters}
+    for name in given_names:
+        if known and name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ArgumentError(f"{getattr(fun, '__name__', fun)} has no argument {name!r}{nearest(name, known)}")
+    positions |= {positional.index(n) for n in given_names if n in positional}
+    all_names = dict.fromkeys([*given_names, *(positional[n] for n in sorted(positions) if n < len(positional))])
+    return tuple(sorted(positions)), tuple(all_names)
 
 
 def _accepts(test: Callable[[Any], Any], value: Any) -> bool:
