@@ -81,7 +81,7 @@ def run(case: str, folder: Path) -> None:
 def record(folder: Path, found: Mapping[str, Any]) -> None:
     """Adds a line to what was found."""
     with (folder / "on_gpu.jsonl").open("a") as file:
-        file.write(json.dumps({**found, "day": str(date.today())}) + "\n")
+        file.write(json.dumps(found) + "\n")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -94,13 +94,7 @@ def page(folder: Path) -> str:
     """The lines that were found, as tables; of a case that was run twice, the later."""
     newest = {(x["kind"], x["case"], x.get("part", "")): x for x in lines(folder)}
     devices = sorted({x["device"] for x in newest.values() if "device" in x})
-    days: dict[str, dict[str, None]] = {}
-    for (kind, case, _), x in newest.items():
-        if kind != "failed":
-            days.setdefault(x["day"], {})[case] = None
-    last = max(days, default=str(date.today()))
-    before = "".join(f" On {day}: {'; '.join(days[day])}." for day in sorted(days, reverse=True) if day != last)
-    parts = ["# On a GPU", f"`python -m benchmarks.on_gpu`, {', '.join(devices)}, {last}.{before}"]
+    parts = ["# On a GPU", f"`python -m benchmarks.on_gpu`, {', '.join(devices)}, {date.today()}."]
     for kind, title in TITLES.items():
         rows = [x["row"] for (k, *_), x in newest.items() if k == kind]
         if rows:

@@ -43,7 +43,7 @@ from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind,
 from autoshard.machine.mesh import LogicalMesh
 
 NOWHERE, PARTIAL = -1, -2
-"""Where an axis that shards no dimension is (`slow_placement`): partial sums are over it, or not."""
+"""In the place of a dimension (`slow_placement`): an axis shards none and sums over it are not partial, or are."""
 STEP = -1
 """What is in no loop, as a loop's number."""
 MAX_PARTS = 8

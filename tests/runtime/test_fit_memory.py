@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import autoshard
@@ -19,7 +21,7 @@ from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.passes.recompute import Recompute
 from autoshard.plan.decisions import Alternative
 from autoshard.plan.planner import PlanRequest
-from autoshard.runtime.fit_memory import in_parts, within_budget
+from autoshard.runtime.fit_memory import within_budget
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.stages import Planned
 from autoshard.transforms.pipeline import Pass
@@ -168,18 +170,20 @@ def test_what_saves_less_is_tried_in_other_layouts_too(monkeypatch: pytest.Monke
 
 
 def test_the_fastest_layout_bounds_what_saves_more() -> None:
-    bounds, sequences = TimeBounds(), [(), *((Recompute.from_option(o),) for o in ("products:2", "products:1", "full"))]
-    none, _, more, _ = sequences
-    assert bounds.seconds(sequences) == 0.0
+    options = ("products:3", "products:2", "products:1", "full")
+    bounds, sequences = TimeBounds(), [(), *((Recompute.from_option(o),) for o in options)]
+    none, _, some, _, _ = sequences
+    assert (bounds.seconds(none), bounds.estimate(sequences, 0)) == (0.0, 0.0)
     bounds.learn(none, MemoryBudgetError("too large", 10e9, 3.0))
-    bounds.learn(more, MemoryBudgetError("too large", 10e9, 5.0))
-    assert [bounds.seconds(sequences[:n]) for n in range(1, 5)] == [3.0, 3.0, 5.0, 5.0]
+    bounds.learn(some, MemoryBudgetError("too large", 10e9, 5.0))
+    assert (bounds.seconds(some), bounds.seconds(sequences[3])) == (5.0, 0.0)
+    assert [bounds.estimate(sequences, n) for n in range(5)] == [3.0, 3.0, 5.0, 0.0, 0.0]
     found = plan(memory_budget=10**9)
     larger = Alternative("another layout", found.cost.seconds / 2, 10**10)
     bounds.learn(none, replace(found, alternatives=(larger,)))
-    assert bounds.seconds([none]) == found.cost.seconds / 2
+    assert bounds.seconds(none) == found.cost.seconds / 2
     bounds.learn(none, replace(found, alternatives=()))
-    assert bounds.seconds([none]) == found.cost.seconds / 2, "what was found with another budget stays true"
+    assert bounds.seconds(none) == found.cost.seconds / 2, "what was found with another budget stays true"
 
 
 def test_what_is_too_large_says_how_fast_it_would_be() -> None:
@@ -190,21 +194,55 @@ def test_what_is_too_large_says_how_fast_it_would_be() -> None:
     assert e.value.least > free.memory.peak // 100
 
 
-def test_more_micro_batches_are_not_tried_where_fewer_are_too_slow_with_any_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried, fastest = list[int](), 0.0
+def slow(bandwidth: float, **more: Any) -> LogicalMesh:
+    """Over a link so slow that sums over it take longer than layers."""
+    return LogicalMesh(("data",), (8,), replace(HARDWARE, links={"link": Link("link", bandwidth, 1e-7)}, **more))
 
-    def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, to_beat: float = 0.0) -> Planned:
-        tried.append(int(request.passes[0].written.partition(":")[2]))
-        raise MemoryBudgetError("too large", 10e9, fastest)
 
-    least = plan(passes=["recompute:full"], microbatches=1).memory.peak
-    monkeypatch.setattr(in_parts, "plan_program", plan_program)
-    counts = []
-    for seconds in (1.0, 1e-9):  # what fits whole takes longer than the second
-        fastest = seconds
-        tried.clear()
-        assert plan(memory_budget=int(1.1 * least)).passes[0].name != "microbatch"
-        counts.append(len(tried))
-    assert counts[0] == 1 < counts[1]
+def layers_of(products: int) -> Any:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            y = h
+            for _ in range(products):
+                y = jnp.sin(y @ w)
+            return h + y, None
+
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    return loss
+
+
+def test_parts_that_do_not_fit_do_not_rule_out_more_of_them() -> None:
+    """Reduced once after the loop, gradients of more micro-batches take less time than those of fewer in each part."""
+    loss, mesh = layers_of(24), slow(3e7, memory=1e12)
+    shapes = jax.ShapeDtypeStruct((60, WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct((1 << 17, WIDTH), jnp.float32)
+    step = autoshard.jit(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), mesh=mesh, donate_argnums=0, memory_budget=1000)
+    with pytest.raises(MemoryBudgetError) as e:
+        step.plan(*shapes)
+    budget = int(1.02 * e.value.least)
+    found = autoshard.jit(
+        lambda w, x: w - 0.1 * jax.grad(loss)(w, x), mesh=mesh, donate_argnums=0, memory_budget=budget
+    )
+    passes = [p.written for p in found.plan(*shapes).passes]
+    assert any(p.startswith("microbatch") for p in passes)
+    assert "accumulate:data" in passes
+
+
+def test_an_optimizer_goes_to_the_host_in_as_many_micro_batches_as_are_given() -> None:
+    """Its time there is compared with that of the same micro-batches, reduced once."""
+    loss, adam = layers_of(4), optax.adam(1e-3)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        updates, opt = adam.update(jax.grad(loss)(state["params"], x), state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    params = jax.ShapeDtypeStruct((12, 256, 256), jnp.float32)
+    shapes = (
+        {"params": params, "opt": jax.eval_shape(adam.init, params)},
+        jax.ShapeDtypeStruct((16384, 256), jnp.float32),
+    )
+    jitted = functools.partial(autoshard.jit, step, mesh=slow(3e8, memory=1e12, host_bandwidth=1e11), donate_argnums=0)
+    free = jitted(microbatches=8).plan(*shapes)
+    found = jitted(microbatches=8, memory_budget=int(0.98 * free.memory.peak)).plan(*shapes)
+    assert "offload:optimizer" in [p.written for p in found.passes]
+    assert found.cost.seconds < 1.01 * free.cost.seconds

@@ -91,7 +91,7 @@ def _plan_in_parts(
         return _plan_staged(traced, options, request, to_beat)
     try:
         whole, is_short = plan_within_budget(traced, options, request, bounds=bounds)
-        if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * bounds.seconds([options.passes]):
+        if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * bounds.seconds(options.passes):
             return whole
         fitting, why = [whole], f"the fastest plan takes {time_text(whole.plan.cost.seconds)}"
     except MemoryBudgetError as e:
@@ -102,7 +102,7 @@ def _plan_in_parts(
     with contextlib.suppress(SpecError):
         alone = parts_of.fewest(variants, saving=False)
         for parts in () if parts_of.too_slow else alone:
-            if isinstance(found := parts_of.plan(parts, saving=False), Planned):
+            if (found := parts_of.plan(parts, saving=False)) is not None:
                 fitting += [note(p, parts, why) for p in (found, *_with_faster_passes(found, options, request))]
     with contextlib.suppress(SpecError, MemoryBudgetError):
         fewer = variants[: variants.index(alone[0])] if alone else variants
@@ -126,18 +126,17 @@ class _Parts:
         """Seconds of the plan that fits whole."""
         self.too_slow = False
         """In fewer parts the fastest layout does not fit, and in these it is slower than what fits whole."""
-        self.planned: dict[tuple[Pass, bool], Planned | MemoryBudgetError] = {}
+        self.planned: dict[tuple[Pass, bool], Planned | None] = {}
 
-    def plan(self, parts: Pass, *, saving: bool) -> Planned | MemoryBudgetError:
+    def plan(self, parts: Pass, *, saving: bool) -> Planned | None:
         """The plan in ``parts``, if one fits."""
         if (parts, saving) not in self.planned:
             program, asked = run_passes(self.traced, (parts,), self.request)
             more = memory_saving_sequences(program, self.options) if saving else ()
             *_, passes = self.options.passes, *more
-            try:
+            self.planned[parts, saving] = None
+            with contextlib.suppress(MemoryBudgetError):
                 self.planned[parts, saving] = plan_program(program, passes, asked)
-            except MemoryBudgetError as e:
-                self.planned[parts, saving] = e
         return self.planned[parts, saving]
 
     def fewest(self, among: Sequence[Pass], *, saving: bool) -> Sequence[Pass]:
@@ -153,10 +152,9 @@ class _Parts:
             found = self.plan(parts, saving=saving)
         except SpecError:  # a preset cannot split so small a part
             return True
-        if saving or (isinstance(found, Planned) and not is_memory_bound(found.plan)):
-            return isinstance(found, Planned)
-        fastest = found.plan.alternatives[0].seconds if isinstance(found, Planned) else found.fastest
-        self.too_slow = fastest >= self.to_beat
+        if found is None or saving or not is_memory_bound(found.plan):
+            return found is not None
+        self.too_slow = found.plan.alternatives[0].seconds >= self.to_beat
         return self.too_slow
 
 

@@ -58,7 +58,7 @@ def _may_be_faster_offloaded(traced: Program, planned: Planned, options: Options
     if not (is_memory_bound(planned.plan) or changed):
         return False
     transfers = _transfer_seconds(traced, options)
-    return transfers > 0 and bounds.seconds([options.passes]) + transfers < planned.plan.cost.seconds
+    return transfers > 0 and bounds.seconds(options.passes) + transfers < planned.plan.cost.seconds
 
 
 def _offload_frees_passes(traced: Program, planned: Planned, options: Options, bounds: TimeBounds) -> bool:
@@ -81,18 +81,15 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
     if chosen == 0:
         return True
 
-    def may_be_faster(n: int) -> bool:
-        """Whether the fastest layout after sequence ``n`` would be, whatever memory it takes."""
-        return bounds.seconds(sequences[: n + 1]) + transfers < plan.cost.seconds
-
-    if is_memory_bound(plan) and may_be_faster(chosen):
+    if is_memory_bound(plan) and plan.alternatives[0].seconds + transfers < plan.cost.seconds:
         return True
     less_saving = [less.passes, *memory_saving_sequences(traced, less)]
+    in_time = [n for n in range(chosen) if bounds.estimate(sequences, n) + transfers < plan.cost.seconds]
     request = replace(options.request, memory_budget=plan.memory_budget)
     saving = with_each_optional(traced, (), options, saving=True, batch_axes=axes_of_batch(plan))
     for optional in ((), *saving):
         with contextlib.suppress(MemoryBudgetError):
-            for n in reversed([n for n in range(chosen) if may_be_faster(n)]):
+            for n in reversed(range(chosen) if optional else in_time):
                 passes = (*optional, *less_saving[n])
                 if plan_program(traced, passes, request).plan.cost.seconds < plan.cost.seconds:
                     return True

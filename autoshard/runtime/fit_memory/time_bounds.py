@@ -10,8 +10,9 @@ from autoshard.transforms.pipeline import Pass
 
 
 class TimeBounds:
-    """Of one program without a pipeline, for each sequence of passes that was planned: the seconds of the fastest
-    layout that was priced, whatever memory it takes. The search begins with that one, at every budget."""
+    """Of one program without a pipeline, for each sequence of passes that was planned, with whichever optional ones:
+    the seconds of the fastest layout that was priced, whatever memory it takes. Every search prices that one.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[Pass, ...], float] = {}
@@ -24,7 +25,13 @@ class TimeBounds:
             seconds = min([found.cost.seconds, *(a.seconds for a in found.alternatives)])
         self._seconds[passes] = min(seconds, self._seconds.get(passes, seconds))
 
-    def seconds(self, sequences: Sequence[tuple[Pass, ...]]) -> float:
-        """Least seconds after the last of ``sequences``, each of which saves more memory and takes more time than the
-        one before it; 0 where none was planned."""
-        return max([self._seconds.get(passes, 0.0) for passes in sequences], default=0.0)
+    def seconds(self, passes: tuple[Pass, ...]) -> float:
+        """Of the fastest layout after ``passes``; 0 where they were not planned."""
+        return self._seconds.get(passes, 0.0)
+
+    def estimate(self, sequences: Sequence[tuple[Pass, ...]], n: int) -> float:
+        """`seconds` of sequence ``n`` of ``sequences``, each of which saves more memory than the one before it; where
+        it was not planned, the least of the nearest on either side that were, and 0 where on one side none was."""
+        known = [i for i, passes in enumerate(sequences) if passes in self._seconds]
+        nearest = max((i for i in known if i <= n), default=None), min((i for i in known if i >= n), default=None)
+        return min([0.0 if i is None else self._seconds[sequences[i]] for i in nearest])

@@ -114,7 +114,7 @@ class _Plans:
         try:
             planned = plan_program(self.traced, ran or passes, within or self.request, to_beat)
         except MemoryBudgetError as e:
-            self.bounds.learn(ran or passes, e)
+            self.bounds.learn(passes, e)
             (self.errors if within is None else self.too_large).append(e)
             return False
         except PipelineError:
@@ -122,7 +122,7 @@ class _Plans:
                 raise
             return True  # the chain of layers does not survive that pass
         plan, usual = planned.plan, self.options.passes
-        self.bounds.learn(ran or passes, plan)
+        self.bounds.learn(passes, plan)
         if passes is not usual:
             added = ", ".join(str(p) for p in passes if p not in usual)
             without = self.errors[0] if self.errors else faster_but_larger(self.fitting[0].plan)
@@ -148,7 +148,8 @@ class _Plans:
         if saving := self.options.memory_saving_passes:
             hint = f" (with {', '.join(str(p) for p in saving if p not in usual)})"
         lowest = min(reversed(self.errors), key=lambda e: e.least)
-        return MemoryBudgetError(f"{lowest}{hint}", lowest.least, lowest.fastest)
+        fastest = min((e.fastest for e in self.errors if e.fastest), default=0.0)
+        return MemoryBudgetError(f"{lowest}{hint}", lowest.least, fastest)
 
 
 def _save_memory(plans: _Plans) -> None:
