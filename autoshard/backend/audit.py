@@ -20,7 +20,7 @@ from autoshard.backend.hlo.collectives import collectives
 from autoshard.backend.known_rewrites import KindAxes, Rewrite, fit_rewrites
 from autoshard.backend.stage_branches import Stray, stray_collectives
 from autoshard.ir.spec import Axes
-from autoshard.machine.collective import Collective
+from autoshard.machine.collective import ALL_REDUCE, Collective
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.document import short_source
 from autoshard.units import size_text
@@ -204,6 +204,7 @@ def _observed_rewrites(
     sides: Mapping[RowKey, tuple[list[Collective], list[Collective]]],
 ) -> Iterator[tuple[Rewrite, float]]:
     """Rewrites visible in the collectives of one kind and axes alone, each with the most bytes that it explains."""
+    sums = [c for _, emitted in sides.values() for c in emitted if c.addends > 1 and c.axes]
     for (kind, axes), (planned, emitted) in sides.items():
         if axes:
             this, none = {(kind, axes): 1.0}, dict[KindAxes, float]()
@@ -211,6 +212,12 @@ def _observed_rewrites(
             repeated = f"{kind} repeated for the same operand, done once"
             yield Rewrite(repeated, axes, none, this), _redundant_bytes(planned)
             yield Rewrite(f"{kind} of a narrower dtype", axes, none, this), _bytes_saved_by_narrowing(planned, emitted)
+            if kind == ALL_REDUCE:
+                added = float(sum((c.addends - 1) * c.total_bytes for c in sums if set(c.axes or ()) <= set(axes)))
+                yield (
+                    Rewrite("all-reduces of values that are added up before, done once for the sum", axes, none, this),
+                    added,
+                )
 
 
 def _redundant_bytes(found: Iterable[Collective]) -> float:

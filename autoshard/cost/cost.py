@@ -124,11 +124,17 @@ class CostModel:
             if n.kind.traits.broadcasts and all(not shape or v in self.free_to_reshard for v, shape in operands):
                 self.free_to_reshard.update(n.results)
         self.per_call_inputs, self.moved_outputs = find_per_call_inputs(graph), find_moved_outputs(graph)
-        self.view_of: dict[int, int] = {}
-        """For each view (or reversal) of another value, the value at the root of the chain of views."""
+        self.first_of: dict[int, int] = {}
+        """For each view (or reversal) of another value, the value at the root of the chain of views; for what an
+        operation makes of the same operands again, what it made first: XLA computes it once."""
+        made: dict[Node, tuple[int, ...]] = {}
         for n in graph.nodes:
-            if any(n.operands[:1]) and n.kind.traits.view:
-                self.view_of.update((v, self.view_of.get(n.operands[0], n.operands[0])) for v in n.results)
+            read = tuple([self.first_of.get(v, v) for v in n.operands])
+            if any(read[:1]) and n.kind.traits.view:
+                self.first_of.update((v, read[0]) for v in n.results)
+            elif read and not n.tie:
+                first = made.setdefault(n._replace(operands=read, results=(), source=""), n.results)
+                self.first_of.update(zip(n.results, first, strict=True) if first != n.results else ())
         self._last: tuple[Layout | None, list[NodeCost]] = None, []
         """The layout priced last and its node costs, which the memory model and the plan ask for next."""
 
@@ -197,7 +203,7 @@ class CostModel:
         if not found or len(operands) != 1:
             return None
         (i,) = operands
-        return self.view_of.get(node.operands[i], node.operands[i]), run.in_specs[i], found
+        return self.first_of.get(node.operands[i], node.operands[i]), run.in_specs[i], found
 
     def charges(self, layout: Layout) -> Iterator[Charge]:
         """What each node that executes adds to the cost under ``layout``, in order of execution."""
@@ -220,7 +226,7 @@ class CostModel:
             charged.update((v, required) for v, _, required, _ in moves)
             made_as = zip(node.results, run.out_specs, strict=True)
             moves += [(v, made, specs[v], True) for v, made in made_as if made != specs[v]]
-            halos, first = self._halos(node, run), [self.view_of.get(v, v) for v in node.operands[:1]]
+            halos, first = self._halos(node, run), [self.first_of.get(v, v) for v in node.operands[:1]]
             keys = [halos if c.kind == COLLECTIVE_PERMUTE else (*first, c) for c in run.collectives]
             issued = [
                 Transfer(replace(c, redundant=True) if key and key in sent_on_shards else c, 0.0, 0)
@@ -229,7 +235,7 @@ class CostModel:
             sent_on_shards.update(keys)
             for v, src, dst, made in moves:
                 for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
-                    key = self.view_of.get(v, v), c
+                    key = self.first_of.get(v, v), c
                     issued.append(Transfer(replace(c, redundant=True) if key in sent else c, 0.0, v, src, dst, made))
                     sent.add(key)
             priced: list[Transfer] = []

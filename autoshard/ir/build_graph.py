@@ -168,7 +168,8 @@ class _Builder:
         kind = self.kinds_by_id.get(key)
         if kind is None:
             kind = self.kinds_by_id[key] = self.kind(eqn, source)
-        self.nodes.append(Node(kind, operands, results, trip_count, source, phase))
+        literals = tuple([str(a.val) for a in eqn.invars if isinstance(a, jx.Literal)])
+        self.nodes.append(Node(kind, operands, results, trip_count, source, phase, literals))
         if kind.traits.constrains:
             entries = eqn.params["spec"] if eqn.primitive is annotate_p else eqn.params["sharding"].spec
             self.pin(results[0], entries, source, frozenset(eqn.params.get("unconstrained_dims", ())))

@@ -117,6 +117,8 @@ class Node(NamedTuple):
     """``file:line`` of the user's code."""
     phase: str = PLAIN
     """Automatic differentiation: ``FORWARD``, ``BACKWARD``, or ``PLAIN`` outside differentiated functions."""
+    literals: tuple[str, ...] = ()
+    """Of the operands, those that are literals, in their order."""
 
     @property
     def values(self) -> tuple[int, ...]:

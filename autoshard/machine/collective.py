@@ -56,10 +56,13 @@ class Collective:
     """False when an enclosing loop's trip count is unknown, so that ``count`` is a lower bound."""
     share: float = 1.0
     """Of a collective-permute: the fraction of the devices that send to another device."""
+    addends: int = 1
+    """Emitted: how many values are added up to what it sends. XLA adds up first what is reduced alike."""
     redundant: bool = False
     """Emitted: whether the same computation has an identical collective on the same operands, or this is XLA's
-    rematerialization of one. Planned: whether the value that its operand is a view of is resharded likewise, or sends
-    the same halos, before; of a local form, whether one with the same first operand has sent as much."""
+    rematerialization of one. Planned: whether the value that its operand is a view of, or equal to, is resharded
+    likewise, or sends the same halos, before; of a local form, whether one with the same first operand has sent as
+    much."""
 
     parts: tuple[int, ...] = ()
     """Emitted: the bytes of each array, where the compiler has combined several; empty where there is one."""

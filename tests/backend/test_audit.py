@@ -183,6 +183,9 @@ def test_asynchronous_pairs_count_once() -> None:
     assert len(collectives(ASYNC, MESH)) == len(found)
 
 
+ADDED_UP = "all-reduces of values that are added up before, done once for the sum"
+
+
 def test_redundant_collectives_are_marked() -> None:
     text = text_of(
         "%a = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
@@ -191,6 +194,20 @@ def test_redundant_collectives_are_marked() -> None:
         "ROOT %c = f32[64]{0} all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}",
     )
     assert [c.redundant for c in collectives(text, MESH)] == [False, True, True, False]
+
+
+def test_what_is_added_up_before_it_is_reduced_is_counted() -> None:
+    text = text_of(
+        "%p = f32[] parameter(0)",
+        "%q = f32[] parameter(1)",
+        "%two = f32[] add(%p, %q)",
+        "%three = f32[] add(%two, %q)",
+        "%other = f32[] multiply(%two, %q)",
+        "%a = f32[] all-reduce(%three), replica_groups=[1,8]<=[8], to_apply=%sum",
+        "%b = f32[] all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%sum",
+        "ROOT %c = f32[] all-reduce(%other), replica_groups=[1,8]<=[8], to_apply=%sum",
+    )
+    assert [c.addends for c in collectives(text, MESH)] == [3, 1, 1]
 
 
 # As the TPU compiler writes them: one all-gather spread over three fusions, and a padded reduce-scatter.
@@ -436,6 +453,9 @@ def test_the_share_of_a_permute_is_that_of_its_sources(pairs: list[tuple[int, in
          ["all-gather repeated for the same operand"]),
         ([op(AG, "y", 800), replace(op(AG, "y", 800), redundant=True)], [op(AG, "y", 800)],
          ["all-gather repeated for the same operand, done once"]),
+        ([op(AR, "y", 4, 3)], [replace(op(AR, "y", 4), addends=3)], [ADDED_UP]),
+        ([op(AR, "xy", 4, 2)], [replace(op(AR, "y", 4), addends=2), op(AR, "x", 4)],
+         [ADDED_UP, "all-reduce split into one per axis"]),
         ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "y", 400), op(AG, "x", 800)],
          ["all-gather over the axes in the other order"]),
         ([op(AG, "xy", 800)], [op(AR, "xy", 800)], ["all-gather as an all-reduce of zero-padded shards"]),
@@ -460,6 +480,8 @@ def test_known_rewrites_are_explained(planned: list[Collective], found: list[Col
     [
         ([op(AR, "y", 1000)], [op(AR, "y", 1060)], ["differs"]),
         ([op(AR, "y", 1000)], [], ["missing"]),
+        ([op(AR, "y", 4, 3)], [replace(op(AR, "y", 4), addends=2)], ["differs"]),
+        ([op(AR, "y", 4, 3)], [replace(op(AR, "xy", 4), addends=3)], ["unplanned", "missing"]),
         ([], [op(AG, "x", 1000)], ["unplanned"]),
         ([], [op(AG, None, 1000)], ["unplanned"]),
         ([op(AR, "x", 1000)], [op(AR, "y", 1000)], ["missing", "unplanned"]),

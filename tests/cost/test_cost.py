@@ -66,6 +66,14 @@ def test_halos_that_a_convolution_and_the_gradient_of_its_window_read_are_said_t
     assert sorted(sent) == [(row, False), (row, False), (row, True), (row, True), (changed, False), (changed, False)]
 
 
+def test_what_is_computed_twice_is_said_to_be_reduced_twice() -> None:
+    def fun(x):
+        return [jnp.sum(2.0 * x), jnp.sum(2.0 * x), jnp.sum(3.0 * x), jnp.sum(2.0 * jnp.sin(x))]
+
+    cost = price(fun, ((64, 64),), Spec((("data",), ())), results=(Spec(()),) * 4)
+    assert [c.redundant for c in cost.collectives] == [False, True, False, False]
+
+
 def test_a_thin_product_is_memory_bound() -> None:
     cost = price(lambda x, w: x @ w, ((1, 8192), (8192, 8192)), WHOLE, WHOLE)
     assert cost.compute == pytest.approx(4 * (8192 + 8192**2 + 8192) / CHIP.bandwidth)

@@ -82,6 +82,7 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
         *,
         share: float = 1.0,
         redundant: bool = False,
+        addends: int = 1,
     ) -> None:
         """The collective that ``instruction`` starts, in ``computation``."""
         count, exact = runs[computation.name]
@@ -96,6 +97,7 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
             exact=exact,
             share=share,
             redundant=redundant,
+            addends=addends,
             parts=payloads if len(payloads) > 1 else (),
         )
 
@@ -126,7 +128,20 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
             earlier.add(same)
             share = group_axes.sending(instruction.attributes) if kind == COLLECTIVE_PERMUTE else 1.0
             kind = REDUCE_SCATTER if is_scatter or ends_scatter else kind
-            add(computation, instruction, kind, axes, payloads, share=share, redundant=redundant)
+            addends = _addends(instruction, computation) if kind == ALL_REDUCE and len(payloads) == 1 else 1
+            add(computation, instruction, kind, axes, payloads, share=share, redundant=redundant, addends=addends)
+    return found
+
+
+def _addends(reduction: Instruction, computation: Computation) -> int:
+    """How many values the computation adds up to what ``reduction`` sends."""
+    found, left = 0, [*reduction.names]
+    while left:
+        instruction = computation.instructions.get(left.pop())
+        if instruction is not None and instruction.opcode == "add":
+            left += instruction.names
+        else:
+            found += 1
     return found
 
 
