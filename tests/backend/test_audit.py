@@ -481,7 +481,11 @@ def test_known_rewrites_are_explained(planned: list[Collective], found: list[Col
         ([op(AR, "y", 1000)], [op(AR, "y", 1060)], ["differs"]),
         ([op(AR, "y", 1000)], [], ["missing"]),
         ([op(AR, "y", 4, 3)], [replace(op(AR, "y", 4), addends=2)], ["differs"]),
-        ([op(AR, "x", 4), op(AR, "y", 4, 3)], [replace(op(AR, "x", 4), addends=3), op(AR, "y", 4)], ["same", "differs"]),
+        (
+            [op(AR, "x", 4), op(AR, "y", 4, 3)],
+            [replace(op(AR, "x", 4), addends=3), op(AR, "y", 4)],
+            ["same", "differs"],
+        ),
         ([], [op(AG, "x", 1000)], ["unplanned"]),
         ([], [op(AG, None, 1000)], ["unplanned"]),
         ([op(AR, "x", 1000)], [op(AR, "y", 1000)], ["missing", "unplanned"]),
