@@ -102,7 +102,8 @@ def seconds_by_name(module: Module, mesh: LogicalMesh) -> Iterator[tuple[str, fl
     for name, computation in module.computations.items():
         for i in computation.instructions.values():
             c = found.get((name, i.name))
-            yield i.name, *((work(i, computation), "") if c is None else _transfer(c, mesh))
+            taken = Transfer(work(i, computation), "") if c is None else _transfer(c, mesh)
+            yield i.name, taken.seconds, taken.link
 
 
 def _work(module: Module, hardware: Hardware) -> Callable[[Instruction, Computation], float]:
