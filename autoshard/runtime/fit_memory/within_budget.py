@@ -24,7 +24,7 @@ from autoshard.runtime.fit_memory.preference import (
 )
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
-from autoshard.runtime.stages import Planned, plan_program
+from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.transforms.pipeline import Pass
 
 MIN_HELD_GAIN = 0.01
@@ -138,6 +138,10 @@ class _Plans:
         """Seconds that are to be beaten, once something fits."""
         return min(self.to_beat, self.fastest().plan.cost.seconds) if self.fitting else math.inf
 
+    def text(self, passes: tuple[Pass, ...]) -> str:
+        """The program after ``passes``, which two of `sequences` can have in common."""
+        return str(run_passes(self.traced, passes, self.request)[0].jaxpr)
+
     def sequences(self) -> list[tuple[Pass, ...]]:
         """The usual passes, and those that save memory, in increasing order of what they save."""
         return [self.options.passes, *memory_saving_sequences(self.traced, self.options)]
@@ -173,6 +177,8 @@ def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
     another layout it may fit."""
     while plans.fitting and is_memory_bound((fit := plans.fastest()).plan):
         at = sequences.index(fit.passes)
+        while at > 1 and plans.text(sequences[at - 1]) == plans.text(fit.passes):
+            at -= 1
         if at < 2 or sequences[at - 1] in plans.tried:
             return
         plans.attempt(sequences[at - 1])
