@@ -176,8 +176,8 @@ def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
     """From the fastest plan, for which memory rules out a faster layout, tries what saves less while it is faster: in
     another layout it may fit."""
     while plans.fitting and is_memory_bound((fit := plans.fastest()).plan):
-        at = sequences.index(fit.passes)
-        while at > 1 and plans.text(sequences[at - 1]) == plans.text(fit.passes):
+        at, now = sequences.index(fit.passes), plans.text(fit.passes)
+        while at > 1 and plans.text(sequences[at - 1]) == now:
             at -= 1
         if at < 2 or sequences[at - 1] in plans.tried:
             return
