@@ -98,11 +98,12 @@ class MemoryBudgetError(PlanError):
     Attributes:
       least: its peak memory in bytes per device.
       fastest: seconds of a step of the fastest layout, or pipeline, that was priced and is too large; 0 if none was.
+      of_arguments: whether arguments alone are too large, so that neither recompute nor micro-batches help.
     """
 
-    def __init__(self, message: str, least: float, fastest: float = 0.0) -> None:
+    def __init__(self, message: str, least: float, fastest: float = 0.0, *, of_arguments: bool = False) -> None:
         super().__init__(message)
-        self.least, self.fastest = least, fastest
+        self.least, self.fastest, self.of_arguments = least, fastest, of_arguments
 
 
 class ConfigError(AutoshardError):

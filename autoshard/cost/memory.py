@@ -138,6 +138,18 @@ class MemoryModel:
         r = self.live_ranges
         return sum_over_ranges(len(self.graph.nodes), r.first, r.last, (sizes[r.values] * r.scale).astype(np.int64))
 
+    def least_peak(self, sizes: Mapping[int, float]) -> tuple[int, float]:
+        """The node at which values take most, and the bytes per device in use there at least, arguments included, in
+        every layout in which each value takes its bytes of ``sizes`` at least; values that are not in it count nothing.
+        """
+        r, least = self.live_ranges, np.zeros(len(self.graph.values))
+        known = [v for v in sizes if v not in self.cost_model.free_to_reshard]
+        least[known] = [sizes[v] for v in known]
+        live = sum_over_ranges(len(self.graph.nodes), r.first, r.last, (least[r.values] * r.scale).astype(np.int64))
+        node = int(live.argmax())
+        arguments = sum(sizes.get(v, 0.0) for v in self.graph.inputs)
+        return node, arguments + max(0, int(live[node]) - self._on_chip_capacity)
+
     def live_values(self, node: int) -> dict[int, float]:
         """The intermediates live at ``node``, each with its global bytes of device memory."""
         r, found = self.live_ranges, dict[int, float]()

@@ -81,7 +81,7 @@ class StageDims:
         return 1 / self.mesh.shape[self.axis] if dims and self.layers % self.mesh.shape[self.axis] == 0 else 1.0
 
 
-def least_state(graph: Graph) -> float:
+def least_arguments(graph: Graph) -> float:
     """Bytes per device that the arguments of a step as a pipeline take at least: all but rows of layers that stages
     have of their own are split over the devices of a stage at most.
 

@@ -11,7 +11,7 @@ from autoshard.errors import MemoryBudgetError
 from autoshard.ir.build_graph import build_graph
 from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.pipelining.stage_dims import least_state
+from autoshard.pipelining.stage_dims import least_arguments
 from autoshard.plan.planner import PlanRequest, budget_of, pipelined_plan, plan_from_candidate
 from autoshard.plan.record import PlanRecord
 from autoshard.search.search import search
@@ -36,11 +36,19 @@ class Planned(NamedTuple):
     plan: PlanRecord
 
 
-def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, to_beat: float = math.inf) -> Planned:
+def plan_program(
+    traced: Program,
+    passes: tuple[Pass, ...],
+    request: PlanRequest,
+    to_beat: float = math.inf,
+    *,
+    gives_up: bool = False,
+) -> Planned:
     """Plans ``traced`` after ``passes``.
 
     Args:
       to_beat: seconds of a step; of a pipeline that is slower no layout is searched for that needs less memory.
+      gives_up: as in `search`; a pipeline does not.
 
     Raises:
       PassError: a pass broke the program.
@@ -50,14 +58,15 @@ def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest
     program, request = run_passes(traced, passes, request)
     with stage("graph", traced.name):
         graph = build_graph(program, strict=request.strict)
-    plan = _search(graph, request) if program.pipeline is None else _search_pipelined(graph, request, to_beat)
-    return Planned(traced, graph, plan)
+    if program.pipeline is None:
+        return Planned(traced, graph, _search(graph, request, gives_up=gives_up))
+    return Planned(traced, graph, _search_pipelined(graph, request, to_beat))
 
 
-def _search(graph: Graph, request: PlanRequest) -> PlanRecord:
-    name = graph.program.name
+def _search(graph: Graph, request: PlanRequest, *, gives_up: bool) -> PlanRecord:
+    name, budget = graph.program.name, budget_of(request, graph.program)
     with stage("search", name):
-        best, found = search(graph, request.strategy, budget_of(request, graph.program), request.compiler_options)
+        best, found = search(graph, request.strategy, budget, request.compiler_options, gives_up=gives_up)
     with stage("plan", name):
         return plan_from_candidate(graph, best, found, request)
 
@@ -74,10 +83,16 @@ def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> Pla
     """
     program, budget = graph.program, budget_of(request, graph.program)
     assert program.pipeline is not None
-    allowed, lowest, state = budget * program.pipeline.stages, False, least_state(graph)
-    least, fastest = math.inf if state <= budget else state, math.inf
+    allowed, lowest, least, fastest = budget * program.pipeline.stages, False, math.inf, math.inf
     fitting: list[PlanRecord] = []
-    for _ in range(MAX_BUDGETS if state <= budget else 0):
+    if (arguments := least_arguments(graph)) > budget:
+        raise MemoryBudgetError(
+            f"the arguments of {program.name} as a pipeline over {program.pipeline.axis!r} need {size_text(arguments, 2)} "
+            f"per device, and the memory budget is {size_text(budget, 2)}; raise memory_budget or add devices",
+            arguments,
+            of_arguments=True,
+        )
+    for _ in range(MAX_BUDGETS):
         try:
             with stage("search", program.name):
                 best, found = search(graph, request.strategy, allowed, request.compiler_options)

@@ -73,12 +73,16 @@ class Search:
     """Bytes per device."""
     options: CompilerOptions = ()
     """Compiler options that the user gave."""
+    gives_up: bool = False
+    """Whether the search ends in an error as soon as it is proven that no solved layout fits the budget."""
     classes: tuple[DimClass, ...] = ()
     cost_model: CostModel = field(init=False)
     memory_model: MemoryModel = field(init=False)
     bound: float = 0.0
     """Lower bound on the predicted seconds of every layout that the layout problem of this graph can express within the
     budget; 0 if nothing was proven."""
+    least_peak: float = 0.0
+    """Lower bound on the peak bytes per device of every such layout, whatever the budget; 0 if nothing was proven."""
     tried: dict[Choice, Candidate] = field(default_factory=dict[Choice, Candidate])
     priced_layouts: dict[Any, tuple[Cost, Memory, bool]] = field(default_factory=dict[Any, tuple[Cost, Memory, bool]])
     """By specs of the values and strategies of the nodes: different choices can have one layout."""

@@ -47,6 +47,7 @@ class CostTable:
     """Costs by the options of some variables, one axis each."""
 
     variables: tuple[int, ...]
+    """In increasing order."""
     costs: Array
 
     def costs_of(self, i: int, assignment: Sequence[int]) -> Array:
@@ -78,11 +79,10 @@ def eliminate(problem: Problem, max_entries: int) -> Solution:
     for pair, costs in problem.pairwise.items():
         add(pair, costs)
 
-    def neighbours(i: int) -> set[int]:
-        return {j for n in tables_of[i] for j in tables[n].variables} - {i}
+    adjacent = [{j for n in tables_of[i] for j in tables[n].variables} - {i} for i in range(len(sizes))]
 
     def joint_size(i: int) -> int:
-        return math.prod(sizes[j] for j in (*neighbours(i), i))
+        return sizes[i] * math.prod([sizes[j] for j in adjacent[i]])
 
     joint_sizes = {i: joint_size(i) for i, n in enumerate(sizes) if n > 1}
     queue = [(size, i) for i, size in joint_sizes.items()]
@@ -93,14 +93,22 @@ def eliminate(problem: Problem, max_entries: int) -> Solution:
         if joint_sizes.get(i) != size:  # eliminated already, or its size has changed since
             continue
         del joint_sizes[i]
-        others = neighbours(i)
-        bucket = [tables.pop(n) for n in sorted(tables_of[i])]
-        for part in _mini_buckets(bucket, sizes, max_entries):
-            scope = (i, *sorted({j for t in part for j in t.variables} - {i}))
-            add(scope[1:], _sum_tables([_aligned(t, scope) for t in part]).min(axis=0))
+        others, numbers = adjacent[i], tables_of[i]
+        bucket = [tables.pop(n) for n in sorted(numbers)]
+        parts = [bucket] if size <= max_entries else _mini_buckets(bucket, sizes, max_entries)
+        for j in others:
+            tables_of[j] -= numbers
+        for part in parts:
+            scope = sorted({j for t in part for j in t.variables})
+            least = _joint_table(part, scope, sizes).min(axis=scope.index(i))
+            add(tuple([j for j in scope if j != i]), least)
         eliminated.append((i, bucket))
         for j in others:
-            tables_of[j] = {n for n in tables_of[j] if n in tables}
+            if len(parts) == 1:
+                adjacent[j] |= others
+                adjacent[j] -= {i, j}
+            else:
+                adjacent[j] = {k for n in tables_of[j] for k in tables[n].variables} - {j}
             if (size := joint_size(j)) != joint_sizes[j]:
                 joint_sizes[j] = size
                 heapq.heappush(queue, (size, j))
@@ -127,23 +135,18 @@ def _mini_buckets(bucket: Sequence[CostTable], sizes: Sequence[int], max_entries
     return parts
 
 
-def _sum_tables(tables: Sequence[Array]) -> Array:
-    """The broadcast sum of ``tables``."""
-    if len(tables) == 1:
-        return tables[0]
-    total = np.empty(np.broadcast_shapes(*(t.shape for t in tables)))
-    np.add(tables[0], tables[1], out=total)
-    for t in tables[2:]:
-        total += t
+def _joint_table(tables: Sequence[CostTable], scope: Sequence[int], sizes: Sequence[int]) -> Array:
+    """[options of each variable of ``scope``]: the sum of ``tables``, the largest first. ``scope`` is in increasing
+    order, as the variables of every table are."""
+    large, *others = sorted(tables, key=lambda t: -t.costs.size)
+    total, covered = _aligned(large, scope, sizes), {*large.variables}
+    for n, table in enumerate(others):
+        in_place = n > 0 and covered.issuperset(table.variables)
+        total = np.add(total, _aligned(table, scope, sizes), out=total if in_place else None)
+        covered.update(table.variables)
     return total
 
 
-def _aligned(table: CostTable, scope: tuple[int, ...]) -> Array:
+def _aligned(table: CostTable, scope: Sequence[int], sizes: Sequence[int]) -> Array:
     """The costs with an axis for each variable of ``scope``, of size 1 for those that the table does not mention."""
-    axis = {j: k for k, j in enumerate(scope)}
-    order = sorted(range(len(table.variables)), key=lambda k: axis[table.variables[k]])
-    costs = table.costs.transpose(order)
-    shape = [1] * len(scope)
-    for k, n in zip(order, costs.shape, strict=True):
-        shape[axis[table.variables[k]]] = n
-    return costs.reshape(shape)
+    return table.costs.reshape([sizes[j] if j in table.variables else 1 for j in scope])

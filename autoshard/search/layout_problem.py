@@ -16,6 +16,7 @@ from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.search.problem import Array, Budget, Problem
 from autoshard.search.spec_tables import Binding, value_spec
+from autoshard.search.value_groups import DimMap
 
 FactorAxes = tuple[tuple[str, Axes], ...]
 """Mesh axes of the factors of a node."""
@@ -47,6 +48,15 @@ class LayoutProblem:
         }
         return {v: specs[b] for v, b in self.bindings.items()}
 
+    def least_sizes(self, sizes: Mapping[int, float], mesh: LogicalMesh) -> dict[int, float]:
+        """Of these ``sizes`` (bytes over all devices), for each value that a variable decides the bytes per device that
+        it takes at least."""
+        most_parts: dict[Binding, int] = {}
+        for binding in set(self.bindings.values()):
+            allowed = np.isfinite(self.problem.unary[binding.variable])
+            most_parts[binding] = int(_parts(self.options[binding.variable], binding.dim_map, mesh)[allowed].max())
+        return {v: n / most_parts[self.bindings[v]] for v, n in sizes.items() if v in self.bindings}
+
     def byte_budget(self, sizes: Mapping[int, float], limit: float, mesh: LogicalMesh) -> Budget:
         """That values of these ``sizes`` (bytes over all devices) take at most ``limit`` bytes per device together."""
         return byte_budget(sizes, limit, self.bindings, self.options, mesh)
@@ -68,9 +78,13 @@ def byte_budget(
             limit -= n
     loads: dict[int, Array] = {}
     for (i, dim_map), n in total.items():
-        parts = np.array([math.prod(mesh.axes_size(o.dims[d]) for d in dim_map if d >= 0) for o in options[i]])
-        loads[i] = n / parts + loads.get(i, 0.0)
+        loads[i] = n / _parts(options[i], dim_map, mesh) + loads.get(i, 0.0)
     return Budget(loads, limit)
+
+
+def _parts(options: Sequence[Spec], dim_map: DimMap, mesh: LogicalMesh) -> Array:
+    """Into how many parts each of ``options`` splits a value of a variable."""
+    return np.array([math.prod(mesh.axes_size(o.dims[d]) for d in dim_map if d >= 0) for o in options], dtype=float)
 
 
 @dataclass(frozen=True)

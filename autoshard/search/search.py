@@ -39,16 +39,26 @@ EQUALLY_LARGE = 1e-2
 
 
 def search(
-    graph: Graph, strategy: str = "auto", budget: float = math.inf, options: CompilerOptions = ()
+    graph: Graph,
+    strategy: str = "auto",
+    budget: float = math.inf,
+    options: CompilerOptions = (),
+    *,
+    gives_up: bool = False,
 ) -> tuple[Candidate, Search]:
     """The cheapest layout found for ``strategy`` with predicted peak memory of at most ``budget`` bytes per device, and
-    all that was priced. ``options``: compiler options that the user gave.
+    all that was priced.
+
+    Args:
+      options: compiler options that the user gave.
+      gives_up: whether to end as soon as it is proven that no solved layout fits: the error then names what each needs
+        at least, and not how fast one would be.
 
     Raises:
       MemoryBudgetError: no layout that was priced fits; names the smallest.
       ArgumentError, SpecError: as `explore`.
     """
-    found, s = explore(graph, strategy, budget, options)
+    found, s = explore(graph, strategy, budget, options, gives_up=gives_up)
     if found.memory.peak > budget:
         tried = s.tried.values()
         least, fastest = min(c.memory.peak for c in tried), min(c.cost.seconds for c in tried)
@@ -57,17 +67,23 @@ def search(
 
 
 def explore(
-    graph: Graph, strategy: str = "auto", budget: float = math.inf, options: CompilerOptions = ()
+    graph: Graph,
+    strategy: str = "auto",
+    budget: float = math.inf,
+    options: CompilerOptions = (),
+    *,
+    gives_up: bool = False,
 ) -> tuple[Candidate, Search]:
     """As `search`, but if nothing fits, the layout that exceeds the budget least instead of an error.
 
     Raises:
+      MemoryBudgetError: it gives up.
       ArgumentError: no such strategy.
       SpecError: a preset's axes do not divide the batch.
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
-    s = Search(graph, budget, options)
+    s = Search(graph, budget, options, gives_up)
     found = s.best(_auto_choices(s) if strategy == "auto" else preset_choices(s, strategy))
     if strategy == "auto" and not s.meets_bound(found):
         found = s.best(_argument_choices(s, found))
@@ -85,7 +101,7 @@ def _plainest(s: Search, best: Candidate) -> Candidate:
 
 def _auto_choices(s: Search) -> Iterator[Choice]:
     """Solved layouts; then all choices of class axes and ZeRO stages if these are few and no solved layout meets the
-    bound, else the data-parallel ones among them."""
+    bound, else the data-parallel ones among them; of these the one that splits most where no solved layout can fit."""
     proven, solved = False, 0
     for choice in solve_layouts(s):
         proven, solved = proven or s.meets_bound(s.price(choice)), solved + 1
@@ -105,7 +121,7 @@ def _auto_choices(s: Search) -> Iterator[Choice]:
         batch = tuple(axes if i in s.batch_classes and axes in options[i] else () for i in range(len(s.classes)))
         presets += [Choice(batch), Choice(batch, axes, 2), Choice(batch, axes, 3)]
     if len(s.graph.nodes) * len(presets) <= MAX_PRESET_WORK:
-        yield from presets
+        yield from presets[-1:] if s.least_peak > s.budget else presets
     elif not solved:
         yield presets[0]
         yield from presets[-3:]

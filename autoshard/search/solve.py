@@ -43,10 +43,17 @@ MAX_MULTIPLIER = 1e6
 """Multiplier beyond which a budget is given up: per whole budget, in units of the optimum without budgets."""
 
 
-def solve(problem: Problem, relaxed: Solution | None = None, *, milp_entries: int = MAX_MILP_ENTRIES) -> Solution:
+def solve(
+    problem: Problem,
+    relaxed: Solution | None = None,
+    *,
+    proves: bool = True,
+    milp_entries: int = MAX_MILP_ENTRIES,
+) -> Solution:
     """An assignment within the budgets, and a lower bound on the cost of all such assignments.
 
-    ``relaxed`` is the solution without budgets, where it is known (`solve_without_budgets`).
+    ``relaxed`` is the solution without budgets, where it is known (`solve_without_budgets`). Unless ``proves``, the
+    bound is that of this one, which is known without more work.
 
     It is optimal if the optimum without budgets fits and was proven, or if the pairwise tables have at most
     ``milp_entries`` entries; otherwise `Solution.gap` says what is not proven.
@@ -98,6 +105,7 @@ def solve(problem: Problem, relaxed: Solution | None = None, *, milp_entries: in
     bound = relaxed.bound
     if any(multipliers):
         best = _descend_within_budgets(problem, best)
+    if any(multipliers) and proves:
         dual = solve_without_budgets(problem.lagrangian(multipliers)).bound
         bound = max(bound, dual - sum(m * b.limit for m, b in zip(multipliers, problem.budgets, strict=True)))
     return Solution(best, problem.cost(best), min(bound, problem.cost(best)))

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.errors import PlanError
+from autoshard.errors import MemoryBudgetError, PlanError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout, Origin, propagate
 from autoshard.ir.spec import Axes, Spec
@@ -26,6 +26,7 @@ from autoshard.search.merged_axes import MergedMesh, merged_meshes
 from autoshard.search.problem import restricted
 from autoshard.search.solve import eliminate_and_improve, least_load, solve, solve_without_budgets
 from autoshard.search.spec_tables import value_spec
+from autoshard.units import size_text
 
 MAX_AXES = 3
 """Most mesh axes with which the layout problem is solved as a whole."""
@@ -91,9 +92,9 @@ def _solve_on_mesh(
     graph, mesh = s.graph, s.graph.program.mesh
     layout_problem = build_problem(merged.graph, limits, near_layouts, s.groups)
     problem = layout_problem.problem
-    bound_holds = limits is None and merged.graph is graph and not near_layouts
+    is_whole = limits is None and merged.graph is graph and not near_layouts
     # What a copy of a value takes is priced for one of its readers, of which rings hide more or less.
-    bound_holds = bound_holds and not any(node.kind.ring_product for node in graph.nodes)
+    bound_holds = is_whole and not any(node.kind.ring_product for node in graph.nodes)
 
     def price(assignment: Sequence[int]) -> Candidate:
         specs = merged.expand_specs(layout_problem.value_specs(assignment))
@@ -114,10 +115,22 @@ def _solve_on_mesh(
         zero_stage = 3 if storage_axes else 0
         return s.price_layout(Choice(class_axes, storage_axes, zero_stage, solved_number=next(number)), layout)
 
+    # At `fullest` values take most in the specs that split them most.
+    device_bytes = {v: float(value.device_bytes) for v, value in enumerate(graph.values)}
+    least_sizes = layout_problem.least_sizes(device_bytes, merged.graph.program.mesh)
+    fullest, least_peak = s.memory_model.least_peak({} if storage_axes else least_sizes)
+    if is_whole:
+        s.least_peak = max(s.least_peak, least_peak)
+    if s.gives_up and s.least_peak > s.budget:
+        raise MemoryBudgetError(
+            f"each layout of {graph.program.name} needs more than the memory budget of {size_text(s.budget, 2)} per "
+            f"device: {size_text(s.least_peak, 2)} or more",
+            s.least_peak,
+        )
     relaxed = solve_without_budgets(problem)
     for _ in range(MAX_MEMORY_BUDGETS):
         try:
-            solution = solve(problem, relaxed)
+            solution = solve(problem, relaxed, proves=bound_holds)
         except PlanError:
             solution = least_load(problem)
         if bound_holds:
@@ -125,16 +138,19 @@ def _solve_on_mesh(
         candidate = price(solution.assignment)
         layout, peak = candidate.layout, candidate.memory.peak
         yield candidate.choice
-        without_limits = not (storage_axes or problem.budgets)
-        if without_limits and candidate.cost.seconds > solution.cost * (1 + BOUND_TOLERANCE):
+        fits, without_limits = peak <= s.budget, not (storage_axes or problem.budgets)
+        if fits and without_limits and candidate.cost.seconds > solution.cost * (1 + BOUND_TOLERANCE):
             # The problem leaves out part of what this layout costs, so another good assignment can turn out cheaper.
             yield price(eliminate_and_improve(problem)).choice
-        if peak <= s.budget or not problem.fits(solution.assignment):
+        if fits or not problem.fits(solution.assignment):
             return
-        usage = s.memory_model.usage(layout, all_gather_fusion_disabled=candidate.all_gather_fusion_disabled)
-        moment = int(usage.argmax())
-        resharded = int(usage[moment] - s.memory_model.live_bytes(s.memory_model.sizes(layout))[moment])
-        live = {v: float(graph.values[v].device_bytes) for v in graph.inputs} | s.memory_model.live_values(moment)
+        moment, resharded = fullest, 0
+        if least_peak <= s.budget:
+            usage = s.memory_model.usage(layout, all_gather_fusion_disabled=candidate.all_gather_fusion_disabled)
+            moment = int(usage.argmax())
+            resharded = int(usage[moment] - s.memory_model.live_bytes(s.memory_model.sizes(layout))[moment])
+        live = s.memory_model.live_values(moment)
+        live.update((v, device_bytes[v] + live.get(v, 0.0)) for v in graph.inputs)
         budget = layout_problem.byte_budget(live, s.budget - resharded, merged.graph.program.mesh)
         bound_holds = bound_holds and resharded <= 0  # what other layouts reshard at this moment may be less
         if (load := budget.load(solution.assignment)) <= budget.limit:

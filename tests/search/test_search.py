@@ -78,6 +78,29 @@ def test_the_bound_holds_for_whatever_fits_the_budget(case: str) -> None:
         assert s.bound <= min(seconds for seconds, peak in priced if peak <= budget) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("case", [*CASES, "training"])
+def test_no_layout_takes_less_than_the_least_peak(case: str) -> None:
+    fun, shapes = CASES.get(case, (mlp_step, mlp_args(64, 16, 32)))
+    g = graph(fun, shapes, mesh(a=4))
+    _, s = explore(g)
+    priced = every_combination(g)
+    assert 0 < s.least_peak <= min(peak for _, peak in priced)
+    assert s.least_peak > 0.5 * min(peak for _, peak in priced), "it says little"
+
+
+def test_where_nothing_can_fit_little_is_searched() -> None:
+    """Only the fastest layout, the smallest, and the preset that splits most."""
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=2, b=2))
+    _, s = explore(g)
+    least = min(c.memory.peak for c in s.tried.values())
+    with pytest.raises(MemoryBudgetError) as e:
+        search(g, budget=s.least_peak * 0.99)
+    assert e.value.least <= 1.01 * least
+    assert e.value.fastest <= 1.01 * min(c.cost.seconds for c in s.tried.values())
+    _, hopeless = explore(g, budget=s.least_peak * 0.99)
+    assert len(hopeless.tried) < len(s.tried)
+
+
 def test_large_batch_and_small_weights_give_data_parallelism() -> None:
     best, s = search(graph(mlp_step, mlp_args(8192, 64, 64), mesh(data=4), donate_argnums=0))
     split = {c.name: axes for c, axes in zip(s.classes, best.choice.class_axes, strict=True)}

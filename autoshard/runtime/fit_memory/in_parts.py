@@ -59,7 +59,7 @@ def plan_on_device(traced: Program, options: Options, to_beat: float, bounds: Ti
         return found
     with contextlib.suppress(MemoryBudgetError):
         *_, smallest = options.passes, *memory_saving_sequences(traced, options)
-        plan_program(traced, smallest, within)  # whether any fits
+        plan_program(traced, smallest, within, gives_up=True)  # whether any fits
         return _plan_in_parts(traced, options, within, to_beat, bounds)
     return found
 
@@ -136,7 +136,7 @@ class _Parts:
             *_, passes = self.options.passes, *more
             self.planned[parts, saving] = None
             with contextlib.suppress(MemoryBudgetError):
-                self.planned[parts, saving] = plan_program(program, passes, asked)
+                self.planned[parts, saving] = plan_program(program, passes, asked, gives_up=True)
         return self.planned[parts, saving]
 
     def fewest(self, among: Sequence[Pass], *, saving: bool) -> Sequence[Pass]:
@@ -202,6 +202,7 @@ def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_bea
     while math.isinf(seconds(best)):
         # Twice as many halve what a micro-batch takes, and nothing else.
         never = best - 1 in errors and 2 * least(best) - least(best - 1) > budget_of(options.request, traced)
+        never = never or getattr(errors[best], "of_arguments", False)
         if never or best + 1 == len(variants):
             raise min(errors.items(), key=lambda found: least(found[0]))[1]
         best += 1
@@ -228,4 +229,4 @@ def _with_faster_passes(planned: Planned, options: Options, request: PlanRequest
     axes = axes_of_batch(planned.plan)
     for passes in with_each_optional(planned.traced, options.passes, options, saving=False, batch_axes=axes):
         with contextlib.suppress(MemoryBudgetError):
-            yield plan_program(planned.traced, passes, asked)
+            yield plan_program(planned.traced, passes, asked, gives_up=True)

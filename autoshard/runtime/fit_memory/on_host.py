@@ -91,7 +91,8 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
         with contextlib.suppress(MemoryBudgetError):
             for n in reversed(range(chosen) if optional else in_time):
                 passes = (*optional, *less_saving[n])
-                if plan_program(traced, passes, request).plan.cost.seconds < plan.cost.seconds:
+                found = plan_program(traced, passes, request, gives_up=True)
+                if found.plan.cost.seconds < plan.cost.seconds:
                     return True
     return False
 

@@ -56,6 +56,8 @@ def plan_within_budget(
     """
     plans = _Plans(traced, options, request, to_beat, bounds or TimeBounds())
     is_short = not plans.attempt(options.passes)
+    if plans.errors and plans.errors[0].of_arguments:
+        raise plans.errors[0]
     roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
     for ran in roomy:
         is_short = not plans.attempt(options.passes, ran) and is_short
