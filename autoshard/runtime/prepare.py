@@ -208,7 +208,8 @@ def _plan_candidates(trace_on: TraceOn, options: Options, name: str, placed: Pla
         try:
             return [plan_within_memory(program, options)]
         except MemoryBudgetError as e:
-            raise MemoryBudgetError(f"{e}{relaxation_hint(program, options, e.least)}", e.least, e.fastest) from None
+            hint = relaxation_hint(program, options, e.least)
+            raise MemoryBudgetError(f"{e}{hint}", e.least, e.fastest, of_arguments=e.of_arguments) from None
     for over in dict.fromkeys(s.mesh for s in placed if s is not None) if options.mesh is None else ():
         if over.size < jax.device_count():  # not to leave devices idle because an array was made on one
             continue

@@ -87,8 +87,9 @@ def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> Pla
     fitting: list[PlanRecord] = []
     if (arguments := least_arguments(graph)) > budget:
         raise MemoryBudgetError(
-            f"the arguments of {program.name} as a pipeline over {program.pipeline.axis!r} need {size_text(arguments, 2)} "
-            f"per device, and the memory budget is {size_text(budget, 2)}; raise memory_budget or add devices",
+            f"the arguments of {program.name} as a pipeline over {program.pipeline.axis!r} need "
+            f"{size_text(arguments, 2)} per device, and the memory budget is {size_text(budget, 2)}; raise "
+            "memory_budget or add devices",
             arguments,
             of_arguments=True,
         )

@@ -14,6 +14,7 @@ from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.pipelining.chain import find_chain
 from autoshard.pipelining.stage_dims import StageDims, over_stages
+from autoshard.runtime.fit_memory import within_budget
 from tests.programs import graph
 
 MESH = MeshConfig(axes={"stage": 4, "data": 2, "model": 2}).mesh()
@@ -55,11 +56,15 @@ def test_more_state_than_a_device_has_is_refused_unsearched(
 
     mesh = MeshConfig(axes={"stage": 4, "data": 2}, hardware="h100", pipeline="stage", memory_budget="1KB")
     monkeypatch.setattr("autoshard.runtime.stages.search", None)
-    step = autoshard.jit(train, mesh=mesh, microbatches=4, donate_argnums=0)
-    w, x = jax.ShapeDtypeStruct((layers, 64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    with pytest.raises(MemoryBudgetError, match="as a pipeline over 'stage' fits the memory budget") as found:
+    real, planned = within_budget.plan_program, list[object]()
+    monkeypatch.setattr(within_budget, "plan_program", lambda *args: planned.append(args) or real(*args))
+    step = autoshard.jit(train, mesh=mesh, donate_argnums=0)
+    w, x = jax.ShapeDtypeStruct((layers, 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    with pytest.raises(MemoryBudgetError, match="the arguments of train as a pipeline over 'stage' need") as found:
         step.plan(w, x)
-    assert found.value.least == 4 * (layers * 64 * 64 * share + 8 * 64) / 2
+    assert found.value.least == 4 * (layers * 64 * 64 * share + 64 * 64) / 2
+    assert found.value.of_arguments
+    assert len(planned) == 1, "neither passes nor more micro-batches were tried"
 
 
 LAYERS = 8

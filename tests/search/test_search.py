@@ -101,6 +101,15 @@ def test_where_nothing_can_fit_little_is_searched() -> None:
     assert len(hopeless.tried) < len(s.tried)
 
 
+def test_a_search_that_gives_up_says_what_every_layout_needs() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=2, b=2))
+    least = explore(g)[1].least_peak
+    with pytest.raises(MemoryBudgetError, match="each layout of mlp_step needs more than the memory budget of") as e:
+        search(g, budget=least * 0.99, gives_up=True)
+    assert (e.value.least, e.value.fastest) == (least, 0.0)
+    assert search(g, budget=2 * least, gives_up=True)[0].cost == search(g, budget=2 * least)[0].cost
+
+
 def test_large_batch_and_small_weights_give_data_parallelism() -> None:
     best, s = search(graph(mlp_step, mlp_args(8192, 64, 64), mesh(data=4), donate_argnums=0))
     split = {c.name: axes for c, axes in zip(s.classes, best.choice.class_axes, strict=True)}

@@ -87,6 +87,20 @@ def test_budgets_are_kept_and_the_gap_is_honest(seed: int) -> None:
     assert found.bound - 1e-9 <= best <= found.cost + 1e-9
 
 
+@given(st.integers(0, 2**32))
+def test_without_proof_the_assignment_is_the_same_and_the_bound_that_of_no_budgets(seed: int) -> None:
+    p = random_problem(seed, budget_count=1)
+    try:
+        found = solve(p, milp_entries=0)
+    except PlanError:
+        return
+    unproven = solve(p, proves=False, milp_entries=0)
+    assert unproven.assignment == found.assignment
+    assert unproven.bound <= found.bound
+    if p.pairwise:  # without pairs HiGHS solves it, and proves it in any case
+        assert unproven.bound == min(solve_without_budgets(p).bound, found.cost)
+
+
 def test_pricing_a_budget_finds_the_best_of_most_problems() -> None:
     found = 0
     for seed in range(100):
