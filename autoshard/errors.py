@@ -89,16 +89,16 @@ class PipelineError(AutoshardError):
 
 
 class MemoryBudgetError(PlanError):
-    """No layout fits the memory budget; the message is about the smallest.
+    """No layout fits the memory budget; the message is about the smallest that was priced, or says what each needs.
 
     Remedy: more devices, a smaller batch, or ``memory_budget=`` if the chip has more. Leave ``passes`` and
     ``microbatches`` open, so that the planner may recompute and cut the batch; donate the state; drop pins that stand
     in the way, which the message names.
 
     Attributes:
-      least: its peak memory in bytes per device.
+      least: peak memory of the smallest in bytes per device; where none was priced, what each needs at least.
       fastest: seconds of a step of the fastest layout, or pipeline, that was priced and is too large; 0 if none was.
-      of_arguments: whether arguments alone are too large, so that neither recompute nor micro-batches help.
+      of_arguments: whether a pipeline's arguments alone are too large: neither recompute nor micro-batches help then.
     """
 
     def __init__(self, message: str, least: float, fastest: float = 0.0, *, of_arguments: bool = False) -> None:

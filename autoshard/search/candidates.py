@@ -74,7 +74,8 @@ class Search:
     options: CompilerOptions = ()
     """Compiler options that the user gave."""
     gives_up: bool = False
-    """Whether the search ends in an error as soon as it is proven that no solved layout fits the budget."""
+    """Whether the search ends in an error as soon as it is proven that no layout that the layout problem can express
+    fits the budget."""
     classes: tuple[DimClass, ...] = ()
     cost_model: CostModel = field(init=False)
     memory_model: MemoryModel = field(init=False)

@@ -51,10 +51,11 @@ class LayoutProblem:
     def least_sizes(self, sizes: Mapping[int, float], mesh: LogicalMesh) -> dict[int, float]:
         """Of these ``sizes`` (bytes over all devices), for each value that a variable decides the bytes per device that
         it takes at least."""
-        most_parts: dict[Binding, int] = {}
+        most_parts: dict[Binding, float] = {}
         for binding in set(self.bindings.values()):
             allowed = np.isfinite(self.problem.unary[binding.variable])
-            most_parts[binding] = int(_parts(self.options[binding.variable], binding.dim_map, mesh)[allowed].max())
+            parts = _parts(self.options[binding.variable], binding.dim_map, mesh)[allowed]
+            most_parts[binding] = float(parts.max(initial=0.0)) or math.inf
         return {v: n / most_parts[self.bindings[v]] for v, n in sizes.items() if v in self.bindings}
 
     def byte_budget(self, sizes: Mapping[int, float], limit: float, mesh: LogicalMesh) -> Budget:

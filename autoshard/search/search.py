@@ -51,8 +51,8 @@ def search(
 
     Args:
       options: compiler options that the user gave.
-      gives_up: whether to end as soon as it is proven that no solved layout fits: the error then names what each needs
-        at least, and not how fast one would be.
+      gives_up: whether to end as soon as it is proven that no layout that the layout problem can express fits: the
+        error then names what each needs at least, and not how fast one would be.
 
     Raises:
       MemoryBudgetError: no layout that was priced fits; names the smallest.

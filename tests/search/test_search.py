@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.search.candidates import Choice, Search, zero_sharded
 from autoshard.search.search import MAX_EXHAUSTIVE_WORK, argument_options, explore, search
-from tests.programs import graph, mesh, mlp_args, mlp_step
+from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
 
 def every_combination(g: Graph) -> list[tuple[float, int]]:
@@ -86,6 +87,21 @@ def test_no_layout_takes_less_than_the_least_peak(case: str) -> None:
     priced = every_combination(g)
     assert 0 < s.least_peak <= min(peak for _, peak in priced)
     assert s.least_peak > 0.5 * min(peak for _, peak in priced), "it says little"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "hardware"),
+    [
+        (((64, 64), (64, 64), (64, 64)), {"on_chip": 1 << 20}),
+        (((256, 64), (64, 1024), (1024, 8)), {"operand_bits": 16}),
+    ],
+    ids=["what is kept on the chip", "what products read in fewer bits"],
+)
+def test_the_least_peak_counts_no_more_than_is_stored(
+    shapes: tuple[tuple[int, ...], ...], hardware: dict[str, int]
+) -> None:
+    g = graph(CASES["chain"][0], shapes, replace(mesh(a=4), hardware=replace(CHIP, **hardware)))
+    assert 0 < explore(g)[1].least_peak <= min(peak for _, peak in every_combination(g))
 
 
 def test_where_nothing_can_fit_little_is_searched() -> None:
