@@ -142,10 +142,10 @@ class MemoryModel:
         """The node at which values take most, and the bytes per device in use there at least, arguments included, in
         every layout in which each value takes its bytes of ``sizes`` at least; values that are not in it count nothing.
         """
-        r, least = self.live_ranges, np.zeros(len(self.graph.values))
+        least = np.zeros(len(self.graph.values), dtype=np.int64)
         known = [v for v in sizes if v not in self.cost_model.free_to_reshard]
-        least[known] = [sizes[v] for v in known]
-        live = sum_over_ranges(len(self.graph.nodes), r.first, r.last, (least[r.values] * r.scale).astype(np.int64))
+        least[known] = [int(sizes[v]) for v in known]
+        live = self.live_bytes(least)
         node = int(live.argmax())
         arguments = sum(sizes.get(v, 0.0) for v in self.graph.inputs)
         return node, arguments + max(0, int(live[node]) - self._on_chip_capacity)

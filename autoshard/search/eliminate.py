@@ -79,7 +79,10 @@ def eliminate(problem: Problem, max_entries: int) -> Solution:
     for pair, costs in problem.pairwise.items():
         add(pair, costs)
 
-    adjacent = [{j for n in tables_of[i] for j in tables[n].variables} - {i} for i in range(len(sizes))]
+    def neighbours(i: int) -> set[int]:
+        return {j for n in tables_of[i] for j in tables[n].variables} - {i}
+
+    adjacent = [*map(neighbours, range(len(sizes)))]
 
     def joint_size(i: int) -> int:
         return sizes[i] * math.prod([sizes[j] for j in adjacent[i]])
@@ -95,7 +98,8 @@ def eliminate(problem: Problem, max_entries: int) -> Solution:
         del joint_sizes[i]
         others, numbers = adjacent[i], tables_of[i]
         bucket = [tables.pop(n) for n in sorted(numbers)]
-        parts = [bucket] if size <= max_entries else _mini_buckets(bucket, sizes, max_entries)
+        largest_first = sorted(bucket, key=lambda t: -t.costs.size)
+        parts = [largest_first] if size <= max_entries else _mini_buckets(largest_first, sizes, max_entries)
         for j in others:
             tables_of[j] -= numbers
         for part in parts:
@@ -108,7 +112,7 @@ def eliminate(problem: Problem, max_entries: int) -> Solution:
                 adjacent[j] |= others
                 adjacent[j] -= {i, j}
             else:
-                adjacent[j] = {k for n in tables_of[j] for k in tables[n].variables} - {j}
+                adjacent[j] = neighbours(j)
             if (size := joint_size(j)) != joint_sizes[j]:
                 joint_sizes[j] = size
                 heapq.heappush(queue, (size, j))
@@ -119,11 +123,11 @@ def eliminate(problem: Problem, max_entries: int) -> Solution:
 
 
 def _mini_buckets(bucket: Sequence[CostTable], sizes: Sequence[int], max_entries: int) -> list[list[CostTable]]:
-    """Partitions ``bucket`` so that each part's joint table has at most ``max_entries`` entries: first fit, largest
-    table first."""
+    """Partitions ``bucket``, the largest table first, so that each part's joint table has at most ``max_entries``
+    entries: first fit."""
     parts: list[list[CostTable]] = []
     scopes: list[set[int]] = []
-    for table in sorted(bucket, key=lambda t: -t.costs.size):
+    for table in bucket:
         for part, scope in zip(parts, scopes, strict=True):
             if math.prod(sizes[j] for j in scope.union(table.variables)) <= max_entries:
                 part.append(table)
@@ -136,10 +140,10 @@ def _mini_buckets(bucket: Sequence[CostTable], sizes: Sequence[int], max_entries
 
 
 def _joint_table(tables: Sequence[CostTable], scope: Sequence[int], sizes: Sequence[int]) -> Array:
-    """[options of each variable of ``scope``]: the sum of ``tables``, the largest first. ``scope`` is in increasing
-    order, as the variables of every table are."""
-    large, *others = sorted(tables, key=lambda t: -t.costs.size)
-    total, covered = _aligned(large, scope, sizes), {*large.variables}
+    """[options of each variable of ``scope``]: the sum of ``tables``. ``scope`` is in increasing order, as the
+    variables of every table are."""
+    first, *others = tables
+    total, covered = _aligned(first, scope, sizes), {*first.variables}
     for n, table in enumerate(others):
         in_place = n > 0 and covered.issuperset(table.variables)
         total = np.add(total, _aligned(table, scope, sizes), out=total if in_place else None)

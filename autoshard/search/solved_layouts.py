@@ -142,15 +142,16 @@ def _solve_on_mesh(
         if fits and without_limits and candidate.cost.seconds > solution.cost * (1 + BOUND_TOLERANCE):
             # The problem leaves out part of what this layout costs, so another good assignment can turn out cheaper.
             yield price(eliminate_and_improve(problem)).choice
-        if fits or (not problem.fits(solution.assignment) and (least_peak <= s.budget or len(problem.budgets) > 1)):
+        hopeless = least_peak > s.budget  # of little memory at `fullest`, and then where that layout takes most
+        if fits or (not problem.fits(solution.assignment) and not (hopeless and len(problem.budgets) == 1)):
             return
         usage = s.memory_model.usage(layout, all_gather_fusion_disabled=candidate.all_gather_fusion_disabled)
         moment = int(usage.argmax())
         resharded = int(usage[moment] - s.memory_model.live_bytes(s.memory_model.sizes(layout))[moment])
-        if least_peak > s.budget:  # nothing fits: of little memory there, and then where that takes most
-            if problem.budgets and moment == fullest:
-                return
-            moment, resharded = (moment, resharded) if problem.budgets else (fullest, 0)
+        if hopeless and not problem.budgets:
+            moment, resharded = fullest, 0
+        elif hopeless and moment == fullest:
+            return
         live = s.memory_model.live_values(moment)
         live.update((v, device_bytes[v] + live.get(v, 0.0)) for v in graph.inputs)
         budget = layout_problem.byte_budget(live, s.budget - resharded, merged.graph.program.mesh)
