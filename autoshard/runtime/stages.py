@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,8 +17,8 @@ from autoshard.ir.program import Program
 from autoshard.pipelining.stage_dims import least_arguments
 from autoshard.plan.planner import PlanRequest, budget_of, pipelined_plan, plan_from_candidate
 from autoshard.plan.record import PlanRecord
-from autoshard.search.search import search
-from autoshard.transforms.pipeline import Pass, Pipeline
+from autoshard.search.search import least_peak, search
+from autoshard.transforms.pipeline import AppliedPasses, Pass, Pipeline
 from autoshard.units import size_text
 
 MAX_BUDGETS = 4
@@ -24,6 +27,8 @@ MAX_BUDGETS = 4
 
 MIN_GAIN = 0.02
 """Least share of the step's time that a schedule must gain for a layout to be tried that leaves room for it."""
+
+_applied: ContextVar[AppliedPasses | None] = ContextVar("applied", default=None)
 
 
 class Planned(NamedTuple):
@@ -61,6 +66,18 @@ def plan_program(
     if program.pipeline is None:
         return Planned(traced, graph, _search(graph, request, gives_up=gives_up))
     return Planned(traced, graph, _search_pipelined(graph, request, to_beat))
+
+
+def least_memory(traced: Program, passes: tuple[Pass, ...], request: PlanRequest) -> float:
+    """Lower bound on the bytes per device that ``traced`` needs after ``passes``; 0 where none is known, as of a
+    pipeline. Costs a fraction of planning."""
+    program, request = run_passes(traced, passes, request)
+    if program.pipeline is not None:
+        return 0.0
+    with stage("graph", traced.name):
+        graph = build_graph(program, strict=request.strict)
+    with stage("search", traced.name):
+        return least_peak(graph, request.strategy)
 
 
 def _search(graph: Graph, request: PlanRequest, *, gives_up: bool) -> PlanRecord:
@@ -133,8 +150,18 @@ def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> Pla
     )
 
 
+@contextlib.contextmanager
+def keeping_programs() -> Iterator[None]:
+    """Within it, `run_passes` keeps what passes make of programs: one program is planned after many sequences."""
+    token = _applied.set(AppliedPasses())
+    try:
+        yield
+    finally:
+        _applied.reset(token)
+
+
 def run_passes(traced: Program, passes: tuple[Pass, ...], request: PlanRequest) -> tuple[Program, PlanRequest]:
     """The program after ``passes``, and the request with their reports."""
     with stage("passes", traced.name):
-        program, reports = Pipeline(passes).run(traced)
+        program, reports = Pipeline(passes, _applied.get()).run(traced)
     return program, replace(request, passes=(*request.passes, *reports))

@@ -3,7 +3,7 @@
 **Variables.** Restrictions keep them few; what is proven is proven within them.
 
 - *Groups* (`autoshard.search.value_groups`): values that nodes pass on unchanged share one variable, whose options are
-  the group's specs (`_add_group_variables`). Groups of one color share it too.
+  the group's specs (`add_group_variables`). Groups of one color share it too.
 - *Followed nodes* (`NodeCosts.followed`): a node with a value that has every factor runs as that value's spec says.
 - *Choosing nodes* (`_add_nodes`): any other node (products, gathers, reshapes that split) has a variable whose options
   assign mesh axes to its factors; nodes of one kind on the same variables share it.
@@ -43,6 +43,8 @@ from autoshard.search.problem import Array, Indices, ProblemBuilder
 from autoshard.search.spec_tables import Binding, SpecTables, all_splits, neighbouring_splits
 from autoshard.search.value_groups import PARAMETER, PARAMETER_COPY, PARAMETER_INSIDE, DimMap, ValueGroups
 
+MAX_AXES = 3
+"""Most mesh axes with which the layout problem of a program is solved as a whole."""
 ARGUMENT_BYTE_WEIGHT = 1e-6
 """Cost of a byte of an argument, in reads of a byte from memory: decides between layouts that are equal otherwise."""
 
@@ -62,6 +64,14 @@ def build_problem(
       groups: those of ``graph``, if computed before.
     """
     return _LayoutProblemBuilder(graph, limits or StrategyLimits(), near_layouts, groups or ValueGroups(graph)).build()
+
+
+def value_options(graph: Graph, groups: ValueGroups) -> tuple[Mapping[int, Binding], Sequence[Sequence[Spec]]]:
+    """Of the layout problem of ``graph``, the bindings of its values, and the options of the variables that these name:
+    all but its costs."""
+    builder = _LayoutProblemBuilder(graph, StrategyLimits(), (), groups)
+    builder.add_group_variables()
+    return builder.bindings, builder.spec_tables.options
 
 
 class _LayoutProblemBuilder:
@@ -84,14 +94,14 @@ class _LayoutProblemBuilder:
         self.node_costs = NodeCosts(groups, self.spec_tables)
 
     def build(self) -> LayoutProblem:
-        self._add_group_variables()
+        self.add_group_variables()
         self._add_all_nodes(self._add_copies())
         slack = self._add_argument_costs()
         neighbourhoods = tuple(zip(*self.neighbourhoods, strict=True)) if len(self.axes) > 1 else ()
         options = tuple(self.spec_tables.options)
         return LayoutProblem(self.builder.build(neighbourhoods), self.bindings, options, self.node_options, slack)
 
-    def _add_group_variables(self) -> None:
+    def add_group_variables(self) -> None:
         """A variable for each color of groups, and the bindings of their values.
 
         A dimension's size is the greatest common divisor over all values that have it, so that every option divides

@@ -22,6 +22,8 @@ from autoshard.ir.dim_classes import ArgumentRoles, DimClass, argument_roles
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout, propagate
 from autoshard.ir.spec import Axes, Spec, replicated
+from autoshard.search.build_problem import MAX_AXES, value_options
+from autoshard.search.layout_problem import least_sizes
 from autoshard.search.value_groups import ValueGroups
 
 BOUND_TOLERANCE = 2e-6
@@ -73,17 +75,11 @@ class Search:
     """Bytes per device."""
     options: CompilerOptions = ()
     """Compiler options that the user gave."""
-    gives_up: bool = False
-    """Whether the search ends in an error as soon as it is proven that no layout that the layout problem can express
-    fits the budget."""
-    classes: tuple[DimClass, ...] = ()
     cost_model: CostModel = field(init=False)
     memory_model: MemoryModel = field(init=False)
     bound: float = 0.0
     """Lower bound on the predicted seconds of every layout that the layout problem of this graph can express within the
     budget; 0 if nothing was proven."""
-    least_peak: float = 0.0
-    """Lower bound on the peak bytes per device of every such layout, whatever the budget; 0 if nothing was proven."""
     tried: dict[Choice, Candidate] = field(default_factory=dict[Choice, Candidate])
     priced_layouts: dict[Any, tuple[Cost, Memory, bool]] = field(default_factory=dict[Any, tuple[Cost, Memory, bool]])
     """By specs of the values and strategies of the nodes: different choices can have one layout."""
@@ -92,11 +88,36 @@ class Search:
         self.cost_model = CostModel(self.graph)
         self.graph = self.cost_model.graph
         self.memory_model = MemoryModel(self.graph, self.cost_model)
-        classes = classes_with_batch(self.graph)
-        self.classes = tuple(c for k, c in enumerate(classes) if k < MAX_CLASSES or c.is_batch)
-        self.frozen = frozen_arguments(self.graph, classes)
         self.axes = self.graph.program.mesh.nontrivial_axes
-        self.roles: ArgumentRoles = argument_roles(self.graph)
+
+    @functools.cached_property
+    def roles(self) -> ArgumentRoles:
+        """Of the graph's arguments."""
+        return argument_roles(self.graph)
+
+    @functools.cached_property
+    def _every_class(self) -> Sequence[DimClass]:
+        return classes_with_batch(self.graph)
+
+    @functools.cached_property
+    def classes(self) -> tuple[DimClass, ...]:
+        """The dimension classes that a choice decides."""
+        return tuple(c for k, c in enumerate(self._every_class) if k < MAX_CLASSES or c.is_batch)
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[int]:
+        """Flat positions of arguments that are parameters too, though they are not carried."""
+        return frozen_arguments(self.graph, self._every_class)
+
+    @functools.cached_property
+    def least_peak(self) -> float:
+        """Lower bound on the peak bytes per device of every layout that the layout problem of this graph can express,
+        whatever the budget; 0 on more axes than it is solved over."""
+        if not 0 < len(self.axes) <= MAX_AXES:
+            return 0.0
+        device_bytes = {v: float(value.device_bytes) for v, value in enumerate(self.graph.values)}
+        sizes = least_sizes(device_bytes, *value_options(self.graph, self.groups), self.graph.program.mesh)
+        return self.memory_model.least_peak(sizes)[1]
 
     @functools.cached_property
     def groups(self) -> ValueGroups:

@@ -51,12 +51,7 @@ class LayoutProblem:
     def least_sizes(self, sizes: Mapping[int, float], mesh: LogicalMesh) -> dict[int, float]:
         """Of these ``sizes`` (bytes over all devices), for each value that a variable decides the bytes per device that
         it takes at least."""
-        most_parts: dict[Binding, float] = {}
-        for binding in set(self.bindings.values()):
-            allowed = np.isfinite(self.problem.unary[binding.variable])
-            parts = _parts(self.options[binding.variable], binding.dim_map, mesh)[allowed]
-            most_parts[binding] = float(parts.max(initial=0.0)) or math.inf
-        return {v: n / most_parts[self.bindings[v]] for v, n in sizes.items() if v in self.bindings}
+        return least_sizes(sizes, self.bindings, self.options, mesh)
 
     def byte_budget(self, sizes: Mapping[int, float], limit: float, mesh: LogicalMesh) -> Budget:
         """That values of these ``sizes`` (bytes over all devices) take at most ``limit`` bytes per device together."""
@@ -81,6 +76,18 @@ def byte_budget(
     for (i, dim_map), n in total.items():
         loads[i] = n / _parts(options[i], dim_map, mesh) + loads.get(i, 0.0)
     return Budget(loads, limit)
+
+
+def least_sizes(
+    sizes: Mapping[int, float],
+    bindings: Mapping[int, Binding],
+    options: Sequence[Sequence[Spec]],
+    mesh: LogicalMesh,
+) -> dict[int, float]:
+    """Of these ``sizes`` (bytes over all devices), for each value that a variable decides the bytes per device that it
+    takes in the options that split it most."""
+    most = {b: float(_parts(options[b.variable], b.dim_map, mesh).max(initial=1.0)) for b in set(bindings.values())}
+    return {v: n / most[bindings[v]] for v, n in sizes.items() if v in bindings}
 
 
 def _parts(options: Sequence[Spec], dim_map: DimMap, mesh: LogicalMesh) -> Array:

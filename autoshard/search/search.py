@@ -51,7 +51,7 @@ def search(
 
     Args:
       options: compiler options that the user gave.
-      gives_up: whether to end as soon as it is proven that no layout that the layout problem can express fits: the
+      gives_up: whether to end at once where it is proven that no layout that the layout problem can express fits: the
         error then names what each needs at least, and not how fast one would be.
 
     Raises:
@@ -64,6 +64,12 @@ def search(
         least, fastest = min(c.memory.peak for c in tried), min(c.cost.seconds for c in tried)
         raise MemoryBudgetError(_over_budget_message(s), least, fastest)
     return found, s
+
+
+def least_peak(graph: Graph, strategy: str = "auto") -> float:
+    """Lower bound on the peak bytes per device of every layout of ``graph`` that the layout problem can express; 0
+    where nothing is proven, as for a preset."""
+    return Search(graph, math.inf).least_peak if strategy == "auto" else 0.0
 
 
 def explore(
@@ -83,7 +89,13 @@ def explore(
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
-    s = Search(graph, budget, options, gives_up)
+    s = Search(graph, budget, options)
+    if gives_up and strategy == "auto" and s.least_peak > budget:
+        raise MemoryBudgetError(
+            f"each layout of {graph.program.name} needs more than the memory budget of {size_text(budget, 2)} per "
+            f"device: {size_text(s.least_peak, 2)} or more",
+            s.least_peak,
+        )
     found = s.best(_auto_choices(s) if strategy == "auto" else preset_choices(s, strategy))
     if strategy == "auto" and not s.meets_bound(found):
         found = s.best(_argument_choices(s, found))

@@ -15,21 +15,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.errors import MemoryBudgetError, PlanError
+from autoshard.errors import PlanError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import Layout, Origin, propagate
 from autoshard.ir.spec import Axes, Spec
-from autoshard.search.build_problem import build_problem
+from autoshard.search.build_problem import MAX_AXES, build_problem
 from autoshard.search.candidates import BOUND_TOLERANCE, Candidate, Choice, Search, zero_sharded
 from autoshard.search.layout_problem import StrategyLimits
 from autoshard.search.merged_axes import MergedMesh, merged_meshes
 from autoshard.search.problem import restricted
 from autoshard.search.solve import eliminate_and_improve, least_load, solve, solve_without_budgets
 from autoshard.search.spec_tables import value_spec
-from autoshard.units import size_text
 
-MAX_AXES = 3
-"""Most mesh axes with which the layout problem is solved as a whole."""
 COARSE_AXES = 2
 """Axes that are left in the coarse problems of a mesh of more."""
 REFINEMENT_ROUNDS = 3
@@ -119,14 +116,6 @@ def _solve_on_mesh(
     device_bytes = {v: float(value.device_bytes) for v, value in enumerate(graph.values)}
     least_sizes = layout_problem.least_sizes(device_bytes, merged.graph.program.mesh)
     fullest, least_peak = s.memory_model.least_peak({} if storage_axes else least_sizes)
-    if is_whole:
-        s.least_peak = max(s.least_peak, least_peak)
-    if s.gives_up and s.least_peak > s.budget:
-        raise MemoryBudgetError(
-            f"each layout of {graph.program.name} needs more than the memory budget of {size_text(s.budget, 2)} per "
-            f"device: {size_text(s.least_peak, 2)} or more",
-            s.least_peak,
-        )
     relaxed = solve_without_budgets(problem)
     for _ in range(MAX_MEMORY_BUDGETS):
         try:

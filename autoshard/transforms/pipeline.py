@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Self
 from autoshard import jaxpr as jx
 from autoshard.errors import MicrobatchError, PassError, nearest
 from autoshard.ir.program import Program, aval_text
+
+MAX_KEPT = 32
+"""Most programs that `AppliedPasses` keeps."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +158,36 @@ class AppliedPass:
     report: PassReport
 
 
+class AppliedPasses:
+    """What passes made of programs: the last `MAX_KEPT` that were asked for. Sequences of passes that begin alike share
+    their beginning."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[int, Pass], AppliedPass] = OrderedDict()
+
+    def apply(self, step: Pass, program: Program) -> AppliedPass:
+        """What ``step`` makes of ``program``.
+
+        Raises:
+          PassError: as `Pipeline.run`.
+        """
+        key = id(program), step  # what is kept holds its program, so no other gets that id
+        if key not in self._found:
+            self._found[key] = _apply(step, program)
+        self._found.move_to_end(key)
+        found = self._found[key]
+        while len(self._found) > MAX_KEPT:
+            self._found.popitem(last=False)
+        return found
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """Passes, in the order in which they run."""
 
     passes: tuple[Pass, ...] = ()
+    applied: AppliedPasses | None = None
+    """What is known of them."""
 
     def run(self, program: Program) -> tuple[Program, tuple[PassReport, ...]]:
         """The program after all passes, and a report on each.
@@ -176,16 +204,21 @@ class Pipeline:
         Raises:
           PassError: as `run`.
         """
-        counts = _count(program.jaxpr)
         for step in self.passes:
-            after, new = step(program), counts
-            if after.jaxpr is not program.jaxpr:
-                after = _validated(step, program, after)
-                new = _count(after.jaxpr)
-                _check_effects(step, counts.effects, new.effects)
-            change = step.change(program, after)
-            yield AppliedPass(program, after, PassReport(step.name, str(step), counts.equations, new.equations, change))
-            program, counts = after, new
+            found = _apply(step, program) if self.applied is None else self.applied.apply(step, program)
+            yield found
+            program = found.after
+
+
+def _apply(step: Pass, program: Program) -> AppliedPass:
+    after, counts = step(program), _count(program.jaxpr)
+    new = counts
+    if after.jaxpr is not program.jaxpr:
+        after = _validated(step, program, after)
+        new = _count(after.jaxpr)
+        _check_effects(step, counts.effects, new.effects)
+    change = step.change(program, after)
+    return AppliedPass(program, after, PassReport(step.name, str(step), counts.equations, new.equations, change))
 
 
 def parse_passes(specs: str | Pass | Iterable[str | Pass] | None, known: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:

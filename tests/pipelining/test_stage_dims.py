@@ -57,7 +57,9 @@ def test_more_state_than_a_device_has_is_refused_unsearched(
     mesh = MeshConfig(axes={"stage": 4, "data": 2}, hardware="h100", pipeline="stage", memory_budget="1KB")
     monkeypatch.setattr("autoshard.runtime.stages.search", None)
     real, planned = within_budget.plan_program, list[object]()
-    monkeypatch.setattr(within_budget, "plan_program", lambda *args: planned.append(args) or real(*args))
+    monkeypatch.setattr(
+        within_budget, "plan_program", lambda *args, **options: planned.append(args) or real(*args, **options)
+    )
     step = autoshard.jit(train, mesh=mesh, donate_argnums=0)
     w, x = jax.ShapeDtypeStruct((layers, 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
     with pytest.raises(MemoryBudgetError, match="the arguments of train as a pipeline over 'stage' need") as found:

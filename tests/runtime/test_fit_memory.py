@@ -21,7 +21,8 @@ from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.passes.recompute import Recompute
 from autoshard.plan.decisions import Alternative
 from autoshard.plan.planner import PlanRequest
-from autoshard.runtime.fit_memory import within_budget
+from autoshard.runtime import stages
+from autoshard.runtime.fit_memory import in_parts, within_budget
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.stages import Planned
 from autoshard.transforms.pipeline import Pass
@@ -72,6 +73,24 @@ def test_what_fits_only_in_micro_batches_is_planned_so_without_being_asked():
     assert again.in_specs == found.in_specs
 
 
+def test_micro_batches_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds say how many it takes, so that fewer are not searched; what was planned to find out is not again."""
+    real, planned = stages.plan_program, list[tuple[str, ...]]()
+
+    def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, *args: Any, **rest: Any) -> Any:
+        found = real(traced, passes, request, *args, **rest)
+        planned.append((*(p.written for p in request.passes), *map(str, passes)))
+        return found
+
+    for module in (within_budget, in_parts):
+        monkeypatch.setattr(module, "plan_program", plan_program)
+    found = plan(memory_budget=int(0.2 * plan(passes=["recompute:full"]).memory.peak))
+    assert len(planned) == len({*planned})
+    most = [p[0] for p in planned if p[0].startswith("microbatch") and "recompute:full" in p]
+    assert found.passes[0].written == most[-1]
+    assert len({*most}) <= 2
+
+
 WIDE, DEEP = 256, 6
 
 
@@ -117,6 +136,24 @@ def test_memory_that_is_left_holds_values_of_some_layers() -> None:
     assert again.plan(*wide_shapes(65536)).passes == found.passes
 
 
+def test_what_cannot_fit_is_searched_for_only_to_name_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, gave_up = within_budget.plan_program, list[bool]()
+
+    def plan_program(*args: Any, gives_up: bool) -> Planned:
+        gave_up.append(gives_up)
+        return real(*args, gives_up=gives_up)
+
+    monkeypatch.setattr(within_budget, "plan_program", plan_program)
+    least = wide(passes=["dead_code", "recompute:full"]).memory.peak
+    gave_up.clear()
+    with pytest.raises(
+        MemoryBudgetError, match=r"none of \d+ layouts .*: the smallest needs .*with recompute:full"
+    ) as e:
+        wide(memory_budget=1_000_000)
+    assert gave_up == [False, False]
+    assert e.value.least <= least
+
+
 def test_on_tpus_layers_that_differ_leave_a_tenth_of_the_memory() -> None:
     most, least = (wide(passes=["dead_code", f"recompute:{p}"]).memory.peak for p in ("*=0", "full"))
     chip = replace(HARDWARE, memory=least + 0.7 * (most - least))
@@ -154,7 +191,7 @@ def test_what_saves_less_is_tried_in_other_layouts_too(monkeypatch: pytest.Monke
     seconds = {"full": 9.0, "products:1": 8.0, "products:2": 6.0}
     real, tried = within_budget.plan_program, list[str]()
 
-    def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, to_beat: float = 0.0) -> Planned:
+    def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, *_: Any, **__: Any) -> Planned:
         tried.append(next((str(p).partition(":")[2] for p in passes if str(p).startswith("recompute")), ""))
         if tried[-1] not in seconds:
             raise MemoryBudgetError("too large", 10e9)

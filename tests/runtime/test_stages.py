@@ -48,10 +48,12 @@ def test_less_memory_is_not_searched_for_where_a_pipeline_is_slower_anyway(monke
         searches.append(budget)
         return search(graph, strategy, budget, options)
 
-    def recorded(traced: Program, passes: Any, request: Any, to_beat: float = math.inf) -> stages.Planned:
+    def recorded(
+        traced: Program, passes: Any, request: Any, to_beat: float = math.inf, *, gives_up: bool = False
+    ) -> stages.Planned:
         before = len(searches)
         try:
-            planned = plan_program(traced, passes, request, to_beat)
+            planned = plan_program(traced, passes, request, to_beat, gives_up=gives_up)
         except MemoryBudgetError as e:
             calls.append((to_beat, len(searches) - before, e))
             raise

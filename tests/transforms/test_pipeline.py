@@ -16,7 +16,8 @@ from autoshard.ir.trace import trace
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import PASSES, DeadCode, Recompute
 from autoshard.rules import SHIPPED
-from autoshard.transforms.pipeline import Pass, Pipeline, parse_passes
+from autoshard.transforms import pipeline
+from autoshard.transforms.pipeline import AppliedPasses, Pass, Pipeline, parse_passes
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("data",), (8,), HARDWARE)
@@ -112,6 +113,30 @@ def test_no_passes_change_nothing():
 def test_a_pass_that_breaks_the_program_is_named(what, message):
     with pytest.raises(PassError, match=message):
         Pipeline((Swap(what),)).run(program())
+
+
+def test_sequences_that_begin_alike_share_their_beginning(monkeypatch):
+    ran = list[int]()
+
+    @dataclass(frozen=True)
+    class Counted(Pass):
+        name: ClassVar[str] = "counted"
+        number: int = 0
+
+        def __call__(self, program: Program) -> Program:
+            ran.append(self.number)
+            return program
+
+    one, other, applied = program(), program(), AppliedPasses()
+    for p, numbers in ((one, (1, 2)), (one, (1, 3)), (other, (1,)), (one, (1, 2))):
+        found, reports = Pipeline(tuple(map(Counted, numbers)), applied).run(p)
+        assert found is p
+        assert [r.written for r in reports] == [f"counted:{n}" for n in numbers]
+    assert ran == [1, 2, 3, 1]
+    monkeypatch.setattr(pipeline, "MAX_KEPT", 1)
+    for _ in range(2):
+        Pipeline((Counted(4), Counted(5)), applied).run(one)
+    assert ran[4:] == [4, 5, 4, 5]
 
 
 def test_variables_are_defined_once_again_after_a_pass_that_shares_a_body():

@@ -18,7 +18,7 @@ from autoshard.runtime.fit_memory.preference import MIN_GAIN, axes_of_batch, is_
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import plan_within_budget, with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences
-from autoshard.runtime.stages import Planned, plan_program, run_passes
+from autoshard.runtime.stages import Planned, least_memory, plan_program, run_passes
 from autoshard.schedule.schedule import Schedule
 from autoshard.transforms.pipeline import InParts, Pass
 from autoshard.units import time_text
@@ -100,15 +100,14 @@ def _plan_in_parts(
     note = functools.partial(with_note, traced)
     alone: Sequence[Pass] = ()
     with contextlib.suppress(SpecError):
-        alone = parts_of.fewest(variants, saving=False)
+        alone = parts_of.fewest(variants)
         for parts in () if parts_of.too_slow else alone:
-            if (found := parts_of.plan(parts, saving=False)) is not None:
+            if (found := parts_of.plan(parts)) is not None:
                 fitting += [note(p, parts, why) for p in (found, *_with_faster_passes(found, options, request))]
     with contextlib.suppress(SpecError, MemoryBudgetError):
         fewer = variants[: variants.index(alone[0])] if alone else variants
-        for parts in () if isinstance(why, str) else parts_of.fewest(fewer, saving=True):
-            program, asked = run_passes(traced, (parts,), request)
-            fitting.append(note(plan_within_budget(program, options, asked)[0], parts, why))
+        for parts in () if isinstance(why, str) else parts_of.fewest_saving(fewer):
+            fitting.append(note(parts_of.plan_within_budget(parts), parts, why))
     if not fitting:
         assert isinstance(why, MemoryBudgetError)
         if (cause := options.microbatch.why_none(traced)) is not None:
@@ -126,36 +125,67 @@ class _Parts:
         """Seconds of the plan that fits whole."""
         self.too_slow = False
         """In fewer parts the fastest layout does not fit, and in these it is slower than what fits whole."""
-        self.planned: dict[tuple[Pass, bool], Planned | None] = {}
+        self.programs: dict[Pass, tuple[Program, PlanRequest]] = {}
+        self.planned: dict[tuple[Pass, tuple[Pass, ...]], Planned | None] = {}
 
-    def plan(self, parts: Pass, *, saving: bool) -> Planned | None:
+    def plan(self, parts: Pass, *, saving: bool = False) -> Planned | None:
         """The plan in ``parts``, if one fits."""
-        if (parts, saving) not in self.planned:
-            program, asked = run_passes(self.traced, (parts,), self.request)
-            more = memory_saving_sequences(program, self.options) if saving else ()
-            *_, passes = self.options.passes, *more
-            self.planned[parts, saving] = None
+        (program, asked), passes = self._in(parts), self._passes(parts, saving=saving)
+        if (parts, passes) not in self.planned:
+            self.planned[parts, passes] = None
             with contextlib.suppress(MemoryBudgetError):
-                self.planned[parts, saving] = plan_program(program, passes, asked, gives_up=True)
-        return self.planned[parts, saving]
+                self.planned[parts, passes] = plan_program(program, passes, asked, gives_up=True)
+        return self.planned[parts, passes]
 
-    def fewest(self, among: Sequence[Pass], *, saving: bool) -> Sequence[Pass]:
-        """The fewest parts that are enough, if any are."""
-        n = bisect.bisect_left(among, True, key=lambda parts: self._is_enough(parts, saving=saving))
+    def plan_within_budget(self, parts: Pass) -> Planned:
+        """The fastest plan in ``parts`` with passes that save as much memory as it takes."""
+        program, asked = self._in(parts)
+        known = {passes: found for (p, passes), found in self.planned.items() if p == parts and found is not None}
+        return plan_within_budget(program, self.options, asked, known=known)[0]
+
+    def fewest(self, among: Sequence[Pass]) -> Sequence[Pass]:
+        """The fewest parts that are enough for the fastest layout to fit, if any are."""
+        n = bisect.bisect_left(among, True, key=self._is_enough)
         return among[n : n + 1]
 
-    def _is_enough(self, parts: Pass, *, saving: bool) -> bool:
-        """Whether a plan in ``parts`` fits, or, without the passes that save memory, the fastest layout does."""
-        if self.too_slow and not saving:
+    def fewest_saving(self, among: Sequence[Pass]) -> Sequence[Pass]:
+        """The fewest parts in which a plan fits with the passes that save most memory, if one does in any."""
+        n = bisect.bisect_left(among, True, key=self._may_fit)
+        if n < len(among) and not self._fits(among[n]):  # the bound is near what it takes
+            n = bisect.bisect_left(among, True, lo=n + 1, key=self._fits)
+        return among[n : n + 1]
+
+    def _in(self, parts: Pass) -> tuple[Program, PlanRequest]:
+        if parts not in self.programs:
+            self.programs[parts] = run_passes(self.traced, (parts,), self.request)
+        return self.programs[parts]
+
+    def _passes(self, parts: Pass, *, saving: bool) -> tuple[Pass, ...]:
+        *_, passes = self.options.passes, *(memory_saving_sequences(self._in(parts)[0], self.options) if saving else ())
+        return passes
+
+    def _is_enough(self, parts: Pass) -> bool:
+        """Whether the fastest layout in ``parts`` fits, or makes the step too slow."""
+        if self.too_slow:
             return True
         try:
-            found = self.plan(parts, saving=saving)
+            found = self.plan(parts)
         except SpecError:  # a preset cannot split so small a part
             return True
-        if found is None or saving or not is_memory_bound(found.plan):
+        if found is None or not is_memory_bound(found.plan):
             return found is not None
         self.too_slow = found.plan.alternatives[0].seconds >= self.to_beat
         return self.too_slow
+
+    def _may_fit(self, parts: Pass) -> bool:
+        program, asked = self._in(parts)
+        return least_memory(program, self._passes(parts, saving=True), asked) <= budget_of(asked, program)
+
+    def _fits(self, parts: Pass) -> bool:
+        try:
+            return self.plan(parts, saving=True) is not None
+        except SpecError:  # a preset cannot split so small a part
+            return True
 
 
 def _plan_staged(traced: Program, options: Options, request: PlanRequest, to_beat: float) -> Planned:

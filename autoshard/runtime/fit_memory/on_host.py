@@ -15,10 +15,11 @@ from autoshard.runtime.fit_memory.preference import axes_of_batch, is_memory_bou
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences, passes_of
-from autoshard.runtime.stages import Planned, plan_program, run_passes
+from autoshard.runtime.stages import Planned, keeping_programs, plan_program, run_passes
 from autoshard.units import size_text, time_text
 
 
+@keeping_programs()
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
     """Plans ``traced`` within the memory budget. Where nothing fits, or memory costs more time than the optimizer's
     state would take to come from the host and go back, that state is kept on the host if the step is faster so.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from autoshard.errors import MemoryBudgetError, PipelineError
@@ -24,7 +25,7 @@ from autoshard.runtime.fit_memory.preference import (
 )
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
-from autoshard.runtime.stages import Planned, plan_program, run_passes
+from autoshard.runtime.stages import Planned, least_memory, plan_program, run_passes
 from autoshard.transforms.pipeline import Pass
 
 MIN_HELD_GAIN = 0.01
@@ -32,6 +33,9 @@ MIN_HELD_GAIN = 0.01
 scan may be cut in two for it, which compiles for twice as long."""
 MAX_HELD = 3
 """Most choices of held values that are planned, each by the prices of the plan before it."""
+CLOSE = 0.85
+"""Share of the budget that the lower bound on what a step takes exceeds where it may well not fit: layouts of least
+memory took up to 1.15 times their bound."""
 FILLED = 0.9
 """Share of a TPU's memory that a step may take, as predicted, which holds other values in some layers than in others:
 XLA leaves gaps between the stacks of their layers, in three such steps of 8 to 11 % of what it took without."""
@@ -43,6 +47,7 @@ def plan_within_budget(
     request: PlanRequest,
     to_beat: float = math.inf,
     bounds: TimeBounds | None = None,
+    known: Mapping[tuple[Pass, ...], Planned] = MappingProxyType({}),
 ) -> tuple[Planned, bool]:
     """Plans ``traced`` within the budget of ``request``. Where memory rules out the fastest layout and the user named
     no passes, tries passes that save memory too, and returns the fastest plan that fits, and whether memory did so.
@@ -50,12 +55,13 @@ def plan_within_budget(
     Args:
       to_beat: seconds of a step. Once a pipeline fits, optional passes with which none is faster are not pursued.
       bounds: learn what is found here.
+      known: plans of ``traced`` within that budget, by their passes.
 
     Raises:
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
     """
-    plans = _Plans(traced, options, request, to_beat, bounds or TimeBounds())
-    is_short = not plans.attempt(options.passes)
+    plans = _Plans(traced, options, request, to_beat, bounds or TimeBounds(), known)
+    is_short = not plans.attempt(options.passes, gives_up=False)
     if plans.errors and plans.errors[0].of_arguments:
         raise plans.errors[0]
     roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
@@ -63,6 +69,7 @@ def plan_within_budget(
         is_short = not plans.attempt(options.passes, ran) and is_short
     if is_short:
         _save_memory(plans)
+        plans.search_smallest()
         if traced.pipeline is None and options.memory_saving_passes:
             _hold_by_value(plans)
     if not plans.fitting:
@@ -87,40 +94,76 @@ class _Fit(NamedTuple):
         return self.planned.plan
 
 
+class _TooLarge(NamedTuple):
+    """Passes after which every layout takes more than the budget, as is proven without a search."""
+
+    least: float
+    """Lower bound on its bytes per device."""
+    passes: tuple[Pass, ...]
+    """Without the optional ones."""
+    ran: tuple[Pass, ...]
+
+
 class _Plans:
     """What one program was planned with, within one budget: plans that fit, and errors of those that do not."""
 
     def __init__(
-        self, traced: Program, options: Options, request: PlanRequest, to_beat: float, bounds: TimeBounds
+        self,
+        traced: Program,
+        options: Options,
+        request: PlanRequest,
+        to_beat: float,
+        bounds: TimeBounds,
+        known: Mapping[tuple[Pass, ...], Planned],
     ) -> None:
         self.traced, self.options, self.request = traced, options, request
-        self.to_beat, self.bounds = to_beat, bounds
+        self.to_beat, self.bounds, self.known = to_beat, bounds, known
         self.fitting: list[_Fit] = []
         self.errors: list[MemoryBudgetError] = []
-        self.too_large: list[MemoryBudgetError] = []
+        self.errors_within: list[MemoryBudgetError] = []
         """Of what was planned into less than the budget."""
-        self.tried = set[tuple[Pass, ...]]()
-        """Sequences that were planned as they are."""
+        self.too_large: list[_TooLarge] = []
+        self.attempts: dict[tuple[Pass, ...], bool] = {}
+        """What `attempt` found, by the sequences that were planned within the budget."""
 
     def attempt(
-        self, passes: tuple[Pass, ...], ran: tuple[Pass, ...] | None = None, within: PlanRequest | None = None
+        self,
+        passes: tuple[Pass, ...],
+        ran: tuple[Pass, ...] | None = None,
+        within: PlanRequest | None = None,
+        *,
+        gives_up: bool = True,
     ) -> bool:
         """Plans with ``passes``, or with optional ones among them as ``ran``; whether a plan fits and no faster layout
         was too large.
 
         Args:
           within: what is planned, with a lower budget.
+          gives_up: as in `plan_program`; without it a sequence is planned again that gave up before.
         """
-        to_beat = math.inf if ran is None else self.goal()
-        self.tried.add(ran or passes)
+        key = ran or passes
+        if within is not None:
+            return self._attempt(passes, key, within, gives_up=False)
+        if key not in self.attempts or not gives_up:
+            self.attempts[key] = self._attempt(passes, key, gives_up=gives_up)
+        return self.attempts[key]
+
+    def _attempt(
+        self, passes: tuple[Pass, ...], ran: tuple[Pass, ...], within: PlanRequest | None = None, *, gives_up: bool
+    ) -> bool:
+        to_beat = math.inf if ran is passes else self.goal()
         try:
-            planned = plan_program(self.traced, ran or passes, within or self.request, to_beat)
+            planned = self.known.get(ran) if within is None else None
+            planned = planned or plan_program(self.traced, ran, within or self.request, to_beat, gives_up=gives_up)
         except MemoryBudgetError as e:
+            if gives_up and self.traced.pipeline is None and not e.fastest:
+                self.too_large.append(_TooLarge(e.least, passes, ran))
+                return False
             self.bounds.learn(passes, e)
-            (self.errors if within is None else self.too_large).append(e)
+            (self.errors if within is None else self.errors_within).append(e)
             return False
         except PipelineError:
-            if ran is None:
+            if ran is passes:
                 raise
             return True  # the chain of layers does not survive that pass
         plan, usual = planned.plan, self.options.passes
@@ -130,8 +173,24 @@ class _Plans:
             without = self.errors[0] if self.errors else faster_but_larger(self.fitting[0].plan)
             note = Diagnostic(f"{added} was added: without it, {without}")
             plan = replace(plan, diagnostics=(*plan.diagnostics, note))
-        self.fitting.append(_Fit(planned._replace(plan=plan), passes, ran or passes))
+        self.fitting.append(_Fit(planned._replace(plan=plan), passes, ran))
         return not is_memory_bound(plan)
+
+    def is_hopeless(self, passes: tuple[Pass, ...], ran: tuple[Pass, ...] | None = None) -> bool:
+        """Whether nothing fits after ``passes``, or after ``ran``. Searches only where a bound leaves it open."""
+        least, budget = least_memory(self.traced, ran or passes, self.request), budget_of(self.request, self.traced)
+        if least > budget:
+            self.too_large.append(_TooLarge(least, passes, ran or passes))
+            return True
+        return least > CLOSE * budget and not self.attempt(passes, ran) and not self.fitting
+
+    def search_smallest(self) -> None:
+        """Where nothing fits, searches after the passes with which the least may do: the error names what that takes,
+        and a layout that the bounds leave out may fit."""
+        if self.too_large and not self.fitting:
+            least, passes, ran = min(reversed(self.too_large), key=lambda found: found.least)
+            if least < min(e.least for e in self.errors):
+                self.attempt(passes, ran, gives_up=False)
 
     def fastest(self) -> _Fit:
         return min(self.fitting, key=lambda fit: preference(fit.plan))
@@ -164,13 +223,16 @@ def _save_memory(plans: _Plans) -> None:
     if traced.pipeline is not None and not plans.fitting and sequences[1:]:
         plans.attempt(sequences[-1])  # whether any fits: each is searched for at several budgets
     enough = len(sequences)
-    if traced.pipeline is None or plans.fitting:
+    flat = traced.pipeline is None
+    if plans.fitting or (flat and not (sequences[1:] and plans.is_hopeless(sequences[-1]))):
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
         enough = bisect.bisect_left(sequences, True, lo=1, key=plans.attempt)
         _save_less(plans, sequences)
     axes = axes_of_batch(plans.fitting[0].plan) if plans.fitting else None
     for first, *_ in with_each_optional(traced, (), options, saving=True, batch_axes=axes):
         less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
+        if flat and not plans.fitting and plans.is_hopeless(less[-1], (first, *less[-1])):
+            continue
         bisect.bisect_left(less, True, key=lambda passes, first=first: plans.attempt(passes, (first, *passes)))
 
 
@@ -181,7 +243,7 @@ def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
         at, now = sequences.index(fit.passes), plans.text(fit.passes)
         while at > 1 and plans.text(sequences[at - 1]) == now:
             at -= 1
-        if at < 2 or sequences[at - 1] in plans.tried:
+        if at < 2 or sequences[at - 1] in plans.attempts:
             return
         plans.attempt(sequences[at - 1])
         if plans.fastest() is fit:
@@ -210,9 +272,9 @@ def _hold_by_value(plans: _Plans) -> None:
         tried.add(chosen)
         count = len(plans.fitting)
         passes, ran = (tuple(chosen if p.decides_held else p for p in s) for s in (start.passes, start.ran))
-        plans.attempt(passes, ran, within)
+        plans.attempt(passes, ran, within, gives_up=False)
         if len(plans.fitting) == count:
-            taken += plans.too_large[-1].least - budget
+            taken += plans.errors_within[-1].least - budget
         elif (found := plans.fitting[-1].plan).cost.seconds < best.cost.seconds:
             best, taken = found, 0.0
         elif is_memory_bound(found):
