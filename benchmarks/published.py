@@ -1,12 +1,13 @@
 """Un-annotated decoders as autoshard plans them, beside MaxText's own steps and the times that it publishes.
 
     python -m benchmarks.published [--cache DIR] [--maxtext DIR] [WORD ...]
+    python -m benchmarks.published --plans [WORD ...]
 
 Shapes, batches and seconds are of MaxText's recipes for TPU v6e and of its tables for v5e and v5p (FLOP/s as seconds).
 ``--maxtext`` names the folder in which `benchmarks/maxtext_steps.py` kept MaxText's steps as libtpu compiles them: they
 are read as autoshard's are, from the HLO as it is scheduled. What is published is of the clock: read the same way,
 MaxText's steps come out longer or shorter than it by a tenth and more. Needs the extra ``tpu``, as `make test-targets`
-installs it.
+installs it; ``--plans``, which only plans, needs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from benchmarks.answers import Answer, answer, compilers, folder
 from benchmarks.baselines import abstract
 from benchmarks.cells import LLAMA_8B, LLAMA_70B, MIXTRAL, Column
 from benchmarks.maxtext_answers import kept_answer
-from benchmarks.zoo import decoder
+from benchmarks.zoo import Model, decoder
 
+SAVING = ("microbatch", "losses", "recompute", "offload")
 MISTRAL_7B = {**LLAMA_8B, "vocab": 32000}
 LLAMA_2_70B = {**LLAMA_70B, "vocab": 32000}
 LLAMA_2_7B = {"layers": 32, "width": 4096, "heads": 32, "mlp": 11008, "vocab": 32000, "gated": True}
@@ -84,14 +86,15 @@ def main() -> None:
     """Plans, compiles and prints a row each."""
     cache, words = folder("--cache", sys.argv[1:])
     maxtext, words = folder("--maxtext", words)
+    if "--plans" in words:
+        _plans([word for word in words if word != "--plans"])
+        return
     print(f"{compilers()}\n")
     times = "planned in, s | predicted, s | scheduled, s | nothing hidden, s | memory"
     print(f"| model | slice | batch | {times} | MaxText's, scheduled, s | ratio | published, s | ratio |")
     print("|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     ratios: dict[str, list[float]] = {"MaxText's own step": [], "what is published": []}
-    for row in ROWS:
-        if not all(word in f"{row.name} {row.slice}" for word in words):
-            continue
+    for row in _chosen(words):
         plan, planned, found = _compiled(row, cache)
         theirs = _scheduled(maxtext, row, plan.mesh) if maxtext else None
         batch = f"{row.rows * row.chips} x {row.seq:,}"
@@ -114,13 +117,35 @@ def main() -> None:
             print(f"Beside {beside}: geometric mean {mean:.2f} over {len(of)}, worst {max(of):.2f}.")
 
 
-def _compiled(row: Row, cache: Path | None) -> tuple[Plan, float, Answer]:
-    """The plan of a row, the seconds that planning took, and what the compiler made of it."""
+def _chosen(words: Sequence[str]) -> Iterator[Row]:
+    """Rows that have all ``words`` in their name and slice."""
+    return (row for row in ROWS if all(word in f"{row.name} {row.slice}" for word in words))
+
+
+def _plans(words: Sequence[str]) -> None:
+    """Plans, and prints a row each: wall-clock and the processor's seconds, and what the plan predicts."""
+    print("| model | slice | batch | planned in, s | processor, s | predicted, s | passes that save memory |")
+    print("|---|---|---|--:|--:|--:|---|")
+    for row in _chosen(words):
+        start = time.process_time()
+        *_, plan, planned = _planned(row)
+        seconds = f"{planned:.1f} | {time.process_time() - start:.1f} | {plan.cost.seconds:.2f}"
+        saving = ", ".join(p.written for p in plan.passes if p.name in SAVING)
+        print(f"| {row.name} | {row.slice} | {row.rows * row.chips} x {row.seq:,} | {seconds} | {saving} |", flush=True)
+
+
+def _planned(row: Row) -> tuple[Model, Any, Plan, float]:
+    """The model of a row, its step, the plan, and the seconds that planning took."""
     model, mesh = decoder(row.rows * row.chips, row.seq, **row.sizes), row.column.mesh()
     step = autoshard.jit(model.step(), mesh=mesh, donate_argnums=0)
     start = time.perf_counter()
     plan = step.plan(*abstract(model))
-    planned = time.perf_counter() - start
+    return model, step, plan, time.perf_counter() - start
+
+
+def _compiled(row: Row, cache: Path | None) -> tuple[Plan, float, Answer]:
+    """The plan of a row, the seconds that planning took, and what the compiler made of it."""
+    model, step, plan, planned = _planned(row)
     found = answer(step.lower(*abstract(model)), plan.mesh, cache, options=str(sorted(plan.compiler_options)))
     assert found is not None
     return plan, planned, found
