@@ -99,11 +99,21 @@ class MemoryBudgetError(PlanError):
       least: peak memory of the smallest in bytes per device; where none was priced, what each needs at least.
       fastest: seconds of a step of the fastest layout, or pipeline, that was priced and is too large; 0 if none was.
       of_arguments: whether a pipeline's arguments alone are too large: neither recompute nor micro-batches help then.
+      unsearched: whether none was priced, as a bound showed that none can fit.
     """
 
-    def __init__(self, message: str, least: float, fastest: float = 0.0, *, of_arguments: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        least: float,
+        fastest: float = 0.0,
+        *,
+        of_arguments: bool = False,
+        unsearched: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.least, self.fastest, self.of_arguments = least, fastest, of_arguments
+        self.least, self.fastest = least, fastest
+        self.of_arguments, self.unsearched = of_arguments, unsearched
 
 
 class ConfigError(AutoshardError):

@@ -48,11 +48,6 @@ class LayoutProblem:
         }
         return {v: specs[b] for v, b in self.bindings.items()}
 
-    def least_sizes(self, sizes: Mapping[int, float], mesh: LogicalMesh) -> dict[int, float]:
-        """Of these ``sizes`` (bytes over all devices), for each value that a variable decides the bytes per device that
-        it takes at least."""
-        return least_sizes(sizes, self.bindings, self.options, mesh)
-
     def byte_budget(self, sizes: Mapping[int, float], limit: float, mesh: LogicalMesh) -> Budget:
         """That values of these ``sizes`` (bytes over all devices) take at most ``limit`` bytes per device together."""
         return byte_budget(sizes, limit, self.bindings, self.options, mesh)

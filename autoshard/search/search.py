@@ -66,12 +66,6 @@ def search(
     return found, s
 
 
-def least_peak(graph: Graph, strategy: str = "auto") -> float:
-    """Lower bound on the peak bytes per device of every layout of ``graph`` that the layout problem can express; 0
-    where nothing is proven, as for a preset."""
-    return Search(graph, math.inf).least_peak if strategy == "auto" else 0.0
-
-
 def explore(
     graph: Graph,
     strategy: str = "auto",
@@ -95,6 +89,7 @@ def explore(
             f"each layout of {graph.program.name} needs more than the memory budget of {size_text(budget, 2)} per "
             f"device: {size_text(s.least_peak, 2)} or more",
             s.least_peak,
+            unsearched=True,
         )
     found = s.best(_auto_choices(s) if strategy == "auto" else preset_choices(s, strategy))
     if strategy == "auto" and not s.meets_bound(found):
@@ -133,7 +128,7 @@ def _auto_choices(s: Search) -> Iterator[Choice]:
         batch = tuple(axes if i in s.batch_classes and axes in options[i] else () for i in range(len(s.classes)))
         presets += [Choice(batch), Choice(batch, axes, 2), Choice(batch, axes, 3)]
     if len(s.graph.nodes) * len(presets) <= MAX_PRESET_WORK:
-        yield from presets[-1:] if s.least_peak > s.budget else presets
+        yield from presets[-1:] if math.isfinite(s.budget) and s.least_peak > s.budget else presets
     elif not solved:
         yield presets[0]
         yield from presets[-3:]

@@ -21,7 +21,7 @@ from autoshard.ir.propagate import Layout, Origin, propagate
 from autoshard.ir.spec import Axes, Spec
 from autoshard.search.build_problem import MAX_AXES, build_problem
 from autoshard.search.candidates import BOUND_TOLERANCE, Candidate, Choice, Search, zero_sharded
-from autoshard.search.layout_problem import StrategyLimits
+from autoshard.search.layout_problem import StrategyLimits, least_sizes
 from autoshard.search.merged_axes import MergedMesh, merged_meshes
 from autoshard.search.problem import restricted
 from autoshard.search.solve import eliminate_and_improve, least_load, solve, solve_without_budgets
@@ -114,8 +114,8 @@ def _solve_on_mesh(
 
     # At `fullest` values take most in the specs that split them most.
     device_bytes = {v: float(value.device_bytes) for v, value in enumerate(graph.values)}
-    least_sizes = layout_problem.least_sizes(device_bytes, merged.graph.program.mesh)
-    fullest, least_peak = s.memory_model.least_peak({} if storage_axes else least_sizes)
+    sizes = least_sizes(device_bytes, layout_problem.bindings, layout_problem.options, merged.graph.program.mesh)
+    fullest, least_peak = s.memory_model.least_peak({} if storage_axes else sizes)
     relaxed = solve_without_budgets(problem)
     for _ in range(MAX_MEMORY_BUDGETS):
         try:

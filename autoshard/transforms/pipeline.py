@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from autoshard import jaxpr as jx
@@ -13,7 +13,7 @@ from autoshard.errors import MicrobatchError, PassError, nearest
 from autoshard.ir.program import Program, aval_text
 
 MAX_KEPT = 32
-"""Most programs that `AppliedPasses` keeps."""
+"""Most programs that `KeptPrograms` keeps."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,8 @@ class AppliedPass:
     report: PassReport
 
 
-class AppliedPasses:
-    """What passes made of programs: the last `MAX_KEPT` that were asked for. Sequences of passes that begin alike share
-    their beginning."""
+class KeptPrograms:
+    """What passes made of programs: the last `MAX_KEPT` that were asked for."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[tuple[int, Pass], AppliedPass] = OrderedDict()
@@ -172,10 +171,8 @@ class AppliedPasses:
           PassError: as `Pipeline.run`.
         """
         key = id(program), step  # what is kept holds its program, so no other gets that id
-        if key not in self._found:
-            self._found[key] = _apply(step, program)
+        found = self._found[key] = self._found.get(key) or _apply(step, program)
         self._found.move_to_end(key)
-        found = self._found[key]
         while len(self._found) > MAX_KEPT:
             self._found.popitem(last=False)
         return found
@@ -186,8 +183,8 @@ class Pipeline:
     """Passes, in the order in which they run."""
 
     passes: tuple[Pass, ...] = ()
-    applied: AppliedPasses | None = None
-    """What is known of them."""
+    kept: KeptPrograms | None = field(default=None, compare=False, repr=False)
+    """Asked before a pass is run, and given what it made; None runs each."""
 
     def run(self, program: Program) -> tuple[Program, tuple[PassReport, ...]]:
         """The program after all passes, and a report on each.
@@ -205,7 +202,7 @@ class Pipeline:
           PassError: as `run`.
         """
         for step in self.passes:
-            found = _apply(step, program) if self.applied is None else self.applied.apply(step, program)
+            found = _apply(step, program) if self.kept is None else self.kept.apply(step, program)
             yield found
             program = found.after
 

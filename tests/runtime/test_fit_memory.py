@@ -150,8 +150,34 @@ def test_what_cannot_fit_is_searched_for_only_to_name_what_it_takes(monkeypatch:
         MemoryBudgetError, match=r"none of \d+ layouts .*: the smallest needs .*with recompute:full"
     ) as e:
         wide(memory_budget=1_000_000)
-    assert gave_up == [False, False]
+    assert [gave_up[0], all(gave_up[1:-1]), gave_up[-1]] == [False, True, False]
     assert e.value.least <= least
+
+
+def test_plans_are_those_of_searches_that_never_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, least = (wide(passes=["dead_code", f"recompute:{p}"]).memory.peak for p in ("*=0", "full"))
+    budgets = [int(least + share * (most - least)) for share in (-0.5, -0.1, 0.0, 0.1, 0.4, 0.7, 1.0)]
+
+    def found() -> list[tuple[Any, ...] | str]:
+        plans = list[Any]()
+        for budget in budgets:
+            try:
+                p = wide(memory_budget=budget)
+                plans.append((p.cost.seconds, p.memory.peak, p.in_specs, [q.written for q in p.passes]))
+            except MemoryBudgetError as e:
+                plans.append(str(e))
+        return plans
+
+    gave_up, real = list[bool](), within_budget.plan_program
+
+    def plan_program(*args: Any, gives_up: bool) -> Planned:
+        gave_up.append(gives_up)
+        return real(*args)
+
+    quick = found()
+    monkeypatch.setattr(within_budget, "plan_program", plan_program)
+    assert found() == quick
+    assert any(gave_up)
 
 
 def test_on_tpus_layers_that_differ_leave_a_tenth_of_the_memory() -> None:

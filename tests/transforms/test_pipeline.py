@@ -17,7 +17,7 @@ from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import PASSES, DeadCode, Recompute
 from autoshard.rules import SHIPPED
 from autoshard.transforms import pipeline
-from autoshard.transforms.pipeline import AppliedPasses, Pass, Pipeline, parse_passes
+from autoshard.transforms.pipeline import KeptPrograms, Pass, Pipeline, parse_passes
 
 HARDWARE = Hardware("cpu", {"float32": 1e11}, 8e9, 1e10, {"host": Link("host", 1e10, 1e-6)}, 1e-6)
 MESH = LogicalMesh(("data",), (8,), HARDWARE)
@@ -127,15 +127,15 @@ def test_sequences_that_begin_alike_share_their_beginning(monkeypatch):
             ran.append(self.number)
             return program
 
-    one, other, applied = program(), program(), AppliedPasses()
+    one, other, kept = program(), program(), KeptPrograms()
     for p, numbers in ((one, (1, 2)), (one, (1, 3)), (other, (1,)), (one, (1, 2))):
-        found, reports = Pipeline(tuple(map(Counted, numbers)), applied).run(p)
+        found, reports = Pipeline(tuple(map(Counted, numbers)), kept).run(p)
         assert found is p
         assert [r.written for r in reports] == [f"counted:{n}" for n in numbers]
     assert ran == [1, 2, 3, 1]
     monkeypatch.setattr(pipeline, "MAX_KEPT", 1)
     for _ in range(2):
-        Pipeline((Counted(4), Counted(5)), applied).run(one)
+        Pipeline((Counted(4), Counted(5)), kept).run(one)
     assert ran[4:] == [4, 5, 4, 5]
 
 

@@ -11,8 +11,8 @@ from autoshard.transforms.pipeline import Pass
 
 class TimeBounds:
     """Of one program without a pipeline, for each sequence of passes that was planned, with whichever optional ones:
-    the seconds of the fastest layout that was priced, whatever memory it takes. Every search but those that give up
-    solves for that one first.
+    the seconds of the fastest layout that was priced, whatever memory it takes. Every search solves for that one
+    first; nothing is known of sequences after which none was made, as nothing can fit.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from autoshard.runtime.fit_memory.preference import (
 )
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
-from autoshard.runtime.stages import Planned, least_memory, plan_program, run_passes
+from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.transforms.pipeline import Pass
 
 MIN_HELD_GAIN = 0.01
@@ -33,9 +33,6 @@ MIN_HELD_GAIN = 0.01
 scan may be cut in two for it, which compiles for twice as long."""
 MAX_HELD = 3
 """Most choices of held values that are planned, each by the prices of the plan before it."""
-CLOSE = 0.85
-"""Share of the budget that the lower bound on what a step takes exceeds where it may well not fit: layouts of least
-memory took up to 1.15 times their bound."""
 FILLED = 0.9
 """Share of a TPU's memory that a step may take, as predicted, which holds other values in some layers than in others:
 XLA leaves gaps between the stacks of their layers, in three such steps of 8 to 11 % of what it took without."""
@@ -66,7 +63,7 @@ def plan_within_budget(
         raise plans.errors[0]
     roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
     for ran in roomy:
-        is_short = not plans.attempt(options.passes, ran) and is_short
+        is_short = not plans.attempt(options.passes, ran, gives_up=False) and is_short
     if is_short:
         _save_memory(plans)
         plans.search_smallest()
@@ -94,11 +91,11 @@ class _Fit(NamedTuple):
         return self.planned.plan
 
 
-class _TooLarge(NamedTuple):
-    """Passes after which every layout takes more than the budget, as is proven without a search."""
+class _Unsearched(NamedTuple):
+    """Passes after which every layout that the layout problem can express takes more than the budget."""
 
     least: float
-    """Lower bound on its bytes per device."""
+    """Lower bound on the bytes per device of these."""
     passes: tuple[Pass, ...]
     """Without the optional ones."""
     ran: tuple[Pass, ...]
@@ -122,9 +119,9 @@ class _Plans:
         self.errors: list[MemoryBudgetError] = []
         self.errors_within: list[MemoryBudgetError] = []
         """Of what was planned into less than the budget."""
-        self.too_large: list[_TooLarge] = []
-        self.attempts: dict[tuple[Pass, ...], bool] = {}
-        """What `attempt` found, by the sequences that were planned within the budget."""
+        self.unsearched: list[_Unsearched] = []
+        self.tried = set[tuple[Pass, ...]]()
+        """Sequences that were planned as they are."""
 
     def attempt(
         self,
@@ -139,25 +136,16 @@ class _Plans:
 
         Args:
           within: what is planned, with a lower budget.
-          gives_up: as in `plan_program`; without it a sequence is planned again that gave up before.
+          gives_up: as in `plan_program`.
         """
-        key = ran or passes
-        if within is not None:
-            return self._attempt(passes, key, within, gives_up=False)
-        if key not in self.attempts or not gives_up:
-            self.attempts[key] = self._attempt(passes, key, gives_up=gives_up)
-        return self.attempts[key]
-
-    def _attempt(
-        self, passes: tuple[Pass, ...], ran: tuple[Pass, ...], within: PlanRequest | None = None, *, gives_up: bool
-    ) -> bool:
-        to_beat = math.inf if ran is passes else self.goal()
+        to_beat, ran = (math.inf, passes) if ran is None else (self.goal(), ran)
+        self.tried.add(ran)
         try:
             planned = self.known.get(ran) if within is None else None
             planned = planned or plan_program(self.traced, ran, within or self.request, to_beat, gives_up=gives_up)
         except MemoryBudgetError as e:
-            if gives_up and self.traced.pipeline is None and not e.fastest:
-                self.too_large.append(_TooLarge(e.least, passes, ran))
+            if e.unsearched:
+                self.unsearched.append(_Unsearched(e.least, passes, ran))
                 return False
             self.bounds.learn(passes, e)
             (self.errors if within is None else self.errors_within).append(e)
@@ -176,21 +164,14 @@ class _Plans:
         self.fitting.append(_Fit(planned._replace(plan=plan), passes, ran))
         return not is_memory_bound(plan)
 
-    def is_hopeless(self, passes: tuple[Pass, ...], ran: tuple[Pass, ...] | None = None) -> bool:
-        """Whether nothing fits after ``passes``, or after ``ran``. Searches only where a bound leaves it open."""
-        least, budget = least_memory(self.traced, ran or passes, self.request), budget_of(self.request, self.traced)
-        if least > budget:
-            self.too_large.append(_TooLarge(least, passes, ran or passes))
-            return True
-        return least > CLOSE * budget and not self.attempt(passes, ran) and not self.fitting
-
     def search_smallest(self) -> None:
-        """Where nothing fits, searches after the passes with which the least may do: the error names what that takes,
-        and a layout that the bounds leave out may fit."""
-        if self.too_large and not self.fitting:
-            least, passes, ran = min(reversed(self.too_large), key=lambda found: found.least)
-            if least < min(e.least for e in self.errors):
-                self.attempt(passes, ran, gives_up=False)
+        """Where nothing fits, searches after the passes with which less may do than after those that were searched
+        for: the error names what the smallest takes, and layouts that no layout problem expresses, such as a preset's,
+        may fit."""
+        for least, passes, ran in sorted(self.unsearched, key=lambda found: found.least):
+            if self.fitting or least >= min(e.least for e in self.errors):
+                return
+            self.attempt(passes, ran, gives_up=False)
 
     def fastest(self) -> _Fit:
         return min(self.fitting, key=lambda fit: preference(fit.plan))
@@ -223,16 +204,13 @@ def _save_memory(plans: _Plans) -> None:
     if traced.pipeline is not None and not plans.fitting and sequences[1:]:
         plans.attempt(sequences[-1])  # whether any fits: each is searched for at several budgets
     enough = len(sequences)
-    flat = traced.pipeline is None
-    if plans.fitting or (flat and not (sequences[1:] and plans.is_hopeless(sequences[-1]))):
+    if traced.pipeline is None or plans.fitting:
         # The first sequence under which the fastest layout fits saves the least memory, and so adds the least time.
         enough = bisect.bisect_left(sequences, True, lo=1, key=plans.attempt)
         _save_less(plans, sequences)
     axes = axes_of_batch(plans.fitting[0].plan) if plans.fitting else None
     for first, *_ in with_each_optional(traced, (), options, saving=True, batch_axes=axes):
         less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
-        if flat and not plans.fitting and plans.is_hopeless(less[-1], (first, *less[-1])):
-            continue
         bisect.bisect_left(less, True, key=lambda passes, first=first: plans.attempt(passes, (first, *passes)))
 
 
@@ -243,7 +221,7 @@ def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
         at, now = sequences.index(fit.passes), plans.text(fit.passes)
         while at > 1 and plans.text(sequences[at - 1]) == now:
             at -= 1
-        if at < 2 or sequences[at - 1] in plans.attempts:
+        if at < 2 or sequences[at - 1] in plans.tried:
             return
         plans.attempt(sequences[at - 1])
         if plans.fastest() is fit:
