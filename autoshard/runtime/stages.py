@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import NamedTuple
@@ -150,7 +150,7 @@ def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> Pla
 
 
 @contextlib.contextmanager
-def keeping_programs() -> Iterator[None]:
+def keeping_programs() -> Generator[None]:
     """Within it, `run_passes` keeps the programs that passes make, to the end: one is planned after many sequences of
     passes that begin alike."""
     token = _kept.set(KeptPrograms())
