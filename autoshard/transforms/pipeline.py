@@ -156,6 +156,8 @@ class AppliedPass:
     before: Program
     after: Program
     report: PassReport
+    counts: _Counts
+    """Of ``after``."""
 
 
 class KeptPrograms:
@@ -164,14 +166,14 @@ class KeptPrograms:
     def __init__(self) -> None:
         self._found: OrderedDict[tuple[int, Pass], AppliedPass] = OrderedDict()
 
-    def apply(self, step: Pass, program: Program) -> AppliedPass:
-        """What ``step`` makes of ``program``.
+    def apply(self, step: Pass, program: Program, counts: _Counts) -> AppliedPass:
+        """What ``step`` makes of ``program``, which has ``counts``.
 
         Raises:
           PassError: as `Pipeline.run`.
         """
         key = id(program), step  # what is kept holds its program, so no other gets that id
-        found = self._found[key] = self._found.get(key) or _apply(step, program)
+        found = self._found[key] = self._found.get(key) or _apply(step, program, counts)
         self._found.move_to_end(key)
         while len(self._found) > MAX_KEPT:
             self._found.popitem(last=False)
@@ -201,21 +203,22 @@ class Pipeline:
         Raises:
           PassError: as `run`.
         """
+        counts = _count(program.jaxpr)
         for step in self.passes:
-            found = _apply(step, program) if self.kept is None else self.kept.apply(step, program)
+            found = (_apply if self.kept is None else self.kept.apply)(step, program, counts)
             yield found
-            program = found.after
+            program, counts = found.after, found.counts
 
 
-def _apply(step: Pass, program: Program) -> AppliedPass:
-    after, counts = step(program), _count(program.jaxpr)
-    new = counts
+def _apply(step: Pass, program: Program, counts: _Counts) -> AppliedPass:
+    after, new = step(program), counts
     if after.jaxpr is not program.jaxpr:
         after = _validated(step, program, after)
         new = _count(after.jaxpr)
         _check_effects(step, counts.effects, new.effects)
     change = step.change(program, after)
-    return AppliedPass(program, after, PassReport(step.name, str(step), counts.equations, new.equations, change))
+    report = PassReport(step.name, str(step), counts.equations, new.equations, change)
+    return AppliedPass(program, after, report, new)
 
 
 def parse_passes(specs: str | Pass | Iterable[str | Pass] | None, known: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:

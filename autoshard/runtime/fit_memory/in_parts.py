@@ -125,7 +125,6 @@ class _Parts:
         """Seconds of the plan that fits whole."""
         self.too_slow = False
         """In fewer parts the fastest layout does not fit, and in these it is slower than what fits whole."""
-        self.programs: dict[Pass, tuple[Program, PlanRequest]] = {}
         self.planned: dict[tuple[Pass, tuple[Pass, ...]], Planned | None] = {}
 
     def plan(self, parts: Pass, *, saving: bool = False) -> Planned | None:
@@ -156,9 +155,7 @@ class _Parts:
         return among[n : n + 1]
 
     def _in(self, parts: Pass) -> tuple[Program, PlanRequest]:
-        if parts not in self.programs:
-            self.programs[parts] = run_passes(self.traced, (parts,), self.request)
-        return self.programs[parts]
+        return run_passes(self.traced, (parts,), self.request)
 
     def _passes(self, parts: Pass, *, saving: bool) -> tuple[Pass, ...]:
         *_, passes = self.options.passes, *(memory_saving_sequences(self._in(parts)[0], self.options) if saving else ())
