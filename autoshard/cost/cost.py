@@ -115,7 +115,7 @@ class CostModel:
         self.graph, self.mesh = with_hidden_transfers(with_memory_traffic(graph)), graph.program.mesh
         self._cache: dict[
             tuple[OpKind, tuple[Spec, ...], tuple[tuple[str, Axes], ...] | None, OperandPositions], NodeCost
-        ] = self.graph.node_cost_cache
+        ] = self.graph.kinds.node_costs(self.mesh)
         self.free_to_reshard = set[int]()
         """Broadcasts of scalars, and of such broadcasts, and iotas: XLA's partitioner recomputes them in whatever spec
         they are read."""

@@ -23,7 +23,6 @@ def with_memory_traffic(graph: Graph) -> Graph:
         return graph
     liveness, nodes = Liveness(graph), list(graph.nodes)
     fusions: dict[OpKind, bool | None] = {}
-    kinds: dict[tuple[OpKind, tuple[float, ...]], OpKind] = {}
     at_hand = set[int]()
     """Buffers that the elementwise operations before read or write, since the last operation of another sort."""
     for n, node in enumerate(nodes):
@@ -33,12 +32,12 @@ def with_memory_traffic(graph: Graph) -> Graph:
         if kind not in fusions:
             fusions[kind] = _is_elementwise(node, liveness.fuses_products)
         if (written := _written_in_place(liveness, node)) is not None:
-            nodes[n] = node._replace(kind=kinds.setdefault((kind, written), replace(kind, traffic=written)))
+            nodes[n] = node._replace(kind=graph.kinds.variant(kind, traffic=written))
         elementwise = fusions[kind]
         at_hand = at_hand if elementwise else set()
         if elementwise is not None:
             traffic = _traffic(liveness, node, at_hand)
-            nodes[n] = node._replace(kind=kinds.setdefault((kind, traffic), replace(kind, traffic=traffic)))
+            nodes[n] = node._replace(kind=graph.kinds.variant(kind, traffic=traffic))
         at_hand = at_hand if elementwise else set()
     return replace(graph, nodes=tuple(nodes))
 

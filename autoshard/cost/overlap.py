@@ -169,20 +169,18 @@ def with_hidden_transfers(graph: Graph) -> Graph:
     if any(node.kind.beside is not None for node in graph.nodes):
         return graph
     beside, activations = _seconds_beside(graph), _beside_gradients(graph)
-    kinds: dict[tuple[OpKind, tuple[float, ...]], OpKind] = {}
     nodes = list(graph.nodes)
     for n, node in enumerate(nodes):
         found = tuple([beside.get(v, activations.get(v, 0.0)) for v in node.values]) if node.kind.flops else ()
         if any(found):
             fast = frozenset(i for i, v in enumerate(node.values) if v in activations and v not in beside)
-            kind = replace(node.kind, beside=found, on_fast_links=fast)
-            nodes[n] = node._replace(kind=kinds.setdefault((node.kind, found), kind))
+            nodes[n] = node._replace(kind=graph.kinds.variant(node.kind, beside=found, on_fast_links=fast))
     return replace(graph, nodes=tuple(nodes))
 
 
 def _with_rings(graph: Graph) -> Graph:
     """``graph`` with `OpKind.ring_product` of its products; itself if it has that."""
-    mesh, kinds = graph.program.mesh, dict[OpKind, OpKind]()
+    mesh = graph.program.mesh
     waits = mesh.hardware.blocking_gathers and mesh.hardware.blocking_reduce_scatters
     if not waits or any(node.kind.ring_product for node in graph.nodes):
         return graph
@@ -191,7 +189,7 @@ def _with_rings(graph: Graph) -> Graph:
         kind, rule = node.kind, node.kind.rule
         local = rule.halos or (rule.local and rule.local.fun)
         if kind.flops and not local and math.prod(kind.shapes[-1]) >= mesh.size * MIN_PRODUCT:
-            nodes[n] = node._replace(kind=kinds.setdefault(kind, replace(kind, ring_product=True)))
+            nodes[n] = node._replace(kind=graph.kinds.variant(kind, ring_product=True))
     return replace(graph, nodes=tuple(nodes))
 
 

@@ -16,7 +16,7 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PipelineError, RuleError, SpecError
 from autoshard.ir.annotate import annotate_p
 from autoshard.ir.combined_reductions import combined_reduction_counts
-from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, FactoredDim, Graph, Node, OpKind, Value
+from autoshard.ir.graph import BACKWARD, PLAIN, Diagnostic, FactoredDim, Graph, Node, OpKind, OpKinds, Value
 from autoshard.ir.program import Program
 from autoshard.ir.rule import Rule, factor_names, replicated_rule, single_factor_dims
 from autoshard.ir.rule_registry import check_used, fallback_rule, has_own_rule, lookup_rule, near_misses
@@ -31,10 +31,14 @@ their buffers. So values of such dtypes are whole there, and so is each dimensio
 them."""
 
 
-def build_graph(program: Program, *, strict: bool = False) -> Graph:
+def build_graph(program: Program, *, strict: bool = False, kinds: OpKinds | None = None) -> Graph:
     """The graph of ``program``, with the rule of every equation looked up.
 
     An equation without a rule is kept whole (no dimension split), and reported in `Graph.diagnostics`.
+
+    Args:
+      strict: whether that is an error.
+      kinds: of graphs of other programs on the same mesh with the same rules.
 
     Raises:
       RuleError: a rule that does not fit its equation; a name in the step's ``rules=`` that no operation has; with
@@ -42,7 +46,7 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
       SpecError: a pin inside the step that does not fit its value or the mesh; on CPU, a pin that splits a value whose
         elements have fewer than `MOVABLE_BITS`.
     """
-    builder = _Builder(program, strict)
+    builder = _Builder(program, strict, OpKinds() if kinds is None else kinds)
     builder.jaxpr(program.jaxpr, 1, PLAIN)
     check_used(program.rules, builder.names)
     builder.diagnostics += [Diagnostic(text) for text in near_misses(program.rules, builder.names)]
@@ -52,12 +56,10 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
     for x, gradient in builder.gathered_with_gradients():
         builder.tie("gradient", x, gradient, False, 0, "", PLAIN)
     builder.tie_parts()
-    kinds: dict[tuple[OpKind, int], OpKind] = {}
     for i, count in combined_reduction_counts(
         builder.nodes, builder.values, any_shape=program.mesh.hardware.combined_all_reduces
     ).items():
-        kind = builder.nodes[i].kind
-        kind = kinds.setdefault((kind, count), replace(kind, combined_count=count))
+        kind = builder.kinds.variant(builder.nodes[i].kind, combined_count=count)
         builder.nodes[i] = builder.nodes[i]._replace(kind=kind)
     for i, o in program.carries:  # the next call's argument is this call's result
         builder.tie("carry", outputs[o], inputs[i], False, 1, "", PLAIN)
@@ -83,25 +85,26 @@ def build_graph(program: Program, *, strict: bool = False) -> Graph:
         tuple(dict.fromkeys(builder.diagnostics)),
         builder.unconstrained_dims,
         tuple(builder.loops),
+        builder.kinds,
     )
 
 
 class _Builder:
     """Accumulates one graph; value 0 stands for every literal."""
 
-    def __init__(self, program: Program, strict: bool) -> None:
-        self.program, self.rules, self.strict = program, program.rules, strict
+    def __init__(self, program: Program, strict: bool, kinds: OpKinds) -> None:
+        self.program, self.rules, self.strict, self.kinds = program, program.rules, strict, kinds
         self.values: list[Value] = [Value((), 32, "float32", "literal")]
         self.nodes: list[Node] = []
         self.ids: dict[jx.Var, int] = {}
         self.pins: dict[int, Spec] = {}
         self.unconstrained_dims: dict[int, frozenset[int]] = {}
         self.diagnostics: list[Diagnostic] = []
-        self.kinds: dict[Any, OpKind] = {}
-        """By `jx.eqn_key`, or by what distinguishes ties."""
         self.kinds_by_id: dict[tuple[int, ...], OpKind] = {}
         """By ids of the equation's parameters and abstract values: a first look-up, cheaper than `kinds`. The program
         keeps these objects alive."""
+        self.reported = set[OpKind]()
+        """Kinds without a rule."""
         self.value_types: dict[Any, Value] = {}
         """By shape and dtype."""
         self.value_types_by_id: dict[int, Value] = {}
@@ -207,8 +210,20 @@ class _Builder:
 
     def kind(self, eqn: jx.JaxprEqn, source: str) -> OpKind:
         key = jx.eqn_key(eqn)
-        if key is not None and key in self.kinds:
-            return self.kinds[key]
+        kind = self.kinds.by_key.get(key) if key is not None else None
+        if kind is None:
+            kind = self.new_kind(eqn, source)
+            if key is not None:
+                self.kinds.by_key[key] = kind
+        if kind.rule.reason and kind not in self.reported:
+            self.reported.add(kind)
+            text = f"{kind.op} is kept whole: {kind.rule.reason}"
+            if self.strict:
+                raise RuleError(f"{source}: {text}; give a rule for it, or drop strict")
+            self.diagnostics.append(Diagnostic(text, source))
+        return kind
+
+    def new_kind(self, eqn: jx.JaxprEqn, source: str) -> OpKind:
         ins, outs = [jx.aval(a) for a in eqn.invars], [jx.aval(v) for v in eqn.outvars]
         name = eqn.primitive.name
         traits = self.rules.traits(eqn.primitive)
@@ -218,18 +233,11 @@ class _Builder:
             rule = self.rule(eqn, source)
         bits = tuple(map(_bits, (*ins, *outs)))
         rule = _without_unmovable_splits(rule, bits, self.program.mesh)
-        if rule.reason:
-            if self.strict:
-                raise RuleError(f"{source}: {name} is kept whole: {rule.reason}; give a rule for it, or drop strict")
-            self.diagnostics.append(Diagnostic(f"{name} is kept whole: {rule.reason}", source))
         shapes = tuple(tuple(getattr(a, "shape", ())) for a in (*ins, *outs))
         flops = jx.contraction_flops(eqn)
         factors = [a for a in ins if hasattr(a, "dtype") and jax.dtypes.issubdtype(a.dtype, np.inexact)] or ins
         product_dtype = str(getattr(max(factors[:2], key=_bits, default=None), "dtype", "")) if flops else ""
-        kind = _kind(name, traits, rule, shapes, bits, product_dtype, flops, source, jx.convolution(eqn))
-        if key is not None:
-            self.kinds[key] = kind
-        return kind
+        return _kind(name, traits, rule, shapes, bits, product_dtype, flops, source, jx.convolution(eqn))
 
     def rule(self, eqn: jx.JaxprEqn, source: str) -> Rule:
         try:
@@ -314,11 +322,11 @@ class _Builder:
         va, vb = self.values[a], self.values[b]
         rule = _slice_rule(len(va.shape), len(vb.shape)) if stacked else _identity(len(va.shape))
         key = ("tie", name, traits, va.shape, vb.shape, va.bits, vb.bits, host_transfer)
-        kind = self.kinds.get(key)
+        kind = self.kinds.by_key.get(key)
         if kind is None:
             shapes, bits = (va.shape, vb.shape), (va.bits, vb.bits)
             kind = _kind(name, traits, rule, shapes, bits, "", 0.0, source, tie=True, host_transfer=host_transfer)
-            self.kinds[key] = kind
+            self.kinds.by_key[key] = kind
         self.nodes.append(Node(kind, (a,), (b,), trip_count, source, phase))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from autoshard import jaxpr as jx
@@ -18,6 +18,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.rule import Dim, Rule
 from autoshard.ir.spec import Spec
 from autoshard.ir.traits import Traits
+from autoshard.machine.mesh import LogicalMesh
 
 FORWARD, BACKWARD, PLAIN = "forward", "backward", "plain"
 
@@ -59,7 +60,7 @@ class FactoredDim(NamedTuple):
 class OpKind:
     """What nodes of the same operation, parameters, shapes and dtypes share.
 
-    Interned (one object per graph, compared by identity), so that what is computed for one node serves all.
+    Interned (`OpKinds`) and compared by identity, so that what is computed for one node serves all.
     """
 
     op: str
@@ -103,6 +104,38 @@ class OpKind:
     def __post_init__(self) -> None:
         sizes = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, self.bits, strict=True))
         object.__setattr__(self, "bytes", sizes)
+
+
+class OpKinds:
+    """The `OpKind` objects of graphs that have one mesh and one set of rules, and what has been computed for them.
+
+    A graph has its own, but for those of one planning, which differ in a few passes: these share one.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, OpKind] = {}
+        """By `jx.eqn_key`, or by what distinguishes ties."""
+        self._variants: dict[tuple[OpKind, tuple[tuple[str, Any], ...]], OpKind] = {}
+        self._proposals: dict[LogicalMesh, dict[Any, Any]] = {}
+        self._node_costs: dict[LogicalMesh, dict[Any, Any]] = {}
+
+    def variant(self, kind: OpKind, **changes: Any) -> OpKind:
+        """``kind`` with other values of some of its fields."""
+        key = kind, tuple(changes.items())
+        found = self._variants.get(key)
+        if found is None:
+            found = self._variants[key] = replace(kind, **changes)
+        return found
+
+    def proposals(self, mesh: LogicalMesh) -> dict[Any, Any]:
+        """Cache of `autoshard.ir.propagate.proposals` on ``mesh``, which a graph's with merged axes is not that of the
+        others, by OpKind and the axes of its values."""
+        return self._proposals.setdefault(mesh, {})
+
+    def node_costs(self, mesh: LogicalMesh) -> dict[Any, Any]:
+        """Cache of `autoshard.cost.cost` on ``mesh``: node costs by OpKind, specs of its values, chosen strategy and
+        operands that are free to reshard."""
+        return self._node_costs.setdefault(mesh, {})
 
 
 class Node(NamedTuple):
@@ -162,11 +195,8 @@ class Graph:
     """By pinned value: the dimensions that its pin leaves to the planner."""
     loops: tuple[tuple[int, int], ...] = ()
     """First and last node of every loop, the ties at its boundary included; an outer loop after its inner ones."""
-    proposal_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
-    """Cache of `propagate.proposals` by (OpKind, axes of its values). Like every cache here it lives as long as the
-    graph, is valid for its mesh alone, and starts empty in a copy that `dataclasses.replace` makes."""
-    node_cost_cache: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
-    """Cache of `autoshard.cost.cost`: node costs by OpKind, specs of its values and chosen strategy."""
+    kinds: OpKinds = field(default_factory=OpKinds, compare=False, repr=False)
+    """Those of its nodes, and of other graphs."""
 
     @functools.cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:

@@ -122,6 +122,7 @@ class _Propagation:
 
     def __init__(self, graph: Graph, final: Mapping[int, Spec]) -> None:
         self.graph, self.final, self.mesh = graph, final, graph.program.mesh.shape
+        self.known = graph.kinds.proposals(graph.program.mesh)
         self.state: list[DimAxes] = [((),) * len(v.shape) for v in graph.values]
         self.origins: dict[tuple[int, int], Origin] = {}
         undecided = (v for v in range(1, len(graph.values)) if v not in final or v in graph.unconstrained_dims)
@@ -178,7 +179,7 @@ class _Propagation:
 
     def visit(self, v: int) -> None:
         """Queues the proposals of the nodes that read or make ``v``, whose axes have changed."""
-        nodes, state, final, cache = self.graph.nodes, self.state, self.final, self.graph.proposal_cache
+        nodes, state, final, cache = self.graph.nodes, self.state, self.final, self.known
         for n in self.graph.uses[v]:
             if n not in self.active_nodes:
                 continue

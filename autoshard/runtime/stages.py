@@ -12,8 +12,9 @@ from typing import NamedTuple
 from autoshard.backend.compilation import stage
 from autoshard.errors import MemoryBudgetError
 from autoshard.ir.build_graph import build_graph
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Graph, OpKinds
 from autoshard.ir.program import Program
+from autoshard.machine.mesh import LogicalMesh
 from autoshard.pipelining.stage_dims import least_arguments
 from autoshard.plan.planner import PlanRequest, budget_of, pipelined_plan, plan_from_candidate
 from autoshard.plan.record import PlanRecord
@@ -29,7 +30,20 @@ MAX_BUDGETS = 4
 MIN_GAIN = 0.02
 """Least share of the step's time that a schedule must gain for a layout to be tried that leaves room for it."""
 
-_kept: ContextVar[KeptPrograms | None] = ContextVar("kept", default=None)
+
+class _Kept:
+    """What programs that are planned together share: programs after passes, and kinds of operations."""
+
+    def __init__(self) -> None:
+        self.programs = KeptPrograms()
+        self._kinds: dict[tuple[LogicalMesh, int], OpKinds] = {}
+
+    def kinds(self, program: Program) -> OpKinds:
+        """Of all programs on its mesh that have its rules, which the one that was traced keeps alive."""
+        return self._kinds.setdefault((program.mesh, id(program.rules)), OpKinds())
+
+
+_kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
 
 
 class Planned(NamedTuple):
@@ -53,19 +67,20 @@ def plan_program(
     """Plans ``traced`` after ``passes``.
 
     Args:
-      to_beat: seconds of a step; of a pipeline that is slower no layout is searched for that needs less memory.
+      to_beat: seconds of a step. Of a pipeline that is slower no layout is searched for that needs less memory.
       gives_up: as in `search`; a pipeline does not.
 
     Raises:
       PassError: a pass broke the program.
       RuleError, SpecError, ArgumentError: as `build_graph` and `search`.
       MemoryBudgetError: no layout fits.
+      NotFasterError: as `search`, without a pipeline.
     """
     program, request = run_passes(traced, passes, request)
     with stage("graph", traced.name):
-        graph = build_graph(program, strict=request.strict)
+        graph = _graph(program, request)
     if program.pipeline is None:
-        return Planned(traced, graph, _search(graph, request, gives_up=gives_up))
+        return Planned(traced, graph, _search(graph, request, to_beat, gives_up=gives_up))
     return Planned(traced, graph, _search_pipelined(graph, request, to_beat))
 
 
@@ -76,13 +91,20 @@ def least_memory(traced: Program, passes: tuple[Pass, ...], request: PlanRequest
     if program.pipeline is not None or request.strategy != "auto":
         return 0.0
     with stage("bound", traced.name):
-        return Search(build_graph(program, strict=request.strict), math.inf).least_peak
+        return Search(_graph(program, request), math.inf).least_peak
 
 
-def _search(graph: Graph, request: PlanRequest, *, gives_up: bool) -> PlanRecord:
+def _graph(program: Program, request: PlanRequest) -> Graph:
+    kept = _kept.get()
+    return build_graph(program, strict=request.strict, kinds=kept and kept.kinds(program))
+
+
+def _search(graph: Graph, request: PlanRequest, to_beat: float, *, gives_up: bool) -> PlanRecord:
     name, budget = graph.program.name, budget_of(request, graph.program)
     with stage("search", name):
-        best, found = search(graph, request.strategy, budget, request.compiler_options, gives_up=gives_up)
+        best, found = search(
+            graph, request.strategy, budget, request.compiler_options, to_beat=to_beat, gives_up=gives_up
+        )
     with stage("plan", name):
         return plan_from_candidate(graph, best, found, request)
 
@@ -151,9 +173,9 @@ def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> Pla
 
 @contextlib.contextmanager
 def keeping_programs() -> Generator[None]:
-    """Within it, `run_passes` keeps the programs that passes make, to the end: one is planned after many sequences of
-    passes that begin alike."""
-    token = _kept.set(KeptPrograms())
+    """Within it, `run_passes` keeps the programs that passes make, to the end, and graphs share what is computed for
+    their kinds of operations: one program is planned after many sequences of passes that begin alike."""
+    token = _kept.set(_Kept())
     try:
         yield
     finally:
@@ -163,5 +185,6 @@ def keeping_programs() -> Generator[None]:
 def run_passes(traced: Program, passes: tuple[Pass, ...], request: PlanRequest) -> tuple[Program, PlanRequest]:
     """The program after ``passes``, and the request with their reports."""
     with stage("passes", traced.name):
-        program, reports = Pipeline(passes, _kept.get()).run(traced)
+        kept = _kept.get()
+        program, reports = Pipeline(passes, kept and kept.programs).run(traced)
     return program, replace(request, passes=(*request.passes, *reports))

@@ -24,7 +24,7 @@ from autoshard.search.candidates import Candidate, Choice, Search
 from autoshard.search.solved_layouts import solve_layouts
 from autoshard.search.spec_tables import all_splits
 from autoshard.search.strategies import PRESETS, preset_choices
-from autoshard.units import size_text
+from autoshard.units import size_text, time_text
 
 MAX_EXHAUSTIVE = 512
 """Most choices that are enumerated."""
@@ -38,12 +38,26 @@ EQUALLY_LARGE = 1e-2
 """Share of the predicted peak memory within which layouts count as equally large."""
 
 
+class NotFasterError(Exception):
+    """No layout that was priced fits, and it is proven that none that the layout problem can express takes less than
+    the seconds to beat. It reaches no user; none names such a time.
+
+    Attributes:
+      fastest: lower bound on the seconds of each.
+    """
+
+    def __init__(self, fastest: float) -> None:
+        super().__init__(f"no layout takes less than {time_text(fastest)}")
+        self.fastest = fastest
+
+
 def search(
     graph: Graph,
     strategy: str = "auto",
     budget: float = math.inf,
     options: CompilerOptions = (),
     *,
+    to_beat: float = math.inf,
     gives_up: bool = False,
 ) -> tuple[Candidate, Search]:
     """The cheapest layout found for ``strategy`` with predicted peak memory of at most ``budget`` bytes per device, and
@@ -51,14 +65,16 @@ def search(
 
     Args:
       options: compiler options that the user gave.
+      to_beat: seconds. The search ends where it is proven that no layout that the layout problem can express takes
+        less.
       gives_up: whether to end at once where it is proven that no layout that the layout problem can express fits: the
         error then names what each needs at least, and not how fast one would be.
 
     Raises:
       MemoryBudgetError: no layout that was priced fits; names the smallest.
-      ArgumentError, SpecError: as `explore`.
+      ArgumentError, SpecError, NotFasterError: as `explore`.
     """
-    found, s = explore(graph, strategy, budget, options, gives_up=gives_up)
+    found, s = explore(graph, strategy, budget, options, to_beat=to_beat, gives_up=gives_up)
     if found.memory.peak > budget:
         tried = s.tried.values()
         least, fastest = min(c.memory.peak for c in tried), min(c.cost.seconds for c in tried)
@@ -72,6 +88,7 @@ def explore(
     budget: float = math.inf,
     options: CompilerOptions = (),
     *,
+    to_beat: float = math.inf,
     gives_up: bool = False,
 ) -> tuple[Candidate, Search]:
     """As `search`, but if nothing fits, the layout that exceeds the budget least instead of an error.
@@ -80,6 +97,7 @@ def explore(
       MemoryBudgetError: it gives up.
       ArgumentError: no such strategy.
       SpecError: a preset's axes do not divide the batch.
+      NotFasterError: none takes less than ``to_beat``, and none that was priced until that was proven fits.
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
@@ -91,8 +109,8 @@ def explore(
             s.least_peak,
             unsearched=True,
         )
-    found = s.best(_auto_choices(s) if strategy == "auto" else preset_choices(s, strategy))
-    if strategy == "auto" and not s.meets_bound(found):
+    found = s.best(_auto_choices(s, to_beat) if strategy == "auto" else preset_choices(s, strategy))
+    if strategy == "auto" and not s.meets_bound(found) and s.bound < to_beat:
         found = s.best(_argument_choices(s, found))
     return revise_ends(s, _plainest(s, found)) if strategy == "auto" else found, s
 
@@ -106,13 +124,17 @@ def _plainest(s: Search, best: Candidate) -> Candidate:
     return min(fitting, key=lambda c: (sum(x.count for x in c.cost.collectives), s.key(c)))
 
 
-def _auto_choices(s: Search) -> Iterator[Choice]:
+def _auto_choices(s: Search, to_beat: float) -> Iterator[Choice]:
     """Solved layouts; then all choices of class axes and ZeRO stages if these are few and no solved layout meets the
     bound, else the data-parallel ones among them; of these the one that splits most where no solved layout can fit."""
     proven, solved = False, 0
     for choice in solve_layouts(s):
         proven, solved = proven or s.meets_bound(s.price(choice)), solved + 1
         yield choice
+        if s.bound >= to_beat:
+            if all(c.memory.peak > s.budget for c in s.tried.values()):
+                raise NotFasterError(s.bound)
+            return
     options = s.class_options()
     subsets = [a for n in range(1, len(s.axes) + 1) for a in itertools.combinations(s.axes, n)]
     stages = [(0, ()), *((stage, axes) for stage in (2, 3) for axes in subsets)]

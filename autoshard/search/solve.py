@@ -5,8 +5,8 @@ Without budgets (`solve_without_budgets`): `autoshard.search.eliminate` with sma
 assignment, in turn, until what remains is eliminated exactly or the rounds are used up.
 
 With budgets (`solve`): small problems go to HiGHS as a mixed-integer linear program (`solve_milp`). In larger ones,
-each budget's load is priced by a Lagrange multiplier, which grows until the assignment fits; the value of the
-Lagrangian dual at the last multipliers is the bound.
+each budget's load is priced by a Lagrange multiplier, which grows until the assignment fits and is then bisected; the
+greatest value of the Lagrangian dual on the way is the bound.
 
 The bound is one of this problem, that is, of the cost model and of the layouts that the problem can express: not of
 every program that computes the same, nor of the clock (docs/math/elimination.md).
@@ -36,7 +36,9 @@ MAX_MILP_ENTRIES = 4000
 PRUNING_ROUNDS = 10
 LOCAL_SEARCH_ROUNDS = 16
 BISECTIONS = 8
-"""Geometric bisections between a multiplier that is too low and one that suffices."""
+"""Most geometric bisections between a multiplier that is too low and one that suffices."""
+MIN_GAIN = 1e-4
+"""Share of the cost: where the bound is no further from it, no nearer multiplier is searched for."""
 LEAST_LOAD_MULTIPLIER = 1e3
 """Multiplier for which loads outweigh all costs: per whole budget, in units of the sum of all tables' largest costs."""
 MAX_MULTIPLIER = 1e6
@@ -47,13 +49,11 @@ def solve(
     problem: Problem,
     relaxed: Solution | None = None,
     *,
-    proves: bool = True,
     milp_entries: int = MAX_MILP_ENTRIES,
 ) -> Solution:
     """An assignment within the budgets, and a lower bound on the cost of all such assignments.
 
-    ``relaxed`` is the solution without budgets, where it is known (`solve_without_budgets`). Unless ``proves``, the
-    bound is that of this one, which is known without more work.
+    ``relaxed`` is the solution without budgets, where it is known (`solve_without_budgets`).
 
     It is optimal if the optimum without budgets fits and was proven, or if the pairwise tables have at most
     ``milp_entries`` entries; otherwise `Solution.gap` says what is not proven.
@@ -67,14 +67,13 @@ def solve(
     best = relaxed.assignment if problem.fits(relaxed.assignment) else None
     if best is None and sum(t.size for t in problem.pairwise.values()) <= milp_entries:
         return solve_milp(problem)
-    multipliers, current = [0.0] * len(problem.budgets), relaxed.assignment
+    multipliers, current, bound = [0.0] * len(problem.budgets), relaxed.assignment, relaxed.bound
 
-    def minimise_lagrangian(start: Assignment) -> Assignment:
-        nonlocal best
-        priced = problem.lagrangian(multipliers)
-        found = (
-            neighbourhood_search(priced, start) if problem.neighbourhoods else solve_without_budgets(priced).assignment
-        )
+    def minimise_lagrangian() -> Assignment:
+        nonlocal best, bound
+        dual = solve_without_budgets(problem.lagrangian(multipliers))
+        bound = max(bound, dual.bound - sum(m * b.limit for m, b in zip(multipliers, problem.budgets, strict=True)))
+        found = dual.assignment
         if problem.fits(found) and (best is None or problem.cost(found) < problem.cost(best)):
             best = found
         return found
@@ -89,12 +88,14 @@ def solve(
         while budget.load(current) > budget.limit and high < MAX_MULTIPLIER * scale:
             low, high = high, 4 * high
             multipliers[r] = high
-            current = minimise_lagrangian(current)
+            current = minimise_lagrangian()
         if budget.load(current) > budget.limit:
             break
         for _ in range(BISECTIONS):  # towards the least multiplier under which the budget is kept
+            if best is not None and problem.cost(best) - bound <= MIN_GAIN * problem.cost(best):
+                break
             multipliers[r] = (low * high) ** 0.5
-            found = minimise_lagrangian(current)
+            found = minimise_lagrangian()
             if budget.load(found) > budget.limit:
                 low = multipliers[r]
             else:
@@ -102,12 +103,8 @@ def solve(
         multipliers[r] = high
     if best is None:
         raise PlanError("no assignment within the budgets was found")
-    bound = relaxed.bound
     if any(multipliers):
         best = _descend_within_budgets(problem, best)
-    if any(multipliers) and proves:
-        dual = solve_without_budgets(problem.lagrangian(multipliers)).bound
-        bound = max(bound, dual - sum(m * b.limit for m, b in zip(multipliers, problem.budgets, strict=True)))
     return Solution(best, problem.cost(best), min(bound, problem.cost(best)))
 
 

@@ -119,7 +119,7 @@ def _solve_on_mesh(
     relaxed = solve_without_budgets(problem)
     for _ in range(MAX_MEMORY_BUDGETS):
         try:
-            solution = solve(problem, relaxed, proves=bound_holds)
+            solution = solve(problem, relaxed)
         except PlanError:
             solution = least_load(problem)
         if bound_holds:

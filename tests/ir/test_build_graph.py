@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard.errors import RuleError, SpecError
 from autoshard.ir.annotate import annotate
 from autoshard.ir.build_graph import build_graph
-from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN
+from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN, OpKinds
 from autoshard.rules import SHIPPED, TABLE
 from tests.programs import graph, mesh, mlp_args, mlp_step, program
 
@@ -92,3 +92,25 @@ def test_an_unknown_trip_count_is_a_diagnostic() -> None:
 def test_equal_nodes_share_their_kind() -> None:
     g = build_graph(program(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), ((4, 4),), MESH))
     assert len({id(n.kind) for n in g.nodes}) == 1
+
+
+def test_graphs_of_one_planning_share_kinds_and_report_each_for_itself() -> None:
+    one, other = (program(lambda x, n=n: odd_p.bind(jnp.sin(x)) * n, ((4, 8),), MESH) for n in (2.0, 3.0))
+    kinds = OpKinds()
+    first, second = (build_graph(p, kinds=kinds) for p in (one, other))
+    assert [a.kind is b.kind for a, b in zip(first.nodes, second.nodes, strict=True)] == [True] * len(first.nodes)
+    assert [d.text for d in first.diagnostics] == [d.text for d in second.diagnostics] != []
+    assert build_graph(other).nodes[0].kind is not first.nodes[0].kind
+    with pytest.raises(RuleError, match="odd is kept whole"):
+        build_graph(other, strict=True, kinds=kinds)
+
+
+def test_what_is_known_of_shared_kinds_is_of_one_mesh() -> None:
+    """Graphs with merged axes have the kinds of the whole one."""
+    kinds = OpKinds()
+    kind = build_graph(program(lambda x, w: x @ w, ((8, 8), (8, 8)), MESH), kinds=kinds).nodes[0].kind
+    assert kinds.node_costs(MESH) is kinds.node_costs(mesh(data=4))
+    assert kinds.node_costs(MESH) is not kinds.node_costs(mesh(data=8))
+    assert kinds.proposals(MESH) is not kinds.proposals(mesh(data=8))
+    assert kinds.variant(kind, combined_count=2) is kinds.variant(kind, combined_count=2)
+    assert kinds.variant(kind, combined_count=2) is not kinds.variant(kind, combined_count=3)

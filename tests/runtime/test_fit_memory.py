@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from autoshard.passes.recompute import Recompute
 from autoshard.plan.decisions import Alternative
 from autoshard.plan.planner import PlanRequest
 from autoshard.runtime import stages
-from autoshard.runtime.fit_memory import in_parts, within_budget
+from autoshard.runtime.fit_memory import in_parts, on_host, within_budget
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.stages import Planned
 from autoshard.transforms.pipeline import Pass
@@ -112,7 +113,8 @@ def wide_shapes(batch: int) -> tuple[Any, jax.ShapeDtypeStruct]:
 
 
 def wide(**options: Any) -> Any:
-    return autoshard.jit(wide_step, mesh=MESH, donate_argnums=0, microbatches=1, **options).plan(*wide_shapes(65536))
+    options = {"microbatches": 1, **options}
+    return autoshard.jit(wide_step, mesh=MESH, donate_argnums=0, **options).plan(*wide_shapes(65536))
 
 
 def test_memory_that_is_left_holds_values_of_some_layers() -> None:
@@ -160,24 +162,27 @@ def test_plans_are_those_of_searches_that_never_give_up(monkeypatch: pytest.Monk
 
     def found() -> list[tuple[Any, ...] | str]:
         plans = list[Any]()
-        for budget in budgets:
+        for budget, microbatches in [*itertools.product(budgets, (1,)), (budgets[0], None), (budgets[3], None)]:
             try:
-                p = wide(memory_budget=budget)
+                p = wide(memory_budget=budget, microbatches=microbatches)
                 plans.append((p.cost.seconds, p.memory.peak, p.in_specs, [q.written for q in p.passes]))
             except MemoryBudgetError as e:
                 plans.append(str(e))
         return plans
 
-    gave_up, real = list[bool](), within_budget.plan_program
+    ended, real = list[bool](), within_budget.plan_program
 
-    def plan_program(*args: Any, gives_up: bool) -> Planned:
-        gave_up.append(gives_up)
-        return real(*args)
+    def plan_program(
+        traced: Program, passes: Any, request: PlanRequest, to_beat: float = math.inf, *, gives_up: bool
+    ) -> Planned:
+        ended.append(gives_up or math.isfinite(to_beat))
+        return real(traced, passes, request)
 
     quick = found()
-    monkeypatch.setattr(within_budget, "plan_program", plan_program)
+    for module in (within_budget, in_parts, on_host):
+        monkeypatch.setattr(module, "plan_program", plan_program)
     assert found() == quick
-    assert any(gave_up)
+    assert any(ended)
 
 
 def test_on_tpus_layers_that_differ_leave_a_tenth_of_the_memory() -> None:

@@ -19,7 +19,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
 from autoshard.search.candidates import Choice, Search, zero_sharded
-from autoshard.search.search import MAX_EXHAUSTIVE_WORK, argument_options, explore, search
+from autoshard.search.search import MAX_EXHAUSTIVE_WORK, NotFasterError, argument_options, explore, search
 from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
 
@@ -124,6 +124,21 @@ def test_a_search_that_gives_up_says_what_every_layout_needs() -> None:
         search(g, budget=least * 0.99, gives_up=True)
     assert (e.value.least, e.value.fastest) == (least, 0.0)
     assert search(g, budget=2 * least, gives_up=True)[0].cost == search(g, budget=2 * least)[0].cost
+
+
+def test_a_search_for_what_is_faster_ends_where_a_bound_says_that_nothing_is() -> None:
+    g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=2, b=2))
+    best, s = search(g)
+    assert 0 < s.bound <= best.cost.seconds
+    first, ended = search(g, to_beat=s.bound)
+    assert first.cost.seconds >= s.bound
+    assert len(ended.tried) < len(s.tried)
+    with pytest.raises(NotFasterError, match="no layout takes less than") as e:
+        search(g, budget=0.99 * first.memory.peak, to_beat=s.bound)
+    assert e.value.fastest == s.bound
+    assert search(g, to_beat=1.01 * best.cost.seconds)[0].cost == best.cost
+    slow = 0.5 * s.bound
+    assert search(g, "dp", to_beat=slow)[0].cost == search(g, "dp")[0].cost, "a preset is planned as asked"
 
 
 def test_large_batch_and_small_weights_give_data_parallelism() -> None:

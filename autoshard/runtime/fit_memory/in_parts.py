@@ -20,6 +20,7 @@ from autoshard.runtime.fit_memory.within_budget import plan_within_budget, with_
 from autoshard.runtime.options import Options, memory_saving_sequences
 from autoshard.runtime.stages import Planned, least_memory, plan_program, run_passes
 from autoshard.schedule.schedule import Schedule
+from autoshard.search.search import NotFasterError
 from autoshard.transforms.pipeline import InParts, Pass
 from autoshard.units import time_text
 
@@ -128,12 +129,17 @@ class _Parts:
         self.planned: dict[tuple[Pass, tuple[Pass, ...]], Planned | None] = {}
 
     def plan(self, parts: Pass, *, saving: bool = False) -> Planned | None:
-        """The plan in ``parts``, if one fits."""
+        """The plan in ``parts``, if one fits.
+
+        Raises:
+          NotFasterError: with no passes that save memory it is slower than what fits whole.
+        """
         (program, asked), passes = self._in(parts), self._passes(parts, saving=saving)
         if (parts, passes) not in self.planned:
             self.planned[parts, passes] = None
             with contextlib.suppress(MemoryBudgetError):
-                self.planned[parts, passes] = plan_program(program, passes, asked, gives_up=True)
+                to_beat = math.inf if saving else self.to_beat
+                self.planned[parts, passes] = plan_program(program, passes, asked, to_beat, gives_up=True)
         return self.planned[parts, passes]
 
     def plan_within_budget(self, parts: Pass) -> Planned:
@@ -168,6 +174,9 @@ class _Parts:
         try:
             found = self.plan(parts)
         except SpecError:  # a preset cannot split so small a part
+            return True
+        except NotFasterError:
+            self.too_slow = True
             return True
         if found is None or not is_memory_bound(found.plan):
             return found is not None

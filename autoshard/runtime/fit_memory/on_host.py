@@ -16,6 +16,7 @@ from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences, passes_of
 from autoshard.runtime.stages import Planned, keeping_programs, plan_program, run_passes
+from autoshard.search.search import NotFasterError
 from autoshard.units import size_text, time_text
 
 
@@ -89,12 +90,15 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
     request = replace(options.request, memory_budget=plan.memory_budget)
     saving = with_each_optional(traced, (), options, saving=True, batch_axes=axes_of_batch(plan))
     for optional in ((), *saving):
-        with contextlib.suppress(MemoryBudgetError):
-            for n in reversed(range(chosen) if optional else in_time):
-                passes = (*optional, *less_saving[n])
-                found = plan_program(traced, passes, request, gives_up=True)
-                if found.plan.cost.seconds < plan.cost.seconds:
-                    return True
+        for n in reversed(range(chosen) if optional else in_time):
+            try:
+                found = plan_program(traced, (*optional, *less_saving[n]), request, plan.cost.seconds, gives_up=True)
+            except NotFasterError:
+                continue
+            except MemoryBudgetError:
+                break
+            if found.plan.cost.seconds < plan.cost.seconds:
+                return True
     return False
 
 

@@ -6,24 +6,25 @@ from collections.abc import Sequence
 
 from autoshard.errors import MemoryBudgetError
 from autoshard.plan.record import PlanRecord
+from autoshard.search.search import NotFasterError
 from autoshard.transforms.pipeline import Pass
 
 
 class TimeBounds:
     """Of one program without a pipeline, for each sequence of passes that was planned, with whichever optional ones:
-    the seconds of the fastest layout that was priced, whatever memory it takes. Every search solves for that one
-    first; nothing is known of sequences after which none was made, as nothing can fit.
+    the seconds of the fastest layout that was priced, whatever memory it takes, or a bound on them. Every search solves
+    for that one first; nothing is known of sequences after which none was made, as nothing can fit.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[Pass, ...], float] = {}
 
-    def learn(self, passes: tuple[Pass, ...], found: PlanRecord | MemoryBudgetError) -> None:
+    def learn(self, passes: tuple[Pass, ...], found: PlanRecord | MemoryBudgetError | NotFasterError) -> None:
         """Takes note of what planning with ``passes`` found."""
-        if isinstance(found, MemoryBudgetError):
-            seconds = found.fastest
-        else:
+        if isinstance(found, PlanRecord):
             seconds = min([found.cost.seconds, *(a.seconds for a in found.alternatives)])
+        else:
+            seconds = found.fastest
         self._seconds[passes] = min(seconds, self._seconds.get(passes, seconds))
 
     def seconds(self, passes: tuple[Pass, ...]) -> float:

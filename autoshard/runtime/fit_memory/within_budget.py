@@ -26,6 +26,7 @@ from autoshard.runtime.fit_memory.preference import (
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
 from autoshard.runtime.stages import Planned, plan_program, run_passes
+from autoshard.search.search import NotFasterError
 from autoshard.transforms.pipeline import Pass
 
 MIN_HELD_GAIN = 0.01
@@ -131,14 +132,15 @@ class _Plans:
         *,
         gives_up: bool = True,
     ) -> bool:
-        """Plans with ``passes``, or with optional ones among them as ``ran``; whether a plan fits and no faster layout
-        was too large.
+        """Plans with ``passes``, or with optional ones among them as ``ran``. Returns whether these save enough: a plan
+        fits and no faster layout was too large, or none is faster than what fits without the optional ones.
 
         Args:
-          within: what is planned, with a lower budget.
+          within: what is planned, with a lower budget: each plan within it tells what to hold next.
           gives_up: as in `plan_program`.
         """
-        to_beat, ran = (math.inf, passes) if ran is None else (self.goal(), ran)
+        to_beat = math.inf if ran is None or within is not None else self.goal()
+        ran = passes if ran is None else ran
         self.tried.add(ran)
         try:
             planned = self.known.get(ran) if within is None else None
@@ -150,6 +152,9 @@ class _Plans:
             self.bounds.learn(passes, e)
             (self.errors if within is None else self.errors_within).append(e)
             return False
+        except NotFasterError as e:
+            self.bounds.learn(passes, e)
+            return True
         except PipelineError:
             if ran is passes:
                 raise
