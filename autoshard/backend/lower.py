@@ -20,6 +20,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.early_gathers import gather_early
 from autoshard.backend.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn, weight_rings
 from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials
+from autoshard.backend.reversed_kernels import place_before_reversal
 from autoshard.backend.ring_products import (
     Bundle,
     Change,
@@ -73,7 +74,8 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         graph.program.rules,
         {(c.value, c.node) for c in plan.intermediates if c.ahead and c.node is not None},
     )
-    return gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
+    lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
+    return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
 
 
 class _Lowering:
