@@ -29,11 +29,20 @@ from autoshard.search.strategies import PRESETS
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms.pipeline import Pass, parse_passes
 
-DEFAULT_PASSES = ("dead_code", "one_hot", "transposed_products", "attention:large", "sum_products", "pad_uneven")
+DEFAULT_PASSES = (
+    "dead_code",
+    "one_hot",
+    "transposed_products",
+    "norms:gpu",
+    "attention:large",
+    "sum_products",
+    "pad_uneven",
+)
 MEMORY_SAVING_PASSES = (
     "dead_code",
     "one_hot",
     "transposed_products",
+    "norms:gpu",
     "attention:large",
     "recompute",
     "sum_products",
@@ -110,13 +119,14 @@ def jit(
         named by `jax.ad_checkpoint.checkpoint_name` are held; all else is made again from these. None leaves it to the
         planner, which holds everything where that fits.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
-        no others run. None means ``["dead_code", "one_hot", "transposed_products", "attention:large", "sum_products",
-        "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is fastest, or
-        ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of ``"sum_products"``, where it
-        is faster so; and where memory rules out the fastest layout, among them ``"recompute:full"``, or values to make
-        again by name and number of layers, ``"recompute:mlp.up=12,attention=all"``, or ``"losses"`` before them so that
-        less is recomputed, if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing
-        else fits, or only what is slower.
+        no others run. None means ``["dead_code", "one_hot", "transposed_products", "norms:gpu", "attention:large",
+        "sum_products", "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is
+        fastest, or ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of
+        ``"sum_products"``, where it is faster so; and where memory rules out the fastest layout, among them
+        ``"recompute:full"``, or values to make again by name and number of layers,
+        ``"recompute:mlp.up=12,attention=all"``, or ``"losses"`` before them so that less is recomputed, if that is
+        faster than other layouts; and ``"offload:optimizer"`` after them where nothing else fits, or only what is
+        slower.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.

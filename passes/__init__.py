@@ -17,6 +17,7 @@ from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.experts import Experts
 from autoshard.passes.losses import Losses
 from autoshard.passes.microbatch import Microbatch
+from autoshard.passes.norms import Norms
 from autoshard.passes.offload import Offload
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.pad_uneven import PadUneven
@@ -34,6 +35,7 @@ PASSES: Mapping[str, type[Pass]] = {
         Experts,
         Losses,
         Microbatch,
+        Norms,
         Offload,
         OneHot,
         PadUneven,
@@ -52,6 +54,7 @@ __all__ = [
     "Experts",
     "Losses",
     "Microbatch",
+    "Norms",
     "Offload",
     "OneHot",
     "PadUneven",

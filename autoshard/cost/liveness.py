@@ -23,6 +23,9 @@ from autoshard.ir.graph import BACKWARD, FORWARD, PLAIN, Graph, Node, OpKind
 
 MAX_FUSED_SOURCES = 8
 """Most sources of a fused value; a value with more is materialized."""
+SMALL_SHARE = 1024
+"""Where the compiler calls a library for products, as for GPUs, a source with this many times fewer elements than the
+fused value does not count: kernels there take any number of operands."""
 
 
 def is_fusible(node: Node, fused: bool = True) -> bool:
@@ -273,8 +276,15 @@ class Liveness:
                     self.read_outside_products.update(found, written)
                 self.open_fusions.difference_update(written)
                 self._sources[v], self.computed_at[v] = tuple(dict.fromkeys((*found, *written))), n
-                if len(self._sources[v]) > MAX_FUSED_SOURCES:
+                if self._large_sources(v) > MAX_FUSED_SOURCES:
                     self._materialize(v, n)
+
+    def _large_sources(self, v: int) -> int:
+        """How many sources of a fused value count."""
+        values, sources = self.graph.values, self._sources[v]
+        if self.fuses_products:
+            return len(sources)
+        return sum(math.prod(values[s].shape) * SMALL_SHARE > math.prod(values[v].shape) for s in sources)
 
     def _may_overwrite(self, buffer: int) -> bool:
         """Whether nothing needs what is in ``buffer`` once all that reads it has: an intermediate, or donated."""

@@ -61,6 +61,24 @@ def test_operands_and_results_of_library_products_are_materialized():
     assert buffers(graph(fun, (W, W), library)) == [("dot_general", 1.0), ("dot_general", 1.0), ("tanh", 1.0)]
 
 
+@pytest.mark.parametrize(("rows", "kept"), [(512, 1), (2048, 0)])
+def test_small_sources_of_a_library_s_fusions_do_not_count(rows, kept):
+    """Such as the sums that a norm's gradient is computed from."""
+    library = replace(mesh(a=1), hardware=replace(CHIP, fused_products=False))
+
+    def fun(x):
+        h = x
+        for n in range(9):
+            h = h * jax.lax.cumsum(x.sum(0) + n)
+        return jnp.tanh(h).sum(0), (h * h).sum(0)
+
+    for on, expected in ((library, kept), (mesh(a=1), 1)):
+        g = graph(fun, ((rows, 64),), on)
+        r = find_live_ranges(g)
+        whole = [v for v in r.values if g.values[v].shape == (rows, 64) and v not in g.inputs]
+        assert len(whole) == expected
+
+
 def test_a_value_that_crosses_a_barrier_is_materialized():
     def fun(x, w):
         return (jax.lax.optimization_barrier(jnp.tanh(x)) @ w).sum()

@@ -146,3 +146,58 @@ def test_residuals_on_the_host():
     ws, x = jax.ShapeDtypeStruct((4, 512, 1024), jnp.float32), jax.ShapeDtypeStruct((4096, 512), jnp.float32)
     c = compile_plan(step.plan(ws, x), step.lower(ws, x))
     assert c.usage.host == 4 * (4096 // 8) * (1024 + 512) * 4
+
+
+def convolutional(norm, stride, images=512):
+    """A train step of three convolutions with a norm after each, and its arguments."""
+
+    def train(params, x):
+        def loss(params):
+            h = x
+            for kernel, scale in zip(params["kernels"], params["scales"], strict=True):
+                h = jax.lax.conv_general_dilated(
+                    h, kernel.astype(h.dtype), (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+                h = jax.nn.silu(norm(h.astype(jnp.float32), scale).astype(h.dtype))
+            return (h.astype(jnp.float32) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)] * 3
+    params = {"kernels": kernels, "scales": [jax.ShapeDtypeStruct((64,), jnp.float32)] * 3}
+    return train, params, jax.ShapeDtypeStruct((images, 64, 64, 64), jnp.bfloat16)
+
+
+def group_norm(x, scale):
+    wide = x.reshape(*x.shape[:-1], 16, -1)
+    wide = wide - wide.mean((1, 2, 4), keepdims=True)
+    wide = wide * jax.lax.rsqrt((wide * wide).mean((1, 2, 4), keepdims=True) + 1e-5)
+    return wide.reshape(x.shape) * scale
+
+
+def batch_norm(x, scale):
+    away = x - x.mean((0, 1, 2))
+    return away * jax.lax.rsqrt((away * away).mean((0, 1, 2)) + 1e-5) * scale
+
+
+def test_the_gradient_of_a_strided_convolution_is_cudnn_s_own():
+    """Also where the kernel is gathered for it."""
+    train, params, x = convolutional(lambda h, scale: h * scale, 2)
+    step = autoshard.jit(train, mesh=MeshConfig(axes={"data": 8}, gpu="h100"), strategy="fsdp", donate_argnums=0)
+    text = step.lower(params, x).compile().as_text()
+    assert text.count('custom_call_target="__cudnn$convBackwardInput"') == 2
+    assert "lhs_dilate" not in text
+
+
+@pytest.mark.parametrize(("norm", "images", "least"), [(batch_norm, 4096, 0.9), (group_norm, 512, 0.8)])
+def test_norms_take_fewer_sweeps(norm, images, least):
+    train, params, x = convolutional(norm, 1, images)
+    took = []
+    for passes in (["norms:gpu"], ["dead_code"]):
+        step = autoshard.jit(
+            train, mesh=MeshConfig(axes={"data": 8}, gpu="h100"), strategy="dp", passes=passes, donate_argnums=0
+        )
+        c = compile_plan(step.plan(params, x), step.lower(params, x))
+        assert c.audit.clean, str(c.audit)
+        took.append(c.estimate.compute)
+    assert took[0] < least * took[1]
