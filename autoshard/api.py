@@ -38,16 +38,7 @@ DEFAULT_PASSES = (
     "sum_products",
     "pad_uneven",
 )
-MEMORY_SAVING_PASSES = (
-    "dead_code",
-    "one_hot",
-    "transposed_products",
-    "norms:gpu",
-    "attention:large",
-    "recompute",
-    "sum_products",
-    "pad_uneven",
-)
+MEMORY_SAVING_PASSES = (*DEFAULT_PASSES[:-2], "recompute", *DEFAULT_PASSES[-2:])
 """Tried too where memory rules out the fastest layout: the default passes with variants of ``recompute`` among them."""
 OPTIONAL_PASSES = ("accumulate", "experts", "sum_products:through", "losses")
 """Tried before the others, or in the place of the one of the same name: ``losses`` where memory rules out the fastest

@@ -17,10 +17,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
-from autoshard.backend.early_gathers import gather_early
+from autoshard.backend.gathers.early_gathers import gather_early
+from autoshard.backend.gathers.reversed_kernels import place_before_reversal
 from autoshard.backend.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn, weight_rings
 from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials
-from autoshard.backend.reversed_kernels import place_before_reversal
 from autoshard.backend.ring_products import (
     Bundle,
     Change,

@@ -259,8 +259,8 @@ def _beside_gradients(graph: Graph) -> Mapping[int, float]:
 
 
 def gathered_ahead(graph: Graph) -> Mapping[int, int]:
-    """The values that a loop can gather an iteration ahead (`autoshard.backend.early_gathers`), each with the number of
-    its loop: rows of what is stacked, and casts of them."""
+    """The values that a loop can gather an iteration ahead (`autoshard.backend.gathers.early_gathers`), each with the
+    number of its loop: rows of what is stacked, and casts of them."""
     program, found = graph.program, dict[int, int]()
     if program.mesh.platform != "gpu" or program.pipeline is not None:
         return found

@@ -117,7 +117,7 @@ class Constraint:
     waypoints: tuple[Spec, ...] = ()
     """Intermediate specs to constrain first, where XLA would otherwise gather the whole value, or all at once."""
     ahead: bool = False
-    """Whether the loop that reads it gathers it one iteration earlier (`autoshard.backend.early_gathers`)."""
+    """Whether the loop that reads it gathers it one iteration earlier (`autoshard.backend.gathers.early_gathers`)."""
 
     @property
     def first(self) -> Spec:

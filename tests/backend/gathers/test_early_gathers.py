@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import MeshConfig
 from autoshard import jaxpr as jx
-from autoshard.backend.early_gathers import gather_early
+from autoshard.backend.gathers.early_gathers import gather_early
 from autoshard.backend.lower import constrain
 
 LAYERS, WIDTH = 5, 8

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import jaxpr as jx
-from autoshard.backend.reversed_kernels import place_before_reversal
+from autoshard.backend.gathers.reversed_kernels import place_before_reversal
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 X = jax.random.normal(jax.random.key(0), (8, 9, 9, 4))
