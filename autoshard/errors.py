@@ -100,6 +100,8 @@ class MemoryBudgetError(PlanError):
       fastest: seconds of a step of the fastest layout, or pipeline, that was priced and is too large; 0 if none was.
       of_arguments: whether a pipeline's arguments alone are too large: neither recompute nor micro-batches help then.
       unsearched: whether none was priced, as a bound showed that none can fit.
+      none_faster: whether the search ended as a bound showed that none takes less than what was to be beaten;
+        ``fastest`` is that bound then.
     """
 
     def __init__(
@@ -110,10 +112,11 @@ class MemoryBudgetError(PlanError):
         *,
         of_arguments: bool = False,
         unsearched: bool = False,
+        none_faster: bool = False,
     ) -> None:
         super().__init__(message)
         self.least, self.fastest = least, fastest
-        self.of_arguments, self.unsearched = of_arguments, unsearched
+        self.of_arguments, self.unsearched, self.none_faster = of_arguments, unsearched, none_faster
 
 
 class ConfigError(AutoshardError):

@@ -72,7 +72,8 @@ class Traits:
     stretches: bool = False
     """Elementwise, with the same parameters on operands of any shape; it stretches their dimensions of size 1. Asked by
     `plan.constraints` (it runs on shards where the same operand is stretched to other splits elsewhere) and
-    `pipelining.segment` (which stretches an operand as the result is split)."""
+    `pipelining.segment` (which stretches an operand as the result is split), and by `passes.norms` (which runs it in a
+    shape without groups)."""
     any_size: bool = False
     """It runs as it is on any size of a dimension that its rule calls parallel, once the parameter that states the
     shape of its result follows. Asked by `passes.experts`, which runs it on some of the rows."""

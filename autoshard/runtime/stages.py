@@ -74,7 +74,6 @@ def plan_program(
       PassError: a pass broke the program.
       RuleError, SpecError, ArgumentError: as `build_graph` and `search`.
       MemoryBudgetError: no layout fits.
-      NotFasterError: as `search`, without a pipeline.
     """
     program, request = run_passes(traced, passes, request)
     with stage("graph", traced.name):

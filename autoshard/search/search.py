@@ -24,7 +24,7 @@ from autoshard.search.candidates import Candidate, Choice, Search
 from autoshard.search.solved_layouts import solve_layouts
 from autoshard.search.spec_tables import all_splits
 from autoshard.search.strategies import PRESETS, preset_choices
-from autoshard.units import size_text, time_text
+from autoshard.units import size_text
 
 MAX_EXHAUSTIVE = 512
 """Most choices that are enumerated."""
@@ -36,19 +36,6 @@ MAX_ARGUMENT_WORK = 40_000
 """Nodes times specs of arguments above which arguments are not varied one by one."""
 EQUALLY_LARGE = 1e-2
 """Share of the predicted peak memory within which layouts count as equally large."""
-
-
-class NotFasterError(Exception):
-    """No layout that was priced fits, and it is proven that none that the layout problem can express takes less than
-    the seconds to beat. It reaches no user; none names such a time.
-
-    Attributes:
-      fastest: lower bound on the seconds of each.
-    """
-
-    def __init__(self, fastest: float) -> None:
-        super().__init__(f"no layout takes less than {time_text(fastest)}")
-        self.fastest = fastest
 
 
 def search(
@@ -72,13 +59,11 @@ def search(
 
     Raises:
       MemoryBudgetError: no layout that was priced fits; names the smallest.
-      ArgumentError, SpecError, NotFasterError: as `explore`.
+      ArgumentError, SpecError: as `explore`.
     """
     found, s = explore(graph, strategy, budget, options, to_beat=to_beat, gives_up=gives_up)
     if found.memory.peak > budget:
-        tried = s.tried.values()
-        least, fastest = min(c.memory.peak for c in tried), min(c.cost.seconds for c in tried)
-        raise MemoryBudgetError(_over_budget_message(s), least, fastest)
+        raise MemoryBudgetError(_over_budget_message(s), _least(s), min(c.cost.seconds for c in s.tried.values()))
     return found, s
 
 
@@ -94,10 +79,9 @@ def explore(
     """As `search`, but if nothing fits, the layout that exceeds the budget least instead of an error.
 
     Raises:
-      MemoryBudgetError: it gives up.
+      MemoryBudgetError: it gives up; or none takes less than ``to_beat``, and none that was priced until then fits.
       ArgumentError: no such strategy.
       SpecError: a preset's axes do not divide the batch.
-      NotFasterError: none takes less than ``to_beat``, and none that was priced until that was proven fits.
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
@@ -133,7 +117,7 @@ def _auto_choices(s: Search, to_beat: float) -> Iterator[Choice]:
         yield choice
         if s.bound >= to_beat:
             if all(c.memory.peak > s.budget for c in s.tried.values()):
-                raise NotFasterError(s.bound)
+                raise MemoryBudgetError(_over_budget_message(s), _least(s), s.bound, none_faster=True)
             return
     options = s.class_options()
     subsets = [a for n in range(1, len(s.axes) + 1) for a in itertools.combinations(s.axes, n)]
@@ -192,6 +176,10 @@ def _unpinned_arguments(s: Search) -> list[int]:
 def argument_options(s: Search, i: int) -> Sequence[Spec]:
     """Every spec that divides the argument at flat position ``i``."""
     return all_splits(s.graph.values[s.graph.inputs[i]].shape, s.axes, s.graph.program.mesh)
+
+
+def _least(s: Search) -> float:
+    return min(c.memory.peak for c in s.tried.values())
 
 
 def _over_budget_message(s: Search) -> str:

@@ -78,13 +78,13 @@ class Values:
         while (eqn := self.maker(mean)) is not None:
             if eqn.primitive is _prims.reduce_sum_p:
                 return eqn if divided else None
-            if eqn.primitive in (_prims.div_p, _prims.mul_p):
+            if eqn.primitive is _prims.div_p or eqn.primitive is _prims.mul_p:
                 by = eqn.invars[1]
                 wanted = count if eqn.primitive is _prims.div_p else 1 / count
                 if divided or not isinstance(by, jx.Literal) or not np.isclose(by.val, wanted, rtol=1e-6, atol=0):
                     return None
                 divided = True
-            elif eqn.primitive not in (_prims.broadcast_in_dim_p, _prims.reshape_p):
+            elif eqn.primitive is not _prims.broadcast_in_dim_p and eqn.primitive is not _prims.reshape_p:
                 return None
             mean = eqn.invars[0]
         return None

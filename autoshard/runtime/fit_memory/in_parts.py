@@ -20,7 +20,6 @@ from autoshard.runtime.fit_memory.within_budget import plan_within_budget, with_
 from autoshard.runtime.options import Options, memory_saving_sequences
 from autoshard.runtime.stages import Planned, least_memory, plan_program, run_passes
 from autoshard.schedule.schedule import Schedule
-from autoshard.search.search import NotFasterError
 from autoshard.transforms.pipeline import InParts, Pass
 from autoshard.units import time_text
 
@@ -129,17 +128,15 @@ class _Parts:
         self.planned: dict[tuple[Pass, tuple[Pass, ...]], Planned | None] = {}
 
     def plan(self, parts: Pass, *, saving: bool = False) -> Planned | None:
-        """The plan in ``parts``, if one fits.
-
-        Raises:
-          NotFasterError: with no passes that save memory it is slower than what fits whole.
-        """
+        """The plan in ``parts``, if one fits."""
         (program, asked), passes = self._in(parts), self._passes(parts, saving=saving)
         if (parts, passes) not in self.planned:
             self.planned[parts, passes] = None
-            with contextlib.suppress(MemoryBudgetError):
-                to_beat = math.inf if saving else self.to_beat
+            to_beat = math.inf if saving else self.to_beat
+            try:
                 self.planned[parts, passes] = plan_program(program, passes, asked, to_beat, gives_up=True)
+            except MemoryBudgetError as e:
+                self.too_slow = self.too_slow or e.none_faster
         return self.planned[parts, passes]
 
     def plan_within_budget(self, parts: Pass) -> Planned:
@@ -175,11 +172,8 @@ class _Parts:
             found = self.plan(parts)
         except SpecError:  # a preset cannot split so small a part
             return True
-        except NotFasterError:
-            self.too_slow = True
-            return True
-        if found is None or not is_memory_bound(found.plan):
-            return found is not None
+        if self.too_slow or found is None or not is_memory_bound(found.plan):
+            return self.too_slow or found is not None
         self.too_slow = found.plan.alternatives[0].seconds >= self.to_beat
         return self.too_slow
 

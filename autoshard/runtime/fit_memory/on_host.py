@@ -16,7 +16,6 @@ from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences, passes_of
 from autoshard.runtime.stages import Planned, keeping_programs, plan_program, run_passes
-from autoshard.search.search import NotFasterError
 from autoshard.units import size_text, time_text
 
 
@@ -93,9 +92,9 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
         for n in reversed(range(chosen) if optional else in_time):
             try:
                 found = plan_program(traced, (*optional, *less_saving[n]), request, plan.cost.seconds, gives_up=True)
-            except NotFasterError:
-                continue
-            except MemoryBudgetError:
+            except MemoryBudgetError as e:
+                if e.none_faster:
+                    continue
                 break
             if found.plan.cost.seconds < plan.cost.seconds:
                 return True

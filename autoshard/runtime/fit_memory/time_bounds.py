@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from autoshard.errors import MemoryBudgetError
 from autoshard.plan.record import PlanRecord
-from autoshard.search.search import NotFasterError
 from autoshard.transforms.pipeline import Pass
 
 
@@ -19,7 +18,7 @@ class TimeBounds:
     def __init__(self) -> None:
         self._seconds: dict[tuple[Pass, ...], float] = {}
 
-    def learn(self, passes: tuple[Pass, ...], found: PlanRecord | MemoryBudgetError | NotFasterError) -> None:
+    def learn(self, passes: tuple[Pass, ...], found: PlanRecord | MemoryBudgetError) -> None:
         """Takes note of what planning with ``passes`` found."""
         if isinstance(found, PlanRecord):
             seconds = min([found.cost.seconds, *(a.seconds for a in found.alternatives)])

@@ -26,7 +26,6 @@ from autoshard.runtime.fit_memory.preference import (
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.options import Options, memory_saving_sequences, with_optional_passes
 from autoshard.runtime.stages import Planned, plan_program, run_passes
-from autoshard.search.search import NotFasterError
 from autoshard.transforms.pipeline import Pass
 
 MIN_HELD_GAIN = 0.01
@@ -150,11 +149,10 @@ class _Plans:
                 self.unsearched.append(_Unsearched(e.least, passes, ran))
                 return False
             self.bounds.learn(passes, e)
+            if e.none_faster:
+                return True
             (self.errors if within is None else self.errors_within).append(e)
             return False
-        except NotFasterError as e:
-            self.bounds.learn(passes, e)
-            return True
         except PipelineError:
             if ran is passes:
                 raise
