@@ -128,8 +128,8 @@ class OpKinds:
         return found
 
     def proposals(self, mesh: LogicalMesh) -> dict[Any, Any]:
-        """Cache of `autoshard.ir.propagate.proposals` on ``mesh``, which a graph's with merged axes is not that of the
-        others, by OpKind and the axes of its values."""
+        """Cache of `autoshard.ir.propagate.proposals` on ``mesh`` (a graph may have merged axes), by OpKind and the
+        axes of its values."""
         return self._proposals.setdefault(mesh, {})
 
     def node_costs(self, mesh: LogicalMesh) -> dict[Any, Any]:
