@@ -142,7 +142,7 @@ bench-here: $(READY) ## run the benchmarks that need no target
 
 bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TPU compiler's: an hour, then minutes
 	$(TARGETS)/bin/python -m benchmarks.memory_error --cache .targets-cache
-	$(TARGETS)/bin/python -m benchmarks.ranking_error --cache .targets-cache
+	for chip in v5e v5p v6e; do $(TARGETS)/bin/python -m benchmarks.time_error $$chip --cache .targets-cache; done
 	$(TARGETS)/bin/python -m benchmarks.fits --cache .targets-cache
 
 clean: ## remove .venv and everything that was built

@@ -1,6 +1,6 @@
 """Whether the compiler for TPUs or GPUs takes what a plan says fits, with a twentieth of the memory in reserve.
 
-    python -m benchmarks.fits [tpu|gpu] [--cache DIR] [WORD]
+    python -m benchmarks.fits [v5e|v5p|v6e|h100] [--cache DIR] [WORD]
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. Programs grow by their batch until their plan fills a chip's
 memory but for that twentieth; then the compiler is asked (with WORD, of those that have it in their name). That for
@@ -30,9 +30,9 @@ GROWN: Mapping[str, Callable[[int], StepAndShapes]] = {
 """Programs by their batch, a multiple of the number of devices."""
 
 
-def filled(name: str, strategy: str, platform: str) -> tuple[int, Plan, jax.stages.Lowered]:
+def filled(name: str, strategy: str, machine: str) -> tuple[int, Plan, jax.stages.Lowered]:
     """The largest batch whose plan leaves the reserve, within a sixteenth of it, its plan, and the step lowered."""
-    where = mesh(platform, MESHES[platform][0])
+    where = mesh(machine, MESHES[machine][0])
     budget = where.mesh().hardware.memory * (1 - RESERVE)
 
     def step(batch: int) -> tuple[autoshard.Step, StepAndShapes]:
@@ -71,7 +71,7 @@ def main() -> None:
         for strategy in ("auto", "fsdp"):
             if chosen.word not in f"{name} {strategy}":
                 continue
-            batch, plan, lowered = filled(name, strategy, chosen.platform)
+            batch, plan, lowered = filled(name, strategy, chosen.machine)
             found = answer(lowered, plan.mesh, chosen.cache)
             used = found.memory_usage(plan.mesh) if found is not None else None
             said = f"- | NO: {found.refusal[:200]}" if found is not None else "- | -"

@@ -1,6 +1,6 @@
 """Predicted memory against the account of the compiler for TPUs or GPUs.
 
-    python -m benchmarks.memory_error [tpu|gpu] [--cache DIR] [--kept] [WORD]
+    python -m benchmarks.memory_error [v5e|v5p|v6e|h100] [--cache DIR] [--kept] [WORD]
 
 Needs the extra ``tpu`` or ``gpu``, and neither chip. For each case (`benchmarks.target_cases`; with WORD, those that
 have it in their name; with --kept, those whose answer is in DIR) the peak bytes per device that the plan predicts,

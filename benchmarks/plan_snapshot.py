@@ -42,7 +42,7 @@ def plans(word: str) -> Iterator[tuple[str, Any]]:
             model = cell.build()
             step = autoshard.jit(model.step(), mesh=COLUMNS[cell.column].mesh(), donate_argnums=0)
             yield f"cell {cell}", step.plan(*abstract(model)).to_json()
-    for case in cases("tpu"):
+    for case in cases("v5e"):
         name = f"case {case} {case.mesh} {case.strategy}"
         if word in name:
             step, *shapes = decorated(case)

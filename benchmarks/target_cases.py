@@ -1,9 +1,8 @@
 """Programs, meshes and plans that are compiled by the real compilers for TPUs and GPUs and held against what was
 predicted.
 
-Neither v5e:4x4 nor eight H100 need be here: the extras ``tpu`` and ``gpu`` bring the compilers, which run on any
-machine. Their answers are kept on disk under a digest of all that they were given, so that a second run compiles only
-what has changed.
+No chip need be here: the extras ``tpu`` and ``gpu`` bring the compilers, which run on any machine. Their answers are
+kept on disk under a digest of all that they were given, so that a second run compiles only what has changed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,16 @@ from autoshard.train.optimizer import OptimizerConfig
 from benchmarks.answers import Answer, answer, asked
 
 MIB = 2**20
-MACHINES: Mapping[str, Mapping[str, Any]] = {"gpu": {"gpu": "h100"}, "tpu": {"tpu": "v5e:4x4"}}
-MESHES = {"gpu": ((2, 4), (8, 1), (4, 2)), "tpu": ((4, 4), (16, 1), (2, 8))}
+MACHINES: Mapping[str, Mapping[str, Any]] = {
+    "v5e": {"tpu": "v5e:4x4"},
+    "v5p": {"tpu": "v5p:2x2x4"},
+    "v6e": {"tpu": "v6e:4x4"},
+    "h100": {"gpu": "h100"},
+}
+"""By the names of their chips."""
+MESHES = {
+    name: ((2, 4), (8, 1), (4, 2)) if "gpu" in where else ((4, 4), (16, 1), (2, 8)) for name, where in MACHINES.items()
+}
 """Sizes of ``data`` and ``model``: the mesh that every program has, one of data alone, and another of both."""
 
 StepAndShapes = tuple[Callable[..., Any], Any, Any]
@@ -133,10 +140,10 @@ PROGRAMS: Mapping[str, Callable[[], StepAndShapes]] = {
 }
 
 
-def mesh(platform: str, sizes: tuple[int, int]) -> autoshard.MeshConfig:
-    """The machine of a platform as a mesh with these sizes of ``data`` and ``model``."""
+def mesh(machine: str, sizes: tuple[int, int]) -> autoshard.MeshConfig:
+    """One of `MACHINES` as a mesh with these sizes of ``data`` and ``model``."""
     data, model = sizes
-    return autoshard.MeshConfig(axes={"data": data, "model": model}, **MACHINES[platform])
+    return autoshard.MeshConfig(axes={"data": data, "model": model}, **MACHINES[machine])
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class Case:
     """Of the mesh axes ``data`` and ``model``."""
     strategy: str
     recompute: str = ""
-    platform: str = "tpu"
+    machine: str = "v5e"
 
     @property
     def mesh(self) -> str:
@@ -162,18 +169,19 @@ class Case:
 _ALL = ("dp", "fsdp", "tp", "fsdp_tp", "auto")
 
 
-def cases(platform: str) -> Iterator[Case]:
-    """The cases of ``gpu`` or ``tpu``."""
-    first, flat, other = MESHES[platform]
+def cases(machine: str) -> Iterator[Case]:
+    """The cases of a machine: fewer of those that have another's compiler."""
+    first, flat, other = MESHES[machine]
+    if machine in ("v5p", "v6e"):
+        yield from (Case(p, first, s, machine=machine) for p in PROGRAMS for s in ("fsdp_tp", "auto"))
+        return
     kept = ("tp", "fsdp_tp", "auto")
-    yield from (Case(p, first, s, platform=platform) for p in PROGRAMS for s in _ALL)
-    yield from (
-        Case(p, m, s, platform=platform) for p in ("decoder-scanned", "mlp") for m in (flat, other) for s in kept
-    )
-    yield from (Case(p, other, s, platform=platform) for p in ("decoder-unrolled", "experts", "conv") for s in kept)
+    yield from (Case(p, first, s, machine=machine) for p in PROGRAMS for s in _ALL)
+    yield from (Case(p, m, s, machine=machine) for p in ("decoder-scanned", "mlp") for m in (flat, other) for s in kept)
+    yield from (Case(p, other, s, machine=machine) for p in ("decoder-unrolled", "experts", "conv") for s in kept)
     for policy, strategies in (("full", ("dp", "fsdp", "fsdp_tp")), ("dots_saveable", ("fsdp",))):
         yield from (
-            Case(p, first, s, policy, platform) for p in ("decoder-scanned", "decoder-unrolled") for s in strategies
+            Case(p, first, s, policy, machine) for p in ("decoder-scanned", "decoder-unrolled") for s in strategies
         )
 
 
@@ -184,7 +192,7 @@ def decorated(case: Case) -> tuple[autoshard.Step, Any, Any]:
     passes = ("dead_code", "one_hot", "transposed_products", recompute, "sum_products", "pad_uneven")
     jitted = autoshard.jit(
         step,
-        mesh=mesh(case.platform, case.sizes),
+        mesh=mesh(case.machine, case.sizes),
         strategy=case.strategy,
         donate_argnums=0,
         passes=passes if case.recompute else None,
@@ -202,17 +210,17 @@ def planned(case: Case) -> tuple[Plan, jax.stages.Lowered, float]:
 
 @dataclass(frozen=True)
 class Options:
-    """``gpu`` or ``tpu``, ``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that
+    """One of `MACHINES`, ``--cache DIR``, ``--kept`` for the cases alone whose answer is there, and the word that
     cases to run contain."""
 
-    platform: str
+    machine: str
     cache: Path | None
     kept: bool
     word: str
 
     def cases(self) -> Iterator[Case]:
         """The cases to run."""
-        return (c for c in cases(self.platform) if self.word in f"{c} {c.mesh} {c.strategy}")
+        return (c for c in cases(self.machine) if self.word in f"{c} {c.mesh} {c.strategy}")
 
 
 def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
@@ -225,7 +233,7 @@ def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
 
 
 def options(argv: Sequence[str] = tuple(sys.argv[1:])) -> Options:
-    """What the command line says; ``tpu`` where it names no platform."""
+    """What the command line says; ``v5e`` where it names no machine."""
     cache, kept, words = asked(argv, "--kept")
-    platform = words.pop(0) if words and words[0] in MACHINES else "tpu"
-    return Options(platform, cache, kept, " ".join(words))
+    machine = words.pop(0) if words and words[0] in MACHINES else "v5e"
+    return Options(machine, cache, kept, " ".join(words))

@@ -4,7 +4,9 @@ An elementwise operation whose result `autoshard.cost.liveness` finds fused into
 write their results and read each buffer that their operands are computed from, once; what is fused into a product reads
 its other operands alone, and a slice no more than it takes. Elementwise operations between which no other sort stands
 share a fusion of several results, in which no buffer is read twice, nor what it writes: an optimizer's update reads
-each array of its state once.
+each array of its state once. Where the compiler fuses into products, a reduction shares the fusion of the product or
+of the elementwise operation that makes what it reduces, unless it needs another reduction of that first (`_Sweeps`): a
+norm's statistics are computed beside the product before it.
 """
 
 from __future__ import annotations
@@ -22,24 +24,71 @@ def with_memory_traffic(graph: Graph) -> Graph:
     if any(node.kind.traffic is not None for node in graph.nodes):
         return graph
     liveness, nodes = Liveness(graph), list(graph.nodes)
+    sweeps = _Sweeps()
     fusions: dict[OpKind, bool | None] = {}
     at_hand = set[int]()
     """Buffers that the elementwise operations before read or write, since the last operation of another sort."""
     for n, node in enumerate(nodes):
         kind = node.kind
         if kind.traits.fused_into_consumer:
+            sweeps.join(node)
             continue
         if kind not in fusions:
             fusions[kind] = _is_elementwise(node, liveness.fuses_products)
         if (written := _written_in_place(liveness, node)) is not None:
             nodes[n] = node._replace(kind=graph.kinds.variant(kind, traffic=written))
         elementwise = fusions[kind]
-        at_hand = at_hand if elementwise else set()
+        reduction = liveness.fuses_products and elementwise is False and not kind.flops
+        at_hand = at_hand if elementwise else sweeps.read_with(node) if reduction else set()
         if elementwise is not None:
             traffic = _traffic(liveness, node, at_hand)
             nodes[n] = node._replace(kind=graph.kinds.variant(kind, traffic=traffic))
+        if reduction:
+            sweeps.end(n, node, at_hand)
+        elif elementwise and all(map(liveness.is_fused, node.results)):
+            sweeps.join(node)
+        else:
+            sweeps.begin(n, node, None if elementwise is None else at_hand)
         at_hand = at_hand if elementwise else set()
     return replace(graph, nodes=tuple(nodes))
+
+
+class _Sweeps:
+    """What is computed in one pass over a product's tiles, or over arrays: the product or elementwise operation with
+    which a sweep begins, and reductions of what it makes. What needs such a reduction is in a later sweep over them."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[int, int]] = {}
+        """Value -> the sweep in which it is there: the node with which the first over these arrays began, and how many
+        have ended since. Values that are arguments of the step are in none."""
+        self._buffers: dict[tuple[int, int], set[int]] = {}
+        """Sweep -> the buffers that it reads and writes."""
+
+    def _latest(self, node: Node) -> tuple[int, int]:
+        """The sweep in which all operands are there."""
+        return max([self._of[v] for v in node.operands if v in self._of], default=(-1, 0))
+
+    def join(self, node: Node) -> None:
+        """Computes what is elementwise in the sweep of its operands."""
+        self._of.update(dict.fromkeys(node.results, self._latest(node)))
+
+    def begin(self, n: int, node: Node, buffers: set[int] | None) -> None:
+        """Begins a sweep with node ``n``; with no ``buffers``, one that nothing else shares."""
+        self._of.update(dict.fromkeys(node.results, (n, 0)))
+        if buffers is not None:
+            self._buffers[n, 0] = buffers
+
+    def read_with(self, node: Node) -> set[int]:
+        """The buffers of the sweep that a reduction shares; none where it shares none."""
+        return self._buffers.get(self._latest(node), set())
+
+    def end(self, n: int, node: Node, buffers: set[int]) -> None:
+        """Ends the sweep in which node ``n``, a reduction, reads ``buffers``: its results are there in the next."""
+        latest = self._latest(node)
+        first, count = latest if latest in self._buffers else (n, 0)
+        self._buffers.setdefault((first, count), buffers)
+        self._buffers.setdefault((first, count + 1), set())
+        self._of.update(dict.fromkeys(node.results, (first, count + 1)))
 
 
 def _written_in_place(liveness: Liveness, node: Node) -> tuple[float, ...] | None:
