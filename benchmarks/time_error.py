@@ -9,9 +9,9 @@ WORD, those that have it in their name) the seconds that the plan predicts, and 
 compiler made, and its collectives on the link model, with nothing hidden on both sides. They are kept in
 ``benchmarks/results/time_error.json``.
 
-``table`` prints all that is kept; then, by machine and together, the median and the worst error, and Kendall's tau
-over all pairs of plans of one program on one machine of which the compiled times differ by more than 10 %, below which
-estimates are noise.
+``table`` prints all that is kept, and of autoshard's own plans in the bench (`benchmarks.figures`) the sums; then, by
+chip and together, the median and the worst error, and Kendall's tau over all pairs of plans of one program on one
+machine of which the compiled times differ by more than 10 %, below which estimates are noise.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
 from autoshard.backend.estimate import estimate
+from benchmarks.cells import CELLS
+from benchmarks.figures import Kept
 from benchmarks.target_cases import answers, options
 
 KEPT = Path(__file__).parent / "results" / "time_error.json"
@@ -35,19 +37,19 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one step: of compute, and of collectives."""
+    """Seconds of one step: of compute, and of collectives; or of both in one figure."""
 
     program: str
-    machine: str
+    chip: str
     mesh: str
     strategy: str
-    predicted: tuple[float, float]
-    read: tuple[float, float]
+    predicted: tuple[float, ...]
+    read: tuple[float, ...]
     date: str
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.machine, self.program, self.mesh, self.strategy
+        return self.chip, self.program, self.mesh, self.strategy
 
     @property
     def error(self) -> float:
@@ -55,21 +57,37 @@ class Times:
         return sum(self.predicted) / sum(self.read) - 1
 
     def __str__(self) -> str:
-        ms = [" ".join(f"{x * 1e3:.2f}" for x in (*times, sum(times))) for times in (self.predicted, self.read)]
-        where = f"{self.program} | {self.machine}, {self.mesh} | {self.strategy}"
+        ms = [
+            " | ".join(f"{x * 1e3:,.2f}" for x in (*times, sum(times))) if times[1:] else f"| | {times[0] * 1e3:,.2f}"
+            for times in (self.predicted, self.read)
+        ]
+        where = f"{self.program} | {self.chip}, {self.mesh} | {self.strategy}"
         return f"| {where} | {ms[0]} | {ms[1]} | {self.error:+.0%} | {self.date} |"
 
 
 def kept() -> list[Times]:
-    """All that was measured, in the order of machines and programs."""
+    """All that was measured here, in the order of chips and programs."""
     return [Times(**row) for row in json.loads(KEPT.read_text())] if KEPT.exists() else []
+
+
+def of_bench() -> Iterator[Times]:
+    """What `benchmarks.bench` has predicted and read of autoshard's own plans."""
+    of_platforms = [Kept.of_platform(platform) for platform in ("tpu", "gpu")]
+    for cell in CELLS:
+        chip = "h100" if cell.column.endswith("H100") else cell.column.partition(":")[0]
+        for line in (line for lines in of_platforms for line in lines.of(cell) if line.ours):
+            if line.fits and line.sum and line.predicted_seconds:
+                times = (line.predicted_seconds,), (line.sum,)
+                yield Times(cell.row, chip, cell.column.partition(":")[2] or cell.column, "auto", *times, line.date)
 
 
 def tau(times: Sequence[Times]) -> float:
     """Kendall's tau over pairs of plans of one program: 1 where all come in the same order, -1 where none does."""
     plans = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
     for t in times:
-        plans[t.machine, t.program.split()[0]].append((sum(t.predicted), sum(t.read)))
+        plans[t.chip, t.program.removesuffix(" full").removesuffix(" dots_saveable")].append(
+            (sum(t.predicted), sum(t.read))
+        )
     agree = [
         (a > c) - (a < c) == (b > d) - (b < d)
         for pairs in plans.values()
@@ -95,7 +113,7 @@ def measure() -> None:
             continue
         made = Times(
             program=str(case),
-            machine=case.machine,
+            chip=case.machine,
             mesh=case.mesh,
             strategy=case.strategy,
             predicted=(cost.compute, cost.sent),
@@ -109,15 +127,15 @@ def measure() -> None:
 
 def table() -> None:
     """Prints what is kept."""
-    rows, by_machine = kept(), defaultdict[str, list[Times]](list)
-    print("| program | mesh | strategy | predicted ms: compute, collectives, sum | compiled | off | date |")
-    print("|---|---|---|--:|--:|--:|---|")
+    rows, by_chip = [*kept(), *of_bench()], defaultdict[str, list[Times]](list)
+    print("| program | on | strategy | predicted: compute, ms | collectives | sum | compiled | | | off | date |")
+    print("|---|---|---|--:|--:|--:|--:|--:|--:|--:|---|")
     for t in rows:
         print(t)
-        by_machine[t.machine].append(t)
-    print("\n| machine | cases | median error | worst | Kendall's tau |\n|---|--:|--:|--:|--:|")
-    for machine, times in (*by_machine.items(), ("all", rows)):
-        print(summary(machine, times))
+        by_chip[t.chip].append(t)
+    print("\n| chip | cases | median error | worst | Kendall's tau |\n|---|--:|--:|--:|--:|")
+    for chip, times in (*sorted(by_chip.items()), ("all", rows)):
+        print(summary(chip, times))
 
 
 if __name__ == "__main__":

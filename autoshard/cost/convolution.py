@@ -1,10 +1,11 @@
 """How much more a convolution computes on a device than asked: its dimensions are rounded up to whole tiles.
 
 A matrix unit multiplies whole tiles. The features read are rounded up to a row of lanes at each place of the window,
-and of batch and features made one is rounded up to lanes and the other to sublanes, whichever pads less. Two cases read
-less: the gradient of a kernel sums over all places of images and batch at once, and the few channels of an image are
-packed place by place. Fitted to the cycles that XLA for TPU v5e (libtpu 0.0.50) estimates for 30 shapes, forward and
-both gradients; `tests/cost/test_convolution.py` has some.
+and of batch and features made one is rounded up to lanes and the other to sublanes, whichever pads less; in groups, to
+sublanes of packed elements. Two cases read less: the gradient of a kernel sums over all places of images and batch at
+once, and the few channels of an image are packed place by place. Fitted to the cycles that XLA for TPU v5e (libtpu
+0.0.50) estimates for 30 shapes and six of depthwise convolutions, forward and both gradients;
+`tests/cost/test_convolution.py` has some.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def tile_padding(dims: Convolution, shapes: Sequence[Sequence[int]], features_re
     else:
         depth = window * _round_up(read, lanes)
     packed = sublanes * 32 // hardware.operand_bits
-    area = min(_round_up(made, lanes) * _round_up(batch, sublanes), _round_up(batch, lanes) * _round_up(made, packed))
+    rows = packed if dims.grouped else sublanes
+    area = min(_round_up(made, lanes) * _round_up(batch, rows), _round_up(batch, lanes) * _round_up(made, packed))
     return depth * area / (window * read * batch * made)
 
 

@@ -50,6 +50,14 @@ CYCLES = {
     },
 }
 DIMS = Convolution((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2), False)
+DEPTHWISE = {
+    # batch, rows and columns, features, window: forward, gradient of the kernel (2026-11-28)
+    (64, 56, 96, 7): (2888211, 732883),
+    (64, 28, 192, 7): (1243965, 321674),
+    (64, 14, 384, 7): (469877, 113717),
+    (16, 56, 96, 7): (732309, 192133),
+    (32, 16, 512, 3): (161021, 51824),
+}
 
 
 def estimates(sizes, *, padded=True):
@@ -83,6 +91,21 @@ def test_small_parts_cost_what_the_compiler_says(table, typical, worst):
     assert found.max() < worst
     bare = errors(table, padded=False)
     assert np.exp(np.log(bare).mean()) > 1.6 * np.exp(np.log(found).mean())
+
+
+def test_depthwise_convolutions_cost_what_the_compiler_says():
+    found = []
+    for (batch, size, features, window), (forward, backward) in DEPTHWISE.items():
+        image, kernel = (batch, size, size, features), (window, window, 1, features)
+        gradient = Convolution((3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1), True)
+        cycles = 2 * batch * size**2 * features * window**2 / V5E.peak_flops("bfloat16") * V5E.clock
+        found += [
+            tile_padding(DIMS._replace(grouped=True), (image, kernel, image), 1, V5E) * cycles / forward,
+            tile_padding(gradient, (image, image, kernel), batch, V5E) * cycles / backward,
+        ]
+    off = np.abs(np.log(found))
+    assert np.exp(off.mean()) < 1.4
+    assert np.exp(off.max()) < 3.3
 
 
 @pytest.mark.parametrize("hardware", [CHIP, load_hardware("h100")])
