@@ -8,7 +8,9 @@ know nothing of control flow. A node inside a loop has the loop's trip count.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -206,6 +208,22 @@ class Graph:
             for v in dict.fromkeys(node.values):
                 uses[v].append(i)
         return tuple(map(tuple, uses))
+
+
+def loop_constants(graph: Graph) -> list[int]:
+    """Values inside of loops that are the same in every iteration, as they enter, of loops without loops inside."""
+    found: list[int] = []
+    for begin, end in graph.loops:
+        if any(begin < b and e < end for b, e in graph.loops):
+            continue
+        ties = [n for n in graph.nodes[begin : end + 1] if n.tie]
+        entries, inside = Counter(n.results[0] for n in ties if n.results), set[int]()
+        for n in itertools.takewhile(lambda n: n.tie and len(n.results) == 1, graph.nodes[begin : end + 1]):
+            (v,), (u,) = n.results, n.operands
+            inside.add(v)
+            if entries[v] == 1 and u and u not in inside and graph.values[v].shape == graph.values[u].shape:
+                found.append(v)
+    return found
 
 
 def graph_lines(graph: Graph) -> Iterator[str]:

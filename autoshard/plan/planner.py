@@ -269,6 +269,7 @@ def describe_choice(c: Candidate, s: Search) -> str:
     """A choice as text: ``batch over data; w1.1 over model; state sharded over data``."""
     split = zip((k.name for k in s.classes), c.choice.class_axes, strict=True)
     words = describe_splits(split, c.choice.zero_stage, c.choice.storage_axes)
+    words += ["gathered before loops"] if c.choice.before_loops else []
     words += [f"{s.graph.program.inputs[i].path} as {spec}" for i, spec in dict(c.choice.argument_specs).items()]
     return "; ".join(words) or "nothing split"
 

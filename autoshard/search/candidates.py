@@ -19,7 +19,7 @@ from autoshard.cost.cost import Cost, CostModel
 from autoshard.cost.memory import Memory, MemoryModel
 from autoshard.ir.batch import classes_with_batch, frozen_arguments
 from autoshard.ir.dim_classes import ArgumentRoles, DimClass, argument_roles
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Graph, loop_constants
 from autoshard.ir.propagate import Layout, propagate
 from autoshard.ir.spec import Axes, Spec, replicated
 from autoshard.search.build_problem import MAX_AXES, value_options
@@ -43,6 +43,8 @@ class Choice:
     """Axes that shard carried state in storage, beyond how it is used."""
     zero_stage: int = 0
     """0: state stored as it is used; 1, 2: optimizer state over ``storage_axes``; 3: parameters too."""
+    before_loops: bool = False
+    """Whether what every iteration of a loop reads alike is gathered before the loop, in place of in each iteration."""
     argument_specs: tuple[tuple[int, Spec], ...] = ()
     """(flat position, spec) of arguments that are decided one by one."""
     solved_number: int = 0
@@ -132,7 +134,15 @@ class Search:
     def price(self, choice: Choice) -> Candidate:
         """The candidate of ``choice``, propagated and priced if it was not before."""
         found = self.tried.get(choice)
-        return found if found is not None else self.price_layout(choice, propagate(self.graph, *self._seeds(choice)))
+        return found if found is not None else self.price_layout(choice, self._propagated(choice))
+
+    def _propagated(self, choice: Choice) -> Layout:
+        """The layout of ``choice``."""
+        (by_class, stored), given = self._seeds(choice)
+        if choice.before_loops:
+            used = propagate(self.graph, [by_class], given)
+            given |= {v: used.specs[v] for v in loop_constants(self.graph) if v not in self.graph.pins}
+        return propagate(self.graph, [by_class, stored], given)
 
     def price_layout(self, choice: Choice, layout: Layout) -> Candidate:
         """The candidate of ``choice`` with ``layout``, as one that was tried."""

@@ -38,7 +38,9 @@ def preset_choices(s: Search, strategy: str) -> Iterator[Choice]:
         yield replicated
     elif strategy in ZERO_STAGES:
         stage = ZERO_STAGES[strategy]
-        yield Choice(_batch_split(s, axes, strategy), axes if stage else (), stage)
+        yield (choice := Choice(_batch_split(s, axes, strategy), axes if stage else (), stage))
+        if stage == 3 and s.graph.loops:
+            yield replace(choice, before_loops=True)
     elif strategy == "fsdp_tp" and len(axes) == 1:
         yield from preset_choices(s, "fsdp")
     else:

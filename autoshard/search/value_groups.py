@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.ir.dim_classes import argument_roles
-from autoshard.ir.graph import BACKWARD, FORWARD, Graph, Node, OpKind
+from autoshard.ir.graph import BACKWARD, FORWARD, Graph, Node, OpKind, loop_constants
 from autoshard.ir.spec import REDUCTION_KINDS
 from autoshard.jaxpr.paths import unnumbered
 
@@ -37,7 +37,7 @@ later) that have one factor."""
 PARAMETER = "parameter"
 PARAMETER_COPY = "parameter copy"
 PARAMETER_INSIDE = "parameter inside"
-"""In the loop of a pipeline, before which what every micro-batch reads can be resharded once."""
+"""In a loop, before which what every iteration reads can be resharded once."""
 COLOR_REFINEMENTS = 2
 """How many nodes away from a group its surroundings reach."""
 SMALL_PROGRAM = 64
@@ -142,11 +142,13 @@ class ValueGroups:
             phases[v] = PARAMETER
         of = {v: v for v in parameters}
         """For each parameter, and each view of one, the parameter."""
+        constant = set(loop_constants(graph))
         for node in graph.nodes:
             operands = [v for v in node.operands if self.non_scalar[v]]
             whose = {phases[v] for v in operands}
             of_parameter = whose in ({PARAMETER}, {PARAMETER_INSIDE}) and self.coverage(node.kind).covering
             enters = graph.program.pipeline is not None and node.tie and node.trip_count == 1
+            enters |= not constant.isdisjoint(node.results)
             own = (PARAMETER_INSIDE if enters else next(iter(whose))) if of_parameter else node.phase
             for v in node.results:
                 if not phases[v]:

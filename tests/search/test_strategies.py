@@ -79,6 +79,21 @@ def test_fsdp_tp_gathers_a_layer_of_stacked_weights_at_a_time() -> None:
     assert sum(c.bytes for c in gathered if c.count == 1 and c.bytes >= 2 * model.d_model**2) <= 2 * embedding_and_head
 
 
+@pytest.mark.parametrize(("strategy", "mesh"), [("fsdp", {"data": 8}), ("fsdp_tp", {"data": 4, "model": 2})])
+def test_what_a_loop_reads_alike_is_gathered_before_it(strategy: str, mesh: dict[str, int]) -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jax.lax.scan(lambda total, rows: (total + (jnp.tanh(rows @ w) ** 2).sum(), None), 0.0, x)[0]
+
+        return w - jax.grad(loss)(w)
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 1024), (8, 4096, 512)))
+    plan = autoshard.jit(step, mesh=mesh, strategy=strategy, donate_argnums=0, passes=()).plan(w, x)
+    gathered = [c for c in plan.cost.collectives if c.kind == "all-gather" and c.axes == ("data",)]
+    assert gathered
+    assert {c.count for c in gathered} == {1}
+
+
 def test_no_preset_but_the_replicated_one_leaves_the_state_whole() -> None:
     whole = planned("replicated", {"data": 8})[0].memory
     for strategy in ("zero1", "fsdp", "tp"):
