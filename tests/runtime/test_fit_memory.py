@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import autoshard
-from autoshard.errors import ArgumentError, MemoryBudgetError
+from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.ir.program import Program
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.machine.tpu_slice import TpuSlice
@@ -314,3 +314,18 @@ def test_an_optimizer_goes_to_the_host_in_as_many_micro_batches_as_are_given() -
     found = jitted(microbatches=8, memory_budget=int(0.98 * free.memory.peak)).plan(*shapes)
     assert "offload:optimizer" in [p.written for p in found.passes]
     assert found.cost.seconds < 1.01 * free.cost.seconds
+
+
+def test_optional_passes_are_left_out_where_a_preset_splits_nothing_of_what_they_make() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda total, rows: (total + jnp.square(jnp.tanh(rows @ w)).sum(), None), 0.0, x)[0]
+
+        return w - jax.grad(loss)(w)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 1024), (8, 4096, 512))]
+    planned = functools.partial(autoshard.jit, step, mesh={"data": 4, "model": 2}, strategy="fsdp_tp", donate_argnums=0)
+    assert not any(p.name == "accumulate" for p in planned().plan(*shapes).passes)
+    accumulated = planned(passes=("accumulate:model",))
+    with pytest.raises(SpecError, match="splits the batch over data in 4 parts"):
+        accumulated.plan(*shapes)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from autoshard.errors import MemoryBudgetError, PipelineError
+from autoshard.errors import MemoryBudgetError, PipelineError, SpecError
 from autoshard.ir.graph import Diagnostic
 from autoshard.ir.program import Program
 from autoshard.plan.planner import PlanRequest, budget_of
@@ -153,10 +153,10 @@ class _Plans:
                 return True
             (self.errors if within is None else self.errors_within).append(e)
             return False
-        except PipelineError:
+        except (PipelineError, SpecError):
             if ran is passes:
                 raise
-            return True  # the chain of layers does not survive that pass
+            return True  # the chain of layers does not survive that pass, or a preset splits nothing of what it makes
         plan, usual = planned.plan, self.options.passes
         self.bounds.learn(passes, plan)
         if passes is not usual:
