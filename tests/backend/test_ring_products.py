@@ -77,6 +77,14 @@ def test_a_part_of_the_sums_may_stay_to_be_reduced() -> None:
     np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
 
 
+def test_parts_of_a_product_are_computed_while_others_are_sent() -> None:
+    """The sums are made apart from the products, which wait for no permute."""
+    ins, out = (P(None, "a"), P("a")), P("a")
+    step = autoshard.jit(jnp.matmul, mesh=mesh(a=4), in_shardings=ins, out_shardings=out)
+    text = step.lower(normal(16, 32), normal(32, 24, seed=1)).as_text()
+    assert text.count("stablehlo.dot_general") == text.count("stablehlo.optimization_barrier") == 4
+
+
 def test_gradients_in_a_loop_of_layers_are_those_of_one_device() -> None:
     def step(ws: Any, x: Any) -> Any:
         def loss(ws: Any) -> Any:
