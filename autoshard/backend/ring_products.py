@@ -48,9 +48,10 @@ class Ring:
             cut = list(operands)
             for operand, dim in self.operands:
                 cut[operand] = self._cut(cut[operand], dim, n)
+            made = operation(*cut)
             # XLA for TPU (libtpu 0.0.50) makes the second part and the sum of the first two one kernel, and computes
-            # nothing while the first is sent.
-            return jax.lax.optimization_barrier(operation(*cut))
+            # nothing while the first is sent. Of several products that add up it does so with the last; others run before.
+            return made if len(cut) > 2 else jax.lax.optimization_barrier(made)
 
         return self._sum(part)
 
