@@ -12,11 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from autoshard.backend import ring_products
 from autoshard.backend.on_shards import reduce_in_rings, reduce_partials
-from autoshard.backend.ring_products import device_before, first_ring, put_part, sent_on
+from autoshard.backend.ring_products import device_before, first_ring, put_part, sent_on, when_done
 from autoshard.cost.overlap import gathered_axis, is_kernel, read_after, weights
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import halo_axes
@@ -65,7 +63,7 @@ def gathered_in_turn(operands: Sequence[Any], rings: Sequence[WeightRing]) -> li
     """The operands with those of ``rings`` gathered; inside a `jax.shard_map`."""
     found, last = [*operands], None
     for ring in rings:
-        found[ring.operand] = last = _gathered(_when_done(found[ring.operand], last), ring)
+        found[ring.operand] = last = _gathered(when_done(found[ring.operand], last), ring)
     return found
 
 
@@ -76,7 +74,7 @@ def reduced_in_turn(
     found, last = [], None
     for x, before, after in zip(results, made, reduced, strict=True):
         if first_ring(before, after, x.shape, mesh.shape, ring_products.MIN_SUM):
-            x = last = reduce_in_rings(_when_done(x, last), before, after, mesh)
+            x = last = reduce_in_rings(when_done(x, last), before, after, mesh)
         else:
             x = reduce_partials(x, before, after, mesh)
         found.append(x)
@@ -90,8 +88,3 @@ def _gathered(x: Any, ring: WeightRing) -> Any:
         if step < ring.parts - 1:
             x = sent_on(x, ring.axis, ring.parts)
     return whole
-
-
-def _when_done(x: Any, last: Any) -> Any:
-    """``x`` as a value that is there no earlier than ``last``; itself where that is None."""
-    return x if last is None else jax.lax.optimization_barrier((x, last))[0]

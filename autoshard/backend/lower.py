@@ -28,6 +28,7 @@ from autoshard.backend.ring_products import (
     GatherRing,
     OperandGathers,
     Ring,
+    begun_after,
     exposed_changes,
     gather_ring,
     gathered_products,
@@ -135,13 +136,17 @@ class _Lowering:
             for var in jaxpr.invars:
                 constrain_result(var, jaxpr.eqns[0])
         shared: dict[Gathered, jx.Var] = {}  # operands as rings have gathered them
+        ring_end: jx.Atom | None = None  # what the last ring has made
         for bundle in self.gathers.bundles(jaxpr):
             if bundle.rings:
                 operands = [
                     self._operands(eqn, shared, now, eqns, {ring.operand})
                     for eqn, ring in zip(bundle.eqns, bundle.rings, strict=True)
                 ]
+                if ring_end is not None:
+                    eqns += begun_after(ring_end, bundle, operands)
                 eqns += self._in_one_ring(bundle, operands, shared)
+                ring_end = bundle.eqns[-1].outvars[0]
                 for eqn in bundle.eqns:
                     constrain_result(eqn.outvars[0], eqn, self._node(eqn))
                 continue

@@ -50,7 +50,7 @@ class Ring:
                 cut[operand] = self._cut(cut[operand], dim, n)
             made = operation(*cut)
             # XLA for TPU (libtpu 0.0.50) makes the second part and the sum of the first two one kernel, and computes
-            # nothing while the first is sent. Of several products that add up it does so with the last; others run before.
+            # nothing while the first is sent. Of several products it does so with the last, and the others run before.
             return made if len(cut) > 2 else jax.lax.optimization_barrier(made)
 
         return self._sum(part)
@@ -295,13 +295,33 @@ class OperandGathers:
         return found
 
 
+def begun_after(last: jx.Atom, bundle: Bundle, operands: Sequence[list[jx.Atom]]) -> list[jx.JaxprEqn]:
+    """What makes the ring of ``bundle`` begin when ``last`` is done, put in the place of what it gathers: XLA for TPU
+    (libtpu 0.0.50) runs two rings at once part by part in turn, and waits for each permute.
+
+    Args:
+      operands: of each of its products.
+    """
+    like, ring = bundle.eqns[0], bundle.rings[0]
+    x, whole = operands[0][ring.operand], jx.Var(like.invars[ring.operand].aval)
+    for atoms, each in zip(operands, bundle.rings, strict=True):
+        atoms[each.operand] = whole
+    return jx.splice(when_done, like.replace(outvars=[whole]), [x, last])
+
+
+def when_done(x: Any, last: Any) -> Any:
+    """``x`` as a value that is there no earlier than ``last``; itself where that is None."""
+    return x if last is None else jax.lax.optimization_barrier((x, last))[0]
+
+
 def exposed_changes(graph: Graph, plan: PlanRecord) -> dict[tuple[int, int], Change]:
     """By value and node, the operands that are gathered while XLA would wait."""
     if not plan.mesh.hardware.blocking_gathers:
         return {}
-    exposed = exposed_values(graph)
-    return {
+    moved = {
         (c.value, c.node): Change(c.resharded_from, c.spec)
         for c in plan.intermediates
-        if c.node is not None and c.resharded_from and c.value in exposed and not c.waypoints
+        if c.node is not None and c.resharded_from and not c.waypoints
     }
+    exposed = exposed_values(graph, lambda node, value: moved.get((value, node)))
+    return {(value, node): change for (value, node), change in moved.items() if value in exposed}

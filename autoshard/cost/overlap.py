@@ -30,7 +30,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -52,6 +52,10 @@ MIN_LAYERS = 3
 """Fewest layers that are gathered ahead: the last one's weights are gathered once more."""
 MIN_PRODUCT = 1 << 20
 """Elements of a part of a product in a ring: smaller ones leave the chip's units idle."""
+
+
+Resharding = Callable[[int, int], tuple[Spec, Spec] | None]
+"""Of a node and a value that it reads: its specs before and after the node reshards it."""
 
 
 class _Window(NamedTuple):
@@ -340,21 +344,41 @@ def _gradients(graph: Graph) -> set[int]:
     return {v for node in graph.nodes if node.kind.flops for v in node.results if v not in read}
 
 
-def exposed_values(graph: Graph) -> frozenset[int]:
+def exposed_values(graph: Graph, resharded: Resharding = lambda node, value: None) -> frozenset[int]:
     """The values that a product reads before any other has run since what they are computed from, or since the
-    iteration of the loop has begun. Kernels of their own count for nothing: XLA gathers beside its own products alone.
+    iteration of the loop has begun; activations, before others have run for as long as it takes to gather them.
+
+    Kernels of their own count for nothing, nor do products that gather such a value in a ring: XLA gathers beside its
+    own products alone.
+
+    Args:
+      resharded: the specs of a value before and after a node reshards it; None where it does not.
     """
-    carried = _carried(graph)
-    made: dict[int, int] = {}  # how many products there are up to the last one that a value is computed from
-    products, found = 0, set[int]()
-    for node in graph.nodes:
+    carried, of_weights, mesh = _carried(graph), weights(graph), graph.program.mesh
+    made: dict[int, float] = {}  # seconds of products up to the last one that a value is computed from
+    defined, read = dict[int, int](), dict[int, int]()  # by which node a value is made, and first gathered
+    now, found = 0.0, set[int]()
+    for n, node in enumerate(graph.nodes):
         if node.kind.flops and not is_kernel(node.kind):
-            found.update(v for v in node.operands if made.get(v, -1) == products)
-            products += 1
+            in_ring = False
+            for i, v in enumerate(node.operands):
+                if v not in made:
+                    continue
+                specs = resharded(n, v)
+                axis = gathered_axis(*specs) if specs else None
+                size = graph.values[v].bytes // specs[1].num_shards(mesh.shape) if specs else 0
+                takes = collective_seconds(ALL_GATHER, axis[1:], size, mesh) if axis and v not in of_weights else 0.0
+                if made[v] == now or now - made[v] < takes:
+                    found.add(v)
+                    if axis and mesh.shape[axis[1]] <= MAX_PARTS and axis[0] in (ring_dims(node.kind, i) or ()):
+                        first = read.setdefault(v, n)
+                        in_ring |= all(defined.get(u, -1) < first for u in node.operands)
+            now += 0.0 if in_ring else product_seconds(node.kind, mesh)
         is_slice = node.tie and len(node.kind.shapes[0]) > len(node.kind.shapes[-1])
-        now = node.kind.flops or is_slice or not carried.isdisjoint(node.results)
-        since = products if now else max((made.get(v, -1) for v in node.operands), default=-1)
+        begins = node.kind.flops or is_slice or not carried.isdisjoint(node.results)
+        since = now if begins else max((made.get(v, -1.0) for v in node.operands), default=-1.0)
         made.update(dict.fromkeys(node.results, since))
+        defined.update(dict.fromkeys(node.results, n))
     return frozenset(found)
 
 

@@ -191,8 +191,14 @@ def islands(graph: Graph, layout: Layout, cost_model: CostModel) -> tuple[Island
     which XLA would wait for the gather of an operand; and what stretches an operand over dimensions that are split
     otherwise where the same operand is stretched again."""
     found, stretched = list[Island](), _stretched_otherwise(graph, layout)
-    exposed = exposed_values(graph) if graph.program.mesh.hardware.blocking_gathers else frozenset()
-    for n, (node, run) in enumerate(zip(graph.nodes, cost_model.node_costs(layout), strict=True)):
+    runs = cost_model.node_costs(layout)
+
+    def resharded(n: int, value: int) -> tuple[Spec, Spec]:
+        return layout.specs[value], runs[n].in_specs[graph.nodes[n].operands.index(value)]
+
+    waits_for_gathers = graph.program.mesh.hardware.blocking_gathers
+    exposed = exposed_values(graph, resharded) if waits_for_gathers else frozenset()
+    for n, (node, run) in enumerate(zip(graph.nodes, runs, strict=True)):
         on_shards = node.kind.rule.local is not None and run.uses_local_form
         waits = any(
             v in exposed and gathered_axis(layout.specs[v], need)

@@ -159,6 +159,21 @@ def test_an_operand_that_travels_beside_its_product_is_gathered(
         assert audit(compiled, step.plan(x, v, ws)).clean
 
 
+def test_a_ring_begins_when_the_one_before_it_is_done() -> None:
+    def fun(x: Any, y: Any, v: Any, w: Any) -> Any:
+        g, h = (_kept(jnp.tanh(a @ v), P("a")) for a in (x, y))
+        return g @ w, h @ w
+
+    x, y, v, w = normal(64, 16), normal(64, 16, seed=1), normal(16, 32, seed=2), normal(32, 64, seed=3)
+    out = P(None, "a")
+    step = autoshard.jit(fun, mesh=mesh(a=8), in_shardings=(P("a"), P("a"), P(), out), out_shardings=(out, out))
+    for made, a in zip(step(x, y, v, w), (x, y), strict=True):
+        np.testing.assert_allclose(made, np.tanh(a @ v) @ w, rtol=1e-5, atol=1e-5)
+    lowered = step.lower(x, y, v, w)
+    assert lowered.as_text().count("optimization_barrier") == 1
+    assert (lowered.compile().as_text() or "").count(" collective-permute(") == 2 * 7
+
+
 @pytest.mark.parametrize("parts", range(2, 9))
 def test_a_ring_passes_every_device_of_a_line_in_hops_of_two_at_most(parts: int) -> None:
     order = ring_products.folded(parts)

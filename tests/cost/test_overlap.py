@@ -235,6 +235,25 @@ def test_a_turn_of_a_loop_begins_with_what_is_exposed() -> None:
     assert exposed(fun, A, B) == [True, True, False]
 
 
+def test_an_activation_is_exposed_where_products_before_it_last_less_than_its_gather() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        h = x @ w
+        return jnp.tanh(h) @ w, jnp.sin(h) @ w, jnp.cos(h) @ w
+
+    def found(rows: int, *gathered: int) -> list[bool]:
+        made = graph(fun, [(rows, WIDTH), (WIDTH, WIDTH)], mesh(data=2))
+        first = [n.operands[0] for n in made.nodes if n.kind.op == "dot_general"]
+        whole = {first[g] for g in gathered}
+        specs = lambda n, v: (Spec((("data",), ())), Spec(((), ()))) if v in whole else None  # noqa: E731
+        return [v in exposed_values(made, specs) for v in first[1:]]
+
+    short, long = 2, 1 << 14
+    assert found(long) == found(long, 3) == [True, False, False]
+    assert found(short, 3) == [True, False, True]
+    assert found(long, 1) == [True, True, False]  # the first of them has a ring, beside which nothing is gathered
+    assert found(long, 1, 2) == [True, True, True]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "found"),
     [
