@@ -34,7 +34,7 @@ from autoshard.backend.ring_products import (
     gathered_products,
     product_ring,
 )
-from autoshard.cost.overlap import is_kernel
+from autoshard.cost.overlap import gradients_of, is_kernel
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import Rule, halo_axes
 from autoshard.ir.rule_registry import Rules
@@ -68,6 +68,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         ties,
         islands,
         kernels,
+        gradients_of(graph),
         gathered,
         rings,
         mesh,
@@ -89,7 +90,7 @@ class _Lowering:
       node_of_results: nodes with operand constraints or an island, by the values that they define.
       tie_shardings: constraints on what enters, leaves or is carried around a nested jaxpr, by value before and after.
       islands: rule and island by node.
-      kernels: nodes whose products run in a local form.
+      kernels, gradients: nodes whose products run in a local form; values that no product reads.
       gathered: specs before and after of operands that products wait for, by value and node.
       weight_rings: weights that kernels gather in rings, by node.
       mesh, logical_mesh: the mesh with devices, and with links.
@@ -105,6 +106,7 @@ class _Lowering:
         tie_shardings: Mapping[tuple[int, ...], Sequence[NamedSharding]],
         islands: Mapping[int, tuple[Rule, Island]],
         kernels: Set[int],
+        gradients: set[int],
         gathered: Mapping[tuple[int, int], Change],
         weight_rings: Mapping[int, Sequence[WeightRing]],
         mesh: Mesh,
@@ -115,7 +117,7 @@ class _Lowering:
         self.ahead, self.early = ahead, dict[tuple[int, NamedSharding], jx.Var]()
         """`early`: by value and sharding, what these are when they are gathered."""
         self.value_of, self.node_of_results = value_of, node_of_results
-        self.islands, self.kernels, self.weight_rings = islands, kernels, weight_rings
+        self.islands, self.kernels, self.gradients, self.weight_rings = islands, kernels, gradients, weight_rings
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
@@ -260,11 +262,12 @@ class _Lowering:
 
         ring = self._ring(eqn, rule, island)
         in_turn = node in self.kernels and self.logical_mesh.hardware.blocking_reduce_scatters
+        apart = self.gradients.isdisjoint([self.value_of[v] for v in eqn.outvars])
 
         def on_shards(*operands: Any) -> tuple[Any, ...]:
             operands = extend_with_halos(gathered_in_turn(operands, rings), rule, island, sizes)
             if ring is not None:
-                summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
+                summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands, apart=apart)
                 return (reduce_in_rings(summed, ring.left, island.reduced_specs[0], self.logical_mesh),)
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)

@@ -41,17 +41,21 @@ class Ring:
     operands: tuple[tuple[int, int], ...] = ()
     """Operands of a product that have that dimension, and which of theirs it is."""
 
-    def product(self, operation: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """The device's shard of the sum of all devices' results, each of which is computed part by part."""
+    def product(self, operation: Callable[..., Any], operands: Sequence[Any], *, apart: bool = False) -> Any:
+        """The device's shard of the sum of all devices' results, each of which is computed part by part.
+
+        Args:
+          apart: whether other products wait for the sum. Parts are then kept from one kernel with their sums: XLA for
+            TPU (libtpu 0.0.50) makes one of the second part and its sum with the first, and computes neither while the
+            first is sent. Of several products in a part it does so with the last, and the others run before.
+        """
 
         def part(n: Any) -> Any:
             cut = list(operands)
             for operand, dim in self.operands:
                 cut[operand] = self._cut(cut[operand], dim, n)
             made = operation(*cut)
-            # XLA for TPU (libtpu 0.0.50) makes the second part and the sum of the first two one kernel, and computes
-            # nothing while the first is sent. Of several products it does so with the last, and the others run before.
-            return made if len(cut) > 2 else jax.lax.optimization_barrier(made)
+            return jax.lax.optimization_barrier(made) if apart and len(cut) == 2 else made
 
         return self._sum(part)
 

@@ -200,7 +200,8 @@ def _with_rings(graph: Graph) -> Graph:
 def _seconds_beside(graph: Graph) -> Mapping[int, float]:
     """How long products run beside the collective of each weight and gradient."""
     nodes, mesh, loop_of = graph.nodes, graph.program.mesh, _innermost_loops(graph)
-    of_weights, gradients = weights(graph), set[int]() if mesh.hardware.blocking_reduce_scatters else _gradients(graph)
+    of_weights, waits = weights(graph), mesh.hardware.blocking_reduce_scatters
+    gradients = set[int]() if waits else gradients_of(graph)
     ahead = gathered_ahead(graph)
     over = (mesh.slow_axes if mesh.platform == "gpu" else ()) or mesh.nontrivial_axes
     parts = mesh.size // mesh.axes_size(over)
@@ -242,7 +243,7 @@ def _beside_gradients(graph: Graph) -> Mapping[int, float]:
     product makes of the same cotangent, and beside that cotangent, in equal parts. What only gradients are made of has
     that other product. Of slower links than others gradients and weights have need themselves."""
     found, nodes, mesh = defaultdict[int, float](float), graph.nodes, graph.program.mesh
-    gradients = _gradients(graph) if mesh.platform == "gpu" else set[int]()
+    gradients = gradients_of(graph) if mesh.platform == "gpu" else set[int]()
     for inside in _products_by_loop(graph) if gradients else ():
         seconds = {n: product_seconds(nodes[n].kind, mesh) for n in inside}
         makes_gradient = {n: nodes[n].results[0] in gradients for n in inside}
@@ -280,7 +281,7 @@ def gathered_ahead(graph: Graph) -> Mapping[int, int]:
 
 def loops_with_gradients(graph: Graph) -> set[int]:
     """The loops in which products make gradients of weights."""
-    gradients, loop_of = _gradients(graph), _innermost_loops(graph)
+    gradients, loop_of = gradients_of(graph), _innermost_loops(graph)
     return {loop_of[n] for n, node in enumerate(graph.nodes) if not gradients.isdisjoint(node.results)}
 
 
@@ -333,7 +334,7 @@ def _carried(graph: Graph) -> set[int]:
     return {n.results[0] for n in ties if n.results[0] < n.operands[0]}
 
 
-def _gradients(graph: Graph) -> set[int]:
+def gradients_of(graph: Graph) -> set[int]:
     """The results of products that no other product reads, nor what is computed of them."""
     read, before, inputs = set[int](), -1, set(graph.inputs)
     while len(read) > before:  # once more for what goes round a loop

@@ -77,12 +77,28 @@ def test_a_part_of_the_sums_may_stay_to_be_reduced() -> None:
     np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
 
 
-def test_parts_of_a_product_are_computed_while_others_are_sent() -> None:
-    """The sums are made apart from the products, which wait for no permute."""
-    ins, out = (P(None, "a"), P("a")), P("a")
-    step = autoshard.jit(jnp.matmul, mesh=mesh(a=4), in_shardings=ins, out_shardings=out)
-    text = step.lower(normal(16, 32), normal(32, 24, seed=1)).as_text()
-    assert text.count("stablehlo.dot_general") == text.count("stablehlo.optimization_barrier") == 4
+@pytest.mark.parametrize(("products", "read", "apart"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_parts_of_a_product_that_others_wait_for_are_kept_apart_from_their_sums(
+    products: int, read: bool, apart: bool
+) -> None:
+    """So that they wait for no permute. Of a sum of several products only the last waits for one, and what no product
+    reads XLA makes beside others."""
+
+    def fun(xs: Any, ws: Any, v: Any) -> Any:
+        first, *rest = (x @ w for x, w in zip(xs, ws, strict=True))
+        h = sum(rest, first)
+        return jnp.tanh(_kept(h, P("a"))) @ v if read else h
+
+    xs = [normal(16, 32, seed=n) for n in range(products)]
+    ws = [normal(32, 24, seed=n) / 8 for n in range(2, 2 + products)]
+    v = normal(24, 8, seed=4)
+    step = autoshard.jit(fun, mesh=mesh(a=4), in_shardings=(P(None, "a"), P("a"), P()), out_shardings=P("a"))
+    wanted = np.concatenate(xs, 1) @ np.concatenate(ws)
+    np.testing.assert_allclose(step(xs, ws, v), np.tanh(wanted) @ v if read else wanted, rtol=1e-5, atol=1e-5)
+    text = step.lower(xs, ws, v).as_text()
+    assert text.count("stablehlo.dot_general") == 4 * products + read
+    assert text.count("stablehlo.collective_permute") == 3
+    assert text.count("stablehlo.optimization_barrier") == 4 * apart
 
 
 def test_gradients_in_a_loop_of_layers_are_those_of_one_device() -> None:
