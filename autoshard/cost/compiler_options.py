@@ -58,7 +58,7 @@ NO_ALL_GATHER_FUSION = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """The option that disables the fusion."""
 LATE_REMATERIALIZATION = {"xla_jf_rematerialization_percent_shared_memory_limit": 99}
 """The option that raises the share of memory, in percent, above which XLA recomputes."""
-SCHEDULING_IN_ALL_MEMORY = {"xla_tpu_scheduler_percent_shared_memory_limit": 115}
+SCHEDULING_IN_MORE_MEMORY = {"xla_tpu_scheduler_percent_shared_memory_limit": 115}
 """The option that raises the share of memory, in percent, above which XLA starts no collective early: by its own count
 while it schedules, which is higher than what the program takes."""
 SPARSE_CORE_COLLECTIVES = {
@@ -92,7 +92,7 @@ OWN_OPTIONS = frozenset(
     for options in (
         NO_ALL_GATHER_FUSION,
         LATE_REMATERIALIZATION,
-        SCHEDULING_IN_ALL_MEMORY,
+        SCHEDULING_IN_MORE_MEMORY,
         SPARSE_CORE_COLLECTIVES,
         ASYNC_ALL_TO_ALL,
         ALL_REDUCES_COMBINED,
@@ -154,7 +154,7 @@ HARMLESS = frozenset(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "xla_tpu_enable_latency_hiding_scheduler",
         "xla_tpu_overlap_compute_collective_tc",
-        *SCHEDULING_IN_ALL_MEMORY,
+        *SCHEDULING_IN_MORE_MEMORY,
         *ASYNC_ALL_TO_ALL,
         SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
@@ -205,7 +205,7 @@ def effective_options(
     tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
     sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
     own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (
-        LATE_REMATERIALIZATION | SCHEDULING_IN_ALL_MEMORY if tight else {}
+        LATE_REMATERIALIZATION | SCHEDULING_IN_MORE_MEMORY if tight else {}
     )
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)

@@ -16,7 +16,7 @@ from autoshard.cost.compiler_options import (
     LATE_REMATERIALIZATION,
     NO_ALL_GATHER_FUSION,
     OWN_OPTIONS,
-    SCHEDULING_IN_ALL_MEMORY,
+    SCHEDULING_IN_MORE_MEMORY,
     SCOPED_VMEM,
     SPARSE_CORE_COLLECTIVES,
     STREAM_WITHIN_NODES,
@@ -83,7 +83,7 @@ FILLING = 14 * 2**30 // 4 * 16
         (
             MeshConfig(axes={"data": 16}, tpu="v5e:4x4"),
             FILLING,
-            LATE_REMATERIALIZATION | SCHEDULING_IN_ALL_MEMORY | VMEM,
+            LATE_REMATERIALIZATION | SCHEDULING_IN_MORE_MEMORY | VMEM,
         ),
         (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING // 2, VMEM),
         (MeshConfig(axes={"data": 8}, hardware="tpu-v5e"), FILLING // 2, {}),
