@@ -140,9 +140,9 @@ bench: $(TARGETS)/ready $(GPUS)/ready ## autoshard beside sharding by hand, by t
 bench-here: $(READY) ## run the benchmarks that need no target
 	@for name in $(HERE); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TPU compiler's: an hour, then minutes
+bench-targets: $(TARGETS)/ready ## hold predicted memory and time against the TPU compiler's: hours, then minutes
 	$(TARGETS)/bin/python -m benchmarks.memory_error --cache .targets-cache
-	for chip in v5e v5p v6e; do $(TARGETS)/bin/python -m benchmarks.time_error $$chip --cache .targets-cache; done
+	for chip in v5e v5p v6e; do $(TARGETS)/bin/python -m benchmarks.time_error $$chip --cache .targets-cache || exit 1; done
 	$(TARGETS)/bin/python -m benchmarks.fits --cache .targets-cache
 
 clean: ## remove .venv and everything that was built

@@ -224,8 +224,16 @@ class Options:
 
 
 def answers(chosen: Options) -> Iterator[tuple[Case, Plan, Answer, float]]:
-    """Every case to run with its plan, the compiler's answer, and the seconds that planning took."""
-    for case in chosen.cases():
+    """Every case to run with its plan, the compiler's answer, and the seconds that planning took.
+
+    Raises:
+      SystemExit: there is none.
+    """
+    if not (wanted := [*chosen.cases()]):
+        raise SystemExit(
+            f"no case on {chosen.machine} has {chosen.word!r} in its name; machines: {', '.join(MACHINES)}"
+        )
+    for case in wanted:
         plan, lowered, seconds = planned(case)
         found = answer(lowered, plan.mesh, chosen.cache, kept=chosen.kept)
         if found is not None:

@@ -11,7 +11,8 @@ compiler made, and its collectives on the link model, with nothing hidden on bot
 
 ``table`` prints all that is kept, and of autoshard's own plans in the bench (`benchmarks.figures`) the sums; then, by
 chip and together, the median and the worst error, and Kendall's tau over all pairs of plans of one program on one
-machine of which the compiled times differ by more than 10 %, below which estimates are noise.
+machine of which the compiled times differ by more than 10 %, below which estimates are noise. The bench has one plan
+of each.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ def of_bench() -> Iterator[Times]:
                 yield Times(cell.row, chip, cell.column.partition(":")[2] or cell.column, "auto", *times, line.date)
 
 
-def tau(times: Sequence[Times]) -> float:
-    """Kendall's tau over pairs of plans of one program: 1 where all come in the same order, -1 where none does."""
+def tau(times: Sequence[Times]) -> str:
+    """Kendall's tau over pairs of plans of one program, and how many there are: 1 where all come in the same order, -1
+    where none does."""
     plans = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
     for t in times:
         plans[t.chip, t.program.removesuffix(" full").removesuffix(" dots_saveable")].append(
@@ -94,13 +96,13 @@ def tau(times: Sequence[Times]) -> float:
         for (a, b), (c, d) in itertools.combinations(pairs, 2)
         if max(b, d) > (1 + NOISE) * min(b, d)
     ]
-    return 2 * sum(agree) / len(agree) - 1 if agree else float("nan")
+    return f"{2 * sum(agree) / len(agree) - 1:.2f} of {len(agree)}" if agree else "-"
 
 
 def summary(name: str, times: Sequence[Times]) -> str:
-    """A row: how many cases, the median and the worst error, and Kendall's tau."""
-    off = [abs(t.error) for t in times]
-    return f"| {name} | {len(off)} | {statistics.median(off):.1%} | {max(off):.1%} | {tau(times):.2f} |"
+    """A row: how many cases, the median and the worst error, and Kendall's tau of those that have several plans."""
+    off, several = [abs(t.error) for t in times], [t for t in times if t.predicted[1:]]
+    return f"| {name} | {len(off)} | {statistics.median(off):.1%} | {max(off):.1%} | {tau(several)} |"
 
 
 def measure() -> None:
@@ -133,7 +135,7 @@ def table() -> None:
     for t in rows:
         print(t)
         by_chip[t.chip].append(t)
-    print("\n| chip | cases | median error | worst | Kendall's tau |\n|---|--:|--:|--:|--:|")
+    print("\n| chip | cases | median error | worst | Kendall's tau, pairs |\n|---|--:|--:|--:|--:|")
     for chip, times in (*sorted(by_chip.items()), ("all", rows)):
         print(summary(chip, times))
 

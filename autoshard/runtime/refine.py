@@ -70,7 +70,10 @@ def priced_layouts(traced: Program, program: Program, request: PlanRequest) -> I
     """Every distinct layout of ``program`` that the search priced; for ``auto`` those of the presets, too, first: a
     layout belongs to the preset that it is of, also where ``auto`` prices it."""
     graph = build_graph(program, strict=request.strict)
-    s = explore(graph, request.strategy, budget_of(request, program), request.compiler_options)[1]
+    try:
+        s = explore(graph, request.strategy, budget_of(request, program), request.compiler_options)[1]
+    except SpecError:  # a preset splits nothing of what an optional pass makes
+        return
     tried = list(s.tried.values())
     found: dict[str, list[Candidate]] = {}
     for name in PRESETS if request.strategy == "auto" else ():

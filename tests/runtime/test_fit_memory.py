@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -325,7 +326,33 @@ def test_optional_passes_are_left_out_where_a_preset_splits_nothing_of_what_they
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 1024), (8, 4096, 512))]
     planned = functools.partial(autoshard.jit, step, mesh={"data": 4, "model": 2}, strategy="fsdp_tp", donate_argnums=0)
-    assert not any(p.name == "accumulate" for p in planned().plan(*shapes).passes)
+    for refine in (0, 2):
+        assert not any(p.name == "accumulate" for p in planned(refine=refine).plan(*shapes).passes)
     accumulated = planned(passes=("accumulate:model",))
     with pytest.raises(SpecError, match="splits the batch over data in 4 parts"):
         accumulated.plan(*shapes)
+
+
+def test_memory_is_saved_where_a_preset_splits_nothing_of_what_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By recompute, as without that pass."""
+
+    class Unsplit(Pass):
+        name = "unsplit"
+
+    def with_one_more(*args: Any, saving: bool | None, **options: Any) -> Iterator[tuple[Pass, ...]]:
+        yield from ((Unsplit(),),) if saving is None else with_each_optional(*args, saving=saving, **options)
+
+    def plan_program(traced: Program, ran: tuple[Pass, ...], *args: Any, **options: Any) -> Planned:
+        if any(isinstance(p, Unsplit) for p in ran):
+            raise SpecError("nothing is split")
+        return stages.plan_program(traced, ran, *args, **options)
+
+    budget = int(0.7 * plan(strategy="fsdp").memory.peak)
+    usual = plan(strategy="fsdp", microbatches=1, memory_budget=budget)
+    assert any(p.name == "recompute" for p in usual.passes)
+    with_each_optional = within_budget.with_each_optional
+    monkeypatch.setattr(within_budget, "with_each_optional", with_one_more)
+    monkeypatch.setattr(within_budget, "plan_program", plan_program)
+    found = plan(strategy="fsdp", microbatches=1, memory_budget=budget)
+    assert [p.written for p in found.passes] == [p.written for p in usual.passes]
+    assert found.cost.seconds == usual.cost.seconds

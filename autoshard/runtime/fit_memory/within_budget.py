@@ -64,6 +64,7 @@ def plan_within_budget(
     roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
     for ran in roomy:
         is_short = not plans.attempt(options.passes, ran, gives_up=False) and is_short
+    is_short = is_short or not plans.fitting
     if is_short:
         _save_memory(plans)
         plans.search_smallest()
