@@ -87,9 +87,8 @@ def tau(times: Sequence[Times]) -> str:
     where none does."""
     plans = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
     for t in times:
-        plans[t.chip, t.program.removesuffix(" full").removesuffix(" dots_saveable")].append(
-            (sum(t.predicted), sum(t.read))
-        )
+        program = t.program.split()[0]  # without what is recomputed
+        plans[t.chip, program].append((sum(t.predicted), sum(t.read)))
     agree = [
         (a > c) - (a < c) == (b > d) - (b < d)
         for pairs in plans.values()

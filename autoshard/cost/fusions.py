@@ -39,15 +39,13 @@ def with_memory_traffic(graph: Graph) -> Graph:
             nodes[n] = node._replace(kind=graph.kinds.variant(kind, traffic=written))
         elementwise = fusions[kind]
         reduction = liveness.fuses_products and elementwise is False and not kind.flops
-        at_hand = at_hand if elementwise else sweeps.read_with(node) if reduction else set()
+        at_hand = at_hand if elementwise else sweeps.reduce(n, node) if reduction else set()
         if elementwise is not None:
             traffic = _traffic(liveness, node, at_hand)
             nodes[n] = node._replace(kind=graph.kinds.variant(kind, traffic=traffic))
-        if reduction:
-            sweeps.end(n, node, at_hand)
-        elif elementwise and all(map(liveness.is_fused, node.results)):
+        if elementwise and all(map(liveness.is_fused, node.results)):
             sweeps.join(node)
-        else:
+        elif not reduction:
             sweeps.begin(n, node, None if elementwise is None else at_hand)
         at_hand = at_hand if elementwise else set()
     return replace(graph, nodes=tuple(nodes))
@@ -78,17 +76,14 @@ class _Sweeps:
         if buffers is not None:
             self._buffers[n, 0] = buffers
 
-    def read_with(self, node: Node) -> set[int]:
-        """The buffers of the sweep that a reduction shares; none where it shares none."""
-        return self._buffers.get(self._latest(node), set())
-
-    def end(self, n: int, node: Node, buffers: set[int]) -> None:
-        """Ends the sweep in which node ``n``, a reduction, reads ``buffers``: its results are there in the next."""
+    def reduce(self, n: int, node: Node) -> set[int]:
+        """Computes node ``n``, a reduction, in the sweep of its operands, or in one of its own: its results are there
+        in the next. Returns the buffers of the sweep, to which what it reads is to be added."""
         latest = self._latest(node)
         first, count = latest if latest in self._buffers else (n, 0)
-        self._buffers.setdefault((first, count), buffers)
         self._buffers.setdefault((first, count + 1), set())
         self._of.update(dict.fromkeys(node.results, (first, count + 1)))
+        return self._buffers.setdefault((first, count), set())
 
 
 def _written_in_place(liveness: Liveness, node: Node) -> tuple[float, ...] | None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from autoshard.errors import SpecError
 from autoshard.ir.batch import batch_dims
 from autoshard.ir.dim_classes import DimClass
-from autoshard.ir.graph import Diagnostic
+from autoshard.ir.graph import Diagnostic, loop_constants
 from autoshard.ir.spec import Axes
 from autoshard.search.candidates import Choice, Search
 from autoshard.search.layout_problem import StrategyLimits
@@ -39,7 +39,7 @@ def preset_choices(s: Search, strategy: str) -> Iterator[Choice]:
     elif strategy in ZERO_STAGES:
         stage = ZERO_STAGES[strategy]
         yield (choice := Choice(_batch_split(s, axes, strategy), axes if stage else (), stage))
-        if stage == 3 and s.graph.loops:
+        if stage == 3 and loop_constants(s.graph):
             yield replace(choice, before_loops=True)
     elif strategy == "fsdp_tp" and len(axes) == 1:
         yield from preset_choices(s, "fsdp")
