@@ -27,7 +27,6 @@ from autoshard.backend.ring_products import (
     Gathered,
     GatherRing,
     OperandGathers,
-    Ring,
     begun_after,
     exposed_changes,
     gather_ring,
@@ -35,10 +34,9 @@ from autoshard.backend.ring_products import (
     product_ring,
 )
 from autoshard.cost.overlap import gradients_of, is_kernel
-from autoshard.ir.graph import Graph
-from autoshard.ir.rule import Rule, halo_axes
+from autoshard.ir.graph import Graph, OpKind
+from autoshard.ir.rule import halo_axes
 from autoshard.ir.rule_registry import Rules
-from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
@@ -52,7 +50,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     }
     results = {v: s for (v, n), s in shardings.items() if n is None}
     operands = {(v, n): s for (v, n), s in shardings.items() if n is not None}
-    islands = {i.node: (graph.nodes[i.node].kind.rule, i) for i in plan.islands}
+    islands = {i.node: (graph.nodes[i.node].kind, i) for i in plan.islands}
     # Operand constraints number the program's results after the nodes: they are "read" by the caller.
     readers = {n for _, n in operands if n < len(graph.nodes)}
     outputs = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
@@ -89,7 +87,7 @@ class _Lowering:
       operand_shardings: the same where one node reads it: by value and node.
       node_of_results: nodes with operand constraints or an island, by the values that they define.
       tie_shardings: constraints on what enters, leaves or is carried around a nested jaxpr, by value before and after.
-      islands: rule and island by node.
+      islands: kind and island by node.
       kernels, gradients: nodes whose products run in a local form; values that no product reads.
       gathered: specs before and after of operands that products wait for, by value and node.
       weight_rings: weights that kernels gather in rings, by node.
@@ -104,7 +102,7 @@ class _Lowering:
         operand_shardings: Mapping[tuple[int, int], Sequence[NamedSharding]],
         node_of_results: Mapping[tuple[int, ...], int],
         tie_shardings: Mapping[tuple[int, ...], Sequence[NamedSharding]],
-        islands: Mapping[int, tuple[Rule, Island]],
+        islands: Mapping[int, tuple[OpKind, Island]],
         kernels: Set[int],
         gradients: set[int],
         gathered: Mapping[tuple[int, int], Change],
@@ -138,15 +136,17 @@ class _Lowering:
             for var in jaxpr.invars:
                 constrain_result(var, jaxpr.eqns[0])
         shared: dict[Gathered, jx.Var] = {}  # operands as rings have gathered them
-        ring_end: jx.Atom | None = None  # what the last ring has made
+        ring_end: jx.Atom | None = None  # what the last ring that gathers has made
+        gradient: jx.Atom | None = None  # what the last ring that sums a gradient has made
+        made_at = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         for bundle in self.gathers.bundles(jaxpr):
             if bundle.rings:
                 operands = [
                     self._operands(eqn, shared, now, eqns, {ring.operand})
                     for eqn, ring in zip(bundle.eqns, bundle.rings, strict=True)
                 ]
-                if ring_end is not None:
-                    eqns += begun_after(ring_end, bundle, operands)
+                gathered = [ring.operand for ring in bundle.rings]
+                eqns += begun_after(ring_end, bundle.eqns[0], [*zip(operands, gathered, strict=True)])
                 eqns += self._in_one_ring(bundle, operands, shared)
                 ring_end = bundle.eqns[-1].outvars[0]
                 for eqn in bundle.eqns:
@@ -167,6 +167,10 @@ class _Lowering:
             if self.rules.traits(eqn.primitive).constrains:
                 self._user_constraint(eqn, invars[0], now, eqns)
                 continue
+            if self._sums_gradient(eqn, node):
+                made = [made_at.get(a, -1) if isinstance(a, jx.Var) else -1 for a in eqn.invars]
+                eqns += begun_after(gradient, eqn, [(invars, made.index(max(made)))])
+                gradient = eqn.outvars[0]
             eqns += self._island(eqn, invars, node) if node in self.islands else self._equation(eqn, invars)
             for var in eqn.outvars:
                 constrain_result(var, eqn, node)
@@ -180,21 +184,18 @@ class _Lowering:
     def _node(self, eqn: jx.JaxprEqn) -> int | None:
         return self.node_of_results.get(tuple(self.value_of[v] for v in eqn.outvars))
 
-    def _gather_ring(self, eqn: jx.JaxprEqn, operand: int, change: Change) -> GatherRing | None:
-        """The ring in which a product gathers an operand, where it has no other ring."""
-        node = self._node(eqn)
-        if node is None or node not in self.islands or not jx.contraction_flops(eqn):
-            return None
-        rule, island = self.islands[node]
-        if (rule.local and rule.local.fun) or len(eqn.outvars) > 1 or self._ring(eqn, rule, island):
-            return None
-        sides = zip((*eqn.invars, *eqn.outvars), (*island.in_specs, *island.out_specs), strict=True)
-        shapes = [self._shard_shape(a, spec) for a, spec in sides]
-        return gather_ring(rule, operand, *change, shapes, self.mesh.shape)
+    def _sums_gradient(self, eqn: jx.JaxprEqn, node: int | None) -> bool:
+        """Whether it is a product that sums what no other product reads in a ring."""
+        read = self.gradients.isdisjoint([self.value_of[v] for v in eqn.outvars])
+        return not read and node in self.islands and product_ring(*self.islands[node], self.logical_mesh) is not None
 
-    def _shard_shape(self, atom: jx.Atom, spec: Spec) -> list[int]:
-        sizes = self.mesh.shape
-        return [n // math.prod(sizes[a] for a in axes) for n, axes in zip(jx.aval(atom).shape, spec.dims, strict=True)]
+    def _gather_ring(self, eqn: jx.JaxprEqn, operand: int, change: Change) -> GatherRing | None:
+        """The ring in which a product gathers an operand."""
+        node = self._node(eqn)
+        if node is None or node not in self.islands:
+            return None
+        kind, island = self.islands[node]
+        return gather_ring(kind, operand, change, island, self.logical_mesh)
 
     def _in_one_ring(
         self, bundle: Bundle, operands: Sequence[Sequence[jx.Atom]], shared: dict[Gathered, jx.Var]
@@ -239,8 +240,8 @@ class _Lowering:
     def _island(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal], node: int | None) -> list[jx.JaxprEqn]:
         """``eqn`` as a `jax.shard_map` of its local form, over all axes but those with a halo left to XLA; a gather or
         a scatter that has none on shards."""
-        rule, island = self.islands[node or 0]
-        local, sizes = rule.local, self.mesh.shape
+        kind, island = self.islands[node or 0]
+        rule, local, sizes = kind.rule, kind.rule.local, self.mesh.shape
         left_to_xla = halo_axes(rule, island.in_specs, island.out_specs)
         if left_to_xla == set(sizes):
             return [eqn.replace(invars=invars)]
@@ -260,14 +261,13 @@ class _Lowering:
             ],
         )
 
-        ring = self._ring(eqn, rule, island)
+        ring = product_ring(kind, island, self.logical_mesh)
         in_turn = node in self.kernels and self.logical_mesh.hardware.blocking_reduce_scatters
-        apart = self.gradients.isdisjoint([self.value_of[v] for v in eqn.outvars])
 
         def on_shards(*operands: Any) -> tuple[Any, ...]:
             operands = extend_with_halos(gathered_in_turn(operands, rings), rule, island, sizes)
             if ring is not None:
-                summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands, apart=apart)
+                summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
                 return (reduce_in_rings(summed, ring.left, island.reduced_specs[0], self.logical_mesh),)
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)
@@ -297,14 +297,6 @@ class _Lowering:
         if traits.scatters:
             return jx.scatter_on_shards(eqn, split, [a for a, _ in island.out_specs[0].partial])
         return None
-
-    def _ring(self, eqn: jx.JaxprEqn, rule: Rule, island: Island) -> Ring | None:
-        """The ring that sums the result of a product of XLA's, where it would wait for a reduce-scatter."""
-        waits, own = self.logical_mesh.hardware.blocking_reduce_scatters, rule.local and rule.local.fun
-        if not waits or own or not jx.contraction_flops(eqn) or rule.halos:
-            return None
-        (made,), (reduced,) = island.out_specs, island.reduced_specs
-        return product_ring(rule, made, reduced, self._shard_shape(eqn.outvars[0], made), self.mesh.shape)
 
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""

@@ -19,9 +19,17 @@ import numpy as np
 
 from autoshard import jaxpr as jx
 from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, exposed_values, gathered_axis
-from autoshard.ir.graph import Graph
-from autoshard.ir.rule import Rule
+from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Spec
+from autoshard.machine.collective import (
+    ALL_GATHER,
+    COLLECTIVE_PERMUTE,
+    REDUCE_SCATTER,
+    CollectiveKind,
+    collective_rate,
+)
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
 
 MIN_SUM = 1 << 16
@@ -41,13 +49,12 @@ class Ring:
     operands: tuple[tuple[int, int], ...] = ()
     """Operands of a product that have that dimension, and which of theirs it is."""
 
-    def product(self, operation: Callable[..., Any], operands: Sequence[Any], *, apart: bool = False) -> Any:
+    def product(self, operation: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """The device's shard of the sum of all devices' results, each of which is computed part by part.
 
-        Args:
-          apart: whether other products wait for the sum. Parts are then kept from one kernel with their sums: XLA for
-            TPU (libtpu 0.0.50) makes one of the second part and its sum with the first, and computes neither while the
-            first is sent. Of several products in a part it does so with the last, and the others run before.
+        Parts are kept from one kernel with their sums: XLA for TPU (libtpu 0.0.50) makes one of the second part and its
+        sum with the first, and computes neither while the first is sent. Of several products in a part it does so with
+        the last, and the others run before.
         """
 
         def part(n: Any) -> Any:
@@ -55,7 +62,7 @@ class Ring:
             for operand, dim in self.operands:
                 cut[operand] = self._cut(cut[operand], dim, n)
             made = operation(*cut)
-            return jax.lax.optimization_barrier(made) if apart and len(cut) == 2 else made
+            return jax.lax.optimization_barrier(made) if len(cut) == 2 else made
 
         return self._sum(part)
 
@@ -179,29 +186,37 @@ def first_ring(made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[s
     return None
 
 
-def product_ring(rule: Rule, made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[str, int]) -> Ring | None:
-    """`first_ring` of the only result of a product; None where the product has no parts along the dimension."""
-    ring = first_ring(made, reduced, shape, sizes, MIN_PRODUCT)
+class Change(NamedTuple):
+    """Specs of a value before and after it is gathered."""
+
+    before: Spec
+    after: Spec
+
+
+def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None:
+    """The ring that sums the result of a product, where XLA would wait for a reduce-scatter; None where it has no parts
+    along the dimension, or waits less without."""
+    if not mesh.hardware.blocking_reduce_scatters or not _is_of_xla(kind):
+        return None
+    (made,), (reduced,), rule = island.out_specs, island.reduced_specs, kind.rule
+    shape = _shard_shape(kind, -1, made, mesh)
+    ring = first_ring(made, reduced, shape, mesh.shape, MIN_PRODUCT)
     factor = rule.results[0][ring.dim] if ring else ()
     if ring is None or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
+        return None
+    if not _pays(REDUCE_SCATTER, ring.axis, math.prod(shape) * kind.bits[-1] / 8, _seconds(kind, island, mesh), mesh):
         return None
     places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
     return replace(ring, operands=places)
 
 
-def gather_ring(
-    rule: Rule, operand: int, before: Spec, after: Spec, shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]
-) -> GatherRing | None:
-    """The ring in which an operand of a product with one result is all-gathered; None where it is not.
-
-    Args:
-      before: of the operand.
-      after: in which the product reads it.
-      shapes: of one device's operands, as the product reads them, and of its result.
-      sizes: of the mesh axes.
-    """
-    gathered = gathered_axis(before, after)
-    if gathered is None or rule.halos:
+def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh: LogicalMesh) -> GatherRing | None:
+    """The ring in which an operand of a product with one result is all-gathered; None where it has another ring, or
+    waits less without."""
+    if not _is_of_xla(kind) or len(island.out_specs) > 1 or product_ring(kind, island, mesh):
+        return None
+    rule, gathered = kind.rule, gathered_axis(*change)
+    if gathered is None:
         return None
     dim, axis = gathered
     factor = rule.operands[operand][dim]
@@ -210,11 +225,17 @@ def gather_ring(
     in_result = [d for d, f in enumerate(rule.results[0]) if f == factor]
     if rule.kind(factor[0]) != ("parallel" if in_result else "sum"):
         return None
-    parts, whole = sizes[axis], math.prod(shapes[-1])
-    if not in_result and whole > math.prod(shapes[operand]):  # sums would take longer than the gather
+    parts, read = mesh.shape[axis], _shard_shape(kind, operand, island.in_specs[operand], mesh)
+    made = math.prod(_shard_shape(kind, -1, island.out_specs[0], mesh))
+    if not in_result and made > math.prod(read):  # sums would take longer than the gather
         return None
     least = MIN_PRODUCT * (parts if in_result else 1)
-    if not 1 < parts <= MAX_PARTS or shapes[operand][dim] % parts or whole < least:
+    if not 1 < parts <= MAX_PARTS or read[dim] % parts or made < least:
+        return None
+    # Each part of what is summed over reads the sum of those before, and writes it with its own.
+    moved = 0.0 if in_result else 2 * parts * made * kind.bits[-1] / 8
+    size, seconds = math.prod(read) * kind.bits[operand] / 8, _seconds(kind, island, mesh)
+    if not _pays(ALL_GATHER, axis, size, seconds, mesh, moved / mesh.hardware.memory_rate):
         return None
     others = tuple(
         (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand
@@ -222,15 +243,39 @@ def gather_ring(
     return GatherRing(axis, parts, operand, dim, others, in_result[0] if in_result else None)
 
 
+def _is_of_xla(kind: OpKind) -> bool:
+    """Whether it is a product without halos that has no form of its own on shards."""
+    rule = kind.rule
+    return bool(kind.flops) and not (rule.local and rule.local.fun) and not rule.halos
+
+
+def _shard_shape(kind: OpKind, position: int, spec: Spec, mesh: LogicalMesh) -> list[int]:
+    return [n // mesh.axes_size(axes) for n, axes in zip(kind.shapes[position], spec.dims, strict=True)]
+
+
+def _seconds(kind: OpKind, island: Island, mesh: LogicalMesh) -> float:
+    """Of the product, on one device."""
+    axes = {a for spec in (*island.in_specs, *island.out_specs) for a in spec.axes}
+    return kind.flops / mesh.axes_size(tuple(axes)) / mesh.hardware.product_rate(kind.product_dtype)
+
+
+def _pays(
+    collective: CollectiveKind, axis: str, size: float, seconds: float, mesh: LogicalMesh, adding: float = 0.0
+) -> bool:
+    """Whether a ring beside a product takes less time than the product and a collective of ``size`` bytes in turn: the
+    collective may use more links, or both directions of them, where each permute of a ring uses one.
+
+    Args:
+      seconds: of the product.
+      adding: seconds in which its parts read and write sums.
+    """
+    (_, at_once), (_, a_part) = (collective_rate(kind, (axis,), mesh) for kind in (collective, COLLECTIVE_PERMUTE))
+    parts = mesh.shape[axis]
+    return max(seconds, adding, (parts - 1) / parts * size * a_part) < seconds + size * at_once
+
+
 Gathered = tuple[int, Spec]
 """A value and the spec that it is read with."""
-
-
-class Change(NamedTuple):
-    """Specs of a value before and after it is gathered."""
-
-    before: Spec
-    after: Spec
 
 
 @dataclass(frozen=True)
@@ -299,18 +344,23 @@ class OperandGathers:
         return found
 
 
-def begun_after(last: jx.Atom, bundle: Bundle, operands: Sequence[list[jx.Atom]]) -> list[jx.JaxprEqn]:
-    """What makes the ring of ``bundle`` begin when ``last`` is done, put in the place of what it gathers: XLA for TPU
+def begun_after(
+    last: jx.Atom | None, like: jx.JaxprEqn, products: Sequence[tuple[list[jx.Atom], int]]
+) -> list[jx.JaxprEqn]:
+    """What makes a ring begin when ``last`` is done, put in the place of an operand of its products: XLA for TPU
     (libtpu 0.0.50) runs two rings at once part by part in turn, and waits for each permute.
 
     Args:
-      operands: of each of its products.
+      last: what the ring before has made; None: there is none.
+      products: the operands of each, and which of them is the same in all.
     """
-    like, ring = bundle.eqns[0], bundle.rings[0]
-    x, whole = operands[0][ring.operand], jx.Var(like.invars[ring.operand].aval)
-    for atoms, each in zip(operands, bundle.rings, strict=True):
-        atoms[each.operand] = whole
-    return jx.splice(when_done, like.replace(outvars=[whole]), [x, last])
+    if last is None:
+        return []
+    operands, position = products[0]
+    x, waiting = operands[position], jx.Var(like.invars[position].aval)
+    for atoms, n in products:
+        atoms[n] = waiting
+    return jx.splice(when_done, like.replace(outvars=[waiting]), [x, last])
 
 
 def when_done(x: Any, last: Any) -> Any:

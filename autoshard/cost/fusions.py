@@ -7,12 +7,17 @@ share a fusion of several results, in which no buffer is read twice, nor what it
 each array of its state once. Where the compiler fuses into products, a reduction shares the fusion of the product or
 of the elementwise operation that makes what it reduces, unless it needs another reduction of that first (`_Sweeps`): a
 norm's statistics are computed beside the product before it.
+
+Where all that a small step has at any time fits into on-chip memory, XLA for TPUs leaves there what is neither an
+argument nor a result. Its bytes count for less then, by how much faster fusions pass over them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoshard.cost.liveness import Liveness, is_fusible
@@ -24,7 +29,7 @@ def with_memory_traffic(graph: Graph) -> Graph:
     if any(node.kind.traffic is not None for node in graph.nodes):
         return graph
     liveness, nodes = Liveness(graph), list(graph.nodes)
-    sweeps = _Sweeps()
+    sweeps, share = _Sweeps(), _share_on_chip(liveness)
     fusions: dict[OpKind, bool | None] = {}
     at_hand = set[int]()
     """Buffers that the elementwise operations before read or write, since the last operation of another sort."""
@@ -41,7 +46,7 @@ def with_memory_traffic(graph: Graph) -> Graph:
         reduction = liveness.fuses_products and elementwise is False and not kind.flops
         at_hand = at_hand if elementwise else sweeps.reduce(n, node) if reduction else set()
         if elementwise is not None:
-            traffic = _traffic(liveness, node, at_hand)
+            traffic = _traffic(liveness, node, at_hand, share)
             nodes[n] = node._replace(kind=graph.kinds.variant(kind, traffic=traffic))
         if elementwise and all(map(liveness.is_fused, node.results)):
             sweeps.join(node)
@@ -49,6 +54,23 @@ def with_memory_traffic(graph: Graph) -> Graph:
             sweeps.begin(n, node, None if elementwise is None else at_hand)
         at_hand = at_hand if elementwise else set()
     return replace(graph, nodes=tuple(nodes))
+
+
+def _share_on_chip(liveness: Liveness) -> dict[int, float]:
+    """Of each buffer that stays in on-chip memory, the seconds that a byte takes there of those that it takes in device
+    memory; empty where not all that the step has at any time fits, split over all devices."""
+    graph, hardware = liveness.graph, liveness.graph.program.mesh.hardware
+    capacity, values = hardware.on_chip * graph.program.mesh.size, graph.values
+    if not hardware.on_chip_bandwidth or sum(values[v].bytes for v in graph.inputs) > capacity:
+        return {}
+    change = Counter[int]()
+    for v, begin in liveness.allocated_at.items():
+        change[begin] += values[v].bytes
+        change[max(begin, liveness.last_use.get(v, begin)) + 1] -= values[v].bytes
+    if max(itertools.accumulate(change[n] for n in sorted(change)), default=0) > capacity:
+        return {}
+    outside = {liveness.root(v) for v in (*graph.inputs, *graph.outputs)}
+    return dict.fromkeys(liveness.allocated_at.keys() - outside, hardware.bandwidth / hardware.on_chip_bandwidth)
 
 
 class _Sweeps:
@@ -109,28 +131,33 @@ def _is_elementwise(node: Node, fuses_products: bool) -> bool | None:
     return True if not node.kind.flops and is_fusible(node, fuses_products) else None
 
 
-def _traffic(liveness: Liveness, node: Node, at_hand: set[int]) -> tuple[float, ...]:
-    """`OpKind.traffic` of a node; adds the buffers that it reads and writes to ``at_hand``."""
+def _traffic(liveness: Liveness, node: Node, at_hand: set[int], share: Mapping[int, float]) -> tuple[float, ...]:
+    """`OpKind.traffic` of a node; adds the buffers that it reads and writes to ``at_hand``.
+
+    Args:
+      share: `_share_on_chip`.
+    """
     kind, product = node.kind, bool(node.kind.flops)
     if not product and all(map(liveness.is_fused, node.results)):
         return (0.0,) * len(kind.shapes)
     moved = sum(kind.bytes[len(node.operands) :]) if kind.traits.moves_data else math.inf
-    read = (min(size, moved) for size in _bytes_read(liveness, node, at_hand))
+    read = (min(size, moved) for size in _bytes_read(liveness, node, at_hand, share))
     shares = [size / own if own else 0.0 for size, own in zip(read, kind.bytes, strict=False)]
     written = [v for v in node.results if product or not (v in liveness.fused_into_product or liveness.is_fused(v))]
     at_hand.update(written)
     values = liveness.graph.values
-    return (*shares, *(float(v in written and not values[v].host) for v in node.results))
+    return (*shares, *(share.get(v, 1.0) * (v in written and not values[v].host) for v in node.results))
 
 
-def _bytes_read(liveness: Liveness, node: Node, at_hand: set[int]) -> Iterator[float]:
+def _bytes_read(liveness: Liveness, node: Node, at_hand: set[int], share: Mapping[int, float]) -> Iterator[float]:
     """For each operand, the bytes of the buffers that it is computed from and that are not ``at_hand``; of a buffer of
-    which the operand has a part, the part."""
+    which the operand has a part, the part, and of one on chip its ``share``."""
     values = liveness.graph.values
     for v, shape in zip(node.operands, node.kind.shapes, strict=False):
         buffers = {r for r in liveness.buffers_of(v) if r not in at_hand and _is_in_memory(liveness, r)} if v else set()
         at_hand |= buffers
-        yield sum(min(values[r].bytes, math.prod(shape) * values[r].bits / 8) for r in buffers if not values[r].host)
+        sizes = {r: min(values[r].bytes, math.prod(shape) * values[r].bits / 8) for r in buffers}
+        yield sum(size * share.get(r, 1.0) for r, size in sizes.items() if not values[r].host)
 
 
 def _is_in_memory(liveness: Liveness, v: int) -> bool:

@@ -56,6 +56,8 @@ class HardwareConfig(Config):
     """Tile of the two minor dimensions that arrays are padded to in memory."""
     on_chip: Bytes | None = None
     """Bytes of on-chip memory in which XLA places arrays; left out where it plans none."""
+    on_chip_bandwidth: float = Field(default=0.0, ge=0)
+    """Bytes/s at which fusions pass over arrays in on-chip memory; left out where they are not known to stay there."""
     clock: float = Field(default=0.0, ge=0)
     """Cycles/s, which make seconds of the cycles that XLA estimates; left out where it estimates none."""
     fused_products: bool = True
@@ -111,6 +113,7 @@ class HardwareConfig(Config):
             self.tile,
             self.clock,
             self.on_chip or 0,
+            self.on_chip_bandwidth,
             self.fused_products,
             self.remat_threshold or math.inf,
             AttentionRates(**self.attention.model_dump()) if self.attention else None,

@@ -64,6 +64,8 @@ class Hardware:
     """Cycles/s, to convert the estimated cycles that XLA reports into seconds; 0 where it reports none."""
     on_chip: float = 0.0
     """Bytes of on-chip memory in which XLA places arrays; 0 where it places none there."""
+    on_chip_bandwidth: float = 0.0
+    """Bytes/s at which fusions pass over arrays there; 0 where arrays are not known to stay there."""
     fused_products: bool = True
     """Whether XLA fuses producers and consumers into a matrix product; otherwise its operands and results are arrays
     in memory."""

@@ -85,6 +85,16 @@ def test_a_loop_that_updates_its_state_in_place_writes_what_it_changes() -> None
         assert update.kind.traffic == (traffic and pytest.approx(traffic, rel=1e-2)), donated
 
 
+@pytest.mark.parametrize(("arrays", "devices", "moved"), [(3, 1, 4.5), (1.5, 2, 4.5), (2, 1, 6), (3, 0, 6)])
+def test_what_stays_on_chip_counts_for_less(arrays: float, devices: int, moved: float) -> None:
+    """The two products' results, of which two arrays and the weights are there at once, are written and read four times
+    faster; the arguments and the result are in device memory."""
+    chip = replace(CHIP, on_chip=arrays * ARRAY, on_chip_bandwidth=4 * CHIP.bandwidth if devices else 0.0)
+    on = replace(mesh(a=max(devices, 1)), hardware=chip)
+    g = graph(lambda x, w: jnp.sin((x @ w) @ w), (X, X), on)
+    assert arrays_moved(g) == pytest.approx(moved)
+
+
 def test_a_graph_is_priced_once() -> None:
     g = graph(momentum, (X, X, X), mesh(a=2))
     assert with_memory_traffic(g) is g
