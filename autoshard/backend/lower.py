@@ -20,7 +20,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.gathers.early_gathers import gather_early
 from autoshard.backend.gathers.reversed_kernels import place_before_reversal
 from autoshard.backend.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn, weight_rings
-from autoshard.backend.on_shards import extend_with_halos, reduce_in_rings, reduce_partials
+from autoshard.backend.on_shards import extend_with_halos, in_order, reduce_in_rings, reduce_partials
 from autoshard.backend.ring_products import (
     Bundle,
     Change,
@@ -268,7 +268,8 @@ class _Lowering:
             operands = extend_with_halos(gathered_in_turn(operands, rings), rule, island, sizes)
             if ring is not None:
                 summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
-                return (reduce_in_rings(summed, ring.left, island.reduced_specs[0], self.logical_mesh),)
+                summed = reduce_in_rings(summed, ring.left, ring.placed, self.logical_mesh)
+                return (in_order(summed, ring.placed, island.reduced_specs[0], self.logical_mesh),)
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)
             else:

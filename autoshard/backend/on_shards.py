@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from autoshard.backend import ring_products
@@ -73,6 +74,17 @@ def reduce_in_rings(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any
     while ring := first_ring(spec, reduced, x.shape, mesh.shape, ring_products.MIN_SUM):
         x, spec = ring.sum(x), ring.left
     return reduce_partials(x, spec, reduced, mesh)
+
+
+def in_order(x: Any, placed: Spec, asked: Spec, mesh: LogicalMesh) -> Any:
+    """A shard of an array that is ``placed``, as it is ``asked`` for: the same axes split each dimension, perhaps in
+    another order, in which devices have each other's shards."""
+    for before, after in zip(placed.dims, asked.dims, strict=True):
+        if before != after:
+            devices = np.arange(mesh.axes_size(after)).reshape([mesh.shape[a] for a in after])
+            now_at = devices.transpose([after.index(a) for a in before]).ravel()  # by the number of the shard
+            x = jax.lax.ppermute(x, after, [(int(device), shard) for shard, device in enumerate(now_at)])
+    return x
 
 
 def _own_part(x: Any, dim: int, axes: Axes) -> Any:

@@ -9,7 +9,7 @@ that is gathered a device multiplies its own part first, and sends each part on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,11 @@ import numpy as np
 from autoshard import jaxpr as jx
 from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, exposed_values, gathered_axis
 from autoshard.ir.graph import Graph, OpKind
-from autoshard.ir.spec import Spec
+from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import (
     ALL_GATHER,
     COLLECTIVE_PERMUTE,
     REDUCE_SCATTER,
-    CollectiveKind,
     collective_rate,
 )
 from autoshard.machine.mesh import LogicalMesh
@@ -46,6 +45,8 @@ class Ring:
     parts: int
     left: Spec
     """Of the result after the ring."""
+    placed: Spec
+    """Of the result once the other axes are reduced too: shards may be in another order than is asked for."""
     operands: tuple[tuple[int, int], ...] = ()
     """Operands of a product that have that dimension, and which of theirs it is."""
 
@@ -182,8 +183,17 @@ def first_ring(made: Spec, reduced: Spec, shape: Sequence[int], sizes: Mapping[s
         parts = sizes[axis]
         if parts <= MAX_PARTS and shape[dim] % parts == 0 and math.prod(shape) >= parts * least:
             left = Spec(made.dims, tuple((a, kind) for a, kind in made.partial if a != axis))
-            return Ring(axis, dim, parts, left.with_dim(dim, (*before, axis)))
+            return Ring(axis, dim, parts, left.with_dim(dim, (*before, axis)), reduced)
     return None
+
+
+def _in_other_order(made: Spec, reduced: Spec, sizes: Mapping[str, int]) -> Iterator[Spec]:
+    """``reduced`` with, in one dimension, an axis of few enough devices for a ring before the first, of too many."""
+    for dim, (before, after) in enumerate(zip(made.dims, reduced.dims, strict=True)):
+        first, *others = after[len(before) :] or ("",)
+        for axis in others if sizes.get(first, 0) > MAX_PARTS else ():
+            rest = [a for a in after[len(before) :] if a != axis]
+            yield reduced.with_dim(dim, (*before, axis, *rest))
 
 
 class Change(NamedTuple):
@@ -200,11 +210,16 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None
         return None
     (made,), (reduced,), rule = island.out_specs, island.reduced_specs, kind.rule
     shape = _shard_shape(kind, -1, made, mesh)
-    ring = first_ring(made, reduced, shape, mesh.shape, MIN_PRODUCT)
+    orders = (reduced, *_in_other_order(made, reduced, mesh.shape))
+    rings = (first_ring(made, order, shape, mesh.shape, MIN_PRODUCT) for order in orders)
+    ring = next(filter(None, rings), None)
     factor = rule.results[0][ring.dim] if ring else ()
     if ring is None or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
         return None
-    if not _pays(REDUCE_SCATTER, ring.axis, math.prod(shape) * kind.bits[-1] / 8, _seconds(kind, island, mesh), mesh):
+    size, own = math.prod(shape) * kind.bits[-1] / 8, len(made.dims[ring.dim])
+    at_once, (_, *rest) = (spec.dims[ring.dim][own:] for spec in (reduced, ring.placed))
+    saved = _scatter_seconds(at_once, size, mesh) - _scatter_seconds(rest, size / ring.parts, mesh)
+    if not _pays(saved, _permuted_seconds(ring.axis, size, mesh), _seconds(kind, island, mesh)):
         return None
     places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
     return replace(ring, operands=places)
@@ -234,8 +249,9 @@ def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh
         return None
     # Each part of what is summed over reads the sum of those before, and writes it with its own.
     moved = 0.0 if in_result else 2 * parts * made * kind.bits[-1] / 8
-    size, seconds = math.prod(read) * kind.bits[operand] / 8, _seconds(kind, island, mesh)
-    if not _pays(ALL_GATHER, axis, size, seconds, mesh, moved / mesh.hardware.memory_rate):
+    size = math.prod(read) * kind.bits[operand] / 8
+    longest = max(_permuted_seconds(axis, size, mesh), moved / mesh.hardware.memory_rate)
+    if not _pays(collective_rate(ALL_GATHER, (axis,), mesh)[1] * size, longest, _seconds(kind, island, mesh)):
         return None
     others = tuple(
         (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand
@@ -259,19 +275,21 @@ def _seconds(kind: OpKind, island: Island, mesh: LogicalMesh) -> float:
     return kind.flops / mesh.axes_size(tuple(axes)) / mesh.hardware.product_rate(kind.product_dtype)
 
 
-def _pays(
-    collective: CollectiveKind, axis: str, size: float, seconds: float, mesh: LogicalMesh, adding: float = 0.0
-) -> bool:
-    """Whether a ring beside a product takes less time than the product and a collective of ``size`` bytes in turn: the
-    collective may use more links, or both directions of them, where each permute of a ring uses one.
+def _permuted_seconds(axis: str, size: float, mesh: LogicalMesh) -> float:
+    """Of the permutes of a ring that sends ``size`` bytes in all, but for a device's own part."""
+    return (1 - 1 / mesh.shape[axis]) * size * collective_rate(COLLECTIVE_PERMUTE, (axis,), mesh)[1]
 
-    Args:
-      seconds: of the product.
-      adding: seconds in which its parts read and write sums.
-    """
-    (_, at_once), (_, a_part) = (collective_rate(kind, (axis,), mesh) for kind in (collective, COLLECTIVE_PERMUTE))
-    parts = mesh.shape[axis]
-    return max(seconds, adding, (parts - 1) / parts * size * a_part) < seconds + size * at_once
+
+def _scatter_seconds(axes: Axes, size: float, mesh: LogicalMesh) -> float:
+    """Of reduce-scatters of ``size`` bytes over one axis after the other."""
+    left = [size / mesh.axes_size(axes[:n]) for n in range(len(axes))]
+    return sum(n * collective_rate(REDUCE_SCATTER, (a,), mesh)[1] for a, n in zip(axes, left, strict=True))
+
+
+def _pays(at_once: float, in_ring: float, product: float) -> bool:
+    """Whether a ring, what runs ``in_ring`` beside the ``product``, takes less time than the product and what it
+    replaces, ``at_once``, in turn: that may use more links, or both directions of them, where a permute uses one."""
+    return max(product, in_ring) < product + at_once
 
 
 Gathered = tuple[int, Spec]

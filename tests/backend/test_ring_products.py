@@ -82,6 +82,20 @@ def test_a_part_of_the_sums_may_stay_to_be_reduced() -> None:
     np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("order", "permutes"), [("ab", 2), ("ba", 1)])
+def test_an_axis_of_few_devices_goes_in_the_ring_where_the_first_has_too_many(
+    monkeypatch: pytest.MonkeyPatch, order: str, permutes: int
+) -> None:
+    """Shards come in another order then, and are sent to where they belong."""
+    monkeypatch.setattr(ring_products, "MAX_PARTS", 2)
+    x, w, both = normal(64, 32), normal(32, 24, seed=1), tuple(order)
+    step = autoshard.jit(jnp.matmul, mesh=mesh(a=4, b=2), in_shardings=(P(None, both), P(both)), out_shardings=P(both))
+    np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
+    compiled = step.lower(x, w).compile()
+    assert (compiled.as_text() or "").count(" collective-permute(") == permutes
+    assert audit(compiled, step.plan(x, w)).clean
+
+
 @pytest.mark.parametrize(("products", "read"), [(1, True), (1, False), (2, True)])
 def test_parts_of_a_product_are_kept_apart_from_their_sums(products: int, read: bool) -> None:
     """So that they wait for no permute. Of a sum of several products only the last waits for one."""
