@@ -458,6 +458,8 @@ def test_the_share_of_a_permute_is_that_of_its_sources(pairs: list[tuple[int, in
          [ADDED_UP, "all-reduce split into one per axis"]),
         ([op(AG, "x", 200), op(AG, "y", 800)], [op(AG, "y", 400), op(AG, "x", 800)],
          ["all-gather over the axes in the other order"]),
+        ([op(RS, "y", 800), op(RS, "x", 200)], [op(RS, "x", 800), op(RS, "y", 400), op(CP, "xy", 100)],
+         ["reduce-scatter over the axes in the other order, and shards put in place"]),
         ([op(AG, "xy", 800)], [op(AR, "xy", 800)], ["all-gather as an all-reduce of zero-padded shards"]),
         # Gathers are put together, in either order, while scatters are split.
         ([op(AG, "x", 600), op(AG, "y", 500), op(RS, "xy", 400)],
