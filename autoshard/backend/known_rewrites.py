@@ -145,11 +145,9 @@ def _axis_rewrites(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Rewrite
             if kind != _REDUCE:
                 swapped = {(kind, y): 1 / mesh.axes_size(x), (kind, x): 1.0}
                 yield Rewrite(f"{kind} over the axes in the other order", both, swapped, two)
-            if kind == _SCATTER:  # shards then come in another order, and are sent to where they belong
-                moved = {**swapped, (_PERMUTE, both): 1 / mesh.axes_size(both)}
-                yield Rewrite(
-                    "reduce-scatter over the axes in the other order, and shards put in place", both, moved, two
-                )
+                if kind == _SCATTER:  # shards then come in another order, and are sent to where they belong
+                    moved = {**swapped, (_PERMUTE, both): 1 / mesh.axes_size(both)}
+                    yield Rewrite(f"{kind} over the axes in the other order, and shards put in place", both, moved, two)
     for wide, axes in itertools.permutations(every, 2):
         if set(axes) < set(wide):  # all source-target pairs differ in fewer axes, as in the last hops of a chain
             name = "collective-permute over fewer axes than planned"

@@ -185,9 +185,10 @@ class _Lowering:
         return self.node_of_results.get(tuple(self.value_of[v] for v in eqn.outvars))
 
     def _sums_gradient(self, eqn: jx.JaxprEqn, node: int | None) -> bool:
-        """Whether it is a product that sums what no other product reads in a ring."""
-        read = self.gradients.isdisjoint([self.value_of[v] for v in eqn.outvars])
-        return not read and node in self.islands and product_ring(*self.islands[node], self.logical_mesh) is not None
+        """Whether it is a product whose result, which no other product reads, is summed in a ring."""
+        if node is None or node not in self.islands or self.gradients.isdisjoint(map(self.value_of.get, eqn.outvars)):
+            return False
+        return product_ring(*self.islands[node], self.logical_mesh) is not None
 
     def _gather_ring(self, eqn: jx.JaxprEqn, operand: int, change: Change) -> GatherRing | None:
         """The ring in which a product gathers an operand."""

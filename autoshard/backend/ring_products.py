@@ -192,8 +192,7 @@ def _in_other_order(made: Spec, reduced: Spec, sizes: Mapping[str, int]) -> Iter
     for dim, (before, after) in enumerate(zip(made.dims, reduced.dims, strict=True)):
         first, *others = after[len(before) :] or ("",)
         for axis in others if sizes.get(first, 0) > MAX_PARTS else ():
-            rest = [a for a in after[len(before) :] if a != axis]
-            yield reduced.with_dim(dim, (*before, axis, *rest))
+            yield reduced.with_dim(dim, (*before, axis, *(a for a in after[len(before) :] if a != axis)))
 
 
 class Change(NamedTuple):
@@ -218,7 +217,7 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None
         return None
     size, own = math.prod(shape) * kind.bits[-1] / 8, len(made.dims[ring.dim])
     at_once, (_, *rest) = (spec.dims[ring.dim][own:] for spec in (reduced, ring.placed))
-    saved = _scatter_seconds(at_once, size, mesh) - _scatter_seconds(rest, size / ring.parts, mesh)
+    saved = _scatter_seconds(at_once, size, mesh) - _scatter_seconds(tuple(rest), size / ring.parts, mesh)
     if not _pays(saved, _permuted_seconds(ring.axis, size, mesh), _seconds(kind, island, mesh)):
         return None
     places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
@@ -228,9 +227,9 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None
 def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh: LogicalMesh) -> GatherRing | None:
     """The ring in which an operand of a product with one result is all-gathered; None where it has another ring, or
     waits less without."""
-    if not _is_of_xla(kind) or len(island.out_specs) > 1 or product_ring(kind, island, mesh):
+    if not _is_of_xla(kind) or len(island.out_specs) != 1 or product_ring(kind, island, mesh):
         return None
-    rule, gathered = kind.rule, gathered_axis(*change)
+    (out,), rule, gathered = island.out_specs, kind.rule, gathered_axis(*change)
     if gathered is None:
         return None
     dim, axis = gathered
@@ -241,7 +240,7 @@ def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh
     if rule.kind(factor[0]) != ("parallel" if in_result else "sum"):
         return None
     parts, read = mesh.shape[axis], _shard_shape(kind, operand, island.in_specs[operand], mesh)
-    made = math.prod(_shard_shape(kind, -1, island.out_specs[0], mesh))
+    made = math.prod(_shard_shape(kind, -1, out, mesh))
     if not in_result and made > math.prod(read):  # sums would take longer than the gather
         return None
     least = MIN_PRODUCT * (parts if in_result else 1)
