@@ -34,7 +34,7 @@ SPLIT = {
 @pytest.mark.parametrize(
     ("hardware", "split", "sizes"),
     [
-        ("tpu-v5e", "experts", (2048, 256, 256, 16)),
+        ("tpu-v5e", "experts", (2048, 256, 256, 32)),
         ("tpu-v5e", "features", (64, 512, 2048, 4)),
         ("tpu-v5e", "rows", (32768, 64, 64, 8)),
         ("h100", "experts", (2048, 256, 256, 16)),
