@@ -119,6 +119,8 @@ class _Lowering:
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
+        found = {n: product_ring(kind, island, logical_mesh) for n, (kind, island) in islands.items()}
+        self.sum_rings = {n: ring for n, ring in found.items() if ring}
 
     def jaxpr(self, jaxpr: jx.Jaxpr, outputs: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
         """``jaxpr`` constrained; ``outputs`` are the shardings to constrain each of its results to, in turn."""
@@ -186,14 +188,12 @@ class _Lowering:
 
     def _sums_gradient(self, eqn: jx.JaxprEqn, node: int | None) -> bool:
         """Whether it is a product whose result, which no other product reads, is summed in a ring."""
-        if node is None or node not in self.islands or self.gradients.isdisjoint(map(self.value_of.get, eqn.outvars)):
-            return False
-        return product_ring(*self.islands[node], self.logical_mesh) is not None
+        return node in self.sum_rings and not self.gradients.isdisjoint([self.value_of[v] for v in eqn.outvars])
 
     def _gather_ring(self, eqn: jx.JaxprEqn, operand: int, change: Change) -> GatherRing | None:
-        """The ring in which a product gathers an operand."""
+        """The ring in which a product gathers an operand, where its result has none."""
         node = self._node(eqn)
-        if node is None or node not in self.islands:
+        if node is None or node not in self.islands or node in self.sum_rings:
             return None
         kind, island = self.islands[node]
         return gather_ring(kind, operand, change, island, self.logical_mesh)
@@ -262,7 +262,7 @@ class _Lowering:
             ],
         )
 
-        ring = product_ring(kind, island, self.logical_mesh)
+        ring = self.sum_rings.get(node or 0)
         in_turn = node in self.kernels and self.logical_mesh.hardware.blocking_reduce_scatters
 
         def on_shards(*operands: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from autoshard import jaxpr as jx
 from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, exposed_values, gathered_axis
 from autoshard.ir.graph import Graph, OpKind
-from autoshard.ir.spec import Axes, Spec
+from autoshard.ir.spec import Spec
 from autoshard.machine.collective import (
     ALL_GATHER,
     COLLECTIVE_PERMUTE,
@@ -217,7 +217,8 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None
         return None
     size, own = math.prod(shape) * kind.bits[-1] / 8, len(made.dims[ring.dim])
     at_once, (_, *rest) = (spec.dims[ring.dim][own:] for spec in (reduced, ring.placed))
-    saved = _scatter_seconds(at_once, size, mesh) - _scatter_seconds(tuple(rest), size / ring.parts, mesh)
+    (_, whole), (_, left) = (collective_rate(REDUCE_SCATTER, axes, mesh) for axes in (at_once, tuple(rest)))
+    saved = whole * size - left * size / ring.parts
     if not _pays(saved, _permuted_seconds(ring.axis, size, mesh), _seconds(kind, island, mesh)):
         return None
     places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
@@ -225,9 +226,8 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None
 
 
 def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh: LogicalMesh) -> GatherRing | None:
-    """The ring in which an operand of a product with one result is all-gathered; None where it has another ring, or
-    waits less without."""
-    if not _is_of_xla(kind) or len(island.out_specs) != 1 or product_ring(kind, island, mesh):
+    """The ring in which an operand of a product with one result is all-gathered; None where it waits less without."""
+    if not _is_of_xla(kind) or len(island.out_specs) != 1:
         return None
     (out,), rule, gathered = island.out_specs, kind.rule, gathered_axis(*change)
     if gathered is None:
@@ -277,12 +277,6 @@ def _seconds(kind: OpKind, island: Island, mesh: LogicalMesh) -> float:
 def _permuted_seconds(axis: str, size: float, mesh: LogicalMesh) -> float:
     """Of the permutes of a ring that sends ``size`` bytes in all, but for a device's own part."""
     return (1 - 1 / mesh.shape[axis]) * size * collective_rate(COLLECTIVE_PERMUTE, (axis,), mesh)[1]
-
-
-def _scatter_seconds(axes: Axes, size: float, mesh: LogicalMesh) -> float:
-    """Of reduce-scatters of ``size`` bytes over one axis after the other."""
-    left = [size / mesh.axes_size(axes[:n]) for n in range(len(axes))]
-    return sum(n * collective_rate(REDUCE_SCATTER, (a,), mesh)[1] for a, n in zip(axes, left, strict=True))
 
 
 def _pays(at_once: float, in_ring: float, product: float) -> bool:
