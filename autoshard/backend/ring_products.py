@@ -248,7 +248,7 @@ def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh
         return None
     # Each part of what is summed over reads the sum of those before, and writes it with its own.
     moved = 0.0 if in_result else 2 * parts * made * kind.bits[-1] / 8
-    size = math.prod(read) * kind.bits[operand] / 8
+    size = math.prod(read) * kind.sent_bits[operand] / 8
     longest = max(_permuted_seconds(axis, size, mesh), moved / mesh.hardware.memory_rate)
     if not _pays(collective_rate(ALL_GATHER, (axis,), mesh)[1] * size, longest, _seconds(kind, island, mesh)):
         return None

@@ -205,13 +205,25 @@ class CostModel:
         (i,) = operands
         return self.first_of.get(node.operands[i], node.operands[i]), run.in_specs[i], found
 
+    def _sent_bits(self, runs: Sequence[NodeCost], specs: Sequence[Spec]) -> Mapping[tuple[int, Spec], int]:
+        """Bits per element in which values are resharded, by value and the spec that nodes demand: the most that any of
+        these reads."""
+        found: dict[tuple[int, Spec], int] = {}
+        for node, run in zip(self.graph.nodes, runs, strict=True):
+            if run.resharded and node.trip_count:
+                for v, required, bits in zip(node.operands, run.in_specs, node.kind.sent_bits, strict=False):
+                    found[v, required] = max(bits, found.get((v, required), 0))
+        return found
+
     def charges(self, layout: Layout) -> Iterator[Charge]:
         """What each node that executes adds to the cost under ``layout``, in order of execution."""
         specs, values = layout.specs, self.graph.values
         charged: set[tuple[int, Spec]] = set()
         sent: set[tuple[int, Collective]] = set()
         sent_on_shards: set[object] = set()
-        for number, (node, run) in enumerate(zip(self.graph.nodes, self.node_costs(layout), strict=True)):
+        runs = self.node_costs(layout)
+        sent_bits = self._sent_bits(runs, specs)
+        for number, (node, run) in enumerate(zip(self.graph.nodes, runs, strict=True)):
             if not node.trip_count:
                 continue
             compute = run.compute_seconds * node.trip_count
@@ -219,13 +231,13 @@ class CostModel:
                 yield Charge(number, compute)
                 continue
             moves = [
-                (v, specs[v], required, False)
+                (v, specs[v], required, sent_bits[v, required], False)
                 for v, required in zip(node.operands, run.in_specs, strict=True)
                 if required != specs[v] and (v, required) not in charged and v not in self.free_to_reshard
             ]
-            charged.update((v, required) for v, _, required, _ in moves)
+            charged.update((v, required) for v, _, required, _, _ in moves)
             made_as = zip(node.results, run.out_specs, strict=True)
-            moves += [(v, made, specs[v], True) for v, made in made_as if made != specs[v]]
+            moves += [(v, made, specs[v], values[v].bits, True) for v, made in made_as if made != specs[v]]
             halos, first = self._halos(node, run), [self.first_of.get(v, v) for v in node.operands[:1]]
             keys = [halos if c.kind == COLLECTIVE_PERMUTE else (*first, c) for c in run.collectives]
             issued = [
@@ -233,8 +245,8 @@ class CostModel:
                 for key, c in zip(keys, run.collectives, strict=True)
             ]
             sent_on_shards.update(keys)
-            for v, src, dst, made in moves:
-                for c in reshard_collectives(src, dst, values[v].shape, values[v].bits, self.mesh):
+            for v, src, dst, bits, made in moves:
+                for c in reshard_collectives(src, dst, values[v].shape, bits, self.mesh):
                     key = self.first_of.get(v, v), c
                     issued.append(Transfer(replace(c, redundant=True) if key in sent else c, 0.0, v, src, dst, made))
                     sent.add(key)

@@ -118,7 +118,7 @@ def _bytes_sent(
 ) -> float:
     """Bytes that leave a device in one execution."""
     reshards = _reshards(specs, run, free_operands)
-    issued = [c for i, a, b in reshards for c in reshard_collectives(a, b, kind.shapes[i], kind.bits[i], mesh)]
+    issued = [c for i, a, b in reshards for c in reshard_collectives(a, b, kind.shapes[i], kind.sent_bits[i], mesh)]
     return sum(c.wire_bytes(mesh) for c in (*issued, *run.collectives))
 
 
@@ -150,7 +150,7 @@ def node_cost(
     """The cost of a node whose operands and results have ``specs`` under this strategy."""
     moved: list[Resharded] = []
     for i, a, b in _reshards(specs, strategy, free_operands):
-        seconds = reshard_seconds(a, b, kind.shapes[i], kind.bits[i], mesh)
+        seconds = reshard_seconds(a, b, kind.shapes[i], kind.sent_bits[i], mesh)
         moved.append(Resharded(i, a, b, seconds - combined_saving(a, b, kind.combined_count, mesh)))
     transfers = sum(seconds_waited_by(kind, moved, strategy.compute_seconds, mesh))
     return NodeCost(

@@ -203,7 +203,7 @@ def _halo_copy_seconds(
                 parts = mesh.axes_size(axes)
                 sent += sum(len(rows_per_hop(n, halo.window.input_size // parts)) for n in halo.window.halo_rows(parts))
         if sent:
-            bits = min(1.0, hardware.operand_bits / kind.bits[operand])
+            bits = kind.sent_bits[operand] / kind.bits[operand]
             local = kind.bytes[operand] / in_specs[operand].num_shards(mesh.shape)
             seconds += 2 * local * bits / hardware.memory_rate + sent * hardware.overhead
     return seconds

@@ -237,7 +237,9 @@ class _Builder:
         flops = jx.contraction_flops(eqn)
         factors = [a for a in ins if hasattr(a, "dtype") and jax.dtypes.issubdtype(a.dtype, np.inexact)] or ins
         product_dtype = str(getattr(max(factors[:2], key=_bits, default=None), "dtype", "")) if flops else ""
-        return _kind(name, traits, rule, shapes, bits, product_dtype, flops, source, jx.convolution(eqn))
+        kind = _kind(name, traits, rule, shapes, bits, product_dtype, flops, source, jx.convolution(eqn))
+        rounds = jx.rounds_operands(eqn)
+        return replace(kind, operand_bits=self.program.mesh.hardware.operand_bits) if rounds else kind
 
     def rule(self, eqn: jx.JaxprEqn, source: str) -> Rule:
         try:

@@ -87,6 +87,8 @@ class OpKind:
     """Whether it is a value's way into or out of a region, or from one iteration to the next."""
     host_transfer: bool = False
     """Whether it copies its operand from the device's memory to the host's, or back."""
+    operand_bits: int | None = None
+    """Bits of an element of an operand that it uses, at most; None where it uses all."""
     combined_count: int = 1
     """How many all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
     traffic: tuple[float, ...] | None = None
@@ -102,10 +104,15 @@ class OpKind:
     (`autoshard.cost.overlap`)."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
     """Of the operands, then the results, unsharded."""
+    sent_bits: tuple[int, ...] = field(init=False, repr=False)
+    """``bits`` as they are resharded for it: XLA rounds an operand to what a product uses before it sends it."""
 
     def __post_init__(self) -> None:
         sizes = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, self.bits, strict=True))
         object.__setattr__(self, "bytes", sizes)
+        operands = len(self.rule.operands)
+        sent = (min(b, self.operand_bits or b) if i < operands else b for i, b in enumerate(self.bits))
+        object.__setattr__(self, "sent_bits", tuple(sent))
 
 
 class OpKinds:

@@ -41,6 +41,7 @@ from autoshard.jaxpr.equation import (
     manual_specs,
     op_names,
     op_params,
+    rounds_operands,
     sharding_rule,
     window_reads,
 )
@@ -215,6 +216,7 @@ __all__ = [
     "represents",
     "represents_indices",
     "resized_var",
+    "rounds_operands",
     "scan_groups",
     "scatter_on_shards",
     "scopes",

@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.lax import ragged_dot_general_p as _ragged_dot_general_p
 from jax._src.shard_map import shard_map_p as _shard_map_p
@@ -132,6 +134,15 @@ def contraction_flops(eqn: JaxprEqn) -> float:
         reads = [window_reads(out[o], kernel[k], *w) for o, k, w in zip(result[2:], rhs[2:], windows, strict=True)]
         return 2.0 * out[result[0]] * out[result[1]] * kernel[rhs[1]] * math.prod(reads)
     return float(eqn.params.get("flops", 0.0))
+
+
+def rounds_operands(eqn: JaxprEqn) -> bool:
+    """Whether it is a product of floating-point numbers at JAX's default precision, so that hardware may round them."""
+    if "precision" not in eqn.params or not contraction_flops(eqn):
+        return False
+    asked = eqn.params["precision"]
+    default = all(p in (None, lax.Precision.DEFAULT) for p in (asked if isinstance(asked, tuple) else (asked,)))
+    return default and all(jnp.issubdtype(aval(x).dtype, jnp.floating) for x in eqn.invars[:2])
 
 
 def _ragged_flops(eqn: JaxprEqn) -> float:

@@ -112,13 +112,26 @@ def collective_rate(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMe
     """Seconds of a collective over ``axes`` however small it is, and seconds of each byte.
 
     A reduce-scatter over several axes is one after the other, as it is lowered, or an all-reduce of which each device
-    keeps its part, where that is faster.
+    keeps its part, where that is faster. XLA makes the second of one over an axis that is all of a slice.
     """
     over, overhead = rings(axes, mesh), mesh.hardware.overhead
-    if kind != REDUCE_SCATTER or len(axes) == 1:
+    if kind != REDUCE_SCATTER or (len(axes) == 1 and not _is_whole_slice(axes[0], mesh)):
         return _linear(kind, over, overhead)
+    all_reduce = _linear(ALL_REDUCE, over, overhead)
+    if len(axes) == 1:
+        return all_reduce
     by_axis = _linear(kind, [ring for axis in axes for ring in rings((axis,), mesh)], overhead)
-    return min(by_axis, _linear(ALL_REDUCE, over, overhead), key=lambda seconds: seconds[1])
+    return min(by_axis, all_reduce, key=lambda seconds: seconds[1])
+
+
+def _is_whole_slice(axis: str, mesh: LogicalMesh) -> bool:
+    """Whether one axis takes every chip of a TPU slice, of a square of four by four or more, or of a cuboid.
+
+    XLA for TPU (JAX 0.12, compiled for v5e, v5p and v6e) turns reduce-scatters over it into all-reduces, in all
+    dimensions at once; those over half a slice, two by two chips, or a rectangle with unequal sides stay as they are.
+    """
+    sides = [span.devices for span in mesh.along(axis)]
+    return mesh.shape[axis] == mesh.size and (len(sides) > 2 or (len(set(sides)) == 1 < len(sides) and sides[0] > 2))
 
 
 def _linear(kind: CollectiveKind, over: list[Ring], overhead: float) -> tuple[float, float]:

@@ -260,12 +260,13 @@ class _LayoutProblemBuilder:
                     key, self.limits.sharding_parameters(options, lambda s: s.axes) if is_parameter else options
                 )
             copy = Binding(j, tuple(d if n > 1 else -1 for d, n in enumerate(shape)))
-            first = graph.nodes[nodes[0]]
-            executions[own, copy, first.kind, first.operands.index(v)] += max(graph.nodes[n].trip_count for n in nodes)
+            reads = [(graph.nodes[n].kind, graph.nodes[n].operands.index(v)) for n in nodes]
+            widest = max(reads, key=lambda read: read[0].sent_bits[read[1]])
+            executions[own, copy, *widest] += max(graph.nodes[n].trip_count for n in nodes)
             found.update(((v, n), copy) for n in nodes)
         for (own, copy, kind, i), count in executions.items():
             src, dst = self.spec_tables.value_specs(*own), self.spec_tables.value_specs(*copy)
-            seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], kind.bits[i])
+            seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], kind.sent_bits[i])
             share = self.spec_tables.share_matrix(src, dst, kind, i)
             waited = seconds_waited(seconds, kind, i, self.mesh, share=share, compute=product_seconds(kind, self.mesh))
             self.builder.add_pairwise(own.variable, copy.variable, count * waited)

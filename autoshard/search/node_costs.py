@@ -130,7 +130,7 @@ class NodeCosts:
         unary = executions * seconds
         pairwise: dict[int, Array] = {}
         for p, (binding, demanded) in enumerate(zip(bindings, specs, strict=True)):
-            shape, bits = kind.shapes[p], kind.bits[p]
+            shape, bits = kind.shapes[p], kind.sent_bits[p]
             if binding is None:  # takes any spec, but a partial result is still reduced
                 if p >= operands and any(s.partial for s in demanded.distinct_specs):
                     reduced = tables.intern([demanded.distinct_specs[k].reduced() for k in demanded.index])

@@ -124,6 +124,24 @@ def test_an_all_gather_that_two_nodes_read_is_charged_once() -> None:
     assert [c.kind for c in cost.collectives].count("all-gather") == 1
 
 
+@pytest.mark.parametrize(
+    ("precision", "also", "bits"),
+    [(None, False, 16), ("default", False, 16), ("highest", False, 32), (None, True, 32)],
+    ids=["by default", "at the default precision", "at a higher one", "and read by others"],
+)
+def test_what_products_alone_read_is_sent_in_the_bits_that_they_take(precision, also, bits) -> None:
+    def fun(x, w):
+        product = jnp.matmul(x, w, precision=precision)
+        return product, (jnp.matmul(x, w, precision="highest") if also else None)
+
+    on = replace(MESH, hardware=replace(CHIP, operand_bits=16))
+    g = graph(fun, ((1024, 64), (64, 4096)), on)
+    specs = dict(zip(g.inputs, (ROWS, COLUMNS), strict=True)) | dict.fromkeys(g.outputs, COLUMNS)
+    cost = CostModel(g).cost(propagate(g, [], specs))
+    gathers = [c.bytes for c in cost.collectives if c.kind == "all-gather"]
+    assert gathers == [1024 * 64 * bits // 8]
+
+
 def test_costs_in_a_loop_are_multiplied_by_the_trip_count() -> None:
     def fun(x, w):
         return jax.lax.fori_loop(0, 7, lambda _, h: jnp.tanh(h @ w), x)

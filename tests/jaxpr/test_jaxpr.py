@@ -156,6 +156,26 @@ def test_contraction_flops() -> None:
     assert jx.contraction_flops(conv) == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "rounds"),
+    [
+        (None, "float32", True),
+        ("default", "float32", True),
+        (("default", "default"), "bfloat16", True),
+        ("highest", "float32", False),
+        (("default", "highest"), "float32", False),
+        ("BF16_BF16_F32", "float32", False),
+        (None, "int32", False),
+    ],
+)
+def test_products_round_their_operands_at_the_default_precision_alone(precision, dtype, rounds) -> None:
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((3, 4), (4, 5))]
+    closed = jax.make_jaxpr(lambda a, b: jnp.sin(jnp.matmul(a, b, precision=precision) * 1.0))(*shapes)
+    found = {e.primitive.name: jx.rounds_operands(e) for e in closed.jaxpr.eqns}
+    assert found["dot_general"] is rounds
+    assert not found["sin"]
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 def test_both_gradients_of_a_convolution_have_its_flops(stride: int, padding: str) -> None:

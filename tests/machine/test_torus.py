@@ -267,3 +267,23 @@ def test_one_stage_of_a_pipeline_runs_along_no_dimension_of_the_others():
     stage = PipelineRequest(mesh, "stage").stage_mesh
     assert stage.torus == ((), *mesh.torus[1:])
     assert all(stage.torus[1:])
+
+
+@pytest.mark.parametrize(
+    ("topology", "axes", "is_all_reduce"),
+    [
+        ("v5e:4x4", (16, 1), True),
+        ("v5e:16x16", (256, 1), True),
+        ("v6e:8x8", (64, 1), True),
+        ("v5p:2x2x4", (16, 1), True),
+        ("v5p:4x4x4", (64, 1), True),
+        ("v5e:2x2", (4, 1), False),
+        ("v5e:4x8", (32, 1), False),
+        ("v5e:16x16", (32, 8), False),
+    ],
+)
+def test_a_reduce_scatter_over_a_whole_slice_takes_what_an_all_reduce_does(topology, axes, is_all_reduce):
+    """As compiled with libtpu 0.0.50: XLA makes an all-reduce of it, and each device keeps a part."""
+    mesh = MeshConfig(axes={"a": axes[0], "b": axes[1]}, tpu=topology).mesh()
+    scatter, whole = (collective_seconds(kind, ("a",), 2**34, mesh) for kind in (REDUCE_SCATTER, ALL_REDUCE))
+    assert scatter == whole if is_all_reduce else scatter < 0.6 * whole

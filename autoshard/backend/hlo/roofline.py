@@ -85,14 +85,33 @@ def instruction_seconds(
 def memory_bound_seconds(
     instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
 ) -> float | None:
-    """Seconds in which fusions reach the bytes of an instruction, its kernel's start included; None of one that
-    contains a product, or reads and writes otherwise than in one sweep."""
+    """Seconds in which fusions reach the bytes of an instruction, its kernel's start included; None of one that reads
+    and writes otherwise than in one sweep, or contains a convolution, or products that take longer at the peak."""
     inside = _fused_computation(instruction, module)
-    within = [instruction] if inside is None else inside.instructions.values()
+    within = [instruction] if inside is None else [*inside.instructions.values()]
     opcodes = {i.opcode for i in within if not _is_empty_buffer(i)}
-    if not opcodes.isdisjoint(_NO_SWEEPS) or any(_contraction_flops(instruction, computation, module)):
+    if not opcodes.isdisjoint(_NO_SWEEPS):
         return None
-    return _moved_bytes(instruction, computation, module) / hardware.memory_rate + hardware.overhead
+    moved = _moved_bytes(instruction, computation, module) / hardware.memory_rate
+    if any(_contraction_flops(instruction, computation, module)):
+        products = [_tiled_seconds(i, inside, hardware) for i in within if i.opcode == "convolution"] if inside else []
+        if not products or None in products or sum(filter(None, products)) > moved:
+            return None
+    return moved + hardware.overhead
+
+
+def _tiled_seconds(product: Instruction, computation: Computation, hardware: Hardware) -> float | None:
+    """Seconds at the peak of a matrix product, which the TPU compiler writes as a convolution with a window of one
+    element, on whole tiles of its units; None of another convolution."""
+    labels, window = _LABELS.search(product.attributes), _WINDOW.search(product.attributes)
+    shapes = [computation.instructions[n].shape for n in product.names if n in computation.instructions]
+    if labels is None or len(shapes) != 2 or not {*(window[1] if window else "")} <= {*"size=1x"}:
+        return None
+    (dtype, _), (_, kernel) = (arrays(shape)[0] for shape in shapes)
+    (_, result) = arrays(product.shape)[0]
+    depth, made = kernel[labels[1].index("i")], result[labels[2].index("f")]
+    tile, sizes = hardware.tile[-1], (math.prod(result) // max(made, 1), made, depth)
+    return 2.0 * math.prod(-(-n // tile) * tile for n in sizes) / hardware.peak_flops(peak_dtype(dtype))
 
 
 def _is_empty_buffer(instruction: Instruction) -> bool:

@@ -157,6 +157,31 @@ def test_an_update_of_an_empty_buffer_is_a_sweep_over_the_update(called, moved):
     assert found == (moved and pytest.approx(moved / 1e2))
 
 
+@pytest.mark.parametrize(
+    ("depth", "made", "window", "bound"),
+    [
+        (96, 384, "size=1x1", True),
+        (4096, 4096, "size=1x1", False),  # the product takes longer than its bytes
+        (16, 24, "size=3x3 pad=1_1x1_1", False),  # a convolution
+        (16, 24, "size=1x1 stride=2x2", False),
+    ],
+    ids=["narrow", "wide", "convolution", "stride"],
+)
+def test_a_product_that_memory_bounds_takes_its_bytes(depth, made, window, bound):
+    """On whole tiles of 128 at the peak of this chip, the narrow one takes a third of what its bytes do."""
+    chip = Hardware("chip", {"bfloat16": 197e12}, 1e9, 0.8e12, LINKS, tile=(8, 128))
+    x, w, y = (f"bf16[{s}]" for s in (f"56,56,32,{depth}", f"{depth},{made},1,1", f"56,56,32,{made}"))
+    given = [f"%x = {x} parameter(0)", f"%w = {w} parameter(1)"]
+    product = f"%y = {y} convolution(%x, %w), window={{{window}}}, dim_labels=01bf_io01->01bf"
+    lines = [*given, product, f"ROOT %t = {y} tanh(%y)\n}}"]
+    inner = "\n  ".join((f"%inner (x: {x}, w: {w}) -> {y} {{", *lines))
+    whole = module([*given, f"ROOT %f = {y} fusion(%x, %w), kind=kOutput, calls=%inner"], inner)
+    main = whole.computations["main"]
+    moved = 2 * (56 * 56 * 32 * (depth + made) + depth * made)
+    found = memory_bound_seconds(main.instructions["f"], main, whole, chip)
+    assert found == (pytest.approx(moved / 0.8e12) if bound else None)
+
+
 def test_free_instructions_and_collectives_take_no_time():
     lines = [
         "%a = f32[8] parameter(0)",
