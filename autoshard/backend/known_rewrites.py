@@ -163,7 +163,7 @@ def _kind_rewrites(every: Sequence[Axes], mesh: LogicalMesh) -> Iterator[Rewrite
         yield Rewrite("all-reduce in place of reduce-scatter + all-gather", axes, {reduce: 1.0}, both, "reduce")
         # XLA for TPU, where shards are smaller than a tile or a gather spans a whole torus of three dimensions.
         yield Rewrite("all-gather as an all-reduce of zero-padded shards", axes, {reduce: 1.0}, {gather: 1.0}, "reduce")
-        # XLA for CPU never forms a reduce-scatter itself.
+        # XLA for CPU never forms a reduce-scatter itself, and that for TPU none over a whole slice.
         yield Rewrite("all-reduce + slice in place of reduce-scatter", axes, {reduce: 1.0}, {scatter: 1.0}, "reduce")
         # Of n shards, n - 1 are sent, or all n where the loop's last iteration sends too.
         for kind, sent in itertools.product((gather, scatter), (1 - 1 / mesh.axes_size(axes), 1.0)):

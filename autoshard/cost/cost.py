@@ -212,7 +212,8 @@ class CostModel:
         for node, run in zip(self.graph.nodes, runs, strict=True):
             if run.resharded and node.trip_count:
                 for v, required, bits in zip(node.operands, run.in_specs, node.kind.sent_bits, strict=False):
-                    found[v, required] = max(bits, found.get((v, required), 0))
+                    if required is not specs[v] and required != specs[v]:
+                        found[v, required] = max(bits, found.get((v, required), 0))
         return found
 
     def charges(self, layout: Layout) -> Iterator[Charge]:

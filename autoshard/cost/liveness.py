@@ -79,7 +79,7 @@ class Liveness:
         self._views: set[int] = set()
         """Fused values that are only a view of one materialized value."""
         self.read_outside_products: set[int] = set()
-        """Values that something other than a product reads, or a product not as they are."""
+        """Values that something other than a product that rounds them reads, or a product not as they are."""
         self.elementwise_from: dict[int, tuple[int, tuple[int, ...]]] = {}
         """Materialized elementwise value -> the node at which it is computed, and its (other) sources."""
         self.read_through: dict[int, set[int]] = defaultdict(set)
@@ -162,7 +162,7 @@ class Liveness:
         """Records that node ``n`` reads ``v``: its buffers are live to ``n``, or to the end of a loop entered since."""
         nodes = self.graph.nodes
         phase = nodes[n].phase if n < len(nodes) else PLAIN
-        product = n < len(nodes) and nodes[n].kind.flops
+        product = n < len(nodes) and nodes[n].kind.operand_bits is not None
         if not product:
             self.read_outside_products.add(self.root(v))
         product = product and self._is_view(v)

@@ -210,7 +210,6 @@ class MemoryModel:
     def layout_ranges(self, layout: Layout, *, all_gather_fusion_disabled: bool = False) -> list[BufferRange]:
         """The buffers that the layout adds to the program's live ranges."""
         nodes, specs, r = self.graph.nodes, layout.specs, self.live_ranges
-        bits = self.mesh.hardware.operand_bits
         readers: dict[tuple[int, Spec], list[int]] = {}
         communicating: set[int] = set()
         ranges: list[BufferRange] = []
@@ -242,9 +241,9 @@ class MemoryModel:
             ]
         delayed = {d.node: n for d in r.delayed_products if (n := d.completes_at(communicating)) > d.node}
         for (v, spec), reads in readers.items():
-            value, products = self.graph.values[v], {i for i in reads if nodes[i].kind.flops}
-            narrow = products.issuperset(reads) and value.bits > bits and value.dtype.startswith("float")
-            size = self.size(v, spec) * (bits if narrow else value.bits) // value.bits
+            sent = max(nodes[i].kind.sent_bits[nodes[i].operands.index(v)] for i in reads)
+            size = self.size(v, spec) * sent // self.graph.values[v].bits
+            products = {i for i in reads if nodes[i].kind.flops}
             first, last, end = reads[0], reads[-1], max(delayed.get(i, i) for i in reads)
             between = r.product_count[last] - r.product_count[first] + bool(nodes[first].kind.flops)
             ranges.append(BufferRange(first, last, size, len(products) == between, v))

@@ -206,26 +206,26 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
     over = (mesh.slow_axes if mesh.platform == "gpu" else ()) or mesh.nontrivial_axes
     parts = mesh.size // mesh.axes_size(over)
 
-    def takes(kind: CollectiveKind, v: int) -> float:
-        return collective_seconds(kind, over, graph.values[v].bytes // parts, mesh)
+    def takes(kind: CollectiveKind, size: float) -> float:
+        return collective_seconds(kind, over, size // parts, mesh)
 
     found: dict[int, float] = {}
     for inside in _products_by_loop(graph):
-        now, read, made = 0.0, dict[int, float](), dict[int, float]()
+        now, read, made, sizes = 0.0, dict[int, float](), dict[int, float](), defaultdict[int, float](float)
         for n in inside:
             seconds = product_seconds(nodes[n].kind, mesh)
             for i, v in enumerate(nodes[n].operands):
                 if v in of_weights:
                     read.setdefault(v, now + read_after(nodes[n].kind, i) * seconds)
+                    sizes[v] = max(sizes[v], nodes[n].kind.sent_bytes[i])
             now += seconds
             made.update(dict.fromkeys(gradients.intersection(nodes[n].results), now))
         in_order = sorted(read, key=lambda v: read[v])
         early = ahead if not made else {}  # else not all of them are (`autoshard.plan.constraints.gathers_ahead`)
-        gathers = [_Window(v, 0.0, now if v in early else read[v], takes(ALL_GATHER, v)) for v in in_order]
+        gathers = [_Window(v, 0.0, now if v in early else read[v], takes(ALL_GATHER, sizes[v])) for v in in_order]
         late = mesh.platform == "gpu" and loop_of[inside[0]] != STEP  # in the next iteration
-        found.update(
-            _in_order([*gathers, *(_Window(v, 0.0 if late else made[v], now, takes(ALL_REDUCE, v)) for v in made)])
-        )
+        sums = [(v, 0.0 if late else at, takes(ALL_REDUCE, graph.values[v].bytes)) for v, at in made.items()]
+        found.update(_in_order([*gathers, *(_Window(v, opens, now, seconds) for v, opens, seconds in sums)]))
     return found
 
 
@@ -367,7 +367,7 @@ def exposed_values(graph: Graph, resharded: Resharding = lambda node, value: Non
                     continue
                 specs = resharded(n, v)
                 axis = gathered_axis(*specs) if specs else None
-                size = graph.values[v].bytes // specs[1].num_shards(mesh.shape) if specs else 0
+                size = node.kind.sent_bytes[i] // specs[1].num_shards(mesh.shape) if specs else 0
                 takes = collective_seconds(ALL_GATHER, axis[1:], size, mesh) if axis and v not in of_weights else 0.0
                 if made[v] == now or now - made[v] < takes:
                     found.add(v)

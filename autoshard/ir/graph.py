@@ -88,7 +88,7 @@ class OpKind:
     host_transfer: bool = False
     """Whether it copies its operand from the device's memory to the host's, or back."""
     operand_bits: int | None = None
-    """Bits of an element of an operand that it uses, at most; None where it uses all."""
+    """Bits of an element of its two factors that a product uses, at most; None where it uses all."""
     combined_count: int = 1
     """How many all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
     traffic: tuple[float, ...] | None = None
@@ -106,13 +106,16 @@ class OpKind:
     """Of the operands, then the results, unsharded."""
     sent_bits: tuple[int, ...] = field(init=False, repr=False)
     """``bits`` as they are resharded for it: XLA rounds an operand to what a product uses before it sends it."""
+    sent_bytes: tuple[float, ...] = field(init=False, repr=False)
+    """``bytes`` in these."""
 
     def __post_init__(self) -> None:
         sizes = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, self.bits, strict=True))
         object.__setattr__(self, "bytes", sizes)
-        operands = len(self.rule.operands)
-        sent = (min(b, self.operand_bits or b) if i < operands else b for i, b in enumerate(self.bits))
-        object.__setattr__(self, "sent_bits", tuple(sent))
+        sent_bits = tuple(min(b, self.operand_bits or b) if i < 2 else b for i, b in enumerate(self.bits))
+        sent = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, sent_bits, strict=True))
+        object.__setattr__(self, "sent_bits", sent_bits)
+        object.__setattr__(self, "sent_bytes", sent)
 
 
 class OpKinds:

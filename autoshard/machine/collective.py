@@ -128,10 +128,10 @@ def _is_whole_slice(axis: str, mesh: LogicalMesh) -> bool:
     """Whether one axis takes every chip of a TPU slice, of a square of four by four or more, or of a cuboid.
 
     XLA for TPU (JAX 0.12, compiled for v5e, v5p and v6e) turns reduce-scatters over it into all-reduces, in all
-    dimensions at once; those over half a slice, two by two chips, or a rectangle with unequal sides stay as they are.
+    dimensions at once; those over part of a slice, two by two chips, or a rectangle of unequal sides stay as they are.
     """
-    sides = [span.devices for span in mesh.along(axis)]
-    return mesh.shape[axis] == mesh.size and (len(sides) > 2 or (len(set(sides)) == 1 < len(sides) and sides[0] > 2))
+    sides = [span.devices for span in mesh.along(axis) if span.of_whole_slice]
+    return len(sides) > 2 or (len(sides) == 2 and sides[0] == sides[1] > 2)
 
 
 def _linear(kind: CollectiveKind, over: list[Ring], overhead: float) -> tuple[float, float]:

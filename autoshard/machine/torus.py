@@ -37,6 +37,8 @@ class Span:
     """Chips from one to the next; devices of as many other groups are between them, on the same links."""
     is_ring: bool
     """Whether they are spaced over a whole dimension, whose ends are joined."""
+    of_whole_slice: bool = False
+    """Whether the axis that runs along it takes all chips of a slice."""
 
 
 class Rates(NamedTuple):
@@ -125,9 +127,10 @@ def _line_spans(line: np.ndarray, target: TpuSlice) -> tuple[Span, ...] | None:
             return None
         stride, n = int(strides[0]), len(at)
         first_change = int(np.argmax(line[:, dim] != line[0, dim]))
-        found.append((first_change, Span(dim, n, stride, target.wraps(dim) and n * stride == side)))
-    whole = math.prod(span.devices for _, span in found) == len(np.unique(line, axis=0))
-    return tuple(span for _, span in sorted(found, reverse=True)) if whole else None
+        is_whole = len(line) == math.prod(target.chip_grid)
+        found.append((first_change, Span(dim, n, stride, target.wraps(dim) and n * stride == side, is_whole)))
+    dense = math.prod(span.devices for _, span in found) == len(np.unique(line, axis=0))
+    return tuple(span for _, span in sorted(found, reverse=True)) if dense else None
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ class _LayoutProblemBuilder:
                     if v in self.bindings:
                         readers[v].append(n)
         found: dict[tuple[int, int], Binding] = {}
-        executions: Counter[tuple[Binding, Binding, OpKind, int]] = Counter()
+        executions: Counter[tuple[Binding, Binding, OpKind, int, int]] = Counter()
         for v, nodes in readers.items():
             if len(nodes) < 2:
                 continue
@@ -261,12 +261,12 @@ class _LayoutProblemBuilder:
                 )
             copy = Binding(j, tuple(d if n > 1 else -1 for d, n in enumerate(shape)))
             reads = [(graph.nodes[n].kind, graph.nodes[n].operands.index(v)) for n in nodes]
-            widest = max(reads, key=lambda read: read[0].sent_bits[read[1]])
-            executions[own, copy, *widest] += max(graph.nodes[n].trip_count for n in nodes)
+            bits = max(kind.sent_bits[i] for kind, i in reads)
+            executions[own, copy, *reads[0], bits] += max(graph.nodes[n].trip_count for n in nodes)
             found.update(((v, n), copy) for n in nodes)
-        for (own, copy, kind, i), count in executions.items():
+        for (own, copy, kind, i, bits), count in executions.items():
             src, dst = self.spec_tables.value_specs(*own), self.spec_tables.value_specs(*copy)
-            seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], kind.sent_bits[i])
+            seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], bits)
             share = self.spec_tables.share_matrix(src, dst, kind, i)
             waited = seconds_waited(seconds, kind, i, self.mesh, share=share, compute=product_seconds(kind, self.mesh))
             self.builder.add_pairwise(own.variable, copy.variable, count * waited)

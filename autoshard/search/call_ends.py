@@ -210,7 +210,7 @@ class _Revision:
             seconds += node.trip_count * run.seconds
             for i, (u, required) in enumerate(zip(node.operands, run.in_specs, strict=True)):
                 if u == v and required in charged:
-                    moved = reshard_seconds(spec, required, value.shape, value.bits, self.mesh)
+                    moved = reshard_seconds(spec, required, value.shape, node.kind.sent_bits[i], self.mesh)
                     share = share_hidden(node.kind, i, spec, required, self.mesh)
                     seconds -= node.trip_count * seconds_waited(
                         moved, node.kind, i, self.mesh, share=share, compute=run.compute_seconds

@@ -287,3 +287,11 @@ def test_a_reduce_scatter_over_a_whole_slice_takes_what_an_all_reduce_does(topol
     mesh = MeshConfig(axes={"a": axes[0], "b": axes[1]}, tpu=topology).mesh()
     scatter, whole = (collective_seconds(kind, ("a",), 2**34, mesh) for kind in (REDUCE_SCATTER, ALL_REDUCE))
     assert scatter == whole if is_all_reduce else scatter < 0.6 * whole
+
+
+def test_so_it_is_over_each_of_several_slices_and_not_over_one_stage_s_part():
+    slices = MeshConfig(axes={"slice": 2, "data": 16}, tpu="v5e:4x4", slices=2).mesh()
+    stage = PipelineRequest(MeshConfig(axes={"stage": 2, "data": 16}, tpu="v5p:4x4x2").mesh(), "stage").stage_mesh
+    for mesh, is_all_reduce in ((slices, True), (stage, False)):
+        scatter, whole = (collective_seconds(kind, ("data",), 2**34, mesh) for kind in (REDUCE_SCATTER, ALL_REDUCE))
+        assert (scatter == whole) == is_all_reduce

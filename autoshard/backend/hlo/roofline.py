@@ -23,6 +23,9 @@ from autoshard.machine.mesh import Hardware
 _CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([\d,"]*)[}\]]')
 _LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->(\w+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_NOT_ONE_PRODUCT = re.compile(r"\b(feature|batch)_group_count=|\boperand_precision=\{(?!default,default\})")
+_UNIT = 256
+"""Rows and columns of the largest matrix unit of any TPU."""
 
 _FREE = {
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
@@ -86,32 +89,35 @@ def memory_bound_seconds(
     instruction: Instruction, computation: Computation, module: Module, hardware: Hardware
 ) -> float | None:
     """Seconds in which fusions reach the bytes of an instruction, its kernel's start included; None of one that reads
-    and writes otherwise than in one sweep, or contains a convolution, or products that take longer at the peak."""
+    and writes otherwise than in one sweep, and of products unless they are matrix products in a fusion that take less
+    than its bytes even so."""
     inside = _fused_computation(instruction, module)
-    within = [instruction] if inside is None else [*inside.instructions.values()]
+    within = [instruction] if inside is None else inside.instructions.values()
     opcodes = {i.opcode for i in within if not _is_empty_buffer(i)}
     if not opcodes.isdisjoint(_NO_SWEEPS):
         return None
     moved = _moved_bytes(instruction, computation, module) / hardware.memory_rate
-    if any(_contraction_flops(instruction, computation, module)):
-        products = [_tiled_seconds(i, inside, hardware) for i in within if i.opcode == "convolution"] if inside else []
-        if not products or None in products or sum(filter(None, products)) > moved:
+    if contractions := [*_contraction_flops(instruction, computation, module)]:
+        products = [s for i in within if inside and (s := _tiled_seconds(i, inside, hardware)) is not None]
+        if len(products) < len(contractions) or sum(products) > moved:
             return None
     return moved + hardware.overhead
 
 
 def _tiled_seconds(product: Instruction, computation: Computation, hardware: Hardware) -> float | None:
-    """Seconds at the peak of a matrix product, which the TPU compiler writes as a convolution with a window of one
-    element, on whole tiles of its units; None of another convolution."""
+    """Seconds of a matrix product, which the TPU compiler writes as a convolution with a window of one element, at the
+    peak on whole tiles of `_UNIT`; None of anything else, of groups, and at a higher precision than the default."""
     labels, window = _LABELS.search(product.attributes), _WINDOW.search(product.attributes)
     shapes = [computation.instructions[n].shape for n in product.names if n in computation.instructions]
-    if labels is None or len(shapes) != 2 or not {*(window[1] if window else "")} <= {*"size=1x"}:
+    if labels is None or len(shapes) != 2 or _NOT_ONE_PRODUCT.search(product.attributes):
+        return None
+    if window and not re.fullmatch(r"size=1(x1)*", window[1]):
         return None
     (dtype, _), (_, kernel) = (arrays(shape)[0] for shape in shapes)
     (_, result) = arrays(product.shape)[0]
     depth, made = kernel[labels[1].index("i")], result[labels[2].index("f")]
-    tile, sizes = hardware.tile[-1], (math.prod(result) // max(made, 1), made, depth)
-    return 2.0 * math.prod(-(-n // tile) * tile for n in sizes) / hardware.peak_flops(peak_dtype(dtype))
+    tiles = [-(-n // _UNIT) * _UNIT for n in (math.prod(result) // max(made, 1), made, depth)]
+    return 2.0 * math.prod(tiles) / hardware.peak_flops(peak_dtype(dtype))
 
 
 def _is_empty_buffer(instruction: Instruction) -> bool:
