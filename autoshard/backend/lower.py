@@ -27,6 +27,7 @@ from autoshard.backend.ring_products import (
     Gathered,
     GatherRing,
     OperandGathers,
+    Ring,
     begun_after,
     exposed_changes,
     gather_ring,
@@ -40,6 +41,9 @@ from autoshard.ir.rule_registry import Rules
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island
 from autoshard.plan.record import PlanRecord
+
+MAX_FILLED = 0.95
+"""Share of the memory that a plan may take with what a ring stores beside it: XLA leaves gaps."""
 
 
 def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
@@ -58,6 +62,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
     gathered = exposed_changes(graph, plan)
     rings, kernels = weight_rings(graph, plan), {n for n in islands if is_kernel(graph.nodes[n].kind)}
+    gradients = gradients_of(graph)
     lowering = _Lowering(
         graph.ids,
         results,
@@ -66,9 +71,10 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         ties,
         islands,
         kernels,
-        gradients_of(graph),
+        gradients,
         gathered,
         rings,
+        _sum_rings(graph, plan, gradients),
         mesh,
         plan.mesh,
         graph.program.rules,
@@ -76,6 +82,23 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     )
     lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
     return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
+
+
+def _sum_rings(graph: Graph, plan: PlanRecord, gradients: Set[int]) -> dict[int, Ring]:
+    """The rings in which products are summed, by node.
+
+    XLA may compute an operand while one product reads it, as logits' cotangents, and stores it for those of a ring.
+    Those of a gradient store all its parts besides: none where the operand may be too much.
+    """
+    found, sizes = dict[int, Ring](), plan.mesh.shape
+    room = MAX_FILLED * plan.mesh.hardware.memory - plan.memory.peak
+    for island in plan.islands:
+        node = graph.nodes[island.node]
+        stored = [b / spec.num_shards(sizes) for b, spec in zip(node.kind.bytes, island.in_specs, strict=False)]
+        ring = product_ring(node.kind, island, plan.mesh)
+        if ring is not None and (gradients.isdisjoint(node.results) or max(stored) <= room):
+            found[island.node] = ring
+    return found
 
 
 class _Lowering:
@@ -91,6 +114,7 @@ class _Lowering:
       kernels, gradients: nodes whose products run in a local form; values that no product reads.
       gathered: specs before and after of operands that products wait for, by value and node.
       weight_rings: weights that kernels gather in rings, by node.
+      sum_rings: those in which products are summed, by node.
       mesh, logical_mesh: the mesh with devices, and with links.
       ahead: operands that loops gather an iteration ahead, by value and node.
     """
@@ -107,6 +131,7 @@ class _Lowering:
         gradients: set[int],
         gathered: Mapping[tuple[int, int], Change],
         weight_rings: Mapping[int, Sequence[WeightRing]],
+        sum_rings: Mapping[int, Ring],
         mesh: Mesh,
         logical_mesh: LogicalMesh,
         rules: Rules,
@@ -116,11 +141,10 @@ class _Lowering:
         """`early`: by value and sharding, what these are when they are gathered."""
         self.value_of, self.node_of_results = value_of, node_of_results
         self.islands, self.kernels, self.gradients, self.weight_rings = islands, kernels, gradients, weight_rings
+        self.sum_rings = sum_rings
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
-        found = {n: product_ring(kind, island, logical_mesh) for n, (kind, island) in islands.items()}
-        self.sum_rings = {n: ring for n, ring in found.items() if ring}
 
     def jaxpr(self, jaxpr: jx.Jaxpr, outputs: Sequence[Sequence[NamedSharding]] = ()) -> jx.Jaxpr:
         """``jaxpr`` constrained; ``outputs`` are the shardings to constrain each of its results to, in turn."""

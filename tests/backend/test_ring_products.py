@@ -96,6 +96,21 @@ def test_an_axis_of_few_devices_goes_in_the_ring_where_the_first_has_too_many(
     assert audit(compiled, step.plan(x, w)).clean
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_gradient_has_no_ring_where_an_operand_may_not_fit_beside_its_parts(fits: bool) -> None:
+    """Of no product, for XLA may compute it while the one product reads it, where there is no ring."""
+    x, w = normal(16, 32), normal(32, 24, seed=1)
+
+    def planned(memory: float) -> autoshard.Step:
+        on = replace(mesh(a=8), hardware=replace(HARDWARE, memory=memory))
+        return autoshard.jit(jnp.matmul, mesh=on, in_shardings=(P(None, "a"), P("a")), out_shardings=P("a"))
+
+    peak, operand = planned(8e9).plan(x, w).memory.peak, w.nbytes / 8
+    step = planned((peak + operand * (1.01 if fits else 0.99)) / 0.95)
+    assert ("stablehlo.collective_permute" in step.lower(x, w).as_text()) == fits
+    np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("products", "read"), [(1, True), (1, False), (2, True)])
 def test_parts_of_a_product_are_kept_apart_from_their_sums(products: int, read: bool) -> None:
     """So that they wait for no permute. Of a sum of several products only the last waits for one."""
