@@ -162,7 +162,7 @@ class Liveness:
         """Records that node ``n`` reads ``v``: its buffers are live to ``n``, or to the end of a loop entered since."""
         nodes = self.graph.nodes
         phase = nodes[n].phase if n < len(nodes) else PLAIN
-        product = n < len(nodes) and nodes[n].kind.operand_bits is not None
+        product = n < len(nodes) and nodes[n].kind.factor_bits is not None
         if not product:
             self.read_outside_products.add(self.root(v))
         product = product and self._is_view(v)

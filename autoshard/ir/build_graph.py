@@ -239,7 +239,7 @@ class _Builder:
         product_dtype = str(getattr(max(factors[:2], key=_bits, default=None), "dtype", "")) if flops else ""
         kind = _kind(name, traits, rule, shapes, bits, product_dtype, flops, source, jx.convolution(eqn))
         rounds = jx.rounds_operands(eqn)
-        return replace(kind, operand_bits=self.program.mesh.hardware.operand_bits) if rounds else kind
+        return replace(kind, factor_bits=self.program.mesh.hardware.operand_bits) if rounds else kind
 
     def rule(self, eqn: jx.JaxprEqn, source: str) -> Rule:
         try:

@@ -87,7 +87,7 @@ class OpKind:
     """Whether it is a value's way into or out of a region, or from one iteration to the next."""
     host_transfer: bool = False
     """Whether it copies its operand from the device's memory to the host's, or back."""
-    operand_bits: int | None = None
+    factor_bits: int | None = None
     """Bits of an element of its two factors that a product uses, at most; None where it uses all."""
     combined_count: int = 1
     """How many all-reduces XLA combines into one with this one's (`autoshard.ir.combined_reductions`)."""
@@ -112,7 +112,7 @@ class OpKind:
     def __post_init__(self) -> None:
         sizes = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, self.bits, strict=True))
         object.__setattr__(self, "bytes", sizes)
-        sent_bits = tuple(min(b, self.operand_bits or b) if i < 2 else b for i, b in enumerate(self.bits))
+        sent_bits = tuple(min(b, self.factor_bits or b) if i < 2 else b for i, b in enumerate(self.bits))
         sent = tuple(math.prod(n) * b / 8 for n, b in zip(self.shapes, sent_bits, strict=True))
         object.__setattr__(self, "sent_bits", sent_bits)
         object.__setattr__(self, "sent_bytes", sent)

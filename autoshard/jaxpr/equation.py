@@ -137,8 +137,9 @@ def contraction_flops(eqn: JaxprEqn) -> float:
 
 
 def rounds_operands(eqn: JaxprEqn) -> bool:
-    """Whether it is a product of floating-point numbers at JAX's default precision, so that hardware may round them."""
-    if "precision" not in eqn.params or not contraction_flops(eqn):
+    """Whether it is a matrix product or convolution of floating-point numbers at JAX's default precision, which XLA
+    may round; those of ragged groups have a kernel that takes them as they are."""
+    if eqn.primitive not in (_prims.dot_general_p, _prims.conv_general_dilated_p):
         return False
     asked = eqn.params["precision"]
     default = all(p in (None, lax.Precision.DEFAULT) for p in (asked if isinstance(asked, tuple) else (asked,)))

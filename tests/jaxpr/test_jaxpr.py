@@ -174,6 +174,8 @@ def test_products_round_their_operands_at_the_default_precision_alone(precision,
     found = {e.primitive.name: jx.rounds_operands(e) for e in closed.jaxpr.eqns}
     assert found["dot_general"] is rounds
     assert not found["sin"]
+    groups = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.ones(2, int))
+    assert not any(map(jx.rounds_operands, groups.jaxpr.eqns))
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
