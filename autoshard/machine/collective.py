@@ -112,10 +112,10 @@ def collective_rate(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMe
     """Seconds of a collective over ``axes`` however small it is, and seconds of each byte.
 
     A reduce-scatter over several axes is one after the other, as it is lowered, or an all-reduce of which each device
-    keeps its part, where that is faster. XLA makes the second of one over an axis that is all of a slice.
+    keeps its part, where that is faster. XLA may make the second of one over an axis that is all of a slice.
     """
     over, overhead = rings(axes, mesh), mesh.hardware.overhead
-    if kind != REDUCE_SCATTER or (len(axes) == 1 and not _is_whole_slice(axes[0], mesh)):
+    if kind != REDUCE_SCATTER or (len(axes) == 1 and not _becomes_all_reduce(axes[0], mesh)):
         return _linear(kind, over, overhead)
     all_reduce = _linear(ALL_REDUCE, over, overhead)
     if len(axes) == 1:
@@ -124,12 +124,13 @@ def collective_rate(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMe
     return min(by_axis, all_reduce, key=lambda seconds: seconds[1])
 
 
-def _is_whole_slice(axis: str, mesh: LogicalMesh) -> bool:
-    """Whether one axis takes every chip of a TPU slice, of a square of four by four or more, or of a cuboid.
-
-    XLA for TPU (JAX 0.12, compiled for v5e, v5p and v6e) turns reduce-scatters over it into all-reduces, in all
-    dimensions at once; those over part of a slice, two by two chips, or a rectangle of unequal sides stay as they are.
+def _becomes_all_reduce(axis: str, mesh: LogicalMesh) -> bool:
+    """Whether XLA for TPU (JAX 0.12) turns a reduce-scatter over one axis into an all-reduce, in all dimensions of the
+    torus at once: where it takes every chip of a slice of four by four or more, or of three dimensions. Those over part
+    of a slice, two by two chips, or a rectangle of unequal sides stay as they are, and those that SparseCores run.
     """
+    if mesh.hardware.sparse_core_collectives:
+        return False
     sides = [span.devices for span in mesh.along(axis) if span.of_whole_slice]
     return len(sides) > 2 or (len(sides) == 2 and sides[0] == sides[1] > 2)
 
