@@ -26,6 +26,7 @@ from autoshard.jaxpr.dispatch import (
     with_padded_arguments,
 )
 from autoshard.jaxpr.equation import (
+    DEFAULT_PRECISIONS,
     NAMED_CALLS,
     Convolution,
     accepts_shards,
@@ -130,6 +131,7 @@ from autoshard.jaxpr.value import (
 
 __all__ = [
     "CALL_HI_PRIMITIVE",
+    "DEFAULT_PRECISIONS",
     "NAMED_CALLS",
     "Atom",
     "CompileOnlyLowered",

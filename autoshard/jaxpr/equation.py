@@ -32,6 +32,9 @@ NAMED_CALLS = {
 }
 """Primitives that stand for many operations, which differ by name; and the parameter that is their body, if any."""
 
+DEFAULT_PRECISIONS = {None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)}
+"""JAX's default precision, as a product's parameter says it."""
+
 
 def manual_specs(eqn: JaxprEqn) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]] | None:
     """``in_specs`` and ``out_specs`` of a `shard_map` that is manual over its whole mesh; None for anything else."""
@@ -141,9 +144,8 @@ def rounds_operands(eqn: JaxprEqn) -> bool:
     may round; those of ragged groups have a kernel that takes them as they are."""
     if eqn.primitive not in (_prims.dot_general_p, _prims.conv_general_dilated_p):
         return False
-    asked = eqn.params["precision"]
-    default = all(p in (None, lax.Precision.DEFAULT) for p in (asked if isinstance(asked, tuple) else (asked,)))
-    return default and all(jnp.issubdtype(aval(x).dtype, jnp.floating) for x in eqn.invars[:2])
+    floats = all(jnp.issubdtype(aval(x).dtype, jnp.floating) for x in eqn.invars[:2])
+    return floats and eqn.params["precision"] in DEFAULT_PRECISIONS
 
 
 def _ragged_flops(eqn: JaxprEqn) -> float:

@@ -115,12 +115,12 @@ def collective_rate(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMe
     keeps its part, where that is faster. XLA may make the second of one over an axis that is all of a slice.
     """
     over, overhead = rings(axes, mesh), mesh.hardware.overhead
-    if kind != REDUCE_SCATTER or (len(axes) == 1 and not _becomes_all_reduce(axes[0], mesh)):
+    if kind != REDUCE_SCATTER:
         return _linear(kind, over, overhead)
+    by_axis = _linear(kind, [ring for axis in axes for ring in rings((axis,), mesh)], overhead)
     all_reduce = _linear(ALL_REDUCE, over, overhead)
     if len(axes) == 1:
-        return all_reduce
-    by_axis = _linear(kind, [ring for axis in axes for ring in rings((axis,), mesh)], overhead)
+        return all_reduce if _becomes_all_reduce(axes[0], mesh) else by_axis
     return min(by_axis, all_reduce, key=lambda seconds: seconds[1])
 
 

@@ -117,7 +117,7 @@ def _spans_of(at: np.ndarray, target: TpuSlice, crossing: Sequence[bool]) -> tup
 def _line_spans(line: np.ndarray, target: TpuSlice) -> tuple[Span, ...] | None:
     """The spans of devices at these places [device, dimension], major first; None where they are no evenly spaced
     block."""
-    found: list[tuple[int, Span]] = []
+    found, is_whole = list[tuple[int, Span]](), len(line) == math.prod(target.chip_grid)
     for dim, side in enumerate(target.chip_grid):
         at = np.unique(line[:, dim])
         if len(at) == 1:
@@ -127,7 +127,6 @@ def _line_spans(line: np.ndarray, target: TpuSlice) -> tuple[Span, ...] | None:
             return None
         stride, n = int(strides[0]), len(at)
         first_change = int(np.argmax(line[:, dim] != line[0, dim]))
-        is_whole = len(line) == math.prod(target.chip_grid)
         found.append((first_change, Span(dim, n, stride, target.wraps(dim) and n * stride == side, is_whole)))
     dense = math.prod(span.devices for _, span in found) == len(np.unique(line, axis=0))
     return tuple(span for _, span in sorted(found, reverse=True)) if dense else None

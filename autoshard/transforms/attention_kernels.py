@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jax import lax
 
+from autoshard import jaxpr as jx
 from autoshard.transforms.attention_op import AttentionConfig
 
 NEGLIGIBLE_SCORE = -1e6
@@ -228,7 +228,7 @@ def unsupported_reason(config: AttentionConfig, query: Any, key: Any, value: Any
     if config.out_dtype not in dtypes:
         return f"the output of {kernel.label} has the dtype of its operands, {_list(dtypes)}, not {config.out_dtype}"
     precisions = {config.score_precision, config.value_precision}
-    if kernel.default_precision and "float32" in dtypes and precisions - _DEFAULT_PRECISIONS:
+    if kernel.default_precision and "float32" in dtypes and precisions - jx.DEFAULT_PRECISIONS:
         return f"{kernel.label} computes products at the default precision"
     head, value_head = sizes[config.head_width], sizes[config.value_width]
     if head % kernel.width_multiple or value_head % kernel.width_multiple or max(head, value_head) > kernel.max_width:
@@ -259,9 +259,6 @@ def unsupported_lengths(name: str, queries: int, keys: int) -> str:
             f" and {keys}" if keys != queries else ""
         )
     return ""
-
-
-_DEFAULT_PRECISIONS = {None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)}
 
 
 def masked_fill(config: AttentionConfig) -> float | None:
