@@ -106,18 +106,20 @@ def jit(
         with its true shape and values, whose `stored` has the padding. Nothing that the step computes changes.
       recompute: what the backward part makes again instead of holding it: names or patterns of values, as
         ``plan.residuals`` has them, and in how many layers, the first ones, or ``"all"``: ``{"*.mlp.up": 12,
-        "attention": "all"}``. Of patterns that match one name the last counts. Other results of products and what is
-        named by `jax.ad_checkpoint.checkpoint_name` are held; all else is made again from these. None leaves it to the
-        planner, which holds everything where that fits.
+        "attention": "all"}``. With ``"host"`` a loop over layers holds a value in the host's memory, with ``"host:4"``
+        that of the first four layers, with ``"12+host"`` or ``"12+host:4"`` that of the next ones after twelve. Of
+        patterns that match one name the last counts. Other results of products and what is named by
+        `jax.ad_checkpoint.checkpoint_name` are held on the device; all else is made again from these. None leaves it to
+        the planner, which holds everything on the device where that fits.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
         no others run. None means ``["dead_code", "one_hot", "transposed_products", "norms:gpu", "attention:large",
         "sum_products", "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is
         fastest, or ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of
         ``"sum_products"``, where it is faster so; and where memory rules out the fastest layout, among them
-        ``"recompute:full"``, or values to make again by name and number of layers,
-        ``"recompute:mlp.up=12,attention=all"``, or ``"losses"`` before them so that less is recomputed, if that is
-        faster than other layouts; and ``"offload:optimizer"`` after them where nothing else fits, or only what is
-        slower.
+        ``"recompute:full"``, or values to make again or to hold on the host by name and number of layers,
+        ``"recompute:mlp.up=12,attention=all,mlp.gate=host"``, or ``"losses"`` before them so that less is recomputed,
+        if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing else fits, or only
+        what is slower.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.

@@ -6,7 +6,8 @@ it works on the traced step, which is differentiated already. `autoshard.transfo
 Between saving nothing and saving all are ``recompute:products:1``, ``products:2``, ...: that many matrix products of
 the forward part are saved, those with most FLOPs per byte first; the same product in all layers counts as one. And
 ``recompute:*.mlp.up=12,attention=all`` makes values again by name (`autoshard.transforms.held_values.names`), each in
-so many layers, the first ones, and holds the other products. A scan over layers is cut in two for that.
+so many layers, the first ones, and holds the other products. A scan over layers is cut in two for that. With
+``*.mlp.gate=host`` a value is held in the host's memory (`autoshard.transforms.held_values.on_host`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,23 @@ from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
 from autoshard.ir.program import Program
 from autoshard.transforms import remat
-from autoshard.transforms.held_values.in_order import choose_again, price_of_again
-from autoshard.transforms.held_values.names import ALL, ResidualGroup, asked_for, layers_again, residual_groups
-from autoshard.transforms.held_values.sets import Price, layer_loops
+from autoshard.transforms.held_values.in_order import choose_counts, price_of_counts
+from autoshard.transforms.held_values.names import (
+    ALL,
+    HOST,
+    LayerCounts,
+    asked_for,
+    layer_counts,
+    residual_groups,
+)
+from autoshard.transforms.held_values.on_host import send_to_host
+from autoshard.transforms.held_values.sets import Price, host_link, layer_loops
 from autoshard.transforms.held_values.split_scans import split_scans
 from autoshard.transforms.pipeline import Pass
 
 Policy = Callable[..., Any]
+MIN_CUT_GAIN = 0.01
+"""Least share of the step's time for which a scan over layers is cut in two: it compiles for twice as long."""
 
 
 def _named() -> Mapping[str, Policy]:
@@ -63,28 +74,35 @@ class Recompute(Pass):
 
     policy: str | Policy = "full"
     """``"full"``, ``"products:3"``, the name of a policy in `jax.checkpoint_policies`, a policy: (primitive, *avals,
-    **params) -> whether results are saved; or ``"*.mlp.up=12,attention=all"``: what is made again, by pattern, and in
-    how many layers."""
+    **params) -> whether results are saved; or ``"*.mlp.up=12,attention=all,*.mlp.gate=host"``: what is made again or on
+    the host meanwhile, by pattern, and in how many layers."""
 
     @classmethod
     def by_name(cls, again: Any) -> Recompute:
-        """The pass that makes values again, in so many layers or ``"all"`` of them by name or pattern.
+        """The pass that makes values again, in so many layers or ``"all"`` of them by name or pattern; of ``"host"``,
+        ``"host:4"``, ``"12+host"`` and ``"12+host:4"`` those after these layers, or so many of them, are on the host.
 
         Raises:
           PassError: a name or a count that is none.
         """
         if not isinstance(again, Mapping):
-            raise PassError(f"recompute={again!r}: must map names or patterns to numbers of layers or {ALL!r}")
+            raise PassError(
+                f"recompute={again!r}: must map names or patterns to numbers of layers, {ALL!r} or {HOST!r}"
+            )
         for pattern, count in again.items():
             if not isinstance(pattern, str) or not pattern or set(pattern) & set(",= \t\n"):
                 raise PassError(f"recompute: {pattern!r} is no name or pattern of a value")
-            if count != ALL and (type(count) is not int or count < 0):
-                raise PassError(f"recompute: {pattern!r} is made again in {count!r} layers; say a number or {ALL!r}")
+            is_count = type(count) is int and count >= 0
+            if not is_count and (not isinstance(count, str) or LayerCounts.parse(count) is None):
+                raise PassError(
+                    f"recompute: {pattern!r} is made again in {count!r} layers; say a number, {ALL!r}, {HOST!r}, "
+                    "'host:NUMBER' or 'NUMBER+host'"
+                )
         return cls(",".join(f"{pattern}={count}" for pattern, count in again.items()) or "*=0")
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str) and self.policy not in POLICIES and self._count is None and not self.asked:
-            known = (*POLICIES, "products:1", "NAME=all")
+            known = (*POLICIES, "products:1", "NAME=all", "NAME=host")
             raise PassError(f"recompute has no policy {self.policy!r}{nearest(self.policy, known)}")
         if not isinstance(self.policy, str) and not callable(self.policy):
             raise PassError(f"recompute takes a policy or the name of one, not {self.policy!r}")
@@ -105,37 +123,42 @@ class Recompute(Pass):
         self,
         program: Program,
         prices: Mapping[str, tuple[float, float]],
-        held: Mapping[str, int],
+        counts: Mapping[str, tuple[int, int]],
         layouts: Sequence[tuple[float, float]],
     ) -> tuple[Pass, float] | None:
         """The variant by name that takes least time (`autoshard.transforms.held_values.sets`)."""
         every = residual_groups(program)
         groups = [g for g in every if g.name in prices]
         priced = {name: Price(*price) for name, price in prices.items()}
-        loops = layer_loops(program.jaxpr, groups, priced, lambda e: not remat.is_recomputable(e, program.rules))
-        now = price_of_again(loops, groups, {g.name: g.layers - held.get(g.name, 0) for g in groups})
+        link = host_link(program.mesh) if program.pipeline is None else None
+        loops = layer_loops(program.jaxpr, groups, priced, lambda e: not remat.is_recomputable(e, program.rules), link)
+        now = price_of_counts(loops, groups, {name: LayerCounts(*n) for name, n in counts.items()})
         may_differ = program.pipeline is None and not any(e.effects for e in jx.walk(program.jaxpr))
-        found: list[tuple[float, dict[str, int]]] = []
+        found: list[tuple[float, dict[str, LayerCounts]]] = []
         for seconds, room in layouts if loops else ():
             if now.bytes + room >= 0:
-                again, price = choose_again(loops, groups, now.bytes + room, may_differ=may_differ)
-                found.append((seconds - now.seconds + price.seconds, again))
+                chosen, price = choose_counts(loops, groups, now.bytes + room, may_differ=False)
+                if may_differ:
+                    cut, less = choose_counts(loops, groups, now.bytes + room)
+                    if less.seconds < price.seconds - MIN_CUT_GAIN * seconds:
+                        chosen, price = cut, less
+                found.append((seconds - now.seconds + price.seconds, chosen))
         if not found:
             return None
-        seconds, again = min(found, key=lambda f: f[0])
+        seconds, chosen = min(found, key=lambda f: f[0])
         needed = {name for loop in loops for name in loop.needed}
-        if all(again[g.name] >= g.layers for g in groups if g.name in needed):
+        if all(chosen[g.name].of(g.layers)[0] >= g.layers for g in groups if g.name in needed):
             return Recompute("full"), seconds
-        return Recompute.by_name(asked_for(every, again)), seconds
+        return Recompute.by_name(asked_for(every, chosen)), seconds
 
     def change(self, before: Program, after: Program) -> str:
         sizes = " -> ".join(f"{remat.residual_bytes(p) / 2**20:.3g}" for p in (before, after))
-        left = (
-            []
-            if self.asked
-            else [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
-        )
-        return f"residuals {sizes} MiB" + ("; not recomputed: " + ", ".join(left) if left else "")
+        found = f"residuals {sizes} MiB"
+        if self.asked:
+            outside = ", ".join(self._outside_loops(before))
+            return found + (f"; on the device, since no loop has its layers: {outside}" if outside else "")
+        left = [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
+        return found + ("; not recomputed: " + ", ".join(left) if left else "")
 
     def __str__(self) -> str:
         policy = self.policy if isinstance(self.policy, str) else getattr(self.policy, "__name__", "policy")
@@ -153,39 +176,42 @@ class Recompute(Pass):
         return lambda eqn: not remat.is_recomputable(eqn, program.rules) or allows(eqn)
 
     @functools.cached_property
-    def asked(self) -> Mapping[str, int | None]:
-        """By name or pattern, in how many layers a value is made again, None for all; empty of other policies."""
+    def asked(self) -> Mapping[str, LayerCounts]:
+        """By name or pattern, what becomes of a value in how many layers; empty of other policies."""
         parts = self.policy.split(",") if isinstance(self.policy, str) and "=" in self.policy else []
-        found: dict[str, int | None] = {}
+        found: dict[str, LayerCounts] = {}
         for part in parts:
-            name, _, count = part.strip().rpartition("=")
-            if not name.strip() or not (count == ALL or count.isdecimal()):
-                raise PassError(f"recompute: {part!r} is not NAME={ALL} or NAME=NUMBER of layers")
+            name, _, text = part.strip().rpartition("=")
+            counts = LayerCounts.parse(text)
+            if not name.strip() or counts is None:
+                raise PassError(f"recompute: {part!r} is not NAME={ALL}, NAME={HOST} or NAME=NUMBER of layers")
             found.pop(name.strip(), None)
-            found[name.strip()] = None if count == ALL else int(count)
+            found[name.strip()] = counts
         return found
 
-    def again(self, program: Program) -> tuple[tuple[ResidualGroup, int], ...] | None:
-        """Each value that may be held, and in how many layers it is made again; None of a policy that says no such.
-
-        Raises:
-          PassError: names that `layers_again` refuses.
-        """
+    def _outside_loops(self, program: Program) -> Iterator[str]:
+        """What is asked for on the host, and is held on the device since it is in no loop."""
         groups = residual_groups(program)
-        if self.asked:
-            counts = layers_again(groups, self.asked)
-            return tuple((g, counts[g.name]) for g in groups)
-        return None
+        for group in groups:
+            again, host = layer_counts(groups, self.asked)[group.name].of(group.layers)
+            ends = zip(group.first(again), group.first(again + host), strict=True)
+            if any(member.scan is None and held > made for (member, made), (_, held) in ends):
+                yield group.name
 
     def _by_name(self, program: Program) -> jx.Jaxpr:
-        """The jaxpr that makes again what `asked` names, scans cut where layers differ."""
-        members: dict[jx.JaxprEqn, int] = {}
+        """The jaxpr that makes again what `asked` names, or has it on the host, scans cut where layers differ."""
+        members: dict[jx.JaxprEqn, tuple[int, int]] = {}
         cuts: dict[jx.JaxprEqn, frozenset[int]] = {}
-        for group, count in self.again(program) or ():
-            for member, here in group.first(count):
-                members[member.eqn] = here
-                if member.scan is not None and 0 < here < member.layers:
-                    cuts[member.scan] = cuts.get(member.scan, frozenset()) | {here}
+        groups = residual_groups(program)
+        counts = layer_counts(groups, self.asked)
+        for group in groups:
+            again, host = counts[group.name].of(group.layers)
+            ends = zip(group.first(again), group.first(again + host), strict=True)
+            for (member, made), (_, held) in ends:
+                members[member.eqn] = made, held
+                inside = frozenset({made, held} - {0, member.layers})
+                if member.scan is not None and inside:
+                    cuts[member.scan] = cuts.get(member.scan, frozenset()) | inside
         for scan in cuts:
             if scan.effects or program.pipeline is not None:
                 why = "it has effects" if scan.effects else "a pipeline runs it"
@@ -195,10 +221,16 @@ class Recompute(Pass):
 
         copies: dict[jx.JaxprEqn, tuple[jx.JaxprEqn, int]] = {}
 
-        def is_held(eqn: jx.JaxprEqn) -> bool:
+        def anywhere(eqn: jx.JaxprEqn, holds: Callable[[int, int, int], bool]) -> bool:
             known, first = copies.get(eqn, (eqn, 0))
-            held = known in members and members[known] <= first
-            return held or any(is_held(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
+            here = known in members and holds(*members[known], first)
+            return here or any(anywhere(inner, holds) for r in jx.regions(eqn) for inner in r.body.eqns)
+
+        def is_held(eqn: jx.JaxprEqn) -> bool:
+            return anywhere(eqn, lambda made, _, first: made <= first)
+
+        def is_on_host(eqn: jx.JaxprEqn) -> bool:
+            return anywhere(eqn, lambda made, held, first: made <= first < held)
 
         def is_saved(eqn: jx.JaxprEqn) -> bool:
             return not remat.is_recomputable(eqn, program.rules) or is_held(eqn)
@@ -208,7 +240,7 @@ class Recompute(Pass):
             copies.update(found)
             return jaxpr
 
-        return _rewritten(program.jaxpr, is_saved, split)
+        return _rewritten(program.jaxpr, is_saved, split, is_on_host)
 
     @property
     def _count(self) -> int | None:
@@ -252,15 +284,20 @@ def _inner_definitions(eqn: jx.JaxprEqn, var: jx.Var) -> Iterator[jx.JaxprEqn]:
 
 
 def _rewritten(
-    jaxpr: jx.Jaxpr, is_saved: remat.SavePolicy, split: Callable[[jx.Jaxpr], jx.Jaxpr] = lambda j: j
+    jaxpr: jx.Jaxpr,
+    is_saved: remat.SavePolicy,
+    split: Callable[[jx.Jaxpr], jx.Jaxpr] = lambda j: j,
+    is_on_host: Callable[[jx.JaxprEqn], bool] = lambda e: False,
 ) -> jx.Jaxpr:
     eqns = [  # bodies may have a forward and a backward part of their own, as in gradient accumulation
-        e if jx.is_differentiated(e) else jx.map_bodies(e, lambda b: _rewritten(b, is_saved, split)) for e in jaxpr.eqns
+        e if jx.is_differentiated(e) else jx.map_bodies(e, lambda b: _rewritten(b, is_saved, split, is_on_host))
+        for e in jaxpr.eqns
     ]
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         jaxpr = jx.with_eqns(jaxpr, eqns)
     jaxpr = split(jaxpr)
-    return remat.recompute_in_straight_line(remat.recompute_in_scans(jaxpr, is_saved), is_saved)
+    jaxpr = remat.recompute_in_straight_line(remat.recompute_in_scans(jaxpr, is_saved), is_saved)
+    return send_to_host(jaxpr, is_on_host)
 
 
 def products(jaxpr: jx.Jaxpr) -> list[Product]:

@@ -164,8 +164,10 @@ def compile_plan(plan: PlanRecord, lowered: jax.stages.Lowered) -> Compilation:
 def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsage | None:
     """Memory per device that ``compiled`` uses; None where its compiler does not report it.
 
-    On TPU the peak is the compiler's own, which counts the host's memory as the device's: that is taken off. Other
-    compilers' peak leaves temporaries out, so there it is arguments, results that alias none of them, and temporaries.
+    On TPU the peak is the compiler's own. It counts arguments and results in the host's memory as the device's, which
+    are taken off; with more temporaries there than on the device it is not the device's, which takes at most what is
+    allocated. Other compilers' peak leaves temporaries out, so there it is arguments, results that alias none of them,
+    and temporaries.
     """
     found = compiled.memory_analysis()
     if found is None:
@@ -176,9 +178,12 @@ def memory_usage(compiled: jax.stages.Compiled, mesh: LogicalMesh) -> MemoryUsag
     )
     total = arguments + results - aliased + temporaries
     peak = int(getattr(found, "peak_memory_in_bytes", 0)) if mesh.platform == "tpu" else 0
-    held = [int(getattr(found, f"host_{name}_size_in_bytes", 0)) for name in ("argument", "output", "temp", "alias")]
-    host = sum(held[:3]) - held[3]
-    return MemoryUsage(arguments, results, aliased, temporaries, code, peak - host if peak else total, host)
+    on_host = [int(getattr(found, f"host_{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias", "temp")]
+    carried = on_host[0] + on_host[1] - on_host[2]
+    peak = peak - carried if peak else total
+    if on_host[3]:
+        peak = min(peak, int(getattr(found, "total_allocation_bytes", 0)) or peak)
+    return MemoryUsage(arguments, results, aliased, temporaries, code, peak, carried + on_host[3])
 
 
 def parse_out_of_memory(message: str) -> OutOfMemory | None:

@@ -19,14 +19,14 @@ from autoshard.backend import compilation, estimate, hlo
 from autoshard.backend.compilation import Compilation, MemoryUsage, OutOfMemory
 from autoshard.backend.estimate import Estimate
 from autoshard.errors import CacheWarning, ConfigError
-from autoshard.machine import collective, torus
+from autoshard.machine import collective, host_link, torus
 from autoshard.plan.record import PlanRecord
 from autoshard.strict_config import Config
 
 CACHE_VARIABLE = "AUTOSHARD_CACHE"
 """Environment variable: the cache folder, where `jit` is given none."""
 PARSERS = (
-    *(Path(module.__file__ or "") for module in (collective, compilation, estimate, torus)),
+    *(Path(module.__file__ or "") for module in (collective, compilation, estimate, host_link, torus)),
     *sorted(Path(hlo.__path__[0]).glob("*.py")),
 )
 """Files that compute an entry from the compiler's output; they are part of the key."""

@@ -6,7 +6,7 @@ of elementwise ones, up to twelve times of some reductions): one without a produ
 Instructions that it does not annotate, and all instructions of the GPU and CPU compilers, are estimated by the chip's
 roofline; kernels for attention, by their share of the peak (`hlo.attention`), those for products of ragged groups, by
 the roofline (`hlo.grouped_products`). No compiler estimates collectives: their time is the link model's, and what of it
-is hidden is read from the order of the program (`hlo.waits`).
+is hidden is read from the order of the program (`hlo.waits`); so for copies to the host's memory and back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Protocol
 from autoshard.backend.hlo.attention import attention_seconds
 from autoshard.backend.hlo.collectives import located_collectives
 from autoshard.backend.hlo.grouped_products import grouped_product_seconds
+from autoshard.backend.hlo.host_copies import host_copies
 from autoshard.backend.hlo.roofline import (
     instruction_seconds,
     kernel_seconds,
@@ -54,12 +55,14 @@ class Estimate:
     cycles: int | None = None
     """What ``compute`` is computed from; None where that is the roofline."""
     blocking: float = 0.0
-    """In which the device computes nothing and waits for collectives."""
+    """In which the device computes nothing and waits for collectives or for the host."""
+    host: float = 0.0
+    """What of ``blocking`` is for copies to the host's memory and back."""
 
     @property
     def seconds(self) -> float:
-        """Without overlap of compute and communication."""
-        return self.compute + self.transfers
+        """Without overlap of compute and communication between devices."""
+        return self.compute + self.transfers + self.host
 
     @property
     def scheduled(self) -> float:
@@ -92,7 +95,12 @@ def module_estimate(module: Module, mesh: LogicalMesh) -> Estimate:
     found = located_collectives(module, mesh)
     once = {key: _transfer(c, mesh) for key, c in found.items()}
     transfers = sum(once[key].seconds * c.count for key, c in found.items())
-    return Estimate(compute, transfers, exact, cycles, waiting_seconds(module, once, _work(module, hardware)))
+    work = _work(module, hardware)
+    blocking = without_host = waiting_seconds(module, once, work)
+    if hardware.host_bandwidth and (copies := host_copies(module)):
+        to_host = {key: Transfer(c.bytes / hardware.host_bandwidth, c.way) for key, c in copies.items()}
+        blocking = waiting_seconds(module, once | to_host, work)
+    return Estimate(compute, transfers, exact, cycles, blocking, blocking - without_host)
 
 
 def seconds_by_name(module: Module, mesh: LogicalMesh) -> Iterator[tuple[str, float, str]]:

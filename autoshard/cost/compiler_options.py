@@ -12,7 +12,7 @@ so that it fits: it raises that share.
 
 *Scheduling in all of the memory.* XLA starts collectives early as far as the arrays that then live longer fit into a
 share of the memory; where they do not, it starts none early, and each is waited for. Where the memory is nearly full
-the plan raises that share too.
+the plan raises that share too. XLA counts what is in the host's memory as the device's there: the plan adds its share.
 
 *Collectives on SparseCores.* Where a chip has them, they can gather and scatter while the TensorCore computes. By
 default XLA has the TensorCore do it, which computes nothing meanwhile.
@@ -43,11 +43,13 @@ it copies all slots at every tick.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from autoshard.cost.overlap import copied_beside_products
 from autoshard.ir.graph import Graph
 from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL, Collective
 from autoshard.machine.mesh import LogicalMesh
@@ -58,9 +60,11 @@ NO_ALL_GATHER_FUSION = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """The option that disables the fusion."""
 LATE_REMATERIALIZATION = {"xla_jf_rematerialization_percent_shared_memory_limit": 99}
 """The option that raises the share of memory, in percent, above which XLA recomputes."""
-SCHEDULING_IN_MORE_MEMORY = {"xla_tpu_scheduler_percent_shared_memory_limit": 115}
-"""The option that raises the share of memory, in percent, above which XLA starts no collective early: by its own count
+SCHEDULER_LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
+"""The option that says above which share of the memory, in percent, XLA starts no collective early: by its own count
 while it schedules, which is higher than what the program takes."""
+MORE_MEMORY, STEP_OF_LIMIT = 115, 10
+"""The least share that plans set, and the multiple of what they add to it."""
 SPARSE_CORE_COLLECTIVES = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
     for kind in (
@@ -92,7 +96,6 @@ OWN_OPTIONS = frozenset(
     for options in (
         NO_ALL_GATHER_FUSION,
         LATE_REMATERIALIZATION,
-        SCHEDULING_IN_MORE_MEMORY,
         SPARSE_CORE_COLLECTIVES,
         ASYNC_ALL_TO_ALL,
         ALL_REDUCES_COMBINED,
@@ -101,7 +104,7 @@ OWN_OPTIONS = frozenset(
         COPIES_BY_REGIONS,
     )
     for pair in options.items()
-)
+) | {(SCHEDULER_LIMIT, percent) for percent in range(MORE_MEMORY, 100 * MORE_MEMORY, STEP_OF_LIMIT)}
 """Names and values."""
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
@@ -154,7 +157,7 @@ HARMLESS = frozenset(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "xla_tpu_enable_latency_hiding_scheduler",
         "xla_tpu_overlap_compute_collective_tc",
-        *SCHEDULING_IN_MORE_MEMORY,
+        SCHEDULER_LIMIT,
         *ASYNC_ALL_TO_ALL,
         SCOPED_VMEM,
         *SPARSE_CORE_COLLECTIVES,
@@ -191,6 +194,7 @@ def effective_options(
     collectives: Sequence[Collective],
     disable_fusion: bool,
     given: CompilerOptions = (),
+    host: float = 0.0,
 ) -> CompilerOptions:
     """The options that the program is compiled with, sorted: ``given`` override the plan's own.
 
@@ -200,13 +204,14 @@ def effective_options(
       collectives: those of a call.
       disable_fusion: what `should_disable_all_gather_fusion` says.
       given: the user's compiler options.
+      host: bytes in the host's memory, for each device.
     """
     mesh = graph.program.mesh
     tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
+    waits_on_host = host if copied_beside_products(graph) else 0.0
     sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
-    own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (
-        LATE_REMATERIALIZATION | SCHEDULING_IN_MORE_MEMORY if tight else {}
-    )
+    own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (LATE_REMATERIALIZATION if tight else {})
+    own |= {SCHEDULER_LIMIT: _scheduler_limit(waits_on_host, mesh)} if tight or waits_on_host else {}
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)
     if _exchanges_rows(graph):
@@ -235,6 +240,10 @@ def _take_two_kinds_of_links(collectives: Sequence[Collective], mesh: LogicalMes
     exchanges = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind == ALL_TO_ALL}
     others = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind != ALL_TO_ALL}
     return any(a != b for a in exchanges for b in others)
+
+
+def _scheduler_limit(host: float, mesh: LogicalMesh) -> int:
+    return MORE_MEMORY + STEP_OF_LIMIT * math.ceil(100 * host / mesh.hardware.memory / STEP_OF_LIMIT)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class Memory:
     peak: int
     """Arguments plus all intermediates live at the peak."""
     host: int = 0
-    """Arguments and results in the host's memory; in none of the above."""
+    """Arguments, results and what waits for the backward part in the host's memory; in none of the above."""
 
     def items(self) -> list[tuple[str, int]]:
         """Name and bytes of each part, then of the peak, and then of host memory where there is any."""
@@ -112,6 +112,7 @@ class MemoryModel:
         self._measured = sorted(
             {*graph.inputs, *map(int, self.live_ranges.values), *map(int, self.live_ranges.gradients)}
         )
+        self._copied_beside = [*_copied_beside(self.cost_model.graph)]
         self._bytes: dict[tuple[tuple[int, ...], int, tuple[Axes, ...]], int] = {}
 
     def sizes(self, layout: Layout) -> IntArray:
@@ -212,7 +213,7 @@ class MemoryModel:
         nodes, specs, r = self.graph.nodes, layout.specs, self.live_ranges
         readers: dict[tuple[int, Spec], list[int]] = {}
         communicating: set[int] = set()
-        ranges: list[BufferRange] = []
+        ranges = [BufferRange(*loop, self.size(v, specs[v]), False, v) for v, loop in self._copied_beside]
         for i, (node, run) in enumerate(zip(nodes, self.cost_model.node_costs(layout), strict=True)):
             if run.stored_bytes:
                 ranges.append(BufferRange(i, i, run.stored_bytes, False))
@@ -294,13 +295,26 @@ class MemoryModel:
         return Memory(parameters, optimizer, inputs, gradients, residuals, temporaries, peak, host)
 
     def _host_bytes(self, layout: Layout) -> int:
-        """Bytes, for each device, of the arguments and results in the host's memory; a donated one counts once."""
+        """Bytes, for each device, of the arguments, results and stacks of loops in the host's memory; a donated one
+        counts once."""
         graph, program = self.graph, self.graph.program
         kept = {o for i, o in program.carries if program.inputs[i].donated and program.inputs[i].memory_kind}
         places = [*zip(graph.inputs, program.inputs, strict=True)]
         results = enumerate(zip(graph.outputs, program.outputs, strict=True))
         places += [place for o, place in results if o not in kept]
-        return sum(self._stored(graph.values[v], layout.specs[v]) for v, leaf in places if v and leaf.memory_kind)
+        stacked = (n for n in graph.nodes if n.tie and n.trip_count and len(n.kind.shapes[0]) < len(n.kind.shapes[-1]))
+        held = [v for v, leaf in places if v and leaf.memory_kind]
+        held += {n.results[0] for n in stacked if graph.values[n.results[0]].host} - {*held}
+        return sum(self._stored(graph.values[v], layout.specs[v]) for v in held)
+
+
+def _copied_beside(graph: Graph) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The values on the device that loops copy to the host or back beside their products, each with the first and the
+    last node of its loop: XLA has one of an iteration on its way beside that of the next."""
+    for n, node in enumerate(graph.nodes):
+        if node.kind.copied_beside is not None:
+            (v,) = (v for v in node.values if not graph.values[v].host)
+            yield v, next((a, b) for a, b in graph.loops if a <= n <= b)
 
 
 def _is_gathered(spec: Spec, to: Spec) -> bool:

@@ -19,6 +19,7 @@ from autoshard.ir.propagate import axes_of_dim
 from autoshard.ir.rule import LocalWork
 from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
 from autoshard.machine.collective import COLLECTIVE_PERMUTE, Collective, collective_seconds
+from autoshard.machine.host_link import seconds_waited_for_copies
 from autoshard.machine.mesh import LogicalMesh
 
 
@@ -230,6 +231,8 @@ def compute_seconds(
         return 0.0
     if kind.tie:  # slices of a stacked operand or result of a loop are copied, as are transfers; others move nothing
         if kind.host_transfer:
+            if kind.copied_beside is not None:
+                return seconds_waited_for_copies(minimum(local), kind.copied_beside, kind.host_transfer, mesh)
             return minimum(local) / hardware.host_bandwidth if hardware.host_bandwidth else 0.0
         row, made = len(kind.shapes[0]), len(kind.shapes[-1])
         # A stack is cleared before the loop. What writes a row reads it, where it is not fused into what makes it.

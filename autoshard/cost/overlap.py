@@ -40,6 +40,7 @@ from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind, collective_seconds
+from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products
 from autoshard.machine.mesh import LogicalMesh
 
 NOWHERE, PARTIAL = -1, -2
@@ -163,18 +164,19 @@ def ring_reshards(spec: Spec, dims: tuple[int, ...] | None, mesh: LogicalMesh) -
 
 
 def with_hidden_transfers(graph: Graph) -> Graph:
-    """``graph`` with `OpKind.beside` of its products; of a pipeline with `OpKind.ring_product`. Itself if it has that,
-    and where the chip hides nothing."""
-    program = graph.program
+    """``graph`` with `OpKind.beside` of its products and `OpKind.copied_beside`; of a pipeline with
+    `OpKind.ring_product`. Itself if it has that, and where the chip hides nothing."""
+    program, nodes = graph.program, list(graph.nodes)
     if program.pipeline is not None:
         return _with_rings(graph)
+    if any(node.kind.beside is not None or node.kind.copied_beside is not None for node in nodes):
+        return graph
+    for n, seconds in copied_beside_products(graph).items():
+        nodes[n] = nodes[n]._replace(kind=graph.kinds.variant(nodes[n].kind, copied_beside=seconds))
     if not program.mesh.hardware.hidden_collectives:
-        return graph
-    if any(node.kind.beside is not None for node in graph.nodes):
-        return graph
+        return graph if nodes == list(graph.nodes) else replace(graph, nodes=tuple(nodes))
     beside, activations = _seconds_beside(graph), _beside_gradients(graph)
-    nodes = list(graph.nodes)
-    for n, node in enumerate(nodes):
+    for n, node in enumerate(graph.nodes):
         found = tuple([beside.get(v, activations.get(v, 0.0)) for v in node.values]) if node.kind.flops else ()
         if any(found):
             fast = frozenset(i for i, v in enumerate(node.values) if v in activations and v not in beside)
@@ -226,6 +228,25 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
         late = mesh.platform == "gpu" and loop_of[inside[0]] != STEP  # in the next iteration
         sums = [(v, 0.0 if late else at, takes(ALL_REDUCE, graph.values[v].bytes)) for v, at in made.items()]
         found.update(_in_order([*gathers, *(_Window(v, opens, now, seconds) for v, opens, seconds in sums)]))
+    return found
+
+
+def copied_beside_products(graph: Graph) -> Mapping[int, float]:
+    """The nodes that copy residuals of a layer to the host's memory or back where XLA runs that beside the layer's
+    products (`autoshard.backend.host_copies`), each with its share by bytes of the seconds of these."""
+    found, mesh, loop_of = dict[int, float](), graph.program.mesh, _innermost_loops(graph)
+    if not copies_beside_products(mesh) or graph.program.pipeline is not None:
+        return found
+    copies = defaultdict[tuple[int, str], list[int]](list)
+    for n, node in enumerate(graph.nodes):
+        if node.kind.host_transfer and node.trip_count and loop_of[n] != STEP:
+            copies[loop_of[n], node.kind.host_transfer].append(n)
+    for inside in _products_by_loop(graph) if copies else ():
+        seconds = sum(product_seconds(graph.nodes[n].kind, mesh) for n in inside)
+        for way in (TO_HOST, FROM_HOST):
+            nodes = copies[loop_of[inside[0]], way]
+            total = sum(graph.nodes[n].kind.bytes[0] for n in nodes)
+            found.update((n, float(f"{seconds * graph.nodes[n].kind.bytes[0] / total:.6g}")) for n in nodes)
     return found
 
 

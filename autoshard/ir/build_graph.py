@@ -23,6 +23,7 @@ from autoshard.ir.rule_registry import check_used, fallback_rule, has_own_rule, 
 from autoshard.ir.spec import Spec, checked_spec, replicated, unconstrained_dims
 from autoshard.ir.traits import UNKNOWN, Traits
 from autoshard.jaxpr.arguments import in_host_memory
+from autoshard.machine.host_link import FROM_HOST, TO_HOST
 from autoshard.machine.mesh import LogicalMesh
 
 MOVABLE_BITS = 4
@@ -203,7 +204,8 @@ class _Builder:
         specs = jx.destination_specs(eqn)
         for i, (operand, result) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
             read, made, source = self.read(operand), self.define(result), jx.source(eqn)
-            moved = self.values[read].host != self.values[made].host
+            there, here = self.values[read].host, self.values[made].host
+            moved = "" if there == here else TO_HOST if here else FROM_HOST
             self.tie(eqn.primitive.name, read, made, False, trip_count, source, phase, traits, host_transfer=moved)
             if moved and (spec := specs.get(i)) is not None:
                 self.pin(made, spec, source)
@@ -316,7 +318,7 @@ class _Builder:
         phase: str,
         traits: Traits = UNKNOWN,
         *,
-        host_transfer: bool = False,
+        host_transfer: str = "",
     ) -> None:
         """Adds a tie: ``b`` is ``a`` or, where ``stacked``, one is a slice of the other along its leading dimension."""
         if not a or not b:
@@ -344,7 +346,7 @@ def _kind(
     convolution: jx.Convolution | None = None,
     *,
     tie: bool = False,
-    host_transfer: bool = False,
+    host_transfer: str = "",
 ) -> OpKind:
     try:
         if [len(d) for d in (*rule.operands, *rule.results)] != [len(s) for s in shapes]:
@@ -368,7 +370,7 @@ def _unmoved(builder: _Builder, outputs: tuple[int, ...]) -> Iterator[Diagnostic
         if (n.tie or n.kind.traits.in_place_operand is not None) and not leaving.isdisjoint(n.results):
             leaving.update(n.operands)
     for n in builder.nodes:
-        if n.kind.host_transfer and builder.values[n.results[0]].host and leaving.isdisjoint(n.results):
+        if n.kind.host_transfer == TO_HOST and leaving.isdisjoint(n.results):
             text = (
                 f"{n.kind.op} to the host's memory: on {builder.program.mesh.hardware.name} XLA moves arguments and "
                 "results of the step there, and leaves other values where they are"

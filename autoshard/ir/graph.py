@@ -85,8 +85,11 @@ class OpKind:
     """The dimensions of a convolution."""
     tie: bool = False
     """Whether it is a value's way into or out of a region, or from one iteration to the next."""
-    host_transfer: bool = False
-    """Whether it copies its operand from the device's memory to the host's, or back."""
+    host_transfer: str = ""
+    """Which way it copies its operand between the memories of device and host (`autoshard.machine.host_link`); empty
+    where it does not."""
+    copied_beside: float | None = None
+    """Seconds of products beside which XLA copies it so (`autoshard.cost.overlap`); None where it does not."""
     factor_bits: int | None = None
     """Bits of an element of its two factors that a product uses, at most; None where it uses all."""
     combined_count: int = 1

@@ -80,7 +80,7 @@ def adopt(plan: PlanRecord, program: Program, request: PlanRequest) -> tuple[Pla
         )
     peak = math.inf if has_own else plan.memory.peak  # a plan that disables the fusion needs that again
     disable = should_disable_all_gather_fusion(graph, peak, budget_of(request, program), given)
-    options = effective_options(graph, plan.memory.peak, plan.cost.collectives, disable, given)
+    options = effective_options(graph, plan.memory.peak, plan.cost.collectives, disable, given, plan.memory.host)
     if plan.pipeline is not None:
         options = pipeline_options(options, plan.mesh)
     return replace(plan, in_tree=program.in_tree, out_tree=program.out_tree, compiler_options=options), graph

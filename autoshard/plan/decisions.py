@@ -56,7 +56,9 @@ class HeldValue:
     layers: int
     """That compute it."""
     held: int
-    """Layers of which the backward part reads it as the forward part made it."""
+    """Layers of which the backward part reads it as the forward part made it, from the device's memory."""
+    on_host: int
+    """Layers of which it is in the host's memory meanwhile."""
     again: int
     """Layers in which the backward part makes it again; in others it needs it neither way."""
     bytes: int

@@ -99,7 +99,12 @@ def plan_from_candidate(graph: Graph, best: Candidate, s: Search, request: PlanR
         considered=len(s.tried),
         bound=s.bound,
         compiler_options=effective_options(
-            graph, best.memory.peak, best.cost.collectives, best.all_gather_fusion_disabled, request.compiler_options
+            graph,
+            best.memory.peak,
+            best.cost.collectives,
+            best.all_gather_fusion_disabled,
+            request.compiler_options,
+            best.memory.host,
         ),
         residuals=tuple(_held_values(graph, layout, s.memory_model)),
         profile=profile_step(s.memory_model, layout, all_gather_fusion_disabled=best.all_gather_fusion_disabled),
@@ -282,6 +287,10 @@ def describe_splits(splits: Iterable[tuple[str, Axes]], zero_stage: int, storage
     return words
 
 
+DEVICE, HOST = "device", "host"
+"""The memories in which a value waits for the backward part."""
+
+
 def _held_values(graph: Graph, layout: Layout, model: MemoryModel) -> Iterator[HeldValue]:
     """The values of ``graph``'s program that may be held, in order of first execution, priced under ``layout``."""
     maker = {v: i for i, node in enumerate(graph.nodes) if not node.tie for v in node.results}
@@ -291,31 +300,36 @@ def _held_values(graph: Graph, layout: Layout, model: MemoryModel) -> Iterator[H
 def _held_value(
     group: ResidualGroup, graph: Graph, layout: Layout, model: MemoryModel, maker: dict[int, int]
 ) -> HeldValue:
-    held, size, seconds = 0, 0, 0.0
+    held, host, size, seconds = 0, 0, 0, 0.0
     for member in group.members:
         made = [graph.ids[v] for v in member.eqn.outvars if v in graph.ids]
-        if any(_is_read_backward(graph, v) for v in made):
+        ways = [_way_backward(graph, v) for v in made]
+        if HOST in ways:
+            host += member.layers
+        elif any(ways):
             held += member.layers
         size = max(size, sum(model.size(v, layout.specs[v]) for v in made))
         nodes = {maker[v] for v in made if v in maker}
         seconds = max(seconds, sum(model.cost_model.node_cost(n, layout).seconds for n in nodes))
     again, at = min(group.again, group.layers), source(group.members[0].eqn)
-    return HeldValue(group.name, at, group.layers, min(held, group.layers - again), again, size, seconds)
+    return HeldValue(group.name, at, group.layers, min(held, group.layers - again), host, again, size, seconds)
 
 
-def _is_read_backward(graph: Graph, v: int) -> bool:
-    """Whether the backward part reads value ``v``, as it is or as a view of it."""
-    todo, seen = [v], {v}
+def _way_backward(graph: Graph, v: int) -> str:
+    """In whose memory value ``v``, or a view of it, waits for the backward part, `HOST` or `DEVICE`; empty where that
+    does not read it."""
+    todo, seen = [(v, DEVICE)], {v}
     while todo:
-        for node in _readers(graph, todo.pop()):
+        value, memory = todo.pop()
+        for node in _readers(graph, value):
             if node.phase == BACKWARD and not node.tie:
-                return True
+                return memory
             traits = node.kind.traits
             if (node.tie and node.trip_count) or traits.view or traits.fused_into_consumer or traits.casts:
                 new = set(node.results) - seen
                 seen |= new
-                todo += new
-    return False
+                todo += [(r, HOST if graph.values[r].host else memory) for r in new]
+    return ""
 
 
 def _readers(graph: Graph, v: int) -> Iterator[Node]:

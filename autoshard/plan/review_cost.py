@@ -37,14 +37,15 @@ def memory(plan: PlanRecord) -> Section:
 
 
 def residuals(plan: PlanRecord) -> Section:
-    """What the backward part reads as it was made, what it makes again, and at what price."""
-    held = sum(r.held * r.bytes for r in plan.residuals)
+    """What the backward part reads as it was made, from where, what it makes again, and at what price."""
+    held, host = sum(r.held * r.bytes for r in plan.residuals), sum(r.on_host * r.bytes for r in plan.residuals)
     again = sum(r.again * r.seconds for r in plan.residuals)
+    there = f"{size_text(host)} are on the host, " if host else ""
     sentence = (
-        f"For the backward part {size_text(held)} per device of what is below are held, and {time_text(again)} a call "
-        "are spent to make values again. Bytes and seconds are of one layer."
+        f"For the backward part {size_text(held)} per device of what is below are held, {there}and {time_text(again)} "
+        "a call are spent to make values again. Bytes and seconds are of one layer."
     )
-    order = sorted(plan.residuals, key=lambda r: -max(r.held, r.again) * r.bytes)
+    order = sorted(plan.residuals, key=lambda r: -max(r.held, r.on_host, r.again) * r.bytes)
     rows = [
         (r.name, _what_becomes(r), str(r.layers), size_text(r.bytes), time_text(r.seconds), short_source(r.source))
         for r in order[:MAX_RESIDUALS]
@@ -56,8 +57,8 @@ def residuals(plan: PlanRecord) -> Section:
 
 
 def _what_becomes(r: HeldValue) -> str:
-    """Whether a value is held or made again, and in how many of its layers where they differ."""
-    each = [("held", r.held), ("made again", r.again)]
+    """Whether a value is held, on the host or made again, and in how many of its layers where they differ."""
+    each = [("held", r.held), ("on the host", r.on_host), ("made again", r.again)]
     found = [name if n == r.layers else f"{name} in {n}" for name, n in each if n]
     return ", ".join(found) or "not needed"
 

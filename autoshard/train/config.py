@@ -39,6 +39,7 @@ from autoshard.train.models.decoder import MAX_SIZE, ModelConfig
 from autoshard.train.non_finite import PATTERN
 from autoshard.train.optimizer import MAX_STEPS, OptimizerConfig, resumed
 from autoshard.train.precision import PrecisionConfig
+from autoshard.transforms.held_values.names import LAYER_COUNTS
 
 Strategy = Literal[
     "auto",
@@ -118,9 +119,10 @@ class TrainConfig(Config):
     ``data_axes``. With it ``microbatches`` is derived for each mesh, or has to agree."""
     data_axes: tuple[str, ...] = ("data",)
     """Mesh axes that ``micro_batch`` counts as splitting the batch."""
-    recompute: dict[str, Annotated[StrictInt, Field(ge=0)] | Literal["all"]] | None = None
-    """What the backward part makes again, by name or pattern, and in how many layers: ``{"*.mlp.up": 12, attention:
-    all}``; left out, the planner decides. See `autoshard.jit`."""
+    recompute: dict[str, Annotated[StrictInt, Field(ge=0)] | Annotated[str, Field(pattern=LAYER_COUNTS)]] | None = None
+    """What the backward part makes again, or what is in the host's memory meanwhile, by name or pattern, and in how
+    many layers: ``{"*.mlp.up": 12, attention: all, "*.mlp.gate": host}``; left out, the planner decides. See
+    `autoshard.jit`."""
     passes: tuple[str, ...] | None = None
     """Rewrites of the step before it is planned; left out, those of `autoshard.jit`."""
     eval: EvalConfig = EvalConfig()

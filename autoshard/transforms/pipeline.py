@@ -36,7 +36,7 @@ class Pass:
       look: 1 equations seen (1 -> 1 equations)
       >>> Look.from_option(None) == Look()
       True
-      >>> Look().within(plan, prices={}, held={}, layouts=[]) is None  # it decides on no values to hold
+      >>> Look().within(plan, prices={}, counts={}, layouts=[]) is None  # it decides on no values to hold
       True
     """
 
@@ -81,7 +81,7 @@ class Pass:
         self,
         program: Program,
         prices: Mapping[str, tuple[float, float]],
-        held: Mapping[str, int],
+        counts: Mapping[str, tuple[int, int]],
         layouts: Sequence[tuple[float, float]],
     ) -> tuple[Pass, float] | None:
         """The pass that holds, of the values that a step may hold for its backward part, those with which the step
@@ -89,11 +89,11 @@ class Pass:
 
         Args:
           prices: by name of a value, bytes per device in one layer, and seconds to make it again there.
-          held: by name, in how many layers it is held now.
+          counts: by name, in how many layers it is made again now, and in how many it is on the host meanwhile.
           layouts: of each layout to choose from, the seconds of the step with what is held now, and the bytes per
             device that may be held beyond it; below 0, by how much less.
         """
-        del program, prices, held, layouts
+        del program, prices, counts, layouts
         return None
 
     @classmethod

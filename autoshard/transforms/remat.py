@@ -26,6 +26,7 @@ from itertools import pairwise
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.ir.rule_registry import Rules
+from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.transforms.remat_segments import LiveValue, choose_cuts
 
 SavePolicy = Callable[[jx.JaxprEqn], bool]
@@ -51,11 +52,12 @@ def residuals(jaxpr: jx.Jaxpr) -> dict[jx.Var, jx.JaxprEqn]:
 
 
 def residual_bytes(program: Program) -> int:
-    """Bytes of all residuals of a program; the whole of what a scan stacks, but not the program's inputs.
+    """Bytes on devices of all residuals of a program; the whole of what a scan stacks, but not the program's inputs.
 
     Of a loop whose iterations each have a forward and a backward part (gradient accumulation), one iteration counts.
     """
-    return _bytes(v for body in differentiated_bodies(program.jaxpr) for v in residuals(body))
+    found = (v for body in differentiated_bodies(program.jaxpr) for v in residuals(body))
+    return _bytes(v for v in found if not in_host_memory(v.aval))
 
 
 def differentiated_bodies(jaxpr: jx.Jaxpr) -> Iterator[jx.Jaxpr]:

@@ -131,6 +131,10 @@ def test_the_host_s_memory_is_no_part_of_the_peak(made):
     chips = replace(made.plan.mesh, target=TpuSlice("v5e:4x2"))
     used = memory_usage(SimpleNamespace(memory_analysis=lambda: reported), chips)
     assert (used.peak, used.host) == (192, 64)
+    there = SimpleNamespace(**vars(reported) | {"host_temp_size_in_bytes": 500, "total_allocation_bytes": 150})
+    there.peak_memory_in_bytes = 564  # what is larger on the host, and the arguments
+    used = memory_usage(SimpleNamespace(memory_analysis=lambda: there), chips)
+    assert (used.peak, used.host) == (150, 564)
     text = shown(replace(made, usage=replace(made.usage, host=3 * 2**20)))
     assert re.search(r"host +0 B +3.0 MiB", text)
 

@@ -152,6 +152,34 @@ def test_what_is_waited_for_at_once_is_not_hidden():
     assert found.scheduled == found.seconds
 
 
+COPIES = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (p: f32[4,1000], h: f32[4,1000]) -> f32[4,1000] {
+  %p = ROW parameter(0)
+  %h = STACK parameter(1)
+  %i = s32[] parameter(2)
+  %in = ((STACK, s32[], s32[]), ROW, u32[]) dynamic-slice-start(%h, %i, %i)
+  %out = ((STACK, ROW, s32[], s32[]), STACK, u32[]) dynamic-update-slice-start(%h, %p, %i, %i)
+  %f = f32[8] fusion(%p), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"CYCLES"}
+  %came = ROW dynamic-slice-done(%in)
+  %sent = STACK dynamic-update-slice-done(%out)
+  ROOT %g = f32[8] fusion(%came, %sent), kind=kLoop, calls=%last, backend_config={"estimated_cycles":"7"}
+}
+""".replace("STACK", "f32[4,1000]{1,0:T(8,128)S(5)}").replace("ROW", "f32[1,1000]{1,0:T(8,128)}")
+
+
+@pytest.mark.parametrize("cycles", [10, 3_000, 100_000])
+def test_copies_to_the_host_and_back_are_hidden_as_far_as_compute_lasts(cycles: int):
+    """Each of 4,000 bytes, at the same time; they are no transfers between devices."""
+    hosted = replace(MESH, hardware=replace(MESH.hardware, host_bandwidth=1e9))
+    found = estimate(Compiled(COPIES.replace("CYCLES", str(cycles))), hosted)
+    assert found.host == found.blocking == pytest.approx(max(4e-6 - cycles * 1e-9, 0), abs=1e-12)
+    assert found.transfers == 0
+    assert found.seconds == found.scheduled == pytest.approx(max(4e-6, cycles * 1e-9) + 7e-9)
+    one_memory = replace(MESH, hardware=replace(MESH.hardware, host_bandwidth=0.0))
+    assert estimate(Compiled(COPIES.replace("CYCLES", str(cycles))), one_memory).host == 0
+
+
 def test_a_loop_of_unknown_trip_count_counts_once_and_is_not_exact():
     found = estimate(Compiled(TEXT.replace("constant(LIMIT)", "custom-call()")), MESH)
     assert not found.exact

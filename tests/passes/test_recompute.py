@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
 from autoshard.ir.trace import trace
+from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.passes import PASSES, Recompute
 from autoshard.passes.recompute import products
@@ -520,7 +521,9 @@ def test_values_are_made_again_by_name_in_as_many_layers(scanned, again, product
     [
         ({"layers.upp": "all"}, r"is called 'layers.upp'; did you mean 'layers.up'\?; there are layers.q, layers.k"),
         ({"*.up": 5}, "'layers.up' cannot be made again in 5 layers: it has 4"),
-        ({"*.up": -1}, r"in -1 layers; say a number or 'all'"),
+        ({"*.up": -1}, r"in -1 layers; say a number, 'all', 'host', 'host:NUMBER' or 'NUMBER\+host'"),
+        ({"*.up": "hosts"}, r"in 'hosts' layers; say a number"),
+        ({"*.up": "3+host:2"}, r"'layers.up' cannot be 3\+host:2: made again or on the host in 5 layers: it has 4"),
         ({"a,b": 1}, "'a,b' is no name or pattern of a value"),
         (["*.up"], "must map names or patterns to numbers of layers"),
     ],
@@ -528,8 +531,39 @@ def test_values_are_made_again_by_name_in_as_many_layers(scanned, again, product
 def test_names_and_counts_that_say_nothing(again, text):
     with pytest.raises(PassError, match=text):
         Recompute.by_name(again)(decoder(True)[0])
-    with pytest.raises(PassError, match="is not NAME=all or NAME=NUMBER"):
+    with pytest.raises(PassError, match="is not NAME=all, NAME=host or NAME=NUMBER"):
         Recompute("layers.up=some")
+
+
+@pytest.mark.parametrize(
+    ("counts", "scans", "on_host"),
+    [
+        ({"layers.up": "host"}, 2, 4),
+        ({"*.up": "host", "layers.q": "all"}, 2, 4),
+        ({"*.up": "1+host:2"}, 6, 2),
+        ({"*.up": "2+host", "layers.q": "host:1"}, 6, 3),
+        ({"*": "host"}, 2, 28),
+    ],
+)
+def test_values_wait_in_the_host_s_memory_by_name_in_as_many_layers(counts, scans, on_host):
+    before, args = decoder(True)
+    recompute = Recompute.by_name(counts)
+    after, (report,) = Pipeline((recompute,)).run(before)
+    assert Recompute.from_option(report.written.partition(":")[2]) == recompute
+    assert count(after, "scan") == scans
+    sent = [v for e in after.jaxpr.eqns if e.primitive.name == "scan" for v in e.outvars if in_host_memory(v.aval)]
+    rows = Counter(v.aval.shape[1:] for v in sent for _ in range(v.aval.shape[0]))
+    assert sum(rows.values()) == on_host
+    assert not any(in_host_memory(v.aval) for v in after.jaxpr.outvars)
+    for a, b in zip(decoder_run(True, None)[0], compiled(after, args)(*jax.tree.leaves(args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_unrolled_layers_hold_on_the_device_what_would_wait_on_the_host():
+    before, _ = decoder(False)
+    after, (report,) = rewritten(before, "layers.up=host")
+    assert not any(in_host_memory(v.aval) for e in jx.walk(after.jaxpr) for v in e.outvars)
+    assert report.change.endswith("; on the device, since no loop has its layers: layers.up")
 
 
 def test_layers_with_effects_cannot_differ():
@@ -554,23 +588,27 @@ def test_a_scan_is_cut_whichever_way_it_runs(options):
     agree(before, after, args)
 
 
-def test_what_is_held_takes_least_time_within_the_room():
-    """Against every pair of sets and every number of layers; of two loops the room is divided."""
+@pytest.mark.parametrize("base", [2, 3])
+def test_what_is_held_takes_least_time_within_the_room(base):
+    """Against every pair of choices and every number of layers; of two loops the room is divided."""
     rng = np.random.default_rng(0)
     names, layers = ("a", "b", "c"), 5
-    sizes, times = rng.uniform(1, 9, 3), rng.uniform(1, 9, 3)
-    held = np.array([[s >> i & 1 for i in range(3)] for s in range(8)])
-    loop = LayerLoop(layers, names, names, (1 - held) @ times, held @ sizes)
+    sizes, times, sent = (rng.uniform(1, 9, 3) for _ in range(3))
+    digits = np.array([[s // base**i % base for i in range(3)] for s in range(base**3)])
+    loop = LayerLoop(
+        layers, names, names, (digits == 0) @ times + (digits == 2) @ sent, (digits == 1) @ sizes, base=base
+    )
+    rank = np.array([0, 2, 1])[digits]
     for room in (0, 11, 37, 55, 1000):
         (found,) = choose_held([loop], room)
         price = price_of_held([loop], [found])
         assert price.bytes <= room + 1e-9
         every = [
             k * loop.seconds[low] + (layers - k) * loop.seconds[high]
-            for low in range(8)
-            for high in range(8)
+            for low in range(base**3)
+            for high in range(base**3)
             for k in range(layers + 1)
-            if not low & ~high and k * loop.bytes[low] + (layers - k) * loop.bytes[high] <= room
+            if (rank[low] <= rank[high]).all() and k * loop.bytes[low] + (layers - k) * loop.bytes[high] <= room
         ]
         assert price.seconds == pytest.approx(min(every))
         both = price_of_held([loop, loop], choose_held([loop, loop], 2 * room))

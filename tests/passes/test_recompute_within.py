@@ -65,7 +65,7 @@ def held_short_of(before, short, cheap=""):
     again, and the seconds that this takes."""
     groups = residual_groups(before)
     prices = {g.name: (BYTES, 0.01 if g.name == cheap else 1.0) for g in groups}
-    found = Recompute("full").within(before, prices, {g.name: g.layers for g in groups}, [(0.0, -short * BYTES)])
+    found = Recompute("full").within(before, prices, {}, [(0.0, -short * BYTES)])
     assert found is not None
     after, _ = Pipeline((found[0],)).run(before)
     again = {g.name: g.again for g in residual_groups(after)}
@@ -106,7 +106,9 @@ def test_what_several_scans_hold_is_counted_once(now):
     """With no room beyond it, no more is held than now."""
     before = several_scans()
     (group,) = residual_groups(before)
-    (chosen, seconds) = Recompute("full").within(before, {group.name: (BYTES, 1.0)}, {group.name: now}, [(10.0, 0.0)])
+    (chosen, seconds) = Recompute("full").within(
+        before, {group.name: (BYTES, 1.0)}, {group.name: (8 - now, 0)}, [(10.0, 0.0)]
+    )
     after, _ = Pipeline((chosen,)).run(before)
     assert [g.again for g in residual_groups(after)] == [8 - now]
     assert seconds == pytest.approx(10)

@@ -20,6 +20,7 @@ from autoshard.backend.audit import audit
 from autoshard.backend.compilation import compile_plan, memory_usage
 from autoshard.backend.estimate import estimate
 from autoshard.backend.hlo.collectives import collectives
+from autoshard.backend.hlo.host_copies import host_copies
 from autoshard.backend.hlo.text import parse_hlo
 from autoshard.errors import MeshError
 from autoshard.machine.mesh_config import MeshConfig
@@ -296,6 +297,38 @@ def test_what_fits_with_its_optimizer_on_the_host_alone():
     text = executable.as_text()
     assert len(re.findall(r"%dynamic-update-slice-start[\w.]* = \S*\(\(f32\[32,\S*S\(5\)\}", text)) >= 4
     assert "host-call" not in text, "nothing is copied within the host's memory"
+
+
+def test_residuals_go_to_the_host_s_memory_and_back_beside_products():
+    """In each direction the link takes nine tenths of what a layer computes in the forward part."""
+
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    def train(params, x):
+        def loss(params):
+            h, _ = jax.lax.scan(layer, x, params)
+            return (h.astype("float32") ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    width, tokens, layers = 5120, 8192, 12
+    shapes = {"up": (width, 8192), "down": (8192, width)}
+    params = {k: jax.ShapeDtypeStruct((layers, *s), "bfloat16") for k, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((4 * tokens, width), "bfloat16")
+    mesh = MeshConfig(axes={"data": 4}, tpu="v5e:2x2")
+    step = autoshard.jit(train, mesh=mesh, donate_argnums=0, strategy="dp", recompute={"up": "host"})
+    plan, executable = step.plan(params, x), step.lower(params, x).compile()
+    moved = layers * tokens * 8192 * 2
+    assert {(r.name, r.on_host) for r in plan.residuals if r.on_host} == {("up", layers)}
+    used = memory_usage(executable, plan.mesh)
+    assert used.host == plan.memory.host == moved
+    assert used.peak == pytest.approx(plan.memory.peak, rel=0.1)
+    found, link = estimate(executable, plan.mesh), moved / plan.mesh.hardware.host_bandwidth
+    assert found.host < 0.3 * link  # there and back it takes twice ``link``
+    assert plan.cost.host < 0.3 * link
+    within = {name for name, _ in host_copies(parse_hlo(executable.as_text()))}
+    assert len(within) == 3  # both loops, and the last layer's between them
 
 
 def test_large_attention_is_splash_and_no_scores_are_in_memory():

@@ -107,7 +107,7 @@ def located_collectives(module: Module, mesh: LogicalMesh) -> dict[tuple[str, st
         for instruction in computation.instructions.values():
             if instruction.opcode == "send" and (transfer := slice_transfer(instruction, module.partitions)):
                 axes, size = group_axes.of(transfer.kind, transfer.groups)
-                sent = shape_bytes(_tuple_elements(instruction.shape)[0])
+                sent = shape_bytes(tuple_elements(instruction.shape)[0])
                 payload = sent * (size if transfer.kind == ALL_GATHER else 1)
                 share = _senders(transfer.groups) / mesh.size if transfer.kind == COLLECTIVE_PERMUTE else 1.0
                 add(computation, instruction, transfer.kind, axes, (payload,), share=share)
@@ -206,15 +206,15 @@ def _payloads(kind: str, instruction: Instruction, group: int) -> tuple[int, ...
     """Bytes of one run on one device, as `Collective.bytes` defines them, of each array."""
     shape = instruction.shape
     if instruction.opcode.endswith("-start"):
-        parts = _tuple_elements(
+        parts = tuple_elements(
             shape
         )  # operand, result, and for some contexts; of an all-reduce the operands only as a tuple
         apart = kind != ALL_REDUCE or parts[0].startswith("(")
         shape = parts[1] if apart and len(parts) > 1 else shape
-    return tuple(shape_bytes(s) * (group if kind == REDUCE_SCATTER else 1) for s in _tuple_elements(shape))
+    return tuple(shape_bytes(s) * (group if kind == REDUCE_SCATTER else 1) for s in tuple_elements(shape))
 
 
-def _tuple_elements(shape: str) -> list[str]:
+def tuple_elements(shape: str) -> list[str]:
     """The top-level elements of a tuple shape; of an array, the array alone."""
     if not shape.startswith("("):
         return [shape]

@@ -22,12 +22,12 @@ def held_by_value(
       more: bytes per device that may be held beyond the budget of ``request``.
     """
     prices = {r.name: (float(r.bytes), r.seconds) for r in plan.residuals}
-    held = {r.name: r.layers - r.again for r in plan.residuals}
+    counts = {r.name: (r.layers - r.held - r.on_host, r.on_host) for r in plan.residuals}
     limit = budget_of(request, traced) + more
     layouts = [(plan.cost.seconds, limit - plan.memory.peak)]
     layouts += [(a.seconds, limit - a.peak) for a in plan.alternatives]
     for i, decides in enumerate(passes):
         if decides.decides_held:
             program, _ = run_passes(traced, passes[:i], request)
-            return decides.within(program, prices, held, layouts) or (None, math.inf)
+            return decides.within(program, prices, counts, layouts) or (None, math.inf)
     return None, math.inf

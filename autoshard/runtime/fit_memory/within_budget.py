@@ -234,35 +234,58 @@ def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
 
 def _hold_by_value(plans: _Plans) -> None:
     """From the fastest plan that makes values again, holds other values as its prices and what its layouts leave of the
-    memory say, and so on from what that gives while it is faster."""
+    memory say, and so on from what that gives while it is faster. What the first choice lacks of the memory an optional
+    pass may save."""
     deciding = [fit for fit in plans.fitting if any(p.decides_held for p in fit.ran)]
     if not deciding:
         return
     traced, start = plans.traced, min(deciding, key=lambda fit: preference(fit.plan))
-    best, budget = start.plan, budget_of(plans.request, traced)
+    best, ran, budget = start.plan, start.ran, budget_of(plans.request, traced)
     if traced.mesh.platform == "tpu":
         budget = min(budget, FILLED * traced.mesh.hardware.memory)
     within = replace(plans.request, memory_budget=budget)
-    tried, taken = {*start.ran}, 0.0
+    tried, taken, saving = {*ran}, 0.0, [*_optional_saving(plans, start)]
     for _ in range(MAX_HELD):
-        chosen, seconds = held_by_value(traced, start.ran, best, -taken, within)
+        chosen, seconds = held_by_value(traced, ran, best, -taken, within)
         while taken and chosen in tried and taken < budget / 4:
             taken += MIN_SAVING * budget
-            chosen, seconds = held_by_value(traced, start.ran, best, -taken, within)
+            chosen, seconds = held_by_value(traced, ran, best, -taken, within)
         if chosen is None or chosen in tried or seconds > best.cost.seconds * (1 - MIN_HELD_GAIN):
             return
         tried.add(chosen)
-        count = len(plans.fitting)
-        passes, ran = (tuple(chosen if p.decides_held else p for p in s) for s in (start.passes, start.ran))
-        plans.attempt(passes, ran, within, gives_up=False)
-        if len(plans.fitting) == count:
-            taken += plans.errors_within[-1].least - budget
-        elif (found := plans.fitting[-1].plan).cost.seconds < best.cost.seconds:
+        passes, holding = (tuple(chosen if p.decides_held else p for p in s) for s in (start.passes, ran))
+        found, least = _attempt_within(plans, passes, holding, within)
+        for optional in saving if found is None else ():
+            with_optional, _ = _attempt_within(plans, passes, (optional, *holding), within)
+            if with_optional is not None and (found is None or with_optional.cost.seconds < found.cost.seconds):
+                found, ran = with_optional, (optional, *start.ran)
+        saving = []
+        if found is None:
+            taken += least - budget
+        elif found.cost.seconds < best.cost.seconds:
             best, taken = found, 0.0
         elif is_memory_bound(found):
             taken += found.alternatives[0].peak - budget
         else:
             return
+
+
+def _optional_saving(plans: _Plans, start: _Fit) -> Iterator[Pass]:
+    """The variants of optional passes that save memory, where ``start`` has none."""
+    if start.ran == start.passes:
+        for first, *_ in with_each_optional(plans.traced, (), plans.options, saving=True):
+            yield first
+
+
+def _attempt_within(
+    plans: _Plans, passes: tuple[Pass, ...], ran: tuple[Pass, ...], within: PlanRequest
+) -> tuple[PlanRecord | None, float]:
+    """The plan with these passes within the budget of ``within``, or None and the least that it takes."""
+    count = len(plans.fitting)
+    plans.attempt(passes, ran, within, gives_up=False)
+    if len(plans.fitting) > count:
+        return plans.fitting[-1].plan, 0.0
+    return None, plans.errors_within[-1].least
 
 
 def _try_faster(plans: _Plans, tried: Container[tuple[Pass, ...]]) -> None:

@@ -1,80 +1,102 @@
-"""A choice of held values loop by loop, as numbers of layers of the whole step.
+"""A choice for values loop by loop, as numbers of layers of the whole step.
 
-A user says in how many layers a value is made again: the first ones in order of execution, whatever loops they are in.
-So of a value that several loops have, the first loops make it again and the last ones hold it. What the loops are to
-hold becomes such numbers here, and of numbers follows what each loop holds.
+A user says in how many layers a value is made again: the first ones in order of execution, whatever loops they are in;
+and in how many of the next it is on the host. So of a value that several loops have, the first loops make it again and
+the last ones hold it. What the loops are to hold becomes such numbers here, and of numbers follows what each loop does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autoshard.transforms.held_values.names import ResidualGroup
+from autoshard import jaxpr as jx
+from autoshard.transforms.held_values.names import LayerCounts, ResidualGroup
 from autoshard.transforms.held_values.sets import LayerLoop, Price, choose_held, price_of_held
 
 
-def choose_again(
+def choose_counts(
     loops: Sequence[LayerLoop], groups: Sequence[ResidualGroup], room: float, *, may_differ: bool = True
-) -> tuple[dict[str, int], Price]:
-    """In how many layers each value is made again, by name, for least time within ``room`` bytes per device, and the
+) -> tuple[dict[str, LayerCounts], Price]:
+    """What becomes of each value in how many layers, by name, for least time within ``room`` bytes per device, and the
     price of that.
 
     Args:
-      may_differ: whether the layers of a loop may hold different values.
+      may_differ: whether the layers of a loop may differ.
     """
     part = room
     while True:
         chosen = choose_held(loops, part, may_differ=may_differ)
-        again = {g.name: _in_order(g, loops, _again(g, loops, chosen), whole=not may_differ) for g in groups}
-        price = price_of_held(loops, held_by_loop(loops, groups, again))
+        counts = {g.name: _in_order(g, loops, _needing(g, loops, chosen), whole=not may_differ) for g in groups}
+        price = price_of_held(loops, counts_by_loop(loops, groups, counts))
         if price.bytes < room + 1 or part <= 0:
-            return again, price
-        part = max(0.0, part - (price.bytes - room))  # in order it takes more: another set goes with a value
+            return counts, price
+        part = max(0.0, part - (price.bytes - room))  # in order it takes more: another choice goes with a value
 
 
-def price_of_again(loops: Sequence[LayerLoop], groups: Sequence[ResidualGroup], again: Mapping[str, int]) -> Price:
-    """As `price_of_held`, where the backward part makes each value again in ``again`` layers, by name, of those that it
-    reads."""
-    counts = {g.name: _in_order(g, loops, again.get(g.name, 0)) for g in groups}
-    return price_of_held(loops, held_by_loop(loops, groups, counts))
+def price_of_counts(
+    loops: Sequence[LayerLoop], groups: Sequence[ResidualGroup], counts: Mapping[str, LayerCounts]
+) -> Price:
+    """As `price_of_held`, of ``counts`` by name, of those layers that need the value."""
+    ordered = {g.name: _in_order(g, loops, counts.get(g.name, LayerCounts())) for g in groups}
+    return price_of_held(loops, counts_by_loop(loops, groups, ordered))
 
 
-def held_by_loop(
-    loops: Sequence[LayerLoop], groups: Sequence[ResidualGroup], again: Mapping[str, int]
-) -> list[dict[str, int]]:
-    """For each loop, in how many of its layers each value is held, where the first ``again`` of all layers make it
-    again; rounded up where unrolled layers do not all have the value."""
-    found: list[dict[str, int]] = [{} for _ in loops]
+def counts_by_loop(
+    loops: Sequence[LayerLoop], groups: Sequence[ResidualGroup], counts: Mapping[str, LayerCounts]
+) -> list[dict[str, LayerCounts]]:
+    """For each loop what becomes of each value in how many of its layers; less is made again and less on the host where
+    unrolled layers do not all have the value."""
+    found: list[dict[str, LayerCounts]] = [{} for _ in loops]
     for group in groups:
-        first = [*group.first(again.get(group.name, 0))]
-        for loop, held in zip(loops, found, strict=True):
-            inside = [(m.layers, n) for m, n in first if m.eqn in loop.eqns]
+        again, host = counts.get(group.name, LayerCounts()).of(group.layers)
+        first, both = [*group.first(again)], [*group.first(again + host)]
+        for loop, of_loop in zip(loops, found, strict=True):
+            inside = [
+                (member.layers, n, m - n)
+                for (member, n), (_, m) in zip(first, both, strict=True)
+                if member.eqn in loop.eqns
+            ]
             if inside:
-                layers = sum(n for n, _ in inside)
-                held[group.name] = -(-loop.layers * (layers - sum(n for _, n in inside)) // layers)
+                layers = sum(n for n, _, _ in inside)
+                made, sent = (loop.layers * sum(n[i] for n in inside) // layers for i in (1, 2))
+                of_loop[group.name] = LayerCounts(made, sent)
     return found
 
 
-def _again(group: ResidualGroup, loops: Sequence[LayerLoop], held: Sequence[Mapping[str, int]]) -> int:
-    """In how many layers that need it a value is made again, where each loop holds it in ``held``; rounded up."""
-    found = 0
-    for loop, counts in zip(loops, held, strict=True):
+def _needing(
+    group: ResidualGroup, loops: Sequence[LayerLoop], chosen: Sequence[Mapping[str, LayerCounts]]
+) -> LayerCounts:
+    """In how many layers that need it a value is made again or on the host, as each loop has it; rounded up."""
+    found = [0, 0]
+    for loop, counts in zip(loops, chosen, strict=True):
         if group.name in loop.needed:
             layers = sum(m.layers for m in group.members if m.eqn in loop.eqns)
-            found += -(-layers * (loop.layers - counts.get(group.name, 0)) // loop.layers)
-    return found
+            unnamed = LayerCounts(None)  # what no choice decides is made again
+            for i, n in enumerate(counts.get(group.name, unnamed).of(loop.layers)):
+                found[i] += -(-layers * n // loop.layers)
+    return LayerCounts(*found)
 
 
-def _in_order(group: ResidualGroup, loops: Sequence[LayerLoop], again: int, *, whole: bool = False) -> int:
-    """The least number of first layers with ``again`` among them that need the value; ``whole``: of whole scans."""
+def _in_order(
+    group: ResidualGroup, loops: Sequence[LayerLoop], counts: LayerCounts, *, whole: bool = False
+) -> LayerCounts:
+    """The least numbers of first layers, and of next ones, with ``counts`` among them that need the value; ``whole``:
+    of whole scans."""
     needing = {e for loop in loops if group.name in loop.needed for e in loop.eqns}
-    if again and again >= sum(m.layers for m in group.members if m.eqn in needing):
+    again, host = counts.of(group.layers)
+    first = _first(group, needing, again, whole)
+    return LayerCounts(first, _first(group, needing, again + host, whole) - first if host else 0)
+
+
+def _first(group: ResidualGroup, needing: set[jx.JaxprEqn], wanted: int, whole: bool) -> int:
+    """The least number of first layers with ``wanted`` among them that ``needing`` equations are in."""
+    if wanted and wanted >= sum(m.layers for m in group.members if m.eqn in needing):
         return group.layers
     found = 0
     for member in group.members:
-        if again <= 0:
+        if wanted <= 0:
             break
-        here = min(again, member.layers) if member.eqn in needing else 0
-        again -= here
+        here = min(wanted, member.layers) if member.eqn in needing else 0
+        wanted -= here
         found += here if here and not whole else member.layers
     return found

@@ -27,11 +27,44 @@ from autoshard.jaxpr.paths import path_names, unnumbered
 from autoshard.transforms import remat
 from autoshard.transforms.attention_op import attention_p
 
-ALL = "all"
-"""The count of a value that is made again in all layers."""
+ALL, HOST = "all", "host"
+"""What is said of a value that is made again in all layers, and of one that is in the host's memory in all."""
+LAYER_COUNTS = r"^((\d+|all)|(?:(\d+)\+)?host(?::(\d+))?)$"
+"""How `LayerCounts` are written."""
 
 ResidualKey = tuple[str, str, tuple[int, ...], str]
 """Source line, primitive, shape and dtype: the same in all layers."""
+
+
+class LayerCounts(NamedTuple):
+    """What becomes of a value between the forward and the backward part, by number of layers in order of execution."""
+
+    again: int | None = 0
+    """The first ones: the backward part makes it again. None: all."""
+    host: int | None = 0
+    """The next ones: it is in the host's memory. None: all that are left. In the others it stays on the device."""
+
+    @classmethod
+    def parse(cls, text: str) -> LayerCounts | None:
+        """Of ``"12"``, ``"all"``, ``"host"``, ``"host:12"``, ``"4+host"`` or ``"4+host:12"``; None of anything else."""
+        found = re.fullmatch(LAYER_COUNTS, text)
+        if found is None:
+            return None
+        _, again, first, host = found.groups()
+        if again is not None:
+            return cls(None if again == ALL else int(again))
+        return cls(int(first or 0), None if host is None else int(host))
+
+    def __str__(self) -> str:
+        if self.host == 0:
+            return ALL if self.again is None else str(self.again)
+        first = f"{self.again}+" if self.again else ""
+        return f"{first}{HOST}" + ("" if self.host is None else f":{self.host}")
+
+    def of(self, layers: int) -> tuple[int, int]:
+        """Both numbers, of a value of so many layers; more than there are where too many are asked for."""
+        again = layers if self.again is None else self.again
+        return again, layers - again if self.host is None else self.host
 
 
 class Member(NamedTuple):
@@ -173,19 +206,19 @@ def _plain(name: str) -> str:
     return re.sub(r"[,=\s]+", "_", name)
 
 
-def layers_again(groups: Sequence[ResidualGroup], asked: Mapping[str, int | None]) -> dict[str, int]:
-    """In how many of its layers each group is made again, by its name.
+def layer_counts(groups: Sequence[ResidualGroup], asked: Mapping[str, LayerCounts]) -> dict[str, LayerCounts]:
+    """In how many of its layers each group is made again, and in how many it is on the host, by its name.
 
     Args:
-      asked: by pattern (`fnmatch`; ``*.mlp.up`` is also ``mlp.up``), a number of layers, or None for all. What is
-        said of a group's own name counts for it, wherever that stands; else the last of the patterns that match. A name
-        is a pattern too: ``attention`` is also ``attention#2``, unless that is asked for itself.
+      asked: by pattern (`fnmatch`; ``*.mlp.up`` is also ``mlp.up``). What is said of a group's own name counts for it,
+        wherever that stands; else the last of the patterns that match. A name is a pattern too: ``attention`` is also
+        ``attention#2``, unless that is asked for itself.
 
     Raises:
       PassError: a pattern that matches nothing, or more layers than there are.
     """
-    found = {g.name: 0 for g in groups}
-    for pattern, count in asked.items():
+    found = {g.name: LayerCounts() for g in groups}
+    for pattern, counts in asked.items():
         matched = [g for g in groups if matches(g.name, pattern)]
         if not matched:
             names = ", ".join(found) or "none: nothing is differentiated"
@@ -195,23 +228,32 @@ def layers_again(groups: Sequence[ResidualGroup], asked: Mapping[str, int | None
         for group in matched:
             if group.name != pattern and group.name in asked:
                 continue
-            if count is not None and count > group.layers:
+            again, host = counts.of(group.layers)
+            if host < 0 or again + host > group.layers:
+                what = "made again" if not counts.host else f"{counts}: made again or on the host"
                 hint = "" if group.name == pattern else f" (it matches {pattern!r}; say its own number too)"
                 raise PassError(
-                    f"recompute: {group.name!r} cannot be made again in {count} layers: it has {group.layers}{hint}"
+                    f"recompute: {group.name!r} cannot be {what} in {again + max(0, host)} layers: it has "
+                    f"{group.layers}{hint}"
                 )
-            found[group.name] = group.layers if count is None else count
+            found[group.name] = LayerCounts(again, host)
     return found
 
 
-def asked_for(groups: Sequence[ResidualGroup], again: Mapping[str, int]) -> dict[str, int | str]:
-    """By name, the numbers of layers or `ALL` of which `layers_again` makes just ``again``, with 0 for other groups."""
-    named = [g.name for g in groups if again.get(g.name)]
+def asked_for(groups: Sequence[ResidualGroup], counts: Mapping[str, LayerCounts]) -> dict[str, str]:
+    """By name, what `LayerCounts.parse` and `layer_counts` make just ``counts`` of, with nothing for other groups."""
+    named = [g.name for g in groups if any(counts.get(g.name, ()))]
     return {
-        g.name: ALL if again.get(g.name, 0) >= g.layers else again.get(g.name, 0)
+        g.name: str(_shortest(counts.get(g.name, LayerCounts()), g.layers))
         for g in groups
         if any(matches(g.name, name) for name in named)
     }
+
+
+def _shortest(counts: LayerCounts, layers: int) -> LayerCounts:
+    """The same, with None for what is left."""
+    again, host = counts.of(layers)
+    return LayerCounts(None if again >= layers else again, None if host and again + host >= layers else host)
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -1,0 +1,30 @@
+"""Copies of a layer's values between the memories of device and host, beside what the layer computes.
+
+XLA for TPU sends a layer's value while it computes the next layer, and fetches one while it computes the layer before
+(`autoshard.backend.host_copies`); in each direction the link takes one after the other. A device waits for what takes
+longer than that. XLA for GPU has not been measured, and XLA for CPU has one memory: there nothing counts as hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autoshard.machine.mesh import LogicalMesh
+
+TO_HOST, FROM_HOST = "to the host", "from the host"
+"""The two directions of the link, which do not wait for each other."""
+
+
+def copies_beside_products(mesh: LogicalMesh) -> bool:
+    """Whether copies to the host and back run beside the products of a loop."""
+    return mesh.platform == "tpu" and mesh.hardware.host_bandwidth > 0
+
+
+def seconds_waited_for_copies(size: Any, beside: Any, way: str, mesh: LogicalMesh) -> Any:
+    """Seconds that a device spends on ``size`` bytes of its own in one direction, numbers or arrays, where products
+    take ``beside`` seconds meanwhile. What it sends it copies to a place of its own first."""
+    hardware = mesh.hardware
+    waited = np.maximum(size / hardware.host_bandwidth - beside, 0.0)
+    return waited + 2 * size / hardware.memory_rate if way == TO_HOST else waited

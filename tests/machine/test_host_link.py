@@ -1,0 +1,34 @@
+"""What copies to the host's memory and back take beside products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products, seconds_waited_for_copies
+from autoshard.machine.mesh_config import MeshConfig
+from autoshard.machine.tpu_slice import TpuSlice
+
+
+def mesh(hardware: str):
+    return MeshConfig(axes={"data": 8}, hardware=hardware).mesh()
+
+
+def test_only_what_takes_longer_than_the_products_is_waited_for():
+    tpus = mesh("tpu-v5e")
+    link, memory = tpus.hardware.host_bandwidth, tpus.hardware.memory_rate
+    assert seconds_waited_for_copies(link, 2.0, FROM_HOST, tpus) == 0
+    assert seconds_waited_for_copies(link, 0.25, FROM_HOST, tpus) == pytest.approx(0.75)
+    assert seconds_waited_for_copies(link, 2.0, TO_HOST, tpus) == pytest.approx(2 * link / memory)
+    both = seconds_waited_for_copies(np.array([0.0, link]), 0.25, TO_HOST, tpus)
+    assert list(both) == [0.0, pytest.approx(0.75 + 2 * link / memory)]
+
+
+def test_where_they_run_beside_products():
+    """Where XLA for TPU compiles, and host and device have memories of their own."""
+    tpus = replace(mesh("tpu-v5e"), target=TpuSlice("v5e:2x4"))
+    assert copies_beside_products(tpus)
+    assert not copies_beside_products(mesh("tpu-v5e"))
+    assert not copies_beside_products(replace(tpus, hardware=mesh("cpu").hardware))
