@@ -83,7 +83,7 @@ def by_autoshard(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) 
     key = digest(program, mesh, options)
     found = answer(program, mesh, cache, options=options, kept=key in kept.lines)
     if found is not None:
-        again = "".join(" + " + p.written for p in plan.passes if p.name == "recompute")
+        again = "".join(" + " + p.written for p in plan.passes if p.name in ("losses", "recompute"))
         differences = None
         if not found.refusal:
             differences = tuple(text for text, row in audit(found, plan).lines() if row and row.unexplained)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard import jaxpr as jx
 from autoshard.backend.gathers.early_gathers import gather_early
 from autoshard.backend.gathers.reversed_kernels import place_before_reversal
-from autoshard.backend.host_copies import sent_from_a_copy
+from autoshard.backend.host_copies import beside_products
 from autoshard.backend.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn, weight_rings
 from autoshard.backend.on_shards import extend_with_halos, in_order, reduce_in_rings, reduce_partials
 from autoshard.backend.ring_products import (
@@ -80,7 +80,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         plan.mesh,
         graph.program.rules,
         {(c.value, c.node) for c in plan.intermediates if c.ahead and c.node is not None},
-        {v for n in copied_beside_products(graph) for v in graph.nodes[n].results if graph.values[v].host},
+        {v for n in copied_beside_products(graph) for v in graph.nodes[n].results},
     )
     lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
     return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
@@ -119,7 +119,7 @@ class _Lowering:
       sum_rings: those in which products are summed, by node.
       mesh, logical_mesh: the mesh with devices, and with links.
       ahead: operands that loops gather an iteration ahead, by value and node.
-      sent: values in the host's memory that are sent there beside products.
+      moved: values that are copied to the host's memory or from there beside products.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class _Lowering:
         logical_mesh: LogicalMesh,
         rules: Rules,
         ahead: Set[tuple[int, int]] = frozenset(),
-        sent: Set[int] = frozenset(),
+        moved: Set[int] = frozenset(),
     ) -> None:
         self.ahead, self.early = ahead, dict[tuple[int, NamedSharding], jx.Var]()
         """`early`: by value and sharding, what these are when they are gathered."""
         self.value_of, self.node_of_results = value_of, node_of_results
         self.islands, self.kernels, self.gradients, self.weight_rings = islands, kernels, gradients, weight_rings
-        self.sum_rings, self.sent = sum_rings, sent
+        self.sum_rings, self.moved = sum_rings, moved
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.mesh, self.logical_mesh, self.rules = tie_shardings, mesh, logical_mesh, rules
@@ -331,8 +331,8 @@ class _Lowering:
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
         eqn = eqn.replace(invars=invars)
-        if not self.sent.isdisjoint([self.value_of.get(v, -1) for v in eqn.outvars]):
-            return sent_from_a_copy(eqn)
+        if not self.moved.isdisjoint([self.value_of.get(v, -1) for v in eqn.outvars]):
+            return beside_products(eqn)
         row_major = self.rules.traits(eqn.primitive).row_major_on_cpu and self.mesh.devices.flat[0].platform == "cpu"
         if not row_major:
             return [eqn]

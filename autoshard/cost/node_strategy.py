@@ -232,7 +232,7 @@ def compute_seconds(
     if kind.tie:  # slices of a stacked operand or result of a loop are copied, as are transfers; others move nothing
         if kind.host_transfer:
             if kind.copied_beside is not None:
-                return seconds_waited_for_copies(minimum(local), kind.copied_beside, kind.host_transfer, mesh)
+                return seconds_waited_for_copies(minimum(local), kind.copied_beside, mesh)
             return minimum(local) / hardware.host_bandwidth if hardware.host_bandwidth else 0.0
         row, made = len(kind.shapes[0]), len(kind.shapes[-1])
         # A stack is cleared before the loop. What writes a row reads it, where it is not fused into what makes it.

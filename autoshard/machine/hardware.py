@@ -97,6 +97,8 @@ class HardwareConfig(Config):
     async_all_to_all_up_to: int | None = Field(default=None, ge=1)
     """Most devices on which XLA compiles a program whose all-to-alls are to run beside compute; left out where any
     number will do."""
+    host_memory: Bytes | None = None
+    """Bytes of the host's memory for each chip; left out where it is not known."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -130,6 +132,7 @@ class HardwareConfig(Config):
             self.hidden_collectives,
             self.grouped_products,
             self.async_all_to_all_up_to or math.inf,
+            self.host_memory or self.memory,
         )
 
 

@@ -22,9 +22,8 @@ def copies_beside_products(mesh: LogicalMesh) -> bool:
     return mesh.platform == "tpu" and mesh.hardware.host_bandwidth > 0
 
 
-def seconds_waited_for_copies(size: Any, beside: Any, way: str, mesh: LogicalMesh) -> Any:
+def seconds_waited_for_copies(size: Any, beside: Any, mesh: LogicalMesh) -> Any:
     """Seconds that a device spends on ``size`` bytes of its own in one direction, numbers or arrays, where products
-    take ``beside`` seconds meanwhile. What it sends it copies to a place of its own first."""
+    take ``beside`` seconds meanwhile: it waits for what takes longer, and copies what it sends or has fetched."""
     hardware = mesh.hardware
-    waited = np.maximum(size / hardware.host_bandwidth - beside, 0.0)
-    return waited + 2 * size / hardware.memory_rate if way == TO_HOST else waited
+    return np.maximum(size / hardware.host_bandwidth - beside, 0.0) + 2 * size / hardware.memory_rate

@@ -105,6 +105,8 @@ class Hardware:
     """Whether XLA has a kernel for products of ragged groups; else it multiplies all rows with all groups."""
     async_all_to_all_up_to: float = math.inf
     """The greatest number of devices on which XLA compiles a program whose all-to-alls are to run beside compute."""
+    host_memory: float = math.inf
+    """Bytes of the host's memory for each chip; where a table does not say, the chip's own memory stands for it."""
 
     @property
     def hides_beyond_products(self) -> bool:

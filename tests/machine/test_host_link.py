@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products, seconds_waited_for_copies
+from autoshard.machine.host_link import copies_beside_products, seconds_waited_for_copies
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.machine.tpu_slice import TpuSlice
 
@@ -19,10 +19,9 @@ def mesh(hardware: str):
 def test_only_what_takes_longer_than_the_products_is_waited_for():
     tpus = mesh("tpu-v5e")
     link, memory = tpus.hardware.host_bandwidth, tpus.hardware.memory_rate
-    assert seconds_waited_for_copies(link, 2.0, FROM_HOST, tpus) == 0
-    assert seconds_waited_for_copies(link, 0.25, FROM_HOST, tpus) == pytest.approx(0.75)
-    assert seconds_waited_for_copies(link, 2.0, TO_HOST, tpus) == pytest.approx(2 * link / memory)
-    both = seconds_waited_for_copies(np.array([0.0, link]), 0.25, TO_HOST, tpus)
+    assert seconds_waited_for_copies(link, 2.0, tpus) == pytest.approx(2 * link / memory)
+    assert seconds_waited_for_copies(link, 0.25, tpus) == pytest.approx(0.75 + 2 * link / memory)
+    both = seconds_waited_for_copies(np.array([0.0, link]), 0.25, tpus)
     assert list(both) == [0.0, pytest.approx(0.75 + 2 * link / memory)]
 
 

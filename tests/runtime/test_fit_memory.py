@@ -204,12 +204,13 @@ def test_on_tpus_layers_that_differ_leave_a_tenth_of_the_memory() -> None:
 
 
 def test_on_tpus_values_wait_in_the_host_s_memory_where_that_hides_behind_the_layers() -> None:
-    """Unasked; not over a slow link, nor where no compiler is known to hide it, nor where everything fits."""
+    """Unasked; not over a slow link, nor where no compiler is known to hide it, nor where everything fits, nor where
+    the host has too little."""
     most, least = (wide(passes=["dead_code", f"recompute:{p}"]).memory.peak for p in ("*=0", "full"))
     chip = replace(HARDWARE, memory=least + 0.6 * (most - least))
 
-    def planned(target: TpuSlice | None, bandwidth: float, memory: float = chip.memory) -> Any:
-        hardware = replace(chip, memory=memory, host_bandwidth=bandwidth)
+    def planned(target: TpuSlice | None, bandwidth: float, memory: float = chip.memory, host: float = 1e12) -> Any:
+        hardware = replace(chip, memory=memory, host_bandwidth=bandwidth, host_memory=host)
         mesh = LogicalMesh(("data",), (8,), hardware, target=target)
         return autoshard.jit(wide_step, mesh=mesh, donate_argnums=0, microbatches=1).plan(*wide_shapes(65536))
 
@@ -231,6 +232,7 @@ def test_on_tpus_values_wait_in_the_host_s_memory_where_that_hides_behind_the_la
         planned(TpuSlice("v5e:2x4"), 1e8),
         planned(None, 1e10),
         planned(TpuSlice("v5e:2x4"), 1e10, 2 * most),
+        planned(TpuSlice("v5e:2x4"), 1e10, host=min(r.on_host * r.bytes for r in found.residuals if r.on_host)),
         without,
     ):
         assert not any(r.on_host for r in other.residuals)

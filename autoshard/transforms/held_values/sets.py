@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard import jaxpr as jx
-from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products, seconds_waited_for_copies
+from autoshard.machine.host_link import copies_beside_products, seconds_waited_for_copies
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.transforms import remat
 from autoshard.transforms.held_values.names import LayerCounts, ResidualGroup
@@ -44,6 +44,8 @@ AGAIN, HELD, ON_HOST = 0, 1, 2
 """What becomes of a value, as a digit of the number of a choice."""
 IN_FLIGHT = 2
 """Values of a layer that are on the device while they are copied to the host or back, for one that is computed with."""
+HOST_SHARE = 0.6
+"""Of the host's memory, what values of a loop may take unasked: loading and checkpoints need some too."""
 _RANK = {AGAIN: 0, ON_HOST: 1, HELD: 2}
 """The order in which a value's layers have these."""
 
@@ -66,12 +68,14 @@ class HostLink:
 
     mesh: LogicalMesh
 
-    def price(self, size: FloatArray, eqns: Sequence[jx.JaxprEqn], again: FloatArray) -> FloatArray:
-        """Seconds that a device spends on ``size`` bytes of its own: beside the products of ``eqns`` in the forward
-        part; in the backward part beside twice those, and the seconds in which values are made ``again``."""
+    def price(self, size: FloatArray, layers: int, eqns: Sequence[jx.JaxprEqn], again: FloatArray) -> FloatArray:
+        """Seconds that a device spends on ``size`` bytes of its own in a layer: beside the products of ``eqns`` in the
+        forward part; in the backward part beside twice those, and the seconds in which values are made ``again``.
+        Without end where the host has too little for all ``layers``."""
         forward = sum(self._product_seconds(x) for e in eqns for x in (e, *_inner(e)))
-        there = seconds_waited_for_copies(size, forward, TO_HOST, self.mesh)
-        return there + seconds_waited_for_copies(size, 2 * forward + again, FROM_HOST, self.mesh)
+        there = seconds_waited_for_copies(size, forward, self.mesh)
+        back = seconds_waited_for_copies(size, 2 * forward + again, self.mesh)
+        return np.where(size * layers > HOST_SHARE * self.mesh.hardware.host_memory, np.inf, there + back)
 
     def _product_seconds(self, eqn: jx.JaxprEqn) -> float:
         """Least seconds of a product."""
@@ -178,7 +182,7 @@ def _loop(
     found = _walk(eqns, made_by, targets, entering, names, prices, is_held_anyway, base)
     seconds = found.seconds / share
     if link is not None:
-        seconds = seconds + link.price(found.on_host, eqns, seconds)
+        seconds = seconds + link.price(found.on_host, layers, eqns, seconds)
     held = found.bytes / share + IN_FLIGHT * found.on_host / layers
     return LayerLoop(layers, names, needed, seconds, held, frozenset(by_eqn), base)
 
