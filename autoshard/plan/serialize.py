@@ -27,7 +27,7 @@ from autoshard.plan.record import PlanRecord
 from autoshard.plan.treedef import leaf_paths, treedef_from_json, treedef_to_json
 from autoshard.strict_files import cut, shortened
 
-VERSION = 15
+VERSION = 16
 _TREES = ("in_tree", "out_tree")
 
 

@@ -11,7 +11,7 @@ from autoshard.ir.program import Program
 from autoshard.plan.record import PlanRecord
 from autoshard.runtime.fit_memory.held_by_value import held_by_value
 from autoshard.runtime.fit_memory.in_parts import plan_on_device, with_note
-from autoshard.runtime.fit_memory.preference import axes_of_batch, is_memory_bound, preference
+from autoshard.runtime.fit_memory.preference import MIN_GAIN, axes_of_batch, is_memory_bound, preference
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences, passes_of
@@ -65,6 +65,7 @@ def _may_be_faster_offloaded(traced: Program, planned: Planned, options: Options
 def _offload_frees_passes(traced: Program, planned: Planned, options: Options, bounds: TimeBounds) -> bool:
     """Whether, with the optimizer's state on the host, a layout faster than that of ``planned`` may fit, or passes that
     save less memory and take less time: the next less saving sequence that fits, with whichever optional pass, says so.
+    Where residuals are on the host already, it has to promise `MIN_GAIN`.
     """
     plan, less = planned.plan, options.with_offload()
     written = {p.written for p in plan.passes}
@@ -78,7 +79,9 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
     if chosen == 0 and deciding & {p.name for p in plan.passes}:  # values are held one by one
         freed = _offloaded_bytes(traced, options) / traced.mesh.size
         passes = passes_of(plan, traced, options)
-        return held_by_value(traced, passes, plan, freed, options.request)[1] + transfers < plan.cost.seconds
+        promised = held_by_value(traced, passes, plan, freed, options.request)[1] + transfers
+        least = MIN_GAIN if any(r.on_host for r in plan.residuals) else 0.0
+        return promised < (1 - least) * plan.cost.seconds
     if chosen == 0:
         return True
 
