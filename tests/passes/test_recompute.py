@@ -523,7 +523,7 @@ def test_values_are_made_again_by_name_in_as_many_layers(scanned, again, product
         ({"*.up": 5}, "'layers.up' cannot be made again in 5 layers: it has 4"),
         ({"*.up": -1}, r"in -1 layers; say a number, 'all', 'host', 'host:NUMBER' or 'NUMBER\+host'"),
         ({"*.up": "hosts"}, r"in 'hosts' layers; say a number"),
-        ({"*.up": "3+host:2"}, r"'layers.up' cannot be 3\+host:2: made again or on the host in 5 layers: it has 4"),
+        ({"*.up": "3+host:2"}, r"'layers.up' cannot be made again or on the host in 5 layers \(3\+host:2\): it has 4"),
         ({"a,b": 1}, "'a,b' is no name or pattern of a value"),
         (["*.up"], "must map names or patterns to numbers of layers"),
     ],

@@ -230,10 +230,11 @@ def layer_counts(groups: Sequence[ResidualGroup], asked: Mapping[str, LayerCount
                 continue
             again, host = counts.of(group.layers)
             if host < 0 or again + host > group.layers:
-                what = "made again" if not counts.host else f"{counts}: made again or on the host"
+                what = "made again or on the host" if counts.host else "made again"
+                said = f" ({counts})" if counts.host else ""
                 hint = "" if group.name == pattern else f" (it matches {pattern!r}; say its own number too)"
                 raise PassError(
-                    f"recompute: {group.name!r} cannot be {what} in {again + max(0, host)} layers: it has "
+                    f"recompute: {group.name!r} cannot be {what} in {again + max(0, host)} layers{said}: it has "
                     f"{group.layers}{hint}"
                 )
             found[group.name] = LayerCounts(again, host)

@@ -53,7 +53,7 @@ def test_other_text_is_no_count(text):
 
 def test_more_layers_than_there_are_on_the_host():
     assert layer_counts(GROUPS, {"*.up": LayerCounts(1, None)})["*.up"] == (1, 2)
-    with pytest.raises(PassError, match=r"'t' cannot be 1\+host:2: made again or on the host in 3 layers: it has 2"):
+    with pytest.raises(PassError, match=r"'t' cannot be made again or on the host in 3 layers \(1\+host:2\): it has 2"):
         layer_counts(GROUPS, {"t": LayerCounts(1, 2)})
     with pytest.raises(PassError, match="'t' cannot be .* in 3 layers: it has 2"):
         layer_counts(GROUPS, {"t": LayerCounts(3, None)})
