@@ -192,10 +192,9 @@ class Recompute(Pass):
     def _outside_loops(self, program: Program) -> Iterator[str]:
         """What is asked for on the host, and is held on the device since it is in no loop."""
         groups = residual_groups(program)
+        counts = layer_counts(groups, self.asked)
         for group in groups:
-            again, host = layer_counts(groups, self.asked)[group.name].of(group.layers)
-            ends = zip(group.first(again), group.first(again + host), strict=True)
-            if any(member.scan is None and held > made for (member, made), (_, held) in ends):
+            if any(m.scan is None and held > made for m, made, held in group.parted(counts[group.name])):
                 yield group.name
 
     def _by_name(self, program: Program) -> jx.Jaxpr:
@@ -205,9 +204,7 @@ class Recompute(Pass):
         groups = residual_groups(program)
         counts = layer_counts(groups, self.asked)
         for group in groups:
-            again, host = counts[group.name].of(group.layers)
-            ends = zip(group.first(again), group.first(again + host), strict=True)
-            for (member, made), (_, held) in ends:
+            for member, made, held in group.parted(counts[group.name]):
                 members[member.eqn] = made, held
                 inside = frozenset({made, held} - {0, member.layers})
                 if member.scan is not None and inside:

@@ -10,12 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-import jax
-
 from autoshard import jaxpr as jx
 from autoshard.errors import ChunkError
 from autoshard.ir.program import Program
 from autoshard.passes.offload.layers import StepJaxpr, layer_loop, layers_of
+from autoshard.transforms.held_values.on_host import moved
 
 Updates = list[list[jx.JaxprEqn]]
 
@@ -90,8 +89,5 @@ def _whole(
 
 def _device_put(source: jx.Atom, result: jx.Var, like: jx.JaxprEqn) -> jx.JaxprEqn:
     """The equation that copies ``source`` to the memory of ``result``."""
-    space = jx.aval(result).memory_space
-    (eqn,) = jx.splice(
-        lambda x: jax.device_put(x, space), jx.outside_autodiff(like).replace(outvars=[result]), [source]
-    )
+    (eqn,) = moved(source, result, jx.outside_autodiff(like))
     return eqn

@@ -48,18 +48,13 @@ def counts_by_loop(
     unrolled layers do not all have the value."""
     found: list[dict[str, LayerCounts]] = [{} for _ in loops]
     for group in groups:
-        again, host = counts.get(group.name, LayerCounts()).of(group.layers)
-        first, both = [*group.first(again)], [*group.first(again + host)]
+        parted = [*group.parted(counts.get(group.name, LayerCounts()))]
         for loop, of_loop in zip(loops, found, strict=True):
-            inside = [
-                (member.layers, n, m - n)
-                for (member, n), (_, m) in zip(first, both, strict=True)
-                if member.eqn in loop.eqns
-            ]
+            inside = [(m.layers, made, sent - made) for m, made, sent in parted if m.eqn in loop.eqns]
             if inside:
                 layers = sum(n for n, _, _ in inside)
-                made, sent = (loop.layers * sum(n[i] for n in inside) // layers for i in (1, 2))
-                of_loop[group.name] = LayerCounts(made, sent)
+                again, host = (loop.layers * sum(n[i] for n in inside) // layers for i in (1, 2))
+                of_loop[group.name] = LayerCounts(again, host)
     return found
 
 

@@ -99,6 +99,12 @@ class ResidualGroup:
             layers -= here
             yield member, here
 
+    def parted(self, counts: LayerCounts) -> Iterator[tuple[Member, int, int]]:
+        """Each member, up to which of its layers the value is made again, and from there up to which on the host."""
+        again, host = counts.of(self.layers)
+        for (member, made), (_, sent) in zip(self.first(again), self.first(again + host), strict=True):
+            yield member, made, sent
+
 
 def residual_key(eqn: jx.JaxprEqn) -> ResidualKey | None:
     """What is equal for the same product, or the same named value, of all layers; None of anything else."""

@@ -41,7 +41,7 @@ def _sending(eqn: jx.JaxprEqn, sent: set[jx.Var], on_host: dict[jx.Var, jx.Var])
         code.append(e)
         for v in sent.intersection(e.outvars):
             copies[v] = jx.host_var(v)
-            code += _moved(v, copies[v], e)
+            code += moved(v, copies[v], e)
     ends = list(body.outvars)
     for k in range(groups.carry, len(ends)):
         if isinstance(end := ends[k], jx.Var) and end in copies:
@@ -60,13 +60,13 @@ def _fetching(eqn: jx.JaxprEqn, on_host: dict[jx.Var, jx.Var]) -> jx.JaxprEqn:
     for k in range(groups.consts + groups.carry, len(operands)):
         if isinstance(a := operands[k], jx.Var) and a in on_host:
             row = jx.host_var(starts[k])
-            code += _moved(row, starts[k], body.eqns[0])
+            code += moved(row, starts[k], body.eqns[0])
             operands[k], starts[k] = on_host[a], row
     body = jx.with_eqns(body, [*code, *body.eqns], invars=starts)
     return jx.rebuild_scan(eqn, body, (groups.consts, groups.carry, groups.xs), operands, eqn.outvars)
 
 
-def _moved(source: jx.Var, result: jx.Var, like: jx.JaxprEqn) -> list[jx.JaxprEqn]:
+def moved(source: jx.Atom, result: jx.Var, like: jx.JaxprEqn) -> list[jx.JaxprEqn]:
     """The copy of ``source`` in the memory of ``result``."""
     space = jx.aval(result).memory_space
     return jx.splice(lambda x: jax.device_put(x, space), like.replace(outvars=[result]), [source])
