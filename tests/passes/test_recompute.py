@@ -16,7 +16,7 @@ from autoshard.errors import PassError
 from autoshard.ir.trace import trace
 from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
-from autoshard.passes import PASSES, Recompute
+from autoshard.passes import PASSES, Attention, Recompute
 from autoshard.passes.recompute import products
 from autoshard.rules import SHIPPED
 from autoshard.transforms.held_values.names import residual_groups
@@ -557,6 +557,26 @@ def test_values_wait_in_the_host_s_memory_by_name_in_as_many_layers(counts, scan
     assert not any(in_host_memory(v.aval) for v in after.jaxpr.outvars)
     for a, b in zip(decoder_run(True, None)[0], compiled(after, args)(*jax.tree.leaves(args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_sums_of_rows_stay_on_the_device_while_the_attention_s_output_is_on_the_host():
+    width = 32  # a row of the output for one of the sums
+
+    def loss(ws, x):
+        def attend(h, w):
+            scores = jnp.einsum("bqd,bkd->bqk", h @ w["q"], h)
+            return h + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores, -1), h), None
+
+        return jnp.sum(jax.lax.scan(attend, x, ws)[0] ** 2)
+
+    args = ({"q": normal(0, LAYERS, width, width)}, normal(1, BATCH, SEQ, width))
+    before = traced(jax.grad(loss), *args)
+    after, _ = Pipeline((Attention(), Recompute.by_name({"attention": "host"}))).run(before)
+    forward = next(e for e in after.jaxpr.eqns if e.primitive.name == "scan")
+    stacks = {v.aval.shape: in_host_memory(v.aval) for v in forward.outvars}
+    assert stacks[LAYERS, BATCH, SEQ, width] is True
+    assert stacks[LAYERS, BATCH, SEQ] is False
+    agree(before, after, args, 1e-5)
 
 
 def test_unrolled_layers_hold_on_the_device_what_would_wait_on_the_host():

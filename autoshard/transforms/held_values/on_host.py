@@ -4,12 +4,17 @@ in the iteration of the backward scan that reads them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 
 from autoshard import jaxpr as jx
 from autoshard.transforms import remat
+
+SMALL = 1 / 16
+"""Of the largest result of an equation: what is smaller stays on the device. XLA for TPU (libtpu 0.0.50.1) waits for
+the sums of attention's rows before it computes anything else, and they wait for all that was sent before."""
 
 
 def send_to_host(jaxpr: jx.Jaxpr, is_sent: Callable[[jx.JaxprEqn], bool]) -> jx.Jaxpr:
@@ -24,7 +29,7 @@ def send_to_host(jaxpr: jx.Jaxpr, is_sent: Callable[[jx.JaxprEqn], bool]) -> jx.
     on_host: dict[jx.Var, jx.Var] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         if remat.is_forward(eqn) and jx.scan_groups(eqn) is not None:
-            sent = {v for e in jx.regions(eqn)[0].body.eqns if is_sent(e) for v in e.outvars}
+            sent = {v for e in jx.regions(eqn)[0].body.eqns if is_sent(e) for v in _largest(e)}
             sent &= remat.stacked_residuals(jaxpr, eqn) if sent else set()
             eqns[i] = _sending(eqn, sent, on_host) if sent else eqn
     if not on_host:
@@ -64,6 +69,12 @@ def _fetching(eqn: jx.JaxprEqn, on_host: dict[jx.Var, jx.Var]) -> jx.JaxprEqn:
             operands[k], starts[k] = on_host[a], row
     body = jx.with_eqns(body, [*code, *body.eqns], invars=starts)
     return jx.rebuild_scan(eqn, body, (groups.consts, groups.carry, groups.xs), operands, eqn.outvars)
+
+
+def _largest(eqn: jx.JaxprEqn) -> list[jx.Var]:
+    """The results that are not small beside the largest."""
+    sizes = {v: math.prod(jx.aval(v).shape) * jx.dtype_bits(jx.aval(v).dtype) for v in eqn.outvars}
+    return [v for v, size in sizes.items() if size >= SMALL * max(sizes.values())]
 
 
 def moved(source: jx.Atom, result: jx.Var, like: jx.JaxprEqn) -> list[jx.JaxprEqn]:
