@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from autoshard.backend import ring_products
-from autoshard.backend.ring_products import first_ring
+from autoshard.backend.rings import ring as one_ring
+from autoshard.backend.rings.ring import first_ring
 from autoshard.ir.halo import with_halo
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Axes, Spec
@@ -71,7 +71,7 @@ def _seconds_over(axes: Iterable[str], partial: Container[str], size: int, mesh:
 
 def reduce_in_rings(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any:
     """As `reduce_partials`, with rings in place of reduce-scatters."""
-    while ring := first_ring(spec, reduced, x.shape, mesh.shape, ring_products.MIN_SUM):
+    while ring := first_ring(spec, reduced, x.shape, mesh.shape, one_ring.MIN_SUM):
         x, spec = ring.sum(x), ring.left
     return reduce_partials(x, spec, reduced, mesh)
 
@@ -81,9 +81,10 @@ def in_order(x: Any, placed: Spec, asked: Spec, mesh: LogicalMesh) -> Any:
     another order, in which devices have each other's shards."""
     for before, after in zip(placed.dims, asked.dims, strict=True):
         if before != after:
-            devices = np.arange(mesh.axes_size(after)).reshape([mesh.shape[a] for a in after])
-            now_at = devices.transpose([after.index(a) for a in before]).ravel()  # by the number of the shard
-            x = jax.lax.ppermute(x, after, [(int(device), shard) for shard, device in enumerate(now_at)])
+            over = [a for a in mesh.axis_names if a in after]  # JAX takes them in no other order
+            devices = np.arange(mesh.axes_size(after)).reshape([mesh.shape[a] for a in over])
+            by_shard = (devices.transpose([over.index(a) for a in axes]).ravel().tolist() for axes in (before, after))
+            x = jax.lax.ppermute(x, tuple(over), [*zip(*by_shard, strict=True)])
     return x
 
 

@@ -21,7 +21,7 @@ The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the pr
 
 In a stage of a pipeline nothing is counted so. Where the chip would compute nothing meanwhile, though, an all-gather
 of a product's operand and a reduce-scatter of its result are lowered as collective matmuls (Wang et al., ASPLOS 2023;
-see `autoshard.backend.ring_products`): permutes along a *ring*, each beside a part of that product.
+see `autoshard.backend.rings`): permutes along a *ring*, each beside a part of that product.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.backend import ring_products
 from autoshard.backend.audit import audit
-from autoshard.backend.kernel_rings import weight_rings
+from autoshard.backend.rings import ring as one_ring
+from autoshard.backend.rings.kernel_rings import weight_rings
 from tests.experts import arrays, gradient, sorted_back, split_only
 from tests.forms import same
 from tests.programs import mesh
@@ -52,7 +52,7 @@ def planned(
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_products, "MIN_SUM", 16)
+    monkeypatch.setattr(one_ring, "MIN_SUM", 16)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_sums_that_are_whole_afterwards_do_not_wait_for_each_other() -> None:
 def test_others_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     limits = {"small": ("MIN_SUM", 1 << 16), "long": ("MAX_PARTS", 2)}
     if reason in limits:
-        monkeypatch.setattr(ring_products, *limits[reason])
+        monkeypatch.setattr(one_ring, *limits[reason])
     fun = GRADIENT if reason == "not carried" else update
     step, plan, args = planned(fun, gathers=reason != "no wait", data=4, model=2)
     assert weight_rings(step.executable(*args).graph, plan) == {}

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from autoshard.backend import ring_products
 from autoshard.backend.on_shards import reduce_in_rings, reduce_partials
-from autoshard.backend.ring_products import device_before, first_ring, put_part, sent_on, when_done
+from autoshard.backend.rings import ring as one_ring
+from autoshard.backend.rings.ring import device_before, first_ring, put_part, sent_on, when_done
 from autoshard.cost.overlap import gathered_axis, is_kernel, read_after, weights
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import halo_axes
@@ -49,9 +49,9 @@ def weight_rings(graph: Graph, plan: PlanRecord) -> dict[int, tuple[WeightRing, 
         for i, (v, spec) in enumerate(zip(node.operands, island.in_specs, strict=True)):
             given = before.get((island.node, v))
             gathered = gathered_axis(given, spec) if given is not None and v in of_weights else None
-            if given is None or gathered is None or shape[gathered[1]] > ring_products.MAX_PARTS:
+            if given is None or gathered is None or shape[gathered[1]] > one_ring.MAX_PARTS:
                 continue
-            if math.prod(graph.values[v].shape) // given.num_shards(shape) >= ring_products.MIN_SUM:
+            if math.prod(graph.values[v].shape) // given.num_shards(shape) >= one_ring.MIN_SUM:
                 rings.append(WeightRing(i, given, *gathered, shape[gathered[1]]))
         if rings:
             in_turn = sorted(rings, key=lambda ring: read_after(node.kind, ring.operand))
@@ -73,7 +73,7 @@ def reduced_in_turn(
     """The results with what is partial reduced, sums that are scattered in rings; inside a `jax.shard_map`."""
     found, last = [], None
     for x, before, after in zip(results, made, reduced, strict=True):
-        if first_ring(before, after, x.shape, mesh.shape, ring_products.MIN_SUM):
+        if first_ring(before, after, x.shape, mesh.shape, one_ring.MIN_SUM):
             x = last = reduce_in_rings(when_done(x, last), before, after, mesh)
         else:
             x = reduce_partials(x, before, after, mesh)

@@ -12,8 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.backend import ring_products
 from autoshard.backend.audit import audit
+from autoshard.backend.rings import product_rings
+from autoshard.backend.rings import ring as one_ring
+from autoshard.backend.rings.operand_gathers import Change
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.machine.mesh_config import MeshConfig
@@ -36,8 +38,13 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_products, "MIN_PRODUCT", 16)
-    monkeypatch.setattr(ring_products, "MIN_SUM", 16)
+    monkeypatch.setattr(product_rings, "MIN_PRODUCT", 16)
+    monkeypatch.setattr(one_ring, "MIN_SUM", 16)
+
+
+def few_parts(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    for module in (one_ring, product_rings):
+        monkeypatch.setattr(module, "MAX_PARTS", most)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -82,14 +89,17 @@ def test_a_part_of_the_sums_may_stay_to_be_reduced() -> None:
     np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("order", "permutes"), [("ab", 2), ("ba", 1)])
+@pytest.mark.parametrize(
+    ("sizes", "order", "permutes"), [((4, 2), "ab", 2), ((4, 2), "ba", 1), ((2, 4), "ba", 2), ((2, 4), "ab", 1)]
+)
 def test_an_axis_of_few_devices_goes_in_the_ring_where_the_first_has_too_many(
-    monkeypatch: pytest.MonkeyPatch, order: str, permutes: int
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], order: str, permutes: int
 ) -> None:
     """Shards come in another order then, and are sent to where they belong."""
-    monkeypatch.setattr(ring_products, "MAX_PARTS", 2)
+    few_parts(monkeypatch, 2)
     x, w, both = normal(64, 32), normal(32, 24, seed=1), tuple(order)
-    step = autoshard.jit(jnp.matmul, mesh=mesh(a=4, b=2), in_shardings=(P(None, both), P(both)), out_shardings=P(both))
+    on = mesh(**dict(zip("ab", sizes, strict=True)))
+    step = autoshard.jit(jnp.matmul, mesh=on, in_shardings=(P(None, both), P(both)), out_shardings=P(both))
     np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-5, atol=1e-5)
     compiled = step.lower(x, w).compile()
     assert (compiled.as_text() or "").count(" collective-permute(") == permutes
@@ -155,7 +165,10 @@ def test_gradients_in_a_loop_of_layers_are_those_of_one_device() -> None:
 def test_small_products_and_long_rings_are_reduce_scattered_at_once(
     monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:
-    monkeypatch.setattr(ring_products, *(("MIN_PRODUCT", 1 << 20) if small else ("MAX_PARTS", 4)))
+    if small:
+        monkeypatch.setattr(product_rings, "MIN_PRODUCT", 1 << 20)
+    else:
+        few_parts(monkeypatch, 4)
     step = autoshard.jit(jnp.matmul, mesh=mesh(a=8), in_shardings=(P(None, "a"), P("a")), out_shardings=P("a"))
     text = step.lower(normal(16, 32), normal(32, 24)).compile().as_text() or ""
     assert text.count(" reduce-scatter(") == 1
@@ -238,7 +251,7 @@ def test_the_ring_of_a_gradient_begins_when_the_one_before_it_is_done() -> None:
 
 @pytest.mark.parametrize("parts", range(2, 9))
 def test_a_ring_passes_every_device_of_a_line_in_hops_of_two_at_most(parts: int) -> None:
-    order = ring_products.folded(parts)
+    order = one_ring.folded(parts)
     assert sorted(order) == list(range(parts))
     assert max(abs(a - b) for a, b in zip(order, [*order[1:], order[0]], strict=True)) <= 2
 
@@ -266,18 +279,18 @@ def test_what_takes_less_time_at_once_has_no_ring(
     (kind,) = [node.kind for node in products.nodes if node.kind.flops]
     rows, whole, sums = Spec(((data,), ())), Spec(((), ())), Spec(((), ()), ((data, "sum"),))
     gathered = Island(0, (), (whole, whole), (whole,), (whole,), "", "")
-    found = ring_products.gather_ring(kind, 0, ring_products.Change(rows, whole), gathered, on)
+    found = product_rings.gather_ring(kind, 0, Change(rows, whole), gathered, on)
     assert (found and found.parts) == parts
     columns = Spec(((), (data,))), Spec(((data,), ()))
-    summed = ring_products.product_ring(kind, Island(0, (), columns, (sums,), (rows,), "", ""), on)
+    summed = product_rings.product_ring(kind, Island(0, (), columns, (sums,), (rows,), "", ""), on)
     assert (summed and summed.parts) == parts_of_sums
 
 
 def test_parts_are_not_added_up_where_memory_is_too_slow_for_their_sums() -> None:
     """A part of a dimension that is summed over makes a part of each element: each product reads and writes the sum."""
     whole, columns = Spec(((), ())), Spec(((), ("a",)))
-    change, island = ring_products.Change(columns, whole), Island(0, (), (whole, whole), (whole,), (whole,), "", "")
+    change, island = Change(columns, whole), Island(0, (), (whole, whole), (whole,), (whole,), "", "")
     for bandwidth, rings in ((1e12, True), (1e10, False)):
         on = replace(mesh(a=4), hardware=replace(HARDWARE, bandwidth=bandwidth))
         (kind,) = [n.kind for n in graph(jnp.matmul, ((64, 64), (64, 32)), on).nodes if n.kind.flops]
-        assert (ring_products.gather_ring(kind, 0, change, island, on) is not None) == rings
+        assert (product_rings.gather_ring(kind, 0, change, island, on) is not None) == rings
