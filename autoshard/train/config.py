@@ -39,7 +39,7 @@ from autoshard.train.models.decoder import MAX_SIZE, ModelConfig
 from autoshard.train.non_finite import PATTERN
 from autoshard.train.optimizer import MAX_STEPS, OptimizerConfig, resumed
 from autoshard.train.precision import PrecisionConfig
-from autoshard.transforms.held_values.names import LAYER_COUNTS
+from autoshard.transforms.held_values.names import LayerCounts
 
 Strategy = Literal[
     "auto",
@@ -119,7 +119,7 @@ class TrainConfig(Config):
     ``data_axes``. With it ``microbatches`` is derived for each mesh, or has to agree."""
     data_axes: tuple[str, ...] = ("data",)
     """Mesh axes that ``micro_batch`` counts as splitting the batch."""
-    recompute: dict[str, Annotated[StrictInt, Field(ge=0)] | Annotated[str, Field(pattern=LAYER_COUNTS)]] | None = None
+    recompute: dict[str, StrictInt | str] | None = None
     """What the backward part makes again, or what is in the host's memory meanwhile, by name or pattern, and in how
     many layers: ``{"*.mlp.up": 12, attention: all, "*.mlp.gate": host}``; left out, the planner decides. See
     `autoshard.jit`."""
@@ -192,6 +192,17 @@ class TrainConfig(Config):
         if nan is not None and not re.fullmatch(PATTERN, str(nan)):
             raise ValueError("write 'stop', 'skip', or 'rewind 20' for 20 steps")
         return nan
+
+    @field_validator("recompute")
+    @classmethod
+    def _layer_counts(cls, asked: dict[str, int | str] | None) -> dict[str, int | str] | None:
+        for name, count in (asked or {}).items():
+            if count < 0 if isinstance(count, int) else LayerCounts.parse(count) is None:
+                raise ValueError(
+                    f"{name}: {count!r} is no number of layers; write one, or 'all', 'host', 'host:4' for four layers "
+                    "on the host, or '12+host' for those after twelve"
+                )
+        return asked
 
     @model_validator(mode="after")
     def _one_recompute(self) -> Self:

@@ -45,6 +45,12 @@ def test_what_is_made_again_is_said_by_name_and_number_of_layers(tmp_path: Path)
     assert config.recompute == {"*.mlp.up": 12, "attention": "all"}
 
 
+@pytest.mark.parametrize("count", ["'hosts'", "-1", "'host:'", "'4:host'"])
+def test_what_is_no_number_of_layers_is_refused_by_name(tmp_path: Path, count: str):
+    with pytest.raises(ConfigError, match=rf"recompute: \*\.mlp\.up: {count} is no number of layers; .* 'host:4'"):
+        read(tmp_path, PLAIN + f'recompute: {{attention: 2, "*.mlp.up": {count}}}')
+
+
 def test_the_devices_are_those_of_the_largest_phase(tmp_path: Path):
     config = read(tmp_path, PHASES)
     assert [phase.until for phase in config.all_phases] == [4, 10]

@@ -29,7 +29,7 @@ from autoshard.transforms.attention_op import attention_p
 
 ALL, HOST = "all", "host"
 """What is said of a value that is made again in all layers, and of one that is in the host's memory in all."""
-LAYER_COUNTS = r"^((\d+|all)|(?:(\d+)\+)?host(?::(\d+))?)$"
+_LAYER_COUNTS = r"^((\d+|all)|(?:(\d+)\+)?host(?::(\d+))?)$"
 """How `LayerCounts` are written."""
 
 ResidualKey = tuple[str, str, tuple[int, ...], str]
@@ -47,7 +47,7 @@ class LayerCounts(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> LayerCounts | None:
         """Of ``"12"``, ``"all"``, ``"host"``, ``"host:12"``, ``"4+host"`` or ``"4+host:12"``; None of anything else."""
-        found = re.fullmatch(LAYER_COUNTS, text)
+        found = re.fullmatch(_LAYER_COUNTS, text)
         if found is None:
             return None
         _, again, first, host = found.groups()
