@@ -99,6 +99,9 @@ class HardwareConfig(Config):
     number will do."""
     host_memory: Bytes | None = None
     """Bytes of the host's memory for each chip; left out where it is not known."""
+    hidden_host_copies: bool = False
+    """Whether XLA copies values of a loop to the host's memory and back beside the loop's products, early enough. Else
+    the planner sends none there unasked."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -133,6 +136,7 @@ class HardwareConfig(Config):
             self.grouped_products,
             self.async_all_to_all_up_to or math.inf,
             self.host_memory or self.memory,
+            self.hidden_host_copies,
         )
 
 

@@ -2,7 +2,8 @@
 
 XLA for TPU sends a layer's value while it computes the next layer, and fetches one while it computes the layer before
 (`autoshard.backend.host_copies`); in each direction the link takes one after the other. A device waits for what takes
-longer than that. XLA for GPU has not been measured, and XLA for CPU has one memory: there nothing counts as hidden.
+longer than that. On v5p XLA fetches too late; XLA for GPU has not been measured, and XLA for CPU has one memory: there
+nothing counts as hidden (`Hardware.hidden_host_copies`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TO_HOST, FROM_HOST = "to the host", "from the host"
 
 def copies_beside_products(mesh: LogicalMesh) -> bool:
     """Whether copies to the host and back run beside the products of a loop."""
-    return mesh.platform == "tpu" and mesh.hardware.host_bandwidth > 0
+    return mesh.platform == "tpu" and mesh.hardware.host_bandwidth > 0 and mesh.hardware.hidden_host_copies
 
 
 def seconds_waited_for_copies(size: Any, beside: Any, mesh: LogicalMesh) -> Any:

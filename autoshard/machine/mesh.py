@@ -107,6 +107,8 @@ class Hardware:
     """The greatest number of devices on which XLA compiles a program whose all-to-alls are to run beside compute."""
     host_memory: float = math.inf
     """Bytes of the host's memory for each chip; where a table does not say, the chip's own memory stands for it."""
+    hidden_host_copies: bool = False
+    """Whether XLA copies values of a loop to the host's memory and back beside the loop's products, early enough."""
 
     @property
     def hides_beyond_products(self) -> bool:

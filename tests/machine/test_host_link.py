@@ -26,8 +26,9 @@ def test_only_what_takes_longer_than_the_products_is_waited_for():
 
 
 def test_where_they_run_beside_products():
-    """Where XLA for TPU compiles, and host and device have memories of their own."""
+    """Where XLA for TPU compiles, the table says so, and host and device have memories of their own."""
     tpus = replace(mesh("tpu-v5e"), target=TpuSlice("v5e:2x4"))
     assert copies_beside_products(tpus)
     assert not copies_beside_products(mesh("tpu-v5e"))
+    assert not copies_beside_products(replace(tpus, hardware=mesh("tpu-v5p").hardware))
     assert not copies_beside_products(replace(tpus, hardware=mesh("cpu").hardware))
