@@ -72,9 +72,15 @@ class GradientRings:
     """Whether XLA gathers an operand of a product while it computes others."""
     mesh: LogicalMesh
 
-    def in_turn(self, jaxpr: jx.Jaxpr) -> GradientsInTurn | None:
-        """What of the body of a loop is lowered together; None where no ring takes longer than its product, or there is
-        no other product."""
+    def in_turn(self, jaxpr: jx.Jaxpr, bundles: Sequence[Bundle]) -> GradientsInTurn | None:
+        """What of the body of a loop is lowered together, of equations that are ``bundles`` by themselves.
+
+        None where no ring takes longer than its product, there is no other product, or an equation has effects, which
+        come in order.
+        """
+        alone = {bundle.eqns[0] for bundle in bundles if not bundle.rings}
+        if any(eqn.effects for eqn in jaxpr.eqns):
+            return None
         rings, others, before = list[jx.JaxprEqn](), list[jx.JaxprEqn](), list[jx.JaxprEqn]()
         last: jx.Var | None = None
         for eqn in jaxpr.eqns:
@@ -82,7 +88,7 @@ class GradientRings:
             if not self.makes_gradient(eqn):
                 last = eqn.outvars[0] if jx.contraction_flops(eqn) else last
                 continue
-            if node is None or node not in self.islands:
+            if node is None or node not in self.islands or eqn not in alone:
                 continue
             kind, island = self.islands[node]
             if node in self.rings:
@@ -111,7 +117,7 @@ class GradientRings:
     def placed(self, jaxpr: jx.Jaxpr, bundles: Sequence[Bundle]) -> Iterator[Bundle | GradientsInTurn]:
         """The ``bundles`` of the body of a loop; what is lowered together comes after all that does not depend on
         it."""
-        together = self.in_turn(jaxpr)
+        together = self.in_turn(jaxpr, bundles)
         if together is None:
             yield from bundles
             return
@@ -189,9 +195,9 @@ def _in_parts(
     assert cut is not None
     operand, dim, of_result = cut
     size = operands[operand].shape[dim]
-    unit = LANES if size % LANES == 0 else 1
-    # XLA for TPU would transpose the operand, so that what is cut is not its last dimension.
-    whole = with_layout_constraint(operands[operand], Layout(tuple(range(operands[operand].ndim))))
+    unit, whole = LANES if size % LANES == 0 else 1, operands[operand]
+    if dim == whole.ndim - 1:  # XLA for TPU would transpose all of it, so that it is another one
+        whole = with_layout_constraint(whole, Layout(tuple(range(whole.ndim))))
     most = min(most, math.prod(shard_shape(kind, -1, island.out_specs[0], mesh)) // MIN_PRODUCT)
     number = max(n for n in range(1, most + 1) if size // unit % n == 0)
     made: list[Any] = []

@@ -42,11 +42,27 @@ def mesh(bandwidth: float, data: int) -> LogicalMesh:
     return LogicalMesh(("data", "model"), (data, 8 // data), hardware)
 
 
-def gradients(ws: Any, x: Any, *, scan: bool, kept: Callable[[Any, P], Any] = lambda x, spec: x) -> Any:
+@jax.custom_vjp
+def noted(x: Any) -> Any:
+    """Itself; its cotangent is seen on the host."""
+    return x
+
+
+def _note(_: None, cotangent: Any) -> tuple[Any]:
+    jax.debug.callback(lambda x: None, cotangent[0, 0])
+    return (cotangent,)
+
+
+noted.defvjp(lambda x: (x, None), _note)
+
+
+def gradients(
+    ws: Any, x: Any, *, scan: bool, effects: bool = False, kept: Callable[[Any, P], Any] = lambda x, spec: x
+) -> Any:
     """Tokens are split over both axes but in an MLP, which has its own split over model."""
 
     def layer(h: Any, w: Any) -> tuple[Any, None]:
-        h = kept(h, TOKENS)
+        h = kept(noted(h) if effects else h, TOKENS)
         h = h + jnp.tanh(jnp.tanh(h @ w["a"]) @ w["b"])
         made = jnp.tanh(kept(h, P("data")) @ w["up"]) @ w["down"]
         return h + made, None
@@ -71,14 +87,14 @@ def arguments() -> Any:
     return {name: normal(n, LAYERS, *shape) for n, (name, shape) in enumerate(shapes.items())}, normal(4, ROWS, WIDTH)
 
 
-def step(bandwidth: float, *, scan: bool = True, data: int = 2) -> autoshard.Step:
+def step(bandwidth: float, *, scan: bool = True, data: int = 2, effects: bool = False) -> autoshard.Step:
     on = jax.make_mesh((data, 8 // data), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def run(ws: Any, x: Any) -> Any:
         def kept(x: Any, spec: P) -> Any:
             return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(on, spec))
 
-        return gradients(ws, x, scan=scan, kept=kept)
+        return gradients(ws, x, scan=scan, effects=effects, kept=kept)
 
     split = SPLIT if data == 2 else FINER
     return autoshard.jit(run, mesh=mesh(bandwidth, data), in_shardings=(split, TOKENS), out_shardings=split)
@@ -96,7 +112,7 @@ def counts(run: autoshard.Step) -> tuple[int, int]:
 
 
 def by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients_in_turn.GradientRings, "in_turn", lambda self, jaxpr: None)
+    monkeypatch.setattr(gradients_in_turn.GradientRings, "in_turn", lambda self, jaxpr, bundles: None)
 
 
 @pytest.mark.parametrize("bandwidth", [SLOW, FAST])
@@ -133,9 +149,13 @@ def test_a_gradient_that_gathers_nothing_comes_before_the_first_ring(monkeypatch
         np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("bandwidth", "scan"), [(FAST, True), (SLOW, False)], ids=["fast links", "unrolled layers"])
-def test_others_are_lowered_by_themselves(monkeypatch: pytest.MonkeyPatch, bandwidth: float, scan: bool) -> None:
-    """Of unrolled layers all would come at the end of the step."""
-    found = counts(step(bandwidth, scan=scan))
+@pytest.mark.parametrize(
+    ("bandwidth", "options"),
+    [(FAST, {}), (SLOW, {"scan": False}), (SLOW, {"effects": True})],
+    ids=["fast links", "unrolled layers", "effects"],
+)
+def test_others_are_lowered_by_themselves(monkeypatch: pytest.MonkeyPatch, bandwidth: float, options: Any) -> None:
+    """Of unrolled layers all would come at the end of the step; effects stay in their order."""
+    found = counts(step(bandwidth, **options))
     by_themselves(monkeypatch)
-    assert counts(step(bandwidth, scan=scan)) == found
+    assert counts(step(bandwidth, **options)) == found
