@@ -37,11 +37,11 @@ class Traits:
     gathers: bool = False
     """It takes slices of operand 0 at the positions in operand 1. Asked by `ir.build_graph` (tied to its gradient),
     `cost.liveness` (where one element of each row is taken, XLA compares positions and fuses what it reads),
-    `plan.constraints` and `backend.lower` (in a pipeline it runs on shards)."""
+    `plan.constraints` and `backend.islands` (in a pipeline it runs on shards)."""
     scatters: bool = False
     """It writes operand 2 into operand 0 at the positions in operand 1. Asked by `cost.liveness` (where one element of
-    each row is written, XLA compares positions and fuses it), `plan.constraints` and `backend.lower` (in a pipeline it
-    runs on shards)."""
+    each row is written, XLA compares positions and fuses it), `plan.constraints` and `backend.islands` (in a pipeline
+    it runs on shards)."""
     scatter_adds: bool = False
     """It adds operand 2 to operand 0 at the positions in operand 1, as the gradient of a gather does. Asked by
     `ir.build_graph` (tied to what is gathered from) and `transforms.batch_parts` (its result is a sum over parts)."""
