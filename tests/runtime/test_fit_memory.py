@@ -209,8 +209,14 @@ def test_on_tpus_values_wait_in_the_host_s_memory_where_that_hides_behind_the_la
     most, least = (wide(passes=["dead_code", f"recompute:{p}"]).memory.peak for p in ("*=0", "full"))
     chip = replace(HARDWARE, memory=least + 0.6 * (most - least))
 
-    def planned(target: TpuSlice | None, bandwidth: float, memory: float = chip.memory, host: float = 1e12) -> Any:
-        hardware = replace(chip, memory=memory, host_bandwidth=bandwidth, host_memory=host)
+    def planned(
+        target: TpuSlice | None,
+        bandwidth: float,
+        memory: float = chip.memory,
+        host: float = 1e12,
+        hidden: bool = True,
+    ) -> Any:
+        hardware = replace(chip, memory=memory, host_bandwidth=bandwidth, host_memory=host, hidden_host_copies=hidden)
         mesh = LogicalMesh(("data",), (8,), hardware, target=target)
         return autoshard.jit(wide_step, mesh=mesh, donate_argnums=0, microbatches=1).plan(*wide_shapes(65536))
 
@@ -231,6 +237,7 @@ def test_on_tpus_values_wait_in_the_host_s_memory_where_that_hides_behind_the_la
     for other in (
         planned(TpuSlice("v5e:2x4"), 1e8),
         planned(None, 1e10),
+        planned(TpuSlice("v5e:2x4"), 1e10, hidden=False),
         planned(TpuSlice("v5e:2x4"), 1e10, 2 * most),
         planned(TpuSlice("v5e:2x4"), 1e10, host=min(r.on_host * r.bytes for r in found.residuals if r.on_host)),
         without,
