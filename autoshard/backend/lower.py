@@ -7,6 +7,7 @@ becomes an island: a `jax.shard_map` of that form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence, Set
 from typing import Any
 
@@ -29,7 +30,7 @@ from autoshard.backend.rings.operand_gathers import (
     exposed_changes,
     made_last,
 )
-from autoshard.backend.rings.product_rings import gather_ring, sum_rings
+from autoshard.backend.rings.product_rings import gather_ring, room_beside, sum_rings
 from autoshard.backend.rings.ring import GatherRing
 from autoshard.cost.overlap import copied_beside_products, gradients_of, is_kernel
 from autoshard.ir.graph import Graph
@@ -52,7 +53,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     gathered = exposed_changes(graph, plan)
     gradients = gradients_of(graph)
     sizes = plan.mesh.shape
-    beside_products = {
+    gathered_beside = {
         (c.value, c.node)
         for c in plan.intermediates
         if c.node is not None and c.resharded_from and c.spec.num_shards(sizes) < c.resharded_from.num_shards(sizes)
@@ -75,9 +76,10 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         islands,
         gradients,
         gathered,
-        beside_products,
+        gathered_beside,
         {(c.value, c.node) for c in plan.intermediates if c.ahead and c.node is not None},
         {v for n in copied_beside_products(graph) for v in graph.nodes[n].results},
+        room_beside(plan),
     )
     lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
     return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
@@ -98,6 +100,7 @@ class _Lowering:
       gathered_beside: by value and node, the operands that are gathered beside other products.
       ahead: operands that loops gather an iteration ahead, by value and node.
       moved: values that are copied to the host's memory or from there beside products.
+      room: bytes per device for what rings keep beside what the plan counts.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class _Lowering:
         gathered_beside: Set[tuple[int, int]],
         ahead: Set[tuple[int, int]] = frozenset(),
         moved: Set[int] = frozenset(),
+        room: float = math.inf,
     ) -> None:
         self.ahead, self.early = ahead, dict[tuple[int, NamedSharding], jx.Var]()
         """`early`: by value and sharding, what these are when they are gathered."""
@@ -125,6 +129,7 @@ class _Lowering:
             self._makes_gradient,
             self._gathers_beside_products,
             islands.logical_mesh,
+            room,
         )
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings

@@ -13,7 +13,7 @@ from jax import numpy as jnp
 
 from autoshard.backend.rings import ring as one_ring
 from autoshard.backend.rings.ring import first_ring
-from autoshard.ir.halo import with_halo
+from autoshard.ir.halo import permute_shards, with_halo
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import REDUCE_SCATTER, collective_seconds
@@ -81,10 +81,9 @@ def in_order(x: Any, placed: Spec, asked: Spec, mesh: LogicalMesh) -> Any:
     another order, in which devices have each other's shards."""
     for before, after in zip(placed.dims, asked.dims, strict=True):
         if before != after:
-            over = [a for a in mesh.axis_names if a in after]  # JAX takes them in no other order
-            devices = np.arange(mesh.axes_size(after)).reshape([mesh.shape[a] for a in over])
-            by_shard = (devices.transpose([over.index(a) for a in axes]).ravel().tolist() for axes in (before, after))
-            x = jax.lax.ppermute(x, tuple(over), [*zip(*by_shard, strict=True)])
+            devices = np.arange(mesh.axes_size(after)).reshape([mesh.shape[a] for a in after])
+            now_at = devices.transpose([after.index(a) for a in before]).ravel()  # by the number of the shard
+            x = permute_shards(x, after, [(int(device), shard) for shard, device in enumerate(now_at)])
     return x
 
 

@@ -40,7 +40,7 @@ from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Axes, Spec
 from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind, collective_seconds
-from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products
+from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products, hides_copies
 from autoshard.machine.mesh import LogicalMesh
 
 NOWHERE, PARTIAL = -1, -2
@@ -233,7 +233,8 @@ def _seconds_beside(graph: Graph) -> Mapping[int, float]:
 
 def copied_beside_products(graph: Graph) -> Mapping[int, float]:
     """The nodes that copy residuals of a layer to the host's memory or back where XLA runs that beside the layer's
-    products (`autoshard.backend.host_copies`), each with its share by bytes of the seconds of these."""
+    products (`autoshard.backend.host_copies`), each with its share by bytes of the seconds of these; with 0 where XLA
+    does so too late."""
     found, mesh, loop_of = dict[int, float](), graph.program.mesh, _innermost_loops(graph)
     if not copies_beside_products(mesh) or graph.program.pipeline is not None:
         return found
@@ -242,7 +243,7 @@ def copied_beside_products(graph: Graph) -> Mapping[int, float]:
         if node.kind.host_transfer and node.trip_count and loop_of[n] != STEP:
             copies[loop_of[n], node.kind.host_transfer].append(n)
     for inside in _products_by_loop(graph) if copies else ():
-        seconds = sum(product_seconds(graph.nodes[n].kind, mesh) for n in inside)
+        seconds = sum(product_seconds(graph.nodes[n].kind, mesh) for n in inside) if hides_copies(mesh) else 0.0
         for way in (TO_HOST, FROM_HOST):
             nodes = copies[loop_of[inside[0]], way]
             total = sum(graph.nodes[n].kind.bytes[0] for n in nodes)

@@ -2,8 +2,8 @@
 
 XLA for TPU sends a layer's value while it computes the next layer, and fetches one while it computes the layer before
 (`autoshard.backend.host_copies`); in each direction the link takes one after the other. A device waits for what takes
-longer than that. On v5p XLA fetches too late; XLA for GPU has not been measured, and XLA for CPU has one memory: there
-nothing counts as hidden (`Hardware.hidden_host_copies`).
+longer than that. So it is on v5e and v6e (`Hardware.hidden_host_copies`). On v5p XLA fetches too late; v4, v7x and GPUs
+have not been measured, and XLA for CPU has one memory: there nothing counts as hidden.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ TO_HOST, FROM_HOST = "to the host", "from the host"
 
 
 def copies_beside_products(mesh: LogicalMesh) -> bool:
-    """Whether copies to the host and back run beside the products of a loop."""
-    return mesh.platform == "tpu" and mesh.hardware.host_bandwidth > 0 and mesh.hardware.hidden_host_copies
+    """Whether XLA runs copies to the host and back beside the products of a loop, early enough or not."""
+    return mesh.platform == "tpu" and mesh.hardware.host_bandwidth > 0
+
+
+def hides_copies(mesh: LogicalMesh) -> bool:
+    """Whether it does so early enough for them to be hidden as far as the products last."""
+    return copies_beside_products(mesh) and mesh.hardware.hidden_host_copies
 
 
 def seconds_waited_for_copies(size: Any, beside: Any, mesh: LogicalMesh) -> Any:

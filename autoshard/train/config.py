@@ -193,11 +193,12 @@ class TrainConfig(Config):
             raise ValueError("write 'stop', 'skip', or 'rewind 20' for 20 steps")
         return nan
 
-    @field_validator("recompute")
+    @field_validator("recompute", mode="before")
     @classmethod
-    def _layer_counts(cls, asked: dict[str, int | str] | None) -> dict[str, int | str] | None:
-        for name, count in (asked or {}).items():
-            if count < 0 if isinstance(count, int) else LayerCounts.parse(count) is None:
+    def _layer_counts(cls, asked: object) -> object:
+        for name, count in asked.items() if isinstance(asked, Mapping) else ():
+            is_count = type(count) is int and count >= 0
+            if not is_count and (not isinstance(count, str) or LayerCounts.parse(count) is None):
                 raise ValueError(
                     f"{name}: {count!r} is no number of layers; write one, or 'all', 'host', 'host:4' for four layers "
                     "on the host, or '12+host' for those after twelve"

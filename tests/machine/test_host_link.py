@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.machine.host_link import copies_beside_products, seconds_waited_for_copies
+from autoshard.machine.host_link import copies_beside_products, hides_copies, seconds_waited_for_copies
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.machine.tpu_slice import TpuSlice
 
@@ -26,9 +26,12 @@ def test_only_what_takes_longer_than_the_products_is_waited_for():
 
 
 def test_where_they_run_beside_products():
-    """Where XLA for TPU compiles, the table says so, and host and device have memories of their own."""
+    """Where XLA for TPU compiles, and host and device have memories of their own; hidden, where the table says so."""
     tpus = replace(mesh("tpu-v5e"), target=TpuSlice("v5e:2x4"))
     assert copies_beside_products(tpus)
     assert not copies_beside_products(mesh("tpu-v5e"))
-    assert not copies_beside_products(replace(tpus, hardware=mesh("tpu-v5p").hardware))
+    assert hides_copies(tpus)
+    late = replace(tpus, hardware=mesh("tpu-v5p").hardware)
+    assert copies_beside_products(late)
+    assert not hides_copies(late)
     assert not copies_beside_products(replace(tpus, hardware=mesh("cpu").hardware))

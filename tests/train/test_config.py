@@ -45,7 +45,7 @@ def test_what_is_made_again_is_said_by_name_and_number_of_layers(tmp_path: Path)
     assert config.recompute == {"*.mlp.up": 12, "attention": "all"}
 
 
-@pytest.mark.parametrize("count", ["'hosts'", "-1", "'host:'", "'4:host'"])
+@pytest.mark.parametrize("count", ["'hosts'", "-1", "'host:'", "'4:host'", "1.5", "True"])
 def test_what_is_no_number_of_layers_is_refused_by_name(tmp_path: Path, count: str):
     with pytest.raises(ConfigError, match=rf"recompute: \*\.mlp\.up: {count} is no number of layers; .* 'host:4'"):
         read(tmp_path, PLAIN + f'recompute: {{attention: 2, "*.mlp.up": {count}}}')

@@ -4,8 +4,9 @@ beside a part of another gradient's product.
 No product reads a gradient, so that XLA for TPU (libtpu 0.0.50.1) puts off what makes it, and begins what it gathers
 for that late: permutes then wait behind a gather, and for each other, while whole products before and after have
 nothing beside them. Here a product without a ring is computed in parts, each of which is there before a ring adds what
-it has been sent meanwhile. As the parts read what is gathered, no ring begins before that is there. Products that
-gather nothing come before the first ring too, once all that is no gradient has been computed: XLA gathers beside them.
+it has been sent meanwhile. As the parts read what is gathered, no ring adds anything before that is there. Of what
+comes before the first ring in the program, products that gather nothing are done before it begins, and after all that
+makes no gradient: XLA gathers beside them.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class GradientsInTurn:
     in_parts: tuple[jx.JaxprEqn, ...]
     """Have no ring: parts of them are computed beside the permutes."""
     before: tuple[jx.JaxprEqn, ...]
-    """Are done before the first ring begins."""
+    """Precede the rings in the program, gather nothing, and are done before the first one begins."""
     last: jx.Var | None
-    """What the last product that makes no gradient makes: those ``before`` the rings begin when it is there."""
+    """What the last product that makes no gradient makes; the products of ``before`` are computed after it."""
 
     @property
     def eqns(self) -> tuple[jx.JaxprEqn, ...]:
@@ -71,12 +72,14 @@ class GradientRings:
     gathers: Callable[[jx.JaxprEqn], bool]
     """Whether XLA gathers an operand of a product while it computes others."""
     mesh: LogicalMesh
+    room: float
+    """Bytes per device that operands of products that are put off may take: the plan counts them for a shorter time."""
 
     def in_turn(self, jaxpr: jx.Jaxpr, bundles: Sequence[Bundle]) -> GradientsInTurn | None:
         """What of the body of a loop is lowered together, of equations that are ``bundles`` by themselves.
 
-        None where no ring takes longer than its product, there is no other product, or an equation has effects, which
-        come in order.
+        None where no ring takes longer than its product, there is no other product, their operands may not fit so
+        long, or an equation has effects, which come in order.
         """
         alone = {bundle.eqns[0] for bundle in bundles if not bundle.rings}
         if any(eqn.effects for eqn in jaxpr.eqns):
@@ -97,10 +100,10 @@ class GradientRings:
                 others.append(eqn)
                 before += [] if rings else [eqn]
         in_parts = [eqn for eqn in others if self.gathers(eqn)] or others
-        if not rings or not in_parts:
+        before = [eqn for eqn in before if eqn not in in_parts]
+        if not rings or not in_parts or sum(map(self._stored, (*in_parts, *before))) > self.room:
             return None
         waits = tuple(made_last(eqn, jaxpr) for eqn in rings)
-        before = [eqn for eqn in before if eqn not in in_parts]
         return GradientsInTurn(tuple(rings), waits, tuple(in_parts), tuple(before), last)
 
     def _is_large(self, kind: OpKind, island: Island) -> bool:
@@ -108,6 +111,11 @@ class GradientRings:
         if not is_of_xla(kind) or kind.convolution is not None or len(island.out_specs) != 1:
             return False
         return math.prod(shard_shape(kind, -1, island.out_specs[0], self.mesh)) >= MIN_PRODUCT
+
+    def _stored(self, eqn: jx.JaxprEqn) -> float:
+        """Bytes per device of the operands of a product."""
+        kind, island = self.islands[self.node_of(eqn) or 0]
+        return sum(b / s.num_shards(self.mesh.shape) for b, s in zip(kind.bytes, island.in_specs, strict=False))
 
     def _outlasts(self, ring: Ring, kind: OpKind, island: Island) -> bool:
         """Whether the permutes of a ring take longer than its product."""

@@ -25,14 +25,18 @@ MAX_FILLED = 0.95
 """Share of the memory that a plan may take with what a ring stores beside it: XLA leaves gaps."""
 
 
+def room_beside(plan: PlanRecord) -> float:
+    """Bytes per device for what rings store beside what the plan counts."""
+    return MAX_FILLED * plan.mesh.hardware.memory - plan.memory.peak
+
+
 def sum_rings(graph: Graph, plan: PlanRecord, gradients: Set[int]) -> dict[int, Ring]:
     """The rings in which products are summed, by node.
 
     XLA may compute an operand while one product reads it, as logits' cotangents, and stores it for those of a ring.
     Those of a gradient store all its parts besides: none where the operand may be too much.
     """
-    found, sizes = dict[int, Ring](), plan.mesh.shape
-    room = MAX_FILLED * plan.mesh.hardware.memory - plan.memory.peak
+    found, sizes, room = dict[int, Ring](), plan.mesh.shape, room_beside(plan)
     for island in plan.islands:
         node = graph.nodes[island.node]
         stored = [b / spec.num_shards(sizes) for b, spec in zip(node.kind.bytes, island.in_specs, strict=False)]

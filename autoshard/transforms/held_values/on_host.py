@@ -13,7 +13,7 @@ from autoshard import jaxpr as jx
 from autoshard.transforms import remat
 
 SMALL = 1 / 16
-"""Of the largest result of an equation: what is smaller stays on the device. XLA for TPU (libtpu 0.0.50.1) waits for
+"""Of the largest result of an equation: what is no larger stays on the device. XLA for TPU (libtpu 0.0.50.1) waits for
 the sums of attention's rows before it computes anything else, and they wait for all that was sent before."""
 
 
@@ -74,7 +74,7 @@ def _fetching(eqn: jx.JaxprEqn, on_host: dict[jx.Var, jx.Var]) -> jx.JaxprEqn:
 def _largest(eqn: jx.JaxprEqn) -> list[jx.Var]:
     """The results that are not small beside the largest."""
     sizes = {v: math.prod(jx.aval(v).shape) * jx.dtype_bits(jx.aval(v).dtype) for v in eqn.outvars}
-    return [v for v, size in sizes.items() if size >= SMALL * max(sizes.values())]
+    return [v for v, size in sizes.items() if size > SMALL * max(sizes.values())]
 
 
 def moved(source: jx.Atom, result: jx.Var, like: jx.JaxprEqn) -> list[jx.JaxprEqn]:

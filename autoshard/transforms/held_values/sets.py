@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard import jaxpr as jx
-from autoshard.machine.host_link import copies_beside_products, seconds_waited_for_copies
+from autoshard.machine.host_link import hides_copies, seconds_waited_for_copies
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.transforms import remat
 from autoshard.transforms.held_values.names import LayerCounts, ResidualGroup
@@ -87,8 +87,8 @@ class HostLink:
 
 
 def host_link(mesh: LogicalMesh) -> HostLink | None:
-    """That of a mesh's devices; None where XLA does not copy beside a layer's products."""
-    return HostLink(mesh) if copies_beside_products(mesh) else None
+    """That of a mesh's devices; None where copies are not hidden beside a layer's products."""
+    return HostLink(mesh) if hides_copies(mesh) else None
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MIN_PRODUCT", 16)
 
 
-def mesh(bandwidth: float, data: int) -> LogicalMesh:
+def mesh(bandwidth: float, data: int, memory: float) -> LogicalMesh:
     links = {"link": Link("link", bandwidth, 1e-6)}
     hardware = Hardware(
-        "cpu", {"float32": 1e11}, 8e9, 1e12, links, 1e-6, blocking_reduce_scatters=True, blocking_gathers=True
+        "cpu", {"float32": 1e11}, memory, 1e12, links, 1e-6, blocking_reduce_scatters=True, blocking_gathers=True
     )
     return LogicalMesh(("data", "model"), (data, 8 // data), hardware)
 
@@ -87,7 +87,9 @@ def arguments() -> Any:
     return {name: normal(n, LAYERS, *shape) for n, (name, shape) in enumerate(shapes.items())}, normal(4, ROWS, WIDTH)
 
 
-def step(bandwidth: float, *, scan: bool = True, data: int = 2, effects: bool = False) -> autoshard.Step:
+def step(
+    bandwidth: float, *, scan: bool = True, data: int = 2, effects: bool = False, memory: float = 8e9
+) -> autoshard.Step:
     on = jax.make_mesh((data, 8 // data), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def run(ws: Any, x: Any) -> Any:
@@ -97,7 +99,7 @@ def step(bandwidth: float, *, scan: bool = True, data: int = 2, effects: bool = 
         return gradients(ws, x, scan=scan, effects=effects, kept=kept)
 
     split = SPLIT if data == 2 else FINER
-    return autoshard.jit(run, mesh=mesh(bandwidth, data), in_shardings=(split, TOKENS), out_shardings=split)
+    return autoshard.jit(run, mesh=mesh(bandwidth, data, memory), in_shardings=(split, TOKENS), out_shardings=split)
 
 
 SLOW, FAST = 1e8, 1e13
@@ -147,6 +149,16 @@ def test_a_gradient_that_gathers_nothing_comes_before_the_first_ring(monkeypatch
     assert counts(run) == (products + 1, barriers + 2)  # `up` alone is in parts now, and has two
     for made, wanted in zip(jax.tree.leaves(run(*args)), jax.tree.leaves(gradients(*args, scan=True)), strict=True):
         np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_nothing_is_put_off_where_its_operands_may_not_fit(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
+    """Of the gradient of ``down``: the hidden layer of a device's rows, and the cotangent."""
+    operands = 4 * ROWS // 2 * (HIDDEN // 4 + WIDTH)
+    memory = (step(SLOW).plan(*arguments()).memory.peak + operands * (1.01 if fits else 0.99)) / 0.95
+    found = counts(step(SLOW, memory=memory))
+    by_themselves(monkeypatch)
+    assert (counts(step(SLOW, memory=memory)) != found) == fits
 
 
 @pytest.mark.parametrize(
