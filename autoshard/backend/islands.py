@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard import jaxpr as jx
-from autoshard.backend.on_shards import extend_with_halos, in_order, reduce_in_rings, reduce_partials
+from autoshard.backend.on_shards import extend_with_halos, product_in_ring, reduce_partials
 from autoshard.backend.rings.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn
 from autoshard.backend.rings.operand_gathers import Bundle, Change
 from autoshard.backend.rings.ring import Ring, gathered_products
@@ -70,9 +70,7 @@ class Islands:
         def on_shards(*operands: Any) -> tuple[Any, ...]:
             operands = extend_with_halos(gathered_in_turn(operands, rings), rule, island, sizes)
             if ring is not None:
-                summed = ring.product(lambda *parts: jax.tree.leaves(same_op(*parts))[0], operands)
-                summed = reduce_in_rings(summed, ring.left, ring.placed, self.logical_mesh)
-                return (in_order(summed, ring.placed, island.reduced_specs[0], self.logical_mesh),)
+                return (product_in_ring(ring, same_op, operands, island.reduced_specs[0], self.logical_mesh),)
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)
             else:

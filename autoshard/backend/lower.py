@@ -29,6 +29,7 @@ from autoshard.backend.rings.operand_gathers import (
     begun_after,
     exposed_changes,
     made_last,
+    places_made,
 )
 from autoshard.backend.rings.product_rings import gather_ring, room_beside, sum_rings
 from autoshard.backend.rings.ring import GatherRing
@@ -159,10 +160,10 @@ class _Lowering:
         shared: dict[Gathered, jx.Var] = {}  # operands as rings have gathered them
         ring_end: jx.Atom | None = None  # what the last ring that gathers has made
         gradient: jx.Atom | None = None  # what the last ring that sums a gradient has made
-        bundles = self.gathers.bundles(jaxpr)
+        made_at, bundles = places_made(jaxpr), self.gathers.bundles(jaxpr)
         for bundle in self.gradient_rings.placed(jaxpr, bundles) if in_loop else bundles:
             if isinstance(bundle, GradientsInTurn):
-                eqns += self._in_turn(bundle, jaxpr, gradient, shared, now, eqns)
+                eqns += self._in_turn(bundle, made_at, gradient, shared, now, eqns)
                 gradient = bundle.rings[-1].outvars[0]
                 for eqn in bundle.waiting:
                     constrain_result(eqn.outvars[0], eqn, self._node(eqn))
@@ -197,7 +198,7 @@ class _Lowering:
                 self._user_constraint(eqn, invars[0], now, eqns)
                 continue
             if node in self.islands.sum_rings and self._makes_gradient(eqn):
-                eqns += begun_after(gradient, eqn, [(invars, made_last(eqn, jaxpr))])
+                eqns += begun_after(gradient, eqn, [(invars, made_last(eqn, made_at))])
                 gradient = eqn.outvars[0]
             if node is not None and node in self.islands.by_node:
                 eqns += self.islands.alone(eqn, invars, node)
@@ -248,7 +249,7 @@ class _Lowering:
     def _in_turn(
         self,
         together: GradientsInTurn,
-        jaxpr: jx.Jaxpr,
+        made_at: Mapping[jx.Var, int],
         last: jx.Atom | None,
         shared: Mapping[Gathered, jx.Var],
         now: Mapping[jx.Var, jx.Atom],
@@ -261,7 +262,7 @@ class _Lowering:
         for eqn in together.before:
             invars = self._operands(eqn, shared, now, eqns)
             ready = together.last and now.get(together.last, together.last)
-            eqns += begun_after(ready, eqn, [(invars, made_last(eqn, jaxpr))])
+            eqns += begun_after(ready, eqn, [(invars, made_last(eqn, made_at))])
             eqns += self.islands.alone(eqn, invars, self._node(eqn) or 0)
             eqns += begun_after(eqn.outvars[0], first, [waiting])
         nodes = [self._node(eqn) or 0 for eqn in together.eqns]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from autoshard.backend.rings import ring as one_ring
-from autoshard.backend.rings.ring import first_ring
+from autoshard.backend.rings.ring import Ring, first_ring
 from autoshard.ir.halo import permute_shards, with_halo
 from autoshard.ir.rule import Rule
 from autoshard.ir.spec import Axes, Spec
@@ -74,6 +74,19 @@ def reduce_in_rings(x: Any, spec: Spec, reduced: Spec, mesh: LogicalMesh) -> Any
     while ring := first_ring(spec, reduced, x.shape, mesh.shape, one_ring.MIN_SUM):
         x, spec = ring.sum(x), ring.left
     return reduce_partials(x, spec, reduced, mesh)
+
+
+def product_in_ring(
+    ring: Ring,
+    operation: Callable[..., Any],
+    operands: Sequence[Any],
+    reduced: Spec,
+    mesh: LogicalMesh,
+    beside: Sequence[Any] = (),
+) -> Any:
+    """The shard of a product's result, summed in a ring and over what other axes there are, to ``reduced``."""
+    summed = ring.product(lambda *cut: jax.tree.leaves(operation(*cut))[0], operands, beside)
+    return in_order(reduce_in_rings(summed, ring.left, ring.placed, mesh), ring.placed, reduced, mesh)
 
 
 def in_order(x: Any, placed: Spec, asked: Spec, mesh: LogicalMesh) -> Any:

@@ -20,9 +20,15 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autoshard import jaxpr as jx
-from autoshard.backend.on_shards import in_order, reduce_in_rings, reduce_partials
-from autoshard.backend.rings.operand_gathers import Bundle, made_last
-from autoshard.backend.rings.product_rings import is_of_xla, permuted_seconds, product_seconds, shard_shape
+from autoshard.backend.on_shards import product_in_ring, reduce_partials
+from autoshard.backend.rings.operand_gathers import Bundle, made_last, places_made
+from autoshard.backend.rings.product_rings import (
+    is_of_xla,
+    operand_bytes,
+    permuted_seconds,
+    product_seconds,
+    shard_shape,
+)
 from autoshard.backend.rings.ring import Ring, put_part, when_done
 from autoshard.cost.overlap import MIN_PRODUCT
 from autoshard.ir.graph import OpKind
@@ -103,7 +109,8 @@ class GradientRings:
         before = [eqn for eqn in before if eqn not in in_parts]
         if not rings or not in_parts or sum(map(self._stored, (*in_parts, *before))) > self.room:
             return None
-        waits = tuple(made_last(eqn, jaxpr) for eqn in rings)
+        made_at = places_made(jaxpr)
+        waits = tuple(made_last(eqn, made_at) for eqn in rings)
         return GradientsInTurn(tuple(rings), waits, tuple(in_parts), tuple(before), last)
 
     def _is_large(self, kind: OpKind, island: Island) -> bool:
@@ -114,8 +121,7 @@ class GradientRings:
 
     def _stored(self, eqn: jx.JaxprEqn) -> float:
         """Bytes per device of the operands of a product."""
-        kind, island = self.islands[self.node_of(eqn) or 0]
-        return sum(b / s.num_shards(self.mesh.shape) for b, s in zip(kind.bytes, island.in_specs, strict=False))
+        return sum(operand_bytes(*self.islands[self.node_of(eqn) or 0], self.mesh))
 
     def _outlasts(self, ring: Ring, kind: OpKind, island: Island) -> bool:
         """Whether the permutes of a ring take longer than its product."""
@@ -156,13 +162,10 @@ class GradientRings:
         found, last, begin = list[Any](), None, 0
         for ring, (_, island, one), of, waits in zip(rings, each[n:], operands[n:], together.waits, strict=True):
             waiting = [when_done(x, last) if i == waits else x for i, x in enumerate(of)]
-            summed = ring.product(
-                lambda *cut, one=one: jax.tree.leaves(one(*cut))[0], waiting, beside[begin : begin + ring.parts - 1]
-            )
-            summed = reduce_in_rings(summed, ring.left, ring.placed, self.mesh)
-            last = in_order(summed, ring.placed, island.reduced_specs[0], self.mesh)
+            end = begin + ring.parts - 1
+            last = product_in_ring(ring, one, waiting, island.reduced_specs[0], self.mesh, beside[begin:end])
             found.append(last)
-            begin += ring.parts - 1
+            begin = end
         whole = [
             reduce_partials(of.whole(), island.out_specs[0], island.reduced_specs[0], self.mesh)
             for of, (_, island, _) in zip(parts, each, strict=False)

@@ -61,7 +61,7 @@ class OperandGathers:
         """The equations of ``jaxpr`` in order. Products that gather one operand in a ring are one bundle, which comes
         before all else that reads it gathered."""
         found, taken = list[tuple[float, Bundle]](), set[int]()
-        made_at = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        made_at = places_made(jaxpr)
         for each in self._readers(jaxpr).values():
             first, able = each[0][0], list[tuple[int, GatherRing]]()
             for n, operand in each:
@@ -91,9 +91,13 @@ class OperandGathers:
         return found
 
 
-def made_last(eqn: jx.JaxprEqn, jaxpr: jx.Jaxpr) -> int:
-    """Which operand of ``eqn`` is made last in ``jaxpr``."""
-    made_at = {v: n for n, e in enumerate(jaxpr.eqns) for v in e.outvars}
+def places_made(jaxpr: jx.Jaxpr) -> dict[jx.Var, int]:
+    """By variable, the number of the equation that makes it."""
+    return {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+
+
+def made_last(eqn: jx.JaxprEqn, made_at: Mapping[jx.Var, int]) -> int:
+    """Which operand of ``eqn`` is made last."""
     made = [made_at.get(a, -1) if isinstance(a, jx.Var) else -1 for a in eqn.invars]
     return made.index(max(made))
 

@@ -36,10 +36,10 @@ def sum_rings(graph: Graph, plan: PlanRecord, gradients: Set[int]) -> dict[int, 
     XLA may compute an operand while one product reads it, as logits' cotangents, and stores it for those of a ring.
     Those of a gradient store all its parts besides: none where the operand may be too much.
     """
-    found, sizes, room = dict[int, Ring](), plan.mesh.shape, room_beside(plan)
+    found, room = dict[int, Ring](), room_beside(plan)
     for island in plan.islands:
         node = graph.nodes[island.node]
-        stored = [b / spec.num_shards(sizes) for b, spec in zip(node.kind.bytes, island.in_specs, strict=False)]
+        stored = operand_bytes(node.kind, island, plan.mesh)
         ring = product_ring(node.kind, island, plan.mesh)
         if ring is not None and (gradients.isdisjoint(node.results) or max(stored) <= room):
             found[island.node] = ring
@@ -106,6 +106,11 @@ def is_of_xla(kind: OpKind) -> bool:
     """Whether it is a product without halos that has no form of its own on shards."""
     rule = kind.rule
     return bool(kind.flops) and not (rule.local and rule.local.fun) and not rule.halos
+
+
+def operand_bytes(kind: OpKind, island: Island, mesh: LogicalMesh) -> list[float]:
+    """Of each operand, per device."""
+    return [b / spec.num_shards(mesh.shape) for b, spec in zip(kind.bytes, island.in_specs, strict=False)]
 
 
 def shard_shape(kind: OpKind, position: int, spec: Spec, mesh: LogicalMesh) -> list[int]:
