@@ -33,7 +33,7 @@ DEFAULT_PASSES = (
     "dead_code",
     "one_hot",
     "transposed_products",
-    "norms:gpu",
+    "norms",
     "attention:large",
     "sum_products",
     "pad_uneven",
@@ -112,7 +112,7 @@ def jit(
         `jax.ad_checkpoint.checkpoint_name` are held on the device; all else is made again from these. None leaves it to
         the planner, which holds everything on the device where that fits.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
-        no others run. None means ``["dead_code", "one_hot", "transposed_products", "norms:gpu", "attention:large",
+        no others run. None means ``["dead_code", "one_hot", "transposed_products", "norms", "attention:large",
         "sum_products", "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which the step is
         fastest, or ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of
         ``"sum_products"``, where it is faster so; and where memory rules out the fastest layout, among them

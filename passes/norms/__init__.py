@@ -7,8 +7,8 @@ Three rewrites make sums depend on each other less:
   is zero: those are left out, and one sweep gives both gradients (`gradient_sums`);
 - the variance is the mean of squares of differences from the mean: one sweep gives both, of differences from the mean
   of a strip (`variances`);
-- groups of channels make a shape of their own, and XLA for GPUs writes what it would compute where it is read, were it
-  not for the reshape: elementwise operations run in the shape without groups (`group_shapes`).
+- groups of channels make a shape of their own, and XLA writes what it would compute where it is read, were it not for
+  the reshape: elementwise operations run in the shape without groups (`group_shapes`).
 
 Results are those of the step as it is written up to rounding.
 """
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard import jaxpr as jx
-from autoshard.errors import PassError
 from autoshard.ir.program import Program
 from autoshard.ir.rule_registry import Rules
 from autoshard.passes.norms.gradient_sums import independent_sums
@@ -30,8 +29,6 @@ from autoshard.passes.norms.shared_sums import shared_sums
 from autoshard.passes.norms.variances import one_sweep_variances
 from autoshard.transforms.pipeline import Pass
 
-GPU = "gpu"
-
 
 @dataclass(frozen=True)
 class Norms(Pass):
@@ -39,16 +36,7 @@ class Norms(Pass):
 
     name: ClassVar[str] = "norms"
 
-    platform: str = ""
-    """``"gpu"``: only where the step is compiled for GPUs."""
-
-    def __post_init__(self) -> None:
-        if self.platform not in ("", GPU):
-            raise PassError(f"{self}: the only option of this pass is {GPU!r}")
-
     def __call__(self, program: Program) -> Program:
-        if self.platform and program.mesh.platform != self.platform:
-            return program
         after = _rewritten(program.jaxpr, program.rules, [])
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 

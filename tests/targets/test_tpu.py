@@ -347,6 +347,36 @@ def test_large_attention_is_splash_and_no_scores_are_in_memory():
     assert len(re.findall(r"%splash_mha_fwd[\w.]* = ", text)) == 1, "none runs again for the gradient"
 
 
+def test_a_group_norm_of_what_is_concatenated_takes_fewer_sweeps():
+    def train(params, batch):
+        def loss(params):
+            x = jnp.concatenate([_convolved(batch["x"], params["in"]), batch["y"]], -1)
+            wide = x.astype(jnp.float32).reshape(*x.shape[:-1], 32, -1)
+            wide = wide - wide.mean((1, 2, 4), keepdims=True)
+            wide = wide * jax.lax.rsqrt((wide * wide).mean((1, 2, 4), keepdims=True) + 1e-5)
+            h = jax.nn.silu((wide.reshape(x.shape) * params["scale"]).astype(x.dtype))
+            return (_convolved(h, params["out"]).astype(jnp.float32) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    sizes = {"in": (3, 3, 64, 64), "scale": (128,), "out": (3, 3, 128, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
+    batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((128, 16, 16, 64), jnp.bfloat16))
+    took = []
+    for passes in (["norms"], ["dead_code"]):
+        mesh = MeshConfig(axes={"data": 4}, tpu="v5e:2x2")
+        step = autoshard.jit(train, mesh=mesh, strategy="dp", passes=passes, donate_argnums=0)
+        c = compile_plan(step.plan(params, batch), step.lower(params, batch))
+        assert c.audit.clean, str(c.audit)
+        took.append(c.estimate.compute)
+    assert took[0] < 0.85 * took[1]
+
+
+def _convolved(x, kernel):
+    kernel = kernel.astype(x.dtype)
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
 def test_targets_are_looked_up_in_split_logits_of_a_pipeline():
     """XLA (JAX 0.12) aborts where it splits a gather, or a scatter, over some of the axes beside that of the stages."""
 
