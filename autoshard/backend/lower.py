@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard import jaxpr as jx
 from autoshard.backend.gathers.early_gathers import gather_early
 from autoshard.backend.gathers.reversed_kernels import place_before_reversal
-from autoshard.backend.host_copies import beside_products
+from autoshard.backend.host_copies import beside_products, in_one_layout, stacks_beside_copies
 from autoshard.backend.islands import Islands
 from autoshard.backend.rings.gradients_in_turn import GradientRings, GradientsInTurn
 from autoshard.backend.rings.kernel_rings import weight_rings
@@ -161,6 +161,7 @@ class _Lowering:
         ring_end: jx.Atom | None = None  # what the last ring that gathers has made
         gradient: jx.Atom | None = None  # what the last ring that sums a gradient has made
         made_at, bundles = places_made(jaxpr), self.gathers.bundles(jaxpr)
+        stacks = stacks_beside_copies(jaxpr, self._moves) if self.moved else set[jx.Var]()
         for bundle in self.gradient_rings.placed(jaxpr, bundles) if in_loop else bundles:
             if isinstance(bundle, GradientsInTurn):
                 eqns += self._in_turn(bundle, made_at, gradient, shared, now, eqns)
@@ -193,6 +194,9 @@ class _Lowering:
                         invars[i] = self._constrain_through(outside, shardings, eqn, eqns)
                 is_scan = jx.scan_groups(eqn) is not None
                 bodies = [self.jaxpr(r.body, self._body_result_shardings(eqn, r), in_loop=is_scan) for r in regions]
+                if is_scan and stacks:
+                    lanes = self.islands.logical_mesh.hardware.tile[1]
+                    bodies = [in_one_layout(body, eqn, stacks, self._shard_shape, lanes) for body in bodies]
                 eqn = jx.with_bodies(eqn, bodies)
             if self.traits(eqn.primitive).constrains:
                 self._user_constraint(eqn, invars[0], now, eqns)
@@ -215,6 +219,15 @@ class _Lowering:
 
     def _node(self, eqn: jx.JaxprEqn) -> int | None:
         return self.node_of_results.get(tuple(self.value_of[v] for v in eqn.outvars))
+
+    def _moves(self, eqn: jx.JaxprEqn) -> bool:
+        """Whether it copies to the host's memory or from there beside products."""
+        return not self.moved.isdisjoint([self.value_of.get(v, -1) for v in eqn.outvars])
+
+    def _shard_shape(self, var: jx.Var) -> Sequence[int]:
+        """Of a value on one device, as far as it is constrained."""
+        shape, shardings = jx.aval(var).shape, self.result_shardings.get(self.value_of.get(var, -1), ())
+        return shardings[-1].shard_shape(shape) if shardings else shape
 
     def _makes_gradient(self, eqn: jx.JaxprEqn) -> bool:
         """Whether no product reads what it makes."""
@@ -277,7 +290,7 @@ class _Lowering:
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
         eqn = eqn.replace(invars=invars)
-        if not self.moved.isdisjoint([self.value_of.get(v, -1) for v in eqn.outvars]):
+        if self._moves(eqn):
             return beside_products(eqn)
         on_cpu = self.islands.mesh.devices.flat[0].platform == "cpu"
         if not on_cpu or not self.traits(eqn.primitive).row_major_on_cpu:

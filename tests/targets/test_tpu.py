@@ -331,6 +331,32 @@ def test_residuals_go_to_the_host_s_memory_and_back_beside_products():
     assert len(within) == 3  # both loops, and the last layer's between them
 
 
+def test_beside_copies_to_the_host_what_stays_on_the_device_has_one_layout():
+    """What a layer begins with, and one of its heads' two products."""
+
+    def layer(h, w):
+        sent, kept = (jnp.einsum("bsd,dhe->bshe", h, w[name]) for name in ("sent", "kept"))
+        return h + jnp.einsum("bshe,hed->bsd", jnp.tanh(sent) * jnp.sin(kept), w["out"]), None
+
+    def train(params, x):
+        gradient = jax.grad(lambda params: (jax.lax.scan(layer, x, params)[0].astype("float32") ** 2).mean())
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params))
+
+    params = dict.fromkeys(("sent", "kept"), jax.ShapeDtypeStruct((4, 256, 4, 128), "bfloat16"))
+    params["out"] = jax.ShapeDtypeStruct((4, 4, 128, 256), "bfloat16")
+    x = jax.ShapeDtypeStruct((8, 512, 256), "bfloat16")
+    mesh = MeshConfig(axes={"data": 4}, tpu="v5e:2x2")
+
+    def orders(**options):
+        step = autoshard.jit(train, mesh=mesh, donate_argnums=0, strategy="dp", **options)
+        text = step.lower(params, x).as_text()
+        return re.findall(r"LayoutConstraint.*result_layouts = \[dense<\[([\d, ]+)\]>", text)
+
+    kept = "3, 1, 2, 0"  # heads before positions, minor first
+    assert sorted(orders(recompute={"sent": "host"})) == ["2, 1, 0"] * 2 + [kept] * 2
+    assert not orders()
+
+
 def test_large_attention_is_splash_and_no_scores_are_in_memory():
     train, state, batch = decoder(32, layers=2, d_model=256, heads=4, kv_heads=2, vocab=256, seq=2048)
     step = autoshard.jit(train, mesh=MeshConfig(axes={"data": 4, "model": 2}, tpu="v5e:2x4"), strategy="tp")
