@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import autoshard
+from autoshard import api
 from autoshard.cost.compiler_options import user_options
 from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.ir.program import Program
@@ -28,6 +29,8 @@ from autoshard.runtime import stages
 from autoshard.runtime.fit_memory import in_parts, on_host, within_budget
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.stages import Planned
+from autoshard.train.models.decoder import ModelConfig, make_steps
+from autoshard.train.optimizer import OptimizerConfig
 from autoshard.transforms.pipeline import Pass
 
 HARDWARE = Hardware("chip", {"float32": 1e12}, 8e9, 1e12, {"link": Link("link", 1e11, 1e-7)}, 1e-8)
@@ -244,6 +247,27 @@ def test_on_tpus_values_wait_in_the_host_s_memory_where_that_hides_behind_the_la
     ):
         assert not any(r.on_host for r in other.residuals)
         assert not other.memory.host
+
+
+def test_what_a_loss_in_chunks_saves_holds_what_takes_longer_to_make_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the layers recomputed as without chunks, the step would take longer with them."""
+    sizes = {"layers": 12, "d_model": 2048, "heads": 16, "d_ff": 5632, "vocab": 32768, "seq": 2048}
+    steps = make_steps(ModelConfig(**sizes, dtype="bfloat16"), OptimizerConfig(), 1000)
+    tokens = jax.ShapeDtypeStruct((256, 2048), jnp.int32)
+    args = jax.eval_shape(steps.init, jax.random.key(0)), {"inputs": tokens, "targets": tokens}
+    mesh = autoshard.MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="14.9GiB")
+
+    def planned(**options: Any) -> Any:
+        return autoshard.jit(steps.train, mesh=mesh, donate_argnums=0, **options).plan(*args)
+
+    found = planned(microbatches=1)
+    ran = [p.written for p in found.passes]
+    monkeypatch.setattr(api, "OPTIONAL_PASSES", tuple(p for p in api.OPTIONAL_PASSES if p != "losses"))
+    without = planned(microbatches=1)
+    assert any(p.startswith("losses") for p in ran)
+    assert found.cost.seconds < 0.99 * without.cost.seconds
+    usual = [p.written for p in without.passes]
+    assert planned(passes=[ran[0], *usual]).cost.seconds > without.cost.seconds
 
 
 def test_layers_that_differ_give_the_numbers_of_the_plain_step() -> None:

@@ -29,8 +29,8 @@ from autoshard.runtime.stages import Planned, plan_program, run_passes
 from autoshard.transforms.pipeline import Pass
 
 MIN_HELD_GAIN = 0.01
-"""Least share of the step's time that holding other values must gain, by the prices of the last plan, to be planned: a
-scan may be cut in two for it, which compiles for twice as long."""
+"""Least share of the fastest plan's seconds that holding other values must gain, by the prices of the last plan, to be
+planned, and with an optional pass, to be kept: a scan may be cut in two for it, which compiles for twice as long."""
 MAX_HELD = 3
 """Most choices of held values that are planned, each by the prices of the plan before it."""
 FILLED = 0.9
@@ -233,24 +233,41 @@ def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
 
 
 def _hold_by_value(plans: _Plans) -> None:
-    """From the fastest plan that makes values again, holds other values as its prices and what its layouts leave of the
-    memory say, and so on from what that gives while it is faster. What the first choice lacks of the memory an optional
-    pass may save."""
+    """From the fastest plan that makes values again, holds other values as prices say. If the fastest plan then has no
+    optional pass, also from that plan with one that saves memory, where that gains `MIN_HELD_GAIN`: in what the pass
+    saves, values may be held that take longer to make again than the pass takes."""
     deciding = [fit for fit in plans.fitting if any(p.decides_held for p in fit.ran)]
     if not deciding:
         return
     traced, start = plans.traced, min(deciding, key=lambda fit: preference(fit.plan))
-    best, ran, budget = start.plan, start.ran, budget_of(plans.request, traced)
+    budget = budget_of(plans.request, traced)
     if traced.mesh.platform == "tpu":
         budget = min(budget, FILLED * traced.mesh.hardware.memory)
     within = replace(plans.request, memory_budget=budget)
+    _hold_from(plans, start, within)
+    if start.ran != start.passes or plans.fastest().ran != plans.fastest().passes:
+        return
+    axes, count, most = axes_of_batch(start.plan), len(plans.fitting), plans.goal() * (1 - MIN_HELD_GAIN)
+    for ran in with_each_optional(traced, start.passes, plans.options, saving=True, batch_axes=axes):
+        try:
+            planned = plan_program(traced, ran, within)
+        except (MemoryBudgetError, PipelineError, SpecError):
+            continue
+        _hold_from(plans, _Fit(planned, start.passes, ran), within)
+    plans.fitting[count:] = [fit for fit in plans.fitting[count:] if fit.plan.cost.seconds <= most]
+
+
+def _hold_from(plans: _Plans, start: _Fit, within: PlanRequest) -> None:
+    """From ``start``, holds other values as its prices and what its layouts leave of the memory say, and so on from
+    what that gives while it is faster. What the first choice lacks of the memory an optional pass may save."""
+    traced, best, ran, budget = plans.traced, start.plan, start.ran, budget_of(within, plans.traced)
     tried, taken, saving = {*ran}, 0.0, [*_optional_saving(plans, start)]
     for _ in range(MAX_HELD):
         chosen, seconds = held_by_value(traced, ran, best, -taken, within)
         while taken and chosen in tried and taken < budget / 4:
             taken += MIN_SAVING * budget
             chosen, seconds = held_by_value(traced, ran, best, -taken, within)
-        if chosen is None or chosen in tried or seconds > best.cost.seconds * (1 - MIN_HELD_GAIN):
+        if chosen is None or chosen in tried or seconds > plans.fastest().plan.cost.seconds * (1 - MIN_HELD_GAIN):
             return
         tried.add(chosen)
         passes, holding = (tuple(chosen if p.decides_held else p for p in s) for s in (start.passes, ran))
