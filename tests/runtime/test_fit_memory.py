@@ -251,14 +251,15 @@ def test_on_tpus_values_wait_in_the_host_s_memory_where_that_hides_behind_the_la
 
 def test_what_a_loss_in_chunks_saves_holds_what_takes_longer_to_make_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the layers recomputed as without chunks, the step would take longer with them."""
-    sizes = {"layers": 12, "d_model": 2048, "heads": 16, "d_ff": 5632, "vocab": 32768, "seq": 2048}
-    steps = make_steps(ModelConfig(**sizes, dtype="bfloat16"), OptimizerConfig(), 1000)
+    model = ModelConfig(layers=12, d_model=2048, heads=16, d_ff=5632, vocab=32768, seq=2048, dtype="bfloat16")
+    steps = make_steps(model, OptimizerConfig(), 1000)
     tokens = jax.ShapeDtypeStruct((256, 2048), jnp.int32)
     args = jax.eval_shape(steps.init, jax.random.key(0)), {"inputs": tokens, "targets": tokens}
-    mesh = autoshard.MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4", memory_budget="14.9GiB")
+    mesh = autoshard.MeshConfig(axes={"data": 4, "model": 4}, tpu="v5e:4x4")
 
     def planned(**options: Any) -> Any:
-        return autoshard.jit(steps.train, mesh=mesh, donate_argnums=0, **options).plan(*args)
+        step = autoshard.jit(steps.train, mesh=mesh, donate_argnums=0, memory_budget="14.9GiB", **options)
+        return step.plan(*args)
 
     found = planned(microbatches=1)
     ran = [p.written for p in found.passes]
