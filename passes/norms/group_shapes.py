@@ -1,9 +1,9 @@
 """Elementwise operations of a group norm in the shape that has no groups.
 
 A group norm reshapes channels to groups, sums over positions and a group's channels, and reshapes back. XLA for GPUs
-(JAX 0.12) does not fuse through a reshape what it would fuse without: it writes the gradient of an activation function,
-where it could compute it in each sweep that reads it. In the shape without groups an array of numbers per group is
-repeated over the group's channels, and a sum is one over positions, then one of few numbers over the channels.
+and TPUs (JAX 0.12) does not fuse through a reshape what it would fuse without: it writes the gradient of an activation
+function, where it could compute it in each sweep that reads it. In the shape without groups an array of numbers per
+group is repeated over the group's channels, and a sum is one over positions, then one of few numbers over the channels.
 """
 
 from __future__ import annotations
