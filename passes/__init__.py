@@ -22,6 +22,7 @@ from autoshard.passes.offload import Offload
 from autoshard.passes.one_hot import OneHot
 from autoshard.passes.pad_uneven import PadUneven
 from autoshard.passes.recompute import Recompute
+from autoshard.passes.rotary import Rotary
 from autoshard.passes.sum_products import SumProducts
 from autoshard.passes.transposed_products import TransposedProducts
 from autoshard.transforms.pipeline import Pass
@@ -40,6 +41,7 @@ PASSES: Mapping[str, type[Pass]] = {
         OneHot,
         PadUneven,
         Recompute,
+        Rotary,
         SumProducts,
         TransposedProducts,
     )
@@ -59,6 +61,7 @@ __all__ = [
     "OneHot",
     "PadUneven",
     "Recompute",
+    "Rotary",
     "SumProducts",
     "TransposedProducts",
 ]

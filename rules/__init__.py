@@ -52,7 +52,7 @@ def join(*tables: dict[Primitive, RuleFn]) -> dict[Primitive, RuleFn]:
 
 
 TABLE = join(*(family.TABLE for family in FAMILIES))
-OWN = join(attention.TABLE, composed.TABLE)
+OWN = join(attention.TABLE, composed.TABLE, move.OWN)
 """The rules of what passes put in a program: primitives of autoshard's own."""
 SHIPPED = Rules({}, (TABLE, OWN), TRAITS)
 """All of them, without any that a user gave."""

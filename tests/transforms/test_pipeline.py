@@ -171,7 +171,7 @@ def test_parse_takes_names_options_and_passes():
         (
             "zzz",
             r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'experts', 'losses', 'microbatch', "
-            "'norms', 'offload', 'one_hot', 'pad_uneven', 'recompute', 'sum_products', 'transposed_products'",
+            "'norms', 'offload', 'one_hot', 'pad_uneven', 'recompute', 'rotary', 'sum_products', 'transposed_products'",
         ),
         ("dead_code:all", r"'dead_code' takes no option, but dead_code:all gives it 'all'"),
         ("recompute:dot_saveable", r"no policy 'dot_saveable'; did you mean 'dots_saveable'\?"),

@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.transforms.remat_segments import LiveValue, choose_cuts, saved_bytes
+from autoshard.transforms.remat.segments import LiveValue, choose_cuts, saved_bytes
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Rematerialization on a traced step: the backward part recomputes residuals instead of keeping them in memory.
+"""remat: the backward part of a traced step recomputes residuals instead of keeping them in memory.
 
 A *residual* is a value that the forward part of a differentiated step computes and the backward part reads. Which
 part an equation belongs to is read off its name stack; a wrong guess there costs memory, never correctness.
@@ -9,11 +9,13 @@ There are two rewrites, depending on how the loop over layers was written:
   whichever way each runs, so the backward body can recompute them from that iteration's inputs: the loop's constants
   and slices, which exist anyway, and the carry, which is stacked instead.
 - `recompute_in_straight_line`: unrolled layers. The forward part is cut into segments
-  (`autoshard.transforms.remat_segments`); what crosses a cut is saved, and each segment but the last is recomputed
+  (`autoshard.transforms.remat.segments`); what crosses a cut is saved, and each segment but the last is recomputed
   right before the backward part first reads a value of it. The last one is read at once, so that recomputing it would
   free nothing.
 
 In both, a `SavePolicy` decides whether the results of an equation may be saved.
+
+May import: ir, and what it may.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.ir.rule_registry import Rules
 from autoshard.jaxpr.arguments import in_host_memory
-from autoshard.transforms.remat_segments import LiveValue, choose_cuts
+from autoshard.transforms.remat.segments import LiveValue, choose_cuts
 
 SavePolicy = Callable[[jx.JaxprEqn], bool]
 """Whether the results of an equation are saved rather than recomputed."""
