@@ -36,10 +36,11 @@ DEFAULT_PASSES = (
     "norms",
     "attention:large",
     "rotary",
+    "grouped_heads",
     "sum_products",
     "pad_uneven",
 )
-MEMORY_SAVING_PASSES = (*DEFAULT_PASSES[:-3], "recompute", *DEFAULT_PASSES[-3:])
+MEMORY_SAVING_PASSES = (*DEFAULT_PASSES[:-4], "recompute", *DEFAULT_PASSES[-4:])
 """Tried too where memory rules out the fastest layout: the default passes with variants of ``recompute`` among them."""
 OPTIONAL_PASSES = ("accumulate", "experts", "sum_products:through", "losses")
 """Tried before the others, or in the place of the one of the same name: ``losses`` where memory rules out the fastest
@@ -114,9 +115,9 @@ def jit(
         the planner, which holds everything on the device where that fits.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
         no others run. None means ``["dead_code", "one_hot", "transposed_products", "norms", "attention:large",
-        "rotary", "sum_products", "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if any, with which
-        the step is fastest, or ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"`` in place of
-        ``"sum_products"``, where it is faster so; and where memory rules out the fastest layout, among them
+        "rotary", "grouped_heads", "sum_products", "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if
+        any, with which the step is fastest, or ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"``
+        in place of ``"sum_products"``, where it is faster so; and where memory rules out the fastest layout, among them
         ``"recompute:full"``, or values to make again or to hold on the host by name and number of layers,
         ``"recompute:mlp.up=12,attention=all,mlp.gate=host"``, or ``"losses"`` before them so that less is recomputed,
         if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing else fits, or only

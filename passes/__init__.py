@@ -15,6 +15,7 @@ from autoshard.passes.accumulate import Accumulate
 from autoshard.passes.attention import Attention
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.experts import Experts
+from autoshard.passes.grouped_heads import GroupedHeads
 from autoshard.passes.losses import Losses
 from autoshard.passes.microbatch import Microbatch
 from autoshard.passes.norms import Norms
@@ -34,6 +35,7 @@ PASSES: Mapping[str, type[Pass]] = {
         Attention,
         DeadCode,
         Experts,
+        GroupedHeads,
         Losses,
         Microbatch,
         Norms,
@@ -54,6 +56,7 @@ __all__ = [
     "Attention",
     "DeadCode",
     "Experts",
+    "GroupedHeads",
     "Losses",
     "Microbatch",
     "Norms",

@@ -64,6 +64,8 @@ class AttentionKernel:
     max_fused_blocks: int = 0
     """Up to so many blocks of keys the gradient is one kernel that computes the scores once; above, two kernels compute
     them twice. 0: always one."""
+    shared_keys: bool = False
+    """Whether of keys and values that repeat a head for several of the queries' it is given each head once."""
     interpreted: bool = False
     """Whether it is run as plain operations: on any platform, slowly, for tests."""
 
@@ -112,6 +114,7 @@ SPLASH = AttentionKernel(
     max_block=1024,  # larger ones of the forward part do not compile within the VMEM that v5e and v5p allow by default
     max_gradient_keys=2048,
     max_fused_blocks=4,
+    shared_keys=True,
 )
 KERNELS: Mapping[str, AttentionKernel] = {
     "cudnn": CUDNN,

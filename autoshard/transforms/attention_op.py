@@ -86,6 +86,9 @@ class AttentionConfig:
     """Dtypes of the gradients of query, key and value."""
     kernel: str = ""
     """The kernel of the target's library that computes it (`autoshard.transforms.attention_kernels`); "" for none."""
+    repeated_head: str = ""
+    """The letter of the dimension of keys and values that has each head `head_repeats` times in a row; "" for none."""
+    head_repeats: int = 1
 
     @property
     def accum_dtype(self) -> Any:

@@ -27,7 +27,7 @@ class _KernelLayout:
     batch: str
     """Dimensions that query, key and value share, before the queries' sequence dimension."""
     heads: str
-    """Dimensions that query, key and value share, after it: the key heads."""
+    """Dimensions that query, key and value share, after it: the key heads. Repeated heads are the last."""
     groups: str
     """Dimensions of the queries only: the query heads of each key head."""
 
@@ -35,11 +35,14 @@ class _KernelLayout:
     def of(cls, config: AttentionConfig, query: Any, key: Any, value: Any) -> _KernelLayout:
         sequence = config.query_dims.index(config.query_position)
         shared = [(d, c) for d, c in enumerate(config.query_dims) if c in config.key_dims and c in config.value_dims]
+        repeated = (
+            config.repeated_head if config.repeated_head in config.query_dims else ""
+        )  # one head here: no dimension
         return cls(
             config,
             config.sizes(query, key, value),
-            "".join(c for d, c in shared if d < sequence),
-            "".join(c for d, c in shared if d > sequence),
+            "".join(c for d, c in shared if d < sequence and c != repeated),
+            "".join(c for d, c in shared if d > sequence and c != repeated) + repeated,
             "".join(
                 c
                 for c in config.query_dims
@@ -81,9 +84,27 @@ class _KernelLayout:
         config = self.config
         return (
             self.to_kernel(query, config.query_dims, self.query_like(config.head_width)),
-            self.to_kernel(key, config.key_dims, self.key_like(config.head_width)),
-            self.to_kernel(value, config.value_dims, self.key_like(config.value_width)),
+            self._once(self.to_kernel(key, config.key_dims, self.key_like(config.head_width))),
+            self._once(self.to_kernel(value, config.value_dims, self.key_like(config.value_width))),
         )
+
+    @property
+    def _repeats(self) -> int:
+        """How many heads of keys and values in a row are the same on this device: of 4, two where it has six heads."""
+        return math.gcd(self.config.head_repeats, self.sizes.get(self.config.repeated_head, 1))
+
+    def _once(self, x: Any) -> Any:
+        """Each head of ``x``, keys or values in the kernel's layout, once."""
+        batch, length, _, width = x.shape
+        return x.reshape(batch, length, -1, self._repeats, width)[:, :, :, 0] if self._repeats > 1 else x
+
+    def key_gradient(self, x: Any, width: str, letters: str) -> Any:
+        """The gradient of keys or values from the kernel's; of heads that are the same the first has all of it, and
+        the others zeros."""
+        if self._repeats > 1:
+            x = jnp.pad(x[:, :, :, None], [(0, 0)] * 3 + [(0, self._repeats - 1), (0, 0)])
+            x = x.reshape(*x.shape[:2], -1, x.shape[-1])
+        return self.from_kernel(x, self.key_like(width), letters)
 
 
 def attend_fused(
@@ -122,7 +143,7 @@ def gradients_fused(
     dq, dk, dv = attention_kernel_backward_p.bind(*operands, out, logsumexp, ct, call=layout.call(distance))
     grads = (
         layout.from_kernel(dq, layout.query_like(config.head_width), config.query_dims),
-        layout.from_kernel(dk, layout.key_like(config.head_width), config.key_dims),
-        layout.from_kernel(dv, layout.key_like(config.value_width), config.value_dims),
+        layout.key_gradient(dk, config.head_width, config.key_dims),
+        layout.key_gradient(dv, config.value_width, config.value_dims),
     )
     return finalize_gradients(config, grads)

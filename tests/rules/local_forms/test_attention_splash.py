@@ -50,6 +50,9 @@ class Attention:
     low: int | None
     high: int | None
     cap: float | None = None
+    keys: str = "grouped"
+    """How queries find theirs: by a dimension of their own, or keys and values are repeated, before or after the
+    sequence."""
 
     @classmethod
     def drawn(cls, seed: int) -> Attention:
@@ -68,6 +71,7 @@ class Attention:
             low,
             high,
             cap=2.0 if rng.random() < 0.25 else None,
+            keys=str(rng.choice(["grouped", "repeated", "repeated, heads first"])),
         )
 
     @property
@@ -79,15 +83,24 @@ class Attention:
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """As a model writes it."""
-        q = q.reshape(*q.shape[:2], self.key_heads, self.groups, self.width)
-        s = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * self.width**-0.5
+        if self.keys != "grouped":
+            k, v = (jnp.repeat(x, self.groups, axis=2) for x in (k, v))
+        if self.keys == "grouped":
+            q = q.reshape(*q.shape[:2], self.key_heads, self.groups, self.width)
+            scores, outputs = "bqhgd,bkhd->bhgqk", "bhgqk,bkhe->bqhge"
+        elif self.keys == "repeated":
+            scores, outputs = "bqhd,bkhd->bhqk", "bhqk,bkhe->bqhe"
+        else:
+            q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+            scores, outputs = "bhqd,bhkd->bhqk", "bhqk,bhke->bqhe"
+        s = jnp.einsum(scores, q, k) * self.width**-0.5
         s = s if self.cap is None else self.cap * jnp.tanh(s / self.cap)
         if self.low is not None or self.high is not None:
             at = jnp.arange(self.length)
             distance = at[None, :] - at[:, None]
             seen = distance <= self.high
             s = jnp.where(seen if self.low is None else seen & (distance >= self.low), s, -1e30)
-        out = jnp.einsum("bhgqk,bkhe->bqhge", jax.nn.softmax(s, -1), v)
+        out = jnp.einsum(outputs, jax.nn.softmax(s, -1), v)
         return out.reshape(*out.shape[:2], -1, self.value_width)
 
 
@@ -104,6 +117,8 @@ def test_numbers_are_those_of_one_device(seed):
     said = next(p.change for p in plan.passes if p.name == "attention")
     assert "1 forward and 1 backward attentions" in said, case
     assert "all of them run by splash attention" in said, case
+    said = next(p.change for p in plan.passes if p.name == "grouped_heads")
+    assert said == f"{2 * (case.keys != 'grouped' and case.groups > 1)} attentions read repeated keys and values once"
     expected = jax.jit(trained(case))(*args)
     # The value adds up terms of both signs, of which float32 keeps the sum no nearer than to the sizes' last bit.
     terms = 2.0**-23 * float(jnp.sum(jnp.abs(jnp.sin(expected[0][1]) * 3)))

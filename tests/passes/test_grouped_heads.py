@@ -1,0 +1,101 @@
+"""Repeated keys and values are read once: the same numbers, however many devices share a key head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.machine.mesh import AttentionRates, LogicalMesh
+from tests.attentions import HASTY, trained
+
+LENGTH, WIDTH = 128, 8
+SPLASH = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4))
+RNG = np.random.default_rng(0)
+
+
+def operands(key_heads, groups):
+    heads = (key_heads * groups, key_heads, key_heads)
+    return [jnp.asarray(RNG.normal(size=(1, LENGTH, n, WIDTH)), "float32") for n in heads]
+
+
+def attention(q, k, v):
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
+    s = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), s, -1e30)
+    return jnp.einsum("bhqk,bkhe->bqhe", jax.nn.softmax(s, -1), v)
+
+
+def by_repeat(q, k, v):
+    groups = q.shape[2] // k.shape[2]
+    return attention(q, *(jnp.repeat(x, groups, axis=2) for x in (k, v)))
+
+
+def by_broadcast(q, k, v):
+    shape = (*k.shape[:3], q.shape[2] // k.shape[2], WIDTH)
+    return attention(q, *(jnp.broadcast_to(x[:, :, :, None], shape).reshape(q.shape) for x in (k, v)))
+
+
+def tiled(q, k, v):
+    """Heads in another order: each is followed by the next, not by itself."""
+    return attention(q, *(jnp.tile(x, (1, 1, q.shape[2] // k.shape[2], 1)) for x in (k, v)))
+
+
+def keys_alone(q, k, v):
+    return attention(
+        q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), jnp.tile(v, (1, 1, q.shape[2] // k.shape[2], 1))
+    )
+
+
+def step_of(fun, hardware=SPLASH, parts=1):
+    mesh, heads = LogicalMesh(("h",), (parts,), hardware), P(None, None, "h")
+    shardings = {"in_shardings": (heads, P(), P()), "out_shardings": ((P(), heads), (heads, P(), P()))}
+    return autoshard.jit(trained(fun), mesh=mesh, strategy="replicated", **shardings)
+
+
+def said(plan):
+    return next(p.change for p in plan.passes if p.name == "grouped_heads")
+
+
+@pytest.mark.parametrize("fun", [by_repeat, by_broadcast])
+@pytest.mark.parametrize(
+    ("key_heads", "groups", "parts"), [(2, 4, 1), (2, 4, 2), (2, 4, 4), (1, 4, 2), (3, 4, 2), (3, 2, 6)]
+)
+def test_numbers_are_those_of_one_device(fun, key_heads, groups, parts):
+    args, step = operands(key_heads, groups), step_of(fun, parts=parts)
+    assert said(step.plan(*args)) == "2 attentions read repeated keys and values once"
+    for have, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(trained(fun))(*args)), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("fun", [tiled, keys_alone])
+def test_other_repeats_are_read_as_they_are(fun):
+    args, step = operands(2, 2), step_of(fun)
+    assert said(step.plan(*args)) == "0 attentions read repeated keys and values once"
+    for have, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(trained(fun))(*args)), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_kernels_that_take_no_shared_keys_get_all():
+    cudnn = replace(HASTY, attention=AttentionRates("cudnn", 0.5, 0.4))
+    assert said(step_of(by_repeat, cudnn).plan(*operands(2, 2))) == "0 attentions read repeated keys and values once"
+
+
+def test_a_loop_over_layers_reads_them_once_where_it_recomputes():
+    def layers(q, k, v):
+        return jax.lax.scan(lambda q, s: (by_repeat(q, k * s, v * s), None), q, jnp.arange(1.0, 4))[0]
+
+    args = operands(2, 2)
+    mesh = LogicalMesh(("h",), (1,), SPLASH)
+    passes = ["attention", "recompute:full", "grouped_heads"]
+    plan = autoshard.jit(trained(layers), mesh=mesh, passes=passes).plan(*args)
+    assert said(plan) == "3 attentions read repeated keys and values once"
+
+
+def test_one_repeat_is_none():
+    args, step = operands(2, 1), step_of(by_repeat)
+    assert said(step.plan(*args)) == "0 attentions read repeated keys and values once"
