@@ -36,7 +36,7 @@ DEFAULT_PASSES = (
     "norms",
     "attention:large",
     "rotary",
-    "grouped_heads",
+    "attention_operands",
     "sum_products",
     "pad_uneven",
 )
@@ -115,13 +115,13 @@ def jit(
         the planner, which holds everything on the device where that fits.
       passes: rewrites of the program before it is planned, as ``"dead_code"``, ``"recompute:full"`` or `Pass` objects;
         no others run. None means ``["dead_code", "one_hot", "transposed_products", "norms", "attention:large",
-        "rotary", "grouped_heads", "sum_products", "pad_uneven"]``; before them ``"accumulate"`` over the mesh axes, if
-        any, with which the step is fastest, or ``"experts"`` or ``"experts:recompute"``, or ``"sum_products:through"``
-        in place of ``"sum_products"``, where it is faster so; and where memory rules out the fastest layout, among them
-        ``"recompute:full"``, or values to make again or to hold on the host by name and number of layers,
-        ``"recompute:mlp.up=12,attention=all,mlp.gate=host"``, or ``"losses"`` before them so that less is recomputed,
-        if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing else fits, or only
-        what is slower.
+        "rotary", "attention_operands", "sum_products", "pad_uneven"]``; before them ``"accumulate"`` over the mesh
+        axes, if any, with which the step is fastest, or ``"experts"`` or ``"experts:recompute"``, or
+        ``"sum_products:through"`` in place of ``"sum_products"``, where it is faster so; and where memory rules out the
+        fastest layout, among them ``"recompute:full"``, or values to make again or to hold on the host by name and
+        number of layers, ``"recompute:mlp.up=12,attention=all,mlp.gate=host"``, or ``"losses"`` before them so that
+        less is recomputed, if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing
+        else fits, or only what is slower.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.

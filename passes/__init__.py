@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from autoshard.passes.accumulate import Accumulate
 from autoshard.passes.attention import Attention
+from autoshard.passes.attention_operands import AttentionOperands
 from autoshard.passes.dead_code import DeadCode
 from autoshard.passes.experts import Experts
-from autoshard.passes.grouped_heads import GroupedHeads
 from autoshard.passes.losses import Losses
 from autoshard.passes.microbatch import Microbatch
 from autoshard.passes.norms import Norms
@@ -33,9 +33,9 @@ PASSES: Mapping[str, type[Pass]] = {
     for p in (
         Accumulate,
         Attention,
+        AttentionOperands,
         DeadCode,
         Experts,
-        GroupedHeads,
         Losses,
         Microbatch,
         Norms,
@@ -54,9 +54,9 @@ __all__ = [
     "PASSES",
     "Accumulate",
     "Attention",
+    "AttentionOperands",
     "DeadCode",
     "Experts",
-    "GroupedHeads",
     "Losses",
     "Microbatch",
     "Norms",

@@ -103,6 +103,9 @@ class HardwareConfig(Config):
     """Whether XLA copies values of a loop to the host's memory and back beside the loop's products, early enough. Else
     the planner sends none there unasked."""
 
+    matrix_unit: int = Field(default=0, ge=0)
+    """Columns of the matrix unit; left out where no product is laid out for it."""
+
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
         links = {key: Link(key, link.bandwidth, link.latency) for key, link in self.links.items()}
@@ -137,6 +140,7 @@ class HardwareConfig(Config):
             self.async_all_to_all_up_to or math.inf,
             self.host_memory or self.memory,
             self.hidden_host_copies,
+            self.matrix_unit,
         )
 
 

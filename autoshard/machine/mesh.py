@@ -109,6 +109,8 @@ class Hardware:
     """Bytes of the host's memory for each chip; where a table does not say, the chip's own memory stands for it."""
     hidden_host_copies: bool = False
     """Whether XLA copies values of a loop to the host's memory and back beside the loop's products, early enough."""
+    matrix_unit: int = 0
+    """Columns of the matrix unit; 0 where no product is laid out for it."""
 
     @property
     def hides_beyond_products(self) -> bool:

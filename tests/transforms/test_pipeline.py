@@ -170,9 +170,9 @@ def test_parse_takes_names_options_and_passes():
         ("recomputee:full", r"unknown pass 'recomputee' in passes='recomputee:full'; did you mean 'recompute'\?"),
         (
             "zzz",
-            r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'dead_code', 'experts', 'grouped_heads', 'losses', "
-            "'microbatch', 'norms', 'offload', 'one_hot', 'pad_uneven', 'recompute', 'rotary', 'sum_products', "
-            "'transposed_products'",
+            r"unknown pass 'zzz' .*known: 'accumulate', 'attention', 'attention_operands', 'dead_code', 'experts', "
+            "'losses', 'microbatch', 'norms', 'offload', 'one_hot', 'pad_uneven', 'recompute', 'rotary', "
+            "'sum_products', 'transposed_products'",
         ),
         ("dead_code:all", r"'dead_code' takes no option, but dead_code:all gives it 'all'"),
         ("recompute:dot_saveable", r"no policy 'dot_saveable'; did you mean 'dots_saveable'\?"),

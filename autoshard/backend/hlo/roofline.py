@@ -33,6 +33,9 @@ _FREE = {
 }  # fmt: skip
 _COLLECTIVES = {f"{kind}{part}" for kind in COLLECTIVE_KINDS for part in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "dynamic-update-slice", "slice")
+_SLICE_SIZES = re.compile(r"\bslice_sizes=\{([\d,]*)\}")
+_GRANULE = 512
+"""Bytes that memory gives at once, of which a gather may take one element: an estimate, a row of a tile's lanes."""
 _BACKWARD_INPUT, _BACKWARD_FILTER = '"__cudnn$convBackwardInput"', '"__cudnn$convBackwardFilter"'
 _NO_SWEEPS = {"custom-call", "gather", "rng-bit-generator", "scatter", "sort", "while"}
 _KERNEL_BODIES = ("calls", "to_apply")
@@ -163,11 +166,21 @@ def _bytes_read(name: str, users: Mapping[str, list[Instruction]], computation: 
     for user in users.get(name, ()):
         if user.opcode == "bitcast":
             found += _bytes_read(user.name, users, computation)
+        elif user.opcode == "gather" and user.names[0] == name:
+            found += _gathered_bytes(user)
         elif user.opcode not in _SLICES or user.names[0] != name:
             found += whole
         elif user.opcode != "dynamic-update-slice":
             found += shape_bytes(user.shape)
     return min(found, whole)
+
+
+def _gathered_bytes(gather: Instruction) -> int:
+    """Bytes that a gather reads of what it takes slices of."""
+    sizes, made = _SLICE_SIZES.search(gather.attributes), shape_bytes(gather.shape)
+    _, elements = arrays(gather.shape)[0]
+    count = math.prod(elements) // max(1, math.prod(numbers(sizes[1]) if sizes else elements))
+    return max(made, count * _GRANULE)
 
 
 def _bytes_written(instruction: Instruction, computation: Computation) -> int:

@@ -131,6 +131,22 @@ def test_a_slice_of_a_large_operand_reads_the_slice():
     assert seconds(FAST_PRODUCTS, [large, i, *put])[0] == pytest.approx((2 * 8 * 4 + 2 * 4) / 1e2)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "taken", "read"),
+    [
+        (1000, 8, (1, 8), 4 * 512),  # a granule each
+        (1000, 4096, (1, 4096), 4 * 4096 * 4),
+        (16, 8, (1, 8), 16 * 8 * 4),  # no more than there is
+    ],
+)
+def test_a_gather_reads_what_it_takes(rows, columns, taken, read):
+    given = [f"%x = f32[{rows},{columns}] parameter(0)", "%i = s32[4,1] parameter(1)"]
+    sizes = ",".join(map(str, taken))
+    gather = f"ROOT %g = f32[4,{columns}] gather(%x, %i), offset_dims={{1}}, slice_sizes={{{sizes}}}"
+    moved = read + 4 * 4 + 4 * columns * 4
+    assert seconds(FAST_PRODUCTS, [*given, gather])[0] == pytest.approx(moved / 1e2)
+
+
 def test_an_update_in_place_moves_the_update_behind_a_bitcast_and_in_a_tuple():
     body = (
         "%put (x: f32[8,1000], u: f32[1,8], i: s32[]) -> (f32[1000,8], f32[1,8]) {\n  %x = f32[8,1000] parameter(0)\n"

@@ -4,50 +4,26 @@
 afterwards. Kernels take as many key heads as there are, and sum the gradient themselves. Shapes stay as they are, and
 with them the layouts that a plan may choose from, among them more parts of the heads than there are key heads: that
 heads are repeated is noted in the attention's parameters, and the kernel's call takes each head once.
-
-After ``recompute``, since before it a backward loop reads the repeated arrays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import replace
 
 from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
-from autoshard.ir.program import Program
 from autoshard.transforms.attention_kernels import KERNELS
 from autoshard.transforms.attention_op import AttentionConfig, attention_backward_p, attention_p
-from autoshard.transforms.pipeline import Pass
 
 
-@dataclass(frozen=True)
-class GroupedHeads(Pass):
-    """Notes of attentions by a kernel how often their keys and values repeat each head."""
+def with_repeats(eqn: jx.JaxprEqn, made: Mapping[jx.Var, jx.JaxprEqn]) -> jx.JaxprEqn:
+    """``eqn`` with the repeats of heads among its parameters, if it is an attention that has some; else itself.
 
-    name: ClassVar[str] = "grouped_heads"
-
-    def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr)
-        return program if after is program.jaxpr else program.with_jaxpr(after)
-
-    def change(self, before: Program, after: Program) -> str:
-        configs = [e.params["config"] for e in jx.walk(after.jaxpr) if "config" in e.params]
-        count = sum(isinstance(c, AttentionConfig) and c.head_repeats > 1 for c in configs)
-        return f"{count} attentions read repeated keys and values once"
-
-
-def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
-    """``jaxpr`` with the attentions noted, at every depth; itself where there are none."""
-    made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    eqns = [_noted(jx.map_bodies(e, _rewritten), made) for e in jaxpr.eqns]
-    changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return jx.with_eqns(jaxpr, eqns) if changed else jaxpr
-
-
-def _noted(eqn: jx.JaxprEqn, made: dict[jx.Var, jx.JaxprEqn]) -> jx.JaxprEqn:
-    """``eqn`` with the repeats of heads among its parameters, if it is an attention that has some; else itself."""
+    Args:
+      made: the equation that makes each variable.
+    """
     if eqn.primitive is not attention_p and eqn.primitive is not attention_backward_p:
         return eqn
     config: AttentionConfig = eqn.params["config"]
@@ -63,7 +39,7 @@ def _noted(eqn: jx.JaxprEqn, made: dict[jx.Var, jx.JaxprEqn]) -> jx.JaxprEqn:
     return eqn.replace(params=eqn.params | {"config": replace(config, repeated_head=head, head_repeats=count)})
 
 
-def _repeats(atom: jx.Atom, letters: str, made: dict[jx.Var, jx.JaxprEqn]) -> tuple[str, int] | None:
+def _repeats(atom: jx.Atom, letters: str, made: Mapping[jx.Var, jx.JaxprEqn]) -> tuple[str, int] | None:
     """The letter of the dimension of ``atom`` that has each element several times in a row, and how often."""
     eqn = made.get(atom) if isinstance(atom, jx.Var) else None
     if eqn is not None and eqn.primitive is _prims.transpose_p:

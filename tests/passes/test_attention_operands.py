@@ -16,6 +16,7 @@ from tests.attentions import HASTY, trained
 
 LENGTH, WIDTH = 128, 8
 SPLASH = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4))
+ONCE = "{} attentions read repeated keys and values once, 0 weights laid out by head"
 RNG = np.random.default_rng(0)
 
 
@@ -58,7 +59,7 @@ def step_of(fun, hardware=SPLASH, parts=1):
 
 
 def said(plan):
-    return next(p.change for p in plan.passes if p.name == "grouped_heads")
+    return next(p.change for p in plan.passes if p.name == "attention_operands")
 
 
 @pytest.mark.parametrize("fun", [by_repeat, by_broadcast])
@@ -67,7 +68,7 @@ def said(plan):
 )
 def test_numbers_are_those_of_one_device(fun, key_heads, groups, parts):
     args, step = operands(key_heads, groups), step_of(fun, parts=parts)
-    assert said(step.plan(*args)) == "2 attentions read repeated keys and values once"
+    assert said(step.plan(*args)) == ONCE.format(2)
     for have, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(trained(fun))(*args)), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
@@ -75,14 +76,14 @@ def test_numbers_are_those_of_one_device(fun, key_heads, groups, parts):
 @pytest.mark.parametrize("fun", [tiled, keys_alone])
 def test_other_repeats_are_read_as_they_are(fun):
     args, step = operands(2, 2), step_of(fun)
-    assert said(step.plan(*args)) == "0 attentions read repeated keys and values once"
+    assert said(step.plan(*args)) == ONCE.format(0)
     for have, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(trained(fun))(*args)), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 def test_kernels_that_take_no_shared_keys_get_all():
     cudnn = replace(HASTY, attention=AttentionRates("cudnn", 0.5, 0.4))
-    assert said(step_of(by_repeat, cudnn).plan(*operands(2, 2))) == "0 attentions read repeated keys and values once"
+    assert said(step_of(by_repeat, cudnn).plan(*operands(2, 2))) == ONCE.format(0)
 
 
 def test_a_loop_over_layers_reads_them_once_where_it_recomputes():
@@ -91,11 +92,36 @@ def test_a_loop_over_layers_reads_them_once_where_it_recomputes():
 
     args = operands(2, 2)
     mesh = LogicalMesh(("h",), (1,), SPLASH)
-    passes = ["attention", "recompute:full", "grouped_heads"]
+    passes = ["attention", "recompute:full", "attention_operands"]
     plan = autoshard.jit(trained(layers), mesh=mesh, passes=passes).plan(*args)
-    assert said(plan) == "3 attentions read repeated keys and values once"
+    assert said(plan) == ONCE.format(3)
 
 
 def test_one_repeat_is_none():
     args, step = operands(2, 1), step_of(by_repeat)
-    assert said(step.plan(*args)) == "0 attentions read repeated keys and values once"
+    assert said(step.plan(*args)) == ONCE.format(0)
+
+
+def projected(q, k, v, weight):
+    return jnp.einsum("bqhe,hed->bqd", by_repeat(q, k, v), weight)
+
+
+@pytest.mark.parametrize(("unit", "count"), [(WIDTH + 1, 1), (WIDTH, 0), (0, 0)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_of_heads_narrower_than_the_matrix_unit_are_laid_out_by_head(unit, count, parts):
+    def loss(*args):
+        return jnp.sin(projected(*args)).sum()
+
+    args = [*operands(2, 2), jnp.asarray(RNG.normal(size=(4, WIDTH, 12)), "float32")]
+    mesh = LogicalMesh(("h",), (parts,), replace(SPLASH, matrix_unit=unit))
+    heads, rest = P(None, None, "h"), (P(), P(), P("h"))
+    step = autoshard.jit(jax.grad(loss, (0, 1, 2, 3)), mesh=mesh, strategy="replicated", in_shardings=(heads, *rest))
+    assert said(step.plan(*args)).endswith(f", {count} weights laid out by head")
+    for have, want in zip(step(*args), jax.grad(loss, (0, 1, 2, 3))(*args), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_a_cotangent_that_no_product_of_heads_makes_is_left():
+    mesh = LogicalMesh(("h",), (1,), replace(SPLASH, matrix_unit=256))
+    plan = autoshard.jit(trained(by_repeat), mesh=mesh, strategy="replicated").plan(*operands(2, 2))
+    assert said(plan) == ONCE.format(2)
