@@ -4,9 +4,9 @@
 than the lanes of a tile. XLA for TPU gives them a layout of their own, with the positions minor, in which no lane is
 idle, and copies whole queries and keys into it and out of it, in float32 where the halves are float32.
 
-Here the halves change places in one operation (`autoshard.transforms.turned_rows`), and all else is computed of whole
-rows, element by element as in the step as it is written and in the same order, so that results are the same numbers;
-on TPUs a row with an element that is infinite or NaN becomes NaN.
+Here the halves change places in one operation (`autoshard.transforms.swapped_halves`), and all else is computed of
+whole rows, element by element as in the step as it is written and in the same order, so that results are the same
+numbers, up to the sign of a zero in the gradient of a slice; what TPUs make of a row is said there.
 
 The gradient of such a rotation is one too. Both are found as what they compute, not by how they are written: a half of
 the result is one half of ``x`` or two, each times factors.
@@ -26,7 +26,7 @@ from jax.extend.core import primitives as _prims
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.transforms.pipeline import Pass
-from autoshard.transforms.turned_rows import MULTIPLIED_EXACTLY, turned_rows_p
+from autoshard.transforms.swapped_halves import BY_PRODUCT, swapped_halves_p
 
 _DEPTH = 8
 """Operations between the halves of an array and those of a result, at most."""
@@ -56,7 +56,7 @@ def _rewritten(jaxpr: jx.Jaxpr, lanes: int, found: list[jx.JaxprEqn]) -> jx.Jaxp
     """``jaxpr`` with rotations on whole rows, at every depth; the same object where there are none.
 
     Args:
-      lanes: of a tile: rows whose halves are multiples of it stay as they are.
+      lanes: of a tile: rows whose halves fill them stay as they are.
       found: the equations that are replaced are added here.
     """
     halves, eqns, changed = _Halves(jaxpr), list[jx.JaxprEqn](), False
@@ -117,7 +117,7 @@ class _Rotation:
             rest, half = iter(factors), x.shape[-1] // 2
             terms = []
             for pair in pairs:
-                (term,) = turned_rows_p.bind(x) if pair is self.swapped else (x,)
+                (term,) = swapped_halves_p.bind(x) if pair is self.swapped else (x,)
                 term, signs = term.astype(self.dtype), pair.signs
                 for _ in pair.factors:
                     term, signs = term * _row(next(rest), next(rest), signs, half, x.ndim), (1, 1)
@@ -163,19 +163,21 @@ class _Halves:
         """What ``eqn`` puts together, if these are two halves of the same rows and some change places."""
         joining = self._joining.get(eqn.primitive)
         both = joining(eqn) if joining else []
-        if len(both) != 2 or jx.aval(both[0]).shape != jx.aval(both[1]).shape or not jx.aval(both[0]).shape[-1] % lanes:
+        if len(both) != 2 or jx.aval(both[0]).shape != jx.aval(both[1]).shape or jx.aval(both[0]).shape[-1] >= lanes:
             return None
         first, second = (self._sum(a, _DEPTH) for a in self._before_casts(both))
         if first is None or second is None or first[:2] != second[:2]:
             return None
         rows = jx.aval(first.array)
-        if rows.shape != jx.aval(eqn.outvars[0]).shape or str(rows.dtype) not in MULTIPLIED_EXACTLY:
+        if rows.shape != jx.aval(eqn.outvars[0]).shape or str(rows.dtype) not in BY_PRODUCT:
             return None
         of_first, of_second = ({t.half: t for t in s.terms} for s in (first, second))
         straight, swapped = _pair(of_first.get(0), of_second.get(1)), _pair(of_first.get(1), of_second.get(0))
         count = sum(pair is not None for pair in (straight, swapped))
         if swapped is None or count != len(first.terms) or count != len(second.terms):
             return None
+        if straight is None and not swapped.factors and swapped.signs[0] == swapped.signs[1]:
+            return None  # halves that change places and no more, as in a roll
         return _Rotation(first.array, first.dtype, straight, swapped)
 
     def _of_concatenated(self, eqn: jx.JaxprEqn) -> Sequence[jx.Atom]:
@@ -193,6 +195,8 @@ class _Halves:
         if eqn is None or eqn.primitive is not _prims.pad_p:
             return None
         half, value = eqn.invars
+        if not eqn.params["padding_config"]:
+            return None
         *others, (low, high, inner) = eqn.params["padding_config"]
         is_zero = isinstance(value, jx.Literal) and not value.val
         if not is_zero or inner or any(map(any, others)) or sorted((low, high)) != [0, jx.aval(half).shape[-1]]:
@@ -200,7 +204,7 @@ class _Halves:
         return int(low > 0), half
 
     def _before_casts(self, both: Sequence[jx.Atom]) -> Sequence[jx.Atom]:
-        """What two halves are rounded from, where both are."""
+        """What two halves are cast from at last, where both are: the rows are cast then."""
         casts = [self._maker(a) for a in both]
         before = [e.invars[0] for e in casts if e is not None and e.primitive is _prims.convert_element_type_p]
         return before if len(before) == 2 and jx.aval(before[0]).dtype == jx.aval(before[1]).dtype else both
@@ -240,23 +244,23 @@ class _Halves:
         return _added(left, _negated(right))
 
     def _of_split(self, eqn: jx.JaxprEqn, atom: jx.Atom, _: int) -> _Sum | None:
-        return self._half(eqn, atom, eqn.outvars.index(atom))  # type: ignore[arg-type]
+        return self._half(eqn, atom, sum(eqn.params["sizes"][: eqn.outvars.index(atom)]))  # type: ignore[arg-type]
 
     def _of_slice(self, eqn: jx.JaxprEqn, atom: jx.Atom, _: int) -> _Sum | None:
-        start, half = eqn.params["start_indices"][-1], jx.aval(atom).shape[-1]
-        is_half = start in (0, half) and set(eqn.params["strides"] or [1]) == {1}
-        return self._half(eqn, atom, int(start > 0)) if is_half else None
+        strides = eqn.params["strides"] or [1]
+        return self._half(eqn, atom, eqn.params["start_indices"][-1]) if set(strides) == {1} else None
 
-    def _half(self, eqn: jx.JaxprEqn, atom: jx.Atom, number: int) -> _Sum | None:
-        """The half ``number`` of the rows of the operand, if it is one; of a cast, those of what is cast."""
+    def _half(self, eqn: jx.JaxprEqn, atom: jx.Atom, start: int) -> _Sum | None:
+        """The half of the rows of the operand that begins at ``start``, if it is one; of a cast, that of what is
+        cast."""
         (array,), (*rest, half) = eqn.invars, jx.aval(atom).shape
         dtype, cast = jx.aval(array).dtype, self._maker(array)
-        if not isinstance(array, jx.Var) or jx.aval(array).shape != (*rest, 2 * half):
+        if not isinstance(array, jx.Var) or jx.aval(array).shape != (*rest, 2 * half) or start not in (0, half):
             return None
         if cast is not None and cast.primitive is _prims.convert_element_type_p:
             (narrow,) = cast.invars
             array = narrow if isinstance(narrow, jx.Var) and jx.represents(dtype, jx.aval(narrow).dtype) else array
-        return _Sum(array, dtype, (_Term(number, 1, ()),))
+        return _Sum(array, dtype, (_Term(int(start > 0), 1, ()),))
 
 
 def _negated(of: _Sum | None) -> _Sum | None:

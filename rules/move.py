@@ -18,7 +18,7 @@ from autoshard.ir.rule import Aval, Rule, RuleFn
 from autoshard.rules.builders import ANY_PARTIAL, Label, build, dim_labels, is_key, selection_passthrough, table
 from autoshard.rules.local_forms.dynamic_slice import sharded_pad, sharded_slice
 from autoshard.rules.local_forms.rearrange import Span, rearrange
-from autoshard.transforms.turned_rows import turned_rows_p
+from autoshard.transforms.swapped_halves import swapped_halves_p
 
 FEW_SHARDS = 4
 """Where at most this many shards divide both a dimension and a slice of an eighth of it or less, elements are sent one
@@ -221,7 +221,7 @@ def _movement_rule(
     return build([*before, *([] for _ in range(scalars))], after, kinds, passthrough, sizes, local=local)
 
 
-def turned_rows(x: Aval) -> Rule:
+def swapped_halves(x: Aval) -> Rule:
     """Rows are whole."""
     labels = [*dim_labels(x.shape)[:-1], None]
     return build([labels], [labels], passthrough=ANY_PARTIAL)
@@ -236,4 +236,4 @@ RULES: dict[str, RuleFn] = {
     "tile": tile,
 }
 TABLE = table(RULES)
-OWN: dict[Primitive, RuleFn] = {turned_rows_p: turned_rows}
+OWN: dict[Primitive, RuleFn] = {swapped_halves_p: swapped_halves}

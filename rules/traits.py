@@ -18,7 +18,7 @@ from autoshard.rules.kept_whole import KEPT_WHOLE
 from autoshard.transforms.attention_op import attention_backward_p, attention_p
 from autoshard.transforms.grouped_rows import grouped_rows_p
 from autoshard.transforms.sum_of_products import sum_of_products_p
-from autoshard.transforms.turned_rows import turned_rows_p
+from autoshard.transforms.swapped_halves import swapped_halves_p
 
 VIEW = Traits(fused_into_consumer=True, view=True)
 """The operand in another order, shape or dtype, computed where it is read."""
@@ -137,5 +137,5 @@ TRAITS: Mapping[Primitive, Traits] = {
     attention_p: UNKNOWN,
     grouped_rows_p: UNKNOWN,
     sum_of_products_p: UNKNOWN,
-    turned_rows_p: Traits(linear=((0,),), moves_data=True),
+    swapped_halves_p: Traits(linear=((0,),), moves_data=True),
 }

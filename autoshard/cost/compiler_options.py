@@ -216,7 +216,7 @@ def effective_options(
     waits_on_host = host if copied_beside_products(graph) else 0.0
     sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
     more = STEP_OF_LIMIT * math.ceil(100 * waits_on_host / mesh.hardware.memory / STEP_OF_LIMIT)
-    own = NO_ALL_GATHER_FUSION if disable_fusion else {}
+    own: dict[str, Any] = {**NO_ALL_GATHER_FUSION} if disable_fusion else {}
     if tight or waits_on_host:
         own |= {SCHEDULER_LIMIT: MORE_MEMORY + more, REMATERIALIZATION_LIMIT: ALL_MEMORY + more}
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}

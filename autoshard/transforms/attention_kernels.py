@@ -144,6 +144,8 @@ class KernelCall:
     soft_cap: float | None = None
     low: int | None = None
     high: int | None = None
+    scales_keys: bool = False
+    """Whether keys are scaled where the kernel does not scale, and not queries: where they are fewer."""
 
     def shifted(self, distance: int, queries: int, keys: int) -> KernelCall:
         """The call for keys that begin ``distance`` positions before the queries; no limit that excludes none."""
@@ -193,6 +195,7 @@ def kernel_call(config: AttentionConfig, kernel: str) -> KernelCall:
         soft_cap if caps else None,
         max([op.low for op in bands if op.low is not None], default=None),
         min([op.high for op in bands if op.high is not None], default=None),
+        config.head_repeats > 1,
     )
 
 

@@ -87,7 +87,8 @@ class AttentionConfig:
     kernel: str = ""
     """The kernel of the target's library that computes it (`autoshard.transforms.attention_kernels`); "" for none."""
     repeated_head: str = ""
-    """The letter of the dimension of keys and values that has each head `head_repeats` times in a row; "" for none."""
+    """The letter of the dimension of keys and values that has each head `head_repeats` times in a row; "" for none. Of
+    their gradients then only the sum over these is defined, and a kernel gives it to the first."""
     head_repeats: int = 1
 
     @property

@@ -49,7 +49,7 @@ def splash_backward(
         _, gradients = gradients_from(pullback, own_out, (batch * heads, queries), "splash attention")
         lse = logsumexp.reshape(batch * heads, queries)
         dq, dk, dv = gradients(_to_heads(out), lse, _to_heads(cotangent))
-    if _scales_keys(query, key):
+    if call.scales_keys:
         dk = dk * jnp.asarray(call.scale, dk.dtype)
     else:
         dq = dq * jnp.asarray(call.scale, dq.dtype)
@@ -65,16 +65,11 @@ def scope_name(call: KernelCall, queries: int, keys: int, *, backward: bool) -> 
 def _flat_operands(query: Any, key: Any, value: Any, call: KernelCall) -> tuple[Any, Any, Any]:
     """Batch and heads as one dimension, as [batch * heads, length, width]; queries or keys scaled, which the kernel
     does not do."""
-    if _scales_keys(query, key):
+    if call.scales_keys:
         key = key * jnp.asarray(call.scale, key.dtype)
     else:
         query = query * jnp.asarray(call.scale, query.dtype)
     return _to_heads(query), _to_heads(key), _to_heads(value)
-
-
-def _scales_keys(query: Any, key: Any) -> bool:
-    """Whether keys are scaled, and their gradient, where they are smaller than queries."""
-    return key.size < query.size
 
 
 def _to_heads(x: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
-from autoshard.passes.attention_operands.repeated_heads import with_repeats
+from autoshard.passes.attention_operands.repeated_heads import RepeatedHeads
 from autoshard.passes.attention_operands.weights_by_head import product_of_cotangent
 from autoshard.transforms.pipeline import Pass
 
@@ -25,12 +25,12 @@ class AttentionOperands(Pass):
     name: ClassVar[str] = "attention_operands"
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr, program.mesh.hardware.matrix_unit, [])
+        after = _rewritten(program, [])
         return program if after is program.jaxpr else program.with_jaxpr(after)
 
     def change(self, before: Program, after: Program) -> str:
         found: list[str] = []
-        _rewritten(before.jaxpr, before.mesh.hardware.matrix_unit, found)
+        _rewritten(before, found)
         once, by_head = found.count(_ONCE), found.count(_BY_HEAD)
         return f"{once} attentions read repeated keys and values once, {by_head} weights laid out by head"
 
@@ -38,23 +38,29 @@ class AttentionOperands(Pass):
 _ONCE, _BY_HEAD = "once", "by head"
 
 
-def _rewritten(jaxpr: jx.Jaxpr, unit: int, found: list[str]) -> jx.Jaxpr:
-    """``jaxpr`` with such operands, at every depth; itself where there are none.
+def _rewritten(program: Program, found: list[str]) -> jx.Jaxpr:
+    """The jaxpr of ``program`` with such operands, at every depth; itself where there are none.
 
     Args:
-      unit: columns of the chip's matrix unit.
       found: `_ONCE` or `_BY_HEAD` is added for each that is changed.
     """
-    made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    new: dict[jx.JaxprEqn, list[jx.JaxprEqn]] = {}
-    for eqn in jaxpr.eqns:
-        inner = jx.map_bodies(eqn, lambda body: _rewritten(body, unit, found))
-        noted = with_repeats(inner, made)
-        if noted is not inner:
-            found.append(_ONCE)
-        if noted is not eqn:
-            new[eqn] = [noted]
-        if (laid_out := product_of_cotangent(eqn, made, unit)) is not None:
-            product, new[product] = laid_out
-            found.append(_BY_HEAD)
-    return jx.with_eqns(jaxpr, [e for eqn in jaxpr.eqns for e in new.get(eqn, [eqn])]) if new else jaxpr
+    repeated, unit = RepeatedHeads(program.jaxpr), program.mesh.hardware.matrix_unit
+
+    def rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
+        made = {v: e for e in jaxpr.eqns for v in e.outvars}
+        new: dict[jx.JaxprEqn, list[jx.JaxprEqn]] = {}
+        for eqn in jaxpr.eqns:
+            noted = repeated.noted(eqn)
+            if noted is not eqn:
+                found.append(_ONCE)
+            else:
+                noted = jx.map_bodies(eqn, rewritten)
+            if noted is not eqn:
+                new[eqn] = [noted]
+            laid_out = product_of_cotangent(eqn, made, unit)
+            if laid_out is not None and laid_out[0] not in new:
+                product, new[product] = laid_out
+                found.append(_BY_HEAD)
+        return jx.with_eqns(jaxpr, [e for eqn in jaxpr.eqns for e in new.get(eqn, [eqn])]) if new else jaxpr
+
+    return rewritten(program.jaxpr)

@@ -26,7 +26,8 @@ def product_of_cotangent(
     eqn: jx.JaxprEqn, made: Mapping[jx.Var, jx.JaxprEqn], unit: int
 ) -> tuple[jx.JaxprEqn, list[jx.JaxprEqn]] | None:
     """The product that makes the cotangent which ``eqn`` reads, if it is the backward part of an attention by a kernel,
-    and what computes the same with the weight laid out by head; None where there is no such product.
+    and what computes the same with the weight, its right operand [heads, features, contracted], laid out by head; None
+    where there is no such product, or features fill the matrix unit.
 
     Args:
       made: the equation that makes each variable.
@@ -39,9 +40,9 @@ def product_of_cotangent(
         product = _maker(product.invars[0], made)
     if product is None or product.primitive is not _prims.dot_general_p:
         return None
-    (contracted, (*by, last)), batch = product.params["dimension_numbers"]
+    (contracted, by), batch = product.params["dimension_numbers"]
     weight = jx.aval(product.invars[1])
-    if by or any(batch) or weight.ndim != 3 or last != 2 or weight.shape[1] >= unit:
+    if tuple(by) != (2,) or any(batch) or weight.ndim != 3 or weight.shape[1] >= unit:
         return None
     numbers = ((contracted, (1,)), ((), ()))
 

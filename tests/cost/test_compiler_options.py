@@ -75,6 +75,13 @@ def test_memory_is_predicted_with_the_option_that_the_plan_sets():
     assert [p.spec for p in wide.inputs] == [p.spec for p in narrow.inputs]
 
 
+def test_what_plans_set_is_not_changed_by_a_plan():
+    graph = jit(product, mesh=MeshConfig(axes={"data": 16}, tpu="v5e:4x4")).plan(IMAGES, FILTERS).study.graph
+    before = dict(NO_ALL_GATHER_FUSION)
+    made = dict(effective_options(graph, 2.0**34, [], disable_fusion=True))
+    assert dict(NO_ALL_GATHER_FUSION) == before != made
+
+
 FILLING = 14 * 2**30 // 4 * 16
 """Elements of float32 that fill 14 of a v5e's 15.75 GiB when split over 16."""
 

@@ -11,7 +11,11 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard import jaxpr as jx
 from autoshard.machine.mesh import AttentionRates, LogicalMesh
+from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
+from autoshard.transforms.attention_op import AttentionConfig
+from autoshard.transforms.kernel_op import attention_kernel_backward_p, attention_kernel_p
 from tests.attentions import HASTY, trained
 
 LENGTH, WIDTH = 128, 8
@@ -78,6 +82,70 @@ def test_other_repeats_are_read_as_they_are(fun):
     args, step = operands(2, 2), step_of(fun)
     assert said(step.plan(*args)) == ONCE.format(0)
     for have, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(trained(fun))(*args)), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("heads", "repeats", "read"), [(8, 4, 2), (4, 4, 1), (2, 4, 1), (6, 4, 3), (3, 4, 3), (8, 1, 8)]
+)
+def test_a_kernel_reads_each_key_head_of_a_device_once(heads, repeats, read):
+    """Of six heads in a row where four are alike two are, and of three none."""
+    dims = ("bqhd", "bkhd", "bkhe")
+    config = AttentionConfig(*dims, "bqhe", "bhq", "q", "k", (), (), *["float32"] * 4, kernel="splash_interpreted")
+    config = replace(config, repeated_head="h", head_repeats=repeats, cotangent_dims="bqhe", grad_dims=dims)
+    config = replace(config, grad_dtypes=("float32",) * 3)
+    x, sums = jnp.ones((1, LENGTH, heads, WIDTH)), jnp.ones((1, heads, LENGTH))
+    made = [
+        jax.make_jaxpr(lambda *a: attend_fused(config, *a))(x, x, x),
+        jax.make_jaxpr(lambda *a: gradients_fused(config, *a))(x, x, x, x, sums, sums, x),
+    ]
+    kernels = (attention_kernel_p, attention_kernel_backward_p)
+    found = [e for m, p in zip(made, kernels, strict=True) for e in m.jaxpr.eqns if e.primitive is p]
+    assert [jx.aval(e.invars[1]).shape for e in found] == [(1, LENGTH, read, WIDTH)] * 2
+
+
+def of_each_copy(q, k, v):
+    """The gradients of the copies themselves."""
+    groups = q.shape[2] // k.shape[2]
+    out, pullback = jax.vjp(attention, q, *(jnp.repeat(x, groups, axis=2) for x in (k, v)))
+    return out, pullback(jnp.sin(out))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.01, 0.01),))
+
+
+def clipped_copies(q, k, v):
+    groups = q.shape[2] // k.shape[2]
+    return attention(q, *(clipped(jnp.repeat(x, groups, axis=2)) for x in (k, v)))
+
+
+@pytest.mark.parametrize("fun", [of_each_copy, trained(clipped_copies)])
+def test_where_more_than_the_sum_of_the_gradients_is_read_copies_are_read_too(fun):
+    args = operands(2, 4)
+    step = autoshard.jit(fun, mesh=LogicalMesh(("h",), (1,), SPLASH), strategy="replicated")
+    assert said(step.plan(*args)) == ONCE.format(0)
+    for have, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("text", ["bqhe,he->bqh", "bqhe,e->bqh", "bqhe,hf->bqhef"])
+def test_other_readers_of_heads_than_a_projection(text):
+    weight = jnp.asarray(
+        RNG.normal(size=[{"h": 4, "e": WIDTH, "f": 3}[c] for c in text[5:].partition("-")[0]]), "float32"
+    )
+
+    def loss(q, k, v):
+        return jnp.sin(jnp.einsum(text, by_repeat(q, k, v), weight)).sum()
+
+    args, mesh = operands(2, 2), LogicalMesh(("h",), (1,), replace(SPLASH, matrix_unit=256))
+    step = autoshard.jit(jax.grad(loss, (0, 1, 2)), mesh=mesh, strategy="replicated")
+    assert said(step.plan(*args)).endswith(", 0 weights laid out by head")
+    for have, want in zip(step(*args), jax.grad(loss, (0, 1, 2))(*args), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
