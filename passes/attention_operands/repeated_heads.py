@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from jax import numpy as jnp
 from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
@@ -105,9 +106,10 @@ def _is_summed(
         if eqn is None:
             return False
         (result,) = eqn.outvars[:1]
-        if eqn.primitive is _prims.transpose_p:
-            moved = "".join(letters[d] for d in eqn.params["permutation"])
-            if not _is_summed(result, moved, repeats, readers):
+        if eqn.primitive is _prims.transpose_p or eqn.primitive is _prims.convert_element_type_p:
+            moved = "".join(letters[d] for d in eqn.params.get("permutation", range(len(letters))))
+            is_float = jnp.issubdtype(jx.aval(result).dtype, jnp.floating)  # a cast only rounds
+            if not is_float or not _is_summed(result, moved, repeats, readers):
                 return False
         elif eqn.primitive is _prims.reshape_p and jx.aval(result).shape == split:
             sums = readers.get(result, ())

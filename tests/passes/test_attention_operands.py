@@ -77,6 +77,11 @@ def test_numbers_are_those_of_one_device(fun, key_heads, groups, parts):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+def test_casts_on_the_way_to_the_sum_are_no_obstacle():
+    args = [x.astype("bfloat16") for x in operands(2, 4)]
+    assert said(step_of(by_repeat).plan(*args)) == ONCE.format(2)
+
+
 @pytest.mark.parametrize("fun", [tiled, keys_alone])
 def test_other_repeats_are_read_as_they_are(fun):
     args, step = operands(2, 2), step_of(fun)
