@@ -39,17 +39,23 @@ class Rotary(Pass):
     name: ClassVar[str] = "rotary"
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr, program.mesh.hardware.tile[1], [])
+        after = _rewritten(program.jaxpr, _lanes(program), [])
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         if before is after:
             return "no rotation of halves is rewritten"
         found: list[jx.JaxprEqn] = []
-        _rewritten(before.jaxpr, before.mesh.hardware.tile[1], found)
+        _rewritten(before.jaxpr, _lanes(before), found)
         lines = Counter(jx.source(e) or "unknown line" for e in found)
         where = ", ".join(line + (f", {n} times" if n > 1 else "") for line, n in sorted(lines.items()))
         return f"{len(found)} rotations of halves computed on whole rows ({where})"
+
+
+def _lanes(program: Program) -> int:
+    """Of a tile, where rotations are to be computed on whole rows; else 0: no half is narrower."""
+    hardware = program.mesh.hardware
+    return hardware.tile[1] if hardware.attention_layouts else 0
 
 
 def _rewritten(jaxpr: jx.Jaxpr, lanes: int, found: list[jx.JaxprEqn]) -> jx.Jaxpr:

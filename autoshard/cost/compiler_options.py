@@ -8,7 +8,7 @@ own: the plan disables the fusion.
 
 *Rematerialization.* Before it assigns buffers, XLA recomputes what it can until its estimate of the peak is at most a
 share of the memory, and it takes what is near: products of the layers. A plan has decided already what is recomputed,
-so that it fits: it raises that share. XLA counts what is in the host's memory as the device's there too.
+so that it fits: it raises that share.
 
 *Scheduling in all of the memory.* XLA starts collectives early as far as the arrays that then live longer fit into a
 share of the memory; where they do not, it starts none early, and each is waited for. Where the memory is nearly full
@@ -58,10 +58,8 @@ CompilerOptions = tuple[tuple[str, Any], ...]
 
 NO_ALL_GATHER_FUSION = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
 """The option that disables the fusion."""
-REMATERIALIZATION_LIMIT = "xla_jf_rematerialization_percent_shared_memory_limit"
-"""The option that says above which share of the memory, in percent, XLA recomputes."""
-ALL_MEMORY = 99
-"""The least share that plans set."""
+LATE_REMATERIALIZATION = {"xla_jf_rematerialization_percent_shared_memory_limit": 99}
+"""The option that raises the share of memory, in percent, above which XLA recomputes."""
 SCHEDULER_LIMIT = "xla_tpu_scheduler_percent_shared_memory_limit"
 """The option that says above which share of the memory, in percent, XLA starts no collective early: by its own count
 while it schedules, which is higher than what the program takes."""
@@ -97,6 +95,7 @@ OWN_OPTIONS = frozenset(
     pair
     for options in (
         NO_ALL_GATHER_FUSION,
+        LATE_REMATERIALIZATION,
         SPARSE_CORE_COLLECTIVES,
         ASYNC_ALL_TO_ALL,
         ALL_REDUCES_COMBINED,
@@ -105,11 +104,7 @@ OWN_OPTIONS = frozenset(
         COPIES_BY_REGIONS,
     )
     for pair in options.items()
-) | {
-    (option, percent)
-    for option, least in ((SCHEDULER_LIMIT, MORE_MEMORY), (REMATERIALIZATION_LIMIT, ALL_MEMORY))
-    for percent in range(least, 100 * MORE_MEMORY, STEP_OF_LIMIT)
-}
+) | {(SCHEDULER_LIMIT, percent) for percent in range(MORE_MEMORY, 100 * MORE_MEMORY, STEP_OF_LIMIT)}
 """Names and values."""
 PEAK_MARGIN = 1.15
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers; and where more than
@@ -147,6 +142,7 @@ HARMLESS = frozenset(
         "xla_gpu_pipeline_all_reduce",
         "xla_gpu_pipeline_reduce_scatter",
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_jf_rematerialization_percent_shared_memory_limit",
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
         "xla_llvm_disable_expensive_passes",
         "xla_tpu_data_parallel_opt_different_sized_ops",
@@ -161,7 +157,6 @@ HARMLESS = frozenset(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "xla_tpu_enable_latency_hiding_scheduler",
         "xla_tpu_overlap_compute_collective_tc",
-        REMATERIALIZATION_LIMIT,
         SCHEDULER_LIMIT,
         *ASYNC_ALL_TO_ALL,
         SCOPED_VMEM,
@@ -215,10 +210,8 @@ def effective_options(
     tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
     waits_on_host = host if copied_beside_products(graph) else 0.0
     sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
-    more = STEP_OF_LIMIT * math.ceil(100 * waits_on_host / mesh.hardware.memory / STEP_OF_LIMIT)
-    own: dict[str, Any] = {**NO_ALL_GATHER_FUSION} if disable_fusion else {}
-    if tight or waits_on_host:
-        own |= {SCHEDULER_LIMIT: MORE_MEMORY + more, REMATERIALIZATION_LIMIT: ALL_MEMORY + more}
+    own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (LATE_REMATERIALIZATION if tight else {})
+    own |= {SCHEDULER_LIMIT: _scheduler_limit(waits_on_host, mesh)} if tight or waits_on_host else {}
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)
     if _exchanges_rows(graph):
@@ -247,6 +240,10 @@ def _take_two_kinds_of_links(collectives: Sequence[Collective], mesh: LogicalMes
     exchanges = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind == ALL_TO_ALL}
     others = {mesh.slowest_link(c.axes) for c in collectives if c.axes and c.kind != ALL_TO_ALL}
     return any(a != b for a in exchanges for b in others)
+
+
+def _scheduler_limit(host: float, mesh: LogicalMesh) -> int:
+    return MORE_MEMORY + STEP_OF_LIMIT * math.ceil(100 * host / mesh.hardware.memory / STEP_OF_LIMIT)
 
 
 def _scoped_vmem(mesh: LogicalMesh) -> dict[str, Any]:

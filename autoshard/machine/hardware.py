@@ -106,6 +106,10 @@ class HardwareConfig(Config):
     matrix_unit: int = Field(default=0, ge=0)
     """Columns of the matrix unit; left out where no product is laid out for it."""
 
+    attention_layouts: bool = False
+    """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once
+    (`autoshard.passes.rotary`, `autoshard.passes.attention_operands`): left out where it has not been seen to pay."""
+
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
         links = {key: Link(key, link.bandwidth, link.latency) for key, link in self.links.items()}
@@ -141,6 +145,7 @@ class HardwareConfig(Config):
             self.host_memory or self.memory,
             self.hidden_host_copies,
             self.matrix_unit,
+            self.attention_layouts,
         )
 
 

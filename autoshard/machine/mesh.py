@@ -111,6 +111,8 @@ class Hardware:
     """Whether XLA copies values of a loop to the host's memory and back beside the loop's products, early enough."""
     matrix_unit: int = 0
     """Columns of the matrix unit; 0 where no product is laid out for it."""
+    attention_layouts: bool = False
+    """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once."""
 
     @property
     def hides_beyond_products(self) -> bool:

@@ -44,7 +44,10 @@ def _rewritten(program: Program, found: list[str]) -> jx.Jaxpr:
     Args:
       found: `_ONCE` or `_BY_HEAD` is added for each that is changed.
     """
-    repeated, unit = RepeatedHeads(program.jaxpr), program.mesh.hardware.matrix_unit
+    hardware = program.mesh.hardware
+    if not hardware.attention_layouts:
+        return program.jaxpr
+    repeated, unit = RepeatedHeads(program.jaxpr), hardware.matrix_unit
 
     def rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
         made = {v: e for e in jaxpr.eqns for v in e.outvars}

@@ -19,7 +19,7 @@ from autoshard.transforms.kernel_op import attention_kernel_backward_p, attentio
 from tests.attentions import HASTY, trained
 
 LENGTH, WIDTH = 128, 8
-SPLASH = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4))
+SPLASH = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4), attention_layouts=True)
 ONCE = "{} attentions read repeated keys and values once, 0 weights laid out by head"
 RNG = np.random.default_rng(0)
 
@@ -155,7 +155,7 @@ def test_other_readers_of_heads_than_a_projection(text):
 
 
 def test_kernels_that_take_no_shared_keys_get_all():
-    cudnn = replace(HASTY, attention=AttentionRates("cudnn", 0.5, 0.4))
+    cudnn = replace(SPLASH, attention=AttentionRates("cudnn", 0.5, 0.4))
     assert said(step_of(by_repeat, cudnn).plan(*operands(2, 2))) == ONCE.format(0)
 
 
@@ -168,6 +168,11 @@ def test_a_loop_over_layers_reads_them_once_where_it_recomputes():
     passes = ["attention", "recompute:full", "attention_operands"]
     plan = autoshard.jit(trained(layers), mesh=mesh, passes=passes).plan(*args)
     assert said(plan) == ONCE.format(3)
+
+
+def test_where_it_has_not_been_seen_to_pay_all_is_read():
+    plan = step_of(by_repeat, replace(SPLASH, attention_layouts=False, matrix_unit=256)).plan(*operands(2, 2))
+    assert said(plan) == ONCE.format(0)
 
 
 def test_one_repeat_is_none():

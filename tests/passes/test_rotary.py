@@ -19,7 +19,7 @@ from autoshard.rules import SHIPPED
 from autoshard.transforms.swapped_halves import by_parts, by_product
 from tests.programs import mesh
 
-ON_TPU = MeshConfig(axes={"data": 8}, tpu="v5e:2x4").mesh()
+ON_TPU = MeshConfig(axes={"data": 8}, tpu="v6e:2x4").mesh()
 BATCH, SEQ, HEADS, WIDTH = 2, 16, 3, 32
 HALF = WIDTH // 2
 RNG = np.random.default_rng(0)
@@ -205,10 +205,15 @@ def test_chips_without_tiles_stay():
     assert Rotary()(before := traced(by_split, X, on=mesh(data=8))) is before
 
 
+def test_where_it_has_not_been_seen_to_pay_they_stay():
+    v5e = MeshConfig(axes={"data": 8}, tpu="v5e:2x4").mesh()
+    assert Rotary()(before := traced(by_split, X, on=v5e)) is before
+
+
 @pytest.mark.parametrize("specs", [("data",), (None, None, None, "data"), (None, "data", None, None)])
 def test_sharded_rows_are_the_same_numbers(specs):
     sharding = jax.sharding.PartitionSpec(*specs)
-    on = MeshConfig(axes={"data": 2}, hardware="tpu-v5e")
+    on = MeshConfig(axes={"data": 2}, hardware="tpu-v6e")
     step = autoshard.jit(step_of(by_split), mesh=on, in_shardings=(sharding, sharding))
     for was, now in zip(jax.jit(step_of(by_split))(X, DOWN), step(X, DOWN), strict=True):
         np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)

@@ -22,7 +22,7 @@ from tests.attentions import HASTY, trained
 
 EXAMPLES = int(os.environ.get("AUTOSHARD_EXAMPLES", "9"))
 SEED = int(os.environ.get("AUTOSHARD_SEED", "0"))
-KERNEL = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4))
+KERNEL = replace(HASTY, attention=AttentionRates("splash_interpreted", 0.5, 0.4), attention_layouts=True)
 SPLITS = {
     "nothing": ({"x": 2}, P()),
     "batch": ({"b": 2}, P("b")),
