@@ -102,10 +102,8 @@ class HardwareConfig(Config):
     hidden_host_copies: bool = False
     """Whether XLA copies values of a loop to the host's memory and back beside the loop's products, early enough. Else
     the planner sends none there unasked."""
-
     matrix_unit: int = Field(default=0, ge=0)
     """Columns of the matrix unit; left out where no product is laid out for it."""
-
     attention_layouts: bool = False
     """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once
     (`autoshard.passes.rotary`, `autoshard.passes.attention_operands`): left out where it has not been seen to pay."""

@@ -35,9 +35,8 @@ class _KernelLayout:
     def of(cls, config: AttentionConfig, query: Any, key: Any, value: Any) -> _KernelLayout:
         sequence = config.query_dims.index(config.query_position)
         shared = [(d, c) for d, c in enumerate(config.query_dims) if c in config.key_dims and c in config.value_dims]
-        repeated = (
-            config.repeated_head if config.repeated_head in config.query_dims else ""
-        )  # one head here: no dimension
+        # Local forms may have dropped the dimension, where there is one head here, or merged it with others (Ulysses).
+        repeated = config.repeated_head if config.repeated_head in config.query_dims else ""
         return cls(
             config,
             config.sizes(query, key, value),

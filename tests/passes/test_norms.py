@@ -13,10 +13,8 @@ from jax.extend.core import primitives as _prims
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
-from autoshard.ir.trace import trace
 from autoshard.passes.norms import Norms
-from autoshard.rules import SHIPPED
-from tests.programs import mesh
+from tests.programs import mesh, program
 
 EIGHT = mesh(x=8)
 BATCH, SIDE, WIDTH, GROUPS = 8, 16, 16, 4
@@ -80,8 +78,7 @@ def step_of(norm):
 
 
 def traced(fun, *args) -> Program:
-    avals = tuple(jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in args)
-    return trace(jax.jit(fun), avals, {}, EIGHT, rules=SHIPPED)
+    return program(fun, args, EIGHT)
 
 
 def rewritten(fun, *args) -> tuple[Program, Program]:

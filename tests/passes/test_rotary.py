@@ -12,12 +12,10 @@ from jax import numpy as jnp
 import autoshard
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
-from autoshard.ir.trace import trace
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.passes.rotary import Rotary
-from autoshard.rules import SHIPPED
 from autoshard.transforms.swapped_halves import by_parts, by_product
-from tests.programs import mesh
+from tests.programs import mesh, program
 
 ON_TPU = MeshConfig(axes={"data": 8}, tpu="v6e:2x4").mesh()
 BATCH, SEQ, HEADS, WIDTH = 2, 16, 3, 32
@@ -68,8 +66,7 @@ def step_of(rotate):
 
 
 def traced(fun, *args, on=ON_TPU) -> Program:
-    avals = tuple(jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in args)
-    return trace(jax.jit(fun), avals, {}, on, rules=SHIPPED)
+    return program(fun, args, on)
 
 
 def rewritten(fun, *args) -> tuple[Program, Program]:
