@@ -19,6 +19,7 @@ from autoshard.backend.gathers.early_gathers import gather_early
 from autoshard.backend.gathers.reversed_kernels import place_before_reversal
 from autoshard.backend.host_copies import beside_products, in_one_layout, stacks_beside_copies
 from autoshard.backend.islands import Islands
+from autoshard.backend.rings.fused_with_products import FusedWithProducts
 from autoshard.backend.rings.gradients_in_turn import GradientRings, GradientsInTurn
 from autoshard.backend.rings.kernel_rings import weight_rings
 from autoshard.backend.rings.operand_gathers import (
@@ -52,7 +53,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     nodes = {graph.nodes[n].results: n for n in (*readers, *(i.node for i in plan.islands))}
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
     gathered = exposed_changes(graph, plan)
-    gradients = gradients_of(graph)
+    gradients, fused = gradients_of(graph), FusedWithProducts(graph)
     sizes = plan.mesh.shape
     gathered_beside = {
         (c.value, c.node)
@@ -63,7 +64,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         {i.node: (graph.nodes[i.node].kind, i) for i in plan.islands},
         {i.node for i in plan.islands if is_kernel(graph.nodes[i.node].kind)},
         weight_rings(graph, plan),
-        sum_rings(graph, plan, gradients),
+        sum_rings(graph, plan, gradients, fused),
         mesh,
         plan.mesh,
         graph.program.rules,
@@ -81,6 +82,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         {(c.value, c.node) for c in plan.intermediates if c.ahead and c.node is not None},
         {v for n in copied_beside_products(graph) for v in graph.nodes[n].results},
         room_beside(plan),
+        fused.reduced,
     )
     lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
     return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
@@ -102,6 +104,7 @@ class _Lowering:
       ahead: operands that loops gather an iteration ahead, by value and node.
       moved: values that are copied to the host's memory or from there beside products.
       room: bytes per device for what rings keep beside what the plan counts.
+      reduced: results of products that reductions read.
     """
 
     def __init__(
@@ -118,11 +121,13 @@ class _Lowering:
         ahead: Set[tuple[int, int]] = frozenset(),
         moved: Set[int] = frozenset(),
         room: float = math.inf,
+        reduced: Set[int] = frozenset(),
     ) -> None:
         self.ahead, self.early = ahead, dict[tuple[int, NamedSharding], jx.Var]()
         """`early`: by value and sharding, what these are when they are gathered."""
         self.value_of, self.node_of_results = value_of, node_of_results
         self.islands, self.gradients, self.moved, self.gathered_beside = islands, gradients, moved, gathered_beside
+        self.reduced = reduced
         self.gradient_rings = GradientRings(
             self._node,
             islands.by_node,
@@ -244,7 +249,8 @@ class _Lowering:
         if node is None or node not in self.islands.by_node or node in self.islands.sum_rings:
             return None
         kind, island = self.islands.by_node[node]
-        return gather_ring(kind, operand, change, island, self.islands.logical_mesh)
+        reduced = not self.reduced.isdisjoint(map(self.value_of.__getitem__, eqn.outvars))
+        return gather_ring(kind, operand, change, island, self.islands.logical_mesh, reduced=reduced)
 
     def _in_one_ring(
         self, bundle: Bundle, operands: Sequence[Sequence[jx.Atom]], shared: dict[Gathered, jx.Var]

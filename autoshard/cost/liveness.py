@@ -153,6 +153,11 @@ class Liveness:
         """Whether ``v`` is recomputed where it is read."""
         return self.root(v) in self._sources
 
+    def is_computed_where_read(self, v: int) -> bool:
+        """Whether an elementwise operation makes ``v`` of what is in memory, anew where it is read."""
+        v = self.root(v)
+        return v in self._sources and v in self.computed_at and v not in self._views
+
     def buffers_of(self, v: int) -> tuple[int, ...]:
         """The materialized values that a use of ``v`` reads."""
         v = self.root(v)

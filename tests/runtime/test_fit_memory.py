@@ -24,7 +24,7 @@ from autoshard.machine.mesh import Hardware, Link, LogicalMesh
 from autoshard.machine.tpu_slice import TpuSlice
 from autoshard.passes.recompute import Recompute
 from autoshard.plan.decisions import Alternative
-from autoshard.plan.planner import PlanRequest
+from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.runtime import stages
 from autoshard.runtime.fit_memory import in_parts, on_host, within_budget
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
@@ -306,6 +306,31 @@ def test_what_saves_less_is_tried_in_other_layouts_too(monkeypatch: pytest.Monke
     found = wide(memory_budget=9_000_000_000)
     assert found.cost.seconds == 6.0
     assert tried == ["", "products:1", "full", "products:2"]
+
+
+def test_a_layout_that_leaves_no_memory_for_values_is_planned_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds values of some layers may fill less of a TPU than what holds none: of a plan that fills more nothing
+    can be held, and it is planned again to leave some."""
+    mesh = autoshard.MeshConfig(axes={"a": 8}, tpu="v5e:2x4")
+    memory = mesh.mesh().hardware.memory
+    filled, left, real, asked = int(0.95 * memory), int(0.8 * memory), within_budget.plan_program, list[int]()
+
+    def plan_program(traced: Program, passes: tuple[Pass, ...], request: PlanRequest, *_: Any, **__: Any) -> Planned:
+        if not any(p.decides_held for p in passes):
+            raise MemoryBudgetError("too large", 2.0 * memory)
+        found = real(traced, (), replace(request, memory_budget=math.inf))
+        peak = filled if budget_of(request, traced) >= filled else left
+        return found._replace(plan=replace(found.plan, memory=replace(found.plan.memory, peak=peak), alternatives=()))
+
+    def held_by_value(*args: Any) -> tuple[None, float]:
+        asked.append(args[2].memory.peak)
+        return None, math.inf
+
+    monkeypatch.setattr(within_budget, "plan_program", plan_program)
+    monkeypatch.setattr(within_budget, "held_by_value", held_by_value)
+    step = autoshard.jit(wide_step, mesh=mesh, donate_argnums=0, microbatches=1, memory_budget=int(0.97 * memory))
+    assert step.plan(*wide_shapes(65536)).memory.peak == filled
+    assert asked == [filled, left]
 
 
 def test_the_fastest_layout_bounds_what_saves_more() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
+from autoshard.backend.rings.fused_with_products import FusedWithProducts
 from autoshard.backend.rings.operand_gathers import Change
 from autoshard.backend.rings.ring import GatherRing, Ring, first_ring
 from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, gathered_axis
@@ -30,27 +32,37 @@ def room_beside(plan: PlanRecord) -> float:
     return MAX_FILLED * plan.mesh.hardware.memory - plan.memory.peak
 
 
-def sum_rings(graph: Graph, plan: PlanRecord, gradients: Set[int]) -> dict[int, Ring]:
+def sum_rings(graph: Graph, plan: PlanRecord, gradients: Set[int], fused: FusedWithProducts) -> dict[int, Ring]:
     """The rings in which products are summed, by node.
 
-    XLA may compute an operand while one product reads it, as logits' cotangents, and stores it for those of a ring.
-    Those of a gradient store all its parts besides: none where the operand may be too much.
+    XLA may compute an operand while products read it, as logits' cotangents, and stores it for those of a ring. Where
+    writing and reading it takes longer than all rings save that need it, it has none. A gradient's ring, which stores
+    all parts besides, stores it in any case, but is none where the operand may be too much.
     """
     found, room = dict[int, Ring](), room_beside(plan)
+    saved, stored = defaultdict[int, float](float), dict[int, float]()
     for island in plan.islands:
         node = graph.nodes[island.node]
-        stored = operand_bytes(node.kind, island, plan.mesh)
-        ring = product_ring(node.kind, island, plan.mesh)
-        if ring is not None and (gradients.isdisjoint(node.results) or max(stored) <= room):
-            found[island.node] = ring
-    return found
+        sizes = operand_bytes(node.kind, island, plan.mesh)
+        ring, seconds = product_ring(node.kind, island, plan.mesh)
+        of_gradient = not gradients.isdisjoint(node.results)
+        if ring is None or (of_gradient and max(sizes) > room):
+            continue
+        found[island.node] = ring
+        for i, v in enumerate(node.operands):
+            if v in fused.operands:
+                saved[v] += math.inf if of_gradient else seconds
+                size = node.kind.sent_bytes[i] / island.in_specs[i].num_shards(plan.mesh.shape)
+                stored[v] = 2 * size / plan.mesh.hardware.memory_rate
+    too_large = {v for v, seconds in stored.items() if seconds > saved[v]}
+    return {n: ring for n, ring in found.items() if too_large.isdisjoint(graph.nodes[n].operands)}
 
 
-def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None:
-    """The ring that sums the result of a product, where XLA would wait for a reduce-scatter; None where it has no parts
-    along the dimension, or waits less without."""
+def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> tuple[Ring | None, float]:
+    """The ring that sums the result of a product, where XLA would wait for a reduce-scatter, and the seconds that it
+    saves; None where it has no parts along the dimension, or waits less without."""
     if not mesh.hardware.blocking_reduce_scatters or not is_of_xla(kind):
-        return None
+        return None, 0.0
     (made,), (reduced,), rule = island.out_specs, island.reduced_specs, kind.rule
     shape = shard_shape(kind, -1, made, mesh)
     orders = (reduced, *_in_other_order(made, reduced, mesh.shape))
@@ -58,19 +70,24 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> Ring | None
     ring = next(filter(None, rings), None)
     factor = rule.results[0][ring.dim] if ring else ()
     if ring is None or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
-        return None
+        return None, 0.0
     size, own = math.prod(shape) * kind.bits[-1] / 8, len(made.dims[ring.dim])
     at_once, (_, *rest) = (spec.dims[ring.dim][own:] for spec in (reduced, ring.placed))
     (_, whole), (_, left) = (collective_rate(REDUCE_SCATTER, axes, mesh) for axes in (at_once, tuple(rest)))
-    saved = whole * size - left * size / ring.parts
-    if not _pays(saved, permuted_seconds(ring.axis, size, mesh), product_seconds(kind, island, mesh)):
-        return None
+    at_once = whole * size - left * size / ring.parts
+    saved = _saved(at_once, permuted_seconds(ring.axis, size, mesh), product_seconds(kind, island, mesh))
     places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
-    return replace(ring, operands=places)
+    return (replace(ring, operands=places), saved) if saved > 0 else (None, 0.0)
 
 
-def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh: LogicalMesh) -> GatherRing | None:
-    """The ring in which an operand of a product with one result is all-gathered; None where it waits less without."""
+def gather_ring(
+    kind: OpKind, operand: int, change: Change, island: Island, mesh: LogicalMesh, *, reduced: bool = False
+) -> GatherRing | None:
+    """The ring in which an operand of a product with one result is all-gathered; None where it waits less without.
+
+    Args:
+      reduced: whether a reduction reads the result. XLA computes it in the product, and not in those of a ring.
+    """
     if not is_of_xla(kind) or len(island.out_specs) != 1:
         return None
     (out,), rule, gathered = island.out_specs, kind.rule, gathered_axis(*change)
@@ -94,7 +111,9 @@ def gather_ring(kind: OpKind, operand: int, change: Change, island: Island, mesh
     moved = 0.0 if in_result else 2 * parts * made * kind.bits[-1] / 8
     size = math.prod(read) * kind.sent_bits[operand] / 8
     longest = max(permuted_seconds(axis, size, mesh), moved / mesh.hardware.memory_rate)
-    if not _pays(collective_rate(ALL_GATHER, (axis,), mesh)[1] * size, longest, product_seconds(kind, island, mesh)):
+    at_once = collective_rate(ALL_GATHER, (axis,), mesh)[1] * size
+    again = made * kind.bits[-1] / 8 / mesh.hardware.memory_rate if reduced else 0.0
+    if _saved(at_once, longest, product_seconds(kind, island, mesh)) <= again:
         return None
     others = tuple(
         (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand
@@ -128,10 +147,10 @@ def permuted_seconds(axis: str, size: float, mesh: LogicalMesh) -> float:
     return (1 - 1 / mesh.shape[axis]) * size * collective_rate(COLLECTIVE_PERMUTE, (axis,), mesh)[1]
 
 
-def _pays(at_once: float, in_ring: float, product: float) -> bool:
-    """Whether a ring, what runs ``in_ring`` beside the ``product``, takes less time than the product and what it
-    replaces, ``at_once``, in turn: that may use more links, or both directions of them, where a permute uses one."""
-    return max(product, in_ring) < product + at_once
+def _saved(at_once: float, in_ring: float, product: float) -> float:
+    """Seconds by which a ring, what runs ``in_ring`` beside the ``product``, takes less time than the product and what
+    it replaces, ``at_once``, in turn: that may use more links, or both directions of them, where a permute uses one."""
+    return product + at_once - max(product, in_ring)
 
 
 def _in_other_order(made: Spec, reduced: Spec, sizes: Mapping[str, int]) -> Iterator[Spec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -244,7 +245,11 @@ def _hold_by_value(plans: _Plans) -> None:
     if traced.mesh.platform == "tpu":
         budget = min(budget, FILLED * traced.mesh.hardware.memory)
     within = replace(plans.request, memory_budget=budget)
+    before = len(plans.fitting)
     _hold_from(plans, start, within)
+    if len(plans.fitting) == before and start.plan.memory.peak > budget:
+        with contextlib.suppress(MemoryBudgetError):  # a layout that leaves memory to hold values in
+            _hold_from(plans, start._replace(planned=plan_program(traced, start.ran, within)), within)
     if start.ran != start.passes or plans.fastest().ran != plans.fastest().passes:
         return
     axes, count, most = axes_of_batch(start.plan), len(plans.fitting), plans.goal() * (1 - MIN_HELD_GAIN)

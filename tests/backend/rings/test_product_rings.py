@@ -15,6 +15,7 @@ import autoshard
 from autoshard.backend.audit import audit
 from autoshard.backend.rings import product_rings
 from autoshard.backend.rings import ring as one_ring
+from autoshard.backend.rings.fused_with_products import FusedWithProducts
 from autoshard.backend.rings.operand_gathers import Change
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
@@ -282,8 +283,9 @@ def test_what_takes_less_time_at_once_has_no_ring(
     found = product_rings.gather_ring(kind, 0, Change(rows, whole), gathered, on)
     assert (found and found.parts) == parts
     columns = Spec(((), (data,))), Spec(((data,), ()))
-    summed = product_rings.product_ring(kind, Island(0, (), columns, (sums,), (rows,), "", ""), on)
+    summed, saved = product_rings.product_ring(kind, Island(0, (), columns, (sums,), (rows,), "", ""), on)
     assert (summed and summed.parts) == parts_of_sums
+    assert (saved > 0) == (parts_of_sums is not None)
 
 
 def test_parts_are_not_added_up_where_memory_is_too_slow_for_their_sums() -> None:
@@ -294,3 +296,32 @@ def test_parts_are_not_added_up_where_memory_is_too_slow_for_their_sums() -> Non
         on = replace(mesh(a=4), hardware=replace(HARDWARE, bandwidth=bandwidth))
         (kind,) = [n.kind for n in graph(jnp.matmul, ((64, 64), (64, 32)), on).nodes if n.kind.flops]
         assert (product_rings.gather_ring(kind, 0, change, island, on) is not None) == rings
+
+
+@pytest.mark.parametrize(("bandwidth", "gradient", "rings"), [(1e12, False, 1), (1e9, False, 0), (1e9, True, 1)])
+def test_what_a_product_computes_is_not_stored_for_a_ring_that_saves_less(
+    bandwidth: float, gradient: bool, rings: int
+) -> None:
+    """XLA computes the exponentials of a softmax while a product reads them; a gradient's ring stores them anyway."""
+
+    def fun(x: Any, w: Any) -> Any:
+        y = x @ w
+        return jnp.exp(y - y.max(-1, keepdims=True)) @ w.T
+
+    x, w = normal(128, 16), normal(16, 512, seed=1) / 8
+    on = replace(mesh(a=4, b=2), hardware=replace(HARDWARE, bandwidth=bandwidth))
+    rows = P(("b", "a"))
+    made = autoshard.jit(fun, mesh=on, in_shardings=(rows, P(None, "a")), out_shardings=rows).executable(x, w)
+    gradients = {*made.graph.nodes[-1].results} if gradient else set[int]()
+    found = product_rings.sum_rings(made.graph, made.plan, gradients, FusedWithProducts(made.graph))
+    assert len(found) == rings
+
+
+def test_what_is_reduced_beside_a_product_is_not_read_again_for_a_ring_that_saves_less() -> None:
+    change = Change(Spec((("a",), ())), Spec(((), ())))
+    island = Island(0, (), (change.after, change.after), (change.after,), (change.after,), "", "")
+    for bandwidth, rings in ((1e12, True), (1e9, False)):
+        on = replace(mesh(a=4), hardware=replace(HARDWARE, bandwidth=bandwidth))
+        (kind,) = [n.kind for n in graph(jnp.matmul, ((64, 64), (64, 512)), on).nodes if n.kind.flops]
+        assert product_rings.gather_ring(kind, 0, change, island, on) is not None
+        assert (product_rings.gather_ring(kind, 0, change, island, on, reduced=True) is not None) == rings
