@@ -53,7 +53,7 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     nodes = {graph.nodes[n].results: n for n in (*readers, *(i.node for i in plan.islands))}
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
     gathered = exposed_changes(graph, plan)
-    gradients, fused = gradients_of(graph), FusedWithProducts(graph)
+    gradients, fused = gradients_of(graph), FusedWithProducts(graph, plan)
     sizes = plan.mesh.shape
     gathered_beside = {
         (c.value, c.node)
@@ -79,10 +79,10 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         gradients,
         gathered,
         gathered_beside,
+        fused,
         {(c.value, c.node) for c in plan.intermediates if c.ahead and c.node is not None},
         {v for n in copied_beside_products(graph) for v in graph.nodes[n].results},
         room_beside(plan),
-        fused.reduced,
     )
     lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
     return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
@@ -101,10 +101,10 @@ class _Lowering:
       gradients: values that no product reads.
       gathered: specs before and after of operands that products wait for, by value and node.
       gathered_beside: by value and node, the operands that are gathered beside other products.
+      fused: what XLA computes with products.
       ahead: operands that loops gather an iteration ahead, by value and node.
       moved: values that are copied to the host's memory or from there beside products.
       room: bytes per device for what rings keep beside what the plan counts.
-      reduced: results of products that reductions read.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class _Lowering:
         gradients: Set[int],
         gathered: Mapping[tuple[int, int], Change],
         gathered_beside: Set[tuple[int, int]],
+        fused: FusedWithProducts,
         ahead: Set[tuple[int, int]] = frozenset(),
         moved: Set[int] = frozenset(),
         room: float = math.inf,
-        reduced: Set[int] = frozenset(),
     ) -> None:
         self.ahead, self.early = ahead, dict[tuple[int, NamedSharding], jx.Var]()
         """`early`: by value and sharding, what these are when they are gathered."""
         self.value_of, self.node_of_results = value_of, node_of_results
         self.islands, self.gradients, self.moved, self.gathered_beside = islands, gradients, moved, gathered_beside
-        self.reduced = reduced
+        self.fused = fused
         self.gradient_rings = GradientRings(
             self._node,
             islands.by_node,
@@ -249,8 +249,13 @@ class _Lowering:
         if node is None or node not in self.islands.by_node or node in self.islands.sum_rings:
             return None
         kind, island = self.islands.by_node[node]
-        reduced = not self.reduced.isdisjoint(map(self.value_of.__getitem__, eqn.outvars))
-        return gather_ring(kind, operand, change, island, self.islands.logical_mesh, reduced=reduced)
+        mesh = self.islands.logical_mesh
+        more = self.fused.reduced_seconds(self.value_of[eqn.outvars[0]], kind, island, mesh)
+        if not self._makes_gradient(eqn):
+            others = [a if n != operand else None for n, a in enumerate(eqn.invars)]
+            read = [self.value_of[a] if isinstance(a, jx.Var) else 0 for a in others]
+            more += sum(self.fused.stored_seconds(read, kind, island, mesh).values())
+        return gather_ring(kind, operand, change, island, mesh, more)
 
     def _in_one_ring(
         self, bundle: Bundle, operands: Sequence[Sequence[jx.Atom]], shared: dict[Gathered, jx.Var]

@@ -154,9 +154,14 @@ class Liveness:
         return self.root(v) in self._sources
 
     def is_computed_where_read(self, v: int) -> bool:
-        """Whether an elementwise operation makes ``v`` of what is in memory, anew where it is read."""
+        """Whether an elementwise operation computes ``v``, or what it is a view or a cast of, anew where it is read."""
         v = self.root(v)
-        return v in self._sources and v in self.computed_at and v not in self._views
+        while self._sources.get(v) and v in self.computed_at:
+            node = self.graph.nodes[self.computed_at[v]]
+            if not node.kind.traits.fused_into_consumer:
+                return not node.kind.traits.moves_data
+            v = self.root(node.operands[0])
+        return False
 
     def buffers_of(self, v: int) -> tuple[int, ...]:
         """The materialized values that a use of ``v`` reads."""

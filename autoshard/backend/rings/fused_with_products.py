@@ -1,25 +1,62 @@
-"""What XLA computes with a product, and not with the products of a ring: an operand of several, a part of a result.
+"""What XLA for TPU computes with a product and not with the parts that a ring makes of it, and what that costs.
 
-XLA for TPU computes an elementwise operand, such as the cotangent of logits, while a product reads it, and stores it
-for those of a ring. What is reduced of a result it reduces in the product, and reads what a ring has put together once
-more.
+It computes an elementwise operand, such as the cotangent of logits, while a product reads it; for a ring it stores it.
+What a reduction makes of a result it computes with the product; what a ring has put together it reads once more.
 """
 
 from __future__ import annotations
 
-from autoshard.cost.liveness import Liveness
+from collections.abc import Sequence
+
+from autoshard.cost.liveness import Liveness, is_fusible
 from autoshard.cost.overlap import weights
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Graph, OpKind
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.plan.decisions import Island
+from autoshard.plan.record import PlanRecord
 
 
 class FusedWithProducts:
     """The values of ``graph`` that XLA computes with products."""
 
-    def __init__(self, graph: Graph) -> None:
-        liveness, products = Liveness(graph), {v for n in graph.nodes if n.kind.flops for v in n.results}
+    def __init__(self, graph: Graph, plan: PlanRecord) -> None:
+        liveness, sizes = Liveness(graph), plan.mesh.shape
         read = {v for n in graph.nodes if n.kind.flops for v in n.operands if liveness.is_computed_where_read(v)}
-        self.operands = frozenset(read - weights(graph))
-        """Activations that are computed while products read them."""
-        reduced = {v for n in graph.nodes if n.kind.traits.reduces and not n.kind.flops for v in n.operands}
-        self.reduced = frozenset(products.intersection(r for v in reduced for r in liveness.buffers_of(v)))
-        """Results that a reduction reads, or what it reads is computed from."""
+        in_memory = {
+            c.value
+            for c in plan.intermediates
+            if c.resharded_from and c.spec.num_shards(sizes) < c.resharded_from.num_shards(sizes)
+        }
+        self.operands = frozenset(read - weights(graph) - in_memory)
+        """Activations that are computed while products read them: not what is gathered for these."""
+        self.reduced = _reduced(graph, liveness.fuses_products)
+        """Results of products of which XLA computes a reduction with the product."""
+
+    def stored_seconds(
+        self, values: Sequence[int], kind: OpKind, island: Island, mesh: LogicalMesh
+    ) -> dict[int, float]:
+        """What it takes to store the operands, ``values``, of a product in a ring that XLA would else compute as it
+        reads them: to write each once, and to read as much for it."""
+        shards = [spec.num_shards(mesh.shape) for spec in island.in_specs]
+        sizes = zip(values, kind.sent_bytes, shards, strict=False)
+        return {v: 2 * size / n / mesh.hardware.memory_rate for v, size, n in sizes if v in self.operands}
+
+    def reduced_seconds(self, result: int, kind: OpKind, island: Island, mesh: LogicalMesh) -> float:
+        """What it takes to read the result of a product in a ring again, where a reduction does that XLA would else
+        compute with the product."""
+        size = kind.bytes[-1] / island.out_specs[-1].num_shards(mesh.shape)
+        return size / mesh.hardware.memory_rate if result in self.reduced else 0.0
+
+
+def _reduced(graph: Graph, fuses_products: bool) -> frozenset[int]:
+    """The products of which a reduction is computed that needs nothing that is there later than their results."""
+    made_at, product_of, found = dict[int, int](), dict[int, int](), set[int]()
+    for n, node in enumerate(graph.nodes):
+        latest = max((made_at.get(v, -1) for v in node.operands), default=-1)
+        if node.kind.flops:
+            product_of[n] = node.results[0]
+        elif node.kind.traits.reduces and latest in product_of:
+            found.add(product_of[latest])
+        elementwise = not node.tie and not node.kind.flops and is_fusible(node, fuses_products)
+        made_at.update(dict.fromkeys(node.results, latest if elementwise else n))
+    return frozenset(found)

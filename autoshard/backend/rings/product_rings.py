@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 
 from autoshard.backend.rings.fused_with_products import FusedWithProducts
@@ -35,27 +35,43 @@ def room_beside(plan: PlanRecord) -> float:
 def sum_rings(graph: Graph, plan: PlanRecord, gradients: Set[int], fused: FusedWithProducts) -> dict[int, Ring]:
     """The rings in which products are summed, by node.
 
-    XLA may compute an operand while products read it, as logits' cotangents, and stores it for those of a ring. Where
-    writing and reading it takes longer than all rings save that need it, it has none. A gradient's ring, which stores
-    all parts besides, stores it in any case, but is none where the operand may be too much.
+    For a ring XLA stores operands that it would else compute as the product reads them, as logits' cotangents. Where
+    that takes longer than all rings save that need the operand, products that read it have no ring. A gradient's ring
+    stores it in any case: what a layer's gradients read, others read too. It stores all of its parts besides, and a
+    gradient has no ring where its operand may be too much for the memory.
     """
     found, room = dict[int, Ring](), room_beside(plan)
-    saved, stored = defaultdict[int, float](float), dict[int, float]()
+    saved, stored, anyway = dict[int, float](), dict[int, dict[int, float]](), set[int]()
     for island in plan.islands:
         node = graph.nodes[island.node]
-        sizes = operand_bytes(node.kind, island, plan.mesh)
         ring, seconds = product_ring(node.kind, island, plan.mesh)
         of_gradient = not gradients.isdisjoint(node.results)
-        if ring is None or (of_gradient and max(sizes) > room):
+        if ring is None or (of_gradient and max(operand_bytes(node.kind, island, plan.mesh)) > room):
             continue
-        found[island.node] = ring
-        for i, v in enumerate(node.operands):
-            if v in fused.operands:
-                saved[v] += math.inf if of_gradient else seconds
-                size = node.kind.sent_bytes[i] / island.in_specs[i].num_shards(plan.mesh.shape)
-                stored[v] = 2 * size / plan.mesh.hardware.memory_rate
-    too_large = {v for v, seconds in stored.items() if seconds > saved[v]}
-    return {n: ring for n, ring in found.items() if too_large.isdisjoint(graph.nodes[n].operands)}
+        found[island.node], saved[island.node] = ring, seconds
+        stored[island.node] = fused.stored_seconds(node.operands, node.kind, island, plan.mesh)
+        if of_gradient:
+            anyway.update(stored[island.node])
+    while too_long := _stored_for_longer(found, saved, stored) - anyway:
+        found = {n: ring for n, ring in found.items() if too_long.isdisjoint(stored[n])}
+    return found
+
+
+def _stored_for_longer(
+    nodes: Iterable[int], saved: Mapping[int, float], stored: Mapping[int, Mapping[int, float]]
+) -> set[int]:
+    """The operands that take longer to store than the rings of ``nodes`` save that need them.
+
+    Args:
+      saved: seconds that the ring of each node saves, for which its operands share.
+      stored: seconds that storing each operand of a node takes.
+    """
+    takes, gains = dict[int, float](), defaultdict[int, float](float)
+    for n in nodes:
+        for v, seconds in stored[n].items():
+            takes[v] = max(seconds, takes.get(v, 0.0))
+            gains[v] += saved[n] / len(stored[n])
+    return {v for v, seconds in takes.items() if seconds > gains[v]}
 
 
 def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> tuple[Ring | None, float]:
@@ -72,8 +88,8 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> tuple[Ring 
     if ring is None or len(factor) != 1 or rule.kind(factor[0]) != "parallel":
         return None, 0.0
     size, own = math.prod(shape) * kind.bits[-1] / 8, len(made.dims[ring.dim])
-    at_once, (_, *rest) = (spec.dims[ring.dim][own:] for spec in (reduced, ring.placed))
-    (_, whole), (_, left) = (collective_rate(REDUCE_SCATTER, axes, mesh) for axes in (at_once, tuple(rest)))
+    axes, (_, *rest) = (spec.dims[ring.dim][own:] for spec in (reduced, ring.placed))
+    (_, whole), (_, left) = (collective_rate(REDUCE_SCATTER, over, mesh) for over in (axes, tuple(rest)))
     at_once = whole * size - left * size / ring.parts
     saved = _saved(at_once, permuted_seconds(ring.axis, size, mesh), product_seconds(kind, island, mesh))
     places = tuple((i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor)
@@ -81,12 +97,12 @@ def product_ring(kind: OpKind, island: Island, mesh: LogicalMesh) -> tuple[Ring 
 
 
 def gather_ring(
-    kind: OpKind, operand: int, change: Change, island: Island, mesh: LogicalMesh, *, reduced: bool = False
+    kind: OpKind, operand: int, change: Change, island: Island, mesh: LogicalMesh, more: float = 0.0
 ) -> GatherRing | None:
     """The ring in which an operand of a product with one result is all-gathered; None where it waits less without.
 
     Args:
-      reduced: whether a reduction reads the result. XLA computes it in the product, and not in those of a ring.
+      more: seconds that XLA takes for what it would else compute with the product.
     """
     if not is_of_xla(kind) or len(island.out_specs) != 1:
         return None
@@ -112,8 +128,7 @@ def gather_ring(
     size = math.prod(read) * kind.sent_bits[operand] / 8
     longest = max(permuted_seconds(axis, size, mesh), moved / mesh.hardware.memory_rate)
     at_once = collective_rate(ALL_GATHER, (axis,), mesh)[1] * size
-    again = made * kind.bits[-1] / 8 / mesh.hardware.memory_rate if reduced else 0.0
-    if _saved(at_once, longest, product_seconds(kind, island, mesh)) <= again:
+    if _saved(at_once, longest, product_seconds(kind, island, mesh)) <= more:
         return None
     others = tuple(
         (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -234,9 +233,10 @@ def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
 
 
 def _hold_by_value(plans: _Plans) -> None:
-    """From the fastest plan that makes values again, holds other values as prices say. If the fastest plan then has no
-    optional pass, also from that plan with one that saves memory, where that gains `MIN_HELD_GAIN`: in what the pass
-    saves, values may be held that take longer to make again than the pass takes."""
+    """From the fastest plan that makes values again, holds other values as prices say; where that makes no step faster,
+    and the plan's layout takes the memory that they may have, from a layout that leaves it. If the fastest plan then
+    has no optional pass, also from that plan with one that saves memory, where that gains `MIN_HELD_GAIN`: in what the
+    pass saves, values may be held that take longer to make again than the pass takes."""
     deciding = [fit for fit in plans.fitting if any(p.decides_held for p in fit.ran)]
     if not deciding:
         return
@@ -245,11 +245,11 @@ def _hold_by_value(plans: _Plans) -> None:
     if traced.mesh.platform == "tpu":
         budget = min(budget, FILLED * traced.mesh.hardware.memory)
     within = replace(plans.request, memory_budget=budget)
-    before = len(plans.fitting)
+    count = len(plans.fitting)
     _hold_from(plans, start, within)
-    if len(plans.fitting) == before and start.plan.memory.peak > budget:
-        with contextlib.suppress(MemoryBudgetError):  # a layout that leaves memory to hold values in
-            _hold_from(plans, start._replace(planned=plan_program(traced, start.ran, within)), within)
+    slower = all(fit.plan.cost.seconds >= start.plan.cost.seconds for fit in plans.fitting[count:])
+    if slower and start.plan.memory.peak > budget and (planned := _planned_within(plans, start, within)):
+        _hold_from(plans, start._replace(planned=planned), within)
     if start.ran != start.passes or plans.fastest().ran != plans.fastest().passes:
         return
     axes, count, most = axes_of_batch(start.plan), len(plans.fitting), plans.goal() * (1 - MIN_HELD_GAIN)
@@ -260,6 +260,14 @@ def _hold_by_value(plans: _Plans) -> None:
             continue
         _hold_from(plans, _Fit(planned, start.passes, ran), within)
     plans.fitting[count:] = [fit for fit in plans.fitting[count:] if fit.plan.cost.seconds <= most]
+
+
+def _planned_within(plans: _Plans, fit: _Fit, within: PlanRequest) -> Planned | None:
+    """The same passes in a layout that fits ``within``, if one does."""
+    try:
+        return plan_program(plans.traced, fit.ran, within)
+    except MemoryBudgetError:
+        return None
 
 
 def _hold_from(plans: _Plans, start: _Fit, within: PlanRequest) -> None:

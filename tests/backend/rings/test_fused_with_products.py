@@ -2,37 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from autoshard.backend.rings.fused_with_products import FusedWithProducts
+from autoshard.ir.graph import Graph, Node
+from autoshard.ir.spec import Spec
 from autoshard.machine.mesh_config import MeshConfig
+from autoshard.plan.record import PlanRecord
 from tests.programs import graph
 
 ON = MeshConfig(axes={"data": 4}, tpu="v5e:2x2").mesh()
 
 
+def fused(fun: Any, *shapes: tuple[int, ...], reshards: Any = None, **options: Any) -> tuple[Graph, FusedWithProducts]:
+    found = graph(fun, shapes, ON, **options)
+    plan = SimpleNamespace(mesh=ON, intermediates=[] if reshards is None else reshards(found))
+    return found, FusedWithProducts(found, cast("PlanRecord", plan))
+
+
+def products(found: Graph) -> list[Node]:
+    return [n for n in found.nodes if n.kind.flops]
+
+
+def softmax_times(x: Any, w: Any) -> Any:
+    logits = 30 * jnp.tanh((x @ w + w[0]) / 30)
+    return jnp.exp(logits - logits.max(-1, keepdims=True)) @ w.T
+
+
 def test_exponentials_are_computed_where_a_product_reads_them_and_maxima_where_one_makes_logits() -> None:
-    def loss(x: Any, w: Any) -> Any:
-        logits = x @ w
-        shifted = logits - logits.max(-1, keepdims=True)
-        return jnp.exp(shifted) @ w.T
-
-    found = graph(loss, ((8, 4), (4, 64)), ON)
-    first, second = (n for n in found.nodes if n.kind.flops)
-    fused = FusedWithProducts(found)
-    assert fused.operands == {second.operands[0]}
-    assert fused.reduced == {*first.results}
+    found, made = fused(softmax_times, (8, 4), (4, 64))
+    first, second = products(found)
+    assert made.operands == {second.operands[0]}
+    assert made.reduced == {*first.results}
 
 
-def test_weights_and_what_passes_a_barrier_are_in_memory() -> None:
+def test_what_is_gathered_for_a_product_is_in_memory() -> None:
+    whole, split = Spec(((), ())), Spec((("data",), ()))
+
+    def gathered(found: Graph) -> Any:
+        read = products(found)[1].operands[0]
+        return [SimpleNamespace(value=read, node=None, resharded_from=split, spec=whole)]
+
+    assert not fused(softmax_times, (8, 4), (4, 64), reshards=gathered)[1].operands
+
+
+def test_a_reduction_that_needs_what_comes_later_is_computed_with_no_earlier_product() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        first = x @ w
+        second = jnp.sin(first) @ w.T
+        return (first * second.sum()).sum(), (first - first.max(-1, keepdims=True)).sum(0)
+
+    found, made = fused(fun, (8, 4), (4, 64))
+    first, second = products(found)
+    assert made.reduced == {*first.results, *second.results}
+    later = fused(lambda x, w: ((x @ w) * jnp.cumsum(w)[-1] * (x @ w).sum()).sum(), (8, 4), (4, 64))
+    assert later[1].reduced == {products(later[0])[1].results[0]}
+
+
+def test_weights_parts_and_what_passes_a_barrier_are_in_memory() -> None:
     def step(v: Any, x: Any, w: Any) -> Any:
-        h = jax.lax.optimization_barrier(jnp.tanh(x @ w))
-        return v + 1, h @ (2 * v)
+        h = jnp.tanh(x @ w)
+        read = jax.lax.optimization_barrier(jnp.sin(h))
+        parts = h[:, :4] @ h[:, 4:].T
+        return v + 1, read @ (2 * v), parts, jnp.ones((8, 8)) @ read
 
-    found = graph(step, ((8, 16), (8, 4), (4, 8)), ON, donate_argnums=0)
-    fused = FusedWithProducts(found)
-    assert not fused.operands
-    assert not fused.reduced
+    assert not fused(step, (8, 16), (8, 4), (4, 8), donate_argnums=0)[1].operands

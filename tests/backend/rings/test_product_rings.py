@@ -298,30 +298,65 @@ def test_parts_are_not_added_up_where_memory_is_too_slow_for_their_sums() -> Non
         assert (product_rings.gather_ring(kind, 0, change, island, on) is not None) == rings
 
 
+ROWS = P(("b", "a"))
+
+
+def logits(x: Any, w: Any) -> Any:
+    y = x @ w
+    return jnp.exp(y - y.max(-1, keepdims=True)) @ w.T
+
+
 @pytest.mark.parametrize(("bandwidth", "gradient", "rings"), [(1e12, False, 1), (1e9, False, 0), (1e9, True, 1)])
 def test_what_a_product_computes_is_not_stored_for_a_ring_that_saves_less(
     bandwidth: float, gradient: bool, rings: int
 ) -> None:
     """XLA computes the exponentials of a softmax while a product reads them; a gradient's ring stores them anyway."""
-
-    def fun(x: Any, w: Any) -> Any:
-        y = x @ w
-        return jnp.exp(y - y.max(-1, keepdims=True)) @ w.T
-
     x, w = normal(128, 16), normal(16, 512, seed=1) / 8
     on = replace(mesh(a=4, b=2), hardware=replace(HARDWARE, bandwidth=bandwidth))
-    rows = P(("b", "a"))
-    made = autoshard.jit(fun, mesh=on, in_shardings=(rows, P(None, "a")), out_shardings=rows).executable(x, w)
+    made = autoshard.jit(logits, mesh=on, in_shardings=(ROWS, P(None, "a")), out_shardings=ROWS).executable(x, w)
     gradients = {*made.graph.nodes[-1].results} if gradient else set[int]()
-    found = product_rings.sum_rings(made.graph, made.plan, gradients, FusedWithProducts(made.graph))
+    found = product_rings.sum_rings(made.graph, made.plan, gradients, FusedWithProducts(made.graph, made.plan))
     assert len(found) == rings
 
 
-def test_what_is_reduced_beside_a_product_is_not_read_again_for_a_ring_that_saves_less() -> None:
-    change = Change(Spec((("a",), ())), Spec(((), ())))
-    island = Island(0, (), (change.after, change.after), (change.after,), (change.after,), "", "")
-    for bandwidth, rings in ((1e12, True), (1e9, False)):
-        on = replace(mesh(a=4), hardware=replace(HARDWARE, bandwidth=bandwidth))
-        (kind,) = [n.kind for n in graph(jnp.matmul, ((64, 64), (64, 512)), on).nodes if n.kind.flops]
-        assert product_rings.gather_ring(kind, 0, change, island, on) is not None
-        assert (product_rings.gather_ring(kind, 0, change, island, on, reduced=True) is not None) == rings
+@pytest.mark.parametrize(
+    ("saved", "stored", "too_long"),
+    [
+        ({1: 10.0}, {1: {7: 4.0, 8: 4.0}}, set()),
+        ({1: 10.0}, {1: {7: 6.0, 8: 4.0}}, {7}),
+        ({1: 4.0, 2: 4.0}, {1: {7: 6.0}, 2: {7: 6.0}}, set()),
+        ({1: 2.0, 2: 3.0}, {1: {7: 6.0}, 2: {7: 6.0}}, {7}),
+        ({1: 4.0}, {1: {7: 6.0}, 2: {7: 6.0}}, {7}),
+    ],
+    ids=["shared by two operands", "too much for one of them", "two rings", "two that save too little", "one is left"],
+)
+def test_rings_share_what_they_store_and_operands_what_a_ring_saves(
+    saved: Any, stored: Any, too_long: set[int]
+) -> None:
+    assert product_rings._stored_for_longer(saved, saved, stored) == too_long
+
+
+@pytest.mark.parametrize(("bandwidth", "permutes"), [(1e12, 6), (1e9, 3)])
+@pytest.mark.parametrize("other", ["reduced", "an operand"])
+def test_what_xla_computes_with_a_product_counts_against_a_ring_that_gathers(
+    other: str, bandwidth: float, permutes: int
+) -> None:
+    """A maximum of what the product makes, and exponentials that it reads."""
+
+    def fun(x: Any, v: Any, w: Any) -> Any:
+        h = jax.lax.with_sharding_constraint(jnp.tanh(x @ v), P("a"))
+        if other == "reduced":
+            y = h @ w
+            return y.max(0), jnp.sin(y) @ w.T
+        y = v @ w
+        return jnp.tanh(h @ jnp.exp(y - y.max(0))) @ w.T
+
+    x, v, w = normal(64, 16), normal(16, 16, seed=1), normal(16, 512, seed=2) / 8
+    on = replace(mesh(a=4), hardware=replace(HARDWARE, bandwidth=bandwidth))
+    step = autoshard.jit(fun, mesh=on, in_shardings=(P("a"), P(), P(None, "a")))
+    with jax.set_mesh(step.plan(x, v, w).jax_mesh):
+        wanted = jax.jit(fun)(x, v, w)
+    for made, one in zip(*map(jax.tree.leaves, (step(x, v, w), wanted)), strict=True):
+        np.testing.assert_allclose(made, one, rtol=1e-5, atol=1e-5)
+    text = step.lower(x, v, w).compile().as_text() or ""
+    assert text.count(" collective-permute(") == permutes, "three of them of the sum that comes after"
