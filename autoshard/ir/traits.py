@@ -47,7 +47,8 @@ class Traits:
     `ir.build_graph` (tied to what is gathered from) and `transforms.batch_parts` (its result is a sum over parts)."""
     reduces: bool = False
     """It reduces dimensions, and XLA fuses what its operands are computed from into it. Asked by `cost.liveness`,
-    `cost.fusions` (it reads buffers anew) and `transforms.batch_parts` (a sum over chunks)."""
+    `cost.fusions` (it reads buffers anew), `backend.rings` (a product's result, with the product) and
+    `transforms.batch_parts` (a sum over chunks)."""
     convolution: bool = False
     """XLA for TPU may fuse the all-gather of an operand into it. Asked by `cost.compiler_options`, and
     `transforms.batch_parts` (the gradient of a kernel is a sum over the batch)."""
