@@ -54,11 +54,8 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
     gathered = exposed_changes(graph, plan)
     gradients, fused = gradients_of(graph), FusedWithProducts(graph, plan)
-    sizes = plan.mesh.shape
     gathered_beside = {
-        (c.value, c.node)
-        for c in plan.intermediates
-        if c.node is not None and c.resharded_from and c.spec.num_shards(sizes) < c.resharded_from.num_shards(sizes)
+        (c.value, c.node) for c in plan.intermediates if c.node is not None and c.gathers(plan.mesh.shape)
     } - gathered.keys()
     islands = Islands(
         {i.node: (graph.nodes[i.node].kind, i) for i in plan.islands},

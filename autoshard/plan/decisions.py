@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -120,6 +121,11 @@ class Constraint:
     """Intermediate specs to constrain first, where XLA would otherwise gather the whole value, or all at once."""
     ahead: bool = False
     """Whether the loop that reads it gathers it one iteration earlier (`autoshard.backend.gathers.early_gathers`)."""
+
+    def gathers(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a device has more of the value than before, on a mesh whose axes have these ``sizes``."""
+        before = self.resharded_from
+        return before is not None and self.spec.num_shards(sizes) < before.num_shards(sizes)
 
     @property
     def first(self) -> Spec:

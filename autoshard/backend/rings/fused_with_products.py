@@ -6,6 +6,7 @@ What a reduction makes of a result it computes with the product; what a ring has
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from autoshard.cost.liveness import Liveness, is_fusible
@@ -20,17 +21,24 @@ class FusedWithProducts:
     """The values of ``graph`` that XLA computes with products."""
 
     def __init__(self, graph: Graph, plan: PlanRecord) -> None:
-        liveness, sizes = Liveness(graph), plan.mesh.shape
-        read = {v for n in graph.nodes if n.kind.flops for v in n.operands if liveness.is_computed_where_read(v)}
-        in_memory = {
-            c.value
-            for c in plan.intermediates
-            if c.resharded_from and c.spec.num_shards(sizes) < c.resharded_from.num_shards(sizes)
-        }
-        self.operands = frozenset(read - weights(graph) - in_memory)
+        self._graph, self._plan = graph, plan
+
+    @functools.cached_property
+    def _liveness(self) -> Liveness:
+        return Liveness(self._graph)
+
+    @functools.cached_property
+    def operands(self) -> frozenset[int]:
         """Activations that are computed while products read them: not what is gathered for these."""
-        self.reduced = _reduced(graph, liveness.fuses_products)
+        products = (n for n in self._graph.nodes if n.kind.flops)
+        read = {v for n in products for v in n.operands if self._liveness.is_computed_where_read(v)}
+        in_memory = {c.value for c in self._plan.intermediates if c.gathers(self._plan.mesh.shape)}
+        return frozenset(read - weights(self._graph) - in_memory)
+
+    @functools.cached_property
+    def reduced(self) -> frozenset[int]:
         """Results of products of which XLA computes a reduction with the product."""
+        return _reduced(self._graph, self._liveness.fuses_products)
 
     def stored_seconds(
         self, values: Sequence[int], kind: OpKind, island: Island, mesh: LogicalMesh

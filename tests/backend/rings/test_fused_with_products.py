@@ -12,6 +12,7 @@ from autoshard.backend.rings.fused_with_products import FusedWithProducts
 from autoshard.ir.graph import Graph, Node
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh_config import MeshConfig
+from autoshard.plan.decisions import Constraint
 from autoshard.plan.record import PlanRecord
 from tests.programs import graph
 
@@ -45,7 +46,7 @@ def test_what_is_gathered_for_a_product_is_in_memory() -> None:
 
     def gathered(found: Graph) -> Any:
         read = products(found)[1].operands[0]
-        return [SimpleNamespace(value=read, node=None, resharded_from=split, spec=whole)]
+        return [Constraint(read, whole, "", "", (), "resharded", resharded_from=split)]
 
     assert not fused(softmax_times, (8, 4), (4, 64), reshards=gathered)[1].operands
 
