@@ -15,7 +15,7 @@ the result is one half of ``x`` or two, each times factors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,14 +39,13 @@ class Rotary(Pass):
     name: ClassVar[str] = "rotary"
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr, _lanes(program), [])
+        after = _rewritten(program.jaxpr, _lanes(program))
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         if before is after:
             return "no rotation of halves is rewritten"
-        found: list[jx.JaxprEqn] = []
-        _rewritten(before.jaxpr, _lanes(before), found)
+        found = [*_rotations(before.jaxpr, _lanes(before))]
         lines = Counter(jx.source(e) or "unknown line" for e in found)
         where = ", ".join(line + (f", {n} times" if n > 1 else "") for line, n in sorted(lines.items()))
         return f"{len(found)} rotations of halves computed on whole rows ({where})"
@@ -58,23 +57,28 @@ def _lanes(program: Program) -> int:
     return hardware.tile[1] if hardware.attention_layouts else 0
 
 
-def _rewritten(jaxpr: jx.Jaxpr, lanes: int, found: list[jx.JaxprEqn]) -> jx.Jaxpr:
+def _rewritten(jaxpr: jx.Jaxpr, lanes: int) -> jx.Jaxpr:
     """``jaxpr`` with rotations on whole rows, at every depth; the same object where there are none.
 
-    Args:
-      lanes: of a tile: rows whose halves fill them stay as they are.
-      found: the equations that are replaced are added here.
+    ``lanes``: of a tile: rows whose halves fill them stay as they are.
     """
     halves, eqns, changed = _Halves(jaxpr), list[jx.JaxprEqn](), False
     for eqn in jaxpr.eqns:
-        new = [jx.map_bodies(eqn, lambda body: _rewritten(body, lanes, found))]
         rotation = halves.rotation(eqn, lanes)
-        if rotation is not None:
-            found.append(eqn)
-            new = rotation.on_rows(eqn)
+        new = rotation.on_rows(eqn) if rotation else [jx.map_bodies(eqn, lambda body: _rewritten(body, lanes))]
         changed |= new[0] is not eqn
         eqns += new
     return jx.with_eqns(jaxpr, eqns) if changed else jaxpr
+
+
+def _rotations(jaxpr: jx.Jaxpr, lanes: int) -> Iterator[jx.JaxprEqn]:
+    """The equations that `_rewritten` replaces."""
+    halves = _Halves(jaxpr)
+    for eqn in jaxpr.eqns:
+        if halves.rotation(eqn, lanes):
+            yield eqn
+        for region in jx.regions(eqn):
+            yield from _rotations(region.body, lanes)
 
 
 class _Term(NamedTuple):

@@ -123,6 +123,9 @@ class CostModel:
             operands = zip(n.operands, n.kind.shapes, strict=False)
             if n.kind.traits.broadcasts and all(not shape or v in self.free_to_reshard for v, shape in operands):
                 self.free_to_reshard.update(n.results)
+        self._free_operands = [
+            tuple([i for i, v in enumerate(n.operands) if v in self.free_to_reshard]) for n in graph.nodes
+        ]
         self.per_call_inputs, self.moved_outputs = find_per_call_inputs(graph), find_moved_outputs(graph)
         self.first_of: dict[int, int] = {}
         """For each view (or reversal) of another value, the value at the root of the chain of views; for what an
@@ -158,9 +161,9 @@ class CostModel:
 
     def node_cost(self, node: int, layout: Layout) -> NodeCost:
         """The cost of the node of this number under ``layout``."""
-        kind, specs = self.graph.nodes[node].kind, layout.specs
-        free_operands = tuple([i for i, v in enumerate(self.graph.nodes[node].operands) if v in self.free_to_reshard])
-        key = kind, tuple([specs[v] for v in self.graph.nodes[node].values]), layout.strategies.get(node), free_operands
+        (kind, operands, results, *_), specs = self.graph.nodes[node], layout.specs
+        free_operands = self._free_operands[node]
+        key = kind, tuple([specs[v] for v in operands + results]), layout.strategies.get(node), free_operands
         found = self._cache.get(key)
         if found is None:
             found = self._cache[key] = (

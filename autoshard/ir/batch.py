@@ -69,7 +69,7 @@ def frozen_arguments(graph: Graph, classes: Iterable[DimClass]) -> frozenset[int
 
 
 class _Work(NamedTuple):
-    """The work of the nodes of one kind."""
+    """The work of the nodes of all kinds that have as many factors, with the same signs."""
 
     each: FloatArray
     """[nodes]: product of the sizes of all factors, times executions."""
@@ -181,20 +181,25 @@ def _by_kind(nodes: Iterable[Node]) -> Mapping[OpKind, list[Node]]:
 
 
 def _works(nodes: Iterable[Node], dims: Dims) -> list[_Work]:
-    return [_work(kind, found, dims) for kind, found in _by_kind(nodes).items()]
+    alike: dict[tuple[tuple[int, ...], bool], list[tuple[FloatArray, IntArray]]] = defaultdict(list)
+    for kind, found in _by_kind(nodes).items():
+        columns = sorted(_signs(kind, len(found[0].operands)), key=lambda column: column[2])
+        signs = tuple(sign for *_, sign in columns)
+        alike[signs, kind.flops > 0].append(_work(kind, found, columns, dims))
+    return [_Work(*map(np.concatenate, zip(*found, strict=True)), *key) for key, found in alike.items()]
 
 
-def _work(kind: OpKind, nodes: Sequence[Node], dims: Dims) -> _Work:
+def _work(
+    kind: OpKind, nodes: Sequence[Node], columns: Sequence[tuple[int, int, int]], dims: Dims
+) -> tuple[FloatArray, IntArray]:
+    """`_Work.each` and `_Work.labels` of the nodes of one kind, with what `_signs` yields as ``columns``."""
     at = dims.start[np.array([n.values for n in nodes], dtype=np.int64).reshape(len(nodes), -1)]
-    columns = sorted(_signs(kind, len(nodes[0].operands)), key=lambda column: column[2])
     labels = [dims.label[at[:, i] + d] for i, d, _ in columns]
     factors = kind.rule.factors
     work = float(np.prod([float(n) for f, n in kind.factor_sizes if f in factors]))
-    return _Work(
+    return (
         work * np.array([n.trip_count for n in nodes]),
         np.stack(labels, axis=1) if labels else np.zeros((len(nodes), 0), dtype=np.int64),
-        tuple(sign for *_, sign in columns),
-        kind.flops > 0,
     )
 
 

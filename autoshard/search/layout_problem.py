@@ -87,7 +87,9 @@ def least_sizes(
 
 def _parts(options: Sequence[Spec], dim_map: DimMap, mesh: LogicalMesh) -> Array:
     """Into how many parts each of ``options`` splits a value of a variable."""
-    return np.array([math.prod(mesh.axes_size(o.dims[d]) for d in dim_map if d >= 0) for o in options], dtype=float)
+    split = [d for d in dim_map if d >= 0]
+    sizes = {axes: mesh.axes_size(axes) for axes in {axes for o in options for axes in o.dims}}
+    return np.array([math.prod([sizes[o.dims[d]] for d in split]) for o in options], dtype=float)
 
 
 @dataclass(frozen=True)

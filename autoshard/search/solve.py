@@ -143,8 +143,8 @@ def solve_without_budgets(problem: Problem, max_entries: int = MAX_TABLE_ENTRIES
 
 def eliminate_and_improve(problem: Problem) -> Assignment:
     """A second good assignment, found without pruning: elimination and neighbourhood search, budgets ignored."""
-    first = eliminate(problem, MAX_TABLE_ENTRIES).assignment
-    return min((neighbourhood_search(problem, start) for start in (first, [0] * len(first))), key=problem.cost)
+    first, cache = eliminate(problem, MAX_TABLE_ENTRIES).assignment, dict[tuple[int, bytes], Assignment]()
+    return min((neighbourhood_search(problem, start, cache) for start in (first, [0] * len(first))), key=problem.cost)
 
 
 def _improve_solution(problem: Problem, best: Solution, cache: dict[tuple[int, bytes], Assignment]) -> Solution:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -248,26 +249,25 @@ def _hold_by_value(plans: _Plans) -> None:
     count = len(plans.fitting)
     _hold_from(plans, start, within)
     slower = all(fit.plan.cost.seconds >= start.plan.cost.seconds for fit in plans.fitting[count:])
-    if slower and start.plan.memory.peak > budget and (planned := _planned_within(plans, start, within)):
+    if slower and start.plan.memory.peak > budget and (planned := _planned_within(plans, start.ran, within)):
         _hold_from(plans, start._replace(planned=planned), within)
     if start.ran != start.passes or plans.fastest().ran != plans.fastest().passes:
         return
     axes, count, most = axes_of_batch(start.plan), len(plans.fitting), plans.goal() * (1 - MIN_HELD_GAIN)
     for ran in with_each_optional(traced, start.passes, plans.options, saving=True, batch_axes=axes):
-        try:
-            planned = plan_program(traced, ran, within)
-        except (MemoryBudgetError, PipelineError, SpecError):
-            continue
-        _hold_from(plans, _Fit(planned, start.passes, ran), within)
+        known = [fit for fit in deciding if fit.ran[:1] == ran[:1]]
+        planned = None if known else _planned_within(plans, ran, within)
+        with_optional = [_Fit(planned, start.passes, ran)] if planned else known
+        for fit in sorted(with_optional, key=lambda fit: preference(fit.plan))[:1]:
+            _hold_from(plans, fit, within)
     plans.fitting[count:] = [fit for fit in plans.fitting[count:] if fit.plan.cost.seconds <= most]
 
 
-def _planned_within(plans: _Plans, fit: _Fit, within: PlanRequest) -> Planned | None:
-    """The same passes in a layout that fits ``within``, if one does."""
-    try:
-        return plan_program(plans.traced, fit.ran, within)
-    except MemoryBudgetError:
-        return None
+def _planned_within(plans: _Plans, ran: tuple[Pass, ...], within: PlanRequest) -> Planned | None:
+    """The plan with these passes that fits ``within``, if one does."""
+    with contextlib.suppress(MemoryBudgetError, PipelineError, SpecError):
+        return plan_program(plans.traced, ran, within)
+    return None
 
 
 def _hold_from(plans: _Plans, start: _Fit, within: PlanRequest) -> None:
@@ -275,6 +275,8 @@ def _hold_from(plans: _Plans, start: _Fit, within: PlanRequest) -> None:
     what that gives while it is faster. What the first choice lacks of the memory an optional pass may save."""
     traced, best, ran, budget = plans.traced, start.plan, start.ran, budget_of(within, plans.traced)
     tried, taken, saving = {*ran}, 0.0, [*_optional_saving(plans, start)]
+    if ran != start.passes:  # what fits without an optional pass gains nothing from it
+        tried.update(p for fit in plans.fitting if fit.ran == fit.passes for p in fit.ran if p.decides_held)
     for _ in range(MAX_HELD):
         chosen, seconds = held_by_value(traced, ran, best, -taken, within)
         while taken and chosen in tried and taken < budget / 4:
