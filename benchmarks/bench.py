@@ -89,6 +89,7 @@ def by_autoshard(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) 
             differences = tuple(text for text, row in audit(found, plan).lines() if row and row.unexplained)
         line = _line(f"autoshard{again}", True, found, mesh, seconds, plan.memory.peak, differences)
         kept.lines[key] = replace(line, predicted_seconds=plan.cost.compute + plan.cost.sent)
+    kept.lines[key] = replace(kept.lines[key], predicted_step=plan.cost.seconds)
     yield key
 
 

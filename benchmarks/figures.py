@@ -40,6 +40,8 @@ class Line:
     """What autoshard predicted of ``sum``."""
     scheduled: float | None = None
     """As the compiler ordered the program; None of lines that are older."""
+    predicted_step: float | None = None
+    """What autoshard predicted of ``scheduled``, by which it chose; None of lines that are older."""
 
     @property
     def fits(self) -> bool:

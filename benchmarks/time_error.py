@@ -6,13 +6,15 @@
 Needs the extra ``tpu`` or ``gpu``, and none of the chips. Of each case of a machine (`benchmarks.target_cases`; with
 WORD, those that have it in their name) the seconds that the plan predicts, and those that
 `autoshard.backend.estimate` reads: the TPU compiler's cycles times trip counts, or the roofline of what the GPU
-compiler made, and its collectives on the link model, with nothing hidden on both sides. They are kept in
-``benchmarks/results/time_error.json``.
+compiler made, and its collectives on the link model, with nothing hidden on both sides; and the seconds of a step by
+which the plan was chosen, beside those of the program as the compiler scheduled it, with what each hides. They are kept
+in ``benchmarks/results/time_error.json``.
 
 ``table`` prints all that is kept, and of autoshard's own plans in the bench (`benchmarks.figures`) the sums; then, by
 chip and together, the median and the worst error, and Kendall's tau over all pairs of plans of one program on one
-machine of which the compiled times differ by more than 10 %, below which estimates are noise. The bench has one plan
-of each.
+machine of which the compiled times differ by more than 10 %, below which estimates are noise; then the same of steps as
+scheduled. To the bench's cells, which have one plan of each, rates of the hardware were fitted: they are also counted
+apart.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -47,6 +49,8 @@ class Times:
     predicted: tuple[float, ...]
     read: tuple[float, ...]
     date: str
+    step: tuple[float, float] | None = None
+    """Seconds of the step, what is hidden counted as hidden: predicted, and as scheduled; None of older lines."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -63,7 +67,16 @@ class Times:
             for times in (self.predicted, self.read)
         ]
         where = f"{self.program} | {self.chip}, {self.mesh} | {self.strategy}"
-        return f"| {where} | {ms[0]} | {ms[1]} | {self.error:+.0%} | {self.date} |"
+        step = "| |"
+        if self.step is not None:
+            step = f"{self.step[0] * 1e3:,.2f} | {self.step[1] * 1e3:,.2f} | {self.step[0] / self.step[1] - 1:+.0%}"
+        return f"| {where} | {ms[0]} | {ms[1]} | {self.error:+.0%} | {step} | {self.date} |"
+
+    @property
+    def scheduled(self) -> Times | None:
+        """The same with the seconds of the step in place of the sums; None where they were not kept."""
+        predicted_and_read = {"predicted": self.step[:1], "read": self.step[1:]} if self.step else {}
+        return replace(self, **predicted_and_read) if self.step else None
 
 
 def kept() -> list[Times]:
@@ -79,7 +92,9 @@ def of_bench() -> Iterator[Times]:
         for line in (line for lines in of_platforms for line in lines.of(cell) if line.ours):
             if line.fits and line.sum and line.predicted_seconds:
                 times = (line.predicted_seconds,), (line.sum,)
-                yield Times(cell.row, chip, cell.column.partition(":")[2] or cell.column, "auto", *times, line.date)
+                step = (line.predicted_step, line.scheduled) if line.predicted_step and line.scheduled else None
+                mesh = cell.column.partition(":")[2] or cell.column
+                yield Times(cell.row, chip, mesh, "auto", *times, line.date, step)
 
 
 def tau(times: Sequence[Times]) -> str:
@@ -98,10 +113,18 @@ def tau(times: Sequence[Times]) -> str:
     return f"{2 * sum(agree) / len(agree) - 1:.2f} of {len(agree)}" if agree else "-"
 
 
-def summary(name: str, times: Sequence[Times]) -> str:
+def summary(name: str, times: Sequence[Times], several: Container[tuple[str, ...]]) -> str:
     """A row: how many cases, the median and the worst error, and Kendall's tau of those that have several plans."""
-    off, several = [abs(t.error) for t in times], [t for t in times if t.predicted[1:]]
-    return f"| {name} | {len(off)} | {statistics.median(off):.1%} | {max(off):.1%} | {tau(several)} |"
+    off, compared = [abs(t.error) for t in times], [t for t in times if t.key in several]
+    return f"| {name} | {len(off)} | {statistics.median(off):.1%} | {max(off):.1%} | {tau(compared)} |"
+
+
+def summaries(fitted_to: Sequence[Times], others: Sequence[Times]) -> Iterator[str]:
+    """A row a chip, one of each part, and one of all."""
+    rows, several = [*others, *fitted_to], {t.key for t in others}
+    parts = {chip: [t for t in rows if t.chip == chip] for chip in sorted({t.chip for t in rows})}
+    parts |= {"fitted to nothing": [*others], "the bench": [*fitted_to], "all": rows}
+    yield from (summary(name, times, several) for name, times in parts.items() if times)
 
 
 def measure() -> None:
@@ -120,6 +143,7 @@ def measure() -> None:
             predicted=(cost.compute, cost.sent),
             read=(read.compute, read.transfers),
             date=str(date.today()),
+            step=(cost.seconds, read.scheduled),
         )
         print(made, flush=True)
         rows = sorted({**{t.key: t for t in kept()}, made.key: made}.values(), key=lambda t: t.key)
@@ -128,15 +152,14 @@ def measure() -> None:
 
 def table() -> None:
     """Prints what is kept."""
-    rows, by_chip = [*kept(), *of_bench()], defaultdict[str, list[Times]](list)
-    print("| program | on | strategy | predicted: compute, ms | collectives | sum | compiled | | | off | date |")
-    print("|---|---|---|--:|--:|--:|--:|--:|--:|--:|---|")
-    for t in rows:
-        print(t)
-        by_chip[t.chip].append(t)
-    print("\n| chip | cases | median error | worst | Kendall's tau, pairs |\n|---|--:|--:|--:|--:|")
-    for chip, times in (*sorted(by_chip.items()), ("all", rows)):
-        print(summary(chip, times))
+    others, fitted_to = kept(), [*of_bench()]
+    sides = "predicted: compute, ms | collectives | sum | compiled | | | off | step, predicted | scheduled | off"
+    print(f"| program | on | strategy | {sides} | date |\n|---|---|---|{'--:|' * 10}---|")
+    print(*others, *fitted_to, sep="\n")
+    of_steps = [[step for t in times if (step := t.scheduled)] for times in (fitted_to, others)]
+    for what, parts in {"sums": (fitted_to, others), "steps as scheduled": of_steps}.items():
+        print(f"\n| {what} | cases | median error | worst | Kendall's tau, pairs |\n|---|--:|--:|--:|--:|")
+        print(*summaries(*parts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+from jax import ad_checkpoint
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError, nearest
@@ -41,6 +42,8 @@ from autoshard.transforms.held_values.split_scans import split_scans
 from autoshard.transforms.pipeline import Pass
 
 Policy = Callable[..., Any]
+_HELD, _AGAIN = "held", "again"
+"""Beside `HOST`, what a policy says of a value."""
 MIN_CUT_GAIN = 0.01
 """Least share of the step's time for which a scan over layers is cut in two: it compiles for twice as long."""
 
@@ -73,9 +76,10 @@ class Recompute(Pass):
     decides_held: ClassVar[bool] = True
 
     policy: str | Policy = "full"
-    """``"full"``, ``"products:3"``, the name of a policy in `jax.checkpoint_policies`, a policy: (primitive, *avals,
-    **params) -> whether results are saved; or ``"*.mlp.up=12,attention=all,*.mlp.gate=host"``: what is made again or on
-    the host meanwhile, by pattern, and in how many layers."""
+    """``"full"``, ``"products:3"``, the name of a policy in `jax.checkpoint_policies`; a policy, (primitive, *avals,
+    **params) -> whether results are saved, or `jax.ad_checkpoint.Offloadable` to ``pinned_host``; or
+    ``"*.mlp.up=12,attention=all,*.mlp.gate=host"``: what is made again or on the host meanwhile, by pattern, and in how
+    many layers."""
 
     @classmethod
     def by_name(cls, again: Any) -> Recompute:
@@ -111,7 +115,7 @@ class Recompute(Pass):
         if self.asked:
             after = self._by_name(program)
         else:
-            after = _rewritten(program.jaxpr, self.is_saved(program))
+            after = _rewritten(program.jaxpr, self.is_saved(program), is_on_host=self._offloads)
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def variants(self, program: Program, batch_axes: Sequence[str] | None = None) -> tuple[Pass, ...]:
@@ -157,6 +161,8 @@ class Recompute(Pass):
         if self.asked:
             outside = ", ".join(self._outside_loops(before))
             return found + (f"; on the device, since no loop has its layers: {outside}" if outside else "")
+        if outside := ", ".join(dict.fromkeys(self._offloaded_outside_loops(after))):
+            found += f"; on the device, since no loop has its layers: {outside}"
         left = [f"{size / 2**20:.3g} MiB of {what}" for what, size in sorted(self._left(after).items())]
         return found + ("; not recomputed: " + ", ".join(left) if left else "")
 
@@ -170,7 +176,7 @@ class Recompute(Pass):
         saved = set(products(program.jaxpr)[: self._count]) if self._count else frozenset[Product]()
 
         def allows(eqn: jx.JaxprEqn) -> bool:
-            here = _product(eqn) in saved if self._count is not None else self._allows(eqn)
+            here = _product(eqn) in saved if self._count is not None else self._answer(eqn) != _AGAIN
             return here or any(allows(inner) for r in jx.regions(eqn) for inner in r.body.eqns)
 
         return lambda eqn: not remat.is_recomputable(eqn, program.rules) or allows(eqn)
@@ -245,15 +251,34 @@ class Recompute(Pass):
         found = re.fullmatch(r"products:(\d+)", self.policy) if isinstance(self.policy, str) else None
         return int(found[1]) if found else None
 
-    def _allows(self, eqn: jx.JaxprEqn) -> bool:
+    def _answer(self, eqn: jx.JaxprEqn) -> str:
+        """What the policy says of the results of ``eqn``: `_HELD`, `_AGAIN` or `HOST`."""
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         answer = policy(eqn.primitive, *(a.aval for a in eqn.invars), **eqn.params)
-        if not isinstance(answer, bool):
-            raise PassError(
-                f"recompute: the policy {self} returns {answer!r} for {eqn.primitive.name} at "
-                f"{jx.source(eqn)}; it must return True or False"
-            )
-        return answer
+        if isinstance(answer, ad_checkpoint.Offloadable) and answer.dst == "pinned_host":
+            return HOST
+        for said, meant in (
+            (True, _HELD),
+            (ad_checkpoint.Saveable, _HELD),
+            (False, _AGAIN),
+            (ad_checkpoint.Recompute, _AGAIN),
+        ):
+            if answer is said:
+                return meant
+        raise PassError(
+            f"recompute: the policy {self} returns {answer!r} for {eqn.primitive.name} at {jx.source(eqn)}; it must "
+            "return True, False, or Offloadable(src='device', dst='pinned_host')"
+        )
+
+    def _offloads(self, eqn: jx.JaxprEqn) -> bool:
+        return not isinstance(self.policy, str) and self._answer(eqn) == HOST
+
+    def _offloaded_outside_loops(self, program: Program) -> Iterator[str]:
+        """What the policy has on the host, and is held on the device since it is in no loop."""
+        for body in remat.differentiated_bodies(program.jaxpr):
+            for eqn in remat.residuals(body).values():
+                if not jx.regions(eqn) and self._count is None and self._offloads(eqn):
+                    yield f"{eqn.primitive.name} at {jx.source(eqn) or 'unknown line'}"
 
     def _left(self, program: Program) -> Mapping[str, int]:
         """Bytes of the residuals that the policy does not save and that are saved all the same, by what they are."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import Plan, checkpoint
-from autoshard.errors import MemoryBudgetError, PlacementWarning, PlanError, SpecError
+from autoshard.errors import ArgumentError, MemoryBudgetError, PlacementWarning, PlanError, SpecError
 from autoshard.machine.mesh_config import MeshConfig
 from tests.two_processes import run
 
@@ -161,6 +161,19 @@ def test_residuals_that_xla_does_not_move_are_named() -> None:
     assert "test_memory_kinds.py" in said
     assert "on cpu XLA moves arguments and results" in said
     assert jit(step).plan(jax.device_put(STATE, HOST), X).diagnostics == ()
+
+
+def test_a_step_that_computes_with_what_is_on_the_host_is_told_of_the_argument() -> None:
+    def fun(state: Any, *, x: Any) -> Any:
+        return jax.tree.map(lambda w: w + x, state)
+
+    on_host = jit(fun, in_shardings=({"a": HOST, "b": None},))
+    with pytest.raises(ArgumentError, match=r"^argument 0\['a'\] is in the host's memory.*device_put.*JAX says: "):
+        on_host(STATE, x=X[:16])
+    with pytest.raises(ArgumentError, match=r"^x is in the host's memory"):
+        jit(fun).plan(STATE, x=jax.device_put(X[:16], HOST))
+    with pytest.raises(ArgumentError, match=r"^argument 0\['a'\] \(and 1 more\) is in the host's memory"):
+        jit(fun).plan(jax.device_put(STATE, HOST), x=X[:16])
 
 
 def test_a_loop_over_what_is_on_the_host() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,11 @@ _EXPLICIT_AXES = (
     "the step uses a mesh with Explicit axes, and in a planned step all axes are Auto. In jax.shard_map, leave out "
     "mesh=, which is the step's; or pass axis_types=(jax.sharding.AxisType.Auto, ...) to jax.make_mesh. Instead of "
     "jax.reshard, use autoshard.annotate. JAX says: "
+)
+
+_BRING = (
+    "and the step computes with it: in the step, jax.device_put(x, jax.memory.Space.Device) brings it to the device; or "
+    "pin no memory, and strategy='offload:optimizer' keeps the optimizer's state on the host. JAX says"
 )
 
 
@@ -58,7 +63,8 @@ def trace(
 
     Raises:
       SpecError: a sharding that does not fit its value or the mesh.
-      ArgumentError: a prefix with another structure than the arguments or the result.
+      ArgumentError: a prefix with another structure than the arguments or the result; or the step computes with what is
+        in the host's memory.
       MeshError: the function uses Explicit mesh axes, or is called under a mesh of another size.
     """
     whole = mesh if pipeline is None else pipeline.mesh
@@ -69,6 +75,9 @@ def trace(
         except ValueError as e:
             if "axis_types=(Explicit" in str(e) or "AxisType.Auto" in str(e):
                 raise MeshError(_EXPLICIT_AXES + str(e)) from e
+            if "memory_space" in str(e) and (paths := [*_paths_on_host(args, kwargs)]):
+                more = f" (and {len(paths) - 1} more)" if paths[1:] else ""
+                raise ArgumentError(f"{paths[0]}{more} is in the host's memory, {_BRING}: {e}") from e
             raise
     info = traced.args_info if donated is None else _mark_donated(traced.args_info, donated)
     flat_info, in_tree = jax.tree.flatten(info)
@@ -112,6 +121,15 @@ def trace(
         source=next((s for s in map(jx.source, traced.jaxpr.eqns) if s), ""),
         pipeline=pipeline,
     )
+
+
+def _paths_on_host(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """What of the arguments is in the host's memory."""
+    named = [*((f"argument {n}", a) for n, a in enumerate(args)), *kwargs.items()]
+    for name, arg in named:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            if _MEMORY_KINDS.get(getattr(getattr(leaf, "sharding", None), "memory_kind", "device")):
+                yield name + jax.tree_util.keystr(path)
 
 
 def _mark_donated(info: tuple[tuple[Any, ...], dict[str, Any]], donated: Collection[int | str]) -> Any:

@@ -448,11 +448,48 @@ def test_the_clones_count_as_backward():
 
 def test_a_policy_that_answers_otherwise_is_refused():
     before, _ = mlp(dense)
-    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    with pytest.raises(PassError, match=r"returns .*Offloadable.* for dot_general at .*test_recompute.py:\d+"):
-        Recompute(offload)(before)
+    elsewhere = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "unpinned_host")
+    with pytest.raises(PassError, match=r"returns .*Offloadable.* for dot_general at .*test_recompute.py:\d+; it must"):
+        Recompute(elsewhere)(before)
     with pytest.raises(PassError, match="takes a policy or the name of one, not 3"):
         Recompute(3)
+
+
+def test_a_policy_of_jax_sends_residuals_of_layers_to_the_host():
+    """Beside what it saves on the device, by name; and in a straight line the report says what stays there."""
+    by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["kept"],
+        names_which_can_be_offloaded=["sent"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def step(params, x, scanned):
+        def layer(h, w):
+            kept = checkpoint_name(h @ w, "kept")
+            sent = checkpoint_name(jnp.sin(kept) @ w, "sent")
+            return jnp.tanh(sent) * jnp.cos(kept), None
+
+        def loss(params):
+            if scanned:
+                return jax.lax.scan(layer, x, params)[0].sum()
+            return functools.reduce(lambda h, w: layer(h, w)[0], params, x).sum()
+
+        return jax.grad(loss)(params)
+
+    params, x = jnp.asarray(normal(0, 4, 8, 8)), jnp.asarray(normal(1, 16, 8))
+    for scanned in (True, False):
+        fun = functools.partial(step, scanned=scanned)
+        before = trace(jax.jit(fun), (params, x), {}, MESH, rules=SHIPPED)
+        after, (report,) = Pipeline((Recompute(by_name),)).run(before)
+        stacks = [v for e in after.jaxpr.eqns if e.primitive.name == "scan" for v in e.outvars]
+        on_host = [v for v in stacks if in_host_memory(v.aval)]
+        assert len(on_host) == scanned
+        outside = "on the device, since no loop has its layers: name at "
+        assert (outside in report.change) == (not scanned)
+        assert residual_bytes(after) < residual_bytes(before)
+        got, want = jx.as_fun(after.jaxpr)(params, x)[0], jax.jit(fun)(params, x)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
 def named_step(params, x):
@@ -520,6 +557,7 @@ def test_values_are_made_again_by_name_in_as_many_layers(scanned, again, product
     ("again", "text"),
     [
         ({"layers.upp": "all"}, r"is called 'layers.upp'; did you mean 'layers.up'\?; there are layers.q, layers.k"),
+        ({"attention": "all"}, r"is called 'attention' \(the scores of a small attention .*passes=\['attention'\]"),
         ({"*.up": 5}, "'layers.up' cannot be made again in 5 layers: it has 4"),
         ({"*.up": -1}, r"in -1 layers; say a number, 'all', 'host', 'host:NUMBER' or 'NUMBER\+host'"),
         ({"*.up": "hosts"}, r"in 'hosts' layers; say a number"),

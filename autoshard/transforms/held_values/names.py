@@ -230,6 +230,10 @@ def layer_counts(groups: Sequence[ResidualGroup], asked: Mapping[str, LayerCount
             names = ", ".join(found) or "none: nothing is differentiated"
             near = difflib.get_close_matches(pattern.lstrip("*."), found, 1, 0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            if matches("attention", pattern):
+                hint = (
+                    " (the scores of a small attention are values like others, unless passes=['attention'] joins them)"
+                )
             raise PassError(f"recompute: no value that may be held is called {pattern!r}{hint}; there are {names}")
         for group in matched:
             if group.name != pattern and group.name in asked:
