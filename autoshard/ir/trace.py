@@ -24,7 +24,7 @@ _EXPLICIT_AXES = (
 )
 
 _BRING = (
-    "and the step computes with it: in the step, jax.device_put(x, jax.memory.Space.Device) brings it to the device; or "
+    "and the step computes with it: bring it to the device, jax.device_put(x, jax.memory.Space.Device); or "
     "pin no memory, and strategy='offload:optimizer' keeps the optimizer's state on the host. JAX says"
 )
 
