@@ -84,11 +84,14 @@ def by_autoshard(cell: Cell, mesh: LogicalMesh, cache: Path | None, kept: Kept) 
     found = answer(program, mesh, cache, options=options, kept=key in kept.lines)
     if found is not None:
         again = "".join(" + " + p.written for p in plan.passes if p.name in ("losses", "recompute"))
-        differences = None
+        differences, wire = None, None
         if not found.refusal:
-            differences = tuple(text for text, row in audit(found, plan).lines() if row and row.unexplained)
+            audited = audit(found, plan)
+            differences = tuple(text for text, row in audited.lines() if row and row.unexplained)
+            planned, sent = (sum(c.wire_bytes(mesh) for c in side) for side in (audited.planned, audited.emitted))
+            wire = sent / planned if planned else None
         line = _line(f"autoshard{again}", True, found, mesh, seconds, plan.memory.peak, differences)
-        kept.lines[key] = replace(line, predicted_seconds=plan.cost.compute + plan.cost.sent)
+        kept.lines[key] = replace(line, predicted_seconds=plan.cost.compute + plan.cost.sent, wire=wire)
     kept.lines[key] = replace(kept.lines[key], predicted_step=plan.cost.seconds)
     yield key
 

@@ -216,7 +216,11 @@ def _save_memory(plans: _Plans) -> None:
     axes = axes_of_batch(plans.fitting[0].plan) if plans.fitting else None
     for first, *_ in with_each_optional(traced, (), options, saving=True, batch_axes=axes):
         less = sequences[:enough]  # with an optional pass that saves memory, one that saves less may do
-        bisect.bisect_left(less, True, key=lambda passes, first=first: plans.attempt(passes, (first, *passes)))
+        if not plans.fitting and less:  # what saves most tells whether any does
+            *less, most = less
+            plans.attempt(most, (first, *most))
+        if plans.fitting:
+            bisect.bisect_left(less, True, key=lambda passes, first=first: plans.attempt(passes, (first, *passes)))
 
 
 def _save_less(plans: _Plans, sequences: Sequence[tuple[Pass, ...]]) -> None:
