@@ -76,7 +76,7 @@ random: $(READY) ## run more random programs than the tests do: 2000 others, or 
 	AUTOSHARD_EXAMPLES=$${AUTOSHARD_EXAMPLES:-2000} AUTOSHARD_SEED=$${AUTOSHARD_SEED:-1} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_random_programs.py
 
-kernels: $(READY) ## run attention by interpreted TPU kernels in 300 random shapes, masks and meshes, sharded
+kernels: $(READY) ## run attention by interpreted TPU kernels, and rings, in 300 random shapes, masks and meshes, sharded
 	AUTOSHARD_EXAMPLES=$${AUTOSHARD_EXAMPLES:-300} AUTOSHARD_SEED=$${AUTOSHARD_SEED:-1} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/rules/local_forms/test_attention_splash.py
 
