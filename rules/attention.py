@@ -1,6 +1,7 @@
 """The rules of attention: batch and heads are parallel, and a sequence that queries and keys share has a local form.
 
-Where the sequence is sharded, the local form is whichever sends fewest bytes: all-to-alls that shard the heads instead
+Where the sequence is sharded, the local form is whichever takes least time by what is predicted of the busiest device,
+what it computes and what it waits for: all-to-alls that shard the heads instead
 (`autoshard.rules.local_forms.attention_ulysses`), or a ring of keys and values, or in the backward part of queries
 (`attention_ring`). Where it is not, one device attends in chunks (`attention_chunked`). An attention that the target's
 kernel supports is computed by that kernel, in all of these (`attention_kernel`).
@@ -18,14 +19,15 @@ import jax
 from jax import numpy as jnp
 from jax.extend.core import Primitive
 
-from autoshard.ir.rule import Aval, CollectiveBytes, Local, Rule, RuleFn
+from autoshard.ir.rule import Aval, CollectiveBytes, Local, LocalAlgorithm, Rule, RuleFn
 from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE
 from autoshard.rules.builders import Label, build
 from autoshard.rules.local_forms.attention_chunked import attend_chunked, gradients_chunked
 from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
 from autoshard.rules.local_forms.attention_ring import attend_ring, gradients_ring, key_reach, ring_collectives
 from autoshard.rules.local_forms.attention_ulysses import attend_ulysses, exchangeable_dims, gradients_ulysses
-from autoshard.transforms.attention_kernels import in_rings, kernel_call, unsupported_lengths
+from autoshard.rules.local_forms.attention_work import chain_work
+from autoshard.transforms.attention_kernels import in_rings, unsupported_lengths
 from autoshard.transforms.attention_op import (
     AttentionConfig,
     attend,
@@ -71,21 +73,6 @@ def attention_backward(
 
 
 @dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One way to compute attention over a sharded sequence."""
-
-    fun: Callable[..., Any]
-    """``fun(axes, *operands)`` inside `jax.shard_map`, as `Local.fun`."""
-    collectives: CollectiveBytes
-    imbalance: float = 1.0
-    """The work of the busiest device over the average."""
-
-    def bytes_sent(self, parts: int) -> float:
-        """Bytes that the busiest device sends."""
-        return sum(n if kind == COLLECTIVE_PERMUTE else n * (parts - 1) / parts for kind, n in self.collectives)
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceShard:
     """What one device has of an attention whose sequence is sharded."""
 
@@ -111,18 +98,45 @@ class SequenceShard:
         """One all-to-all for each of these sizes in bytes."""
         return tuple((ALL_TO_ALL, n) for n in sizes)
 
+    def ring(
+        self,
+        config: AttentionConfig,
+        fun: Callable[..., Any],
+        sent: Sequence[int],
+        returned: Sequence[int] = (),
+        travelling: tuple[str, ...] = (),
+        *,
+        backward: bool,
+    ) -> LocalAlgorithm:
+        """``fun(config, reach, *travelling)`` as an algorithm.
 
-Algorithms = Callable[[AttentionConfig, SequenceShard], Iterator[Algorithm]]
+        Args:
+          config: as `_ring_config` gives it.
+          sent, returned: as `ring_collectives` takes them.
+        """
+        reach = key_reach(config, self.parts, self.keys)
+        found = ring_collectives(config, reach, self.parts, sent, returned, self.accum_sizes[2] // self.keys)
+        hops = tuple(x for x in found if x[0] == COLLECTIVE_PERMUTE)
+        whole = tuple(x for x in found if x[0] != COLLECTIVE_PERMUTE)
+        work = chain_work(config, reach, self.parts, self.keys, backward) * (1.0 if config.kernel else self.unfused)
+        fun = functools.partial(fun, config, reach, *travelling)
+        return LocalAlgorithm(fun, whole, hops, 1 + reach.before + reach.behind, work)
+
+    @property
+    def unfused(self) -> float:
+        """What the attention takes without its kernel, over what it is priced at; at least 1."""
+        return max(1.0, self.plain)
 
 
-def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterator[Algorithm]:
-    imbalance, in_ring = _ring_imbalance(config, shard, backward=False), _ring_config(config, shard)
-    reach, (q, k, v) = key_reach(in_ring, shard.parts, shard.keys), shard.sizes[:3]
-    ring = ring_collectives(in_ring, reach, shard.parts, (k, v), (), shard.accum_sizes[2] // shard.keys)
-    yield Algorithm(functools.partial(attend_ring, in_ring, reach), ring, imbalance)
+Algorithms = Callable[[AttentionConfig, SequenceShard], Iterator[LocalAlgorithm]]
+
+
+def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterator[LocalAlgorithm]:
+    q, k, v = shard.sizes[:3]
+    yield shard.ring(_ring_config(config, shard), attend_ring, (k, v), backward=False)
     if shard.can_exchange:
         results = shard.sizes[-3:] if config.cotangent_dims else shard.sizes[-3:-2]  # row statistics: backward only
-        yield Algorithm(functools.partial(attend_ulysses, config), shard.all_to_alls(q, k, v, *results))
+        yield LocalAlgorithm(functools.partial(attend_ulysses, config), shard.all_to_alls(q, k, v, *results))
 
 
 def _ring_config(config: AttentionConfig, shard: SequenceShard) -> AttentionConfig:
@@ -132,47 +146,19 @@ def _ring_config(config: AttentionConfig, shard: SequenceShard) -> AttentionConf
     return config
 
 
-def _ring_imbalance(config: AttentionConfig, shard: SequenceShard, *, backward: bool) -> float:
-    """The work of the busiest device of a ring over the average of one that attends to whole sequences.
-
-    A kernel skips blocks that a mask leaves nothing of: in a causal ring the last device computes all (one by half),
-    the average device half. Without a kernel masked scores are computed too, so that all devices have the same work.
-    """
-    if not config.kernel:
-        return 1.0
-    if _ring_config(config, shard) is not config:
-        return max(1.0, shard.plain)
-    call = kernel_call(config, config.kernel)
-    if call.low is None and call.high is None:
-        return 1.0
-    parts = shard.parts
-    shares = {
-        hops: call.shifted(hops * shard.keys, shard.keys, shard.keys).computed_share(
-            shard.keys, shard.keys, backward=backward
-        )
-        for hops in range(1 - parts, parts)
-    }
-    work = [sum(shares[me - source] for source in range(parts)) for me in range(parts)]
-    whole = call.computed_share(parts * shard.keys, parts * shard.keys, backward=backward)
-    return max(work) / (parts * whole)
-
-
-def _backward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterator[Algorithm]:
-    imbalance, in_ring = _ring_imbalance(config, shard, backward=True), _ring_config(config, shard)
-    reach, (q, k, v, out, row, _, ct) = key_reach(in_ring, shard.parts, shard.keys), shard.sizes[:7]
+def _backward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterator[LocalAlgorithm]:
+    in_ring, (q, k, v, out, row, _, ct) = _ring_config(config, shard), shard.sizes[:7]
     dq, dk, dv = shard.accum_sizes
     rings: list[tuple[Literal["keys", "queries"], tuple[int, ...], tuple[int, ...]]] = [("keys", (k, v), (dk, dv))]
     # Queries would have to take masks that depend on them along, and for a kernel the output.
     if not in_ring.kernel and not any(config.query_position in x for x in config.extra_dims):
         rings.append(("queries", (q, 3 * row, ct), (dq,)))
     for travelling, sent, returned in rings:
-        ring = ring_collectives(in_ring, reach, shard.parts, sent, returned, dv // shard.keys)
-        fun = functools.partial(gradients_ring, in_ring, reach, travelling)
-        yield Algorithm(fun, ring, imbalance)
+        yield shard.ring(in_ring, gradients_ring, sent, returned, (travelling,), backward=True)
     if shard.can_exchange:
         sent = (ct, out, row) if config.kernel else (ct, row, row, row)
         exchanges = shard.all_to_alls(q, k, v, *sent, *shard.sizes[-3:])
-        yield Algorithm(functools.partial(gradients_ulysses, config), exchanges)
+        yield LocalAlgorithm(functools.partial(gradients_ulysses, config), exchanges)
 
 
 def _local_form(
@@ -183,7 +169,7 @@ def _local_form(
     whole: Sequence[Aval],
     plain: float,
 ) -> Local:
-    """The local form that runs whichever algorithm sends fewest bytes.
+    """The local form that runs whichever algorithm takes least time.
 
     Args:
       reference: the attention as plain JAX code, for the shapes of its results.
@@ -196,26 +182,34 @@ def _local_form(
     exchangeable = math.prod([lengths[c] for c in exchangeable_dims(config)])
     key_bytes = max(1, math.prod(whole[1].shape) * whole[1].dtype.itemsize)
 
-    def cheapest(parts: int, sizes: Sequence[int]) -> Algorithm:
+    def choices(parts: int, sizes: Sequence[int]) -> tuple[LocalAlgorithm, ...]:
         # Keys are sharded along the sequence and along exchangeable dimensions only: their bytes tell these's part.
         heads = exchangeable * parts * sizes[1] // key_bytes
         accum_sizes = [n // x.dtype.itemsize * accum_itemsize for n, x in zip(sizes, whole, strict=False)]
         shard = SequenceShard(parts, sizes, accum_sizes, max(1, lengths[config.key_position] // parts), heads, plain)
-        return min(algorithms(config, shard), key=lambda algorithm: algorithm.bytes_sent(parts))
+        return tuple(algorithms(config, shard))
+
+    def of_fewest_bytes(parts: int, sizes: Sequence[int]) -> LocalAlgorithm:
+        return min(choices(parts, sizes), key=lambda algorithm: _bytes_sent(algorithm, parts))
 
     def fun(axes: tuple[str, ...], *operands: Any) -> Any:
         if not axes:
             return on_one_device(config, *operands)
         results = jax.eval_shape(functools.partial(reference, config=config), *operands)
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
-        return cheapest(jax.lax.axis_size(axes), sizes).fun(axes, *operands)
+        return of_fewest_bytes(jax.lax.axis_size(axes), sizes).fun(axes, *operands)
 
     return Local(
         fun,
-        lambda parts, sizes: cheapest(parts, sizes).collectives if parts > 1 else (),
+        lambda parts, sizes: of_fewest_bytes(parts, sizes).sent if parts > 1 else (),
         used_when="always",
-        imbalance=lambda parts, sizes: cheapest(parts, [int(n) for n in sizes]).imbalance if parts > 1 else 1.0,
+        algorithms=choices,
     )
+
+
+def _bytes_sent(algorithm: LocalAlgorithm, parts: int) -> float:
+    """Bytes that the busiest device sends: what algorithms are compared by where no machine is known."""
+    return sum(n if kind == COLLECTIVE_PERMUTE else n * (parts - 1) / parts for kind, n in algorithm.sent)
 
 
 def _labels(letters: str, config: AttentionConfig, query: Aval, key: Aval, parallel: set[str]) -> list[Label]:

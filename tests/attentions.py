@@ -13,10 +13,15 @@ from jax import lax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from autoshard.cost.node_strategy import NodeStrategy, local_algorithm, node_strategy
+from autoshard.ir.graph import OpKind
+from autoshard.ir.rule import LocalAlgorithm
 from autoshard.machine.mesh import Link, LogicalMesh
 from autoshard.passes import PASSES
+from autoshard.transforms.attention_kernels import kernel_flops_at_peak
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attention_backward_p, attention_p
 from autoshard.transforms.pipeline import Pipeline, parse_passes
-from tests.programs import CHIP, program
+from tests.programs import CHIP, graph, program
 
 HASTY = replace(CHIP, links={"link": Link("link", 1e3, 0.0)}, overhead=0.0, flops={"float32": 1e6, "bfloat16": 1e6})
 """Bytes and operations are dear, so that the ring pays at any size."""
@@ -160,6 +165,52 @@ def rewritten(fun, args, passes=("attention",)):
     """The program after the passes, and the attention's report."""
     done, reports = Pipeline(parse_passes(passes, PASSES)).run(program(fun, args, mesh(s=8)))
     return done, next(r.change for r in reports if r.name == "attention")
+
+
+def causal_kind(on: LogicalMesh, length: int, heads: int = 32, key_heads: int = 8, backward: bool = False) -> OpKind:
+    """A causal attention of one sequence in bfloat16, heads 128 wide, by the kernel that the chips of ``on`` have."""
+    rates, sizes = on.hardware.attention, {"b": 1, "q": length, "k": length, "h": key_heads, "g": heads // key_heads}
+    sizes |= {"d": 128, "e": 128}
+    dims = ("bqhgd", "bkhd", "bkhe")
+    masks = (ScoreOp("scale", 128**-0.5), ScoreOp("band", -1e30, high=0))
+    config = AttentionConfig(
+        *dims, "bqhge", "bhgq", "q", "k", masks, (), "float32", "float32", "bfloat16", "bfloat16",
+        cotangent_dims="bqhge", grad_dims=dims, grad_dtypes=("bfloat16",) * 3, kernel=rates.kernel if rates else "",
+    )  # fmt: skip
+    rows = (*dims, "bqhge", "bhgq", "bhgq", "bqhge") if backward else dims
+    args = [jax.ShapeDtypeStruct([sizes[c] for c in x], "float32" if x == "bhgq" else "bfloat16") for x in rows]
+    flops = config.flops(*args[:3], backward=backward)
+    if rates:
+        share = rates.backward if backward else rates.forward
+        flops = kernel_flops_at_peak(config, *args[:3], share, backward=backward) * on.hardware.product_efficiency
+    op = attention_backward_p if backward else attention_p
+    built = graph(lambda *xs: op.bind(*xs, config=config, flops=flops), args, on)
+    return next(n.kind for n in built.nodes if n.kind.flops)
+
+
+def over_sequence(kind: OpKind, on: LogicalMesh) -> tuple[NodeStrategy, list[LocalAlgorithm], LocalAlgorithm]:
+    """How an attention runs where all axes of ``on`` split its sequence: all ways that there are, and the one taken."""
+    (factor,) = (f for f, k in kind.rule.kinds if k == "local")
+    found = node_strategy(kind, {factor: on.axis_names}, on)
+    specs = (*found.in_specs, *found.out_specs)
+    sizes = [int(n / s.num_shards(on.shape)) for n, s in zip(kind.bytes, specs, strict=True)]
+    taken = local_algorithm(kind, found.in_specs, found.out_specs, on)
+    assert kind.rule.local is not None
+    assert kind.rule.local.algorithms is not None
+    assert taken is not None
+    return found, list(kind.rule.local.algorithms(on.size, sizes)), taken
+
+
+def way(algorithm: LocalAlgorithm) -> str:
+    """The name of the function that an algorithm runs."""
+    return algorithm.fun.func.__name__
+
+
+def seconds_by(kind: OpKind, on: LogicalMesh, algorithm: LocalAlgorithm) -> float:
+    """Predicted seconds where ``algorithm`` is the only one there is."""
+    assert kind.rule.local is not None
+    only = replace(kind.rule.local, algorithms=lambda *_: (algorithm,))
+    return over_sequence(replace(kind, rule=replace(kind.rule, local=only)), on)[0].seconds(on)
 
 
 def close(got, want, rtol=2e-5):

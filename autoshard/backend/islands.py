@@ -16,6 +16,7 @@ from autoshard.backend.on_shards import extend_with_halos, product_in_ring, redu
 from autoshard.backend.rings.kernel_rings import WeightRing, gathered_in_turn, reduced_in_turn
 from autoshard.backend.rings.operand_gathers import Bundle, Change
 from autoshard.backend.rings.ring import Ring, gathered_products
+from autoshard.cost.node_strategy import local_algorithm
 from autoshard.ir.graph import OpKind
 from autoshard.ir.rule import halo_axes
 from autoshard.ir.rule_registry import Rules
@@ -64,6 +65,7 @@ class Islands:
             ],
         )
 
+        algorithm = local_algorithm(kind, island.in_specs, island.out_specs, self.logical_mesh)
         ring = self.sum_rings.get(node)
         in_turn = node in self.kernels and self.logical_mesh.hardware.blocking_reduce_scatters
 
@@ -74,7 +76,7 @@ class Islands:
             if local is None or local.fun is None:
                 out = (indexed or same_op)(*operands)
             else:
-                out = local.fun(placed, *operands)
+                out = (local.fun if algorithm is None else algorithm.fun)(placed, *operands)
             results = out if isinstance(out, tuple | list) else (out,)
             if in_turn:
                 return reduced_in_turn(results, island.out_specs, island.reduced_specs, self.logical_mesh)

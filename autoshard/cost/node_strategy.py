@@ -16,7 +16,7 @@ from autoshard.cost.convolution import tile_padding
 from autoshard.ir.graph import OpKind
 from autoshard.ir.halo import rows_per_hop
 from autoshard.ir.propagate import axes_of_dim
-from autoshard.ir.rule import LocalWork
+from autoshard.ir.rule import CollectiveBytes, LocalAlgorithm, LocalWork
 from autoshard.ir.spec import REDUCTION_KINDS, Axes, Spec
 from autoshard.machine.collective import COLLECTIVE_PERMUTE, Collective, collective_seconds
 from autoshard.machine.host_link import seconds_waited_for_copies
@@ -89,7 +89,8 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
     out_specs = tuple(map(spec, kind.rule.results))
     if partial:  # a result that has the reduced factor as a dimension is not partial over it
         out_specs = tuple([Spec(s.dims, tuple([p for p in partial if p[0] not in s.axes])) for s in out_specs])
-    collectives = _strategy_collectives(kind, in_specs, out_specs, assignment, mesh)
+    algorithm = local_algorithm(kind, in_specs, out_specs, mesh)
+    collectives = _strategy_collectives(kind, in_specs, out_specs, assignment, mesh, algorithm)
     if (local := _local_axes(kind, assignment)) and kind.rule.local is not None:
         other = kind.rule.local.alongside
         if sizes[other] % mesh.axes_size(split.get(other, ())) if other else any(s.partial for s in out_specs):
@@ -100,10 +101,49 @@ def node_strategy(kind: OpKind, assignment: Mapping[str, Axes], mesh: LogicalMes
     if kind.traits.grouped_product and mesh.hardware.grouped_products:
         work = None
     own = work({f: mesh.axes_size(axes) for f, axes in assignment.items()}) if work is not None else None
-    seconds = _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh, own)
+    seconds = _strategy_compute_seconds(kind, in_specs, out_specs, assignment, mesh, own, algorithm)
     stored, rounds = (own.bytes, own.rounds) if own is not None else (0, 1)
     hidden = _hidden_beside_other_rounds(rounds, seconds, collectives, mesh)
+    if algorithm is not None:
+        hidden = _hidden_hops(algorithm, seconds, local, mesh)
     return NodeStrategy(in_specs, out_specs, seconds, collectives, local, stored, hidden)
+
+
+def local_algorithm(
+    kind: OpKind, in_specs: Sequence[Spec], out_specs: Sequence[Spec], mesh: LogicalMesh
+) -> LocalAlgorithm | None:
+    """The algorithm of least seconds of a rule's local form, under these specs of a node's operands and results; None
+    where it has no choice, or its factor is not split.
+
+    The lowering asks again for the specs of the plan.
+    """
+    local = kind.rule.local
+    if local is None or local.algorithms is None:
+        return None
+    ends = list(zip((*kind.rule.operands, *kind.rule.results), (*in_specs, *out_specs), strict=True))
+    split = {f: axes for dims, s in ends for dim, axes in zip(dims, s.dims, strict=True) for f in dim[:1] if axes}
+    over = _local_axes(kind, split)
+    if not over:
+        return None
+    sizes = [b / s.num_shards(mesh.shape) for b, (_, s) in zip(kind.bytes, ends, strict=True)]
+    parts = math.prod(mesh.axes_size(axes) for axes in split.values())
+
+    def seconds(algorithm: LocalAlgorithm) -> float:
+        compute = compute_seconds(kind, sizes, parts / algorithm.work, mesh)
+        sent = _total_seconds(_over(algorithm.sent, over, mesh), mesh)
+        return compute + sent - _hidden_hops(algorithm, compute, over, mesh)
+
+    return min(local.algorithms(mesh.axes_size(over), [math.ceil(n) for n in sizes]), key=seconds)
+
+
+def _hidden_hops(algorithm: LocalAlgorithm, compute: float, axes: Axes, mesh: LogicalMesh) -> float:
+    """Seconds of what an algorithm sends from round to round that run beside what the other rounds compute."""
+    hops = _total_seconds(_over(algorithm.hops, axes, mesh), mesh)
+    return (1 - 1 / algorithm.rounds) * min(mesh.hardware.hidden_collectives * hops, compute)
+
+
+def _over(sent: CollectiveBytes, axes: Axes, mesh: LogicalMesh) -> tuple[Collective, ...]:
+    return tuple(Collective(kind, _in_mesh_order(axes, mesh), size) for kind, size in sent)
 
 
 def _hidden_beside_other_rounds(
@@ -122,7 +162,12 @@ def _total_seconds(collectives: Iterable[Collective] | None, mesh: LogicalMesh) 
 
 
 def _strategy_collectives(
-    kind: OpKind, in_specs: Sequence[Spec], out_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
+    kind: OpKind,
+    in_specs: Sequence[Spec],
+    out_specs: Sequence[Spec],
+    assignment: Mapping[str, Axes],
+    mesh: LogicalMesh,
+    algorithm: LocalAlgorithm | None,
 ) -> tuple[Collective, ...] | None:
     """Halo exchanges and, where the local factor is split, the collectives of the local form; None where the local form
     does not support the split."""
@@ -140,8 +185,8 @@ def _strategy_collectives(
         sizes[halo.operand] = math.ceil(size * (own + sum(sides)) / own)
     if not local or kind.rule.local is None:
         return tuple(found)
-    moves = kind.rule.local.collectives(mesh.axes_size(local), sizes)
-    return None if moves is None else (*found, *(Collective(k, _in_mesh_order(local, mesh), b) for k, b in moves))
+    moves = algorithm.sent if algorithm is not None else kind.rule.local.collectives(mesh.axes_size(local), sizes)
+    return None if moves is None else (*found, *_over(moves, local, mesh))
 
 
 def _local_axes(kind: OpKind, assignment: Mapping[str, Axes]) -> Axes:
@@ -171,15 +216,15 @@ def _strategy_compute_seconds(
     assignment: Mapping[str, Axes],
     mesh: LogicalMesh,
     own: LocalWork | None,
+    algorithm: LocalAlgorithm | None,
 ) -> float:
     local = [b / s.num_shards(mesh.shape) for b, s in zip(kind.bytes, (*in_specs, *out_specs), strict=True)]
     parts: float = math.prod(mesh.axes_size(a) for a in assignment.values())
     if own is not None and own.flops:
         local += [own.bytes] * 2  # written and read
         parts = kind.flops / own.flops
-    axes = _local_axes(kind, assignment)
-    if axes and kind.rule.local is not None and kind.rule.local.imbalance is not None:
-        parts /= kind.rule.local.imbalance(mesh.axes_size(axes), local)
+    if algorithm is not None:
+        parts /= algorithm.work
     if kind.convolution is not None:
         shapes = [
             [math.ceil(n / mesh.axes_size(axes)) for n, axes in zip(shape, spec.dims, strict=True)]

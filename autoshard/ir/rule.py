@@ -63,6 +63,27 @@ class LocalWork(NamedTuple):
     """In how many rounds it runs: what one sends can be hidden by what another computes."""
 
 
+class LocalAlgorithm(NamedTuple):
+    """One way to compute a local form, where there are several."""
+
+    fun: Callable[..., Any]
+    """``fun(axes, *operands)``, as `Local.fun`."""
+    collectives: CollectiveBytes
+    """What it sends before it computes, or when it has computed."""
+    hops: CollectiveBytes = ()
+    """What it sends from round to round beside what it computes."""
+    rounds: int = 1
+    """In how many rounds it computes."""
+    work: float = 1.0
+    """FLOPs of the busiest shard over the mean of those that the operation is priced at; less than 1 where it skips
+    more of a mask than these leave out."""
+
+    @property
+    def sent(self) -> CollectiveBytes:
+        """All of its collectives."""
+        return (*self.collectives, *self.hops)
+
+
 @dataclass(frozen=True, slots=True)
 class Local:
     """A local form: how each device computes its shard of an operation that XLA would gather for, or cannot partition.
@@ -90,9 +111,10 @@ class Local:
     """``always``: also, with no ``axes``, where the local factor is not split, since XLA would gather for any other.
     ``partial``: only where a reduced factor is split. ``scattered``: only where the partial sums of a split reduced
     factor are reduce-scattered, or operands come with halos."""
-    imbalance: Callable[[int, Sequence[float]], float] | None = None
-    """``imbalance(parts, sizes)`` -> the busiest shard's work over the mean, a number of 1 or more; None: all have
-    equal work."""
+    algorithms: Callable[[int, Sequence[int]], Sequence[LocalAlgorithm]] | None = None
+    """``algorithms(parts, sizes)`` -> the ways to compute it where its factor is split, of which the one with the least
+    predicted seconds runs, in place of ``fun`` and ``collectives``; None: there is one way, and all shards have equal
+    work."""
     work: Callable[[Mapping[str, int]], LocalWork] | None = None
     """``work(parts)`` -> the work of one device, where each factor is split into so many ``parts``, of an operation of
     several steps; None: its FLOPs are divided by all parts, and it stores nothing but its results."""

@@ -291,12 +291,25 @@ def kernel_flops_at_peak(
     """
     sizes = config.sizes(query, key, value)
     queries, keys = sizes[config.query_position], sizes[config.key_position]
-    twice = backward and not KERNELS[config.kernel].gradient_is_one_kernel(keys)
-    flops = config.flops(query, key, value, backward=backward) * (7 / 5 if twice else 1)
+    flops = config.flops(query, key, value, backward=backward) * _times_computed(config.kernel, keys, backward)
     width = min(sizes[config.head_width], sizes[config.value_width])
     computed = kernel_call(config, config.kernel).computed_share(queries, keys, backward=backward)
     length = KERNELS[config.kernel].block(queries, keys, backward=backward)[1]
     return flops_at_peak(config.kernel, flops, width, length, share, computed)
+
+
+def relative_flops(call: KernelCall, queries: int, keys: int, *, backward: bool) -> float:
+    """What `kernel_flops_at_peak` multiplies the FLOPs of all scores by, as far as lengths and mask decide it: calls of
+    one kernel on sequences of several lengths are compared by it."""
+    kernel = KERNELS[call.kernel]
+    length = kernel.block(queries, keys, backward=backward)[1]
+    computed = call.computed_share(queries, keys, backward=backward)
+    return computed * _times_computed(call.kernel, keys, backward) / peak_share(call.kernel, 1.0, length)
+
+
+def _times_computed(name: str, keys: int, backward: bool) -> float:
+    """FLOPs over those of products that are computed once: two kernels of the gradient compute the scores twice."""
+    return 7 / 5 if backward and not KERNELS[name].gradient_is_one_kernel(keys) else 1.0
 
 
 def causal_share(name: str, queries: int, window: float = math.inf) -> float:

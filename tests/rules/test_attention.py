@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ import autoshard
 from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
 from autoshard.backend.hlo.collectives import collectives
+from autoshard.machine.hardware import load_hardware
+from autoshard.machine.mesh import LogicalMesh
 from autoshard.rules import OWN
 from autoshard.rules.local_forms.attention_ring import key_reach, masked_score
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
@@ -22,14 +26,18 @@ from tests.attentions import (
     PADDED,
     H,
     K,
+    causal_kind,
     close,
     every_form,
     mesh,
     mix,
     operands,
+    over_sequence,
     rewritten,
     scores,
+    seconds_by,
     trained,
+    way,
 )
 from tests.combinations import every_second, every_third
 
@@ -200,6 +208,40 @@ def test_the_score_of_masked_keys(steps, score):
     assert masked_score(config(*steps)) == score
     if score is None:
         assert key_reach(config(*steps), 8, 4).ring
+
+
+def by_bytes(algorithms, parts):
+    """The algorithm whose busiest device sends fewest bytes."""
+
+    def sent(a):
+        return sum(n if kind == "collective-permute" else n * (parts - 1) / parts for kind, n in a.sent)
+
+    return min(algorithms, key=sent)
+
+
+def test_a_long_causal_attention_trades_heads_where_a_ring_would_send_less_and_wait_for_its_last_device():
+    on = LogicalMesh(("s",), (4,), load_hardware("tpu-v6e"))
+    kind = causal_kind(on, 2**17)
+    found, algorithms, taken = over_sequence(kind, on)
+    ring = by_bytes(algorithms, 4)
+    assert (way(ring), way(taken)) == ("attend_ring", "attend_ulysses")
+    assert found.seconds(on) < 0.6 * seconds_by(kind, on, ring)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("chip", ["tpu-v6e", "tpu-v5p", "h100"])
+def test_no_attention_takes_longer_than_by_any_other_algorithm(chip, backward):
+    hardware, flipped = load_hardware(chip), 0
+    for parts in (2, 4, 8, 32):
+        on = LogicalMesh(("s",), (parts,), hardware)
+        for length, key_heads in itertools.product((2**14, 2**18), (1, 8, 32)):
+            kind = causal_kind(on, length, key_heads=key_heads, backward=backward)
+            found, algorithms, taken = over_sequence(kind, on)
+            seconds = [seconds_by(kind, on, a) for a in algorithms]
+            assert found.seconds(on) == pytest.approx(min(seconds), rel=1e-12)
+            assert [(c.kind, c.bytes) for c in found.collectives] == list(taken.sent)
+            flipped += way(by_bytes(algorithms, parts)) != way(taken)
+    assert flipped, "or bytes would do"
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])

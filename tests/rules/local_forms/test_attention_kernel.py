@@ -14,10 +14,9 @@ import autoshard
 from autoshard.backend.audit import audit
 from autoshard.backend.hlo.collectives import collectives
 from autoshard.machine.mesh import AttentionRates, LogicalMesh
-from autoshard.rules import OWN
 from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
 from autoshard.transforms.attention_kernels import KERNELS, unsupported_reason
-from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attend, attention_gradients, attention_p
+from autoshard.transforms.attention_op import AttentionConfig, ScoreOp, attend, attention_gradients
 from tests.attentions import FORMS as WRITTEN
 from tests.attentions import HASTY, LAYOUTS, close, operands, trained
 from tests.combinations import every_third
@@ -134,16 +133,3 @@ def test_what_the_kernel_does_not_support_is_not_replaced_and_the_plan_says_why(
     half = tuple(jnp.asarray(x, "bfloat16") for x in operands())
     plan = sharded(WRITTEN["padded"][0], "batch").plan(*half)
     assert "of masks and biases cuDNN is used for the causal mask and causal windows (mask)" in said(plan)
-
-
-@pytest.mark.parametrize(("batch", "name", "slowest"), [(4, "causal", 1), (3, "causal", 15 / 8), (3, "full", 1)])
-def test_the_last_device_of_a_causal_ring_has_most_of_the_work(batch, name, slowest):
-    """Where heads are traded, four sequences of four heads, all have as much."""
-    masks = (BAND,) if name == "causal" else ()
-    config = replace(FORMS["heads last"], score_ops=masks, kernel="cudnn")
-    sides = [jax.ShapeDtypeStruct((batch, 2**20, 4, 8), "bfloat16")] * 3
-    local = OWN[attention_p](*sides, config=config).local
-    part = batch * 2**17 * 4 * 8 * 2
-    assert local.imbalance(8, [part] * 4 + [part // 4] * 2) == pytest.approx(slowest, rel=2e-3)
-    plain = OWN[attention_p](*sides, config=replace(config, kernel="")).local
-    assert plain.imbalance(8, [part] * 4 + [part // 4] * 2) == 1
