@@ -3,8 +3,9 @@
 Where the sequence is sharded, the local form is whichever takes least time by what is predicted of the busiest device,
 what it computes and what it waits for: all-to-alls that shard the heads instead
 (`autoshard.rules.local_forms.attention_ulysses`), or a ring of keys and values, or in the backward part of queries
-(`attention_ring`). Where it is not, one device attends in chunks (`attention_chunked`). An attention that the target's
-kernel supports is computed by that kernel, in all of these (`attention_kernel`).
+(`attention_ring`), with the work of a causal mask balanced or not (`attention_balanced`). Where it is not, one device
+attends in chunks (`attention_chunked`). An attention that the target's kernel supports is computed by that kernel, in
+all of these (`attention_kernel`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ from jax.extend.core import Primitive
 from autoshard.ir.rule import Aval, CollectiveBytes, Local, LocalAlgorithm, Rule, RuleFn
 from autoshard.machine.collective import ALL_TO_ALL, COLLECTIVE_PERMUTE
 from autoshard.rules.builders import Label, build
+from autoshard.rules.local_forms.attention_balanced import (
+    attend_balanced,
+    can_balance,
+    exchange_collectives,
+    gradients_balanced,
+)
 from autoshard.rules.local_forms.attention_chunked import attend_chunked, gradients_chunked
 from autoshard.rules.local_forms.attention_kernel import attend_fused, gradients_fused
 from autoshard.rules.local_forms.attention_ring import attend_ring, gradients_ring, key_reach, ring_collectives
 from autoshard.rules.local_forms.attention_ulysses import attend_ulysses, exchangeable_dims, gradients_ulysses
-from autoshard.rules.local_forms.attention_work import chain_work
+from autoshard.rules.local_forms.attention_work import balanced_work, chain_work
 from autoshard.transforms.attention_kernels import in_rings, unsupported_lengths
 from autoshard.transforms.attention_op import (
     AttentionConfig,
@@ -122,6 +129,29 @@ class SequenceShard:
         fun = functools.partial(fun, config, reach, *travelling)
         return LocalAlgorithm(fun, whole, hops, 1 + reach.before + reach.behind, work)
 
+    def balanced(
+        self,
+        config: AttentionConfig,
+        fun: Callable[..., Any],
+        exchanged: Sequence[int],
+        sent: Sequence[int],
+        returned: Sequence[int] = (),
+        travelling: tuple[str, ...] = (),
+        *,
+        backward: bool,
+    ) -> Iterator[LocalAlgorithm]:
+        """As `ring`, with the work balanced, where it can be.
+
+        Args:
+          exchanged: bytes of this device's part of what the devices exchange halves of.
+        """
+        if not can_balance(config, self.keys):
+            return
+        exchange = exchange_collectives(config, self.parts, exchanged, self.accum_sizes[2] // self.keys)
+        work = balanced_work(config, self.parts, self.keys, backward) * (1.0 if config.kernel else self.unfused)
+        hops = tuple((COLLECTIVE_PERMUTE, n) for n in (*sent, *returned)) * (self.parts - 1)
+        yield LocalAlgorithm(functools.partial(fun, config, *travelling), exchange, hops, self.parts, work)
+
     @property
     def unfused(self) -> float:
         """What the attention takes without its kernel, over what it is priced at; at least 1."""
@@ -132,10 +162,11 @@ Algorithms = Callable[[AttentionConfig, SequenceShard], Iterator[LocalAlgorithm]
 
 
 def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterator[LocalAlgorithm]:
-    q, k, v = shard.sizes[:3]
-    yield shard.ring(_ring_config(config, shard), attend_ring, (k, v), backward=False)
+    in_ring, (q, k, v) = _ring_config(config, shard), shard.sizes[:3]
+    results = shard.sizes[-3:] if config.cotangent_dims else shard.sizes[-3:-2]  # row statistics: backward only
+    yield shard.ring(in_ring, attend_ring, (k, v), backward=False)
+    yield from shard.balanced(in_ring, attend_balanced, (q, k, v, *results), (k, v), backward=False)
     if shard.can_exchange:
-        results = shard.sizes[-3:] if config.cotangent_dims else shard.sizes[-3:-2]  # row statistics: backward only
         yield LocalAlgorithm(functools.partial(attend_ulysses, config), shard.all_to_alls(q, k, v, *results))
 
 
@@ -155,6 +186,9 @@ def _backward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Itera
         rings.append(("queries", (q, 3 * row, ct), (dq,)))
     for travelling, sent, returned in rings:
         yield shard.ring(in_ring, gradients_ring, sent, returned, (travelling,), backward=True)
+        stats = (out, row) if in_ring.kernel else (3 * row,)
+        exchanged = (q, k, v, *stats, ct, *shard.sizes[-3:])
+        yield from shard.balanced(in_ring, gradients_balanced, exchanged, sent, returned, (travelling,), backward=True)
     if shard.can_exchange:
         sent = (ct, out, row) if config.kernel else (ct, row, row, row)
         exchanges = shard.all_to_alls(q, k, v, *sent, *shard.sizes[-3:])

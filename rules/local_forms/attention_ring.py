@@ -119,7 +119,7 @@ def attend_ring(
             attend = functools.partial(attend_block, distance=step * hop * keys)
             return lax.cond(exists, attend, lambda state, *_: state, state, k, v, source)
 
-        state = _circulate(axes, reach, step, hops, (key, value), state, receive)
+        state = circulate(axes, reach, step, hops, (key, value), state, receive)
     score = out_of_window_score(config, reach)
     if score is not None:
         values = jnp.sum(value, config.value_dims.index(config.key_position), config.accum_dtype, keepdims=True)
@@ -188,7 +188,7 @@ def gradients_ring(
             source = me - step * hop
             if reach.ring:
                 of_block, here = gradients_of_block(block, source % parts)
-                pairs = _send_pairs(step, 1, parts, True)
+                pairs = send_pairs(step, 1, parts, True)
                 travelled = [permute_shards(x + y, axes, pairs) for x, y in zip(travelled, of_block, strict=True)]
             else:
                 zeros = jax.tree.map(jnp.zeros_like, (travelled, stayed))
@@ -200,7 +200,7 @@ def gradients_ring(
             return travelled, jax.tree.map(jnp.add, stayed, here)
 
         start = jax.tree.map(jnp.zeros_like, travelled), stayed
-        returned, stayed = _circulate(axes, reach, direction, hops, own_block, start, receive)
+        returned, stayed = circulate(axes, reach, direction, hops, own_block, start, receive)
         travelled = jax.tree.map(jnp.add, travelled, returned)
     dq, dk, dv = (*travelled, *stayed) if send_queries else (*stayed, *travelled)
     score = out_of_window_score(config, reach)
@@ -216,7 +216,7 @@ def gradients_ring(
     return finalize_gradients(config, (dq, dk, dv))
 
 
-def _circulate(
+def circulate(
     axes: Axes, reach: Reach, step: int, hops: int, block: Any, state: Any, receive: Callable[[Any, Any, Any], Any]
 ) -> Any:
     """``state`` after ``receive(state, block, hop)`` of every block that arrives in ``hops`` hops.
@@ -228,7 +228,7 @@ def _circulate(
     parts = lax.axis_size(axes)
 
     def send(block: Any, hop: int) -> Any:
-        return jax.tree.map(lambda x: permute_shards(x, axes, _send_pairs(step, hop, parts, reach.ring)), block)
+        return jax.tree.map(lambda x: permute_shards(x, axes, send_pairs(step, hop, parts, reach.ring)), block)
 
     def next_hop(carry: tuple[Any, Any], hop: Any) -> tuple[tuple[Any, Any], None]:
         block, state = carry
@@ -246,7 +246,7 @@ def _circulate(
     return receive(carry[1], carry[0], hops)
 
 
-def _send_pairs(step: int, hop: Any, parts: int, ring: bool) -> Pairs:
+def send_pairs(step: int, hop: Any, parts: int, ring: bool) -> Pairs:
     """(sender, receiver) of a hop: all devices in a ring, in a chain those that a block has arrived at."""
     if ring:
         return [(p, (p + step) % parts) for p in range(parts)]

@@ -34,6 +34,17 @@ def chain_work(config: AttentionConfig, reach: Reach, parts: int, keys: int, bac
     return max(of_device) * parts / _flops(call, parts * keys, backward)
 
 
+@functools.lru_cache(maxsize=1024)
+def balanced_work(config: AttentionConfig, parts: int, keys: int, backward: bool) -> float:
+    """`chain_work` of a balanced ring: two blocks of scores in each hop, of half as many queries and keys as a device
+    has, and at first one and two on the diagonal."""
+    if not config.kernel:
+        return (2 * (parts - 1) + 3) / (4 * parts)
+    call, half = kernel_call(config, config.kernel), keys // 2
+    seen, diagonal = (_flops(call.shifted(distance, half, half), half, backward) for distance in (half, 0))
+    return ((2 * (parts - 1) + 1) * seen + 2 * diagonal) * parts / _flops(call, parts * keys, backward)
+
+
 def _flops(call: KernelCall, length: int, backward: bool) -> float:
     """What a call of so many queries and keys takes, per head and per element of its width."""
     return length * length * relative_flops(call, length, length, backward=backward)

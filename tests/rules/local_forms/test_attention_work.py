@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.rules.local_forms.attention_ring import key_reach
-from autoshard.rules.local_forms.attention_work import chain_work
+from autoshard.rules.local_forms.attention_work import balanced_work, chain_work
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
 
 CAUSAL = AttentionConfig(
@@ -48,3 +48,10 @@ def test_the_gradients_of_short_blocks_are_one_kernel_where_those_of_the_whole_a
 def test_short_blocks_are_computed_at_a_lower_rate():
     full = replace(FULL, kernel="splash")
     assert work(full, 8, 512) == pytest.approx((1 + 128 / 512) / (1 + 128 / 1024), rel=1e-6)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_balanced_ring_computes_half_of_all_scores_and_half_of_the_diagonal(parts):
+    assert balanced_work(CAUSAL, parts, 64, False) == pytest.approx((2 * parts + 1) / (4 * parts), rel=1e-12)
+    assert balanced_work(replace(CAUSAL, kernel="splash"), parts, 2**17, False) == pytest.approx(1, rel=1e-2)
+    assert balanced_work(replace(CAUSAL, kernel="cudnn"), parts, 2**17, True) == pytest.approx(1, rel=2e-2)
