@@ -149,7 +149,8 @@ class SequenceShard:
             return
         exchange = exchange_collectives(config, self.parts, exchanged, self.accum_sizes[2] // self.keys)
         work = balanced_work(config, self.parts, self.keys, backward) * (1.0 if config.kernel else self.unfused)
-        hops = tuple((COLLECTIVE_PERMUTE, n) for n in (*sent, *returned)) * (self.parts - 1)
+        hop: CollectiveBytes = tuple((COLLECTIVE_PERMUTE, n) for n in (*sent, *returned))
+        hops = hop * (self.parts - 1)
         yield LocalAlgorithm(functools.partial(fun, config, *travelling), exchange, hops, self.parts, work)
 
     @property
