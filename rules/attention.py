@@ -134,6 +134,7 @@ class SequenceShard:
         config: AttentionConfig,
         fun: Callable[..., Any],
         exchanged: Sequence[int],
+        picked: int,
         sent: Sequence[int],
         returned: Sequence[int] = (),
         travelling: tuple[str, ...] = (),
@@ -144,14 +145,17 @@ class SequenceShard:
 
         Args:
           exchanged: bytes of this device's part of what the devices exchange halves of.
+          picked: bytes of what it has two halves of, of which each hop takes one.
         """
         if not can_balance(config, self.keys):
             return
         exchange = exchange_collectives(config, self.parts, exchanged, self.accum_sizes[2] // self.keys)
         work = balanced_work(config, self.parts, self.keys, backward) * (1.0 if config.kernel else self.unfused)
         hop: CollectiveBytes = tuple((COLLECTIVE_PERMUTE, n) for n in (*sent, *returned))
-        hops = hop * (self.parts - 1)
-        yield LocalAlgorithm(functools.partial(fun, config, *travelling), exchange, hops, self.parts, work)
+        fun = functools.partial(fun, config, *travelling)
+        # A half is chosen by a copy, which reads both and writes one; what is exchanged is chosen and joined.
+        moved = 3 * picked // 2 * (self.parts - 1) + 3 * sum(exchanged)
+        yield LocalAlgorithm(fun, exchange, hop * (self.parts - 1), self.parts, work, moved)
 
     @property
     def unfused(self) -> float:
@@ -166,7 +170,8 @@ def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterat
     in_ring, (q, k, v) = _ring_config(config, shard), shard.sizes[:3]
     results = shard.sizes[-3:] if config.cotangent_dims else shard.sizes[-3:-2]  # row statistics: backward only
     yield shard.ring(in_ring, attend_ring, (k, v), backward=False)
-    yield from shard.balanced(in_ring, attend_balanced, (q, k, v, *results), (k, v), backward=False)
+    picked = q + 3 * shard.accum_sizes[0]  # the output so far is as large, and is taken and put back twice
+    yield from shard.balanced(in_ring, attend_balanced, (q, k, v, *results), picked, (k, v), backward=False)
     if shard.can_exchange:
         yield LocalAlgorithm(functools.partial(attend_ulysses, config), shard.all_to_alls(q, k, v, *results))
 
@@ -188,8 +193,10 @@ def _backward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Itera
     for travelling, sent, returned in rings:
         yield shard.ring(in_ring, gradients_ring, sent, returned, (travelling,), backward=True)
         stats = (out, row) if in_ring.kernel else (3 * row,)
-        exchanged = (q, k, v, *stats, ct, *shard.sizes[-3:])
-        yield from shard.balanced(in_ring, gradients_balanced, exchanged, sent, returned, (travelling,), backward=True)
+        exchanged, picked = (q, k, v, *stats, ct, *shard.sizes[-3:]), q + sum(stats) + ct
+        yield from shard.balanced(
+            in_ring, gradients_balanced, exchanged, picked, sent, returned, (travelling,), backward=True
+        )
     if shard.can_exchange:
         sent = (ct, out, row) if config.kernel else (ct, row, row, row)
         exchanges = shard.all_to_alls(q, k, v, *sent, *shard.sizes[-3:])

@@ -130,6 +130,7 @@ def local_algorithm(
 
     def seconds(algorithm: LocalAlgorithm) -> float:
         compute = compute_seconds(kind, sizes, parts / algorithm.work, mesh)
+        compute += algorithm.moved / mesh.hardware.memory_rate
         sent = _total_seconds(_over(algorithm.sent, over, mesh), mesh)
         return compute + sent - _hidden_hops(algorithm, compute, over, mesh)
 
@@ -232,7 +233,7 @@ def _strategy_compute_seconds(
         ]
         features_read = kind.shapes[1][kind.convolution.rhs[1]]
         parts /= tile_padding(kind.convolution, shapes, features_read, mesh.hardware)
-    moved = own.moved / mesh.hardware.memory_rate if own is not None else 0.0
+    moved = ((own.moved if own else 0) + (algorithm.moved if algorithm else 0)) / mesh.hardware.memory_rate
     return compute_seconds(kind, local, parts, mesh) + moved + _halo_copy_seconds(kind, in_specs, assignment, mesh)
 
 

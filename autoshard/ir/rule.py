@@ -77,6 +77,8 @@ class LocalAlgorithm(NamedTuple):
     work: float = 1.0
     """FLOPs of the busiest shard over the mean of those that the operation is priced at; less than 1 where it skips
     more of a mask than these leave out."""
+    moved: int = 0
+    """Bytes that copies read and write on each device."""
 
     @property
     def sent(self) -> CollectiveBytes:

@@ -225,44 +225,45 @@ def gradients_balanced(
     def joined(pairs: tuple[Any, Any], dims: Sequence[int]) -> list[Any]:
         return [jnp.concatenate(x, dim) for *x, dim in zip(*pairs, dims, strict=True)]
 
-    def gradients(query_block: Any, key_block: Any, query_device: Any, key_device: Any) -> tuple[Any, Any]:
-        """What the queries of one device and the keys of another add to the gradients."""
-        (early, late), (early_keys, late_keys) = halves(query_block, query_dims), halves(key_block, key_dims)
+    own_queries, own_keys = halves(query_block, query_dims), halves(key_block, key_dims)
+
+    def gradients(queries: Any, keys: Any, query_device: Any, key_device: Any) -> tuple[Any, Any]:
+        """What the queries of one device and the keys of another add to the gradients of each half-block."""
+        (early, late), (early_keys, late_keys) = queries, keys
         numbers, sources = blocks.numbers(query_device), blocks.numbers(key_device)
         of_late, of_early_keys = pair_gradients(late, early_keys, numbers[1], sources[0])
         before = sources[0] < numbers[0]
         seen = _pick(before, (early, early_keys, numbers[0], sources[0]), (late, late_keys, numbers[1], sources[1]))
         of_queries, of_keys = pair_gradients(*seen)
         of_queries = _pick(before, of_queries, 0), jax.tree.map(jnp.add, of_late, _pick(before, 0, of_queries))
-        of_keys = jax.tree.map(jnp.add, of_early_keys, _pick(before, of_keys, 0)), _pick(before, 0, of_keys)
-        return joined(of_queries, query_dims[:1]), joined(of_keys, key_dims)
+        return of_queries, (jax.tree.map(jnp.add, of_early_keys, _pick(before, of_keys, 0)), _pick(before, 0, of_keys))
 
     def own_gradients() -> tuple[Any, Any]:
-        (early, late), (early_keys, late_keys) = halves(query_block, query_dims), halves(key_block, key_dims)
+        (early, late), (early_keys, late_keys) = own_queries, own_keys
         first, second = blocks.numbers(me)
         dq_early, dkv_early = pair_gradients(early, early_keys, first, first, 0)
         dq, dkv = pair_gradients(late, early_keys, second, first)
         dq_late, dkv_late = pair_gradients(late, late_keys, second, second, 0)
-        of_queries = dq_early, jax.tree.map(jnp.add, dq, dq_late)
-        of_keys = jax.tree.map(jnp.add, dkv_early, dkv), dkv_late
-        return joined(of_queries, query_dims[:1]), joined(of_keys, key_dims)
+        return (dq_early, jax.tree.map(jnp.add, dq, dq_late)), (jax.tree.map(jnp.add, dkv_early, dkv), dkv_late)
 
     def receive(grads: Any, block: Any, hop: Any) -> Any:
         (travelled, stayed), source = grads, (me - hop) % parts
         if send_queries:
-            of_block, here = gradients(block, key_block, source, me)
+            of_block, here = gradients(halves(block, query_dims), own_keys, source, me)
         else:
-            here, of_block = gradients(query_block, block, me, source)
-        pairs = send_pairs(1, 1, parts, True)
+            here, of_block = gradients(own_queries, halves(block, key_dims), me, source)
+        pairs, of_block = send_pairs(1, 1, parts, True), joined(of_block, travelled_dims)
         travelled = [permute_shards(x + y, axes, pairs) for x, y in zip(travelled, of_block, strict=True)]
         return travelled, jax.tree.map(jnp.add, stayed, here)
 
     of_queries, of_keys = own_gradients()
+    travelled_dims, stayed_dims = (query_dims[:1], key_dims) if send_queries else (key_dims, query_dims[:1])
     travelled, stayed = (of_queries, of_keys) if send_queries else (of_keys, of_queries)
+    travelled = joined(travelled, travelled_dims)
     start = jax.tree.map(jnp.zeros_like, travelled), stayed
     block = query_block if send_queries else key_block
     returned, stayed = circulate(axes, _ring(parts), 1, parts - 1, block, start, receive)
-    travelled = jax.tree.map(jnp.add, travelled, returned)
+    travelled, stayed = jax.tree.map(jnp.add, travelled, returned), joined(stayed, stayed_dims)
     dq, dk, dv = (*travelled, *stayed) if send_queries else (*stayed, *travelled)
     score = out_of_window_score(config, _CHAIN)
     if score is not None:
@@ -275,7 +276,7 @@ def gradients_balanced(
                 precision=config.value_precision,
                 preferred_element_type=config.accum_dtype,
             )
-            for _, stats, ct in halves(query_block, query_dims)
+            for _, stats, ct in own_queries
         ]
         per_half = lax.all_gather(jnp.stack(per_half), axes)
         added = [
