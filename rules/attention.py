@@ -170,7 +170,8 @@ def _forward_algorithms(config: AttentionConfig, shard: SequenceShard) -> Iterat
     in_ring, (q, k, v) = _ring_config(config, shard), shard.sizes[:3]
     results = shard.sizes[-3:] if config.cotangent_dims else shard.sizes[-3:-2]  # row statistics: backward only
     yield shard.ring(in_ring, attend_ring, (k, v), backward=False)
-    picked = q + 3 * shard.accum_sizes[0]  # the output so far is as large, and is taken and put back twice
+    # The output so far is as large: with a kernel half of it is merged twice, else it is taken and put back twice.
+    picked = q + (2 * shard.accum_sizes[0] // 3 if in_ring.kernel else 3 * shard.accum_sizes[0])
     yield from shard.balanced(in_ring, attend_balanced, (q, k, v, *results), picked, (k, v), backward=False)
     if shard.can_exchange:
         yield LocalAlgorithm(functools.partial(attend_ulysses, config), shard.all_to_alls(q, k, v, *results))

@@ -135,8 +135,14 @@ def attend_balanced(
     def receive(states: tuple[SoftmaxState, SoftmaxState], block: Any, hop: Any) -> tuple[SoftmaxState, SoftmaxState]:
         sources, blocks_of_keys = blocks.numbers((me - hop) % parts), halves(block)
         early_state, late_state = states[0], attend(states[1], queries[1], blocks_of_keys[0], late, sources[0])
-        pick = functools.partial(_pick, sources[0] < early)
+        before = sources[0] < early
+        pick = functools.partial(_pick, before)
         seen = pick((queries[0], blocks_of_keys[0]), (queries[1], blocks_of_keys[1]))
+        if config.kernel:  # merged into both states, into one of them with no weight: no state is copied
+            out, logsumexp, ones = attend_fused(config, seen[0], *seen[1], distance=half)
+            weights = _pick(before, logsumexp, -math.inf), _pick(before, -math.inf, logsumexp)
+            merge = functools.partial(merge_softmax_states, config)
+            return merge(early_state, (out, weights[0], ones)), merge(late_state, (out, weights[1], ones))
         numbers = pick((early, sources[0]), (late, sources[1]))
         state = attend(pick(early_state, late_state), *seen, *numbers)
         return pick(state, early_state), pick(late_state, state)
@@ -303,9 +309,9 @@ def _ring(parts: int) -> Reach:
 
 def _pick(first: Any, x: Any, y: Any) -> Any:
     """``x`` where ``first``, else ``y``: trees of arrays, one of which may be a number."""
-    if isinstance(x, int):
+    if isinstance(x, int | float):
         return jax.tree.map(lambda b: jnp.where(first, x, b), y)
-    if isinstance(y, int):
+    if isinstance(y, int | float):
         return jax.tree.map(lambda a: jnp.where(first, a, y), x)
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), x, y)
 

@@ -229,6 +229,19 @@ def test_a_long_causal_attention_trades_heads_where_a_ring_would_send_less_and_w
 
 
 @pytest.mark.parametrize("backward", [False, True])
+def test_a_long_causal_ring_is_balanced_and_its_copies_are_priced(backward):
+    on = LogicalMesh(("s",), (16,), load_hardware("tpu-v6e"))
+    kind = causal_kind(on, 2**17, backward=backward)
+    found, algorithms, taken = over_sequence(kind, on)
+    assert way(taken) == ("gradients_balanced" if backward else "attend_balanced")
+    assert found.seconds(on) < 0.65 * min(seconds_by(kind, on, a) for a in algorithms if "ring" in way(a))
+    without = seconds_by(kind, on, taken._replace(moved=0))
+    assert found.seconds(on) - without == pytest.approx(taken.moved / on.hardware.memory_rate, rel=1e-6)
+    short = causal_kind(on, 2**13, backward=backward)
+    assert "ring" in way(over_sequence(short, on)[2]), "what is exchanged would take longer than what it saves"
+
+
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("chip", ["tpu-v6e", "tpu-v5p", "h100"])
 def test_no_attention_takes_longer_than_by_any_other_algorithm(chip, backward):
     hardware, flipped = load_hardware(chip), 0
