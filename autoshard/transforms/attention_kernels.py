@@ -47,6 +47,8 @@ class AttentionKernel:
     """Whether it takes masks with two limits, beside the causal one."""
     causal_windows: bool = False
     """Whether of those it takes what is both: each query sees so many keys up to its own."""
+    segments: bool = False
+    """Whether it takes segment ids, of which queries see the keys with their own."""
     soft_cap: bool = False
     """Whether it takes ``cap * tanh(scores / cap)``."""
     value_width: bool = False
@@ -106,6 +108,7 @@ SPLASH = AttentionKernel(
     measured_length=2048,
     startup=128,  # estimate: 0.85 of the speed with blocks of 512
     windows=True,
+    segments=True,
     soft_cap=True,
     value_width=True,
     default_precision=True,
@@ -209,13 +212,18 @@ def unsupported_reason(config: AttentionConfig, query: Any, key: Any, value: Any
     queries, keys = sizes[config.query_position], sizes[config.key_position]
     bands = {(op.low, op.high) for op in config.score_ops if op.kind == "band"}
     fill = masked_fill(config)
+    segments = {op.extra for op in config.score_ops if op.kind == "segments"}
     masks = "the causal mask and windows" if kernel.windows else "the causal mask and causal windows"
+    masks += ", and segment ids that are one array for queries and keys" if kernel.segments else ""
+    mask_kinds = {"band", "segments"} if kernel.segments else {"band"}
     taken = not bands or kernel.windows or (kernel.causal_windows and kernel_call(config, name).high == 0)
     if len(dtypes) > 1 or not dtypes <= set(kernel.dtypes):
         return f"{kernel.label} takes queries, keys and values of {' or '.join(kernel.dtypes)}, not {_list(dtypes)}"
-    if other := next((k for k in kinds if k not in {"scale", "band"} and (k != "tanh" or not kernel.soft_cap)), ""):
+    if other := next(
+        (k for k in kinds if k not in {"scale", *mask_kinds} and (k != "tanh" or not kernel.soft_cap)), ""
+    ):
         return f"of masks and biases {kernel.label} is used for {masks} ({other})"
-    if kinds.count("tanh") > 1 or ("tanh" in kinds and "band" in kinds[: kinds.index("tanh")]):
+    if kinds.count("tanh") > 1 or ("tanh" in kinds and mask_kinds & {*kinds[: kinds.index("tanh")]}):
         return f"{kernel.label} takes one soft cap of the scores, before their mask"
     if not taken:
         return f"of masks and biases {kernel.label} is used for {masks} (window)"
@@ -225,6 +233,11 @@ def unsupported_reason(config: AttentionConfig, query: Any, key: Any, value: Any
         return f"a mask of positions in {kernel.label} needs as many queries as keys, not {queries} and {keys}"
     if any((low or 0) > 0 or (high or 0) < 0 for low, high in bands):
         return f"{kernel.label} needs masks that leave each query its own key"
+    if len(segments) > 1:
+        return f"{kernel.label} takes one array of segment ids, not {len(segments)}"
+    shared = {*config.query_dims} & {*config.key_dims} & {*config.value_dims} | {config.key_position, "."}
+    if any({*config.extra_dims[i]} - shared for i in segments):
+        return f"{kernel.label} takes segment ids that are the same for the query heads of a key head"
     own_key_dims = set(config.key_dims) ^ set(config.value_dims)
     if set(config.query_dims) != {*config.row_dims, config.head_width} or own_key_dims != {
         config.head_width,
@@ -268,11 +281,11 @@ def unsupported_lengths(name: str, queries: int, keys: int) -> str:
 
 
 def masked_fill(config: AttentionConfig) -> float | None:
-    """The score of masked keys after all score ops, of those that are scales, soft caps and bands; None without a
-    band."""
+    """The score of masked keys after all score ops, of those that are scales, soft caps, bands and segments; None
+    without one of these two."""
     score = None
     for op in config.score_ops:
-        if op.kind == "band":
+        if op.is_mask:
             score = op.constant if score is None else max(score, op.constant)
         elif op.kind == "scale" and score is not None:
             score *= op.constant

@@ -26,10 +26,11 @@ class ScoreOp:
     kind: str
     """``scale``: times ``constant``; ``shift``: plus ``constant``; ``tanh``: its hyperbolic tangent; ``bias``: plus an
     operand; ``mask``: ``constant`` where a boolean operand says so; ``band``: ``constant`` outside a band of key
-    position minus query position."""
+    position minus query position; ``segments``: ``constant`` where the segment ids at the positions of query and key
+    differ, which one operand has for both."""
     constant: float = 0.0
     extra: int = -1
-    """Of a ``bias`` or ``mask``: the index of its operand among the extras."""
+    """Of a ``bias``, ``mask`` or ``segments``: the index of its operand among the extras."""
     keep_true: bool = True
     """Of a ``mask``: whether scores are kept where the operand is True, or where it is False."""
     low: int | None = None
@@ -39,7 +40,7 @@ class ScoreOp:
     @property
     def is_mask(self) -> bool:
         """Whether scores are replaced by ``constant``, by an operand or by position."""
-        return self.kind in {"mask", "band"}
+        return self.kind in {"mask", "band", "segments"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class AttentionConfig:
     score_ops: tuple[ScoreOp, ...]
     """What is applied to the scores before the softmax, in this order."""
     extra_dims: tuple[str, ...]
-    """Subscripts of each extra operand (a mask or bias); ``.`` is a dimension of size 1."""
+    """Subscripts of each extra operand (a mask, a bias, or segment ids, whose positions are ``key_position``); ``.`` is
+    a dimension of size 1."""
     score_dtype: str
     """Dtype of the product of queries and keys (its ``preferred_element_type``)."""
     softmax_dtype: str
@@ -106,6 +108,11 @@ class AttentionConfig:
         """The letter of the values' feature dimension."""
         return "".join(c for c in self.value_dims if c not in self.row_dims + self.key_position)
 
+    @property
+    def segments(self) -> int | None:
+        """The index of the segment ids among the extras, of an attention that has them once; None without."""
+        return next((op.extra for op in self.score_ops if op.kind == "segments"), None)
+
     def sizes(self, query: Any, key: Any, value: Any) -> dict[str, int]:
         """Size of each letter."""
         sides = ((self.query_dims, query), (self.key_dims, key), (self.value_dims, value))
@@ -127,7 +134,7 @@ def logits(
     """The scores of one block of queries and keys after all score ops: [*row_dims, key_position].
 
     Args:
-      extras: masks and biases, over this block's queries and over all keys.
+      extras: masks and biases, over this block's queries and over all keys; segment ids, over all keys.
       query_start, key_start: positions of the block's first query and first key.
     """
     text = f"{config.query_dims},{config.key_dims}->{config.row_dims}{config.key_position}"
@@ -166,19 +173,34 @@ def _kept_scores(
     if op.kind == "mask":
         mask = _block_of_extra(config, op, extras, s, key_start)
         return mask if op.keep_true else jnp.logical_not(mask)
+    if op.kind == "segments":
+        own, others = (
+            _block_of_extra(config, op, extras, s, start, position)
+            for position, start in ((config.query_position, query_start), (config.key_position, key_start))
+        )
+        return own == others
     offset = key_start + lax.broadcasted_iota("int32", s.shape, s.ndim - 1)
     offset = offset - query_start - lax.broadcasted_iota("int32", s.shape, config.row_dims.index(config.query_position))
     low = True if op.low is None else offset >= op.low
     return low if op.high is None else low & (offset <= op.high)
 
 
-def _block_of_extra(config: AttentionConfig, op: ScoreOp, extras: Sequence[Any], s: Any, key_start: Any) -> Any:
-    """The mask or bias of ``op`` for the block's keys, transposed to broadcast against the scores ``s``."""
+def _block_of_extra(
+    config: AttentionConfig, op: ScoreOp, extras: Sequence[Any], s: Any, start: Any, position: str = ""
+) -> Any:
+    """The extra of ``op`` for the block's keys, transposed to broadcast against the scores ``s``.
+
+    Args:
+      start: the position of the first of these.
+      position: ``query_position`` where those of its keys that are the block's queries are asked for.
+    """
     x, letters = extras[op.extra], config.extra_dims[op.extra]
-    if config.key_position in letters and x.shape[letters.index(config.key_position)] != s.shape[-1]:
-        x = lax.dynamic_slice_in_dim(x, key_start, s.shape[-1], letters.index(config.key_position))
+    order, position = config.row_dims + config.key_position, position or config.key_position
+    size = s.shape[order.index(position)]
+    if config.key_position in letters and x.shape[letters.index(config.key_position)] != size:
+        x = lax.dynamic_slice_in_dim(x, start, size, letters.index(config.key_position))
     x = lax.squeeze(x, [d for d, c in enumerate(letters) if c == "."])
-    letters, order = letters.replace(".", ""), config.row_dims + config.key_position
+    letters = letters.replace(".", "").replace(config.key_position, position)
     x = jnp.transpose(x, sorted(range(x.ndim), key=lambda d: order.index(letters[d])))
     return lax.expand_dims(x, [d for d, c in enumerate(order) if c not in letters])
 

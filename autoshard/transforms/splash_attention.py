@@ -7,6 +7,7 @@ blocks on the border of the band are masked in the kernel, by position.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,30 +26,31 @@ COMPUTE_BLOCK = 512
 """Keys of a block whose scores are in registers and on the chip at once."""
 
 
-def splash_forward(query: Any, key: Any, value: Any, *, call: KernelCall) -> tuple[Any, Any]:
+def splash_forward(query: Any, key: Any, value: Any, *segments: Any, call: KernelCall) -> tuple[Any, Any]:
     """(output, log-sum-exp), as `autoshard.transforms.kernel_op.attention_kernel_p`."""
     batch, queries, heads, _ = query.shape
-    q, k, v = _flat_operands(query, key, value, call)
+    operands = _kernel_operands(query, key, value, segments, call)
     with jax.named_scope(scope_name(call, queries, key.shape[1], backward=False)):
-        out, (logsumexp,) = _kernel(call, queries, key.shape[1], save_residuals=True)(q, k, v)
-    if call.some_rows_empty(queries, key.shape[1]):  # of rows in no computed block the output is 0 / 0
-        empty = logsumexp <= MASKED / 2
+        out, (logsumexp,) = _kernel(call, queries, key.shape[1], bool(segments), save_residuals=True)(*operands)
+    if call.some_rows_empty(queries, key.shape[1]) or len(segments) > 1:
+        empty = logsumexp <= MASKED / 2  # in no computed block the output is 0 / 0, in others the mean of masked values
         out = jnp.where(empty[..., None], 0, out)
         logsumexp = jnp.where(empty, MASKED, logsumexp)
     return _from_heads(out, batch), logsumexp.reshape(batch, heads, queries)
 
 
 def splash_backward(
-    query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cotangent: Any, *, call: KernelCall
+    query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cotangent: Any, *segments: Any, call: KernelCall
 ) -> tuple[Any, ...]:
     """Gradients, as `autoshard.transforms.kernel_op.attention_kernel_backward_p`."""
-    batch, queries, heads, _ = query.shape
+    batch, queries, *_ = query.shape
     with jax.named_scope(scope_name(call, queries, key.shape[1], backward=True)):
-        kernel = _kernel(call, queries, key.shape[1], save_residuals=False)
-        own_out, pullback = jax.vjp(kernel, *_flat_operands(query, key, value, call))
-        _, gradients = gradients_from(pullback, own_out, (batch * heads, queries), "splash attention")
-        lse = logsumexp.reshape(batch * heads, queries)
-        dq, dk, dv = gradients(_to_heads(out), lse, _to_heads(cotangent))
+        kernel = _kernel(call, queries, key.shape[1], bool(segments), save_residuals=False)
+        q, k, v, *ids = _kernel_operands(query, key, value, segments, call)
+        own_out, pullback = jax.vjp(lambda q, k, v: kernel(q, k, v, *ids), q, k, v)
+        _, gradients = gradients_from(pullback, own_out, q.shape[:-1], "splash attention")
+        given, ct = (_to_heads(x, by_batch=bool(segments)) for x in (out, cotangent))
+        dq, dk, dv = gradients(given, logsumexp.reshape(q.shape[:-1]), ct)
     if call.scales_keys:
         dk = dk * jnp.asarray(call.scale, dk.dtype)
     else:
@@ -62,22 +64,24 @@ def scope_name(call: KernelCall, queries: int, keys: int, *, backward: bool) -> 
     return f"splash_blocks_{int(blocks.sum())}_of_{blocks.size}"
 
 
-def _flat_operands(query: Any, key: Any, value: Any, call: KernelCall) -> tuple[Any, Any, Any]:
-    """Batch and heads as one dimension, as [batch * heads, length, width]; queries or keys scaled, which the kernel
-    does not do."""
+def _kernel_operands(query: Any, key: Any, value: Any, segments: Sequence[Any], call: KernelCall) -> tuple[Any, ...]:
+    """Batch and heads as one dimension, as [batch * heads, length, width]; with segments, which are of a batch, as
+    [batch, heads, length, width], and with their ids. Queries or keys are scaled, which the kernel does not do."""
     if call.scales_keys:
         key = key * jnp.asarray(call.scale, key.dtype)
     else:
         query = query * jnp.asarray(call.scale, query.dtype)
-    return _to_heads(query), _to_heads(key), _to_heads(value)
+    ids = [splash.SegmentIds(segments[0], segments[-1])] if segments else []
+    return *(_to_heads(x, by_batch=bool(segments)) for x in (query, key, value)), *ids
 
 
-def _to_heads(x: Any) -> Any:
-    return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3])
+def _to_heads(x: Any, *, by_batch: bool) -> Any:
+    x = jnp.swapaxes(x, 1, 2)
+    return x if by_batch else x.reshape(-1, *x.shape[2:])
 
 
 def _from_heads(x: Any, batch: int) -> Any:
-    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
+    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[-2:]), 1, 2)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class _Band:
         return high if low is None else low if high is None else low & high
 
 
-def _kernel(call: KernelCall, queries: int, keys: int, *, save_residuals: bool) -> splash.SplashAttentionKernel:
+def _kernel(call: KernelCall, queries: int, keys: int, by_batch: bool, *, save_residuals: bool) -> Callable[..., Any]:
+    """The kernel of `_kernel_operands`, which are ``by_batch`` with segments."""
     kernel = KERNELS[call.kernel]
     one_backward = kernel.gradient_is_one_kernel(keys)
     rows, columns = kernel.block(queries, keys, backward=False)
@@ -117,7 +122,7 @@ def _kernel(call: KernelCall, queries: int, keys: int, *, save_residuals: bool) 
     if masked:  # one backward kernel writes a part of the queries' gradient in every step: none is left out
         by_key = _in_place(in_gradient) if one_backward else tuple(x.T for x in _packed_rows(in_gradient.T))
     forward, by_key = (_mask_info(*x, positions) for x in (by_query, by_key))
-    return splash.SplashAttentionKernel(
+    run = splash.SplashAttentionKernel(
         forward,
         None if one_backward else forward,
         by_key,
@@ -130,6 +135,7 @@ def _kernel(call: KernelCall, queries: int, keys: int, *, save_residuals: bool) 
         mask_function=_Band(call.low, call.high) if masked else None,
         interpret=kernel.interpreted,
     )
+    return jax.vmap(run) if by_batch else run
 
 
 def _compute_block(columns: int) -> int:

@@ -29,7 +29,7 @@ from autoshard.passes.attention.candidate import AttentionCandidate
 from autoshard.passes.attention.facts import Facts, OuterValues
 from autoshard.passes.attention.finder import AttentionFinder
 from autoshard.passes.attention.held import hold_results
-from autoshard.passes.attention.loop_masks import broadcast_in_loops
+from autoshard.passes.attention.loop_masks import masks_in_loops
 from autoshard.strict_config import parse_bytes
 from autoshard.transforms import remat
 from autoshard.transforms.attention_kernels import KERNELS, kernel_flops_at_peak, unsupported_reason
@@ -69,7 +69,7 @@ class Attention(Pass):
         selection = self._selection(program)
         before = jx.eliminate_dead_code(program.jaxpr)
         recomputing = _recompute_scores(before, selection)
-        narrow = broadcast_in_loops(recomputing)
+        narrow = masks_in_loops(recomputing, program.rules if selection.takes_segments else None)
         replaced = _rewritten(narrow, selection)
         after = hold_results(recomputing if replaced is narrow else replaced)
         return program if after is before else program.with_jaxpr(jx.eliminate_dead_code(after))
@@ -115,6 +115,15 @@ class _Selection:
         """Whether the target has a kernel that is used for small attentions too."""
         return self.hardware.attention is not None and KERNELS[self.hardware.attention.kernel].any_size
 
+    @property
+    def takes_segments(self) -> bool:
+        """Whether the target has a kernel that takes segment ids."""
+        return self.hardware.attention is not None and KERNELS[self.hardware.attention.kernel].segments
+
+    def finder(self, jaxpr: jx.Jaxpr, outer: OuterValues | None) -> AttentionFinder:
+        """The attentions of ``jaxpr``, with masks as the target's kernel takes them."""
+        return AttentionFinder(jaxpr, self.rules, outer, segments=self.takes_segments)
+
     def refusal(self, config: AttentionConfig, operands: Sequence[jx.Atom]) -> str:
         """Why the target's kernel does not compute an attention of these operands; "" where it does, or there is
         none."""
@@ -154,7 +163,7 @@ class _Selection:
 
 def _rejected(jaxpr: jx.Jaxpr, selection: _Selection, outer: OuterValues | None = None) -> Iterator[AttentionCandidate]:
     """The attentions left in a rewritten jaxpr, at every depth, each with the reason."""
-    finder = AttentionFinder(jaxpr, selection.rules, outer)
+    finder = selection.finder(jaxpr, outer)
     for candidate, config in finder.attentions():
         reason = "" if selection.config(candidate, config) else selection.kernel_refusal(candidate, config)
         candidate.reject(reason or "its results are used before its operands are computed", jx.source(candidate.eqn))
@@ -173,7 +182,7 @@ def _recompute_scores(jaxpr: jx.Jaxpr, selection: _Selection, outer: OuterValues
     facts = Facts(jaxpr, selection.rules, outer)
     for eqn in nests:
         for region in jx.regions(eqn) if jx.scan_groups(eqn) and remat.is_forward(eqn) else ():
-            finder = AttentionFinder(region.body, selection.rules, facts.in_region(eqn, region))
+            finder = selection.finder(region.body, facts.in_region(eqn, region))
             saved = [c for c in finder.escaping if c.score_ops is not None and "out" in c.products]
             saved = [c for c in saved if selection.selects(c)]
             if saved:
@@ -201,7 +210,7 @@ def _input_independent(jaxpr: jx.Jaxpr) -> Iterator[jx.JaxprEqn]:
 
 def _rewritten(jaxpr: jx.Jaxpr, selection: _Selection, outer: OuterValues | None = None) -> jx.Jaxpr:
     """``jaxpr`` with its attentions replaced, at every depth; itself where there are none."""
-    finder = AttentionFinder(jaxpr, selection.rules, outer)
+    finder = selection.finder(jaxpr, outer)
     changed = {
         e: jx.with_bodies(e, [_rewritten(r.body, selection, finder.env.facts.in_region(e, r)) for r in jx.regions(e)])
         for e in jx.eqns_with_regions(jaxpr)

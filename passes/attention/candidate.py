@@ -13,7 +13,8 @@ from jax.sharding import AxisType
 
 from autoshard import jaxpr as jx
 from autoshard.errors import PassError
-from autoshard.passes.attention.facts import Band, Facts, Letters
+from autoshard.passes.attention.facts import Facts
+from autoshard.passes.attention.masks import Band, Letters, Segments
 from autoshard.passes.attention.polynomials import Monomial, Polynomial
 from autoshard.transforms.attention_op import AttentionConfig, ScoreOp
 
@@ -30,10 +31,10 @@ UNKNOWN_FACTOR = "its weights are combined with something that is no number and 
 
 
 @dataclass(frozen=True)
-class UnorientedBand:
-    """A mask of positions, applied before it is known which of the band's dimensions the keys' is."""
+class UnorientedMask:
+    """A mask of positions or segments, applied before it is known which of its two dimensions the keys' is."""
 
-    band: Band
+    mask: Band | Segments
     constant: float
 
 
@@ -44,7 +45,7 @@ class SymbolicValue:
     candidate: AttentionCandidate
     stage: Stage
     letters: Letters
-    score_ops: tuple[ScoreOp | UnorientedBand, ...] = ()
+    score_ops: tuple[ScoreOp | UnorientedMask, ...] = ()
     """Before the exponential: what was applied to the scores so far."""
     polynomial: Polynomial = field(default_factory=dict[Monomial, float])
     """From the exponential on."""
@@ -80,7 +81,7 @@ class AttentionCandidate:
     """Known once the exponential is taken."""
     softmax_dtype: str = ""
     extras: list[tuple[jx.Var, str]] = field(default_factory=list[tuple[jx.Var, str]])
-    """Masks and biases with their letters."""
+    """Masks, biases and segment ids with their letters."""
     value: tuple[jx.Var, str] | None = None
     cotangent: tuple[jx.Var, str] | None = None
     weight_dtype: str = ""
@@ -117,6 +118,12 @@ class AttentionCandidate:
     def query(self) -> tuple[jx.Var, str]:
         """The queries and their letters, once ``key_position`` is known."""
         return self._operand(0)
+
+    def extra_index(self, extra: tuple[jx.Var, str]) -> int:
+        """The index of a mask, bias or array of segment ids among the extras; it is added where it is new."""
+        if extra not in self.extras:
+            self.extras.append(extra)
+        return self.extras.index(extra)
 
     @property
     def key(self) -> tuple[jx.Var, str]:
@@ -198,6 +205,8 @@ class Env:
     """The symbolic values of one jaxpr's variables, of those that are computed from a candidate's scores."""
 
     facts: Facts
+    segments: bool
+    """Whether masks of segment ids are noted as such, for a kernel that takes them."""
     values: dict[jx.Var, SymbolicValue] = field(default_factory=dict[jx.Var, SymbolicValue])
 
     def read(self, atom: jx.Var | jx.Literal) -> SymbolicValue | None:

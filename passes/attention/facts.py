@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,36 +11,16 @@ from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
 from autoshard.ir.rule_registry import Rules
-
-Letters = tuple[str | None, ...]
-"""A letter for each dimension; None where the value is broadcast along it."""
-Position = dict[str, int]
-"""An integer linear in positions: the coefficient of each letter's position, and the constant under ``""``."""
-
-
-@dataclass(frozen=True)
-class Band:
-    """A mask, True where the position along ``col`` minus that along ``row`` is in [low, high]; None is no limit."""
-
-    row: str
-    col: str
-    low: int | None
-    high: int | None
-
-    def transposed(self) -> Band:
-        """The same mask, with ``row`` and ``col`` interchanged."""
-        return Band(
-            self.col, self.row, None if self.high is None else -self.high, None if self.low is None else -self.low
-        )
-
-    def intersection(self, other: Band) -> Band | None:
-        """The conjunction of two masks; None where they are of other dimensions."""
-        if (self.row, self.col) != (other.row, other.col):
-            return None
-        lows = [x.low for x in (self, other) if x.low is not None]
-        highs = [x.high for x in (self, other) if x.high is not None]
-        return Band(self.row, self.col, max(lows, default=None), min(highs, default=None))
-
+from autoshard.passes.attention.masks import (
+    COMPARISONS,
+    Letters,
+    Mask,
+    Position,
+    Segments,
+    comparison_band,
+    complement,
+    conjunction,
+)
 
 OuterValues = Mapping[jx.Var, tuple["Facts", "jx.Var | jx.Literal"]]
 """Inputs of a nested jaxpr -> the facts of the jaxpr around it, and the value there."""
@@ -122,39 +101,140 @@ class Facts:
                 return var, letters
             var = operand
 
-    def band(self, atom: jx.Var | jx.Literal, letters: Letters) -> Band | None:
-        """The band that a boolean array with these letters is True in; None where it is not known to be one."""
+    def mask(self, atom: jx.Var | jx.Literal, letters: Letters, kept: bool = True) -> Mask | None:
+        """Bands and segments that all keep a score where a boolean array with these letters is ``kept``, and nowhere
+        else; None where it is not known to be such a mask."""
+        if jx.aval(atom).dtype != np.bool_:
+            return None
+        constant = self.const(atom)
+        if constant is not None:
+            return () if bool(constant) == kept else None
         if not isinstance(atom, jx.Var) or len(jx.aval(atom).shape) != len(letters):
             return None
         var, letters = self.source(atom, letters)
         if var in self.outer:
             facts, outside = self.outer[var]
-            return facts.band(outside, letters)
+            found = facts.mask(outside, letters, kept)  # segment ids are no variable of this jaxpr
+            return None if found is None or any(isinstance(m, Segments) for m in found) else found
         eqn = self.defs.get(var)
         if eqn is None:
             return None
         op = eqn.primitive
-        if op in (_prims.ge_p, _prims.gt_p, _prims.le_p, _prims.lt_p):
-            x, y = (self.position(a, letters) for a in eqn.invars)
-            return None if x is None or y is None else _comparison_band(op, x, y)
-        if op is _prims.and_p:
-            sides = [self.band(a, letters) for a in eqn.invars]
-            ones = [a for a, s in zip(eqn.invars, sides, strict=True) if s is None and self.const(a) == 1]
-            known = [s for s in sides if s is not None]
-            if len(known) == 2:
-                other = known[1] if known[0].row == known[1].row else known[1].transposed()
-                return known[0].intersection(other)
-            return known[0] if known and ones else None
         if op is _prims.not_p:
-            inner = self.band(eqn.invars[0], letters)
-            return None if inner is None else complement(inner)
-        if (
-            op is _prims.select_n_p
-            and len(eqn.invars) == 3
-            and self.const(eqn.invars[1]) == 0
-            and self.const(eqn.invars[2]) == 1
-        ):
-            return self.band(eqn.invars[0], letters)
+            return self.mask(eqn.invars[0], letters, not kept)
+        if op is (_prims.and_p if kept else _prims.or_p):
+            x, y = (self.mask(a, letters, kept) for a in eqn.invars)
+            return conjunction(x, y)
+        if op is _prims.select_n_p and len(eqn.invars) == 3:
+            return self._selected(eqn, letters, kept)
+        if op in COMPARISONS:
+            return self._compared(eqn, letters, kept)
+        two = self._two_numbers(eqn.invars[0]) if op is _prims.convert_element_type_p else None
+        if two is not None and bool(two[1]) != bool(two[2]):
+            return self.mask(two[0], letters, bool(two[2]) == kept)
+        return None
+
+    def _selected(self, eqn: jx.JaxprEqn, letters: Letters, kept: bool) -> Mask | None:
+        """`mask` of a choice between two boolean arrays, one of which at least is a constant."""
+        which, *cases = eqn.invars
+        constants = [self.const(a) for a in cases]
+        if None not in constants:
+            return self.mask(which, letters, bool(constants[1]) == kept) if constants[0] != constants[1] else None
+        chosen = next((i for i in (0, 1) if constants[1 - i] == (not kept)), None)
+        if chosen is None:
+            return None
+        return conjunction(self.mask(which, letters, bool(chosen)), self.mask(cases[chosen], letters, kept))
+
+    def _compared(self, eqn: jx.JaxprEqn, letters: Letters, kept: bool) -> Mask | None:
+        """`mask` of a comparison: of positions, of segment ids, or of a mask written in numbers with a number."""
+        op, (left, right) = eqn.primitive, eqn.invars
+        for numbers, other in ((left, right), (right, left)):
+            constant, two = self._scalar(other), self._two_numbers(numbers)
+            if constant is not None and two is not None:
+                which, *values = two
+                with jax.ensure_compile_time_eval():
+                    sides = [(x, constant) if numbers is left else (constant, x) for x in values]
+                    no, yes = (bool(op.bind(*s, **eqn.params)) for s in sides)
+                return self.mask(which, letters, yes == kept) if no != yes else None
+        if op is (_prims.eq_p if kept else _prims.ne_p):
+            return self._segments(left, right, letters)
+        x, y = (self.position(a, letters) for a in eqn.invars)
+        band = None if x is None or y is None else comparison_band(op, x, y)
+        band = band if kept or band is None else complement(band)
+        return None if band is None else (band,)
+
+    def _two_numbers(self, atom: jx.Var | jx.Literal) -> tuple[jx.Var | jx.Literal, Any, Any] | None:
+        """A boolean array of the shape of ``atom``, and the numbers that are in ``atom`` where it is False and where it
+        is True; None where that is not known."""
+        eqn = self.defs.get(atom) if isinstance(atom, jx.Var) else None
+        if eqn is None or eqn.primitive not in (_prims.convert_element_type_p, _prims.select_n_p):
+            return None
+        which, *cases = eqn.invars
+        if eqn.primitive is _prims.select_n_p:
+            values = [self._scalar(a) for a in cases]
+            known = len(values) == 2 and all(x is not None for x in values)
+            return (which, *values) if known and jx.aval(which).shape == jx.aval(atom).shape else None
+        numbers = (which, np.False_, np.True_) if jx.aval(which).dtype == np.bool_ else self._two_numbers(which)
+        if numbers is None:
+            return None
+        with jax.ensure_compile_time_eval():
+            no, yes = (np.asarray(eqn.primitive.bind(np.asarray(x), **eqn.params)) for x in numbers[1:])
+        return numbers[0], no, yes
+
+    def _segments(self, left: jx.Var | jx.Literal, right: jx.Var | jx.Literal, letters: Letters) -> Mask | None:
+        """The segments that are where two arrays are equal: one array of integers, along two dimensions."""
+        x, y = (self._integers(a, letters) for a in (left, right))
+        if x is None or y is None or x[2] != y[2] or not self._same(x[0], y[0]):
+            return None
+        ids = x[0]
+        differing = [(a, b) for a, b in zip(x[1], y[1], strict=True) if a != b]
+        if len(differing) != 1 or None in differing[0] or jx.dtype_bits(jx.aval(ids).dtype) > 32:
+            return None
+        if any(c is None and n != 1 for c, n in zip(x[1], jx.aval(ids).shape, strict=True)):
+            return None
+        ((row, col),) = differing
+        assert row is not None
+        assert col is not None
+        found = Segments(ids, row, col, x[1])
+        return (found,) if x[1].count(row) == y[1].count(col) == 1 and row not in y[1] and col not in x[1] else None
+
+    def _same(self, x: jx.Var | jx.Literal, y: jx.Var | jx.Literal, depth: int = 8) -> bool:
+        """Whether two values are computed alike, in at most ``depth`` equations, from the same variables."""
+        if isinstance(x, jx.Literal) or isinstance(y, jx.Literal):
+            both = isinstance(x, jx.Literal) and isinstance(y, jx.Literal) and jx.aval(x) == jx.aval(y)
+            return both and np.array_equal(x.val, y.val)
+        made, other = self.defs.get(x), self.defs.get(y)
+        if x is y or made is None or other is None or not depth or len(made.outvars) + len(other.outvars) > 2:
+            return x is y
+        alike = made.primitive is other.primitive and len(made.invars) == len(other.invars)
+        alike = alike and not jx.regions(made) and not made.effects and made.params == other.params
+        return alike and all(self._same(*pair, depth - 1) for pair in zip(made.invars, other.invars, strict=True))
+
+    def _integers(
+        self, atom: jx.Var | jx.Literal, letters: Letters
+    ) -> tuple[jx.Var, Letters, tuple[np.dtype[Any], ...]] | None:
+        """The array of integers that ``atom`` is a broadcast of, its letters, and the casts on the way: none of them
+        makes two integers one."""
+        casts: list[np.dtype[Any]] = []
+        if not isinstance(atom, jx.Var):
+            return None
+        while _is_integer(jx.aval(atom).dtype):
+            if len(jx.aval(atom).shape) != len(letters):
+                return None
+            atom, letters = self.source(atom, letters)
+            eqn = self.defs.get(atom)
+            if eqn is None or eqn.primitive is not _prims.convert_element_type_p:
+                return atom, letters, tuple(casts)
+            (operand,), dtype = eqn.invars, jx.aval(atom).dtype
+            before = jx.aval(operand).dtype
+            if (
+                not isinstance(operand, jx.Var)
+                or not _is_integer(before)
+                or jx.dtype_bits(before) > jx.dtype_bits(dtype)
+            ):
+                return atom, letters, tuple(casts)
+            casts.append(dtype)
+            atom = operand
         return None
 
     def position(self, atom: jx.Var | jx.Literal, letters: Letters) -> Position | None:
@@ -202,24 +282,8 @@ def _progression(value: Any, letters: Letters) -> Position | None:
     return {letters[0]: 1, "": first} if counts and abs(first) < 2**30 else None
 
 
-def complement(band: Band) -> Band | None:
-    """The negation of a mask; None where that is no band, as of a band with two limits."""
-    if band.low is None and band.high is not None:
-        return replace(band, low=band.high + 1, high=None)
-    return replace(band, low=None, high=band.low - 1) if band.high is None and band.low is not None else None
-
-
-def _comparison_band(op: jx.Primitive, x: Position, y: Position) -> Band | None:
-    """Where ``x`` compares to ``y`` as ``op`` says; None where they are not positions along one dimension each."""
-    left = {c: x.get(c, 0) - y.get(c, 0) for c in {**x, **y}}
-    offset = left.pop("", 0)
-    found = {c: n for c, n in left.items() if n}
-    if sorted(found.values()) != [-1, 1]:
-        return None
-    (row,), (col,) = ([c for c, n in found.items() if n == sign] for sign in (-1, 1))
-    low = {_prims.ge_p: -offset, _prims.gt_p: 1 - offset}.get(op)
-    high = {_prims.le_p: -offset, _prims.lt_p: -1 - offset}.get(op)
-    return Band(row, col, low, high)
+def _is_integer(dtype: Any) -> bool:
+    return dtype == np.bool_ or jax.dtypes.issubdtype(dtype, np.integer)
 
 
 def reshape_dims(before: Sequence[int], after: Sequence[int]) -> list[int | None] | None:

@@ -43,9 +43,12 @@ from autoshard.transforms.attention_op import AttentionConfig
 class AttentionFinder:
     """The candidates of one jaxpr, found in one pass over its equations."""
 
-    def __init__(self, jaxpr: jx.Jaxpr, rules: Rules, outer: OuterValues | None = None) -> None:
+    def __init__(
+        self, jaxpr: jx.Jaxpr, rules: Rules, outer: OuterValues | None = None, *, segments: bool = False
+    ) -> None:
+        """``segments`` as in `Env`."""
         self.jaxpr = jaxpr
-        self.env = Env(Facts(jaxpr, rules, outer))
+        self.env = Env(Facts(jaxpr, rules, outer), segments)
         self.candidates: list[AttentionCandidate] = []
         self.escaping: list[AttentionCandidate] = []
         """Candidates rejected for one reason only: scores or weights are results of the jaxpr."""

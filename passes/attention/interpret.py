@@ -24,10 +24,11 @@ from autoshard.passes.attention.candidate import (
     Env,
     OperandValues,
     SymbolicValue,
-    UnorientedBand,
+    UnorientedMask,
     is_wide_float,
 )
-from autoshard.passes.attention.facts import Band, Letters, complement, reshape_dims
+from autoshard.passes.attention.facts import reshape_dims
+from autoshard.passes.attention.masks import Band, Letters, Segments
 from autoshard.passes.attention.polynomials import DOT, EXP, ROW_SUM, combine, slope, sum_over_keys
 from autoshard.passes.attention.products import match_cotangent_product
 from autoshard.transforms.attention_op import ScoreOp
@@ -84,7 +85,7 @@ def interpret_exp(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> 
     m = _only_value(eqn, operand_values)
     if m.stage != SHIFTED_SCORES:
         raise PassError("an exponential is taken of something else than scores minus their maximum")
-    candidate, score_ops = m.candidate, _orient_bands(m.candidate, m.score_ops)
+    candidate, score_ops = m.candidate, _oriented(m.candidate, m.score_ops)
     dtype = str(jx.aval(eqn.outvars[0]).dtype)
     if candidate.score_ops is not None and (candidate.score_ops, candidate.softmax_dtype) != (score_ops, dtype):
         raise PassError("two softmaxes are taken of its scores")
@@ -92,21 +93,26 @@ def interpret_exp(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> 
     return SymbolicValue(candidate, POLYNOMIAL, m.letters, polynomial={((EXP, 1),): 1.0})
 
 
-def _orient_bands(
-    candidate: AttentionCandidate, score_ops: tuple[ScoreOp | UnorientedBand, ...]
-) -> tuple[ScoreOp, ...]:
-    """``score_ops`` with all bands as of keys relative to queries, now that the keys' dimension is known."""
+def _oriented(candidate: AttentionCandidate, score_ops: tuple[ScoreOp | UnorientedMask, ...]) -> tuple[ScoreOp, ...]:
+    """``score_ops`` with all masks as of keys relative to queries, now that the keys' dimension is known."""
     oriented: list[ScoreOp] = []
     for op in score_ops:
         if isinstance(op, ScoreOp):
             oriented.append(op)
             continue
-        band = op.band if op.band.col == candidate.key_position else op.band.transposed()
-        if band.col != candidate.key_position or candidate.query_position not in {"", band.row}:
+        mask = op.mask if op.mask.col == candidate.key_position else op.mask.transposed()
+        if mask.col != candidate.key_position or candidate.query_position not in {"", mask.row}:
             raise PassError("its masks are of positions along several dimensions")
-        candidate.query_position = band.row
-        oriented.append(ScoreOp("band", op.constant, low=band.low, high=band.high))
+        oriented.append(_oriented_op(candidate, mask, op.constant))
     return tuple(oriented)
+
+
+def _oriented_op(candidate: AttentionCandidate, mask: Band | Segments, fill: float) -> ScoreOp:
+    """The score op of a mask of keys relative to queries, which says which dimension the queries' is."""
+    candidate.query_position = mask.row
+    if isinstance(mask, Band):
+        return ScoreOp("band", fill, low=mask.low, high=mask.high)
+    return ScoreOp("segments", fill, candidate.extra_index(mask.operand))
 
 
 def interpret_sum(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) -> SymbolicValue:
@@ -229,18 +235,18 @@ def interpret_select(env: Env, eqn: jx.JaxprEqn, operand_values: OperandValues) 
         raise PassError("its masked scores are not replaced by one number")
     if m.stage not in {SCORES, POLYNOMIAL}:
         raise PassError("its row maximum is masked")
-    mask = _mask_op(env, m.candidate, eqn.invars[0], m.letters, kept == 1, fill)
+    masks = _mask_ops(env, m.candidate, eqn.invars[0], m.letters, kept == 1, fill)
     if m.stage == SCORES:
-        return replace(m, score_ops=(*m.score_ops, mask))
-    masks = [(i, replace(op, constant=0.0)) for i, op in enumerate(m.candidate.score_ops or ()) if op.is_mask]
-    same = [i for i, op in masks if op == replace(mask, constant=0.0)]
-    if fill or not same:
+        return replace(m, score_ops=(*m.score_ops, *masks))
+    applied = [replace(op, constant=0.0) if op.is_mask else None for op in m.candidate.score_ops or ()]
+    if fill or any(mask not in applied for mask in masks):
         raise PassError("its weights are masked, not its scores")
-    return replace(m, polynomial=combine("mul", m.polynomial, {((i, 1),): 1.0 for i in same[:1]}))
+    quantities = tuple((i, 1) for i, op in enumerate(applied) if op in masks)
+    return replace(m, polynomial=combine("mul", m.polynomial, {quantities: 1.0}))
 
 
 def _extra_index(env: Env, candidate: AttentionCandidate, atom: jx.Var | jx.Literal, letters: Letters) -> int:
-    """The index of a mask or bias with these letters among the candidate's extras; it is added where it is new."""
+    """The index of a mask or bias with these letters among the candidate's extras."""
     if not isinstance(atom, jx.Var) or not jx.is_array(atom):
         raise PassError("its mask or bias is no array")
     if len(jx.aval(atom).shape) != len(letters):
@@ -248,35 +254,36 @@ def _extra_index(env: Env, candidate: AttentionCandidate, atom: jx.Var | jx.Lite
     var, own = env.facts.source(atom, letters)
     if any(c is None and n != 1 for c, n in zip(own, jx.aval(var).shape, strict=True)):
         raise PassError("its mask or bias has a dimension that the scores do not have")
-    entry = var, "".join(c or "." for c in own)
-    if entry not in candidate.extras:
-        candidate.extras.append(entry)
-    return candidate.extras.index(entry)
+    return candidate.extra_index((var, "".join(c or "." for c in own)))
 
 
-def _mask_op(
+def _mask_ops(
     env: Env, candidate: AttentionCandidate, atom: jx.Var | jx.Literal, letters: Letters, keep_true: bool, fill: float
-) -> ScoreOp | UnorientedBand:
-    """The score op that replaces scores by ``fill``, keeping them where ``atom`` is True (or False)."""
+) -> tuple[ScoreOp | UnorientedMask, ...]:
+    """The score ops that replace scores by ``fill``, keeping them where ``atom`` is True (or False)."""
     if not isinstance(atom, jx.Var) or jx.aval(atom).dtype != np.bool_:
         raise PassError("a select among its scores is by something that is no mask")
-    band = env.facts.band(atom, letters)
-    if band is not None and not keep_true:
-        band = complement(band)
-    if band is None or {band.row, band.col} - set(candidate.score_dims) or band.row == band.col:
-        return ScoreOp("mask", fill, _extra_index(env, candidate, atom, letters), keep_true)
-    band = band if _fits(candidate, band) else band.transposed()
-    if not _fits(candidate, band):
-        return ScoreOp("mask", fill, _extra_index(env, candidate, atom, letters), keep_true)
+    known = [_fitting(env, candidate, m) for m in env.facts.mask(atom, letters, keep_true) or ()]
+    masks = [m for m in known if m is not None]
+    if not masks or len(masks) < len(known) or len({frozenset((m.row, m.col)) for m in masks}) > 1:
+        return (ScoreOp("mask", fill, _extra_index(env, candidate, atom, letters), keep_true),)
     if not candidate.key_position:
-        return UnorientedBand(band, fill)
-    candidate.query_position = band.row
-    return ScoreOp("band", fill, low=band.low, high=band.high)
+        return tuple(UnorientedMask(m, fill) for m in masks)
+    return tuple(_oriented_op(candidate, m, fill) for m in masks)
 
 
-def _fits(candidate: AttentionCandidate, band: Band) -> bool:
-    """Whether a band is of keys relative to queries, as far as the candidate's positions are known."""
-    return candidate.key_position in {"", band.col} and candidate.query_position in {"", band.row}
+def _fitting(env: Env, candidate: AttentionCandidate, mask: Band | Segments) -> Band | Segments | None:
+    """``mask`` as of keys relative to queries, as far as the candidate's positions are known; None where it is not."""
+    if isinstance(mask, Segments):
+        own = [set(dims) & {mask.row, mask.col} for dims in candidate.operand_dims]
+        if not env.segments or sorted(map(len, own)) != [1, 1] or own[0] == own[1]:
+            return None
+    if {mask.row, mask.col} - set(candidate.score_dims) or mask.row == mask.col:
+        return None
+    for m in (mask, mask.transposed()):
+        if candidate.key_position in {"", m.col} and candidate.query_position in {"", m.row}:
+            return m
+    return None
 
 
 def _only_value(eqn: jx.JaxprEqn, operand_values: Sequence[SymbolicValue | None]) -> SymbolicValue:

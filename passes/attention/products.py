@@ -21,7 +21,7 @@ from autoshard.passes.attention.candidate import (
     is_wide_float,
     product_dims,
 )
-from autoshard.passes.attention.facts import Letters
+from autoshard.passes.attention.masks import Letters
 from autoshard.passes.attention.polynomials import WEIGHTS, is_score_gradient
 
 

@@ -82,6 +82,8 @@ def _same_repeats(eqn: jx.JaxprEqn, config: AttentionConfig, made: Mapping[jx.Va
     repeats = _repeats(key, config.key_dims, made)
     if repeats is None or repeats != _repeats(value, config.value_dims, made) or repeats[0] not in config.query_dims:
         return None
+    if any(repeats[0] in letters for letters in config.extra_dims):  # segment ids of each head
+        return None
     return repeats
 
 

@@ -1,7 +1,7 @@
 """Attention on one device by the target's kernel: arrays are transposed to the kernel's layout and back.
 
 The kernel is a primitive of `autoshard.transforms.kernel_op`: queries [batch, length, heads, width], keys and values
-likewise.
+likewise, and segment ids [batch, length].
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax import lax
 from jax import numpy as jnp
 
 from autoshard.transforms.attention_kernels import KernelCall, kernel_call
@@ -25,9 +26,10 @@ class _KernelLayout:
     config: AttentionConfig
     sizes: Mapping[str, int]
     batch: str
-    """Dimensions that query, key and value share, before the queries' sequence dimension."""
+    """Dimensions that query, key and value share, before the queries' sequence dimension; those of segment ids, where
+    there are any, for the kernel takes one row of them for all heads."""
     heads: str
-    """Dimensions that query, key and value share, after it: the key heads. Repeated heads are the last."""
+    """The others that query, key and value share: the key heads. Repeated heads are the last."""
     groups: str
     """Dimensions of the queries only: the query heads of each key head."""
 
@@ -35,13 +37,15 @@ class _KernelLayout:
     def of(cls, config: AttentionConfig, query: Any, key: Any, value: Any) -> _KernelLayout:
         sequence = config.query_dims.index(config.query_position)
         shared = [(d, c) for d, c in enumerate(config.query_dims) if c in config.key_dims and c in config.value_dims]
+        segments = None if config.segments is None else config.extra_dims[config.segments]
+        in_batch = {c for d, c in shared if (d < sequence if segments is None else c in segments)}
         # Local forms may have dropped the dimension, where there is one head here, or merged it with others (Ulysses).
         repeated = config.repeated_head if config.repeated_head in config.query_dims else ""
         return cls(
             config,
             config.sizes(query, key, value),
-            "".join(c for d, c in shared if d < sequence and c != repeated),
-            "".join(c for d, c in shared if d > sequence and c != repeated) + repeated,
+            "".join(c for _, c in shared if c in in_batch and c != repeated),
+            "".join(c for _, c in shared if c not in in_batch and c != repeated) + repeated,
             "".join(
                 c
                 for c in config.query_dims
@@ -87,6 +91,26 @@ class _KernelLayout:
             self._once(self.to_kernel(value, config.value_dims, self.key_like(config.value_width))),
         )
 
+    def segments(self, extras: Sequence[Any], query_start: Any, key_start: Any) -> tuple[Any, ...]:
+        """Segment ids for the kernel, [batch, length]: of the queries, and of the keys unless both are all positions;
+        nothing without any.
+
+        Args:
+          extras: of `attention_p`: the ids of all positions.
+          query_start, key_start: the positions of the first query and of the first key.
+        """
+        config = self.config
+        if config.segments is None:
+            return ()
+        ids, letters = extras[config.segments], config.extra_dims[config.segments]
+        ids = lax.squeeze(ids, [d for d, c in enumerate(letters) if c == "."]).astype("int32")
+        order = [letters.replace(".", "").index(c) for c in self.batch + config.key_position]
+        ids = jnp.transpose(ids, order).reshape(-1, ids.shape[order[-1]])
+        sides = ((config.query_position, query_start), (config.key_position, key_start))
+        if all(self.sizes[c] == ids.shape[1] for c, _ in sides):
+            return (ids,)
+        return tuple(lax.dynamic_slice_in_dim(ids, start, self.sizes[c], 1) for c, start in sides)
+
     @property
     def _repeats(self) -> int:
         """How many heads of keys and values in a row are the same on this device: of 4, two where it has six heads."""
@@ -107,15 +131,24 @@ class _KernelLayout:
 
 
 def attend_fused(
-    config: AttentionConfig, query: Any, key: Any, value: Any, *, distance: int = 0
+    config: AttentionConfig,
+    query: Any,
+    key: Any,
+    value: Any,
+    *extras: Any,
+    distance: int = 0,
+    query_start: Any = 0,
+    key_start: Any = 0,
 ) -> tuple[Any, Any, Any]:
     """The results of `attention_p` on one device: ``row_max`` is each row's log-sum-exp, and ``row_sum`` is 1.
 
     Args:
-      distance: how many positions the first key is before the first query.
+      distance: how many positions the first key is before the first query, where a mask depends on it.
+      query_start, key_start: the positions of these among those of segment ids.
     """
     layout = _KernelLayout.of(config, query, key, value)
-    out, logsumexp = attention_kernel_p.bind(*layout.operands(query, key, value), call=layout.call(distance))
+    operands = (*layout.operands(query, key, value), *layout.segments(extras, query_start, key_start))
+    out, logsumexp = attention_kernel_p.bind(*operands, call=layout.call(distance))
     row_max = layout.from_kernel(logsumexp, layout.rows, config.row_dims)
     out = layout.from_kernel(out, layout.query_like(config.value_width), config.out_dims)
     return out, row_max, jnp.ones_like(row_max)
@@ -130,16 +163,19 @@ def gradients_fused(
     row_max: Any,
     row_sum: Any,
     cotangent: Any,
-    *,
+    *extras: Any,
     distance: int = 0,
+    query_start: Any = 0,
+    key_start: Any = 0,
 ) -> tuple[Any, Any, Any]:
-    """The results of `attention_backward_p` on one device; ``distance`` as of `attend_fused`."""
+    """The results of `attention_backward_p` on one device; positions as of `attend_fused`."""
     layout = _KernelLayout.of(config, query, key, value)
-    operands = layout.operands(query, key, value)
+    operands, segments = layout.operands(query, key, value), layout.segments(extras, query_start, key_start)
     out = layout.to_kernel(out, config.out_dims, layout.query_like(config.value_width))
     logsumexp = layout.to_kernel(row_max + jnp.log(row_sum), config.row_dims, layout.rows)
     ct = layout.to_kernel(cotangent, config.cotangent_dims, layout.query_like(config.value_width)).astype(out.dtype)
-    dq, dk, dv = attention_kernel_backward_p.bind(*operands, out, logsumexp, ct, call=layout.call(distance))
+    call = layout.call(distance)
+    dq, dk, dv = attention_kernel_backward_p.bind(*operands, out, logsumexp, ct, *segments, call=call)
     grads = (
         layout.from_kernel(dq, layout.query_like(config.head_width), config.query_dims),
         layout.key_gradient(dk, config.head_width, config.key_dims),

@@ -74,7 +74,7 @@ def masked_score(config: AttentionConfig) -> float | None:
     for op in config.score_ops:
         if op.kind == "band":
             found = {op.constant} if only_band else found | {op.constant}
-        elif op.kind == "mask":
+        elif op.is_mask:
             found |= {op.constant}
         elif op.kind == "tanh":
             found = {math.tanh(x) for x in found}
@@ -102,7 +102,8 @@ def attend_ring(
 
     def attend_block(state: SoftmaxState, k: Any, v: Any, source: Any, distance: int = 0) -> SoftmaxState:
         if config.kernel:
-            results = attend_fused(config, query, k, v, distance=distance)
+            starts = {"query_start": me * queries, "key_start": source * keys}
+            results = attend_fused(config, query, k, v, *extras, distance=distance, **starts)
             return merge_softmax_states(config, state, results)
         scores = logits(config, query, k, extras, me * queries, source * keys)
         return online_softmax_update(config, state, scores, v)
@@ -162,19 +163,24 @@ def gradients_ring(
     query_block, key_block = lax.optimization_barrier((query_block, key_block))
     own_block = query_block if send_queries else key_block
 
-    def kernel_gradients(q: Any, stats: Any, ct: Any, k: Any, v: Any, distance: int) -> tuple[Any, Any]:
+    def kernel_gradients(q: Any, stats: Any, ct: Any, k: Any, v: Any, source: Any, distance: int) -> tuple[Any, Any]:
         """`gradients_of_block` by the fused kernel, where keys travel."""
         dims, dtypes = (config.query_dims, config.key_dims, config.value_dims), (str(config.accum_dtype),) * 3
         out, row_max, row_sum = stats
         unconverted = replace(config, grad_dims=dims, grad_dtypes=dtypes)
-        dq, *dkv = gradients_fused(unconverted, q, k, v, out, row_max, row_sum, ct, distance=distance)
+        dq, *dkv = gradients_fused(
+            *(unconverted, q, k, v, out, row_max, row_sum, ct, *extras),
+            distance=distance,
+            query_start=me * queries,
+            key_start=source * keys,
+        )
         return dkv, [dq]
 
     def gradients_of_block(block: Any, source: Any, distance: int = 0) -> tuple[Any, Any]:
         """What a block that came from ``source`` adds to its own gradients, and to those of what stays here."""
         (q, stats, ct), (k, v) = (block, key_block) if send_queries else (query_block, block)
         if config.kernel:
-            return kernel_gradients(q, stats, ct, k, v, distance)
+            return kernel_gradients(q, stats, ct, k, v, source, distance)
         starts = (source * queries, me * keys) if send_queries else (me * queries, source * keys)
         dq, *dkv = block_gradients(config, q, k, v, stats[0], stats[1], ct, stats[2], extras, *starts)
         return ([dq], dkv) if send_queries else (dkv, [dq])

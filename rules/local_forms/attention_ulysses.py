@@ -50,7 +50,7 @@ def attend_ulysses(
         return online_softmax_update(flat, state, scores, v_block), None
 
     if config.kernel:
-        results = attend_fused(flat, q, k, v)
+        results = attend_fused(flat, q, k, v, *extras)
     else:
         state, _ = lax.scan(attend_block, empty_state(flat, q, k, v), jnp.arange(parts))
         results = results_of_state(flat, state)
@@ -77,14 +77,14 @@ def gradients_ulysses(
     query, key, value, cotangent = lax.optimization_barrier((query, key, value, cotangent))
     operands = ((query, config.query_dims), (key, config.key_dims), (value, config.value_dims))
     q, k, v, ct = (exchange.to_heads(x, dims) for x, dims in (*operands, (cotangent, config.cotangent_dims)))
+    extras = tuple(exchange.own_part(x, letters) for x, letters in zip(extras, config.extra_dims, strict=True))
     if config.kernel:
         whole_out = exchange.to_heads(out, config.out_dims)
         logsumexp = exchange.to_heads(row_max + jnp.log(row_sum), config.row_dims)
-        grads = gradients_fused(flat, q, k, v, whole_out, logsumexp, jnp.ones_like(logsumexp), ct)
+        grads = gradients_fused(flat, q, k, v, whole_out, logsumexp, jnp.ones_like(logsumexp), ct, *extras)
         return tuple(exchange.to_sequence(x, letters) for x, letters in zip(grads, config.grad_dims, strict=True))
     stats = (row_max, row_sum, out_dot_cotangent(config, out, cotangent))
     row_max, row_sum, delta = (exchange.to_heads(x, config.row_dims) for x in stats)
-    extras = tuple(exchange.own_part(x, letters) for x, letters in zip(extras, config.extra_dims, strict=True))
 
     def block(dq: Any, i: Any) -> Any:
         (k_block, v_block), key_start = exchange.key_block(k, v, i)

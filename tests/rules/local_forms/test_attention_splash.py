@@ -7,6 +7,7 @@ attentions, 9 unless it is set, and ``AUTOSHARD_SEED`` draws others: `make kerne
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -55,6 +56,10 @@ class Attention:
     keys: str = "grouped"
     """How queries find theirs: by a dimension of their own, or keys and values are repeated, before or after the
     sequence."""
+    segments: str = ""
+    """Of what shape segment ids are: ``batch`` (of each sequence), ``all`` (of all alike), or none."""
+    mask: str = "both"
+    """How they are a mask with the positions: ``both``, ``after`` these, or what is in ``another`` segment."""
 
     @classmethod
     def drawn(cls, seed: int) -> Attention:
@@ -74,6 +79,8 @@ class Attention:
             high,
             cap=2.0 if rng.random() < 0.25 else None,
             keys=str(rng.choice(["grouped", "repeated", "repeated, heads first"])),
+            segments=str(rng.choice(["batch", "batch", "all", "", ""])),
+            mask=str(rng.choice(["both", "after", "another"])),
         )
         if ("sequence" not in split and "axes" not in split) or rng.random() < 0.5:
             return drawn
@@ -85,9 +92,28 @@ class Attention:
         sides = ((self.groups * self.key_heads, self.width), (self.key_heads, self.width))
         sides = (*sides, (self.key_heads, self.value_width))
         rng = np.random.default_rng(0)
-        return [jnp.asarray(rng.normal(size=(self.batch, self.length, n, w)), "float32") for n, w in sides]
+        found = [jnp.asarray(rng.normal(size=(self.batch, self.length, n, w)), "float32") for n, w in sides]
+        if self.segments:  # packed sequences, some of them continued later, and padding at the end
+            ids = np.sort(rng.integers(1, 7, (self.batch, self.length)), 1) % 5
+            ids[:, self.length - rng.integers(1, 50) :] = 0
+            found.append(jnp.asarray(ids if self.segments == "batch" else ids[0], "int32"))
+        return found
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def seen(self, ids: Sequence[jax.Array]) -> list[jax.Array]:
+        """Which scores are kept, as masks that are applied one after the other."""
+        at = jnp.arange(self.length)
+        distance = at[None, :] - at[:, None]
+        masks = [] if self.high is None else [distance <= self.high]
+        masks = masks if self.low is None else [masks[0] & (distance >= self.low)]
+        for x in ids:
+            same = (
+                ~(x[..., :, None] != x[..., None, :]) if self.mask == "another" else x[..., :, None] == x[..., None, :]
+            )
+            same = same[:, None] if self.segments == "batch" else same
+            masks = [*masks, same] if self.mask == "after" or not masks else [masks[0] & same]
+        return masks
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
         """As a model writes it."""
         if self.keys != "grouped":
             k, v = (jnp.repeat(x, self.groups, axis=2) for x in (k, v))
@@ -101,11 +127,8 @@ class Attention:
             scores, outputs = "bhqd,bhkd->bhqk", "bhqk,bhke->bqhe"
         s = jnp.einsum(scores, q, k) * self.width**-0.5
         s = s if self.cap is None else self.cap * jnp.tanh(s / self.cap)
-        if self.low is not None or self.high is not None:
-            at = jnp.arange(self.length)
-            distance = at[None, :] - at[:, None]
-            seen = distance <= self.high
-            s = jnp.where(seen if self.low is None else seen & (distance >= self.low), s, -1e30)
+        for mask in self.seen(ids):
+            s = jnp.where(mask[:, :, None] if mask.ndim == 4 and s.ndim == 5 else mask, s, -1e30)
         out = jnp.einsum(outputs, jax.nn.softmax(s, -1), v)
         return out.reshape(*out.shape[:2], -1, self.value_width)
 
@@ -116,10 +139,10 @@ def test_numbers_are_those_of_one_device(seed):
     axes, spec = SPLITS[case.split]
     chip = replace(KERNEL, links={"link": Link("link", 1e9, 0.0)}) if case.fast_links else KERNEL
     mesh = LogicalMesh(tuple(axes), tuple(axes.values()), chip)
-    step = autoshard.jit(
-        trained(case), mesh=mesh, strategy="replicated", in_shardings=spec, out_shardings=((P(), spec), spec)
-    )
     args = case.operands
+    of_ids = [P(*spec[:2]) if case.segments == "batch" else P(*spec[1:2])] * bool(case.segments)
+    shardings = {"in_shardings": (spec, spec, spec, *of_ids), "out_shardings": ((P(), spec), spec)}
+    step = autoshard.jit(trained(case), mesh=mesh, strategy="replicated", **shardings)
     plan, compiled = step.plan(*args), step.lower(*args).compile()
     said = next(p.change for p in plan.passes if p.name == "attention")
     assert "1 forward and 1 backward attentions" in said, case
