@@ -2,8 +2,8 @@
 
 Over queries [batch, length, heads, width] and keys and values [batch, length, key heads, width]. Each is lowered as
 the kernel that its `KernelCall` names for that kernel's platform, elsewhere as the plain code of
-`autoshard.transforms.attention_op`. Segment ids may follow the operands, [batch, length] of integers: those of the
-queries, and those of the keys where they are others, so that a query may see none of the keys.
+`autoshard.transforms.attention_op`. Segment ids may follow the operands, integers [batch, length]: those of the
+queries and those of the keys.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _reference_backward(
 
 def _mask(segments: Sequence[Any]) -> tuple[Any, ...]:
     """Where segment ids let queries see keys: [batch, queries, keys]; nothing without them."""
-    return (segments[0][:, :, None] == segments[-1][:, None, :],) if segments else ()
+    return (segments[0][:, :, None] == segments[1][:, None, :],) if segments else ()
 
 
 def _config(query: Any, key: Any, segments: Sequence[Any], call: KernelCall) -> AttentionConfig:

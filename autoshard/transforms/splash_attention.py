@@ -32,8 +32,8 @@ def splash_forward(query: Any, key: Any, value: Any, *segments: Any, call: Kerne
     operands = _kernel_operands(query, key, value, segments, call)
     with jax.named_scope(scope_name(call, queries, key.shape[1], backward=False)):
         out, (logsumexp,) = _kernel(call, queries, key.shape[1], bool(segments), save_residuals=True)(*operands)
-    if call.some_rows_empty(queries, key.shape[1]) or len(segments) > 1:
-        empty = logsumexp <= MASKED / 2  # in no computed block the output is 0 / 0, in others the mean of masked values
+    if call.some_rows_empty(queries, key.shape[1]):  # of rows in no computed block the output is 0 / 0
+        empty = logsumexp <= MASKED / 2
         out = jnp.where(empty[..., None], 0, out)
         logsumexp = jnp.where(empty, MASKED, logsumexp)
     return _from_heads(out, batch), logsumexp.reshape(batch, heads, queries)
@@ -71,7 +71,7 @@ def _kernel_operands(query: Any, key: Any, value: Any, segments: Sequence[Any], 
         key = key * jnp.asarray(call.scale, key.dtype)
     else:
         query = query * jnp.asarray(call.scale, query.dtype)
-    ids = [splash.SegmentIds(segments[0], segments[-1])] if segments else []
+    ids = [splash.SegmentIds(*segments)] if segments else []
     return *(_to_heads(x, by_batch=bool(segments)) for x in (query, key, value)), *ids
 
 

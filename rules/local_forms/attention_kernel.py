@@ -92,8 +92,7 @@ class _KernelLayout:
         )
 
     def segments(self, extras: Sequence[Any], query_start: Any, key_start: Any) -> tuple[Any, ...]:
-        """Segment ids for the kernel, [batch, length]: of the queries, and of the keys unless both are all positions;
-        nothing without any.
+        """Segment ids for the kernel, [batch, length]: those of the queries and those of the keys; nothing without any.
 
         Args:
           extras: of `attention_p`: the ids of all positions.
@@ -106,10 +105,11 @@ class _KernelLayout:
         ids = lax.squeeze(ids, [d for d, c in enumerate(letters) if c == "."]).astype("int32")
         order = [letters.replace(".", "").index(c) for c in self.batch + config.key_position]
         ids = jnp.transpose(ids, order).reshape(-1, ids.shape[order[-1]])
-        sides = ((config.query_position, query_start), (config.key_position, key_start))
-        if all(self.sizes[c] == ids.shape[1] for c, _ in sides):
-            return (ids,)
-        return tuple(lax.dynamic_slice_in_dim(ids, start, self.sizes[c], 1) for c, start in sides)
+        starts = ((config.query_position, query_start), (config.key_position, key_start))
+        return tuple(
+            ids if self.sizes[c] == ids.shape[1] else lax.dynamic_slice_in_dim(ids, start, self.sizes[c], 1)
+            for c, start in starts
+        )
 
     @property
     def _repeats(self) -> int:

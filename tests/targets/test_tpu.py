@@ -373,6 +373,40 @@ def test_large_attention_is_splash_and_no_scores_are_in_memory():
     assert len(re.findall(r"%splash_mha_fwd[\w.]* = ", text)) == 1, "none runs again for the gradient"
 
 
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "seq": 4}])
+def test_packed_sequences_are_splash_and_no_mask_is_in_memory(axes):
+    length, heads = 2048, 4
+
+    def train(params, x, ids):
+        def layer(x, p):
+            q, k, v = (jnp.einsum("btm,mhd->bthd", x, p[n]) for n in "qkv")
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type="float32") * 64**-0.5
+            at = jnp.arange(length)
+            seen = (ids[:, :, None] == ids[:, None, :]) & (at[:, None] >= at)
+            weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), -1).astype(v.dtype)
+            return x + jnp.einsum("bhqk,bkhd,hdm->bqm", weights, v, p["o"]), None
+
+        def loss(params):
+            return (jax.lax.scan(layer, x, params)[0].astype("float32") ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = dict.fromkeys("qkv", jax.ShapeDtypeStruct((2, 256, heads, 64), "bfloat16"))
+    params["o"] = jax.ShapeDtypeStruct((2, heads, 64, 256), "bfloat16")
+    x, ids = jax.ShapeDtypeStruct((32, length, 256), "bfloat16"), jax.ShapeDtypeStruct((32, length), "int32")
+    split = P("data", "seq") if "seq" in axes else P("data")
+    mesh = MeshConfig(axes=axes, tpu="v5e:2x4")
+    options = {"in_shardings": (None, split, split), "strategy": "dp" if "seq" in axes else "tp", "donate_argnums": 0}
+    step = autoshard.jit(train, mesh=mesh, **options)
+    plan = step.plan(params, x, ids)
+    assert any("all of them run by splash attention" in p.change for p in plan.passes), plan.passes
+    c = compile_plan(plan, lowered := step.lower(params, x, ids))
+    text = lowered.compile().as_text()
+    assert set(re.findall(r"%splash_mha_(\w+?)_segmented\w*[\w.]* = ", text)) == {"fwd", "dkv"}
+    assert not re.findall(r"\w+\[(?:\d+,)*2048,2048\]", text)
+    assert c.audit.clean, str(c.audit)
+
+
 def test_a_group_norm_of_what_is_concatenated_takes_fewer_sweeps():
     def train(params, batch):
         def loss(params):

@@ -67,6 +67,23 @@ def test_keys_that_some_queries_do_not_see_have_no_weight_there(distance, low):
     close(*both(call, attention_kernel_backward_p, q, k, v, *rest))
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "causal, gradient by two kernels", "soft cap"])
+@pytest.mark.parametrize("distance", [0, 128])
+def test_queries_see_the_keys_of_their_segment(name, distance):
+    """Whose ids may be others, as of keys that arrive in a ring: rows that see none have no weight there."""
+    call, length, *heads = CASES[name]
+    call, ours = call.shifted(distance, length, length), operands(length, *heads)
+    ids = np.sort(np.random.default_rng(1).integers(0, 5, (2, length + distance)), 1).astype("int32")
+    segments = jnp.asarray(ids[:, distance:]), jnp.asarray(ids[:, :length])
+    (out, logsum), want = both(call, attention_kernel_p, *ours, *segments)
+    weight = [jnp.exp(x)[..., None].swapaxes(1, 2) for x in (logsum, want[1])]
+    assert bool((weight[0] == 0).any()) == bool(distance)
+    assert not jnp.isnan(out).any()
+    close([jnp.where(weight[0] > 0, out, 0), weight[0]], [jnp.where(weight[1] > 0, want[0], 0), weight[1]])
+    rest = 0.5 * want[0], jnp.maximum(want[1], 0), jnp.cos(3 * want[0])
+    close(*both(call, attention_kernel_backward_p, *ours, *rest, *segments))
+
+
 def test_the_gradient_uses_the_given_output_and_the_forward_kernel_is_dead_code():
     ours = operands(256, 2, 2)
     out, logsum = run(attention_kernel_p, CALL, *ours)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backend.audit import audit
+from autoshard.backend.hlo.collectives import collectives
 from autoshard.machine.mesh import AttentionRates, Link, LogicalMesh
 from tests.attentions import HASTY, trained
 
@@ -135,7 +137,42 @@ class Attention:
 
 @pytest.mark.parametrize("seed", range(SEED * 10_000, SEED * 10_000 + EXAMPLES))
 def test_numbers_are_those_of_one_device(seed):
-    case = Attention.drawn(seed)
+    check(Attention.drawn(seed))
+
+
+PACKED = Attention("nothing", 3, 512, 1, 2, 8, 8, None, None, segments="batch")
+
+
+@pytest.mark.parametrize(
+    ("split", "form"),
+    [
+        ("batch and heads", {"batch": 2, "key_heads": 2, "high": 0, "keys": "repeated, heads first"}),
+        ("sequence in four", {}),
+        ("sequence in four", {"low": -200, "high": 0, "mask": "another"}),
+        ("sequence in four", {"batch": 4, "high": 0}),
+        ("sequence and batch", {"batch": 2, "segments": "all"}),
+    ],
+)
+def test_packed_sequences_in_rings_and_exchanges(split, form):
+    """Three sequences of one head cannot be exchanged for parts of the sequence, four can."""
+    compiled, axes = check(replace(PACKED, split=split, **form)), SPLITS[split][0]
+    mesh = LogicalMesh(tuple(axes), tuple(axes.values()), KERNEL)
+    kinds = {c.kind for c in collectives(compiled.as_text(), mesh)}
+    if split == "sequence in four":
+        assert ("all-to-all" if form.get("batch") == 4 else "collective-permute") in kinds
+
+
+@pytest.mark.parametrize("split", ["nothing", "sequence and batch", "sequence in four"])
+@pytest.mark.parametrize("batch", [2, 3, 4])
+def test_packed_sequences_that_no_kernel_takes(split, batch):
+    """Of 72 positions: in chunks, in rings of keys or of queries, and by exchange."""
+    if split == "sequence and batch" and batch == 3:
+        pytest.skip("is not split in two")
+    check(replace(PACKED, split=split, batch=batch, length=72, high=0), kernel=False)
+
+
+def check(case: Attention, *, kernel: bool = True) -> Any:
+    """The compiled step of ``case``, which has the numbers of one device; run by the ``kernel``, or by none."""
     axes, spec = SPLITS[case.split]
     chip = replace(KERNEL, links={"link": Link("link", 1e9, 0.0)}) if case.fast_links else KERNEL
     mesh = LogicalMesh(tuple(axes), tuple(axes.values()), chip)
@@ -146,9 +183,11 @@ def test_numbers_are_those_of_one_device(seed):
     plan, compiled = step.plan(*args), step.lower(*args).compile()
     said = next(p.change for p in plan.passes if p.name == "attention")
     assert "1 forward and 1 backward attentions" in said, case
-    assert "all of them run by splash attention" in said, case
+    assert ("all of them run by splash attention" in said) == kernel, case
     said = next(p.change for p in plan.passes if p.name == "attention_operands")
-    assert said.startswith(f"{2 * (case.keys != 'grouped' and case.groups > 1)} attentions read repeated keys"), case
+    assert not kernel or said.startswith(
+        f"{2 * (case.keys != 'grouped' and case.groups > 1)} attentions read repeated keys"
+    ), case
     expected = jax.jit(trained(case))(*args)
     # The value adds up terms of both signs, of which float32 keeps the sum no nearer than to the sizes' last bit.
     terms = 2.0**-23 * float(jnp.sum(jnp.abs(jnp.sin(expected[0][1]) * 3)))
@@ -156,3 +195,4 @@ def test_numbers_are_those_of_one_device(seed):
         near = max(1e-5 * max(1.0, float(jnp.max(jnp.abs(want)))), 0.0 if want.ndim else terms)
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=near, err_msg=str(case))
     assert audit(compiled, plan).clean, case
+    return compiled
