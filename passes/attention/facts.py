@@ -200,9 +200,10 @@ class Facts:
 
     def _same(self, x: jx.Var | jx.Literal, y: jx.Var | jx.Literal, depth: int = 8) -> bool:
         """Whether two values are computed alike, in at most ``depth`` equations, from the same variables."""
+        if isinstance(x, jx.Literal) and isinstance(y, jx.Literal):
+            return jx.aval(x) == jx.aval(y) and np.array_equal(x.val, y.val)
         if isinstance(x, jx.Literal) or isinstance(y, jx.Literal):
-            both = isinstance(x, jx.Literal) and isinstance(y, jx.Literal) and jx.aval(x) == jx.aval(y)
-            return both and np.array_equal(x.val, y.val)
+            return False
         made, other = self.defs.get(x), self.defs.get(y)
         if x is y or made is None or other is None or not depth or len(made.outvars) + len(other.outvars) > 2:
             return x is y

@@ -22,7 +22,7 @@ from jax.extend.core import primitives as _prims
 from autoshard import jaxpr as jx
 from autoshard.ir.rule_registry import Rules
 from autoshard.passes.attention.facts import Facts
-from autoshard.passes.attention.masks import Band, Mask, Segments
+from autoshard.passes.attention.masks import Mask, Segments
 
 
 def masks_in_loops(jaxpr: jx.Jaxpr, segments: Rules | None) -> jx.Jaxpr:
@@ -100,9 +100,11 @@ def _mask_of_ids(masks: Mask, kept: bool, shape: tuple[int, ...], ids: Any) -> A
         if isinstance(m, Segments):
             dims = [[letters.index(c) for c in x.letters if c is not None] for x in (m, m.transposed())]
             own = lax.squeeze(ids, [d for d, c in enumerate(m.letters) if c is None])
-            sides = [lax.broadcast_in_dim(jnp.transpose(own, np.argsort(at)), narrow, sorted(at)) for at in dims]
+            sides = [
+                lax.broadcast_in_dim(jnp.transpose(own, np.argsort(at).tolist()), narrow, sorted(at)) for at in dims
+            ]
             limits.append(operator.eq(*sides))
-        elif isinstance(m, Band):
+        else:
             row, col = (lax.broadcasted_iota("int32", narrow, letters.index(c)) for c in (m.row, m.col))
             limits += [col - row >= m.low] if m.low is not None else []
             limits += [col - row <= m.high] if m.high is not None else []

@@ -73,7 +73,7 @@ def test_queries_see_the_keys_of_their_segment(name, distance):
     """Whose ids may be others, as of keys that arrive in a ring: rows that see none have no weight there."""
     call, length, *heads = CASES[name]
     call, ours = call.shifted(distance, length, length), operands(length, *heads)
-    ids = np.sort(np.random.default_rng(1).integers(0, 5, (2, length + distance)), 1).astype("int32")
+    ids = np.sort(np.random.default_rng(1).integers(0, 16, (2, length + distance)), 1).astype("int32")
     segments = jnp.asarray(ids[:, distance:]), jnp.asarray(ids[:, :length])
     (out, logsum), want = both(call, attention_kernel_p, *ours, *segments)
     weight = [jnp.exp(x)[..., None].swapaxes(1, 2) for x in (logsum, want[1])]
