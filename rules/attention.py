@@ -270,7 +270,7 @@ def _operands(config: AttentionConfig, query: Aval, key: Aval, parallel: set[str
 
 
 def _extras(config: AttentionConfig, query: Aval, key: Aval, parallel: set[str]) -> list[list[Label]]:
-    """Masks and biases are whole along the keys: a device computes with blocks of keys from every other."""
+    """Masks, biases and segment ids are whole along the keys: a device computes with blocks of keys from all others."""
     return [_labels(x.replace(config.key_position, "."), config, query, key, parallel) for x in config.extra_dims]
 
 

@@ -33,7 +33,7 @@ CAP = (ScoreOp("scale", 1 / 50), ScoreOp("tanh"), ScoreOp("scale", 50.0))
 CONFIG = AttentionConfig(
     "bqhd", "bkhd", "bkhe", "bqhe", "bhq", "q", "k", (SCALE, BAND), (), *["float32"] * 2, *["bfloat16"] * 2
 )
-SIZES = {"b": 2, "q": 512, "k": 512, "h": 4, "d": 64, "e": 64}
+SIZES = {"b": 2, "q": 512, "k": 512, "h": 4, "g": 2, "d": 64, "e": 64}
 
 
 def sides(config, dtype="bfloat16", sizes=()):
@@ -55,7 +55,9 @@ EITHER = {
     "keys and values of the same heads": replace(CONFIG, value_dims="bke"),
     "no key head without a query head": replace(CONFIG, query_dims="bqd"),
 }
+SEGMENTS = replace(CONFIG, score_ops=(SCALE, ScoreOp("segments", -1e9, 0), BAND), extra_dims=("bk",))
 CUDNN = {
+    "the causal mask and causal windows (segments)": SEGMENTS,
     "takes queries, keys and values of bfloat16 or float16, not float32": (CONFIG, "float32"),
     "the dtype of its operands, bfloat16, not float32": replace(CONFIG, out_dtype="float32"),
     "the causal mask and causal windows (window)": replace(CONFIG, score_ops=(replace(BAND, low=-4, high=4),)),
@@ -78,8 +80,18 @@ SPLASH = {
         replace(CONFIG, out_dtype="float32", score_precision=jax.lax.Precision.HIGHEST),
         "float32",
     ),
+    "one by their score of -3": replace(SEGMENTS, score_ops=(ScoreOp("segments", -3.0, 0),)),
+    "takes one array of segment ids, not 2": replace(
+        SEGMENTS, score_ops=(*SEGMENTS.score_ops, ScoreOp("segments", -1e9, 1)), extra_dims=("bk", "k")
+    ),
+    "segment ids that are the same for the query heads of a key head": replace(
+        SEGMENTS, query_dims="bqhgd", row_dims="bhgq", out_dims="bqhge", extra_dims=("gk",)
+    ),
+    "takes one soft cap of the scores, before": replace(SEGMENTS, score_ops=(*SEGMENTS.score_ops[:2], *CAP)),
 }
 TAKEN = {
+    "segments": SEGMENTS,
+    "segments of each head": replace(SEGMENTS, extra_dims=("hbk",)),
     "window": replace(CONFIG, score_ops=(replace(BAND, low=-4),)),
     "soft cap": replace(CONFIG, score_ops=(SCALE, *CAP, BAND)),
     "values of another width": (CONFIG, "bfloat16", {"e": 128}),
