@@ -186,7 +186,11 @@ def _works(nodes: Iterable[Node], dims: Dims) -> list[_Work]:
         columns = sorted(_signs(kind, len(found[0].operands)), key=lambda column: column[2])
         signs = tuple(sign for *_, sign in columns)
         alike[signs, kind.flops > 0].append(_work(kind, found, columns, dims))
-    return [_Work(*map(np.concatenate, zip(*found, strict=True)), *key) for key, found in alike.items()]
+    works: list[_Work] = []
+    for (signs, is_product), found in alike.items():
+        each, labels = zip(*found, strict=True)
+        works.append(_Work(np.concatenate(each), np.concatenate(labels), signs, is_product))
+    return works
 
 
 def _work(

@@ -47,10 +47,12 @@ from autoshard.transforms.attention_op import (
 
 
 def can_balance(config: AttentionConfig, keys: int) -> bool:
-    """Whether a ring of blocks of ``keys`` can be balanced: its mask is the causal one, and no mask or bias depends on
-    the query."""
+    """Whether a ring of blocks of ``keys`` can be balanced: its mask is the causal one, and no other mask and no bias
+    depends on the query, as segment ids do."""
     bands = [op for op in config.score_ops if op.kind == "band"]
-    if not bands or any(op.low is not None or op.high != 0 for op in bands) or keys % 2:
+    if config.segments is not None or keys % 2:
+        return False
+    if not bands or any(op.low is not None or op.high != 0 for op in bands):
         return False
     if config.kernel:
         return not unsupported_lengths(config.kernel, keys // 2, keys // 2)
