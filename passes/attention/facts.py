@@ -167,13 +167,15 @@ class Facts:
         """A boolean array of the shape of ``atom``, and the numbers that are in ``atom`` where it is False and where it
         is True; None where that is not known."""
         eqn = self.defs.get(atom) if isinstance(atom, jx.Var) else None
-        if eqn is None or eqn.primitive not in (_prims.convert_element_type_p, _prims.select_n_p):
+        if eqn is None or not eqn.invars:
             return None
         which, *cases = eqn.invars
         if eqn.primitive is _prims.select_n_p:
             values = [self._scalar(a) for a in cases]
             known = len(values) == 2 and all(x is not None for x in values)
             return (which, *values) if known and jx.aval(which).shape == jx.aval(atom).shape else None
+        if eqn.primitive is not _prims.convert_element_type_p:
+            return None
         numbers = (which, np.False_, np.True_) if jx.aval(which).dtype == np.bool_ else self._two_numbers(which)
         if numbers is None:
             return None
