@@ -49,8 +49,9 @@ def splash_backward(
         q, k, v, *ids = _kernel_operands(query, key, value, segments, call)
         own_out, pullback = jax.vjp(lambda q, k, v: kernel(q, k, v, *ids), q, k, v)
         _, gradients = gradients_from(pullback, own_out, q.shape[:-1], "splash attention")
+        lse = logsumexp.reshape(q.shape[:-1])
         given, ct = (_to_heads(x, by_batch=bool(segments)) for x in (out, cotangent))
-        dq, dk, dv = gradients(given, logsumexp.reshape(q.shape[:-1]), ct)
+        dq, dk, dv = gradients(given, lse, ct)
     if call.scales_keys:
         dk = dk * jnp.asarray(call.scale, dk.dtype)
     else:
