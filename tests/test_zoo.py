@@ -120,7 +120,7 @@ def test_decoders_stand_on_every_machine_and_other_models_on_one_at_least():
 def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_path):
     cell, gib = CELLS[0], 2**30
     ours = Line("autoshard", True, 10 * gib, 16 * gib, 0.5, 0.4, gib, 60.0, 2.0, 9 * gib, ("all-reduce x differs",))
-    ours = replace(ours, predicted_seconds=0.45, scheduled=0.42)
+    ours = replace(ours, predicted_seconds=0.45, scheduled=0.42, predicted_step=0.525)
     large = Line("dp", False, 40 * gib, 16 * gib, None, None, None, 2.0)
     fsdp = Line("fsdp + full", False, 12 * gib, 16 * gib, 1.0, 0.9, 2 * gib, 61.0)
     kept = Kept(tmp_path / "kept.json", {"a": ours, "b": large, "c": fsdp, "d": large}, {}, {str(cell): 0.25})
@@ -132,7 +132,8 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     assert list(summary([again]))[2:] == [
         f"| {cell} | 250 | 450 | 500 | 420 | 60% | 1,000 (fsdp + full) | 0.50 | not clean |",
         "\nOver 1 of 1 cells: geometric mean 0.50 of the best by hand, worst 0.500.",
-        "\nPredicted sums are off by 10% (median), at most 10%.",
+        "\nPredicted sums are off by 10% (median of 1), at most 10%.",
+        "\nPredicted steps as scheduled are off by 25% (median of 1), at most 25%.",
     ]
     assert len(list(summary([again], scheduled=True))) == 2
     again.lines["c"] = replace(fsdp, scheduled=0.6)
@@ -142,6 +143,8 @@ def test_figures_come_back_from_disk_and_only_those_that_a_cell_asks_for(tmp_pat
     assert "| dp | **no** | 40.00 | - | - | - | - | 2 |" in said
     assert "Predicted: 450 ms, 9.00 GiB." in said
     assert "- all-reduce x differs" in said
+    sends = [replace(ours, differences=(), wire=times).audited for times in (None, 1.99, 2.0)]
+    assert sends == ["clean", "clean, 1.99", "not clean, 2.00"]
 
 
 @pytest.mark.parametrize(
