@@ -78,7 +78,8 @@ random: $(READY) ## run more random programs than the tests do: 2000 others, or 
 
 kernels: $(READY) ## run attention by interpreted TPU kernels, and rings, in 300 random shapes, masks and meshes, sharded
 	AUTOSHARD_EXAMPLES=$${AUTOSHARD_EXAMPLES:-300} AUTOSHARD_SEED=$${AUTOSHARD_SEED:-1} \
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/rules/local_forms/test_attention_splash.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/rules/local_forms/test_attention_splash.py \
+		tests/backend/rings/test_random_rings.py
 
 combinations: $(READY) ## run every combination of model, mesh and strategy, and of other things that the tests take half of
 	AUTOSHARD_COMBINATIONS=all $(BIN)/python -m pytest -n 2 --dist worksteal \
