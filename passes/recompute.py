@@ -277,7 +277,7 @@ class Recompute(Pass):
         """What the policy has on the host, and is held on the device since it is in no loop."""
         for body in remat.differentiated_bodies(program.jaxpr):
             for eqn in remat.residuals(body).values():
-                if not jx.regions(eqn) and self._count is None and self._offloads(eqn):
+                if not jx.regions(eqn) and self._offloads(eqn):
                     yield f"{eqn.primitive.name} at {jx.source(eqn) or 'unknown line'}"
 
     def _left(self, program: Program) -> Mapping[str, int]:

@@ -181,13 +181,13 @@ def _by_kind(nodes: Iterable[Node]) -> Mapping[OpKind, list[Node]]:
 
 
 def _works(nodes: Iterable[Node], dims: Dims) -> list[_Work]:
-    alike: dict[tuple[tuple[int, ...], bool], list[tuple[FloatArray, IntArray]]] = defaultdict(list)
+    by_signs: dict[tuple[tuple[int, ...], bool], list[tuple[FloatArray, IntArray]]] = defaultdict(list)
     for kind, found in _by_kind(nodes).items():
         columns = sorted(_signs(kind, len(found[0].operands)), key=lambda column: column[2])
         signs = tuple(sign for *_, sign in columns)
-        alike[signs, kind.flops > 0].append(_work(kind, found, columns, dims))
+        by_signs[signs, kind.flops > 0].append(_work(kind, found, columns, dims))
     works: list[_Work] = []
-    for (signs, is_product), found in alike.items():
+    for (signs, is_product), found in by_signs.items():
         each, labels = zip(*found, strict=True)
         works.append(_Work(np.concatenate(each), np.concatenate(labels), signs, is_product))
     return works

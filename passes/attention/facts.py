@@ -201,7 +201,7 @@ class Facts:
         return (found,) if x[1].count(row) == y[1].count(col) == 1 and row not in y[1] and col not in x[1] else None
 
     def _same(self, x: jx.Var | jx.Literal, y: jx.Var | jx.Literal, depth: int = 8) -> bool:
-        """Whether two values are computed alike, in at most ``depth`` equations, from the same variables."""
+        """Whether two values are computed in the same way, in at most ``depth`` equations, from the same variables."""
         if isinstance(x, jx.Literal) and isinstance(y, jx.Literal):
             return jx.aval(x) == jx.aval(y) and np.array_equal(x.val, y.val)
         if isinstance(x, jx.Literal) or isinstance(y, jx.Literal):
@@ -209,11 +209,11 @@ class Facts:
         made, other = self.defs.get(x), self.defs.get(y)
         if x is y or made is None or other is None or not depth or len(made.outvars) + len(other.outvars) > 2:
             return x is y
-        alike = made.primitive is other.primitive and len(made.invars) == len(other.invars)
-        alike = alike and not jx.regions(made) and not made.effects and made.params.keys() == other.params.keys()
-        params = [(made.params[name], other.params[name]) for name in made.params] if alike else []
-        alike = alike and all(a is b or (isinstance(a, Hashable) and a == b) for a, b in params)
-        return alike and all(self._same(*pair, depth - 1) for pair in zip(made.invars, other.invars, strict=True))
+        equal = made.primitive is other.primitive and len(made.invars) == len(other.invars)
+        equal = equal and not jx.regions(made) and not made.effects and made.params.keys() == other.params.keys()
+        params = [(made.params[name], other.params[name]) for name in made.params] if equal else []
+        equal = equal and all(a is b or (isinstance(a, Hashable) and a == b) for a, b in params)
+        return equal and all(self._same(*pair, depth - 1) for pair in zip(made.invars, other.invars, strict=True))
 
     def _integers(
         self, atom: jx.Var | jx.Literal, letters: Letters

@@ -116,9 +116,6 @@ def attend_balanced(
     key, value = (blocks.paired(x, dim) for x, dim in zip((key, value), key_dims, strict=True))
     queries, half = jnp.split(query, 2, query_dim), query.shape[query_dim] // 2
 
-    def halves(block: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-        return list(zip(*(jnp.split(x, 2, dim) for x, dim in zip(block, key_dims, strict=True)), strict=True))
-
     def attend(
         state: SoftmaxState, q: Any, block: tuple[Any, Any], number: Any, source: Any, distance: int = half
     ) -> SoftmaxState:
@@ -129,13 +126,13 @@ def attend_balanced(
         return online_softmax_update(config, state, logits(config, q, k, extras, number * half, source * half), v)
 
     early, late = blocks.numbers(me)
-    early_keys, late_keys = halves((key, value))
+    early_keys, late_keys = _halves((key, value), key_dims)
     empty = empty_state(config, queries[0], *early_keys)
     own_early = attend(empty, queries[0], early_keys, early, early, 0)
     own_late = attend(attend(empty, queries[1], early_keys, late, early), queries[1], late_keys, late, late, 0)
 
     def receive(states: tuple[SoftmaxState, SoftmaxState], block: Any, hop: Any) -> tuple[SoftmaxState, SoftmaxState]:
-        sources, blocks_of_keys = blocks.numbers((me - hop) % parts), halves(block)
+        sources, blocks_of_keys = blocks.numbers((me - hop) % parts), _halves(block, key_dims)
         early_state, late_state = states[0], attend(states[1], queries[1], blocks_of_keys[0], late, sources[0])
         before = sources[0] < early
         pick = functools.partial(_pick, before)
@@ -213,9 +210,6 @@ def gradients_balanced(
     paired = [blocks.paired(x, dim) for x, dim in zip(operands, (*query_dims, *key_dims), strict=True)]
     query_block, key_block = tuple(paired[:-2]), tuple(paired[-2:])
 
-    def halves(block: Sequence[Any], dims: Sequence[int]) -> list[Any]:
-        return list(zip(*(jnp.split(x, 2, dim) for x, dim in zip(block, dims, strict=True)), strict=True))
-
     def pair_gradients(queries: Any, keys: Any, number: Any, source: Any, distance: int = half) -> tuple[Any, Any]:
         """What the queries of one half-block and the keys of another add to the gradients: [dq], and [dk, dv]."""
         (q, *stats, ct), (k, v) = queries, keys
@@ -233,7 +227,7 @@ def gradients_balanced(
     def joined(pairs: tuple[Any, Any], dims: Sequence[int]) -> list[Any]:
         return [jnp.concatenate(x, dim) for *x, dim in zip(*pairs, dims, strict=True)]
 
-    own_queries, own_keys = halves(query_block, query_dims), halves(key_block, key_dims)
+    own_queries, own_keys = _halves(query_block, query_dims), _halves(key_block, key_dims)
 
     def gradients(queries: Any, keys: Any, query_device: Any, key_device: Any) -> tuple[Any, Any]:
         """What the queries of one device and the keys of another add to the gradients of each half-block."""
@@ -257,9 +251,9 @@ def gradients_balanced(
     def receive(grads: Any, block: Any, hop: Any) -> Any:
         (travelled, stayed), source = grads, (me - hop) % parts
         if send_queries:
-            of_block, here = gradients(halves(block, query_dims), own_keys, source, me)
+            of_block, here = gradients(_halves(block, query_dims), own_keys, source, me)
         else:
-            here, of_block = gradients(own_queries, halves(block, key_dims), me, source)
+            here, of_block = gradients(own_queries, _halves(block, key_dims), me, source)
         pairs, of_block = send_pairs(1, 1, parts, True), joined(of_block, travelled_dims)
         travelled = [permute_shards(x + y, axes, pairs) for x, y in zip(travelled, of_block, strict=True)]
         return travelled, jax.tree.map(jnp.add, stayed, here)
@@ -316,6 +310,11 @@ def _pick(first: Any, x: Any, y: Any) -> Any:
     if isinstance(y, int | float):
         return jax.tree.map(lambda a: jnp.where(first, a, y), x)
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), x, y)
+
+
+def _halves(block: Sequence[Any], dims: Sequence[int]) -> list[Any]:
+    """The arrays of a block, [early, late] along these dimensions -> those of its early half, and of its late one."""
+    return list(zip(*(jnp.split(x, 2, dim) for x, dim in zip(block, dims, strict=True)), strict=True))
 
 
 def _query_dim(config: AttentionConfig) -> int:

@@ -260,9 +260,10 @@ def _hold_by_value(plans: _Plans) -> None:
     axes, count, most = axes_of_batch(start.plan), len(plans.fitting), plans.goal() * (1 - MIN_HELD_GAIN)
     for ran in with_each_optional(traced, start.passes, plans.options, saving=True, batch_axes=axes):
         known = [fit for fit in deciding if fit.ran[:1] == ran[:1]]
-        planned = None if known else _planned_within(plans, ran, within)
-        with_optional = [_Fit(planned, start.passes, ran)] if planned else known
-        for fit in sorted(with_optional, key=lambda fit: preference(fit.plan))[:1]:
+        fit = min(known, key=lambda fit: preference(fit.plan), default=None)
+        if fit is None and (planned := _planned_within(plans, ran, within)):
+            fit = _Fit(planned, start.passes, ran)
+        if fit is not None:
             _hold_from(plans, fit, within)
     plans.fitting[count:] = [fit for fit in plans.fitting[count:] if fit.plan.cost.seconds <= most]
 
