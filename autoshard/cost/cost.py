@@ -275,7 +275,7 @@ class CostModel:
 
 def _partly_hidden(transfers: Sequence[Transfer], node: Node, run: NodeCost, mesh: LogicalMesh) -> list[Transfer]:
     """The collectives of a node, of which some run beside products."""
-    if node.kind.beside is None and not node.kind.ring_product and not run.hidden_seconds:
+    if node.kind.beside is None and not run.hidden_seconds:
         return list(transfers)
     ends = [*((v, False) for v in node.operands), *((v, True) for v in node.results)]
     whole, specs = defaultdict[tuple[int, bool], float](float), dict[tuple[int, bool], tuple[Spec, Spec]]()
@@ -284,7 +284,7 @@ def _partly_hidden(transfers: Sequence[Transfer], node: Node, run: NodeCost, mes
         if t.before is not None and t.after is not None:
             specs[t.value, t.of_result] = t.before, t.after
     moved = [Resharded(ends.index(end), *found, whole[end]) for end, found in specs.items()]
-    waited = dict(zip(specs, seconds_waited_by(node.kind, moved, run.compute_seconds, mesh), strict=True))
+    waited = dict(zip(specs, seconds_waited_by(node.kind, moved, mesh), strict=True))
     waited[0, False] = whole[0, False] - run.hidden_seconds
     shares = [waited[t.value, t.of_result] / whole[t.value, t.of_result] if t.seconds else 1.0 for t in transfers]
     return [

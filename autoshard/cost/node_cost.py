@@ -152,7 +152,7 @@ def node_cost(
     for i, a, b in _reshards(specs, strategy, free_operands):
         seconds = reshard_seconds(a, b, kind.shapes[i], kind.sent_bits[i], mesh)
         moved.append(Resharded(i, a, b, seconds - combined_saving(a, b, kind.combined_count, mesh)))
-    transfers = sum(seconds_waited_by(kind, moved, strategy.compute_seconds, mesh))
+    transfers = sum(seconds_waited_by(kind, moved, mesh))
     return NodeCost(
         strategy.in_specs,
         strategy.out_specs,

@@ -17,11 +17,13 @@ GPUs over those between which the link is slowest.
 On GPUs loops do more. Weights of the next layer are gathered beside all products of this one (`gathered_ahead`), and
 its gradients are reduced beside those of the next (`autoshard.cost.compiler_options`). And what moves activations of
 the backward pass runs beside the products that only gradients wait for (`_beside_gradients`).
-The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the products last (`seconds_waited`).
 
-In a stage of a pipeline nothing is counted so. Where the chip would compute nothing meanwhile, though, an all-gather
-of a product's operand and a reduce-scatter of its result are lowered as collective matmuls (Wang et al., ASPLOS 2023;
-see `autoshard.backend.rings`): permutes along a *ring*, each beside a part of that product.
+Where the chip would wait for gathers and scatters all the same, an all-gather of a product's operand and a
+reduce-scatter of its result are lowered as collective matmuls (Wang et al., ASPLOS 2023; see
+`autoshard.backend.rings`): permutes along a *ring*, each beside a part of that product. So are activations there, and
+gradients. In a stage of a pipeline nothing else is counted as hidden.
+
+The share `Hardware.hidden_collectives` of a reshard is hidden, as far as the products last (`seconds_waited`).
 """
 
 from __future__ import annotations
@@ -39,8 +41,16 @@ import numpy as np
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Axes, Spec
-from autoshard.machine.collective import ALL_GATHER, ALL_REDUCE, CollectiveKind, collective_seconds
-from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products, hides_copies
+from autoshard.machine.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVE_PERMUTE,
+    REDUCE_SCATTER,
+    CollectiveKind,
+    collective_rate,
+    collective_seconds,
+)
+from autoshard.machine.host_link import FROM_HOST, TO_HOST, copies_beside_products, hides_copies, layer_seconds
 from autoshard.machine.mesh import LogicalMesh
 
 NOWHERE, PARTIAL = -1, -2
@@ -51,6 +61,10 @@ MAX_PARTS = 8
 """Devices of a ring: each part is an instruction of its own."""
 MIN_LAYERS = 3
 """Fewest layers that are gathered ahead: the last one's weights are gathered once more."""
+RING_GAIN = 0.72
+"""Of the seconds of what runs in a ring beside a product, those that are saved where all of it is hidden: the product's
+parts take longer together, and read and write sums. Of three decoders that libtpu 0.0.50 compiles for v5e in two plans
+each, 0.25 of the ring's seconds more, where 0.9 of it is hidden."""
 MIN_PRODUCT = 1 << 20
 """Elements of a part of a product in a ring: smaller ones leave the chip's units idle."""
 
@@ -69,20 +83,30 @@ class _Window(NamedTuple):
     """Most that it can take."""
 
 
-def seconds_waited(
-    seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, *, share: Any = 1.0, compute: Any = math.inf
-) -> Any:
+class Hideable(NamedTuple):
+    """What of the seconds of a reshard can be hidden, as numbers or arrays."""
+
+    share: Any = 1.0
+    """Where it is done before the products beside it are."""
+    outlasts: Any = 0.0
+    """By how much longer it takes in a ring than that, of its seconds: what no product is left for is waited for."""
+
+
+ALL, NOTHING = Hideable(), Hideable(0.0)
+
+
+def seconds_waited(seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, share: Hideable = ALL) -> Any:
     """The part of ``seconds``, a number or an array, in which a device waits for the reshard of the operand or result
     at this position.
 
     Args:
-      share: of ``seconds``, what can be hidden (`share_hidden`).
-      compute: seconds of the product.
+      share: `hideable`.
     """
-    if kind.ring_product:
-        return seconds - np.minimum(share * seconds, compute)
     beside = kind.beside[position] if kind.beside is not None else 0.0
-    return seconds - np.minimum(mesh.hardware.hidden_collectives * share * seconds, beside) if beside else seconds
+    if not beside:
+        return seconds
+    hidden = mesh.hardware.hidden_collectives * share.share * seconds
+    return seconds - np.maximum(np.minimum(hidden, beside - share.outlasts * seconds), 0.0)
 
 
 class Resharded(NamedTuple):
@@ -94,24 +118,25 @@ class Resharded(NamedTuple):
     seconds: float
 
 
-def seconds_waited_by(kind: OpKind, moved: Sequence[Resharded], compute: float, mesh: LogicalMesh) -> list[float]:
-    """`seconds_waited` of each of what a node reshards: all of its rings run beside ``compute`` seconds, no more."""
-    shares = [share_hidden(kind, m.position, m.before, m.after, mesh) for m in moved]
-    in_rings = sum(m.seconds * share for m, share in zip(moved, shares, strict=True)) if kind.ring_product else 0.0
-    hidden = min(1.0, compute / in_rings) if in_rings else 1.0
-    return [
-        float(seconds_waited(m.seconds, kind, m.position, mesh, share=share * hidden))
-        for m, share in zip(moved, shares, strict=True)
+def seconds_waited_by(kind: OpKind, moved: Sequence[Resharded], mesh: LogicalMesh) -> list[float]:
+    """`seconds_waited` of each of what a node reshards: all of its rings together run beside it once."""
+    waited = [
+        float(seconds_waited(m.seconds, kind, m.position, mesh, hideable(kind, m.position, m.before, m.after, mesh)))
+        for m in moved
     ]
+    hidden = [m.seconds - w if m.position in kind.in_rings else 0.0 for m, w in zip(moved, waited, strict=True)]
+    excess = sum(hidden) - product_seconds(kind, mesh) if any(hidden) else 0.0
+    return [w + excess * h / sum(hidden) for w, h in zip(waited, hidden, strict=True)] if excess > 0 else waited
 
 
-def share_hidden(kind: OpKind, position: int, before: Spec, after: Spec, mesh: LogicalMesh) -> float:
-    """The share of the seconds of a reshard of the operand or result at this position that can be hidden: what runs in
-    a ring, or all of it, but over slow links where only others count."""
-    if kind.ring_product:
-        return ring_reshards(before, ring_dims(kind, position), mesh).get(after, 0.0)
+def hideable(kind: OpKind, position: int, before: Spec, after: Spec, mesh: LogicalMesh) -> Hideable:
+    """What of the seconds of a reshard of the operand or result at this position can be hidden: what runs in a ring, or
+    all of it, but over slow links where only others count."""
+    if position in kind.in_rings:
+        rings = ring_reshards(before, gathered_dims(kind, position), math.prod(kind.shapes[-1]), mesh)
+        return rings.get(after, NOTHING)
     slow = position in kind.on_fast_links and takes_slow_link(slow_placement(before, mesh), slow_placement(after, mesh))
-    return 0.0 if slow else 1.0
+    return NOTHING if slow else ALL
 
 
 def takes_slow_link(before: Sequence[int], after: Sequence[int]) -> bool:
@@ -126,77 +151,94 @@ def slow_placement(spec: Spec, mesh: LogicalMesh) -> tuple[int, ...]:
     return tuple([where.get(a, NOWHERE) for a in mesh.slow_axes])
 
 
-def ring_dims(kind: OpKind, position: int) -> tuple[int, ...] | None:
-    """The dimensions of a product's operand that can be gathered in a ring: each part of it makes a part of the result.
-    None of a result."""
+def ring_dims(kind: OpKind, position: int) -> tuple[int, ...]:
+    """The dimensions of a product's operand of which each part makes a part of the result."""
     rule = kind.rule
-    if position >= len(rule.operands):
-        return None
     return tuple([d for d, f in enumerate(rule.operands[position]) if len(f) == 1 and f in rule.results[0]])
 
 
+def gathered_dims(kind: OpKind, position: int) -> tuple[int, ...] | None:
+    """The dimensions of a product's operand that can be gathered in a ring: `ring_dims`, and those that it sums over
+    where the result, of which each part makes a summand, is no larger than the operand. None of a result."""
+    rule = kind.rule
+    if position >= len(rule.operands):
+        return None
+    factors = rule.operands[position]
+    adds = math.prod(kind.shapes[-1]) <= math.prod(kind.shapes[position])
+    summed = [d for d, f in enumerate(factors) if adds and len(f) == 1 and rule.kind(f[0]) == "sum"]
+    return tuple(sorted({*ring_dims(kind, position), *summed}))
+
+
 @functools.lru_cache(maxsize=1 << 14)
-def ring_reshards(spec: Spec, dims: tuple[int, ...] | None, mesh: LogicalMesh) -> Mapping[Spec, float]:
-    """The specs to which an operand or a result of a product with ``spec`` is resharded in a ring, and the share of the
-    reshard's seconds in it: of an operand that is all-gathered over one axis, and of a result that is reduce-scattered,
-    of which the first axis goes in a ring and others after it. No ring has more than `MAX_PARTS` devices.
+def ring_reshards(spec: Spec, dims: tuple[int, ...] | None, made: int, mesh: LogicalMesh) -> Mapping[Spec, Hideable]:
+    """The specs to which an operand or a result of a product with ``spec`` is resharded in a ring, and what of the
+    reshard's seconds can be hidden: of an operand that is all-gathered over one axis, and of a result that is
+    reduce-scattered, of which one axis of the first dimension goes in a ring and others after it. No ring has more than
+    `MAX_PARTS` devices, and no part of a product fewer than `MIN_PRODUCT` elements.
 
     Args:
-      dims: `ring_dims`.
+      dims: `gathered_dims`.
+      made: elements of the result, unsharded.
     """
     parts = mesh.shape
     if dims is not None:
-        split = [d for d in dims if spec.dims[d] and parts[spec.dims[d][-1]] <= MAX_PARTS]
-        return {} if spec.partial else {spec.with_dim(d, spec.dims[d][:-1]): 1.0 for d in split}
+        most = min(MAX_PARTS, made // MIN_PRODUCT)
+        split = [(d, spec.dims[d][-1]) for d in dims if spec.dims[d] and parts[spec.dims[d][-1]] <= most]
+        gathered = {spec.with_dim(d, spec.dims[d][:-1]): _in_ring(ALL_GATHER, axis, (axis,), mesh) for d, axis in split}
+        return {} if spec.partial else gathered
     sums = {a for a, kind in spec.partial if kind == "sum"}
-    axes = [a for a in mesh.axis_names if a in sums]
+    axes = tuple(a for a in mesh.axis_names if a in sums)
+    most = min(MAX_PARTS, made // spec.num_shards(parts) // MIN_PRODUCT)
     if not axes or len(axes) < len(spec.partial):
         return {}
-    found = dict[Spec, float]()
+    found = dict[Spec, Hideable]()
     for scattered in itertools.product(range(spec.rank), repeat=len(axes)):
         after = spec.reduced()
         for d, axis in zip(scattered, axes, strict=True):
             after = after.with_dim(d, (*after.dims[d], axis))
-        first = axes[scattered.index(min(scattered))]
-        if parts[first] <= MAX_PARTS:
-            found[after] = 1.0 if len(axes) == 1 else 1 - 1 / parts[first]
+        first = (a for d, a in zip(scattered, axes, strict=True) if d == min(scattered) and parts[a] <= most)
+        if ring := next(first, None):
+            found[after] = _in_ring(REDUCE_SCATTER, ring, axes, mesh)
     return found
 
 
+def _in_ring(kind: CollectiveKind, axis: str, axes: Axes, mesh: LogicalMesh) -> Hideable:
+    """What can be hidden of a collective over ``axes`` that is done over ``axis`` in a ring, and over the others after
+    it."""
+    (_, whole), (_, hop) = collective_rate(kind, axes, mesh), collective_rate(COLLECTIVE_PERMUTE, (axis,), mesh)
+    sent = 1 - 1 / mesh.shape[axis]
+    share = 1.0 if len(axes) == 1 else sent
+    return Hideable(RING_GAIN * share, max(0.0, sent * hop / whole - share) if whole else 0.0)
+
+
 def with_hidden_transfers(graph: Graph) -> Graph:
-    """``graph`` with `OpKind.beside` of its products and `OpKind.copied_beside`; of a pipeline with
-    `OpKind.ring_product`. Itself if it has that, and where the chip hides nothing."""
+    """``graph`` with `OpKind.beside` of its products and `OpKind.copied_beside`; itself if it has that, and where the
+    chip hides nothing."""
     program, nodes = graph.program, list(graph.nodes)
-    if program.pipeline is not None:
-        return _with_rings(graph)
     if any(node.kind.beside is not None or node.kind.copied_beside is not None for node in nodes):
         return graph
     for n, seconds in copied_beside_products(graph).items():
         nodes[n] = nodes[n]._replace(kind=graph.kinds.variant(nodes[n].kind, copied_beside=seconds))
     if not program.mesh.hardware.hidden_collectives:
         return graph if nodes == list(graph.nodes) else replace(graph, nodes=tuple(nodes))
-    beside, activations = _seconds_beside(graph), _beside_gradients(graph)
+    alone = program.pipeline is None
+    beside = _seconds_beside(graph) if alone else {}
+    activations = _beside_gradients(graph) if alone else {}
     for n, node in enumerate(graph.nodes):
-        found = tuple([beside.get(v, activations.get(v, 0.0)) for v in node.values]) if node.kind.flops else ()
+        kind, values = node.kind, node.values
+        own = product_seconds(kind, program.mesh) if has_rings(kind, program.mesh) else 0.0
+        found = tuple([beside.get(v, activations.get(v, own)) for v in values]) if kind.flops else ()
         if any(found):
-            fast = frozenset(i for i, v in enumerate(node.values) if v in activations and v not in beside)
-            nodes[n] = node._replace(kind=graph.kinds.variant(node.kind, beside=found, on_fast_links=fast))
+            fast = frozenset(i for i, v in enumerate(values) if v in activations and v not in beside)
+            rings = frozenset(i for i, v in enumerate(values) if own and v not in beside and v not in activations)
+            nodes[n] = node._replace(kind=graph.kinds.variant(kind, beside=found, on_fast_links=fast, in_rings=rings))
     return replace(graph, nodes=tuple(nodes))
 
 
-def _with_rings(graph: Graph) -> Graph:
-    """``graph`` with `OpKind.ring_product` of its products; itself if it has that."""
-    mesh = graph.program.mesh
-    waits = mesh.hardware.blocking_gathers and mesh.hardware.blocking_reduce_scatters
-    if not waits or any(node.kind.ring_product for node in graph.nodes):
-        return graph
-    nodes = list(graph.nodes)
-    for n, node in enumerate(nodes):
-        kind, rule = node.kind, node.kind.rule
-        local = rule.halos or (rule.local and rule.local.fun)
-        if kind.flops and not local and math.prod(kind.shapes[-1]) >= mesh.size * MIN_PRODUCT:
-            nodes[n] = node._replace(kind=graph.kinds.variant(kind, ring_product=True))
-    return replace(graph, nodes=tuple(nodes))
+def has_rings(kind: OpKind, mesh: LogicalMesh) -> bool:
+    """Whether what a product gathers and scatters goes in rings where it can (`ring_reshards`): where the chip would
+    wait for it."""
+    return mesh.hardware.blocking_gathers and mesh.hardware.blocking_reduce_scatters and is_of_xla(kind)
 
 
 def _seconds_beside(graph: Graph) -> Mapping[int, float]:
@@ -243,7 +285,8 @@ def copied_beside_products(graph: Graph) -> Mapping[int, float]:
         if node.kind.host_transfer and node.trip_count and loop_of[n] != STEP:
             copies[loop_of[n], node.kind.host_transfer].append(n)
     for inside in _products_by_loop(graph) if copies else ():
-        seconds = sum(product_seconds(graph.nodes[n].kind, mesh) for n in inside) if hides_copies(mesh) else 0.0
+        products = sum(product_seconds(graph.nodes[n].kind, mesh) for n in inside) if hides_copies(mesh) else 0.0
+        seconds = layer_seconds(products, mesh)
         for way in (TO_HOST, FROM_HOST):
             nodes = copies[loop_of[inside[0]], way]
             total = sum(graph.nodes[n].kind.bytes[0] for n in nodes)
@@ -393,7 +436,7 @@ def exposed_values(graph: Graph, resharded: Resharding = lambda node, value: Non
                 takes = collective_seconds(ALL_GATHER, axis[1:], size, mesh) if axis and v not in of_weights else 0.0
                 if made[v] == now or now - made[v] < takes:
                     found.add(v)
-                    if axis and mesh.shape[axis[1]] <= MAX_PARTS and axis[0] in (ring_dims(node.kind, i) or ()):
+                    if axis and mesh.shape[axis[1]] <= MAX_PARTS and axis[0] in ring_dims(node.kind, i):
                         first = read.setdefault(v, n)
                         in_ring |= all(defined.get(u, -1) < first for u in node.operands)
             now += 0.0 if in_ring else product_seconds(node.kind, mesh)
@@ -403,6 +446,12 @@ def exposed_values(graph: Graph, resharded: Resharding = lambda node, value: Non
         made.update(dict.fromkeys(node.results, since))
         defined.update(dict.fromkeys(node.results, n))
     return frozenset(found)
+
+
+def is_of_xla(kind: OpKind) -> bool:
+    """Whether it is a product without halos that has no form of its own on shards."""
+    rule = kind.rule
+    return bool(kind.flops) and not (rule.local and rule.local.fun) and not rule.halos
 
 
 def is_kernel(kind: OpKind) -> bool:

@@ -102,9 +102,8 @@ class OpKind:
     (`autoshard.cost.overlap`); None where there are none."""
     on_fast_links: frozenset[int] = frozenset()
     """Positions, operands and then results, of which that holds only of what moves over no link of the slowest kind."""
-    ring_product: bool = False
-    """Whether an all-gather of an operand and a reduce-scatter of the result run in rings beside the product
-    (`autoshard.cost.overlap`)."""
+    in_rings: frozenset[int] = frozenset()
+    """Positions of which that holds only of what moves in rings beside this product."""
     bytes: tuple[float, ...] = field(init=False, repr=False)
     """Of the operands, then the results, unsharded."""
     sent_bits: tuple[int, ...] = field(init=False, repr=False)

@@ -14,6 +14,9 @@ import numpy as np
 
 from autoshard.machine.mesh import LogicalMesh
 
+LAYER_EFFICIENCY = 0.82
+"""Share of the chip's peak by which a layer's products are counted for how long the layer takes, with its norms and all
+else: of decoders compiled for v5e 0.72 to 0.83."""
 TO_HOST, FROM_HOST = "to the host", "from the host"
 """The two directions of the link, which do not wait for each other."""
 
@@ -28,8 +31,13 @@ def hides_copies(mesh: LogicalMesh) -> bool:
     return copies_beside_products(mesh) and mesh.hardware.hidden_host_copies
 
 
+def layer_seconds(products: float, mesh: LogicalMesh) -> float:
+    """Seconds of a layer whose products take ``products`` seconds at least."""
+    return products * mesh.hardware.product_efficiency / LAYER_EFFICIENCY
+
+
 def seconds_waited_for_copies(size: Any, beside: Any, mesh: LogicalMesh) -> Any:
-    """Seconds that a device spends on ``size`` bytes of its own in one direction, numbers or arrays, where products
-    take ``beside`` seconds meanwhile: it waits for what takes longer, and copies what it sends or has fetched."""
+    """Seconds that a device spends on ``size`` bytes of its own in one direction, numbers or arrays, where a layer
+    takes ``beside`` seconds meanwhile: it waits for what takes longer, and copies what it sends or has fetched."""
     hardware = mesh.hardware
     return np.maximum(size / hardware.host_bandwidth - beside, 0.0) + 2 * size / hardware.memory_rate

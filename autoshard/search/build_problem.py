@@ -23,6 +23,7 @@ docs/math/layout-problem.md has the formulas, and what the problem leaves out.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -33,7 +34,7 @@ import numpy as np
 
 from autoshard.cost.cost import find_moved_outputs, find_per_call_inputs
 from autoshard.cost.node_strategy import compute_seconds, expressible_factors
-from autoshard.cost.overlap import product_seconds, seconds_waited
+from autoshard.cost.overlap import seconds_waited
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec
@@ -234,7 +235,8 @@ class _LayoutProblemBuilder:
     def _add_copies(self) -> dict[tuple[int, int], Binding]:
         """Adds copy variables: for a value and a choosing node that reads it, the binding of the copy that it reads.
 
-        Values of one group that are read by the same kinds of nodes, in the same positions, share a copy variable.
+        Values of one group that are read by the same kinds of nodes, in the same positions, share a copy variable. Its
+        reshard is priced as of the reader that hides most of it: no layout costs less.
         """
         graph = self.graph
         readers: dict[int, list[int]] = defaultdict(list)
@@ -244,7 +246,7 @@ class _LayoutProblemBuilder:
                     if v in self.bindings:
                         readers[v].append(n)
         found: dict[tuple[int, int], Binding] = {}
-        executions: Counter[tuple[Binding, Binding, OpKind, int, int]] = Counter()
+        executions: Counter[tuple[Binding, Binding, tuple[tuple[OpKind, int], ...], int]] = Counter()
         for v, nodes in readers.items():
             if len(nodes) < 2:
                 continue
@@ -260,16 +262,19 @@ class _LayoutProblemBuilder:
                     key, self.limits.sharding_parameters(options, lambda s: s.axes) if is_parameter else options
                 )
             copy = Binding(j, tuple(d if n > 1 else -1 for d, n in enumerate(shape)))
-            reads = [(graph.nodes[n].kind, graph.nodes[n].operands.index(v)) for n in nodes]
+            reads = tuple(dict.fromkeys((graph.nodes[n].kind, graph.nodes[n].operands.index(v)) for n in nodes))
             bits = max(kind.sent_bits[i] for kind, i in reads)
-            executions[own, copy, *reads[0], bits] += max(graph.nodes[n].trip_count for n in nodes)
+            executions[own, copy, reads, bits] += max(graph.nodes[n].trip_count for n in nodes)
             found.update(((v, n), copy) for n in nodes)
-        for (own, copy, kind, i, bits), count in executions.items():
+        for (own, copy, reads, bits), count in executions.items():
             src, dst = self.spec_tables.value_specs(*own), self.spec_tables.value_specs(*copy)
-            seconds = self.spec_tables.reshard_matrix(src, dst, kind.shapes[i], bits)
-            share = self.spec_tables.share_matrix(src, dst, kind, i)
-            waited = seconds_waited(seconds, kind, i, self.mesh, share=share, compute=product_seconds(kind, self.mesh))
-            self.builder.add_pairwise(own.variable, copy.variable, count * waited)
+            first, i = reads[0]
+            seconds = self.spec_tables.reshard_matrix(src, dst, first.shapes[i], bits)
+            waited = [
+                seconds_waited(seconds, kind, i, self.mesh, self.spec_tables.hideable_matrix(src, dst, kind, i))
+                for kind, i in reads
+            ]
+            self.builder.add_pairwise(own.variable, copy.variable, count * functools.reduce(np.minimum, waited))
         return found
 
     def _is_parameter(self, v: int) -> bool:

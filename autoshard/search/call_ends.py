@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autoshard.cost.overlap import seconds_waited, share_hidden
+from autoshard.cost.overlap import hideable, seconds_waited
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.graph import Graph, Value
 from autoshard.ir.propagate import Layout
@@ -211,10 +211,8 @@ class _Revision:
             for i, (u, required) in enumerate(zip(node.operands, run.in_specs, strict=True)):
                 if u == v and required in charged:
                     moved = reshard_seconds(spec, required, value.shape, node.kind.sent_bits[i], self.mesh)
-                    share = share_hidden(node.kind, i, spec, required, self.mesh)
-                    seconds -= node.trip_count * seconds_waited(
-                        moved, node.kind, i, self.mesh, share=share, compute=run.compute_seconds
-                    )
+                    share = hideable(node.kind, i, spec, required, self.mesh)
+                    seconds -= node.trip_count * seconds_waited(moved, node.kind, i, self.mesh, share)
                 elif u == v and required != spec:
                     charged.add(required)
         return seconds

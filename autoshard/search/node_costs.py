@@ -34,7 +34,8 @@ class NodeCosts:
         self._elementwise: dict[OpKind, bool] = {}
 
     def is_elementwise(self, kind: OpKind) -> bool:
-        """Whether all operands and results that are no scalars have one shape and the same factors, none reduced."""
+        """Whether all operands and results that are no scalars have one shape and the same factors, none reduced, and a
+        part takes its share of the seconds: not where products hide some of them."""
         if kind not in self._elementwise:
             rule, coverage = kind.rule, self.groups.coverage(kind)
             dims = (*rule.operands, *rule.results)
@@ -42,7 +43,8 @@ class NodeCosts:
             all_factors = all(dim or n == 1 for ds, shape in arrays for dim, n in zip(ds, shape, strict=True))
             whole = "whole" in {rule.kind(f) for f in rule.factors}
             separable = bool(coverage.covering) and not (coverage.reduces or rule.halos or whole)
-            self._elementwise[kind] = len(arrays) == 1 and all_factors and separable and not kind.flops
+            waits = kind.flops or kind.copied_beside is not None
+            self._elementwise[kind] = len(arrays) == 1 and all_factors and separable and not waits
         return self._elementwise[kind]
 
     def follows(self, kind: OpKind, bindings: Iterable[Binding | None]) -> bool:
@@ -145,16 +147,14 @@ class NodeCosts:
                 pairs = tables.reshard_pairs(src, dst, shape, bits)
                 if combined:
                     pairs = pairs - tables.combined_savings(src, dst, kind.combined_count).diagonal()
-                share = tables.share_pairs(src, dst, kind, p)
-                unary += executions * seconds_waited(pairs, kind, p, self.mesh, share=share, compute=seconds)
+                share = tables.hideable_pairs(src, dst, kind, p)
+                unary += executions * seconds_waited(pairs, kind, p, self.mesh, share)
             else:
                 table = tables.reshard_matrix(src, dst, shape, bits)
                 if combined:
                     table = table - tables.combined_savings(src, dst, kind.combined_count)
-                share = tables.share_matrix(src, dst, kind, p)
-                if p < operands:
-                    table, share = table.T, np.transpose(share)
-                table = seconds_waited(table, kind, p, self.mesh, share=share, compute=seconds[:, None])
+                table = seconds_waited(table, kind, p, self.mesh, tables.hideable_matrix(src, dst, kind, p))
+                table = table.T if p < operands else table
                 pairwise[binding.variable] = pairwise.get(binding.variable, 0.0) + executions * table
         return unary, pairwise
 

@@ -89,9 +89,7 @@ def _solve_on_mesh(
     graph, mesh = s.graph, s.graph.program.mesh
     layout_problem = build_problem(merged.graph, limits, near_layouts, s.groups)
     problem = layout_problem.problem
-    is_whole = limits is None and merged.graph is graph and not near_layouts
-    # What a copy of a value takes is priced for one of its readers, of which rings hide more or less.
-    bound_holds = is_whole and not any(node.kind.ring_product for node in graph.nodes)
+    bound_holds = limits is None and merged.graph is graph and not near_layouts
 
     def price(assignment: Sequence[int]) -> Candidate:
         specs = merged.expand_specs(layout_problem.value_specs(assignment))

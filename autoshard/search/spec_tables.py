@@ -8,13 +8,14 @@ variable by a `Binding`. Lists of specs are interned, so that each table is comp
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.cost.overlap import ring_dims, ring_reshards, slow_placement, takes_slow_link
+from autoshard.cost.overlap import ALL, Hideable, gathered_dims, ring_reshards, slow_placement, takes_slow_link
 from autoshard.cost.reshard import combined_saving
 from autoshard.cost.reshard_moves import replace_dim
 from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table
@@ -67,7 +68,7 @@ class SpecTables:
         self._matrices: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
         self._pairs: dict[tuple[OptionSpecs, OptionSpecs, Shape, int], Array] = {}
         self._savings: dict[tuple[OptionSpecs, OptionSpecs, int], Array] = {}
-        self._shares: dict[tuple[OptionSpecs, OptionSpecs, bool, tuple[int, ...] | None], Array] = {}
+        self._hidden: dict[tuple[OptionSpecs, OptionSpecs, tuple[tuple[int, ...] | None, int] | None], Hideable] = {}
         self._shard_counts: dict[OptionSpecs, Array] = {}
         for o in options:
             self.add_variable(o)
@@ -132,35 +133,37 @@ class SpecTables:
             found = self._savings[key] = distinct[src.index[:, None], dst.index]
         return found
 
-    def share_matrix(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
-        """[options of src, options of dst]: `share_hidden` between each two."""
-        found = self._shares_hidden(src, dst, kind, position)
-        return 1.0 if found is None else found[src.index[:, None], dst.index]
+    def hideable_matrix(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Hideable:
+        """[options of src, options of dst]: `hideable` between each two."""
+        return self._hideable(src, dst, kind, position, (src.index[:, None], dst.index))
 
-    def share_pairs(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | float:
-        """[options]: `share_hidden` under one option, the same for both."""
-        found = self._shares_hidden(src, dst, kind, position)
-        return 1.0 if found is None else found[src.index, dst.index]
+    def hideable_pairs(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Hideable:
+        """[options]: `hideable` under one option, the same for both."""
+        return self._hideable(src, dst, kind, position, (src.index, dst.index))
 
-    def _shares_hidden(self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int) -> Array | None:
-        """`share_hidden` between distinct specs; None where it is 1."""
-        if not kind.ring_product and position not in kind.on_fast_links:
-            return None
-        key = src, dst, kind.ring_product, ring_dims(kind, position) if kind.ring_product else None
-        found = self._shares.get(key)
+    def _hideable(
+        self, src: OptionSpecs, dst: OptionSpecs, kind: OpKind, position: int, which: tuple[Indices, Indices]
+    ) -> Hideable:
+        """`hideable` between distinct specs, of the pairs ``which``."""
+        in_rings = position in kind.in_rings
+        if not in_rings and position not in kind.on_fast_links:
+            return ALL
+        ring = (gathered_dims(kind, position), math.prod(kind.shapes[-1])) if in_rings else None
+        key = src, dst, ring
+        found = self._hidden.get(key)
         if found is None:
-            found = self._ring_shares(src, dst, key[3]) if kind.ring_product else self._shares_of_fast_links(src, dst)
-            self._shares[key] = found
-        return found
+            found = self._in_rings(src, dst, *ring) if ring else Hideable(self._shares_of_fast_links(src, dst))
+            self._hidden[key] = found
+        return Hideable(*(table[which] if isinstance(table, np.ndarray) else table for table in found))
 
-    def _ring_shares(self, src: OptionSpecs, dst: OptionSpecs, dims: tuple[int, ...] | None) -> Array:
+    def _in_rings(self, src: OptionSpecs, dst: OptionSpecs, dims: tuple[int, ...] | None, made: int) -> Hideable:
         """`ring_reshards` between distinct specs."""
         of = {spec: j for j, spec in enumerate(dst.distinct_specs)}
-        found = np.zeros((len(src.distinct_specs), len(of)))
+        found = Hideable(*np.zeros((2, len(src.distinct_specs), len(of))))
         for i, spec in enumerate(src.distinct_specs):
-            for after, share in ring_reshards(spec, dims, self.mesh).items():
+            for after, ring in ring_reshards(spec, dims, made, self.mesh).items():
                 if (j := of.get(after)) is not None:
-                    found[i, j] = share
+                    found.share[i, j], found.outlasts[i, j] = ring
         return found
 
     def _shares_of_fast_links(self, src: OptionSpecs, dst: OptionSpecs) -> Array:

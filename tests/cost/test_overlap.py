@@ -13,17 +13,19 @@ import pytest
 from autoshard.cost.cost import CostModel
 from autoshard.cost.overlap import (
     MIN_PRODUCT,
+    RING_GAIN,
+    Hideable,
     Resharded,
     exposed_values,
     gathered_ahead,
     gathered_axis,
+    hideable,
     ring_reshards,
     seconds_waited,
     seconds_waited_by,
-    share_hidden,
     with_hidden_transfers,
 )
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.program import PipelineRequest
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
@@ -134,9 +136,6 @@ def test_what_is_hidden_is_no_part_of_the_seconds_of_a_call() -> None:
     assert 0.75 * whole / 4 <= hiding.hidden <= 0.75 * whole
 
 
-WAITING = replace(CHIP, blocking_gathers=True, blocking_reduce_scatters=True)
-
-
 def test_gpus_gather_weights_of_layers_an_iteration_ahead() -> None:
     """All products of the iteration are beside it; else none is beside what the first one reads."""
     cluster = MeshConfig(axes={"data": 4}, gpu="h100", nodes=4, per_node=1).mesh()
@@ -155,62 +154,105 @@ def test_activations_of_the_backward_pass_move_beside_gradients_on_gpus_but_for_
     assert all(k.beside is not None and k.beside[i] > 0 for k in kinds for i in k.on_fast_links)
     rows, within, between = Spec(((), ())), Spec((("model",), ())), Spec((("node",), ()))
     (i, *_) = kinds[0].on_fast_links
-    assert [share_hidden(kinds[0], i, before, rows, cluster) for before in (within, between)] == [1.0, 0.0]
+    assert [hideable(kinds[0], i, before, rows, cluster).share for before in (within, between)] == [1.0, 0.0]
     summed = Spec(((), ()), (("node", "sum"),))
-    assert share_hidden(kinds[0], i, summed, between, cluster) == 0.0
-    assert share_hidden(kinds[0], i, rows, between, cluster) == 1.0, "nothing is sent"
+    assert hideable(kinds[0], i, summed, between, cluster).share == 0.0
+    assert hideable(kinds[0], i, rows, between, cluster).share == 1.0, "nothing is sent"
     other = next(j for j in range(3) if j not in kinds[0].on_fast_links)
-    assert share_hidden(kinds[0], other, between, rows, cluster) == 1.0
+    assert hideable(kinds[0], other, between, rows, cluster).share == 1.0
     elsewhere = replace(cluster, target=None, devices=tuple(jax.devices()))
     there = with_hidden_transfers(graph(train, (WEIGHTS, (1 << 18, WIDTH)), elsewhere))
     assert not any(n.kind.on_fast_links for n in there.nodes)
 
 
-def pipelined(hardware: Any, tokens: int) -> Graph:
+WAITING = replace(CHIP, blocking_gathers=True, blocking_reduce_scatters=True, hidden_collectives=0.9)
+LARGE = 4 * 4 * MIN_PRODUCT // HIDDEN
+"""Tokens of which a part of a product is one that goes in a ring."""
+
+
+def products(hardware: Any, tokens: int, *, staged: bool = False) -> list[OpKind]:
+    """Those of a step, or of one that is a stage of a pipeline."""
     found = graph(train, (WEIGHTS, (tokens, WIDTH)), on(hardware))
-    request = PipelineRequest(on(hardware), "data")
-    return with_hidden_transfers(replace(found, program=replace(found.program, pipeline=request)))
+    request = PipelineRequest(on(hardware), "data") if staged else None
+    found = with_hidden_transfers(replace(found, program=replace(found.program, pipeline=request)))
+    return [n.kind for n in found.nodes if n.kind.flops]
 
 
-def test_stages_gather_and_scatter_ring_product_on_chips_that_would_wait() -> None:
-    large = 4 * MIN_PRODUCT // HIDDEN
-    for hardware, tokens, rings in ((WAITING, 4 * large, True), (WAITING, large // 4, False), (HIDING, large, False)):
-        products = [n.kind for n in pipelined(hardware, tokens).nodes if n.kind.flops]
-        assert any(kind.ring_product for kind in products) == rings
-        assert not any(kind.beside for kind in products)
+def test_chips_that_would_wait_send_activations_and_gradients_in_rings() -> None:
+    """Weights have all products before them; in a stage of a pipeline nothing but rings is counted."""
+    whole, staged = products(WAITING, LARGE), products(WAITING, LARGE, staged=True)
+    assert all(kind.in_rings == {0, 1, 2} for kind in staged)
+    assert {kind.in_rings for kind in whole} == {frozenset({0, 2}), frozenset({0, 1, 2})}  # weights; gradients of them
+    for kind in (*whole, *staged):
+        seconds = {kind.beside[i] for i in kind.in_rings} if kind.beside else {0.0}
+        assert seconds == {product_seconds(LARGE)}
+    assert not any(kind.in_rings for kind in products(HIDING, LARGE))
+    assert not any(kind.beside for kind in products(HIDING, LARGE, staged=True))
+
+
+def rings_of(kind: OpKind) -> list[Hideable]:
+    """Of an operand gathered by rows and by columns, and whole."""
+    whole, rows, columns = Spec(((), ())), Spec((("data",), ())), Spec(((), ("data",)))
+    return [hideable(kind, 0, a, b, on()) for a, b in ((rows, whole), (columns, whole), (whole, rows))]
+
+
+def test_an_operand_is_gathered_in_a_ring_of_whose_parts_each_makes_a_large_part_of_the_result() -> None:
+    """Of what is summed over, where the result is no larger than it: each part makes a summand."""
+    wide = next(k for k in products(WAITING, LARGE) if k.shapes[-1] == (LARGE, HIDDEN))
+    narrow = next(k for k in products(WAITING, LARGE) if k.shapes[:1] == ((LARGE, HIDDEN),))
+    few = next(k for k in products(WAITING, LARGE // 64) if k.shapes[-1] == (LARGE // 64, HIDDEN))
+    assert [r.share > 0 for r in rings_of(wide)] == [True, False, False]
+    assert [r.share > 0 for r in rings_of(narrow)] == [True, True, False]
+    assert [r.share > 0 for r in rings_of(few)] == [False, False, False]
 
 
 def test_what_goes_in_a_ring_is_waited_for_where_it_takes_longer_than_the_product() -> None:
-    kind = next(n.kind for n in pipelined(WAITING, 1 << 14).nodes if n.kind.ring_product)
-    whole, rows, columns = Spec(((), ())), Spec((("data",), ())), Spec(((), ("data",)))
-    shares = [
-        share_hidden(kind, i, a, b, on()) for i, a, b in ((0, rows, whole), (0, columns, whole), (0, whole, rows))
-    ]
-    assert shares == [1, 0, 0]  # a part of a summed dimension makes no part of the result
-    waited = [seconds_waited(seconds, kind, 0, on(), share=1.0, compute=2e-3) for seconds in (1e-3, 5e-3)]
-    assert waited == pytest.approx([0, 3e-3])
-    assert seconds_waited(4e-3, kind, 2, on(), share=0.5, compute=1.0) == pytest.approx(2e-3)
+    kind = replace(products(WAITING, LARGE)[0], beside=(2e-3, 0.0, 2e-3))
+    chip = on(WAITING)
+    waited = [seconds_waited(seconds, kind, 0, chip, Hideable(0.5)) for seconds in (1e-3, 5e-3)]
+    assert waited == pytest.approx([(1 - 0.9 * 0.5) * 1e-3, (1 - 0.4) * 5e-3])
+    assert seconds_waited(4e-3, kind, 0, chip, Hideable(1.0, 0.25)) == pytest.approx(3e-3)  # 5 ms in the ring
+    assert seconds_waited(4e-3, kind, 0, chip, Hideable(1.0, 1.0)) == 4e-3
+    assert seconds_waited(4e-3, kind, 1, chip, Hideable(1.0)) == 4e-3
 
 
-def test_a_sum_is_scattered_over_its_first_axis_in_a_ring_of_few_devices() -> None:
-    both = on(data=4, model=2)
-    made = Spec(((), ()), (("data", "sum"), ("model", "sum")))
-    found = ring_reshards(made, None, both)
+def test_a_sum_is_scattered_over_one_axis_in_a_ring_of_few_devices() -> None:
+    both, made = on(data=4, model=2), 64 * MIN_PRODUCT
+    summed = Spec(((), ()), (("data", "sum"), ("model", "sum")))
+    found = ring_reshards(summed, None, made, both)
     assert Spec(((), ())) not in found  # an all-reduce
-    assert found[Spec((("data",), ("model",)))] == found[Spec((("data", "model"), ()))] == pytest.approx(0.75)
-    assert found[Spec((("model",), ("data",)))] == pytest.approx(0.5)
-    assert ring_reshards(Spec(((), ()), (("data", "sum"),)), None, on(data=16)) == {}
-    assert ring_reshards(Spec((("data",), ())), (0,), on(data=16)) == {}
-    assert ring_reshards(Spec(((), ()), (("data", "sum"),)), None, both)[Spec(((), ("data",)))] == 1
-    assert ring_reshards(Spec(((), ()), (("data", "max"),)), None, both) == {}
+    first = found[Spec((("data",), ("model",)))].share
+    assert first == found[Spec((("data", "model"), ()))].share == pytest.approx(0.75 * RING_GAIN)
+    assert found[Spec((("model",), ("data",)))].share == pytest.approx(0.5 * RING_GAIN)
+    alone = Spec(((), ()), (("data", "sum"),))
+    assert ring_reshards(alone, None, made, on(data=16)) == {}
+    assert ring_reshards(Spec((("data",), ())), (0,), made, on(data=16)) == {}
+    assert ring_reshards(alone, None, made, both)[Spec(((), ("data",)))].share == RING_GAIN
+    assert ring_reshards(alone, None, 2 * MIN_PRODUCT, both) == {}
+    assert ring_reshards(Spec(((), ()), (("data", "max"),)), None, made, both) == {}
+    mixed = ring_reshards(summed, None, 1024 * MIN_PRODUCT, on(data=16, model=8))
+    assert mixed[Spec((("data", "model"), ()))].share == pytest.approx(7 / 8 * RING_GAIN), "the axis of few goes first"
+
+
+def test_a_ring_along_one_axis_may_outlast_the_collective_that_uses_all_links() -> None:
+    """Of a slice of 16 x 16 chips a permute uses one link of a chip's four."""
+    slice_ = MeshConfig(axes={"data": 32, "model": 8}, tpu="v5e:16x16").mesh()
+    summed = Spec(((), ()), (("data", "sum"), ("model", "sum")))
+    found = ring_reshards(summed, None, 1024 * MIN_PRODUCT, slice_)[Spec((("data", "model"), ()))]
+    over_all = collective_seconds("reduce-scatter", ("data", "model"), 1 << 40, slice_)
+    hops = 7 / 8 * collective_seconds("collective-permute", ("model",), 1 << 40, slice_)
+    assert found.outlasts == pytest.approx(hops / over_all - 7 / 8, rel=1e-2)
+    assert found.outlasts > 0.3
 
 
 def test_all_rings_of_a_product_together_run_beside_it() -> None:
-    kind = next(n.kind for n in pipelined(WAITING, 1 << 14).nodes if n.kind.ring_product)
+    kind = products(WAITING, LARGE)[0]
     whole, rows = Spec(((), ())), Spec((("data",), ()))
-    moved = [Resharded(0, rows, whole, 3e-3), Resharded(2, Spec(((), ()), (("data", "sum"),)), rows, 3e-3)]
-    assert sum(seconds_waited_by(kind, moved, 4e-3, on())) == pytest.approx(2e-3)
-    assert seconds_waited_by(kind, moved, 1.0, on()) == [0, 0]
+    seconds = 2 * product_seconds(LARGE)
+    moved = [Resharded(0, rows, whole, seconds), Resharded(2, Spec(((), ()), (("data", "sum"),)), rows, seconds)]
+    assert sum(seconds_waited_by(kind, moved, on(WAITING))) == pytest.approx(2 * seconds - product_seconds(LARGE))
+    short = [m._replace(seconds=seconds / 16) for m in moved]
+    assert seconds_waited_by(kind, short, on(WAITING)) == pytest.approx([seconds / 16 * (1 - 0.9 * RING_GAIN)] * 2)
 
 
 def exposed(fun: Any, *args: Any) -> list[bool]:

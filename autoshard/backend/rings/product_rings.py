@@ -10,7 +10,7 @@ from dataclasses import replace
 from autoshard.backend.rings.fused_with_products import FusedWithProducts
 from autoshard.backend.rings.operand_gathers import Change
 from autoshard.backend.rings.ring import GatherRing, Ring, first_ring
-from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, gathered_axis
+from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, gathered_axis, is_of_xla
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import (
@@ -134,12 +134,6 @@ def gather_ring(
         (i, d) for i, dims in enumerate(rule.operands) for d, f in enumerate(dims) if f == factor and i != operand
     )
     return GatherRing(axis, parts, operand, dim, others, in_result[0] if in_result else None)
-
-
-def is_of_xla(kind: OpKind) -> bool:
-    """Whether it is a product without halos that has no form of its own on shards."""
-    rule = kind.rule
-    return bool(kind.flops) and not (rule.local and rule.local.fun) and not rule.halos
 
 
 def operand_bytes(kind: OpKind, island: Island, mesh: LogicalMesh) -> list[float]:

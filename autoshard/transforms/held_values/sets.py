@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard import jaxpr as jx
-from autoshard.machine.host_link import hides_copies, seconds_waited_for_copies
+from autoshard.machine.host_link import hides_copies, layer_seconds, seconds_waited_for_copies
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.transforms import remat
 from autoshard.transforms.held_values.names import LayerCounts, ResidualGroup
@@ -72,7 +72,7 @@ class HostLink:
         """Seconds that a device spends on ``size`` bytes of its own in a layer: beside the products of ``eqns`` in the
         forward part; in the backward part beside twice those, and the seconds in which values are made ``again``.
         Without end where the host has too little for all ``layers``."""
-        forward = sum(self._product_seconds(x) for e in eqns for x in (e, *_inner(e)))
+        forward = layer_seconds(sum(self._product_seconds(x) for e in eqns for x in (e, *_inner(e))), self.mesh)
         there = seconds_waited_for_copies(size, forward, self.mesh)
         back = seconds_waited_for_copies(size, 2 * forward + again, self.mesh)
         return np.where(size * layers > HOST_SHARE * self.mesh.hardware.host_memory, np.inf, there + back)
